@@ -1,0 +1,67 @@
+"""The legend: one letter per array dimension, the same in names, jaxtyping strings and einsums.
+
+| letter | dimension | letter | dimension |
+|---|---|---|---|
+| B | sequences | N | query heads |
+| L | query positions | K | key and value heads |
+| M | key positions | G | N / K, query heads per key head |
+| D | model width | H | head size |
+| F | feed-forward hidden | V | vocabulary |
+| Y | stacked layers | X, C | experts, capacity |
+
+`axis` always means a mesh axis, `dim` an array dimension.
+"""
+
+import dataclasses
+import math
+from typing import Literal, no_type_check
+
+import jax
+from jaxtyping import Array, Int
+
+IGNORE = -1
+"""Target id where there is nothing to predict: padding, and the last token of a document."""
+
+
+@no_type_check  # a pytree: its leaves are also shardings, specs and numpy arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Packed sequences. Leaves are int32; numpy on the host, global `jax.Array`s on devices.
+
+    A row holds several documents one after another. `segment_BL` numbers them 1, 2, ... and is 0 where the row
+    is padded; `position_BL` restarts at 0 in each document; `target_BL` is the next token of the same document,
+    or `IGNORE`.
+    """
+
+    token_BL: Int[Array, "B L"]
+    target_BL: Int[Array, "B L"]
+    position_BL: Int[Array, "B L"]
+    segment_BL: Int[Array, "B L"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamInfo:
+    """What one parameter is, wherever it will live.
+
+    `dims` has one letter per dimension of `shape`; a leading `Y` stacks the layers. `init` is `ones` or a normal
+    of standard deviation `std`, drawn from the seed and `path` alone.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dims: str
+    init: Literal["normal", "ones"]
+    std: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert len(self.dims) == len(self.shape), (self.path, self.dims, self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """True for what one layer multiplies with; False for norm scales."""
+        return len(self.dims.removeprefix("Y")) > 1

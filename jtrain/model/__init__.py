@@ -1,0 +1,1 @@
+"""Llama-style transformers: descriptions of parameters, and pure functions of them."""

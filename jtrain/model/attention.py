@@ -1,0 +1,70 @@
+"""Causal self-attention with grouped key and value heads."""
+
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jtrain.model import ops
+from jtrain.model.norm import RMSNorm
+from jtrain.model.param import weight
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions; `qk_norm` normalises queries and keys (Qwen3).
+
+    Heads are split over `tensor`: everything here is this device's block of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        norm_eps: float,
+        qk_norm: bool,
+        chunk: int,
+        layers: int,
+    ) -> None:
+        std = d_model**-0.5
+        self.q_DNH = weight("DNH", (d_model, num_heads, head_dim), std=std, layers=layers)
+        self.k_DKH = weight("DKH", (d_model, num_kv_heads, head_dim), std=std, layers=layers)
+        self.v_DKH = weight("DKH", (d_model, num_kv_heads, head_dim), std=std, layers=layers)
+        out_std = (num_heads * head_dim * 2 * layers) ** -0.5
+        self.o_NHD = weight("NHD", (num_heads, head_dim, d_model), std=out_std, layers=layers)
+        if qk_norm:
+            self.q_norm = RMSNorm("H", head_dim, eps=norm_eps, layers=layers)
+            self.k_norm = RMSNorm("H", head_dim, eps=norm_eps, layers=layers)
+        self.qk_norm = qk_norm
+        self.chunk = chunk
+
+    def project(
+        self,
+        x_BLD: Float[Array, "B L D"],
+        cos_BLH: Float[Array, "B L H/2"],
+        sin_BLH: Float[Array, "B L H/2"],
+    ) -> tuple[Float[Array, "B L N H"], Float[Array, "B L K H"], Float[Array, "B L K H"]]:
+        """Queries and keys, rotated to their positions, and values."""
+        q_BLNH = ops.linear(x_BLD, self.q_DNH[...])
+        k_BLKH = ops.linear(x_BLD, self.k_DKH[...])
+        v_BLKH = ops.linear(x_BLD, self.v_DKH[...])
+        if self.qk_norm:
+            q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
+        return ops.rope(q_BLNH, cos_BLH, sin_BLH), ops.rope(k_BLKH, cos_BLH, sin_BLH), v_BLKH
+
+    def __call__(
+        self,
+        x_BLD: Float[Array, "B L D"],
+        cos_BLH: Float[Array, "B L H/2"],
+        sin_BLH: Float[Array, "B L H/2"],
+        segment_BL: Int[Array, "B L"],
+    ) -> Float[Array, "B L D"]:
+        """Partial sums over this device's heads: add them over `tensor`."""
+        q_BLNH, k_BLKH, v_BLKH = self.project(x_BLD, cos_BLH, sin_BLH)
+        q_BLNH = checkpoint_name(q_BLNH, "attention_q")
+        k_BLKH = checkpoint_name(k_BLKH, "attention_k")
+        v_BLKH = checkpoint_name(v_BLKH, "attention_v")
+        y_BLNH = ops.attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=self.chunk)
+        y_BLNH = checkpoint_name(y_BLNH, "attention")
+        return ops.linear(y_BLNH, self.o_NHD[...], num_in=2)

@@ -1,0 +1,282 @@
+"""The decoder-only transformer: embedding, a scanned stack of blocks, norm, cross entropy.
+
+Everything here sees one device's block of each array: it runs inside a fully-manual `jax.shard_map`, where the only
+communication is what is written out. Over `tensor`, the residual stream is split by sequence (arXiv:2205.05198,
+section 4.2.2): `gather_sequence` before a layer's matmuls, `scatter_sequence` after them, each the other's transpose.
+On one device, without a mesh, both do nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jtrain.dims import Batch, ParamInfo
+from jtrain.model import ops
+from jtrain.model.attention import Attention
+from jtrain.model.mlp import SwiGLU
+from jtrain.model.norm import RMSNorm
+from jtrain.model.param import Params, param_infos, weight
+from jtrain.model.rope import RopeSpec
+
+SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_gate", "mlp_up")
+"""Activations of a block that `layout.remat=named` may keep for the backward pass instead of recomputing."""
+
+WEIGHTS = "weights"
+"""The name under which gathered weights appear to remat policies. They are never kept: gathering again is the point."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What a forward pass has to know of the layout.
+
+    fetch: brings the parameters below a path into the form that computes: whole over `data`, in the compute dtype.
+    tensor: devices along the `tensor` axis.
+    remat: what a block keeps for its backward pass: everything, its input only, or that and `remat_save`.
+    regather: fetched weights are dropped after use and fetched again by the backward pass.
+    """
+
+    fetch: Callable[[str, Any], Any]
+    tensor: int = 1
+    remat: Literal["none", "full", "named"] = "none"
+    remat_save: tuple[str, ...] = ()
+    regather: bool = False
+
+
+def single_device(dtype: str) -> Placement:
+    """No mesh: every parameter whole, cast to `dtype`."""
+    return Placement(fetch=lambda path, tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree))
+
+
+
+class Block(nnx.Module):
+    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        d_ff: int,
+        norm_eps: float,
+        qk_norm: bool,
+        attention_chunk: int,
+        layers: int,
+    ) -> None:
+        self.attention_norm = RMSNorm("D", d_model, eps=norm_eps, layers=layers)
+        self.attention = Attention(
+            d_model=d_model,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            norm_eps=norm_eps,
+            qk_norm=qk_norm,
+            chunk=attention_chunk,
+            layers=layers,
+        )
+        self.mlp_norm = RMSNorm("D", d_model, eps=norm_eps, layers=layers)
+        self.mlp = SwiGLU(d_model=d_model, d_ff=d_ff, layers=layers)
+
+    def __call__(
+        self,
+        x_BLD: Float[Array, "B _ D"],
+        cos_BLH: Float[Array, "B L H/2"],
+        sin_BLH: Float[Array, "B L H/2"],
+        segment_BL: Int[Array, "B L"],
+        *,
+        tensor: int,
+    ) -> Float[Array, "B _ D"]:
+        with jax.named_scope("attention"):
+            h_BLD = gather_sequence(self.attention_norm(x_BLD), tensor)
+            h_BLD = self.attention(h_BLD, cos_BLH, sin_BLH, segment_BL)
+            x_BLD = checkpoint_name(x_BLD + scatter_sequence(h_BLD, tensor), "attention_out")
+        with jax.named_scope("mlp"):
+            h_BLD = gather_sequence(self.mlp_norm(x_BLD), tensor)
+            return x_BLD + scatter_sequence(self.mlp(h_BLD), tensor)
+
+
+class Transformer(nnx.Module):
+    """A Llama-shaped decoder: what it is made of, and pure functions of its parameters. Allocates nothing.
+
+    Args:
+      num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff, vocab_size: sizes Y, D, N, K, H, F, V.
+      rope: rotary positions.
+      norm_eps: added to the mean square in every norm.
+      qk_norm: normalise queries and keys per head (Qwen3).
+      tie_embeddings: the unembedding is the embedding, transposed.
+      z_loss: coefficient of the squared log-partition added to the training objective (arXiv:2204.02311, section 5);
+        the reported loss is without it.
+      scan_layers: compile one layer and loop over it; False unrolls, which compiles longer.
+      loss_chunk_tokens: tokens whose logits exist at a time.
+      attention_chunk: queries whose scores exist at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        d_ff: int,
+        vocab_size: int,
+        rope: RopeSpec = RopeSpec(),  # noqa: B008 - frozen
+        norm_eps: float = 1e-5,
+        qk_norm: bool = False,
+        tie_embeddings: bool = False,
+        z_loss: float = 0.0,
+        scan_layers: bool = True,
+        loss_chunk_tokens: int = 1024,
+        attention_chunk: int = 512,
+    ) -> None:
+        sizes = {"num_layers": num_layers, "d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        sizes |= {"head_dim": head_dim, "d_ff": d_ff, "vocab_size": vocab_size}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"model.{name}={size} must be at least 1.")
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"model.num_heads={num_heads} is not a multiple of model.num_kv_heads={num_kv_heads}: each key head "
+                "serves the same number of query heads. Set one of the two."
+            )
+        if head_dim % 2:
+            raise ValueError(f"model.head_dim={head_dim} is odd, but rotary positions turn pairs. Set an even head_dim.")
+        self.num_layers = num_layers
+        self.d_model = d_model
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.d_ff = d_ff
+        self.vocab_size = vocab_size
+        self.rope = rope
+        self.norm_eps = norm_eps
+        self.qk_norm = qk_norm
+        self.tie_embeddings = tie_embeddings
+        self.z_loss = z_loss
+        self.scan_layers = scan_layers
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self.attention_chunk = attention_chunk
+        self.embed_VD = weight("VD", (vocab_size, d_model), std=d_model**-0.5)
+        self.layers = Block(
+            d_model=d_model,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            d_ff=d_ff,
+            norm_eps=norm_eps,
+            qk_norm=qk_norm,
+            attention_chunk=attention_chunk,
+            layers=num_layers,
+        )
+        self.final_norm = RMSNorm("D", d_model, eps=norm_eps)
+        if not tie_embeddings:
+            self.unembed_DV = weight("DV", (d_model, vocab_size), std=d_model**-0.5)
+
+    def param_infos(self) -> tuple[ParamInfo, ...]:
+        """Every parameter, sorted by path."""
+        return param_infos(self)
+
+    def hidden(self, params: Params, batch: Batch, placement: Placement) -> Float[Array, "B _ D"]:
+        """Hidden states after the last norm, [B, L / tensor, D] in the compute dtype."""
+        fetch, tensor = placement.fetch, placement.tensor
+        with jax.named_scope("embed"):
+            table_VD = fetch("embed_VD", params["embed_VD"])
+            x_BLD = _embed(table_VD, batch.token_BL, tensor)
+        cos_BLH, sin_BLH = self.rope.tables(batch.position_BL, self.head_dim)
+        block_def, _ = nnx.split(self.layers)
+
+        def layer(x_BLD: Array, weights: Params) -> tuple[Array, None]:
+            block = nnx.merge(block_def, fetch("layers", weights))
+            return block(x_BLD, cos_BLH, sin_BLH, batch.segment_BL, tensor=tensor), None
+
+        layer = checkpointed(layer, placement, scanned=self.scan_layers)
+        unroll = 1 if self.scan_layers else self.num_layers
+        with jax.named_scope("layers"):
+            x_BLD, _ = jax.lax.scan(layer, x_BLD, params["layers"], unroll=unroll)
+        with jax.named_scope("final_norm"):
+            norm = nnx.merge(nnx.split(self.final_norm)[0], fetch("final_norm", params["final_norm"]))
+            return norm(x_BLD)
+
+    def unembed(self, params: Params, placement: Placement) -> Float[Array, "D V"]:
+        """The whole unembedding matrix, in the compute dtype."""
+        if self.tie_embeddings:
+            kernel_DV = placement.fetch("embed_VD", params["embed_VD"]).T
+        else:
+            kernel_DV = placement.fetch("unembed_DV", params["unembed_DV"])
+        if placement.tensor > 1:
+            kernel_DV = jax.lax.all_gather(kernel_DV, "tensor", axis=1, tiled=True)
+        return kernel_DV
+
+    def loss(
+        self, params: Params, batch: Batch, placement: Placement
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Sums over this device's tokens, float32: the objective (with z-loss), and the cross entropy in nats.
+
+        Divide by the number of valid targets of the whole global batch, so that any split of it gives the same loss.
+        Only the first is differentiable.
+        """
+        x_BLD = self.hidden(params, batch, placement)
+        with jax.named_scope("loss"):
+            kernel_DV = self.unembed(params, placement)
+            target_BL = local_sequence(batch.target_BL, placement.tensor)
+            return ops.linear_cross_entropy(
+                x_BLD, kernel_DV, target_BL, chunk_tokens=self.loss_chunk_tokens, z_loss=self.z_loss
+            )
+
+    def logits(self, params: Params, batch: Batch, *, dtype: str = "float32") -> Float[Array, "B L V"]:
+        """All logits, float32, on one device without a mesh: for parity checks and for sampling."""
+        placement = single_device(dtype)
+        x_BLD = self.hidden(params, batch, placement)
+        return ops.linear(x_BLD, self.unembed(params, placement)).astype(jnp.float32)
+
+
+def checkpointed(layer: Callable[..., Any], placement: Placement, *, scanned: bool) -> Callable[..., Any]:
+    """`layer`, keeping for its backward pass what the placement says."""
+    policies = jax.checkpoint_policies
+    if placement.remat == "full":
+        policy = policies.nothing_saveable
+    elif placement.remat == "named":
+        policy = policies.save_only_these_names(*placement.remat_save)
+    elif placement.regather:
+        policy = policies.save_anything_except_these_names(WEIGHTS)
+    else:
+        return layer
+    # Inside a loop XLA cannot merge the recomputation with the first computation; unrolled it would, undoing it.
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
+
+
+def gather_sequence(x_BLD: Float[Array, "B _ D"], tensor: int) -> Float[Array, "B L D"]:
+    """All positions of a residual stream split by sequence over `tensor`."""
+    return jax.lax.all_gather(x_BLD, "tensor", axis=1, tiled=True) if tensor > 1 else x_BLD
+
+
+def scatter_sequence(x_BLD: Float[Array, "B L D"], tensor: int) -> Float[Array, "B _ D"]:
+    """This device's positions of the sum of every device's partial x over `tensor`."""
+    return jax.lax.psum_scatter(x_BLD, "tensor", scatter_dimension=1, tiled=True) if tensor > 1 else x_BLD
+
+
+def local_sequence(x_BL: Int[Array, "B L"], tensor: int) -> Int[Array, "B _"]:
+    """This device's positions of an array that every device along `tensor` holds whole."""
+    if tensor == 1:
+        return x_BL
+    size = x_BL.shape[1] // tensor
+    return jax.lax.dynamic_slice_in_dim(x_BL, jax.lax.axis_index("tensor") * size, size, axis=1)
+
+
+def _embed(table_VD: Float[Array, "_ D"], token_BL: Int[Array, "B L"], tensor: int) -> Float[Array, "B _ D"]:
+    """Rows of the table; with `tensor`, each device adds those of its block of the vocabulary."""
+    if tensor == 1:
+        return ops.embedding_lookup(table_VD, token_BL)
+    rows = table_VD.shape[0]
+    local_BL = token_BL - jax.lax.axis_index("tensor") * rows
+    mine_BL = (local_BL >= 0) & (local_BL < rows)
+    x_BLD = ops.embedding_lookup(table_VD, jnp.where(mine_BL, local_BL, 0))
+    return scatter_sequence(jnp.where(mine_BL[..., None], x_BLD, 0), tensor)

@@ -1,0 +1,294 @@
+"""One training step: a pure function of (state, batch), jitted once.
+
+Forward and backward run in one fully-manual `jax.shard_map`, so that every byte on the network is a line here or in
+the model: nothing is left to the partitioner. Each device differentiates its own share of the global loss with
+respect to what it holds; `gather` and `reduce` below are each other's transposes, so the result is the gradient of the
+whole. Then one rule finishes it: a gradient is summed over every axis that does not split its parameter.
+
+| zero_stage | in the layer, per microbatch | once per step |
+|---|---|---|
+| 0 | | all-reduce of gradients |
+| 1 | | reduce-scatter of gradients, all-gather of parameters |
+| 2 | reduce-scatter of gradients | all-gather of parameters |
+| 3 | all-gather of parameters (again in the backward pass), reduce-scatter of gradients | |
+
+The optimizer runs outside, on global arrays: it is elementwise (or, for Muon, layer by layer), and the sharding of
+its state says the rest.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, UInt
+
+from jtrain.dims import IGNORE, Batch
+from jtrain.layout import Layout, ParamLayout, unsplit_axes
+from jtrain.mesh import BATCH_AXES
+from jtrain.model.param import Params, init_params, map_params
+from jtrain.model.transformer import WEIGHTS, Placement, Transformer
+from jtrain.optim import Optimizer
+
+BATCH_SPEC = P(BATCH_AXES, "context")
+"""How [B, L] arrays are split; devices along `tensor` hold the same tokens."""
+
+type Metrics = dict[str, Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a run carries from step to step. `step` counts completed updates."""
+
+    step: Int[Array, ""]
+    params: Params
+    opt_state: Any
+
+
+def param_tree(layout: Layout, fn: Callable[[ParamLayout], Any]) -> Params:
+    """The nested dict of `fn` over all parameters."""
+    layouts = {p.info.path: p for p in layout.params}
+    return map_params(lambda info: fn(layouts[info.path]), tuple(p.info for p in layout.params))
+
+
+def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int = 0) -> TrainState:
+    """Shapes, dtypes and shardings of the state, allocating nothing."""
+    shapes = jax.eval_shape(lambda: _first_state(layout, optimizer, seed))
+    replicated = NamedSharding(mesh, P())
+    params = param_tree(layout, lambda p: NamedSharding(mesh, p.param))
+    sharded = param_tree(layout, lambda p: NamedSharding(mesh, p.optimizer))
+    opt_state = optimizer.map_state(shapes.opt_state, sharded, replicated)
+    shardings = TrainState(replicated, params, opt_state)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def init_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int) -> TrainState:
+    """The state before the first step, made where it lives: no device ever holds more than its share."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(layout, optimizer, mesh))
+    return jax.jit(lambda: _first_state(layout, optimizer, seed), out_shardings=shardings)()
+
+
+def _first_state(layout: Layout, optimizer: Optimizer, seed: int) -> TrainState:
+    infos = tuple(p.info for p in layout.params)
+    params = init_params(infos, seed=seed, dtype=layout.spec.param_dtype)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def make_train_step(
+    model: Transformer, optimizer: Optimizer, layout: Layout, mesh: Mesh
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """`step(state, batch) -> (state, metrics)`, jitted; the state given is donated.
+
+    Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, without z-loss), grad_norm
+    (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32).
+    """
+    gradients = jax.shard_map(
+        lambda params, batch: _local_gradients(model, layout, params, batch),
+        mesh=mesh,
+        in_specs=(param_tree(layout, lambda p: p.param), BATCH_SPEC),
+        out_specs=(param_tree(layout, lambda p: p.optimizer), P()),
+        check_vma=False,  # the sums over axes are written out, one rule for all parameters
+    )
+
+    def constrain(params: Params, of: Callable[[ParamLayout], P]) -> Params:
+        shardings = param_tree(layout, lambda p: NamedSharding(mesh, of(p)))
+        return jax.tree.map(jax.lax.with_sharding_constraint, params, shardings)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        grads, metrics = gradients(state.params, batch)
+        with jax.named_scope("optimizer"):
+            # The update reads and writes only this device's shard of the parameters, then gathers them again.
+            params = constrain(state.params, lambda p: p.optimizer)
+            params, opt_state, norms = optimizer.update(grads, state.opt_state, params, state.step)
+            params = constrain(constrain(params, lambda p: p.optimizer), lambda p: p.param)
+        return TrainState(state.step + 1, params, opt_state), metrics | norms
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[Params, Batch], Metrics]:
+    """`step(params, batch) -> {"nats", "tokens"}`: sums over the batch, so that batches of any fill average exactly."""
+
+    def local(params: Params, batch: Batch) -> Metrics:
+        _, nats = model.loss(_differentiable(layout, params), batch, _placement(layout))
+        axes = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
+        tokens = jnp.sum(batch.target_BL != IGNORE)
+        return {"nats": jax.lax.psum(nats, axes), "tokens": _psum_batch(layout, tokens)}
+
+    params_spec = param_tree(layout, lambda p: p.param)
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=P(), check_vma=False)
+    )
+
+
+def _local_gradients(model: Transformer, layout: Layout, params: Params, batch: Batch) -> tuple[Params, Metrics]:
+    """One device's part: its gradients as the optimizer wants them, and the global batch's metrics."""
+    spec = layout.spec
+    placement = _placement(layout)
+    num_tokens = _psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
+    # Dividing each microbatch by the whole batch's count, not by its own, is what makes accumulation exact.
+    weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
+
+    def objective(trained: Params, part: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        total, nats = model.loss(_with_whole(layout, trained, params), part, placement)
+        return total * weight, nats * weight
+
+    def microbatch(carry: tuple[Params, Array], part: Batch) -> tuple[tuple[Params, Array], None]:
+        (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained, part)
+        return (jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[0], grads), carry[1] + loss), None
+
+    trained = _trained(layout, params)
+    if spec.microbatches == 1:
+        (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained, batch)
+    else:
+        parts = jax.tree.map(lambda x: x.reshape(spec.microbatches, -1, *x.shape[1:]), batch)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
+        (grads, loss), _ = jax.lax.scan(microbatch, (zeros, jnp.zeros((), jnp.float32)), parts)
+
+    with jax.named_scope("reduce_gradients"):
+        layouts = param_tree(layout, lambda p: p)
+        grads = jax.tree.map(lambda p, g: _reduce(layout, p, g), layouts, grads)
+        loss = jax.lax.psum(loss, tuple(axis for axis, size in layout.mesh.shape.items() if size > 1))
+    hash_2 = _psum_batch(layout, _hash_block(layout, batch))
+    return grads, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}
+
+
+def _placement(layout: Layout) -> Placement:
+    """How this layout's weights reach the model, inside the shard_map."""
+    spec = layout.spec
+    layouts = {p.info.path: p for p in layout.params}
+
+    def fetch(path: str, tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {key: fetch(f"{path}.{key}", value) for key, value in tree.items()}
+        return _fetch(layout, layouts[path], tree)
+
+    return Placement(
+        fetch=fetch,
+        tensor=layout.mesh.tensor,
+        remat=spec.remat,
+        remat_save=spec.remat_save,
+        regather=spec.zero_stage == 3 and layout.mesh.data > 1,
+    )
+
+
+def _splits_data(layout: Layout, p: ParamLayout) -> bool:
+    return p.data_dim is not None and layout.mesh.data > 1
+
+
+def _trained(layout: Layout, params: Params) -> Params:
+    """What is differentiated: arrays of the shape in which gradients accumulate.
+
+    Under stage 2 parameters are whole but gradients are shards. Only the shard's shape matters: its value is never
+    read, and XLA drops it.
+    """
+
+    def leaf(p: ParamLayout, value: Array) -> Array:
+        if layout.spec.zero_stage != 2 or not _splits_data(layout, p):
+            return value
+        assert p.data_dim is not None
+        return jax.lax.slice_in_dim(value, 0, value.shape[p.data_dim] // layout.mesh.data, axis=p.data_dim)
+
+    return jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
+
+
+def _with_whole(layout: Layout, trained: Params, params: Params) -> Params:
+    """Under stage 2, (shard to differentiate, whole to compute with) at every leaf; otherwise `trained`."""
+    if layout.spec.zero_stage != 2:
+        return trained
+    layouts = param_tree(layout, lambda p: p)
+    return jax.tree.map(lambda p, t, w: (t, w) if _splits_data(layout, p) else t, layouts, trained, params)
+
+
+def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
+    """One layer's weight in the form that computes: whole over `data`; a matrix in the compute dtype."""
+    spec = layout.spec
+    if not p.info.is_matrix:
+        return leaf  # scales multiply in float32
+    if spec.zero_stage < 2 or not _splits_data(layout, p):
+        return leaf.astype(spec.compute_dtype)
+    assert p.data_dim is not None
+    dim = p.data_dim - p.info.dims.startswith("Y")  # inside the loop over layers, Y is gone
+    if spec.zero_stage == 2:
+        shard, whole = leaf
+        return _use_whole(shard, whole, dim, spec.compute_dtype, spec.reduce_dtype)
+    return checkpoint_name(_gather(leaf, dim, spec.compute_dtype, spec.reduce_dtype), WEIGHTS)
+
+
+def _gather(shard: Array, dim: int, compute_dtype: str, reduce_dtype: str) -> Array:
+    """The whole weight out of its shards over `data`; its gradient is summed over `data` and returns as shards."""
+
+    @jax.custom_vjp
+    def gather(shard: Array) -> Array:
+        return jax.lax.all_gather(shard.astype(compute_dtype), "data", axis=dim, tiled=True)
+
+    def backward(_: None, grad: Array) -> tuple[Array]:
+        return (_scatter(grad, dim, reduce_dtype).astype(shard.dtype),)
+
+    gather.defvjp(lambda shard: (gather(shard), None), backward)
+    return gather(shard)
+
+
+def _use_whole(shard: Array, whole: Array, dim: int, compute_dtype: str, reduce_dtype: str) -> Array:
+    """The whole weight, already here; its gradient is summed over `data` and goes to `shard`."""
+
+    @jax.custom_vjp
+    def use(shard: Array, whole: Array) -> Array:
+        del shard
+        return whole.astype(compute_dtype)
+
+    def backward(_: None, grad: Array) -> tuple[Array, None]:
+        return _scatter(grad, dim, reduce_dtype).astype(shard.dtype), None
+
+    use.defvjp(lambda shard, whole: (use(shard, whole), None), backward)
+    return use(shard, whole)
+
+
+def _scatter(grad: Array, dim: int, reduce_dtype: str) -> Array:
+    return jax.lax.psum_scatter(grad.astype(reduce_dtype), "data", scatter_dimension=dim, tiled=True)
+
+
+def _reduce(layout: Layout, p: ParamLayout, grad: Array) -> Array:
+    """The finished gradient, float32, split as the optimizer state is."""
+    if layout.spec.zero_stage == 1 and _splits_data(layout, p):
+        assert p.data_dim is not None
+        grad = _scatter(grad, p.data_dim, layout.spec.reduce_dtype)
+    axes = unsplit_axes(p.optimizer, layout.mesh.shape)
+    return jax.lax.psum(grad.astype(layout.spec.reduce_dtype), axes).astype(jnp.float32)
+
+
+def _psum_batch(layout: Layout, x: Array) -> Array:
+    """The sum over devices that hold different tokens."""
+    return jax.lax.psum(x, tuple(axis for axis in (*BATCH_AXES, "context") if layout.mesh.shape[axis] > 1))
+
+
+def _hash_block(layout: Layout, batch: Batch) -> UInt[Array, "2"]:
+    """This device's term of a hash of the global batch: add the terms modulo 2^32.
+
+    Each place of the batch is mixed with its global index, so the sum depends on what stands where but not on how it
+    is split. It is computed from what the step was fed, not from what the loader meant to feed.
+    """
+    rows, cols = batch.token_BL.shape
+    row = jnp.arange(rows) + rows * jax.lax.axis_index(BATCH_AXES)
+    col = jnp.arange(cols) + cols * jax.lax.axis_index("context")
+    index_BL = row[:, None] * (cols * layout.mesh.context) + col[None, :]
+
+    def one(seed: int) -> Array:
+        h = jnp.full((rows, cols), seed, jnp.uint32)
+        for x_BL in (index_BL, batch.token_BL, batch.target_BL, batch.position_BL, batch.segment_BL):
+            h = _mix(h ^ x_BL.astype(jnp.uint32))
+        return jnp.sum(h, dtype=jnp.uint32)
+
+    return jnp.stack([one(0x9E3779B9), one(0x85EBCA6B)])
+
+
+def _mix(h: Array) -> Array:
+    """Murmur3's 32-bit finaliser: every input bit changes half of the output bits."""
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
