@@ -8,6 +8,7 @@
 | D | model width | H | head size |
 | F | feed-forward hidden | V | vocabulary |
 | Y | stacked layers | X, C | experts, capacity |
+| R | rotated pairs of a head, H / 2 | | |
 
 `axis` always means a mesh axis, `dim` an array dimension.
 """
@@ -17,6 +18,7 @@ import math
 from typing import Literal, no_type_check
 
 import jax
+import numpy as np
 from jaxtyping import Array, Int
 
 IGNORE = -1
@@ -34,10 +36,10 @@ class Batch:
     or `IGNORE`.
     """
 
-    token_BL: Int[Array, "B L"]
-    target_BL: Int[Array, "B L"]
-    position_BL: Int[Array, "B L"]
-    segment_BL: Int[Array, "B L"]
+    token_BL: Int[Array | np.ndarray, "B L"]
+    target_BL: Int[Array | np.ndarray, "B L"]
+    position_BL: Int[Array | np.ndarray, "B L"]
+    segment_BL: Int[Array | np.ndarray, "B L"]
 
 
 @dataclasses.dataclass(frozen=True)

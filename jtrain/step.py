@@ -25,14 +25,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Float, UInt
 
 from jtrain.dims import IGNORE, Batch
 from jtrain.layout import Layout, ParamLayout, unsplit_axes
 from jtrain.mesh import BATCH_AXES
 from jtrain.model.param import Params, init_params, map_params
 from jtrain.model.transformer import WEIGHTS, Placement, Transformer
-from jtrain.optim import Optimizer
+from jtrain.optim import Moments, Optimizer
 
 BATCH_SPEC = P(BATCH_AXES, "context")
 """How [B, L] arrays are split; devices along `tensor` hold the same tokens."""
@@ -43,11 +43,14 @@ type Metrics = dict[str, Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a run carries from step to step. `step` counts completed updates."""
+    """All that a run carries from step to step.
 
-    step: Int[Array, ""]
+    step: completed updates, an int32 scalar. As a pytree it may hold shapes or shardings in the place of arrays.
+    """
+
+    step: Any
     params: Params
-    opt_state: Any
+    opt_state: Moments
 
 
 def param_tree(layout: Layout, fn: Callable[[ParamLayout], Any]) -> Params:
@@ -56,21 +59,25 @@ def param_tree(layout: Layout, fn: Callable[[ParamLayout], Any]) -> Params:
     return map_params(lambda info: fn(layouts[info.path]), tuple(p.info for p in layout.params))
 
 
-def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int = 0) -> TrainState:
+def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state, allocating nothing."""
-    shapes = jax.eval_shape(lambda: _first_state(layout, optimizer, seed))
+    shapes = jax.eval_shape(lambda: _first_state(layout, optimizer, 0))
     replicated = NamedSharding(mesh, P())
     params = param_tree(layout, lambda p: NamedSharding(mesh, p.param))
     sharded = param_tree(layout, lambda p: NamedSharding(mesh, p.optimizer))
-    opt_state = optimizer.map_state(shapes.opt_state, sharded, replicated)
-    shardings = TrainState(replicated, params, opt_state)
+    shardings = TrainState(replicated, params, optimizer.state_like(sharded))
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def init_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int) -> TrainState:
     """The state before the first step, made where it lives: no device ever holds more than its share."""
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(layout, optimizer, mesh))
+    shardings = shardings_of(abstract_state(layout, optimizer, mesh))
     return jax.jit(lambda: _first_state(layout, optimizer, seed), out_shardings=shardings)()
+
+
+def shardings_of(state: TrainState) -> TrainState:
+    """The sharding of every array of a state, abstract or not."""
+    return jax.tree.map(lambda x: x.sharding, state)
 
 
 def _first_state(layout: Layout, optimizer: Optimizer, seed: int) -> TrainState:
@@ -108,14 +115,16 @@ def make_train_step(
             params = constrain(constrain(params, lambda p: p.optimizer), lambda p: p.param)
         return TrainState(state.step + 1, params, opt_state), metrics | norms
 
-    return jax.jit(train_step, donate_argnums=0)
+    # Said, not inferred: a state that came back laid out otherwise would compile the second step anew.
+    state_shardings = shardings_of(abstract_state(layout, optimizer, mesh))
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, NamedSharding(mesh, P())))
 
 
 def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[Params, Batch], Metrics]:
     """`step(params, batch) -> {"nats", "tokens"}`: sums over the batch, so that batches of any fill average exactly."""
 
     def local(params: Params, batch: Batch) -> Metrics:
-        _, nats = model.loss(_differentiable(layout, params), batch, _placement(layout))
+        _, nats = model.loss(_with_whole(layout, _trained(layout, params), params), batch, _placement(layout))
         axes = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
         tokens = jnp.sum(batch.target_BL != IGNORE)
         return {"nats": jax.lax.psum(nats, axes), "tokens": _psum_batch(layout, tokens)}

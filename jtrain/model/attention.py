@@ -42,8 +42,8 @@ class Attention(nnx.Module):
     def project(
         self,
         x_BLD: Float[Array, "B L D"],
-        cos_BLH: Float[Array, "B L H/2"],
-        sin_BLH: Float[Array, "B L H/2"],
+        cos_BLR: Float[Array, "B L R"],
+        sin_BLR: Float[Array, "B L R"],
     ) -> tuple[Float[Array, "B L N H"], Float[Array, "B L K H"], Float[Array, "B L K H"]]:
         """Queries and keys, rotated to their positions, and values."""
         q_BLNH = ops.linear(x_BLD, self.q_DNH[...])
@@ -51,17 +51,17 @@ class Attention(nnx.Module):
         v_BLKH = ops.linear(x_BLD, self.v_DKH[...])
         if self.qk_norm:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
-        return ops.rope(q_BLNH, cos_BLH, sin_BLH), ops.rope(k_BLKH, cos_BLH, sin_BLH), v_BLKH
+        return ops.rope(q_BLNH, cos_BLR, sin_BLR), ops.rope(k_BLKH, cos_BLR, sin_BLR), v_BLKH
 
     def __call__(
         self,
         x_BLD: Float[Array, "B L D"],
-        cos_BLH: Float[Array, "B L H/2"],
-        sin_BLH: Float[Array, "B L H/2"],
+        cos_BLR: Float[Array, "B L R"],
+        sin_BLR: Float[Array, "B L R"],
         segment_BL: Int[Array, "B L"],
     ) -> Float[Array, "B L D"]:
         """Partial sums over this device's heads: add them over `tensor`."""
-        q_BLNH, k_BLKH, v_BLKH = self.project(x_BLD, cos_BLH, sin_BLH)
+        q_BLNH, k_BLKH, v_BLKH = self.project(x_BLD, cos_BLR, sin_BLR)
         q_BLNH = checkpoint_name(q_BLNH, "attention_q")
         k_BLKH = checkpoint_name(k_BLKH, "attention_k")
         v_BLKH = checkpoint_name(v_BLKH, "attention_v")

@@ -12,9 +12,9 @@ def rms_norm(x, scale_C, *, eps):
     return (y * scale_C).astype(x.dtype)
 
 
-def rope(x_BLNH, cos_BLH, sin_BLH):
+def rope(x_BLNH, cos_BLR, sin_BLR):
     a, b = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos_BLH[:, :, None, :], sin_BLH[:, :, None, :]
+    cos, sin = cos_BLR[:, :, None, :], sin_BLR[:, :, None, :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BLNH.dtype)
 
 

@@ -5,14 +5,15 @@ first value. The value itself depends on the seed and on the parameter's path al
 mesh, under every ZeRO stage, and for scanned and unscanned layers.
 """
 
+import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jtrain.dims import ParamInfo
 
@@ -79,10 +80,28 @@ def init_params(infos: tuple[ParamInfo, ...], *, seed: int, dtype: str) -> Param
             return jnp.ones(info.shape, dtype)
         key = jax.random.fold_in(root, zlib.crc32(info.path.encode()))
         if not info.dims.startswith("Y"):
-            return (info.std * jax.random.normal(key, info.shape, jnp.float32)).astype(dtype)
+            return (info.std * _normal(key, info.shape)).astype(dtype)
         num_layers, *shape = info.shape
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_layers))
-        draw = jax.vmap(lambda k: jax.random.normal(k, shape, jnp.float32))
-        return (info.std * draw(keys)).astype(dtype)
+        # One layer at a time: the random words of a whole stack would take several times its own memory.
+        return jax.lax.map(
+            lambda layer: (info.std * _normal(jax.random.fold_in(key, layer), shape)).astype(dtype),
+            jnp.arange(num_layers),
+        )
 
     return map_params(value, infos)
+
+
+def _normal(key: Array, shape: Sequence[int]) -> Float[Array, "..."]:
+    """Nearly normal numbers of mean 0 and deviation 1, the same to the last bit wherever and however compiled.
+
+    `jax.random.normal` evaluates a polynomial, whose rounding depends on how the compiler vectorises it: its last bits
+    were seen to change with the sharding. The sum of eight 16-bit uniforms (Irwin-Hall) is exact in integers, and one
+    multiplication rounds it. Its tails end at 4.9 deviations; its excess kurtosis is -0.15.
+    """
+    total = jnp.zeros(shape, jnp.int32)
+    for draw in range(4):
+        word = jax.random.bits(jax.random.fold_in(key, draw), shape, jnp.uint32)
+        total += ((word >> 16) + (word & 0xFFFF)).astype(jnp.int32)
+    centred = 2 * total - 8 * 0xFFFF
+    deviation = math.sqrt(8 * (2.0**32 - 1) / 3)  # of `centred`: a uniform over 2^16 integers has variance (2^32 - 1) / 12
+    return centred.astype(jnp.float32) * (1.0 / deviation)

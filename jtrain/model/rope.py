@@ -43,7 +43,7 @@ class RopeSpec:
 
     def tables(
         self, position_BL: Int[Array, "B L"], head_dim: int
-    ) -> tuple[Float[Array, "B L H/2"], Float[Array, "B L H/2"]]:
+    ) -> tuple[Float[Array, "B L R"], Float[Array, "B L R"]]:
         """Cosine and sine of every position's angles, float32."""
         angle = position_BL[..., None].astype(jnp.float32) * self.frequencies(head_dim)[None, None, :]
         return jnp.cos(angle), jnp.sin(angle)

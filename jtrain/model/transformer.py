@@ -87,15 +87,15 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_BLD: Float[Array, "B _ D"],
-        cos_BLH: Float[Array, "B L H/2"],
-        sin_BLH: Float[Array, "B L H/2"],
+        cos_BLR: Float[Array, "B L R"],
+        sin_BLR: Float[Array, "B L R"],
         segment_BL: Int[Array, "B L"],
         *,
         tensor: int,
     ) -> Float[Array, "B _ D"]:
         with jax.named_scope("attention"):
             h_BLD = gather_sequence(self.attention_norm(x_BLD), tensor)
-            h_BLD = self.attention(h_BLD, cos_BLH, sin_BLH, segment_BL)
+            h_BLD = self.attention(h_BLD, cos_BLR, sin_BLR, segment_BL)
             x_BLD = checkpoint_name(x_BLD + scatter_sequence(h_BLD, tensor), "attention_out")
         with jax.named_scope("mlp"):
             h_BLD = gather_sequence(self.mlp_norm(x_BLD), tensor)
@@ -190,12 +190,12 @@ class Transformer(nnx.Module):
         with jax.named_scope("embed"):
             table_VD = fetch("embed_VD", params["embed_VD"])
             x_BLD = _embed(table_VD, batch.token_BL, tensor)
-        cos_BLH, sin_BLH = self.rope.tables(batch.position_BL, self.head_dim)
+        cos_BLR, sin_BLR = self.rope.tables(batch.position_BL, self.head_dim)
         block_def, _ = nnx.split(self.layers)
 
         def layer(x_BLD: Array, weights: Params) -> tuple[Array, None]:
             block = nnx.merge(block_def, fetch("layers", weights))
-            return block(x_BLD, cos_BLH, sin_BLH, batch.segment_BL, tensor=tensor), None
+            return block(x_BLD, cos_BLR, sin_BLR, batch.segment_BL, tensor=tensor), None
 
         layer = checkpointed(layer, placement, scanned=self.scan_layers)
         unroll = 1 if self.scan_layers else self.num_layers

@@ -1,0 +1,228 @@
+"""Sampling with a key-value cache: the model's own modules, one position after another, on one device.
+
+Two programs are compiled, whatever the prompt and the number of tokens: one that reads `PROMPT_CHUNK` tokens, one that
+writes `DECODE_CHUNK`. Both work on a cache of fixed size.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from jtrain.model import ops
+from jtrain.model.param import Params, map_params
+from jtrain.model.transformer import Block, Placement, Transformer
+
+PROMPT_CHUNK = 64
+"""Prompt tokens per pass. Scores take N * 64 * M floats; each pass reads all weights once."""
+
+DECODE_CHUNK = 16
+"""Tokens between two looks of the host: it may see the end this many tokens late, and text appears in such steps."""
+
+_AS_THEY_ARE = Placement(fetch=lambda path, tree: tree)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys (rotated) and values of the first `length` positions, of M that there is room for.
+
+    Fields are arrays: k_YBMKH and v_YBMKH in the compute dtype, length int32.
+    """
+
+    k_YBMKH: Any
+    v_YBMKH: Any
+    length: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """How the next token is drawn from its logits.
+
+    temperature: divides the logits; 0 takes the most likely token.
+    top_k: only the k most likely.
+    top_p: only the most likely that together have probability p (arXiv:1904.09751).
+    vocab_size: ids from here on are never drawn; a model may embed more than its tokenizer knows.
+    """
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be at least 0, which takes the most likely token.")
+        if self.top_k is not None and self.top_p is not None:
+            raise ValueError(f"top_k={self.top_k} and top_p={self.top_p} exclude each other. Give one of them.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1.")
+
+    def draw(self, logits_BV: Float[Array, "B V"], key: Key[Array, ""]) -> Int[Array, " B"]:
+        """The next token of each sequence."""
+        if self.vocab_size is not None:
+            known_V = jnp.arange(logits_BV.shape[1]) < self.vocab_size
+            logits_BV = jnp.where(known_V[None, :], logits_BV, -jnp.inf)
+        if self.temperature == 0:
+            return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+        logits_BV = logits_BV / self.temperature
+        if self.top_k is not None:
+            least_B1 = jax.lax.top_k(logits_BV, min(self.top_k, logits_BV.shape[1]))[0][:, -1:]
+            logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+        if self.top_p is not None:
+            sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+            p_BV = jax.nn.softmax(sorted_BV, axis=-1)
+            # Kept while what is more likely has not reached p yet: at least the first is.
+            kept_BV = jnp.cumsum(p_BV, axis=-1) - p_BV < self.top_p
+            least_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+            logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+        return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
+
+
+def cast_matrices(model: Transformer, params: Params, dtype: str) -> Params:
+    """Parameters as a step computes with them: matrices in `dtype`, scales as they are."""
+    return map_params(
+        lambda info, leaf: jnp.asarray(leaf, dtype) if info.is_matrix else jnp.asarray(leaf),
+        model.param_infos(),
+        params,
+    )
+
+
+def empty_cache(model: Transformer, *, batch: int, max_len: int, dtype: str) -> KVCache:
+    """Room for `max_len` positions of `batch` sequences: 2 Y B M K H elements."""
+    shape = (model.num_layers, batch, max_len, model.num_kv_heads, model.head_dim)
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+
+
+def extend(
+    model: Transformer, params: Params, token_BL: Int[Array, "B L"], count: Int[Array, ""], cache: KVCache
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """Reads `count` more tokens of each sequence, computing in the dtype of `params`.
+
+    Args:
+      token_BL: the next tokens. Those from `count` on are padding: they leave keys in the cache behind its length,
+        which no query sees and the next tokens overwrite. There must be room for all L.
+
+    Returns:
+      Logits after the last of the `count` tokens, float32, and the cache with them in it.
+    """
+    length = token_BL.shape[1]
+    position_BL = jnp.broadcast_to(cache.length + jnp.arange(length), token_BL.shape)
+    cos_BLR, sin_BLR = model.rope.tables(position_BL, model.head_dim)
+    block_def, _ = nnx.split(model.layers)
+
+    def layer(x_BLD: Array, of_layer: tuple[Params, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        weights, k_BMKH, v_BMKH = of_layer
+        block: Block = nnx.merge(block_def, weights)
+        q_BLNH, k_BLKH, v_BLKH = block.attention.project(block.attention_norm(x_BLD), cos_BLR, sin_BLR)
+        k_BMKH = jax.lax.dynamic_update_slice_in_dim(k_BMKH, k_BLKH, cache.length, axis=1)
+        v_BMKH = jax.lax.dynamic_update_slice_in_dim(v_BMKH, v_BLKH, cache.length, axis=1)
+        y_BLNH = _attend(q_BLNH, k_BMKH, v_BMKH, position_BL)
+        x_BLD = x_BLD + ops.linear(y_BLNH, block.attention.o_NHD[...], num_in=2)
+        return x_BLD + block.mlp(block.mlp_norm(x_BLD)), (k_BMKH, v_BMKH)
+
+    x_BLD = ops.embedding_lookup(params["embed_VD"], token_BL)
+    x_BLD, (k_YBMKH, v_YBMKH) = jax.lax.scan(layer, x_BLD, (params["layers"], cache.k_YBMKH, cache.v_YBMKH))
+    last_B1D = jax.lax.dynamic_slice_in_dim(x_BLD, count - 1, 1, axis=1)
+    norm = nnx.merge(nnx.split(model.final_norm)[0], params["final_norm"])
+    kernel_DV = model.unembed(params, _AS_THEY_ARE)
+    logits_BV = jnp.einsum("bd,dv->bv", norm(last_B1D)[:, 0], kernel_DV, preferred_element_type=jnp.float32)
+    return logits_BV, KVCache(k_YBMKH, v_YBMKH, cache.length + count)
+
+
+def _attend(
+    q_BLNH: Float[Array, "B L N H"],
+    k_BMKH: Float[Array, "B M K H"],
+    v_BMKH: Float[Array, "B M K H"],
+    position_BL: Int[Array, "B L"],
+) -> Float[Array, "B L N H"]:
+    """Attention of queries at `position_BL` to all keys up to their own; softmax in float32."""
+    *rest, heads, size = q_BLNH.shape
+    kv_heads = k_BMKH.shape[2]
+    q_BLKGH = q_BLNH.reshape(*rest, kv_heads, heads // kv_heads, size)
+    s_BKGLM = jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32) * size**-0.5
+    seen_BLM = jnp.arange(k_BMKH.shape[1])[None, None, :] <= position_BL[:, :, None]
+    p_BKGLM = jax.nn.softmax(jnp.where(seen_BLM[:, None, None], s_BKGLM, -jnp.inf), axis=-1)
+    return jnp.einsum("bkglm,bmkh->blkgh", p_BKGLM.astype(v_BMKH.dtype), v_BMKH).reshape(q_BLNH.shape)
+
+
+def generate_ids(
+    model: Transformer,
+    params: Params,
+    prompt_ids: Int[np.ndarray, " T"],
+    *,
+    max_tokens: int,
+    sampler: Sampler,
+    seed: int,
+    end_id: int | None = None,
+) -> Iterator[list[int]]:
+    """Yields the tokens that follow a prompt, some at a time, until `end_id` (not yielded) or `max_tokens`.
+
+    They depend on the parameters, the prompt, the sampler and the seed alone.
+
+    Args:
+      params: as of `cast_matrices`.
+
+    Raises:
+      ValueError: the prompt has no token.
+    """
+    num_prompt = len(prompt_ids)
+    if num_prompt == 0:
+        raise ValueError("the prompt has no token to start from. Give a prompt.")
+    # The last chunks of both the prompt and the answer are whole, so they need room as well.
+    max_len = _round_up(num_prompt, PROMPT_CHUNK) + _round_up(max_tokens, PROMPT_CHUNK)
+    cache = empty_cache(model, batch=1, max_len=max_len, dtype=params["embed_VD"].dtype.name)
+    logits_BV: Array | None = None
+    for start in range(0, num_prompt, PROMPT_CHUNK):
+        chunk = prompt_ids[start : start + PROMPT_CHUNK]
+        token_BL = np.pad(chunk, (0, PROMPT_CHUNK - len(chunk)))[None]
+        logits_BV, cache = _read(model, params, jnp.asarray(token_BL, jnp.int32), jnp.int32(len(chunk)), cache)
+    left = max_tokens
+    while left > 0:
+        assert logits_BV is not None
+        tokens_LB, logits_BV, cache = _write(model, sampler, params, logits_BV, cache, jax.random.key(seed))
+        ids = np.asarray(tokens_LB)[:left, 0].tolist()
+        if end_id in ids:
+            yield ids[: ids.index(end_id)]
+            return
+        yield ids
+        left -= len(ids)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
+def _read(
+    model: Transformer, params: Params, token_BL: Int[Array, "B L"], count: Int[Array, ""], cache: KVCache
+) -> tuple[Float[Array, "B V"], KVCache]:
+    return extend(model, params, token_BL, count, cache)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def _write(
+    model: Transformer,
+    sampler: Sampler,
+    params: Params,
+    logits_BV: Float[Array, "B V"],
+    cache: KVCache,
+    key: Key[Array, ""],
+) -> tuple[Int[Array, "L B"], Float[Array, "B V"], KVCache]:
+    """The next `DECODE_CHUNK` tokens, and where that leaves the cache."""
+
+    def step(carry: tuple[Array, KVCache], _: None) -> tuple[tuple[Array, KVCache], Array]:
+        logits_BV, cache = carry
+        token_B = sampler.draw(logits_BV, jax.random.fold_in(key, cache.length))
+        return extend(model, params, token_B[:, None], jnp.int32(1), cache), token_B
+
+    (logits_BV, cache), tokens_LB = jax.lax.scan(step, (logits_BV, cache), length=DECODE_CHUNK)
+    return tokens_LB, logits_BV, cache
