@@ -78,7 +78,8 @@ def trained(
                     gradient = jax.device_get(state.opt_state.mu)
     last = jax.device_get(state.params)
     eval_nats = float(sums["nats"]) / int(sums["tokens"])
-    return Trained(np.array(losses), first, last, gradient, hashes, eval_nats, step._cache_size())  # pyright: ignore
+    num_traces = step._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
+    return Trained(np.array(losses), first, last, gradient, hashes, eval_nats, num_traces)
 
 
 @functools.cache
@@ -92,7 +93,9 @@ def assert_same(got: Trained, want: Trained) -> None:
     jax.tree.map(np.testing.assert_array_equal, got.first, want.first)
     np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
     np.testing.assert_allclose(got.eval_nats, want.losses[0], rtol=1e-5)
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max()), got.gradient, want.gradient)
+    jax.tree.map(
+        lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max()), got.gradient, want.gradient
+    )
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got.last, want.last)
     assert got.hashes == want.hashes
     assert got.num_traces == 1

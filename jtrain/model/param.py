@@ -103,5 +103,5 @@ def _normal(key: Array, shape: Sequence[int]) -> Float[Array, "..."]:
         word = jax.random.bits(jax.random.fold_in(key, draw), shape, jnp.uint32)
         total += ((word >> 16) + (word & 0xFFFF)).astype(jnp.int32)
     centred = 2 * total - 8 * 0xFFFF
-    deviation = math.sqrt(8 * (2.0**32 - 1) / 3)  # of `centred`: a uniform over 2^16 integers has variance (2^32 - 1) / 12
+    deviation = math.sqrt(8 * (2.0**32 - 1) / 3)  # of `centred`: a uniform of 2^16 integers varies by (2^32 - 1) / 12
     return centred.astype(jnp.float32) * (1.0 / deviation)

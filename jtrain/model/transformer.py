@@ -53,7 +53,6 @@ def single_device(dtype: str) -> Placement:
     return Placement(fetch=lambda path, tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree))
 
 
-
 class Block(nnx.Module):
     """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
@@ -148,7 +147,7 @@ class Transformer(nnx.Module):
                 "serves the same number of query heads. Set one of the two."
             )
         if head_dim % 2:
-            raise ValueError(f"model.head_dim={head_dim} is odd, but rotary positions turn pairs. Set an even head_dim.")
+            raise ValueError(f"model.head_dim={head_dim} is odd, but rotary positions turn pairs. Set an even one.")
         self.num_layers = num_layers
         self.d_model = d_model
         self.num_heads = num_heads
@@ -215,9 +214,7 @@ class Transformer(nnx.Module):
             kernel_DV = jax.lax.all_gather(kernel_DV, "tensor", axis=1, tiled=True)
         return kernel_DV
 
-    def loss(
-        self, params: Params, batch: Batch, placement: Placement
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    def loss(self, params: Params, batch: Batch, placement: Placement) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Sums over this device's tokens, float32: the objective (with z-loss), and the cross entropy in nats.
 
         Divide by the number of valid targets of the whole global batch, so that any split of it gives the same loss.

@@ -1,0 +1,259 @@
+"""The loop: the only module that changes anything or reads a clock.
+
+Invariants:
+- Step n is dispatched before the metrics of step n - 1 are read, so the device never waits for the host.
+- The data state that is saved with a step leads to the batch that follows it.
+- No state is saved whose loss or gradient was not finite.
+- Every process takes every decision (save, stop, evaluate) at the same step.
+"""
+
+import dataclasses
+import datetime
+import json
+import math
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jtrain.checkpoint import Checkpoints
+from jtrain.config import Run, check_same_run
+from jtrain.data import TextDataset, open_dataset, prefetch, put_batch
+from jtrain.guard import StopRequest, agree, check_finite
+from jtrain.layout import Layout, make_layout
+from jtrain.mesh import make_mesh
+from jtrain.metrics import Metrics, TrainLine
+from jtrain.model.param import map_params
+from jtrain.optim import Optimizer, build
+from jtrain.plan import report
+from jtrain.plan.flops import flops_per_token
+from jtrain.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step
+from jtrain_kernels.device import DeviceSpec
+
+DONE = 0
+STOPPED = 75
+"""Exit codes: the run is complete; stopped when asked to, after a good save (EX_TEMPFAIL: run again)."""
+
+
+def train(run: Run, *, workdir: Path, config_text: str) -> int:
+    """Trains from the newest checkpoint of `workdir`, or from the start, to the end; returns the exit code.
+
+    Args:
+      run: a checked config, built.
+      workdir: made if missing; what a run leaves is listed in DESIGN.
+      config_text: the flat config, kept in the workdir and in every checkpoint.
+
+    Raises:
+      ValueError: the run cannot be: it does not fit, the workdir is another run's, there is no data ...
+      NotFinite: the loss or a gradient stopped being a number.
+    """
+    started_s = time.perf_counter()
+    mesh = make_mesh(run.mesh, jax.devices())
+    layout = make_layout(run.layout, run.mesh, run.model.param_infos())
+    optimizer = build(run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos()))
+    check_same_run(workdir, config_text)
+    report.check_fits(run, devices=mesh.devices.flatten().tolist())
+    dataset = open_dataset(run.data, seed=run.seed)
+    if jax.process_index() == 0:
+        report.print_plan(run, topology=None)
+        print(dataset.describe(), flush=True)
+        _write_run_files(workdir, config_text, mesh)
+
+    with Checkpoints(workdir, run.checkpoint) as checkpoints, StopRequest() as stop:
+        start_step = checkpoints.latest_step() or 0
+        if checkpoints.latest_step() is None:
+            state, data_state = init_state(layout, optimizer, mesh, seed=run.seed), None
+        else:
+            state, data_state = checkpoints.restore(start_step, abstract_state(layout, optimizer, mesh))
+        with (
+            Metrics(workdir, run.metrics, num_steps=run.num_steps, start_step=start_step) as metrics,
+            prefetch(dataset.train_batches(data_state), lambda batch: put_batch(batch, mesh)) as batches,
+        ):
+            if start_step:
+                metrics.say(f"resumed from step {start_step}")
+            loop = Loop(run, layout, optimizer, mesh, dataset, checkpoints, metrics, config_text)
+            step = loop.run_steps(state, start_step, batches, stop)
+            checkpoints.wait()
+            seconds = time.perf_counter() - started_s
+            if step < run.num_steps:
+                metrics.say(f"stopped at step {step} after a good save; the same command goes on from there: {workdir}")
+                return STOPPED
+            metrics.say(f"done: {step} steps in {seconds:.0f} s; results in {workdir}")
+    return DONE
+
+
+@dataclasses.dataclass
+class _Interval:
+    """What happened since the last logged line, evaluations and saves left out."""
+
+    since_s: float
+    steps: int = 0
+    tokens: int = 0
+    wait_ms: float = 0.0
+    outside_s: float = 0.0
+
+
+class Loop:
+    """Runs the steps of one attempt."""
+
+    def __init__(
+        self,
+        run: Run,
+        layout: Layout,
+        optimizer: Optimizer,
+        mesh: Mesh,
+        dataset: TextDataset,
+        checkpoints: Checkpoints,
+        metrics: Metrics,
+        config_text: str,
+    ) -> None:
+        self.run = run
+        self.mesh = mesh
+        self.dataset = dataset
+        self.checkpoints = checkpoints
+        self.metrics = metrics
+        self.config_text = config_text
+        self.train_step = make_train_step(run.model, optimizer, layout, mesh)
+        self.eval_step = make_eval_step(run.model, layout, mesh)
+        self.flops_per_token = flops_per_token(run.model, run.data.seq_len)
+        self.peak_flops = _peak_flops(mesh, run.layout.compute_dtype)
+        self.interval = _Interval(time.perf_counter())
+
+    def run_steps(self, state: TrainState, start_step: int, batches: Any, stop: StopRequest) -> int:
+        """Steps until the run is complete or somebody asks to stop; the state is saved then. Returns the step."""
+        num_steps, spec = self.run.num_steps, self.run.checkpoint
+        step, data_state, saved = start_step, None, start_step
+        unread: tuple[int, Any, float] | None = None
+        while step < num_steps:
+            batch, data_state, wait_ms = next(batches)
+            state, results = self.train_step(state, batch)
+            # The device works on this step from here on; meanwhile the host looks at the one before.
+            if unread is not None:
+                self._report(*unread)
+            step += 1
+            unread = (step, results, wait_ms)
+            stopping = agree(stop.requested)
+            last = step == num_steps or stopping
+            # A state that is saved or evaluated is first known to be finite.
+            if last or _due(step, spec.every_steps) or _due(step, self.run.eval.every_steps):
+                self._report(*unread)
+                unread = None
+            if _due(step, self.run.eval.every_steps) or (step == num_steps and self.run.eval.every_steps):
+                self._timed_out(lambda step=step, state=state: self._evaluate(step, state))
+            if last or _due(step, spec.every_steps):
+                assert data_state is not None
+                save = lambda: self.checkpoints.save(step, state, data_state, self.config_text)  # noqa: B023, E731
+                self._timed_out(save)
+                saved = step
+            self.checkpoints.check()
+            if stopping:
+                break
+        assert saved == step, (saved, step)
+        return step
+
+    def _report(self, step: int, results: Any, wait_ms: float) -> None:
+        """Waits for a step's results, checks them, and logs them if it is their turn."""
+        values = jax.device_get(results)
+        hash_hex = "".join(f"{word:08x}" for word in np.asarray(values["batch_hash"]).tolist())
+        loss, norm = float(values["loss_nats"]), float(values["grad_norm"])
+        last = self.checkpoints.latest_step() if not math.isfinite(loss + norm) else None
+        check_finite(step, {"loss_nats": loss, "grad_norm": norm}, batch_hash=hash_hex, last_checkpoint_step=last)
+        interval = self.interval
+        interval.steps += 1
+        interval.tokens += int(values["tokens"])
+        interval.wait_ms += wait_ms
+        if not self.run.metrics.is_logged(step, self.run.num_steps):
+            return
+        now_s = time.perf_counter()
+        seconds = now_s - interval.since_s - interval.outside_s
+        tokens_per_s = interval.tokens / seconds
+        positions_per_s = interval.steps * self.run.data.global_batch * self.run.data.seq_len / seconds
+        self.metrics.train(
+            TrainLine(
+                step=step,
+                loss_nats=loss,
+                grad_norm=norm,
+                learning_rate=float(values["learning_rate"]),
+                tokens=int(values["tokens"]),
+                tokens_per_s=tokens_per_s,
+                step_time_ms=1e3 * seconds / interval.steps,
+                data_wait_ms=interval.wait_ms / interval.steps,
+                batch_hash=hash_hex,
+                mfu=None if self.peak_flops is None else self.flops_per_token * positions_per_s / self.peak_flops,
+                device_memory_peak_gib=_memory_peak_gib(self.mesh),
+            )
+        )
+        self.interval = _Interval(now_s)
+
+    def _evaluate(self, step: int, state: TrainState) -> None:
+        """The mean cross entropy over the held-out batches."""
+        nats, tokens = 0.0, 0
+        for batch in self.dataset.eval_batches():
+            sums = jax.device_get(self.eval_step(state.params, put_batch(batch, self.mesh)))
+            nats += float(sums["nats"])
+            tokens += int(sums["tokens"])
+        self.metrics.evaluation(step, nats / max(tokens, 1))
+
+    def _timed_out(self, work: Callable[[], Any]) -> None:
+        """Does something that is no training, and keeps its time out of the step time."""
+        before_s = time.perf_counter()
+        work()
+        self.interval.outside_s += time.perf_counter() - before_s
+
+
+def _due(step: int, every_steps: int | None) -> bool:
+    return every_steps is not None and step % every_steps == 0
+
+
+def _peak_flops(mesh: Mesh, compute_dtype: str) -> float | None:
+    """Peak of all the mesh's devices together, in FLOP/s; None where it is unknown, as on a CPU."""
+    peak = DeviceSpec.from_device(mesh.devices.flat[0]).peak_flops(compute_dtype)
+    return None if peak is None else peak * mesh.devices.size
+
+
+def _memory_peak_gib(mesh: Mesh) -> float | None:
+    """Most bytes ever in use on any of this process's devices; None where they do not say, as on a CPU."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in mesh.local_devices]
+    known = [peak for peak in peaks if peak is not None]
+    return max(known) / 2**30 if known else None
+
+
+def _write_run_files(workdir: Path, config_text: str, mesh: Mesh) -> None:
+    """config.txt and run.json: what runs, with what, since when."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "config.txt").write_text(config_text)
+    facts = {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.orig_argv,
+        "commit": _git_commit(),
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in _VERSIONS},
+        "devices": {"kind": mesh.devices.flat[0].device_kind, "count": mesh.devices.size},
+        "processes": jax.process_count(),
+        "mesh": dict(mesh.shape),
+    }
+    (workdir / "run.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+_VERSIONS = ("jtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+
+
+def _git_commit() -> str | None:
+    """The commit of jtrain's checkout, with `+changes` if files differ from it; None outside of one."""
+
+    def git(*command: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), *command], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
