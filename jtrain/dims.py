@@ -15,17 +15,16 @@
 
 import dataclasses
 import math
-from typing import Literal, no_type_check
+from typing import Any, Literal, no_type_check
 
 import jax
-import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 IGNORE = -1
 """Target id where there is nothing to predict: padding, and the last token of a document."""
 
 
-@no_type_check  # a pytree: its leaves are also shardings, specs and numpy arrays
+@no_type_check  # a pytree: its leaves are also shardings, specs and shapes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -36,10 +35,10 @@ class Batch:
     or `IGNORE`.
     """
 
-    token_BL: Int[Array | np.ndarray, "B L"]
-    target_BL: Int[Array | np.ndarray, "B L"]
-    position_BL: Int[Array | np.ndarray, "B L"]
-    segment_BL: Int[Array | np.ndarray, "B L"]
+    token_BL: Int[Any, "B L"]
+    target_BL: Int[Any, "B L"]
+    position_BL: Int[Any, "B L"]
+    segment_BL: Int[Any, "B L"]
 
 
 @dataclasses.dataclass(frozen=True)

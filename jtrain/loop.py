@@ -7,6 +7,7 @@ Invariants:
 - Every process takes every decision (save, stop, evaluate) at the same step.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -15,7 +16,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,9 @@ from jtrain.metrics import Metrics, TrainLine
 from jtrain.model.param import map_params
 from jtrain.optim import Optimizer, build
 from jtrain.plan import report
-from jtrain.plan.flops import flops_per_token
+from jtrain.plan.flops import flops_per_token, mfu
 from jtrain.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step
-from jtrain_kernels.device import DeviceSpec
+from jtrain_kernels import device
 
 DONE = 0
 STOPPED = 75
@@ -123,14 +124,15 @@ class Loop:
         self.config_text = config_text
         self.train_step = make_train_step(run.model, optimizer, layout, mesh)
         self.eval_step = make_eval_step(run.model, layout, mesh)
-        self.flops_per_token = flops_per_token(run.model, run.data.seq_len)
+        self.flops = flops_per_token(run.model, seq_len=run.data.seq_len)
         self.peak_flops = _peak_flops(mesh, run.layout.compute_dtype)
         self.interval = _Interval(time.perf_counter())
 
     def run_steps(self, state: TrainState, start_step: int, batches: Any, stop: StopRequest) -> int:
         """Steps until the run is complete or somebody asks to stop; the state is saved then. Returns the step."""
-        num_steps, spec = self.run.num_steps, self.run.checkpoint
-        step, data_state, saved = start_step, None, start_step
+        num_steps = self.run.num_steps
+        save_every, evaluate_every = self.run.checkpoint.every_steps, self.run.eval.every_steps
+        step, saved = start_step, start_step
         unread: tuple[int, Any, float] | None = None
         while step < num_steps:
             batch, data_state, wait_ms = next(batches)
@@ -140,24 +142,30 @@ class Loop:
                 self._report(*unread)
             step += 1
             unread = (step, results, wait_ms)
-            stopping = agree(stop.requested)
+            stopping = self._stopping(step, stop)
             last = step == num_steps or stopping
             # A state that is saved or evaluated is first known to be finite.
-            if last or _due(step, spec.every_steps) or _due(step, self.run.eval.every_steps):
+            if last or _due(step, save_every) or _due(step, evaluate_every):
                 self._report(*unread)
                 unread = None
-            if _due(step, self.run.eval.every_steps) or (step == num_steps and self.run.eval.every_steps):
-                self._timed_out(lambda step=step, state=state: self._evaluate(step, state))
-            if last or _due(step, spec.every_steps):
-                assert data_state is not None
-                save = lambda: self.checkpoints.save(step, state, data_state, self.config_text)  # noqa: B023, E731
-                self._timed_out(save)
+            if _due(step, evaluate_every) or (step == num_steps and evaluate_every is not None):
+                with self._timed_out():
+                    self._evaluate(step, state)
+            if last or _due(step, save_every):
+                with self._timed_out():
+                    self.checkpoints.save(step, state, data_state, self.config_text)
                 saved = step
             self.checkpoints.check()
             if stopping:
                 break
         assert saved == step, (saved, step)
         return step
+
+    def _stopping(self, step: int, stop: StopRequest) -> bool:
+        """Whether to save and stop after `step`; several processes ask each other only at logged steps: it costs."""
+        if jax.process_count() > 1 and not self.run.metrics.is_logged(step, self.run.num_steps):
+            return False
+        return agree(stop.requested)
 
     def _report(self, step: int, results: Any, wait_ms: float) -> None:
         """Waits for a step's results, checks them, and logs them if it is their turn."""
@@ -187,7 +195,12 @@ class Loop:
                 step_time_ms=1e3 * seconds / interval.steps,
                 data_wait_ms=interval.wait_ms / interval.steps,
                 batch_hash=hash_hex,
-                mfu=None if self.peak_flops is None else self.flops_per_token * positions_per_s / self.peak_flops,
+                mfu=mfu(
+                    self.flops,
+                    tokens_per_s=positions_per_s,
+                    num_devices=self.mesh.devices.size,
+                    peak_flops=self.peak_flops,
+                ),
                 device_memory_peak_gib=_memory_peak_gib(self.mesh),
             )
         )
@@ -202,10 +215,11 @@ class Loop:
             tokens += int(sums["tokens"])
         self.metrics.evaluation(step, nats / max(tokens, 1))
 
-    def _timed_out(self, work: Callable[[], Any]) -> None:
-        """Does something that is no training, and keeps its time out of the step time."""
+    @contextlib.contextmanager
+    def _timed_out(self) -> Iterator[None]:
+        """Around what is no training: its time is kept out of the step time."""
         before_s = time.perf_counter()
-        work()
+        yield
         self.interval.outside_s += time.perf_counter() - before_s
 
 
@@ -214,9 +228,9 @@ def _due(step: int, every_steps: int | None) -> bool:
 
 
 def _peak_flops(mesh: Mesh, compute_dtype: str) -> float | None:
-    """Peak of all the mesh's devices together, in FLOP/s; None where it is unknown, as on a CPU."""
-    peak = DeviceSpec.from_device(mesh.devices.flat[0]).peak_flops(compute_dtype)
-    return None if peak is None else peak * mesh.devices.size
+    """Peak of one device in FLOP/s; None where it is unknown, as of a CPU."""
+    spec = device.from_device(mesh.devices.flat[0])
+    return None if spec is None else spec.peak_flops(compute_dtype)
 
 
 def _memory_peak_gib(mesh: Mesh) -> float | None:

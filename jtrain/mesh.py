@@ -59,8 +59,8 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
         product = " * ".join(f"{axis}={size}" for axis, size in spec.shape.items() if size > 1) or "1"
         raise ValueError(
             f"mesh {product} = {spec.size} devices, but {len(devices)} are here. "
-            f"Set mesh.data so that the product is {len(devices)}, or add --emulate-devices {spec.size} to try the layout "
-            "on a CPU."
+            f"Set mesh.data so that the product is {len(devices)}, or add --emulate-devices {spec.size} to try "
+            "the layout on this CPU."
         )
     shape = tuple(spec.shape.values())
     if devices[0].platform == "tpu":

@@ -130,9 +130,7 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
         return {"nats": jax.lax.psum(nats, axes), "tokens": _psum_batch(layout, tokens)}
 
     params_spec = param_tree(layout, lambda p: p.param)
-    return jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=P(), check_vma=False)
-    )
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=P(), check_vma=False))
 
 
 def _local_gradients(model: Transformer, layout: Layout, params: Params, batch: Batch) -> tuple[Params, Metrics]:

@@ -243,7 +243,9 @@ def checkpointed(layer: Callable[..., Any], placement: Placement, *, scanned: bo
     elif placement.remat == "named":
         policy = policies.save_only_these_names(*placement.remat_save)
     elif placement.regather:
-        policy = policies.save_anything_except_these_names(WEIGHTS)
+        # Refusing only the weights would keep what is made of them one step before or after (the gather's own result,
+        # a reshape of it), so all layers' whole weights: keep what took a matmul instead.
+        policy = policies.save_only_these_names(*SAVEABLE)
     else:
         return layer
     # Inside a loop XLA cannot merge the recomputation with the first computation; unrolled it would, undoing it.

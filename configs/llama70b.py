@@ -1,0 +1,93 @@
+"""Llama 3.1 70B: a pod of 64 devices of 80 GB and up.
+
+    python -m jtrain.launch --config=llama70b --dry-run
+    python -m jtrain.launch --config=llama70b --set data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json
+    python -m jtrain.launch --config=llama70b --set mesh.replica=4 --set layout.microbatches=2
+
+Dimensions: config.json of meta-llama/Llama-3.1-70B. Learning rate, schedule and tokens per step: arXiv:2407.21783,
+table 3 and section 3.4.1.
+"""
+
+import fiddle as fdl
+
+from jtrain.checkpoint import CheckpointSpec
+from jtrain.config import EvalSpec, Run
+from jtrain.data import PackedText
+from jtrain.layout import LayoutSpec
+from jtrain.mesh import MeshSpec
+from jtrain.metrics import MetricsSpec
+from jtrain.model.rope import Llama3Scaling, RopeSpec
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW, Cosine
+
+
+def llama70b() -> fdl.Config[Run]:
+    """70.6 billion parameters, untied; everything sharded over 64 devices."""
+    return fdl.Config(
+        Run,
+        seed=0,
+        num_steps=250_000,  # the schedule reads this field too, and warm-up is a fraction of it
+        mesh=fdl.Config(MeshSpec, data=64),
+        layout=fdl.Config(LayoutSpec, zero_stage=3, remat="full", microbatches=8),
+        model=fdl.Config(
+            Transformer,
+            num_layers=80,
+            d_model=8192,
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=128,
+            d_ff=28672,
+            vocab_size=128256,
+            rope=fdl.Config(
+                RopeSpec,
+                theta=500_000.0,
+                scaling=fdl.Config(
+                    Llama3Scaling, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192
+                ),
+            ),
+            norm_eps=1e-5,
+            qk_norm=False,
+            tie_embeddings=False,
+        ),
+        optimizer=fdl.Config(
+            AdamW, peak_lr=1.5e-4, warmup_steps=0.03, schedule=fdl.Config(Cosine, final_fraction=0.01)
+        ),
+        data=fdl.Config(
+            PackedText,
+            path="corpus/*.parquet",
+            tokenizer="tokenizer.json",
+            seq_len=8192,
+            global_batch=512,  # 4 Mi tokens per step
+        ),
+        checkpoint=fdl.Config(CheckpointSpec, every_steps=1000, keep_last=2),
+        eval=fdl.Config(EvalSpec, every_steps=1000),
+        metrics=fdl.Config(MetricsSpec, log_every_steps=10),
+    )
+
+
+def tensor8(run: fdl.Config[Run]) -> None:
+    """Each layer split over the 8 devices of a host, the rest over 8 hosts: an eighth of the gathered weights."""
+    run.mesh.data = 8
+    run.mesh.tensor = 8
+    run.layout.microbatches = 64
+
+
+def debug(run: fdl.Config[Run]) -> None:
+    """Five steps of two narrow layers on bytes: every code path of this config, on a laptop."""
+    run.num_steps = 5
+    run.mesh.data = 1
+    run.layout.microbatches = 1
+    run.model.num_layers = 2
+    run.model.d_model = 64
+    run.model.num_heads = 4
+    run.model.num_kv_heads = 2
+    run.model.head_dim = 16
+    run.model.d_ff = 128
+    run.model.vocab_size = 256
+    run.data.path = "stdlib"
+    run.data.tokenizer = "bytes"
+    run.data.seq_len = 64
+    run.data.global_batch = 8
+    run.checkpoint.every_steps = 5
+    run.eval.every_steps = 5
+    run.metrics.log_every_steps = 1

@@ -1,0 +1,86 @@
+"""Qwen3 8B: 8 devices of 80 GB and up; more with mesh.data and fewer layout.microbatches.
+
+    python -m jtrain.launch --config=qwen3_8b --dry-run
+    python -m jtrain.launch --config=qwen3_8b --set data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json
+    python -m jtrain.launch --config=qwen3_8b --set mesh.data=64 --set layout.microbatches=8
+
+Dimensions: config.json of Qwen/Qwen3-8B-Base; arXiv:2505.09388 gives no learning rate, this is Llama 3.1 8B's.
+"""
+
+import fiddle as fdl
+
+from jtrain.checkpoint import CheckpointSpec
+from jtrain.config import EvalSpec, Run
+from jtrain.data import PackedText
+from jtrain.layout import LayoutSpec
+from jtrain.mesh import MeshSpec
+from jtrain.metrics import MetricsSpec
+from jtrain.model.rope import RopeSpec
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW, Cosine
+
+
+def qwen3_8b() -> fdl.Config[Run]:
+    """8.19 billion parameters, untied, with QK-norm; everything sharded over 8 devices."""
+    return fdl.Config(
+        Run,
+        seed=0,
+        num_steps=250_000,  # the schedule reads this field too, and warm-up is a fraction of it
+        mesh=fdl.Config(MeshSpec, data=8),
+        layout=fdl.Config(LayoutSpec, zero_stage=3, remat="full", microbatches=64),
+        model=fdl.Config(
+            Transformer,
+            num_layers=36,
+            d_model=4096,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            d_ff=12288,
+            vocab_size=151936,
+            rope=fdl.Config(RopeSpec, theta=1_000_000.0),
+            norm_eps=1e-6,
+            qk_norm=True,
+            tie_embeddings=False,
+        ),
+        optimizer=fdl.Config(AdamW, peak_lr=3e-4, warmup_steps=0.03, schedule=fdl.Config(Cosine, final_fraction=0.01)),
+        data=fdl.Config(
+            PackedText,
+            path="corpus/*.parquet",
+            tokenizer="tokenizer.json",
+            seq_len=8192,
+            global_batch=512,  # 4 Mi tokens per step
+        ),
+        checkpoint=fdl.Config(CheckpointSpec, every_steps=1000, keep_last=2),
+        eval=fdl.Config(EvalSpec, every_steps=1000),
+        metrics=fdl.Config(MetricsSpec, log_every_steps=10),
+    )
+
+
+def single_device(run: fdl.Config[Run]) -> None:
+    """One H200: moments in bfloat16, 98 GB of parameters, moments and gradients; small batches, to measure with."""
+    run.mesh.data = 1
+    run.layout.zero_stage = 0
+    run.layout.microbatches = 8
+    run.optimizer.moment_dtype = "bfloat16"
+    run.data.global_batch = 8
+
+
+def debug(run: fdl.Config[Run]) -> None:
+    """Five steps of two narrow layers on bytes: every code path of this config, on a laptop."""
+    run.num_steps = 5
+    run.mesh.data = 1
+    run.layout.microbatches = 1
+    run.model.num_layers = 2
+    run.model.d_model = 64
+    run.model.num_heads = 4
+    run.model.num_kv_heads = 2
+    run.model.head_dim = 16
+    run.model.d_ff = 128
+    run.model.vocab_size = 256
+    run.data.path = "stdlib"
+    run.data.tokenizer = "bytes"
+    run.data.seq_len = 64
+    run.data.global_batch = 8
+    run.checkpoint.every_steps = 5
+    run.eval.every_steps = 5
+    run.metrics.log_every_steps = 1

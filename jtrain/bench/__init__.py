@@ -1,0 +1,51 @@
+"""One file per published number: `python -m jtrain.bench` lists them, `python -m jtrain.bench NAME` runs one.
+
+A benchmark is a module here whose docstring's first line says what it measures, with
+`run(args: argparse.Namespace) -> list[Row]`, and `add_arguments(parser)` if it has options of its own. What it is
+compared with runs in the same process tree, right before or after.
+"""
+
+import operator
+import re
+from typing import TypedDict
+
+_COMPARE = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt}
+
+
+class Row(TypedDict):
+    """One measured number, as the table prints it and the JSON keeps it.
+
+    what: the quantity, with what it depends on.
+    value: in `unit`; None where this machine cannot measure it.
+    baseline: the same quantity of what it is compared with; None where there is nothing.
+    ratio: value / baseline.
+    bar: what to reach, such as `>= 1.5`: of the ratio if there is a baseline, else of the value.
+    """
+
+    what: str
+    value: float | None
+    unit: str
+    baseline: float | None
+    ratio: float | None
+    bar: str | None
+
+
+def row(what: str, value: float | None, unit: str, *, baseline: float | None = None, bar: str | None = None) -> Row:
+    """A `Row` with its ratio worked out."""
+    ratio = value / baseline if value is not None and baseline else None
+    return Row(what=what, value=value, unit=unit, baseline=baseline, ratio=ratio, bar=bar)
+
+
+def meets_bar(row: Row) -> bool | None:
+    """Whether the number reaches its bar; None where there is no bar or no number.
+
+    Raises:
+      ValueError: a bar that is not one of <=, <, >=, > and a number.
+    """
+    reached = row["value"] if row["baseline"] is None else row["ratio"]
+    if row["bar"] is None or reached is None:
+        return None
+    match = re.fullmatch(r"([<>]=?) *([0-9.e+-]+)", row["bar"])
+    if match is None:
+        raise ValueError(f"bar {row['bar']!r} of {row['what']!r} must be one of <=, <, >=, > and a number.")
+    return _COMPARE[match[1]](reached, float(match[2]))

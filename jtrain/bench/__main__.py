@@ -1,0 +1,125 @@
+"""`python -m jtrain.bench [NAME [--json FILE] [options of that benchmark]]`."""
+
+import argparse
+import ast
+import datetime
+import difflib
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jtrain import verb
+from jtrain.bench import Row, meets_bar
+
+FOLDER = Path(__file__).parent
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def benchmarks() -> dict[str, str]:
+    """Name -> first line of its docstring, without importing any."""
+    return {
+        path.stem: (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+        for path in sorted(FOLDER.glob("*.py"))
+        if not path.stem.startswith("_")
+    }
+
+
+def report(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """What `--json` writes: the rows, and what one needs to know to measure them again."""
+    return {
+        "name": name,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device(),
+        "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in PACKAGES}},
+        "commit": commit(),
+        "rows": list(rows),
+    }
+
+
+def device() -> str:
+    """Accelerators by number and kind; a CPU by cores and model, since jax only calls it `cpu`."""
+    import jax
+
+    devices = jax.devices()
+    if devices[0].platform != "cpu":
+        return f"{len(devices)} x {devices[0].device_kind}"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return f"{len(os.sched_getaffinity(0))} x {models[0] if models else platform.processor() or platform.machine()}"
+
+
+def commit() -> str | None:
+    """The checkout's commit, with `+` if files differ from it; None outside a checkout."""
+    git = ["git", "-C", str(FOLDER)]
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    if head.returncode:
+        return None
+    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False).stdout
+    return head.stdout.strip() + ("+" if changed else "")
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """The rows for a reader."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("what", box=None, header_style="bold")
+    for header in ("value", "baseline", "ratio"):
+        table.add_column(header, justify="right")
+    table.add_column("bar")
+    for row in rows:
+        verdict = {None: "", True: " met", False: " MISSED"}[meets_bar(row)]
+        table.add_row(
+            row["what"],
+            "-" if row["value"] is None else f"{row['value']:,.4g} {row['unit']}",
+            "" if row["baseline"] is None else f"{row['baseline']:,.4g} {row['unit']}",
+            "" if row["ratio"] is None else f"{row['ratio']:.3f}",
+            f"{row['bar'] or ''}{verdict}",
+        )
+    Console().print(table)
+
+
+def bench(argv: Sequence[str]) -> int:
+    """Lists the benchmarks, or runs one."""
+    found = benchmarks()
+    listed = "\n".join(f"  {name:16} {line}" for name, line in found.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m jtrain.bench",
+        description="Measures one published number; without a name, lists them.",
+        epilog=f"benchmarks:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    name = argv[0] if argv and not argv[0].startswith("-") else None
+    parser.add_argument("name", nargs="?", metavar="NAME", help="one of the benchmarks below")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
+    if name is None:
+        parser.parse_args(argv)
+        print(listed)
+        return 0
+    if name not in found:
+        near = difflib.get_close_matches(name, found)
+        hint = f" Did you mean {', '.join(near)}?" if near else ""
+        raise ValueError(f"no benchmark {name}.{hint} There are: {', '.join(found)}.")
+    module = importlib.import_module(f"jtrain.bench.{name}")
+    if hasattr(module, "add_arguments"):
+        module.add_arguments(parser)
+    args = parser.parse_args(argv)
+    verb.start_jax(os.environ)
+    rows = module.run(args)
+    print_table(rows)
+    if args.json is not None:
+        args.json.write_text(json.dumps(report(name, rows), indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(verb.run(lambda: bench(sys.argv[1:])))

@@ -1,0 +1,78 @@
+"""The CPU step's baseline: Hugging Face's Llama on torch, trained under bf16 autocast.
+
+Runs in the peer's own environment (no jtrain there): `pip install torch==2.13.0 transformers==5.23.0`.
+
+    python torch_llama_step.py --mode eager|compile --threads 2
+
+After warm-up it prints `{"ready": ...}`; then, for each line `N` on standard input, it runs N steps and prints
+`{"step_ms": [...], "loss": ...}`. The caller can so take turns with other programs on the same cores.
+"""
+
+import argparse
+import json
+import sys
+import time
+
+import torch
+import transformers
+
+
+def main() -> None:
+    """Builds the model, warms up, then answers on standard output."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", choices=["eager", "compile"], required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=512)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+
+    config = transformers.LlamaConfig(
+        num_hidden_layers=4,
+        hidden_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        intermediate_size=1024,
+        vocab_size=32000,
+        max_position_embeddings=args.seq_len,
+        tie_word_embeddings=False,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    model = transformers.LlamaForCausalLM(config).train()  # parameters in float32
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    token_BL = torch.randint(0, config.vocab_size, (args.batch, args.seq_len))
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(input_ids=token_BL, labels=token_BL).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    if args.mode == "compile":
+        model = torch.compile(model)
+    start = time.perf_counter()
+    losses = [step().item() for _ in range(3)]
+    print(json.dumps({
+        "ready": args.mode,
+        "warmup_s": time.perf_counter() - start,
+        "first_loss": losses[0],
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }), flush=True)  # fmt: skip
+
+    for line in sys.stdin:
+        step_ms = []
+        for _ in range(int(line)):
+            start = time.perf_counter()
+            loss = step().item()
+            step_ms.append(1e3 * (time.perf_counter() - start))
+        print(json.dumps({"step_ms": step_ms, "loss": loss}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Text on disk to packed global batches: a source stage (read, tokenise) and a constructor stage (pack, place)."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jtrain.data.constructor import Prefetch, prefetch, put_batch
+    from jtrain.data.formats import BadRecord
+    from jtrain.data.loader import BatchIterator, PackedText, TextDataset, open_dataset
+    from jtrain.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, make_tokenizer
+
+__all__ = [
+    "BadRecord",
+    "BatchIterator",
+    "ByteTokenizer",
+    "HFTokenizer",
+    "PackedText",
+    "Prefetch",
+    "TextDataset",
+    "Tokenizer",
+    "make_tokenizer",
+    "open_dataset",
+    "prefetch",
+    "put_batch",
+]
+
+_MODULES = ("formats", "tokenizer", "loader", "constructor")
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name at its first use: `python -m jtrain.data --help` must not wait a second or more for jax."""
+    if name in __all__:
+        for module in _MODULES:
+            found = vars(importlib.import_module(f"jtrain.data.{module}"))
+            if name in found and found[name].__module__ == f"jtrain.data.{module}":
+                return globals().setdefault(name, found[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,190 @@
+"""The files of a Hugging Face directory: config.json, one or several safetensors, the tokenizer's."""
+
+import contextlib
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jtrain.hf.mapping import DTYPES, slots, to_hf
+from jtrain.model.param import Params
+from jtrain.model.transformer import Transformer
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""Above this an export is split into several files, as transformers does; also what writing one holds in memory."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+_CONFIG = "config.json"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a directory.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is no JSON object.
+    """
+    config = _read_json(folder, _CONFIG)
+    if config is None:
+        raise FileNotFoundError(f"{folder / _CONFIG}: no such file. Give a Hugging Face model directory.")
+    return config
+
+
+@contextlib.contextmanager
+def open_tensors(folder: Path) -> Iterator[dict[str, Callable[[], np.ndarray]]]:
+    """Name -> a function that reads that tensor, over all files of a directory. Reads only headers by itself.
+
+    Raises:
+      FileNotFoundError: no safetensors, or one that the index names is missing.
+      ValueError: a file is no safetensors, or lacks a tensor that the index places there.
+    """
+    files = _weight_files(folder)
+    with contextlib.ExitStack() as stack:
+        tensors: dict[str, Callable[[], np.ndarray]] = {}
+        for file, placed in files.items():
+            path = folder / file
+            if not path.is_file():
+                raise FileNotFoundError(f"{path}: no such file, but {_INDEX} names it. Complete the download.")
+            try:
+                reader: Any = stack.enter_context(safe_open(path, framework="numpy"))
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{path} is no complete safetensors file: {error}. Download or export it again."
+                ) from None
+            names = set(reader.keys())
+            if absent := sorted(placed - names):
+                raise ValueError(f"{path} has no {', '.join(absent[:8])}, which {_INDEX} places there.")
+            tensors |= {name: functools.partial(reader.get_tensor, name) for name in names}
+        yield tensors
+
+
+def write_directory(
+    folder: Path,
+    params: Params,
+    model: Transformer,
+    config: dict[str, Any],
+    *,
+    dtype: str,
+    tokenizer_folder: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[str]:
+    """Writes a directory that transformers loads, and returns the names of its files.
+
+    It appears whole or not at all: it is written beside `folder` and renamed at the end. Besides the parameters it
+    holds one file's tensors in memory.
+
+    Args:
+      config: as of `config_from_model`.
+      tokenizer_folder: whose tokenizer files are copied along.
+
+    Raises:
+      ValueError: `folder` is there and not empty.
+    """
+    check_empty(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        _write_weights(part, params, model, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        if tokenizer_folder is not None:
+            for name in TOKENIZER_FILES:
+                if (tokenizer_folder / name).is_file():
+                    shutil.copyfile(tokenizer_folder / name, part / name)
+        _write_json(part / _CONFIG, config)
+        part.chmod(0o755)  # mkdtemp makes it private
+        part.rename(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return sorted(path.name for path in folder.iterdir())
+
+
+def check_empty(folder: Path) -> None:
+    """Raises ValueError unless `folder` is missing or an empty directory."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already and not empty. Give a new directory, or empty that one first.")
+
+
+def _write_weights(folder: Path, params: Params, model: Transformer, *, dtype: str, max_shard_bytes: int) -> None:
+    shards = _plan_shards(model, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    count = len(shards)
+    files = [_SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    tensors = to_hf(params, model, dtype=dtype)
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for file, names in zip(files, shards, strict=True):
+        held = dict(next(tensors) for _ in names)
+        assert list(held) == names, (list(held), names)
+        save_file(held, folder / file, metadata={"format": "pt"})  # transformers asks for this metadata
+        weight_map |= dict.fromkeys(names, file)
+        total_bytes += sum(array.nbytes for array in held.values())
+    if count > 1:
+        _write_json(folder / _INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def _plan_shards(model: Transformer, *, dtype: str, max_shard_bytes: int) -> list[list[str]]:
+    """Names per file, in order. A tensor larger than a file's limit gets a file of its own."""
+    shards: list[list[str]] = [[]]
+    room = max_shard_bytes
+    for slot in slots(model):
+        size = int(np.prod(slot.shape)) * DTYPES[dtype].itemsize
+        if size > room and shards[-1]:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(slot.name)
+        room -= size
+    return shards
+
+
+def _weight_files(folder: Path) -> dict[str, set[str]]:
+    """File -> the tensors that the index places in it; no index places nothing."""
+    index = _read_json(folder, _INDEX)
+    if index is None:
+        if not (folder / _SINGLE).is_file():
+            raise FileNotFoundError(
+                f"{folder} has neither {_SINGLE} nor {_INDEX}. Only safetensors are read: save the model with "
+                "safe_serialization=True first."
+            )
+        return {_SINGLE: set()}
+    files: dict[str, set[str]] = {}
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{folder / _INDEX} has no weight_map. Download it again.")
+    for name, file in weight_map.items():
+        files.setdefault(file, set()).add(name)
+    return files
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
+    path = folder / name
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object.")
+    return value
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")

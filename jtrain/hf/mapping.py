@@ -1,0 +1,186 @@
+"""Their tensors and our parameters: one table, and the two pure functions that follow from it.
+
+Hugging Face stores every linear layer as [outputs, inputs] with heads flattened, one tensor per layer; we store inputs
+first, heads apart, and layers stacked. Both use the half-split rotary layout, so nothing has to be interleaved.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jtrain.dims import ParamInfo
+from jtrain.model.param import Params, map_params
+from jtrain.model.transformer import Transformer
+
+DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+"""What an export can be written in."""
+
+READABLE = (*DTYPES.values(), np.dtype("float16"))
+"""What an import reads: all are exact in float32."""
+
+TABLE = {
+    "embed_VD": ("model.embed_tokens.weight", "V D"),
+    "layers.attention_norm.scale_D": ("model.layers.{y}.input_layernorm.weight", "D"),
+    "layers.attention.q_DNH": ("model.layers.{y}.self_attn.q_proj.weight", "NH D"),
+    "layers.attention.k_DKH": ("model.layers.{y}.self_attn.k_proj.weight", "KH D"),
+    "layers.attention.v_DKH": ("model.layers.{y}.self_attn.v_proj.weight", "KH D"),
+    "layers.attention.o_NHD": ("model.layers.{y}.self_attn.o_proj.weight", "D NH"),
+    "layers.attention.q_norm.scale_H": ("model.layers.{y}.self_attn.q_norm.weight", "H"),
+    "layers.attention.k_norm.scale_H": ("model.layers.{y}.self_attn.k_norm.weight", "H"),
+    "layers.mlp_norm.scale_D": ("model.layers.{y}.post_attention_layernorm.weight", "D"),
+    "layers.mlp.gate_DF": ("model.layers.{y}.mlp.gate_proj.weight", "F D"),
+    "layers.mlp.up_DF": ("model.layers.{y}.mlp.up_proj.weight", "F D"),
+    "layers.mlp.down_FD": ("model.layers.{y}.mlp.down_proj.weight", "D F"),
+    "final_norm.scale_D": ("model.norm.weight", "D"),
+    "unembed_DV": ("lm_head.weight", "V D"),
+}
+"""Our path -> (their name, their dimensions: letters in their order, those written together are one dimension)."""
+
+_TIED_HEAD = "lm_head.weight"
+_DERIVED = "rotary_emb.inv_freq"
+"""A buffer of old exports, computed from config.json; transformers ignores it too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One of their tensors: which part of which of our parameters it is.
+
+    layer: index into the stacked dimension Y, None where the parameter has none.
+    shape: as they store it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    info: ParamInfo
+    layer: int | None
+    _their_dims: str
+
+    @property
+    def _our_dims(self) -> str:
+        return self.info.dims.removeprefix("Y")
+
+    @property
+    def _permutation(self) -> list[int]:
+        return [self._our_dims.index(letter) for letter in self._their_dims.replace(" ", "")]
+
+    def to_theirs(self, ours: np.ndarray) -> np.ndarray:
+        """Our array of one layer in their form; contiguous."""
+        return np.ascontiguousarray(np.transpose(ours, self._permutation).reshape(self.shape))
+
+    def to_ours(self, theirs: np.ndarray) -> np.ndarray:
+        """The inverse of `to_theirs`, as a view."""
+        permutation = self._permutation
+        shape = self.info.shape if self.layer is None else self.info.shape[1:]
+        return np.transpose(theirs.reshape([shape[i] for i in permutation]), np.argsort(permutation))
+
+
+def slots(model: Transformer) -> list[Slot]:
+    """All of their tensors, layer after layer: the order in which a forward pass needs them."""
+    infos = {info.path: info for info in model.param_infos()}
+    assert set(infos) <= set(TABLE), "a parameter that the table does not know"
+    before = [path for path in TABLE if path in infos and path.startswith("embed")]
+    stacked = [path for path in TABLE if path in infos and infos[path].dims.startswith("Y")]
+    after = [path for path in TABLE if path in infos and path not in before and path not in stacked]
+    out = [_slot(infos[path], None) for path in before]
+    out += [_slot(infos[path], y) for y in range(model.num_layers) for path in stacked]
+    return out + [_slot(infos[path], None) for path in after]
+
+
+def _slot(info: ParamInfo, layer: int | None) -> Slot:
+    name, dims = TABLE[info.path]
+    size = dict(zip(info.dims, info.shape, strict=True))
+    shape = tuple(int(np.prod([size[letter] for letter in group])) for group in dims.split())
+    return Slot(name.format(y=layer), shape, info, layer, dims)
+
+
+def to_hf(params: Params, model: Transformer, *, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Their tensors, one at a time: beside the parameters only one of them is ever held.
+
+    Args:
+      params: jax or numpy arrays, whole on this process.
+      dtype: `float32` or `bfloat16`, rounded to nearest even.
+
+    Raises:
+      ValueError: another dtype.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}.")
+    for slot in slots(model):
+        leaf: Any = params
+        for key in slot.info.path.split("."):
+            leaf = leaf[key]
+        ours = np.asarray(leaf if slot.layer is None else leaf[slot.layer])
+        yield slot.name, slot.to_theirs(ours.astype(DTYPES[dtype], copy=False))
+
+
+def from_hf(tensors: Mapping[str, Callable[[], np.ndarray]], model: Transformer, *, dtype: str | None = None) -> Params:
+    """Our parameters, as numpy arrays, out of their tensors.
+
+    Each tensor is read when its turn comes and dropped once copied into its layer of the stack, so the peak is the
+    parameters and one tensor.
+
+    Args:
+      tensors: name -> a function that reads it.
+      dtype: of the parameters; None keeps each tensor's own.
+
+    Raises:
+      ValueError: tensors are missing, unknown, or of another shape or dtype than the model's; names them.
+    """
+    wanted = {slot.name: slot for slot in slots(model)}
+    given = {name for name in tensors if not name.endswith(_DERIVED)}
+    if model.tie_embeddings and _TIED_HEAD in given:
+        _check_tied(tensors)
+        given.remove(_TIED_HEAD)
+    _check_names(sorted(wanted.keys() - given), sorted(given - wanted.keys()))
+    stacks: dict[str, np.ndarray] = {}
+    for name, slot in wanted.items():
+        theirs = tensors[name]()
+        if theirs.shape != slot.shape:
+            raise ValueError(
+                f"tensor {name} has shape {list(theirs.shape)}, but config.json makes it {list(slot.shape)} "
+                f"(our {slot.info.path}, {slot.info.dims} = {list(slot.info.shape)}). Weights and config.json are of "
+                "different models."
+            )
+        if theirs.dtype not in READABLE:
+            readable = ", ".join(str(kind) for kind in READABLE)
+            raise ValueError(
+                f"tensor {name} has dtype {theirs.dtype}; only {readable} can be imported. Convert the directory first."
+            )
+        path = slot.info.path
+        if path not in stacks:
+            stacks[path] = np.empty(slot.info.shape, theirs.dtype if dtype is None else DTYPES[dtype])
+        elif dtype is None and theirs.dtype != stacks[path].dtype:
+            raise ValueError(
+                f"tensor {name} has dtype {theirs.dtype}, other layers' have {stacks[path].dtype}, and layers are "
+                "stacked. Convert the directory to one dtype, or import with a dtype given."
+            )
+        stacks[path][... if slot.layer is None else slot.layer] = slot.to_ours(theirs)
+    return map_params(lambda info: stacks[info.path], model.param_infos())
+
+
+def _check_names(missing: list[str], extra: list[str]) -> None:
+    parts = [f"{what} {_some(names)}" for what, names in (("missing", missing), ("unknown", extra)) if names]
+    if parts:
+        raise ValueError(
+            f"the tensors are not those that config.json describes: {'; '.join(parts)}. Weights and config.json are of "
+            "different models, or a file is incomplete."
+        )
+
+
+def _some(names: Iterable[str], most: int = 8) -> str:
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{len(names)}: {', '.join(names[:most])}{more}"
+
+
+def _check_tied(tensors: Mapping[str, Callable[[], np.ndarray]]) -> None:
+    """Some tied directories hold the head as well (Qwen3-0.6B); it must then be the embedding."""
+    table, head = tensors[TABLE["embed_VD"][0]](), tensors[_TIED_HEAD]()
+    if table.shape != head.shape or table.dtype != head.dtype or table.tobytes() != head.tobytes():
+        raise ValueError(
+            f"config.json ties the embeddings (tie_word_embeddings), but {_TIED_HEAD} is another matrix than "
+            f"{TABLE['embed_VD'][0]}. Set tie_word_embeddings to false in config.json to use both."
+        )

@@ -1,0 +1,195 @@
+"""config.json to a `Transformer` and back.
+
+Whatever changes the function that a model computes is either read or refused by name. What transformers itself does
+not read for these two architectures is left alone.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jtrain.model.rope import Llama3Scaling, RopeSpec
+from jtrain.model.transformer import Transformer
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""model_type -> the class that it must be."""
+
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "attention_dropout": (0, None),
+    "hidden_act": ("silu",),
+    "pretraining_tp": (1, None),
+    "quantization_config": (None,),
+    "partial_rotary_factor": (1, None),
+}
+"""Field -> the values that mean what our model does; the first is also what leaving it out means."""
+
+_SIZES = {
+    "num_layers": "num_hidden_layers",
+    "d_model": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "d_ff": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+
+_COMPARED = {
+    **_SIZES,
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rope": "rope_theta and rope_scaling, or rope_parameters",
+    "norm_eps": "rms_norm_eps",
+    "qk_norm": "model_type",
+    "tie_embeddings": "tie_word_embeddings",
+}
+"""The model's fields that decide what it computes -> what says so in config.json."""
+
+
+def model_from_config(config: Mapping[str, Any]) -> Transformer:
+    """The model that a config.json describes, in the form of transformers 4 or 5.
+
+    Raises:
+      ValueError: another architecture, or a feature that our model has not; names the field and its value.
+    """
+    model_type = config.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise ValueError(f"config.json: model_type={model_type!r} is not one of {', '.join(ARCHITECTURES)}.")
+    classes = config.get("architectures") or [ARCHITECTURES[model_type]]
+    if list(classes) != [ARCHITECTURES[model_type]]:
+        raise ValueError(
+            f"config.json: architectures={classes} is not [{ARCHITECTURES[model_type]!r}]: only causal language models "
+            "can be imported."
+        )
+    _check_only(config)
+    _check_full_attention(config)
+    sizes = {field: _required(config, key) for field, key in _SIZES.items()}
+    num_heads = sizes["num_heads"]
+    if model_type == "llama":
+        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        head_dim = config.get("head_dim") or sizes["d_model"] // num_heads
+    else:  # Qwen3's defaults are those of one of its sizes, so nothing is assumed
+        num_kv_heads, head_dim = _required(config, "num_key_value_heads"), _required(config, "head_dim")
+    return Transformer(
+        **sizes,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=_rope(config),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        qk_norm=model_type == "qwen3",
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def config_from_model(
+    model: Transformer,
+    *,
+    dtype: str,
+    max_seq_len: int,
+    begin_id: int | None,
+    end_id: int | None,
+) -> dict[str, Any]:
+    """The config.json of a model, in the form of transformers 4, which 5 reads as well.
+
+    Args:
+      dtype: of the tensors, `float32` or `bfloat16`.
+      max_seq_len: the longest sequences it was trained on. Where rotary frequencies are scaled, the length that they
+        are scaled to counts if it is more.
+      begin_id, end_id: of documents.
+
+    Raises:
+      ValueError: the model has a shape that transformers refuses.
+    """
+    model_type = "qwen3" if model.qk_norm else "llama"
+    if model_type == "llama" and model.d_model % model.num_heads:
+        raise ValueError(
+            f"model.d_model={model.d_model} is not a multiple of model.num_heads={model.num_heads}, which transformers "
+            "refuses for Llama. Only models with qk_norm (Qwen3) can be exported with such a shape."
+        )
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        **{key: getattr(model, field) for field, key in _SIZES.items()},
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "rope_theta": model.rope.theta,
+        "rope_scaling": None,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "max_position_embeddings": max_seq_len,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": begin_id,
+        "eos_token_id": end_id,
+        "torch_dtype": dtype,
+    }
+    if model_type == "qwen3":
+        config |= {"use_sliding_window": False, "sliding_window": None}
+    else:
+        config |= {"mlp_bias": False, "pretraining_tp": 1}
+    if (scaling := model.rope.scaling) is not None:
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_seq_len,
+        }
+        scaled_seq_len = int(scaling.factor * scaling.original_seq_len)
+        config["max_position_embeddings"] = max(max_seq_len, scaled_seq_len)
+    return config
+
+
+def model_differences(theirs: Transformer, ours: Transformer) -> list[str]:
+    """One line for each field that makes two models compute different functions."""
+    lines: list[str] = []
+    for field, key in _COMPARED.items():
+        there, here = getattr(theirs, field), getattr(ours, field)
+        if there != here:
+            lines.append(f"model.{field}: {there} there ({key}), {here} here")
+    return lines
+
+
+def _required(config: Mapping[str, Any], key: str) -> Any:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"config.json: {key}={value!r} must be a whole number.")
+    return value
+
+
+def _check_only(config: Mapping[str, Any]) -> None:
+    for key, allowed in _ONLY.items():
+        value = config.get(key, allowed[0])
+        if value not in allowed:
+            raise ValueError(f"config.json: {key}={value!r} is not supported, only {allowed[0]!r}.")
+
+
+def _check_full_attention(config: Mapping[str, Any]) -> None:
+    window = config.get("sliding_window")
+    if config["model_type"] == "qwen3" and config.get("use_sliding_window") and window is not None:
+        raise ValueError(
+            f"config.json: use_sliding_window=True (sliding_window={window}) is not supported: every layer of our "
+            "model attends to the whole document."
+        )
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise ValueError(f"config.json: layer_types has {', '.join(sorted(kinds))}; only full_attention is supported.")
+
+
+def _rope(config: Mapping[str, Any]) -> RopeSpec:
+    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`."""
+    # In this order transformers 5 looks, so that one config.json is one model.
+    source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    parameters: Mapping[str, Any] = config.get(source) or {}
+    theta = float(parameters.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if (share := parameters.get("partial_rotary_factor", 1)) not in (1, None):
+        raise ValueError(f"config.json: {source}.partial_rotary_factor={share} is not supported, only 1.")
+    if kind == "default":
+        return RopeSpec(theta)
+    if kind != "llama3":
+        raise ValueError(f"config.json: {source}.rope_type={kind!r} is not supported, only 'default' and 'llama3'.")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if missing := [key for key in keys if key not in parameters]:
+        raise ValueError(f"config.json: {source} of type llama3 has no {', '.join(missing)}.")
+    factor, low, high, original = (parameters[key] for key in keys)
+    return RopeSpec(theta, Llama3Scaling(float(factor), float(low), float(high), int(original)))

@@ -1,0 +1,84 @@
+"""argv -> Run -> processes joined -> the loop.
+
+python -m jtrain.launch --config=tiny
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jtrain import verb
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; no jax is imported to read it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jtrain.launch",
+        description="Trains the model of a config. The same command again resumes; Ctrl-C saves first.",
+        epilog="Exit codes: 0 done; 2 you can mend it, the message says how; 75 stopped, after a good save; 1 a bug.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="NAME",
+        help="a file of configs/ (tiny, llama8b, ...), path/to/file.py[:function] or module:function",
+    )
+    parser.add_argument(
+        "--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER", help="apply a fiddler of that file"
+    )
+    parser.add_argument(
+        "--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="set one field, after fiddlers"
+    )
+    parser.add_argument("--workdir", type=Path, metavar="DIR", help="where the run lives (default: runs/<config>)")
+    parser.add_argument("--emulate-devices", type=int, metavar="N", help="run on N CPU devices")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument(
+        "--topology", metavar="T", help="with --dry-run: compile for that machine, such as v5p:4x4x8 or h200:8"
+    )
+    parser.add_argument("--print-config", action="store_true", help="print every field with its value and stop")
+    return parser
+
+
+def default_workdir(config: str) -> Path:
+    """runs/<config>; of a file or module, its function or its own name."""
+    name, _, function = config.partition(":")
+    return Path("runs") / (function or Path(name).stem)
+
+
+def launch(args: argparse.Namespace) -> int:
+    """What the parsed arguments ask for; returns the exit code."""
+    if args.topology is not None and not args.dry_run:
+        raise ValueError(f"--topology {args.topology} compiles for a machine that is not here. Add --dry-run.")
+    verb.start_jax(os.environ, emulate_devices=args.emulate_devices)
+
+    from jtrain import config, leaves  # lazy, as below: with jax, flax and the rest, over a second
+
+    run_config = config.load(args.config, args.fiddlers, args.sets)
+    config_text = leaves.flat(run_config)
+    if args.print_config:
+        print(config_text, end="")
+        return 0
+    run = config.build(run_config)
+    if args.dry_run:
+        from jtrain.plan import report
+
+        report.print_plan(run, topology=args.topology)
+        return 0
+    verb.join_processes(os.environ)
+
+    from jtrain import loop
+
+    return loop.train(run, workdir=args.workdir or default_workdir(args.config), config_text=config_text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    args = parser().parse_args(argv)
+    return verb.run(lambda: launch(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""A config as flat paths: print them, set one, check their types.
+
+A path is the names from the root joined by dots, as in `model.rope.theta`. Nothing here knows what a run is.
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import fiddle as fdl
+
+
+def flat(config: fdl.Config[Any]) -> str:
+    """One `path: type = value` line per leaf, defaults included; where a component was a choice, a line names it."""
+    return "".join(f"{leaf.path}: {_type_name(leaf.annotation)} = {leaf.text}\n" for leaf in leaves(config))
+
+
+def parse(text: str) -> dict[str, str]:
+    """Path -> value as text, of what `flat` wrote."""
+    paths: dict[str, str] = {}
+    for line in text.splitlines():
+        head, _, value = line.partition(" = ")
+        paths[head.partition(": ")[0]] = value
+    return paths
+
+
+def read(component: type, text: str) -> fdl.Config[Any]:
+    """The config that `flat` printed as `text`; fields that were added to the code since take their defaults.
+
+    Raises:
+      ValueError: a line that no field has, or a component that its field cannot be.
+    """
+    values = parse(text)
+    config = _read(component, values, "")
+    if unknown := values.keys() - {leaf.path for leaf in leaves(config)}:
+        raise ValueError(
+            f"this version of jtrain has no field {', '.join(sorted(unknown))}. Use the one that wrote the config."
+        )
+    return config
+
+
+def expand(config: fdl.Config[Any]) -> None:
+    """Makes a config of every nested dataclass value, so that each of its fields has a path to set."""
+    for name, (_, value) in _fields(config).items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+            value = fdl.Config(type(value), **given)
+            setattr(config, name, value)
+        if isinstance(value, fdl.Config):
+            expand(value)
+
+
+def check_types(config: fdl.Config[Any], prefix: str = "") -> None:
+    """Checks every value against its field's annotation; an int for a float becomes one, a list for a tuple too.
+
+    Raises:
+      ValueError: names the path, the value and the type.
+    """
+    for name, (annotation, value) in _fields(config).items():
+        if isinstance(value, fdl.Config):
+            check_types(value, f"{prefix}{name}.")
+        elif name in config.__arguments__:
+            setattr(config, name, _typed(prefix + name, value, annotation))
+
+
+def set_path(config: fdl.Config[Any], text: str) -> None:
+    """Applies one `path=literal`; what is no literal is a string, and so is a literal where a string is wanted.
+
+    Raises:
+      ValueError: no such path, with the nearest that exist; a value of another type; a component instead of a value.
+    """
+    path, equals, raw = (part.strip() for part in text.partition("="))
+    if not equals or not path:
+        raise ValueError(f"--set {text}: expected PATH=VALUE, as in --set num_steps=100.")
+    owner: Any = config
+    *parents, last = path.split(".")
+    for depth, name in enumerate([*parents, last]):
+        if not isinstance(owner, fdl.Config):
+            above = ".".join(parents[:depth])
+            way = "A fiddler (--with) can put a component there." if owner is None else f"Set {above} itself."
+            raise ValueError(f"--set {text}: {above} is {owner!r}, which has no fields. {way}")
+        if name not in _fields(owner):
+            raise ValueError(f"--set {text}: {_unknown_path(config, owner, path, depth)}")
+        if depth < len(parents):
+            owner = _fields(owner)[name][1]
+    annotation, value = _fields(owner)[last]
+    try:
+        literal = ast.literal_eval(raw)
+    except (ValueError, SyntaxError):
+        literal = raw
+    if isinstance(value, fdl.Config) and literal is not None:
+        raise ValueError(
+            f"--set {text}: {path} is a component ({fdl.get_callable(value).__name__}), not a value. Set one of its "
+            f"fields ({', '.join(f'{path}.{name}' for name in _fields(value))}), or swap it by a fiddler (--with)."
+        )
+    if _convert(literal, annotation) is _NO and _convert(raw, annotation) is not _NO:
+        literal = raw
+    setattr(owner, last, _typed(path, literal, annotation))
+
+
+NOT_SET = "(not set)"
+"""The text of a leaf that has neither value nor default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One value of a config: `text` is its repr, a component's class name, or `NOT_SET`."""
+
+    path: str
+    annotation: Any
+    text: str
+
+
+def leaves(config: fdl.Config[Any], prefix: str = "") -> Iterator[Leaf]:
+    """Every leaf, depth first, in the order of the components' signatures."""
+    for name, (annotation, value) in _fields(config).items():
+        path = prefix + name
+        if isinstance(value, fdl.Config):
+            if annotation is not fdl.get_callable(value):
+                yield Leaf(path, annotation, fdl.get_callable(value).__name__)
+            yield from leaves(value, path + ".")
+        else:
+            yield Leaf(path, annotation, NOT_SET if value is inspect.Parameter.empty else repr(value))
+
+
+def _fields(config: fdl.Config[Any]) -> dict[str, tuple[Any, Any]]:
+    """Name -> (annotation, value or default) of what a component can be told, in the order of its signature."""
+    component: Any = fdl.get_callable(config)
+    constructor = component.__init__  # not the class: flax's metaclass shows its signature as (*args, **kwargs)
+    hints = typing.get_type_hints(component if dataclasses.is_dataclass(component) else constructor)
+    factories = {
+        field.name: field.default_factory
+        for field in (dataclasses.fields(component) if dataclasses.is_dataclass(component) else ())
+        if field.default_factory is not dataclasses.MISSING
+    }
+    fields: dict[str, tuple[Any, Any]] = {}
+    for name, parameter in list(inspect.signature(constructor).parameters.items())[1:]:  # without self
+        default = factories[name]() if name in factories else parameter.default
+        fields[name] = (_resolve(hints.get(name, Any)), config.__arguments__.get(name, default))
+    return fields
+
+
+def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config[Any]:
+    config = fdl.Config(component)
+    for name, (annotation, _) in _fields(config).items():
+        path = prefix + name
+        components = [kind for kind in typing.get_args(annotation) or (annotation,) if isinstance(kind, type)]
+        if path not in values:
+            if any(other.startswith(f"{path}.") for other in values):
+                setattr(config, name, _read(annotation, values, f"{path}."))
+        elif chosen := [kind for kind in components if kind.__name__ == values[path]]:
+            setattr(config, name, _read(chosen[0], values, f"{path}."))
+        elif values[path] != NOT_SET:
+            try:
+                value = ast.literal_eval(values[path])
+            except (ValueError, SyntaxError) as error:
+                raise ValueError(f"{path} = {values[path]}: neither a value nor one of its components.") from error
+            setattr(config, name, _typed(path, value, annotation))
+    return config
+
+
+def _unknown_path(config: fdl.Config[Any], owner: fdl.Config[Any], path: str, depth: int) -> str:
+    parts = path.split(".")
+    above = ".".join(parts[:depth])
+    everywhere = [leaf.path for leaf in leaves(config)]
+    siblings = [".".join([*parts[:depth], field]) for field in _fields(owner)]
+    near = difflib.get_close_matches(path, everywhere)
+    near += [other for other in everywhere if other.split(".")[-1] == parts[-1]]
+    near += difflib.get_close_matches(".".join(parts[: depth + 1]), siblings)
+    hint = f"Did you mean {', '.join(list(dict.fromkeys(near))[:3])}? " if near else ""
+    where = above or "the config"
+    return f"{where} has no field {parts[depth]}. {hint}Fields of {where}: {', '.join(_fields(owner))}."
+
+
+def _typed(path: str, value: Any, annotation: Any) -> Any:
+    converted = _convert(value, annotation)
+    if converted is not _NO:
+        return converted
+    choices = typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
+    if not choices:
+        raise ValueError(f"{path}={value!r} is a {type(value).__name__}, but must be {_type_name(annotation)}.")
+    near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise ValueError(f"{path}={value!r} must be one of {', '.join(map(repr, choices))}.{hint}")
+
+
+_NO = object()
+"""What `_convert` returns for a value that is not of the type; None is a value."""
+
+
+def _convert(value: Any, annotation: Any) -> Any:
+    """`value` as `annotation` wants it, or `_NO`. Only int -> float and list -> tuple change anything."""
+    annotation = _resolve(annotation)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return value
+    if origin is Literal:
+        return value if any(value == choice and type(value) is type(choice) for choice in arguments) else _NO
+    if origin in (types.UnionType, typing.Union):
+        exact = [choice for choice in arguments if type(value) is choice]
+        return next((found for choice in exact or arguments if (found := _convert(value, choice)) is not _NO), _NO)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            return _NO
+        same = len(arguments) == 2 and arguments[1] is Ellipsis
+        kinds = [arguments[0]] * len(value) if same else list(arguments)
+        items = [_convert(item, kind) for item, kind in zip(value, kinds, strict=False)]
+        return _NO if len(kinds) != len(value) or any(item is _NO for item in items) else tuple(items)
+    if annotation is float and type(value) is int:
+        return float(value)
+    kind = origin or annotation
+    if kind is int and isinstance(value, bool):
+        return _NO
+    return value if not isinstance(kind, type) or isinstance(value, kind) else _NO
+
+
+def _resolve(annotation: Any) -> Any:
+    """The type behind `type Name = ...`."""
+    while isinstance(annotation, typing.TypeAliasType):
+        annotation = annotation.__value__
+    return annotation
+
+
+def _type_name(annotation: Any) -> str:
+    """`int`, `float | None`, `Literal['none', 'full']`: as in source, without module names."""
+    annotation = _resolve(annotation)
+    if annotation is types.NoneType:
+        return "None"
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation.__name__
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return " | ".join(_type_name(choice) for choice in typing.get_args(annotation))
+    return inspect.formatannotation(annotation)

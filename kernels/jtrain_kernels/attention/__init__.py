@@ -1,0 +1,1 @@
+"""Causal, segment-aware attention."""

@@ -1,0 +1,144 @@
+"""Causal, segment-aware attention, a chunk of queries at a time."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+
+def attention(
+    q_BLNH: Float[Array, "B L N H"],
+    k_BMKH: Float[Array, "B M K H"],
+    v_BMKH: Float[Array, "B M K H"],
+    segment_BL: Int[Array, "B L"],
+    segment_BM: Int[Array, "B M"],
+    *,
+    chunk: int,
+) -> Float[Array, "B L N H"]:
+    """Softmax attention of each query to the keys of its own segment at its own index or before.
+
+    Holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes; the backward pass computes them again
+    from q, k, v and the log-partition of each query. A chunk sees only the keys up to its last query, so of the masked
+    half of the scores hardly any is computed. Scores are scaled by 1 / sqrt(H); softmax in float32, matmuls and result
+    in q's dtype. Query head n uses key head n // (N / K). Segment 0 is padding: its queries attend among themselves,
+    so their rows are finite and of no meaning.
+
+    What the backward pass needs of the result carries the checkpoint name "attention".
+
+    Raises:
+      ValueError: chunk does not divide L, K does not divide N, or L is not M.
+    """
+    B, L, N, H = q_BLNH.shape
+    M, K = k_BMKH.shape[1:3]
+    if L != M:
+        raise ValueError(f"attention: L={L} queries but M={M} keys; causal order by index needs as many of each.")
+    if N % K:
+        raise ValueError(f"attention: num_heads={N} is no multiple of num_kv_heads={K}.")
+    chunk = min(chunk, L)
+    if chunk < 1 or L % chunk:
+        fits = max(c for c in range(1, max(chunk, 1) + 1) if L % c == 0)
+        raise ValueError(
+            f"attention: chunk={chunk} does not divide the L={L} queries of one device. The largest smaller size that "
+            f"does: {fits}."
+        )
+    # Heads outermost, so that each is a plain matrix; the G query heads of a key head are then rows of one matrix.
+    q_BKGLH = q_BLNH.reshape(B, L, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    y_BKGLH = _attention(q_BKGLH, _heads_first(k_BMKH), _heads_first(v_BMKH), segment_BL, segment_BM, chunk)
+    return y_BKGLH.transpose(0, 3, 1, 2, 4).reshape(B, L, N, H)
+
+
+def _heads_first(x_BMKH: Array) -> Float[Array, "B K M H"]:
+    return x_BMKH.transpose(0, 2, 1, 3)
+
+
+class _Chunk(NamedTuple):
+    """Queries start..stop, and every key that they may see: 0..stop."""
+
+    start: int
+    stop: int
+
+    def queries(self, x_BKGLH: Array) -> Float[Array, "B K Q H"]:
+        """Rows of the score matrix: query heads of one key head, then positions."""
+        part = x_BKGLH[:, :, :, self.start : self.stop]
+        return part.reshape(*part.shape[:2], -1, part.shape[-1])
+
+    def scores(
+        self, q_BKQH: Array, k_BKMH: Array, segment_BL: Array, segment_BM: Array
+    ) -> Float[Array, "B K Q M"]:
+        """Scaled, float32, -inf where masked; never a whole row, for a query sees itself."""
+        s_BKQM = jnp.einsum("bkqh,bkmh->bkqm", q_BKQH, k_BKMH, preferred_element_type=jnp.float32)
+        same_BLM = segment_BL[:, self.start : self.stop, None] == segment_BM[:, None, : self.stop]
+        causal_LM = jnp.arange(self.start, self.stop)[:, None] >= jnp.arange(self.stop)[None, :]
+        mask_B11LM = (same_BLM & causal_LM[None])[:, None, None]
+        B, K, Q, M = s_BKQM.shape
+        s_BKGLM = s_BKQM.reshape(B, K, -1, self.stop - self.start, M) * q_BKQH.shape[-1] ** -0.5
+        return jnp.where(mask_B11LM, s_BKGLM, -jnp.inf).reshape(B, K, Q, M)
+
+
+def _chunks(length: int, chunk: int) -> list[_Chunk]:
+    return [_Chunk(start, start + chunk) for start in range(0, length, chunk)]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(
+    q_BKGLH: Array, k_BKMH: Array, v_BKMH: Array, segment_BL: Array, segment_BM: Array, chunk: int
+) -> Float[Array, "B K G L H"]:
+    return _forward(q_BKGLH, k_BKMH, v_BKMH, segment_BL, segment_BM, chunk)[0]
+
+
+def _forward(
+    q_BKGLH: Array, k_BKMH: Array, v_BKMH: Array, segment_BL: Array, segment_BM: Array, chunk: int
+) -> tuple[Array, tuple[Array, ...]]:
+    B, K, G, L, H = q_BKGLH.shape
+    ys, lses = [], []
+    for part in _chunks(L, chunk):
+        k, v = k_BKMH[:, :, : part.stop], v_BKMH[:, :, : part.stop]
+        s_BKQM = part.scores(part.queries(q_BKGLH), k, segment_BL, segment_BM)
+        top_BKQ1 = jnp.max(s_BKQM, axis=-1, keepdims=True)
+        p_BKQM = jnp.exp(s_BKQM - top_BKQ1)
+        sum_BKQ1 = jnp.sum(p_BKQM, axis=-1, keepdims=True)
+        # Normalising the result, not p, saves a pass over the scores.
+        y = jnp.einsum("bkqm,bkmh->bkqh", p_BKQM.astype(v.dtype), v, preferred_element_type=jnp.float32) / sum_BKQ1
+        ys.append(y.astype(q_BKGLH.dtype).reshape(B, K, G, chunk, H))
+        lses.append((top_BKQ1 + jnp.log(sum_BKQ1)).reshape(B, K, G, chunk, 1))
+    y_BKGLH = checkpoint_name(jnp.concatenate(ys, axis=3), "attention")
+    lse_BKGL1 = checkpoint_name(jnp.concatenate(lses, axis=3), "attention")
+    return y_BKGLH, (q_BKGLH, k_BKMH, v_BKMH, segment_BL, segment_BM, y_BKGLH, lse_BKGL1)
+
+
+def _backward(
+    chunk: int, saved: tuple[Array, ...], dy_BKGLH: Array
+) -> tuple[Array, Array, Array, None, None]:
+    q_BKGLH, k_BKMH, v_BKMH, segment_BL, segment_BM, y_BKGLH, lse_BKGL1 = saved
+    dtype, shape = q_BKGLH.dtype, q_BKGLH.shape
+    delta_BKGL1 = jnp.sum(dy_BKGLH.astype(jnp.float32) * y_BKGLH.astype(jnp.float32), axis=-1, keepdims=True)
+
+    dqs = []
+    dk_tails, dv_tails = [], []
+    dk_BKHM = dv_BKHM = jnp.zeros((*k_BKMH.shape[:2], shape[-1], shape[3]), jnp.float32)
+    # From the last chunk to the first: what lies behind a chunk's last key is then finished.
+    for part in reversed(_chunks(shape[3], chunk)):
+        k, v, q, dy = k_BKMH[:, :, : part.stop], v_BKMH[:, :, : part.stop], part.queries(q_BKGLH), part.queries(dy_BKGLH)
+        s_BKQM = part.scores(q, k, segment_BL, segment_BM)
+        p_BKQM = jnp.exp(s_BKQM - part.queries(lse_BKGL1))
+        dp_BKQM = jnp.einsum("bkqh,bkmh->bkqm", dy, v, preferred_element_type=jnp.float32)
+        ds_BKQM = (p_BKQM * (dp_BKQM - part.queries(delta_BKGL1)) * shape[-1] ** -0.5).astype(dtype)
+        dq = jnp.einsum("bkqm,bkmh->bkqh", ds_BKQM, k)
+        dqs.append(dq.reshape(*shape[:3], chunk, shape[-1]))
+        # Transposing q and dy (H wide) and the results is cheap; transposing p and ds (M wide) is not.
+        dv = jnp.einsum("bkhq,bkqm->bkhm", dy.mT, p_BKQM.astype(dtype), preferred_element_type=jnp.float32)
+        dk = jnp.einsum("bkhq,bkqm->bkhm", q.mT, ds_BKQM, preferred_element_type=jnp.float32)
+        dk_tails.append(dk_BKHM[..., part.stop :])
+        dv_tails.append(dv_BKHM[..., part.stop :])
+        dk_BKHM, dv_BKHM = dk_BKHM[..., : part.stop] + dk, dv_BKHM[..., : part.stop] + dv
+
+    def whole(head: Array, tails: list[Array]) -> Array:
+        return jnp.concatenate([head, *reversed(tails)], axis=-1).mT.astype(dtype)
+
+    return jnp.concatenate(dqs[::-1], axis=3), whole(dk_BKHM, dk_tails), whole(dv_BKHM, dv_tails), None, None
+
+
+_attention.defvjp(_forward, _backward)

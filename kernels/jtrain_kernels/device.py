@@ -1,0 +1,99 @@
+"""What a chip is: one set of facts for the planner, MFU, the choice of kernels and compiling without hardware.
+
+Peaks are the makers' for dense matrix products, per device as JAX counts devices; a sparse peak is never used.
+"""
+
+import dataclasses
+import difflib
+from typing import Literal, Protocol
+
+type Platform = Literal["cpu", "gpu", "tpu"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceSpec:
+    """One device.
+
+    peak_bf16_flops, peak_fp8_flops: dense FLOP/s; None where nobody publishes one, as for a CPU.
+    hbm_bytes: memory of the device; None where it is the host's.
+    hbm_bytes_per_s, link_bytes_per_s: to its memory; to its neighbours, one direction, all links together.
+    num_cores: multiprocessors, compute units or TensorCores.
+    compute_capability: of NVIDIA.
+    kind: part of what JAX calls `device_kind`.
+    """
+
+    name: str
+    platform: Platform
+    kind: str
+    peak_bf16_flops: float | None
+    peak_fp8_flops: float | None
+    hbm_bytes: int | None
+    hbm_bytes_per_s: float | None
+    link_bytes_per_s: float | None
+    num_cores: int | None = None
+    compute_capability: tuple[int, int] | None = None
+
+    def peak_flops(self, dtype: str) -> float | None:
+        """Dense FLOP/s of matrix products whose operands are `dtype`; None where unknown.
+
+        float32 is unknown: it depends on how many bits a backend keeps, and no MFU is better than a wrong one.
+        """
+        if dtype == "bfloat16":
+            return self.peak_bf16_flops
+        return self.peak_fp8_flops if dtype.startswith("float8") else None
+
+
+_GB = 10**9
+_GIB = 2**30
+
+# Sources: NVIDIA A100, H100, H200 and B200 data sheets (SXM, dense); AMD Instinct MI300X data sheet; Google Cloud's
+# TPU v4, v5e, v5p, v6e and 7x system architecture pages; ICI as in the scaling book, times the links of a chip.
+DEVICES = {
+    spec.name: spec
+    for spec in (
+        DeviceSpec("cpu", "cpu", "cpu", None, None, None, None, None),
+        DeviceSpec("a100", "gpu", "A100", 312e12, None, 80 * _GB, 2.039e12, 300e9, 108, (8, 0)),
+        DeviceSpec("h100", "gpu", "H100", 989.4e12, 1978.9e12, 80 * _GB, 3.35e12, 450e9, 132, (9, 0)),
+        DeviceSpec("h200", "gpu", "H200", 989.4e12, 1978.9e12, 141 * _GB, 4.8e12, 450e9, 132, (9, 0)),
+        DeviceSpec("b200", "gpu", "B200", 2250e12, 4500e12, 180 * _GB, 8e12, 900e9, 148, (10, 0)),
+        DeviceSpec("mi300x", "gpu", "MI300X", 1307.4e12, 2614.9e12, 192 * _GB, 5.3e12, 448e9, 304),
+        DeviceSpec("v4", "tpu", "TPU v4", 275e12, None, 32 * _GIB, 1.2288e12, 6 * 4.5e10),
+        DeviceSpec("v5e", "tpu", "TPU v5 lite", 197e12, None, 16 * _GIB, 8.1e11, 4 * 4.5e10),
+        DeviceSpec("v5p", "tpu", "TPU v5", 459e12, None, 95 * _GIB, 2.765e12, 6 * 9e10),
+        DeviceSpec("v6e", "tpu", "TPU v6 lite", 918e12, None, 32 * _GIB, 1.64e12, 4 * 9e10),
+        DeviceSpec("tpu7x", "tpu", "TPU7x", 2307e12, 4614e12, 192 * _GB, 7.37e12, 6 * 9e10),
+    )
+}
+"""Every device known by name."""
+
+
+class Device(Protocol):
+    """What a `jax.Device` says of itself."""
+
+    @property
+    def platform(self) -> str: ...
+
+    @property
+    def device_kind(self) -> str: ...
+
+
+def from_name(name: str) -> DeviceSpec:
+    """The device called `name`.
+
+    Raises:
+      ValueError: no such device, with the names there are.
+    """
+    if name in DEVICES:
+        return DEVICES[name]
+    near = difflib.get_close_matches(name, DEVICES, n=1)
+    hint = f"Did you mean {near[0]}? " if near else ""
+    raise ValueError(f"No device is called {name!r}. {hint}There are: {', '.join(DEVICES)}.")
+
+
+def from_device(device: Device) -> DeviceSpec | None:
+    """The spec of a live or compile-only device, by its kind; None for one that is not in `DEVICES`."""
+    if device.platform == "cpu":
+        return DEVICES["cpu"]
+    # The longest match: "TPU v5" is part of "TPU v5 lite", and "H100" of nothing else.
+    found = [spec for spec in DEVICES.values() if spec.platform != "cpu" and spec.kind in device.device_kind]
+    return max(found, key=lambda spec: len(spec.kind), default=None)

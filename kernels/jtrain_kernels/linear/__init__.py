@@ -1,0 +1,1 @@
+"""Contraction with a weight."""

@@ -1,0 +1,61 @@
+"""Contraction of the last dimensions with a weight, and a backward pass in the form each back end likes."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jtrain_kernels.linear.cpu import transposed
+from jtrain_kernels.linear.reference import contract
+
+
+def linear(x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1) -> Float[Array, "..."]:
+    """`x` contracted over its last `num_in` dimensions with the first `num_in` of `kernel`.
+
+    Computes and returns x's dtype. The gradient of x comes in x's dtype, that of the kernel in the kernel's dtype:
+    give a float32 kernel to a bfloat16 x, and its gradient is never rounded to bfloat16.
+
+    Raises:
+      ValueError: the contracted dimensions differ.
+    """
+    if num_in < 1 or x.shape[x.ndim - num_in :] != kernel.shape[:num_in]:
+        raise ValueError(
+            f"linear: the last {num_in} dimensions of x {x.shape} must equal the first {num_in} of kernel "
+            f"{kernel.shape}. Set num_in to the number of dimensions to contract."
+        )
+    in_dims, out_dims = kernel.shape[:num_in], kernel.shape[num_in:]
+    lead = x.shape[: x.ndim - num_in]
+    y_TO = _matmul(x.reshape(-1, math.prod(in_dims)), kernel.reshape(math.prod(in_dims), math.prod(out_dims)))
+    return y_TO.reshape(*lead, *out_dims)
+
+
+@jax.custom_vjp
+def _matmul(x_TI: Float[Array, "T I"], kernel_IO: Float[Array, "I O"]) -> Float[Array, "T O"]:
+    return contract(x_TI, kernel_IO.astype(x_TI.dtype), 1, 0, x_TI.dtype)
+
+
+def _forward(x_TI: Array, kernel_IO: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _matmul(x_TI, kernel_IO), (x_TI, kernel_IO)
+
+
+def _backward(saved: tuple[Array, Array], dy_TO: Array) -> tuple[Array, Array]:
+    x_TI, kernel_IO = saved
+    dx_TI = contract(dy_TO, kernel_IO.astype(x_TI.dtype), 1, 1, x_TI.dtype)
+    dkernel_IO = jax.lax.platform_dependent(
+        x_TI,
+        dy_TO,
+        cpu=lambda x, dy: _kernel_gradient_cpu(x, dy, kernel_IO.dtype),
+        default=lambda x, dy: contract(x, dy, 0, 0, kernel_IO.dtype),
+    )
+    return dx_TI, dkernel_IO
+
+
+def _kernel_gradient_cpu(x_TI: Array, dy_TO: Array, dtype: jnp.dtype) -> Float[Array, "I O"]:
+    """`x^T dy` with the narrower of the two transposed in memory first."""
+    if x_TI.shape[1] <= dy_TO.shape[1]:
+        return contract(transposed(x_TI), dy_TO, 1, 0, dtype)
+    return transposed(contract(transposed(dy_TO), x_TI, 1, 0, dtype))
+
+
+_matmul.defvjp(_forward, _backward)

@@ -1,0 +1,17 @@
+"""One matmul, in plain JAX."""
+
+import jax
+from jaxtyping import Array, Float
+
+
+def contract(
+    a: Float[Array, "..."], b: Float[Array, "..."], a_dim: int, b_dim: int, dtype: jax.typing.DTypeLike
+) -> Float[Array, "..."]:
+    """`a` and `b` summed over dimension `a_dim` of one and `b_dim` of the other; accumulated in float32."""
+    return jax.lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ())), preferred_element_type=dtype)
+
+
+def linear_reference(x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1) -> Float[Array, "..."]:
+    """The same contraction, differentiated by JAX."""
+    dims = (tuple(range(x.ndim - num_in, x.ndim)), tuple(range(num_in)))
+    return jax.lax.dot_general(x, kernel.astype(x.dtype), (dims, ((), ())), preferred_element_type=x.dtype)

@@ -1,0 +1,1 @@
+"""Unembedding and cross entropy in one."""

@@ -1,0 +1,28 @@
+"""The gate of a gated feed-forward layer, keeping only its inputs for the backward pass."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+@jax.custom_vjp
+def swiglu(gate: Float[Array, "*dims"], up: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+    """`silu(gate) * up`, computed in float32, in gate's dtype (arXiv:2002.05202)."""
+    gate32 = gate.astype(jnp.float32)
+    return (gate32 * jax.nn.sigmoid(gate32) * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def _forward(gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
+    return swiglu(gate, up), (gate, up)
+
+
+def _backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    gate, up = saved
+    gate32, dy32 = gate.astype(jnp.float32), dy.astype(jnp.float32)
+    sigmoid = jax.nn.sigmoid(gate32)
+    silu = gate32 * sigmoid
+    dgate = dy32 * up.astype(jnp.float32) * (sigmoid + silu * (1.0 - sigmoid))
+    return dgate.astype(gate.dtype), (dy32 * silu).astype(up.dtype)
+
+
+swiglu.defvjp(_forward, _backward)

@@ -1,0 +1,78 @@
+"""The benchmark verb: what it lists, writes and refuses."""
+
+import argparse
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from jtrain import verb
+from jtrain.bench import Row, meets_bar, row
+from jtrain.bench.__main__ import FOLDER, bench, benchmarks
+
+
+def test_every_benchmark_says_what_it_measures_and_can_run() -> None:
+    """One line each, and a `run`, read without importing any: some need packages of their own."""
+    found = benchmarks()
+    assert "startup" in found
+    for name, line in found.items():
+        assert line, name
+        assert "def run(args: argparse.Namespace) -> list[Row]:" in (FOLDER / f"{name}.py").read_text(), name
+
+
+def test_without_a_name_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(benchmarks())
+
+
+def test_an_unknown_benchmark_is_refused() -> None:
+    """With the nearest name."""
+    with pytest.raises(ValueError, match=r"no benchmark startp\. Did you mean startup\? There are: .*startup"):
+        bench(["startp"])
+
+
+def test_the_json_is_what_design_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DESIGN section 8, with an option of the benchmark's own."""
+
+    def run(args: argparse.Namespace) -> list[Row]:
+        return [row("speed", float(args.speed), "tokens/s", baseline=50.0, bar=">= 1.5"), row("size", None, "bytes")]
+
+    module = types.ModuleType("jtrain.bench.startup", "A stand-in.")
+    module.__dict__.update(run=run, add_arguments=lambda parser: parser.add_argument("--speed"))
+    monkeypatch.setitem(sys.modules, "jtrain.bench.startup", module)
+    monkeypatch.setattr(verb, "start_jax", lambda environ: None)
+    assert bench(["startup", "--speed", "100", "--json", str(tmp_path / "rows.json")]) == 0
+    assert "met" in capsys.readouterr().out
+    report = json.loads((tmp_path / "rows.json").read_text())
+    assert list(report) == ["name", "date", "device", "versions", "commit", "rows"]
+    assert report["name"] == "startup"
+    assert " x " in report["device"]
+    assert "jax" in report["versions"]
+    speed = dict(what="speed", value=100.0, unit="tokens/s", baseline=50.0, ratio=2.0, bar=">= 1.5")
+    size = dict(what="size", value=None, unit="bytes", baseline=None, ratio=None, bar=None)
+    assert report["rows"] == [speed, size]
+
+
+@pytest.mark.parametrize(
+    ("made", "met"),
+    [
+        (row("a", 2.0, "s", bar="< 2"), False),
+        (row("a", 2.0, "s", bar="<= 2"), True),
+        (row("a", 3.0, "x", baseline=2.0, bar=">= 1.5"), True),  # of the ratio
+        (row("a", 3.0, "x", baseline=2.0, bar="> 1.5"), False),
+        (row("a", 3.0, "x"), None),
+        (row("a", None, "x", bar="> 1.5"), None),
+    ],
+)
+def test_a_bar_is_of_the_ratio_where_there_is_a_baseline(made: Row, met: bool | None) -> None:
+    assert meets_bar(made) is met
+
+
+def test_a_bar_that_says_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be one of <=, <, >=, > and a number"):
+        meets_bar(row("a", 1.0, "s", bar="fast"))

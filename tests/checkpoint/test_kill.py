@@ -1,0 +1,163 @@
+"""SIGKILL at any instant: what was durable is there, what is there is whole and right."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jtrain.checkpoint import Checkpoints, CheckpointSpec, files
+
+SAVERS = """
+import os, signal, sys
+from pathlib import Path
+import jax, numpy as np
+from jtrain.checkpoint import Checkpoints, CheckpointSpec, arrays, files
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def save_for_ever(workdir, instant):
+    checkpoints = Checkpoints(Path(workdir), CheckpointSpec(keep_last=2))
+    seal, sync, delete = files.seal, files.sync_directory, files.shutil.rmtree
+    if instant == "before-hashing":
+        files.seal = lambda path, **kw: die() if kw["step"] == 3 else seal(path, **kw)
+    elif instant == "after-the-manifest":
+        files.seal = lambda path, **kw: (seal(path, **kw), die() if kw["step"] == 3 else None)
+    elif instant == "after-the-rename":
+        files.sync_directory = lambda path: die() if 3 in checkpoints.steps() else sync(path)
+    elif instant == "within-a-deletion":
+        files.shutil.rmtree = lambda path, **kw: die() if 3 in checkpoints.steps() else delete(path, **kw)
+    step = checkpoints.latest_step() or 0
+    while True:
+        step += 1
+        rng = np.random.default_rng(step)
+        state = {
+            "step": jax.numpy.int32(step),
+            "params": {f"w{i}": jax.numpy.asarray(rng.standard_normal((256, 256), np.float32)) for i in range(8)},
+        }
+        print("saving", step, flush=True)
+        checkpoints.save(step, state, {"next": step}, f"config {step}")
+        if step % 2:
+            checkpoints.wait()
+            print("durable", step, flush=True)
+
+# Importing costs seconds, so it is done once; each saver is a fork from before jax has started anything.
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        print("pid", os.getpid(), flush=True)
+        save_for_ever(*line.split())
+    _, status = os.waitpid(child, 0)
+    print("died", os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+LIKE = {
+    "step": jax.ShapeDtypeStruct((), jnp.int32),
+    "params": {f"w{i}": jax.ShapeDtypeStruct((256, 256), jnp.float32) for i in range(8)},
+}
+
+
+def check(workdir: Path, durable: int) -> int:
+    """Restores every checkpoint of `workdir` and compares it with what its step must hold."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), LIKE)
+    checkpoints = Checkpoints(workdir, CheckpointSpec(keep_last=2))
+    latest = checkpoints.latest_step()
+    assert latest is not None
+    assert latest >= durable, "a step that was reported durable is gone"
+    for step in checkpoints.steps():
+        got, data_state = checkpoints.restore(step, like)
+        rng = np.random.default_rng(step)
+        for i in range(8):
+            want = rng.standard_normal((256, 256), np.float32)
+            assert np.asarray(got["params"][f"w{i}"]).tobytes() == want.tobytes()
+        assert int(got["step"]) == step
+        assert data_state == {"next": step}
+        assert checkpoints.config_text(step) == f"config {step}"
+    return latest
+
+
+class Savers:
+    """Runs savers one after another."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SAVERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run_one(self, workdir: Path, instant: str = "at-random", *, kill_after_s: float | None = None) -> int:
+        """Runs a saver until it dies, or kills it so long after it began its third save; its last durable step."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{workdir} {instant}\n")
+        self.process.stdin.flush()
+        durable = saves = pid = 0
+        for line in self.process.stdout:
+            word, number = line.split()
+            if word == "pid":
+                pid = int(number)
+            elif word == "durable":
+                durable = int(number)
+            elif word == "died":
+                assert int(number) == -signal.SIGKILL
+                return durable
+            elif word == "saving" and kill_after_s is not None:
+                saves += 1
+                if saves == 3:
+                    time.sleep(kill_after_s)
+                    os.kill(pid, signal.SIGKILL)
+        raise AssertionError("the savers ended")
+
+    def close(self) -> None:
+        """Ends the process that forks."""
+        self.process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def savers() -> Iterator[Savers]:
+    """One for all tests here: it costs seconds to start."""
+    made = Savers()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("instant", "newest", "remains"),
+    [
+        ("before-hashing", 2, ("3.orbax-checkpoint-tmp",)),
+        ("after-the-manifest", 2, ("3.orbax-checkpoint-tmp",)),
+        ("after-the-rename", 3, ()),
+        ("within-a-deletion", 3, ("1.deleted",)),
+    ],
+)
+def test_a_kill_at_this_instant_loses_nothing(
+    savers: Savers, tmp_path: Path, instant: str, newest: int, remains: tuple[str, ...]
+) -> None:
+    """The four places where the order of writes matters, each met exactly; then a run goes on from there."""
+    durable = savers.run_one(tmp_path, instant)
+    assert check(tmp_path, durable) == newest
+    assert files.partial(tmp_path / "checkpoints") == remains
+    durable = savers.run_one(tmp_path, kill_after_s=0.1)
+    assert check(tmp_path, durable) > newest
+    assert not set(remains) & set(files.partial(tmp_path / "checkpoints"))
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_kills_one_after_another_lose_nothing(savers: Savers, tmp_path: Path, kills: int) -> None:
+    """Each run goes on in what the last one left."""
+    rng = random.Random(kills)
+    half_done = 0
+    for _ in range(kills):
+        durable = savers.run_one(tmp_path, kill_after_s=rng.uniform(0, 0.1))
+        check(tmp_path, durable)
+        half_done += bool(files.partial(tmp_path / "checkpoints"))
+    assert half_done, "some kill must have met a write, or this proves nothing"

@@ -1,0 +1,116 @@
+"""Two real processes share one checkpoint directory."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jtrain.checkpoint import Checkpoints, CheckpointSpec, files
+
+PROCESS = """
+import json, os, sys
+from pathlib import Path
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec
+from jtrain.guard import agree
+
+assert (jax.process_count(), len(jax.local_devices()), len(jax.devices())) == (2, 4, 8)
+mesh = jax.make_mesh((8,), ("data",))
+rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+
+def put(array, sharding):
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+def state(step):
+    rng = np.random.default_rng(step)
+    return {
+        "step": put(np.int32(step), whole),
+        "params": {"split": put(rng.standard_normal((64, 256), np.float32), rows),
+                   "whole": put(rng.standard_normal((8, 256), np.float32), whole)},
+    }
+
+said = {"agree": [agree(False), agree(jax.process_index() == 1), agree(True)]}
+checkpoints = Checkpoints(Path(sys.argv[1]), CheckpointSpec(keep_last=2))
+said["first"] = checkpoints.latest_step()
+for step in (1, 2, 3):
+    checkpoints.save(step, state(step), {"next": step}, "config")
+checkpoints.wait()
+said["again"] = checkpoints.save(3, state(3), {}, "")
+said["latest"] = checkpoints.latest_step()
+like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), state(3))
+got, data_state = checkpoints.restore(3, like)
+said["equal"] = all(
+    np.asarray(a).tobytes() == np.asarray(b.addressable_data(0)).tobytes() if b.is_fully_replicated else True
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(state(3)))
+)
+said["data"] = data_state
+checkpoints.close()
+if jax.process_index() == 0:
+    big = max((f for f in (checkpoints.folder / "3").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    data = bytearray(big.read_bytes())
+    data[len(data) // 2] ^= 1
+    big.write_bytes(data)
+from jax.experimental import multihost_utils
+multihost_utils.sync_global_devices("spoiled")
+try:
+    checkpoints.restore(3, like)
+except CheckpointError as error:
+    said["error"] = str(error)
+print(json.dumps(said), flush=True)
+"""
+
+
+def test_two_processes_write_and_read_one_checkpoint(tmp_path: Path) -> None:
+    """Each writes its part, process 0 the rest; damage that one of them finds stops both; one process reads it all."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        coordinator = f"localhost:{probe.getsockname()[1]}"
+    environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(tmp_path), coordinator, str(index)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+        for index in range(2)
+    ]
+    outputs = [process.communicate(timeout=180) for process in processes]
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors
+    for output, _ in outputs:
+        said = json.loads(output.splitlines()[-1])
+        error = said.pop("error")
+        assert "checkpoints/3 is damaged" in error
+        assert "step 2 is whole" in error
+        assert said == {
+            "agree": [False, True, True],
+            "first": None,
+            "again": False,
+            "latest": 3,
+            "equal": True,
+            "data": {"next": 3},
+        }
+
+    checkpoints = Checkpoints(tmp_path, CheckpointSpec())
+    assert checkpoints.steps() == (2, 3)
+    manifest = files.read_manifest(checkpoints.folder / "2")
+    assert any("process_1" in name for name in manifest.files), "the second process must have written, too"
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = {"split": (64, 256), "whole": (8, 256)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device) for name, shape in shapes.items()}
+    got, _ = checkpoints.restore(2, {"step": jax.ShapeDtypeStruct((), jnp.int32, sharding=device), "params": params})
+    rng = np.random.default_rng(2)
+    for name, shape in shapes.items():
+        assert np.asarray(got["params"][name]).tobytes() == rng.standard_normal(shape, np.float32).tobytes()

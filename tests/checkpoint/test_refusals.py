@@ -1,0 +1,135 @@
+"""What a checkpoint refuses, and what it says."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec
+from jtrain.optim import AdamW, Muon
+from jtrain.step import TrainState
+
+MakeLike = Callable[..., TrainState]
+Fill = Callable[[Any, int], Any]
+
+
+@pytest.fixture
+def saved(tmp_path: Path, make_like: MakeLike, fill: Fill) -> Iterator[Checkpoints]:
+    """A checkpoint of step 3."""
+    with Checkpoints(tmp_path, CheckpointSpec()) as checkpoints:
+        checkpoints.save(3, fill(make_like({}), 3), {}, "")
+        checkpoints.wait()
+        yield checkpoints
+
+
+def test_another_model_is_refused_with_its_leaves(saved: Checkpoints, make_like: MakeLike) -> None:
+    """Path, shape there, shape here; ten of them and a count."""
+    with pytest.raises(CheckpointError) as error:
+        saved.restore(3, make_like({}, d_ff=192, vocab_size=512))
+    text = str(error.value)
+    num_leaves = len(jax.tree.leaves(make_like({})))
+    assert f"checkpoints/3 is of another model: 15 of {num_leaves} leaves differ" in text
+    assert "\n  params.embed_VD: float32[256,64] there, float32[512,64] here" in text
+    assert "\n  params.layers.mlp.gate_DF: float32[2,64,128] there, float32[2,64,192] here" in text
+    assert text.count(" there, ") == 10
+    assert "\n  and 5 more" in text
+    assert "config.txt, or choose another --workdir" in text
+
+
+def test_leaves_of_one_side_only_are_named(saved: Checkpoints, make_like: MakeLike) -> None:
+    """QK-norm adds scales; tying takes the unembedding away."""
+    like = make_like({})
+    params = dict(like.params)
+    params["extra"] = params.pop("unembed_DV")
+    with pytest.raises(CheckpointError, match=r"(?s)params\.extra: nothing there, float32.* here") as error:
+        saved.restore(3, TrainState(like.step, params, like.opt_state))
+    assert "params.unembed_DV: float32[64,256] there, nothing here" in str(error.value)
+
+
+def test_another_optimizer_is_refused(saved: Checkpoints, make_like: MakeLike) -> None:
+    """The parameters fit, the moments do not."""
+    like = make_like({}, optimizer=Muon(peak_lr=1e-3, warmup_steps=2))
+    with pytest.raises(
+        CheckpointError, match=r"(?s)is of another optimizer: .*opt_state\.nu.* nothing here.*optimizer\.\*"
+    ):
+        saved.restore(3, like)
+
+
+def test_moments_in_another_dtype_are_no_other_optimizer(saved: Checkpoints, make_like: MakeLike) -> None:
+    """A dtype policy may change at a restore; a float may not become an integer."""
+    like = make_like({}, optimizer=AdamW(peak_lr=1e-3, warmup_steps=2, b2=0.95, moment_dtype="bfloat16"))
+    got, _ = saved.restore(3, like)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(got.opt_state)} == {"bfloat16"}
+    step = jax.ShapeDtypeStruct((), "float32", sharding=like.step.sharding)
+    with pytest.raises(CheckpointError, match=r"step: int32\[\] there, float32\[\] here"):
+        saved.restore(3, TrainState(step, like.params, like.opt_state))
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(saved: Checkpoints, make_like: MakeLike) -> None:
+    """Also when there is none at all."""
+    with pytest.raises(CheckpointError, match=r"No complete checkpoint of step 4 in .*: there are those of steps 3\."):
+        saved.restore(4, make_like({}))
+    shutil.rmtree(saved.folder)
+    with pytest.raises(CheckpointError, match=r"No complete checkpoint of step 3 in .*: there is none\."):
+        saved.restore(3, make_like({}))
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    """prepare() finds out; a file in the way stands for missing rights, which root never lacks."""
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be written to \(FileExistsError: .*GiB are free"):
+        Checkpoints(tmp_path, CheckpointSpec()).prepare()
+
+
+def test_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
+    """The kernel's own files stand for one: nothing can be made there, even by root."""
+    with pytest.raises(CheckpointError, match=r"/proc/.*checkpoints cannot be written to .*No checkpoint was written"):
+        Checkpoints(Path("/proc/self"), CheckpointSpec()).prepare()
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import jax, numpy as np
+from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec
+
+def state(rows):
+    return {"params": {"w": jax.numpy.asarray(np.random.default_rng(rows).standard_normal((rows, 1024)))}}
+
+checkpoints = Checkpoints(Path(sys.argv[1]), CheckpointSpec(keep_last=1))
+checkpoints.save(1, state(64), {"next": 1}, "")
+checkpoints.wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # no file may grow beyond 1 MiB
+for step in (2, 3):
+    try:
+        checkpoints.save(step, state(4096), {"next": step}, "")
+        checkpoints.wait()
+    except CheckpointError as error:
+        print(error)
+like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(64))
+got, data_state = checkpoints.restore(1, like)
+assert np.array_equal(got["params"]["w"], state(64)["params"]["w"]) and data_state == {"next": 1}
+checkpoints.save(4, state(64), {"next": 4}, "")
+checkpoints.close()
+print(sorted(path.name for path in checkpoints.folder.iterdir()))
+"""
+
+
+def test_a_full_disk_is_one_clear_error_and_costs_no_checkpoint(tmp_path: Path) -> None:
+    """A limit on the size of files stands for it: the write fails half-way, in the background, twice; then it works."""
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stdout
+    for step, line in zip((2, 3), lines, strict=False):
+        assert f"does not take the checkpoint of step {step} (" in line
+        assert "File too large" in line
+        assert "The state has 0.02 GiB" in line
+        assert line.endswith("Earlier checkpoints are untouched: steps 1.")
+    assert lines[2] == "['4']"

@@ -1,0 +1,190 @@
+"""When a checkpoint counts, and which are kept."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, files
+from jtrain.step import TrainState
+
+MakeLike = Callable[..., TrainState]
+Fill = Callable[[Any, int], Any]
+BitsOf = Callable[[Any], list[bytes]]
+
+
+def test_the_next_step_may_donate_the_state_while_it_is_written(
+    tmp_path: Path, make_like: MakeLike, fill: Fill, bits_of: BitsOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """save() returns before the commit, and what is committed is the state as it was at the call."""
+    commit = threading.Event()
+    seal = files.seal
+
+    def late(path: Path, **kw: Any) -> None:
+        assert commit.wait(60)
+        seal(path, **kw)
+
+    monkeypatch.setattr(files, "seal", late)
+    like = make_like({"data": 8}, zero_stage=3)
+    state = fill(like, 1)
+    want = bits_of(state)
+    spoil = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    with Checkpoints(tmp_path, CheckpointSpec()) as checkpoints:
+        checkpoints.save(1, state, {}, "")
+        state = jax.block_until_ready(spoil(state))
+        assert checkpoints.latest_step() is None, "not committed yet"
+        commit.set()
+        checkpoints.wait()
+        assert checkpoints.latest_step() == 1
+        got, _ = checkpoints.restore(1, like)
+        assert bits_of(got) == want
+        assert bits_of(state) != want, "the donated state must have changed, or this proves nothing"
+
+
+def test_the_newest_and_the_multiples_are_kept(tmp_path: Path, make_like: MakeLike, fill: Fill) -> None:
+    """keep_last counts only complete checkpoints; keep_every_steps keeps its multiples for ever."""
+    state = fill(make_like({}), 1)
+    folder = tmp_path / "checkpoints"
+    (folder / "25").mkdir(parents=True)  # a copy that a user broke off: has a step's name, and is none
+    with Checkpoints(tmp_path, CheckpointSpec(keep_last=2, keep_every_steps=30)) as checkpoints:
+        seen = []
+        for step in (10, 20, 30, 40, 50, 60, 70):
+            checkpoints.save(step, state, {}, "")
+            checkpoints.wait()
+            seen.append(checkpoints.steps())
+    assert seen[:3] == [(10,), (10, 20), (20, 30)]
+    assert seen[-1] == (30, 60, 70)
+    assert sorted(path.name for path in folder.iterdir()) == ["25", "30", "60", "70"]
+
+
+def test_a_step_that_is_already_there_stays_as_it_is(tmp_path: Path, make_like: MakeLike, fill: Fill) -> None:
+    """After a crash between a commit and the next step, the rerun saves the same step again."""
+    like = make_like({})
+    with Checkpoints(tmp_path, CheckpointSpec()) as checkpoints:
+        assert checkpoints.save(5, fill(like, 5), {"next": 5}, "a") is True
+        checkpoints.wait()
+        before = (checkpoints.folder / "5" / files.MANIFEST).read_bytes()
+    with Checkpoints(tmp_path, CheckpointSpec()) as checkpoints:
+        assert checkpoints.save(5, fill(like, 6), {"next": 6}, "b") is False
+        checkpoints.wait()
+        assert (checkpoints.folder / "5" / files.MANIFEST).read_bytes() == before
+        assert checkpoints.data_state(5) == {"next": 5}
+        assert checkpoints.config_text(5) == "a"
+        # One without a manifest is no checkpoint, so its name is free.
+        (checkpoints.folder / "6").mkdir()
+        (checkpoints.folder / "6" / "half").write_text("copied")
+        assert checkpoints.save(6, fill(like, 6), {}, "") is True
+        checkpoints.wait()
+        assert checkpoints.steps() == (5, 6)
+        assert not (checkpoints.folder / "6" / "half").exists()
+
+
+def test_a_save_that_fails_leaves_the_earlier_ones_and_no_remains(
+    tmp_path: Path, make_like: MakeLike, fill: Fill, bits_of: BitsOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """keep_last=1: the only good one survives, the error says so, and the next save works."""
+    like = make_like({})
+    seal = files.seal
+
+    def fails(path: Path, **kw: Any) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with Checkpoints(tmp_path, CheckpointSpec(keep_last=1)) as checkpoints:
+        checkpoints.save(1, fill(like, 1), {}, "")
+        checkpoints.wait()
+        monkeypatch.setattr(files, "seal", fails)
+        checkpoints.save(2, fill(like, 2), {}, "")
+        with pytest.raises(
+            CheckpointError, match=r"checkpoint of step 2 .*No space left.*GiB are free.*untouched: steps 1\."
+        ):
+            checkpoints.wait()
+        assert [path.name for path in checkpoints.folder.iterdir()] == ["1"]
+        checkpoints.check()  # an error is raised once
+        monkeypatch.setattr(files, "seal", seal)
+        got, _ = checkpoints.restore(1, like)
+        assert bits_of(got) == bits_of(fill(like, 1))
+        checkpoints.save(3, fill(like, 3), {}, "")
+        checkpoints.wait()
+        assert checkpoints.steps() == (3,)
+
+
+def test_check_raises_a_background_failure_without_waiting(
+    tmp_path: Path, make_like: MakeLike, fill: Fill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop can ask at every logged step, instead of learning it at the next save."""
+    failed = threading.Event()
+
+    def fails(path: Path, **kw: Any) -> None:
+        failed.set()
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(files, "seal", fails)
+    checkpoints = Checkpoints(tmp_path, CheckpointSpec())
+    checkpoints.check()
+    checkpoints.save(1, fill(make_like({}), 1), {}, "")
+    assert failed.wait(60)
+    with pytest.raises(CheckpointError, match=r"No checkpoint was written before"):  # noqa: PT012
+        for _ in range(600):
+            checkpoints.check()
+            threading.Event().wait(0.1)
+    checkpoints.close()
+
+
+def test_remains_of_killed_saves_are_swept_and_never_counted(tmp_path: Path, make_like: MakeLike, fill: Fill) -> None:
+    """Orbax's partial directories and half-deleted checkpoints go; everything else in the folder stays."""
+    folder = tmp_path / "checkpoints"
+    for name in ("9.orbax-checkpoint-tmp", "8.deleted", "notes", "007"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / files.MANIFEST).write_text("{}")
+    checkpoints = Checkpoints(tmp_path, CheckpointSpec(keep_last=1))
+    assert checkpoints.latest_step() is None
+    assert files.partial(folder) == ("007", "8.deleted", "9.orbax-checkpoint-tmp")
+    checkpoints.prepare()
+    assert sorted(path.name for path in folder.iterdir()) == ["007", "notes"]
+    checkpoints.close()
+
+
+def test_data_state_that_is_no_json_is_refused_before_anything_is_written(
+    tmp_path: Path, make_like: MakeLike, fill: Fill
+) -> None:
+    """It would otherwise fail in the background, after the arrays."""
+    checkpoints = Checkpoints(tmp_path, CheckpointSpec())
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        checkpoints.save(1, fill(make_like({}), 1), {"cursor": object()}, "")
+    assert not checkpoints.folder.exists()
+
+
+def test_the_manifest_lists_every_leaf_and_every_file(tmp_path: Path, make_like: MakeLike, fill: Fill) -> None:
+    """Nothing that a restore reads lies outside the hashes."""
+    like = make_like({})
+    with Checkpoints(tmp_path, CheckpointSpec()) as checkpoints:
+        checkpoints.save(1, fill(like, 1), {}, "text")
+        checkpoints.wait()
+    path = checkpoints.folder / "1"
+    manifest = files.read_manifest(path)
+    there = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    assert there - set(manifest.files) == {"manifest.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
+    assert set(manifest.files) < there
+    assert len(manifest.leaves) == len(jax.tree.leaves(like))
+    assert str(manifest.leaves["params.layers.attention.q_DNH"]) == "float32[2,64,4,16]"
+    assert manifest.state_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
+    assert files.damage(path, manifest) == []
+    assert json.loads((path / files.MANIFEST).read_text())["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"every_steps": 0}, r"checkpoint\.every_steps=0 must be at least 1 or None to save only at the end"),
+        ({"keep_last": 0}, r"checkpoint\.keep_last=0 must be at least 1: the newest checkpoint is never deleted"),
+        ({"keep_every_steps": -5}, r"checkpoint\.keep_every_steps=-5 must be at least 1 or None"),
+    ],
+)
+def test_a_spec_out_of_range_is_refused(fields: dict[str, int], message: str) -> None:
+    """Each names its field and the way out."""
+    with pytest.raises(ValueError, match=message):
+        CheckpointSpec(**fields)

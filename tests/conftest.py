@@ -1,0 +1,80 @@
+"""Eight emulated devices, strict shapes and types, and no silent skip.
+
+Everything here must happen before jax or jtrain is imported, so it runs at import of this file.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+KNOWN_SKIPS: dict[str, str] = {
+    "this machine has a GPU": "what happens without an accelerator is tested where there is none",
+}
+"""Part of a skip's reason -> why it is fine that a machine skips it. Under CI=true any other skip fails the run."""
+
+assert "jax" not in sys.modules, "the emulated devices must be set up before jax is imported"
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# Compiling for TPUs without one (the extra [aot]): ask no metadata server, and let several processes hold libtpu.
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+
+import jax  # noqa: E402
+import jaxtyping  # noqa: E402
+
+jaxtyping.install_import_hook(("jtrain", "jtrain_kernels"), "beartype.beartype")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+_unknown_skips: list[str] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps compiled programs between runs, for the tests and for the processes that they start."""
+    assert config.cache is not None
+    folder = str(config.cache.mkdir("jax"))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
+def _note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not any(known in reason for known in KNOWN_SKIPS):
+            _unknown_skips.append(f"{report.nodeid}: {reason}")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Notes each skip that is not on the list; under xdist the controller sees every worker's reports."""
+    _note_skip(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """The same for a module skipped as a whole."""
+    _note_skip(report)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a CI run that skipped what nobody agreed to skip: a skipped proof is no proof."""
+    if _unknown_skips and os.environ.get("CI") == "true":
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says which skips are not on the list."""
+    if _unknown_skips:
+        terminalreporter.section("skips that are not on KNOWN_SKIPS in tests/conftest.py")
+        for line in _unknown_skips:
+            terminalreporter.line(line)
+
+
+@pytest.fixture
+def emulated_devices() -> list[jax.Device]:
+    """The eight CPU devices."""
+    devices = jax.devices()
+    assert len(devices) == 8, devices
+    return devices

@@ -1,0 +1,59 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jtrain.data import PackedText, open_dataset
+from jtrain.data.__main__ import main, pieces_of_step
+
+
+def test_help_imports_neither_jax_nor_numpy() -> None:
+    """So that it answers at once."""
+    code = "import sys, jtrain.data.__main__ as m; m.parser().format_help(); print({'jax', 'numpy'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_every_public_name_can_be_imported_and_no_other() -> None:
+    import jtrain.data
+
+    for name in jtrain.data.__all__:
+        assert getattr(jtrain.data, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'open_datasets'"):
+        jtrain.data.open_datasets  # noqa: B018
+
+
+def test_the_pieces_of_a_step_are_its_batch(tmp_path: Path) -> None:
+    """Text by text, from the documents that are named."""
+    documents = {f"{i}.txt": "".join(f"{i}.{j} " for j in range(i + 3)) for i in range(30)}
+    for name, text in documents.items():
+        (tmp_path / name).write_text(text)
+    spec = PackedText(path=str(tmp_path), seq_len=16, global_batch=6, eval_fraction=0.1)
+    dataset = open_dataset(spec, seed=0)
+    pieces = pieces_of_step(dataset, 2)
+    iterator = dataset.train_batches()
+    for _ in range(2):
+        next(iterator)
+    batch = next(iterator)
+    for row in range(6):
+        text = "".join(piece["text"] for piece in pieces if piece["row"] == row)
+        assert text == dataset.tokenizer.decode(batch.token_BL[row].tolist())
+    for piece in pieces:
+        whole = "\0" + documents[piece["document"].removesuffix(":0")] + "\0"
+        assert piece["text"] == whole[piece["start_token"] : piece["end_token"]]
+
+
+def test_inspect_prints_and_writes_a_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    assert main(["inspect", "--config=tiny", "--step=2", "--set=data.global_batch=4", f"--json={file}"]) == 0
+    said = json.loads(file.read_text())
+    assert said["tokens"] == 4 * 256
+    printed = capsys.readouterr().out
+    assert "step 2: 4 rows, 1,024 tokens" in printed
+    assert all(piece["document"] in printed for piece in said["pieces"])
+
+
+def test_a_negative_step_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--config=tiny", "--step=-1"]) == 2
+    assert "--step -1 must be at least 0" in capsys.readouterr().err

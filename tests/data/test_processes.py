@@ -1,0 +1,67 @@
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jtrain.data import PackedText, open_dataset, put_batch
+from jtrain.mesh import MeshSpec, make_mesh
+
+WORKER = """
+import json, sys
+process, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.distributed.initialize(f"localhost:{port}", 2, process)
+from jtrain.data import PackedText, open_dataset, put_batch
+from jtrain.mesh import MeshSpec, make_mesh
+spec = PackedText(path=path, seq_len=16, global_batch=8, eval_fraction=0.1)
+mesh = make_mesh(MeshSpec(replica=2, data=2, context=2), jax.devices())
+iterator = open_dataset(spec, seed=1).train_batches()
+for _ in range(3):
+    batch = put_batch(next(iterator), mesh)
+blocks = [
+    [[[part.start or 0, part.stop or size] for part, size in zip(s.index, (8, 16))], s.data.tolist()]
+    for s in batch.token_BL.addressable_shards
+]
+print(json.dumps(blocks))
+"""
+
+
+def test_two_processes_hold_between_them_the_global_batch_of_one(
+    texts: list[str], tmp_path: Path, emulated_devices: list[jax.Device]
+) -> None:
+    """Real processes, each with four of the eight devices: every one keeps its own rows of the same batch."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", WORKER]
+    processes = [
+        subprocess.Popen([*command, str(i), str(port), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+
+    dataset = open_dataset(PackedText(path=str(tmp_path), seq_len=16, global_batch=8, eval_fraction=0.1), seed=1)
+    iterator = dataset.train_batches()
+    for _ in range(2):
+        next(iterator)
+    batch = next(iterator)
+    seen = np.zeros((8, 16), int)
+    rows = []
+    for output in outputs:
+        blocks = json.loads(output)
+        for ((top, bottom), (left, right)), tokens in blocks:
+            np.testing.assert_array_equal(tokens, batch.token_BL[top:bottom, left:right])
+            seen[top:bottom, left:right] += 1
+        rows.append({row for ((top, bottom), _), _ in blocks for row in range(top, bottom)})
+    assert (seen == 1).all()
+    assert rows == [set(range(4)), set(range(4, 8))]
+    placed = put_batch(batch, make_mesh(MeshSpec(replica=2, data=2, context=2), emulated_devices))
+    np.testing.assert_array_equal(np.asarray(placed.token_BL), batch.token_BL)

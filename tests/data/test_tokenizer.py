@@ -1,0 +1,127 @@
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from jtrain.data.tokenizer import ByteTokenizer, HFTokenizer, make_tokenizer
+
+
+@given(st.text())
+def test_bytes_round_trip_any_text(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == list(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode_document(text).tolist() == ([0, *ids.tolist(), 0] if text else [])
+
+
+def test_bytes_cut_inside_a_character_still_decode() -> None:
+    assert ByteTokenizer().decode([0x61, 0xE6, 0xBC]) == "a\ufffd"
+
+
+@given(st.text())
+def test_a_hugging_face_tokenizer_round_trips_any_text(tokenizer_json: Path, text: str) -> None:
+    tokenizer = HFTokenizer(tokenizer_json)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_hugging_face_document_has_its_begin_and_end(tokenizer_json: Path) -> None:
+    tokenizer = make_tokenizer(str(tokenizer_json.parent))
+    text = "the cat sat"
+    want = Tokenizer.from_file(str(tokenizer_json)).encode(text).ids
+    ids = tokenizer.encode_document(text)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [*want, 1]
+    assert tokenizer.begin_id == 0
+    assert tokenizer.end_id == 1
+    assert tokenizer.encode(text).tolist() == want[1:]
+    assert tokenizer.encode_document("").tolist() == []
+    assert max(ids) < tokenizer.vocab_size == Tokenizer.from_file(str(tokenizer_json)).get_vocab_size()
+
+
+def test_text_cannot_spell_a_special_token(tokenizer_json: Path) -> None:
+    tokenizer = HFTokenizer(tokenizer_json)
+    text = "quoting <|end_of_text|> is fine"
+    assert not {0, 1} & set(tokenizer.encode(text).tolist())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_end_token_comes_from_the_config_beside_or_from_the_user(tokenizer_json: Path, tmp_path: Path) -> None:
+    path = shutil.copy(tokenizer_json, tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    for declared in ("<|begin_of_text|>", {"content": "<|begin_of_text|>"}):
+        config.write_text(json.dumps({"eos_token": declared}))
+        assert HFTokenizer(path).end_id == 0
+    assert HFTokenizer(path, end_token="the").end_id > 1
+    config.write_text(json.dumps({"eos_token": "<nope>"}))
+    with pytest.raises(
+        ValueError, match=r"eos_token of .*tokenizer_config\.json='<nope>' is not one of the \d+ tokens"
+    ):
+        HFTokenizer(path)
+    config.write_text("{eos")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is no JSON object"):
+        HFTokenizer(path)
+    config.write_text("{}")
+    assert HFTokenizer(path).end_id == 1
+
+
+def test_an_unknown_or_ambiguous_end_token_is_refused(tokenizer_json: Path, tmp_path: Path) -> None:
+    for others, message in ((["</s>"], r"several that could be it: <\|end_of_text\|>, </s>"), ([], "it has none of")):
+        content = tokenizer_json.read_text()
+        tokenizer = Tokenizer.from_str(content if others else content.replace("<|end_of_text|>", "<stop>"))
+        tokenizer.add_special_tokens(others)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        with pytest.raises(ValueError, match=rf"data\.tokenizer=.*{message}.*Set data\.end_token"):
+            HFTokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"data\.end_token='x y z' is not one of"):
+        HFTokenizer(tmp_path, end_token="x y z")
+
+
+def test_a_tokenizer_that_is_missing_or_broken_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"data\.tokenizer='.*gone.*no such file; looked for"):
+        make_tokenizer(str(tmp_path / "gone.json"))
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(ValueError, match=r"data\.tokenizer=.* is no tokenizer\.json that"):
+        make_tokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match=r"data\.end_token='x' has no meaning for data\.tokenizer='bytes'"):
+        make_tokenizer("bytes", end_token="x")
+
+
+def test_identity_tells_tokenizers_apart(tokenizer_json: Path) -> None:
+    names = {
+        ByteTokenizer().identity,
+        HFTokenizer(tokenizer_json).identity,
+        HFTokenizer(tokenizer_json, end_token="the").identity,
+    }
+    assert len(names) == 3
+
+
+def test_encoding_lets_other_threads_run(tokenizer_json: Path) -> None:
+    """On the prefetch thread it must not stop the training loop."""
+    tokenizer = HFTokenizer(tokenizer_json)
+    text = "the cat sat on the mat, the end of text. " * 50_000
+    wakes_s: list[float] = []
+    done = threading.Event()
+
+    def wake_up() -> None:
+        while not done.is_set():
+            wakes_s.append(time.perf_counter())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=wake_up)
+    thread.start()
+    start_s = time.perf_counter()
+    tokenizer.encode(text)
+    took_s = time.perf_counter() - start_s
+    done.set()
+    thread.join()
+    assert took_s > 0.2, "too short to prove anything"
+    assert max(np.diff([start_s, *wakes_s[1:]])) < took_s / 2

@@ -1,0 +1,69 @@
+"""The reference directories that tests/golden/hf/make.py wrote."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jtrain.dims import IGNORE, Batch
+from jtrain.hf.directory import open_tensors, read_config
+from jtrain.hf.mapping import from_hf
+from jtrain.hf.model_config import model_from_config
+from jtrain.model.transformer import Transformer
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
+CASES = ("llama", "llama_tied", "qwen3")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A directory of transformers', imported, and what transformers computed with it."""
+
+    folder: Path
+    config: dict[str, Any]
+    model: Transformer
+    params: dict[str, Any]
+    tokens: np.ndarray
+    logits: np.ndarray
+    loss: float
+    gradients: dict[str, np.ndarray]
+
+    @property
+    def batch(self) -> Batch:
+        """Each row one document."""
+        rows, cols = self.tokens.shape
+        target = np.concatenate([self.tokens[:, 1:], np.full((rows, 1), IGNORE, np.int32)], axis=1)
+        position = np.tile(np.arange(cols, dtype=np.int32), (rows, 1))
+        return jax.tree.map(jnp.asarray, Batch(self.tokens, target, position, np.ones_like(self.tokens)))
+
+
+@pytest.fixture(params=CASES)
+def reference(request: pytest.FixtureRequest) -> Reference:
+    return load_reference(request.param)
+
+
+@pytest.fixture
+def llama() -> Reference:
+    return load_reference("llama")
+
+
+@pytest.fixture
+def llama_tied() -> Reference:
+    return load_reference("llama_tied")
+
+
+def load_reference(name: str) -> Reference:
+    folder = GOLDEN / name
+    config = read_config(folder)
+    model = model_from_config(config)
+    with open_tensors(folder) as tensors:
+        params = from_hf(tensors, model)
+    arrays = dict(np.load(folder / "reference.npz"))
+    gradients = {key.removeprefix("grad/"): value for key, value in arrays.items() if key.startswith("grad/")}
+    return Reference(
+        folder, config, model, params, arrays["tokens"], arrays["logits"], float(arrays["loss"]), gradients
+    )

@@ -1,0 +1,164 @@
+"""`python -m jtrain.hf`: a directory of transformers' becomes a workdir, and a workdir such a directory."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jtrain import config, leaves
+from jtrain.checkpoint import Checkpoints, CheckpointSpec
+from jtrain.hf.__main__ import main, parser
+from jtrain.hf.directory import write_directory
+from jtrain.hf.model_config import config_from_model
+from jtrain.layout import make_layout
+from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.model.param import map_params
+from jtrain.model.transformer import Transformer
+from jtrain.optim import build
+from jtrain.step import abstract_state
+
+SIZES: dict[str, Any] = dict(
+    num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=256, tie_embeddings=True
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A directory as others publish it, and the options that make a config of its model."""
+
+    folder: Path
+    model: Transformer
+    options: list[str]
+    tmp_path: Path
+
+    def run(self, *arguments: object) -> int:
+        return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Given:
+    monkeypatch.setenv("XLA_FLAGS", "")  # the verb adds to it
+    model = Transformer(**SIZES)
+    rng = np.random.default_rng(0)
+    params = map_params(lambda info: rng.standard_normal(info.shape, np.float32), model.param_infos())
+    their_config = config_from_model(model, dtype="float32", max_seq_len=64, begin_id=0, end_id=0)
+    write_directory(tmp_path / "theirs", params, model, their_config, dtype="float32")
+    (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy.\n" * 200)
+    sets = {f"model.{key}": value for key, value in SIZES.items()}
+    sets |= {"data.path": tmp_path / "text.txt", "data.seq_len": 32, "data.global_batch": 4, "data.eval_fraction": 0.0}
+    sets |= {"data.text_piece_bytes": 512, "eval.every_steps": None}
+    options = ["--config=tiny", *(part for key, value in sets.items() for part in ("--set", f"{key}={value}"))]
+    return Given(tmp_path / "theirs", model, options, tmp_path)
+
+
+def test_imported_and_exported_again_is_bitwise(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same tensors, through a checkpoint; the command to train on with is printed."""
+    workdir, out = given.tmp_path / "run", given.tmp_path / "out"
+    assert given.run("import", given.folder, workdir, *given.options) == 0
+    said = capsys.readouterr().out
+    assert "step 0 of" in said
+    assert "python -m jtrain.launch --config=tiny --set model.num_layers=2 --set" in said
+    assert f"--workdir {workdir}" in said
+    assert given.run("export", workdir, out) == 0
+    want, got = load_file(given.folder / "model.safetensors"), load_file(out / "model.safetensors")
+    assert set(got) == set(want)
+    for name in want:
+        assert got[name].dtype == np.float32
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+    their_config, our_config = (json.loads((folder / "config.json").read_text()) for folder in (given.folder, out))
+    assert our_config == their_config | {"max_position_embeddings": 32}
+
+
+def test_export_rounds_to_bfloat16(given: Given) -> None:
+    """--dtype is that of the tensors, and config.json says so."""
+    workdir, out = given.tmp_path / "run", given.tmp_path / "out"
+    assert given.run("import", given.folder, workdir, *given.options) == 0
+    assert given.run("export", workdir, out, "--step", 0, "--dtype", "bfloat16") == 0
+    want, got = load_file(given.folder / "model.safetensors"), load_file(out / "model.safetensors")
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name].astype(got[name].dtype), err_msg=name)
+    assert got["model.norm.weight"].dtype.name == "bfloat16"
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_launch_can_start_from_what_import_wrote(given: Given) -> None:
+    """Step 0 restores as the first state of exactly that config: its weights, zero moments, the first batch."""
+    workdir = given.tmp_path / "run"
+    assert given.run("import", given.folder, workdir, *given.options) == 0
+    run_config = config.load("tiny", sets=[text for text in given.options if "=" in text and "--" not in text])
+    text = leaves.flat(run_config)
+    assert (workdir / "config.txt").read_text() == text
+    config.check_same_run(workdir, text)
+    run = config.build(run_config)
+    layout = make_layout(run.layout, MeshSpec(), run.model.param_infos())
+    optimizer = build(
+        run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos())
+    )
+    like = abstract_state(layout, optimizer, make_mesh(MeshSpec(), jax.devices()[:1]))
+    with Checkpoints(workdir, CheckpointSpec()) as checkpoints:
+        assert checkpoints.latest_step() == 0
+        assert checkpoints.config_text(0) == text
+        state, data_state = checkpoints.restore(0, like)
+    assert int(state.step) == 0
+    np.testing.assert_array_equal(
+        state.params["embed_VD"], load_file(given.folder / "model.safetensors")["model.embed_tokens.weight"]
+    )
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
+    from jtrain.data import open_dataset
+
+    dataset = open_dataset(run.data, seed=run.seed)
+    first, restored = next(dataset.train_batches()), next(dataset.train_batches(data_state))
+    np.testing.assert_array_equal(first.token_BL, restored.token_BL)
+
+
+def test_another_model_is_refused_field_by_field(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is written; each difference is a line."""
+    workdir = given.tmp_path / "run"
+    options = [*given.options, "--set", "model.d_ff=64", "--set", "model.norm_eps=1e-6"]
+    assert given.run("import", given.folder, workdir, *options) == 2
+    said = capsys.readouterr().err
+    assert "model.d_ff: 48 there (intermediate_size), 64 here" in said
+    assert "model.norm_eps: 1e-05 there (rms_norm_eps), 1e-06 here" in said
+    assert not workdir.exists()
+
+
+def test_mistakes_exit_2_with_a_message(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory in use, one without a model, a run without checkpoints, a step that is not there."""
+    run, tmp_path = given.run, given.tmp_path
+    assert run("import", given.folder, tmp_path, *given.options) == 2
+    assert f"{tmp_path} is there already and not empty" in capsys.readouterr().err
+    assert run("import", tmp_path, tmp_path / "run", *given.options) == 2
+    assert "config.json: no such file" in capsys.readouterr().err
+    assert run("import", given.folder, tmp_path / "run", "--config=tinny") == 2
+    assert "Did you mean tiny?" in capsys.readouterr().err
+    assert run("export", tmp_path / "nowhere", tmp_path / "out") == 2
+    assert "No checkpoint in" in capsys.readouterr().err
+    assert run("export", tmp_path / "nowhere", given.folder) == 2
+    assert "is there already and not empty" in capsys.readouterr().err
+    assert run("import", given.folder, tmp_path / "run", *given.options) == 0
+    assert run("export", tmp_path / "run", tmp_path / "out", "--step", 7) == 2
+    assert "No complete checkpoint of step 7" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_answers_at_once() -> None:
+    """No jax for --help; both verbs are there."""
+    start_s = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "jtrain.hf", "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "{export,import}" in done.stdout
+    assert " jax\n" not in done.stderr
+    assert time.perf_counter() - start_s < 2
+    with pytest.raises(SystemExit) as exit_:
+        parser().parse_args(["export", "W", "OUT", "--dtype", "float8"])
+    assert exit_.value.code == 2

@@ -1,0 +1,185 @@
+"""config.json, read and written: what changes the model is read or refused by name."""
+
+from typing import Any
+
+import pytest
+
+from jtrain.hf.model_config import config_from_model, model_differences, model_from_config
+from jtrain.model.rope import Llama3Scaling, RopeSpec
+from jtrain.model.transformer import Transformer
+
+# As published, https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+
+# As published, https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+V5_ROPE = {"rope_theta": 500000.0, **LLAMA_8B["rope_scaling"]}
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def test_llama_as_published() -> None:
+    """Llama-3.1-8B, field by field."""
+    model = model_from_config(LLAMA_8B)
+    sizes = (model.num_layers, model.d_model, model.num_heads, model.num_kv_heads, model.head_dim, model.d_ff)
+    assert sizes == (32, 4096, 32, 8, 128, 14336)
+    assert model.vocab_size == 128256
+    assert model.rope == RopeSpec(500_000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    assert (model.norm_eps, model.qk_norm, model.tie_embeddings) == (1e-5, False, False)
+    assert sum(info.size for info in model.param_infos()) == 8_030_261_248
+
+
+def test_qwen3_as_published() -> None:
+    """Qwen3-8B: norms of queries and keys, and a base that is written as an int."""
+    model = model_from_config(QWEN3_8B)
+    assert (model.num_layers, model.head_dim, model.qk_norm, model.norm_eps) == (36, 128, True, 1e-6)
+    assert model.rope == RopeSpec(1_000_000.0)
+    assert sum(info.size for info in model.param_infos()) == 8_190_735_360
+
+
+def test_the_form_of_transformers_5_is_the_same_model() -> None:
+    """`rope_parameters` holds what were `rope_theta` and `rope_scaling`."""
+    new = without(LLAMA_8B, "rope_theta", "rope_scaling") | {"rope_parameters": V5_ROPE}
+    assert model_differences(model_from_config(new), model_from_config(LLAMA_8B)) == []
+    plain = without(QWEN3_8B, "rope_theta", "rope_scaling") | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}
+    }
+    assert model_differences(model_from_config(plain), model_from_config(QWEN3_8B)) == []
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    """What an old Llama's config.json leaves out."""
+    keys = ("num_key_value_heads", "rope_theta", "rope_scaling", "rms_norm_eps", "tie_word_embeddings")
+    model = model_from_config(without(LLAMA_8B, *keys))
+    assert (model.num_kv_heads, model.head_dim, model.rope) == (32, 128, RopeSpec(10_000.0))
+    assert (model.norm_eps, model.tie_embeddings) == (1e-6, False)
+    assert model_from_config(LLAMA_8B | {"head_dim": 64}).head_dim == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"model_type": "mistral"}, r"model_type='mistral' is not one of llama, qwen3"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures=\['LlamaForSequenceClassification'\]"),
+        ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rope_scaling\.rope_type='yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, r"rope_scaling\.rope_type='linear' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "llama3 has no low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": None, "rope_parameters": {"rope_type": "dynamic"}}, r"rope_parameters\.rope_type='dynamic'"),
+        ({"rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"hidden_size": None}, "hidden_size=None must be a whole number"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+    ],
+    ids=str,
+)
+def test_what_the_model_has_not_is_refused_by_name(changes: dict[str, Any], match: str) -> None:
+    """The field, its value, and what would do."""
+    with pytest.raises(ValueError, match=match):
+        model_from_config(LLAMA_8B | changes)
+
+
+def test_a_sliding_window_in_use_is_refused() -> None:
+    """Qwen3 names a window that it does not use; that one is no obstacle."""
+    model_from_config(QWEN3_8B | {"sliding_window": 4096})
+    with pytest.raises(ValueError, match=r"use_sliding_window=True \(sliding_window=4096\) is not supported"):
+        model_from_config(QWEN3_8B | {"sliding_window": 4096, "use_sliding_window": True})
+
+
+@pytest.mark.parametrize("config", [LLAMA_8B, QWEN3_8B, LLAMA_8B | {"tie_word_embeddings": True}], ids=["l", "q", "t"])
+def test_written_configs_are_read_back(config: dict[str, Any]) -> None:
+    """And say what the published one says, wherever they overlap."""
+    model = model_from_config(config)
+    written = config_from_model(model, dtype="bfloat16", max_seq_len=8192, begin_id=1, end_id=2)
+    assert model_differences(model_from_config(written), model) == []
+    length, ids = "max_position_embeddings", ("bos_token_id", "eos_token_id")
+    for key in written.keys() & config.keys() - {length, *ids}:
+        assert written[key] == config[key], key
+    # transformers asks that a scaled model's longest sequence is longer than what it was scaled from
+    assert written[length] == (65536 if model.rope.scaling else 8192)
+    assert [written[key] for key in ids] == [1, 2]
+
+
+def test_a_shape_that_transformers_refuses_is_not_exported() -> None:
+    """Llama there wants the width to be a multiple of the heads, whatever the head size."""
+    sizes: dict[str, Any] = dict(num_layers=1, d_model=20, num_heads=6, num_kv_heads=3, head_dim=4)
+    sizes |= dict(d_ff=8, vocab_size=8)
+    written: dict[str, Any] = dict(dtype="float32", max_seq_len=8, begin_id=None, end_id=0)
+    with pytest.raises(ValueError, match=r"model\.d_model=20 is not a multiple of model\.num_heads=6"):
+        config_from_model(Transformer(**sizes), **written)
+    assert config_from_model(Transformer(**sizes, qk_norm=True), **written)["model_type"] == "qwen3"
+
+
+def test_differences_are_listed_field_by_field() -> None:
+    """Our field, both values, and where config.json says so."""
+    other = model_from_config(LLAMA_8B | {"num_hidden_layers": 16, "rope_scaling": None})
+    lines = model_differences(other, model_from_config(LLAMA_8B))
+    assert len(lines) == 2
+    assert lines[0] == "model.num_layers: 16 there (num_hidden_layers), 32 here"
+    assert lines[1].startswith("model.rope: RopeSpec(theta=500000.0, scaling=None) there")

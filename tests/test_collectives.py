@@ -1,0 +1,76 @@
+"""The collectives of the compiled step are those of the closed form, array by array and byte by byte."""
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+
+from jtrain.dims import Batch
+from jtrain.layout import LayoutSpec, make_layout
+from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.model.param import map_params
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW, build
+from jtrain.plan.collectives import collectives
+from jtrain.plan.hlo import traffic
+from jtrain.step import BATCH_SPEC, abstract_state, make_train_step
+
+MESHES = (dict(data=8), dict(replica=2, data=4), dict(data=4, tensor=2))
+SIZES: dict[str, Any] = dict(
+    num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=64
+)
+ROWS, COLS = 32, 16
+OPTIONS = {
+    # XLA:CPU moves the gathers of embedding and unembedding out of the loop over microbatches; XLA:GPU leaves them.
+    "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
+    "xla_backend_optimization_level": 0,  # half the seconds: nothing here runs
+}
+
+type Table = dict[tuple[str, tuple[str, ...] | None, str], tuple[int, int]]
+"""(kind, axes, dtype) -> (arrays, bytes) per step and device."""
+
+_HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "int32": "s32", "uint32": "u32"}
+
+
+def compiled(axes: dict[str, int], sizes: dict[str, Any], **layout: Any) -> Table:
+    mesh_spec = MeshSpec(**axes)
+    mesh = make_mesh(mesh_spec, jax.devices()[: mesh_spec.size])
+    model = Transformer(**sizes)
+    infos = model.param_infos()
+    lay = make_layout(LayoutSpec(**layout), mesh_spec, infos)
+    optimizer = build(AdamW(peak_lr=1e-3), num_steps=10, params=map_params(lambda info: info, infos))
+    ids = jax.ShapeDtypeStruct((ROWS, COLS), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+    step: Any = make_train_step(model, optimizer, lay, mesh)
+    lowered = step.lower(abstract_state(lay, optimizer, mesh), Batch(ids, ids, ids, ids))
+    program = lowered.compile(compiler_options=OPTIONS)
+    return {(t.kind, t.axes, t.dtype): (t.count, t.array_bytes) for t in traffic(program.as_text(), mesh_spec.shape)}
+
+
+def predicted(axes: dict[str, int], sizes: dict[str, Any], **layout: Any) -> Table:
+    model = Transformer(**sizes)
+    lay = make_layout(LayoutSpec(**layout), MeshSpec(**axes), model.param_infos())
+    counts, sizes_ = collections.Counter(), collections.Counter()
+    for c in collectives(model, lay, global_batch=ROWS, seq_len=COLS):
+        key = c.kind, c.axes, _HLO_DTYPES[c.dtype]
+        counts[key] += c.count
+        sizes_[key] += c.array_bytes
+    return {key: (counts[key], sizes_[key]) for key in counts}
+
+
+# float32, because XLA:CPU widens bfloat16 collectives; tests/plan/test_aot.py has bfloat16 on a TPU and a GPU.
+def layout_of(zero_stage: int, microbatches: int, **more: Any) -> dict[str, Any]:
+    return dict(zero_stage=zero_stage, microbatches=microbatches, compute_dtype="float32") | more
+
+
+@pytest.mark.parametrize("microbatches", (1, 2))
+@pytest.mark.parametrize("zero_stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_compiled_collectives_are_the_closed_form(axes: dict[str, int], zero_stage: int, microbatches: int) -> None:
+    """Kinds, axes, dtypes, number of arrays and bytes, loops counted."""
+    layout = layout_of(zero_stage, microbatches)
+    got = compiled(axes, SIZES, **layout)
+    assert got == predicted(axes, SIZES, **layout)
+    assert sum(size for _, size in got.values()) > 0, "a parser that finds nothing would agree with nothing"

@@ -1,0 +1,383 @@
+"""From names and `--set`s to a run, and every refusal on the way."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from jtrain import config, leaves
+from jtrain.config import MAY_CHANGE_ON_RESUME, Run
+from jtrain.data import ByteTokenizer
+from jtrain.optim import Muon
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden"
+SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+
+
+def run(*sets: str, name: str = "tiny", fiddlers: tuple[str, ...] = ()) -> Run:
+    return config.build(config.load(name, fiddlers, sets))
+
+
+def fiddlers_of(name: str) -> list[str]:
+    source = (ROOT / "configs" / f"{name}.py").read_text()
+    return [line[4 : line.index("(")] for line in source.splitlines() if line.startswith("def ")][1:]
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+# --- shipped configs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_is_what_its_golden_text_says(name: str) -> None:
+    """A reviewer sees what moved. After a wanted change: python -m jtrain.launch --config=N --print-config > golden."""
+    assert leaves.flat(config.load(name)) == (GOLDEN / f"{name}.txt").read_text()
+
+
+def test_every_issue_config_is_shipped() -> None:
+    """And no golden file outlives its config."""
+    assert {"tiny", "llama1b", "llama8b", "llama70b", "qwen3_8b"} <= set(SHIPPED)
+    assert sorted(path.stem for path in GOLDEN.glob("*.txt")) == SHIPPED
+
+
+@pytest.mark.parametrize(
+    ("name", "num_params"),
+    [
+        ("llama1b", 1_235_814_400),
+        ("llama8b", 8_030_261_248),
+        ("llama70b", 70_553_706_496),
+        ("qwen3_8b", 8_190_735_360),
+    ],
+)
+def test_a_shipped_model_has_the_published_number_of_parameters(name: str, num_params: int) -> None:
+    """What Hugging Face shows for the published weights, to the last one."""
+    assert sum(info.size for info in run(name=name).model.param_infos()) == num_params
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_fiddler_makes_a_valid_run(name: str) -> None:
+    """Fiddlers rot unseen otherwise."""
+    found = fiddlers_of(name)
+    assert "debug" in found
+    for fiddler in found:
+        before = leaves.flat(config.load(name))
+        assert leaves.flat(config.load(name, [fiddler])) != before, fiddler
+        run(name=name, fiddlers=(fiddler,))
+
+
+# --- order and values -------------------------------------------------------------------------------------------
+
+
+def test_sets_come_after_fiddlers_and_fiddlers_after_the_base() -> None:
+    """debug says 5 steps; the command line has the last word."""
+    assert run().num_steps > 5
+    assert run(fiddlers=("debug",)).num_steps == 5
+    assert run("num_steps=7", fiddlers=("debug",)).num_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("seed=3", 3),
+        ("layout.compute_dtype=float32", "float32"),  # a bare word
+        ("layout.compute_dtype='float32'", "float32"),
+        ("data.path=/my/corpus/*.jsonl", "/my/corpus/*.jsonl"),
+        ("data.path=123", "123"),  # a string field takes the text as it stands
+        ("data.path=a=b", "a=b"),
+        ("optimizer.peak_lr=1", 1.0),
+        ("optimizer.warmup_steps=0.1", 0.1),
+        ("optimizer.warmup_steps=10", 10),
+        ("eval.every_steps=None", None),
+        ("model.scan_layers=False", False),
+        ("model.rope.theta=5e5", 5e5),
+        ("layout.remat_save=['mlp_up']", ("mlp_up",)),
+    ],
+)
+def test_a_set_value_arrives_with_its_type(text: str, value: object) -> None:
+    """Also in fields of nested components that the config file did not mention (model.rope)."""
+    made = config.load("tiny", (), [text])
+    path = text.partition("=")[0]
+    owner = made
+    for name in path.split("."):
+        owner = getattr(owner, name)
+    assert owner == value
+    assert type(owner) is type(value)
+    assert f"{path}: " in leaves.flat(made)
+    assert leaves.parse(leaves.flat(made))[path] == repr(value)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_text_is_the_config(name: str) -> None:
+    """What a workdir keeps is enough to make the run again: components, tuples, None and all."""
+    made = config.load(name, (), ["layout.remat=named", "layout.remat_save=('mlp_up',)", "eval.every_steps=None"])
+    again = config.read(leaves.flat(made))
+    assert leaves.flat(again) == leaves.flat(made)
+    assert config.build(again).optimizer == config.build(made).optimizer
+
+
+def test_a_text_of_another_version_is_read_or_refused() -> None:
+    """A field added since has its default; one that is gone meant something that nobody knows here."""
+    text = leaves.flat(config.load("tiny"))
+    without = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("model.z_loss"))
+    assert config.build(config.read(without)).model.z_loss == 0.0
+    with pytest.raises(ValueError, match=r"this version of jtrain has no field model\.gone"):
+        config.read(f"{text}model.gone: int = 3\n")
+    with pytest.raises(ValueError, match=r"optimizer = Sgd: neither a value nor one of its components"):
+        config.read(text.replace("Muon = AdamW", "Muon = Sgd"))
+
+
+def test_a_component_can_be_swapped_by_a_fiddler(tmp_path: Path) -> None:
+    """And its own fields can then be set."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import fiddle as fdl\nfrom jtrain import config\nfrom jtrain.optim import Muon\n"
+        "def mine():\n    return config.load('tiny')\n"
+        "def muon(run):\n    run.optimizer = fdl.Config(Muon, peak_lr=1e-2)\n"
+    )
+    made = config.load(str(file), ["muon"], ["optimizer.momentum=0.9"])
+    assert config.build(made).optimizer == Muon(peak_lr=1e-2, momentum=0.9)
+    assert "optimizer: AdamW | Muon = Muon\n" in leaves.flat(made)
+
+
+def test_an_optional_component_can_be_taken_away() -> None:
+    """rope.scaling has its fields in llama8b, and is one line once it is None."""
+    assert run(name="llama8b").model.rope.scaling is not None
+    assert run("model.rope.scaling=None", name="llama8b").model.rope.scaling is None
+
+
+def test_a_config_is_found_in_this_folder_first_then_in_a_file_or_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout's configs/ wins over the installed one."""
+    text = "from jtrain import config\ndef {name}():\n    made = config.load('llama1b')\n"
+    text += "    made.seed = {seed}\n    return made\n"
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "tiny.py").write_text(text.format(name="tiny", seed=41))
+    (tmp_path / "other.py").write_text(text.format(name="other", seed=42) + text.format(name="second", seed=43))
+    monkeypatch.chdir(tmp_path)
+    assert config.load("tiny").seed == 41
+    assert config.load("other.py").seed == 42
+    assert config.load(f"{tmp_path}/other.py:second").seed == 43
+    monkeypatch.syspath_prepend(tmp_path)
+    assert config.load("other:second").seed == 43
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "modle.num_layers=2",
+            r"the config has no field modle\. Did you mean model\.num_layers.*Fields of the config: s",
+        ),
+        ("num_layers=2", r"no field num_layers\. Did you mean model\.num_layers\?"),
+        (
+            "mesh.dat=2",
+            r"mesh has no field dat\. Did you mean mesh\.data.*replica, stage, data, expert, context, tensor",
+        ),
+        ("seed.x=2", r"seed is 0, which has no fields\. Set seed itself"),
+        ("model.rope.scaling.factor=8", r"model\.rope\.scaling is None, which has no fields\. A fiddler"),
+        ("mesh=8", r"mesh is a component \(MeshSpec\).*mesh\.data.*--with"),
+        ("num_steps", r"--set num_steps: expected PATH=VALUE"),
+        ("=3", r"expected PATH=VALUE"),
+        ("num_steps=3.5", r"num_steps=3\.5 is a float, but must be int"),
+        ("num_steps=True", r"num_steps=True is a bool, but must be int"),
+        ("num_steps=many", r"num_steps='many' is a str, but must be int"),
+        ("model.scan_layers=1", r"model\.scan_layers=1 is a int, but must be bool"),
+        ("model.scan_layers=true", r"model\.scan_layers='true' is a str, but must be bool"),
+        ("optimizer.clip_norm=x", r"optimizer\.clip_norm='x' is a str, but must be float \| None"),
+        ("layout.remat=fll", r"layout\.remat='fll' must be one of 'none', 'full', 'named'\. Did you mean full\?"),
+        ("layout.zero_stage=4", r"layout\.zero_stage=4 must be one of 0, 1, 2, 3"),
+        ("layout.remat_save=[1]", r"layout\.remat_save=\[1\] is a list, but must be tuple\[str, \.\.\.\]"),
+    ],
+)
+def test_a_bad_set_is_refused(text: str, message: str) -> None:
+    """With the nearest names, or the value and its type."""
+    with pytest.raises(ValueError, match=message):
+        config.load("tiny", (), [text])
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (("num_steps=0",), r"num_steps=0 must be at least 1"),
+        (("seed=-1",), r"seed=-1 must be in"),
+        (("eval.every_steps=0",), r"eval\.every_steps=0 must be at least 1, or None"),
+        (("mesh.data=0",), r"mesh\.data=0 must be at least 1"),
+        (("mesh.stage=2",), r"mesh\.stage=2"),
+        (("mesh.expert=2",), r"mesh\.expert=2"),
+        (("mesh.context=2",), r"mesh\.context=2"),
+        (("data.global_batch=250", "mesh.data=8"), r"data\.global_batch=250 .*data=8.* 8 shards.*248, 256"),
+        (("mesh.data=8", "layout.microbatches=4"), r"leaves 2 sequences .*8 batch shards.*multiple of 32"),
+        (("data.seq_len=254", "mesh.tensor=4"), r"data\.seq_len=254 .*tensor=4 = 4 shards\. .*252, 256"),
+        (("mesh.tensor=8",), r"model\.num_kv_heads=4 .*tensor=8"),
+        (("model.num_kv_heads=3",), r"model\.num_heads=8 is not a multiple of model\.num_kv_heads=3"),
+        (("data.eval_fraction=0",), r"eval\.every_steps=\d+ .*data\.eval_fraction=0.*eval\.every_steps=None"),
+    ],
+)
+def test_components_that_do_not_fit_are_refused(sets: tuple[str, ...], message: str) -> None:
+    """With both numbers and the way out, and without what fiddle says about its own part in it."""
+    with pytest.raises(ValueError, match=message) as refusal:
+        run(*sets)
+    assert "Fiddle" not in str(refusal.value)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
+    """256 bytes need 256 rows."""
+    config.check_vocabulary(run().model, ByteTokenizer())
+    with pytest.raises(ValueError, match=r"data\.tokenizer makes 256 different ids, but model\.vocab_size=255"):
+        config.check_vocabulary(run("model.vocab_size=255").model, ByteTokenizer())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tinny", r"--config=tinny: no such config\. Did you mean tiny\? There are: .*llama8b"),
+        ("nowhere/mine.py", r"--config=nowhere/mine\.py: there is no file "),
+        ("configs/tiny.py:tinny", r"tiny\.py has no base function tinny\. Did you mean tiny\?"),
+        ("no_such_module:tiny", r"--config=no_such_module:tiny: no module no_such_module"),
+    ],
+)
+def test_an_unknown_config_is_refused(name: str, message: str) -> None:
+    """With what there is."""
+    with pytest.raises(ValueError, match=message):
+        config.load(name)
+
+
+def test_an_unknown_fiddler_is_refused() -> None:
+    """The base function is none, and neither is an import of the file."""
+    with pytest.raises(ValueError, match=r"no fiddler zero. Did you mean zero3\? It has: zero3, tensor, debug"):
+        config.load("tiny", ["zero"])
+    with pytest.raises(ValueError, match="no fiddler tiny"):
+        config.load("tiny", ["tiny"])
+
+
+MINE = "from jtrain import config\ndef mine():\n    made = config.load('tiny')\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("def mine(:\n", r"mine\.py:1: SyntaxError"),
+        ("import no_such\n", r"mine\.py:1: ModuleNotFoundError: No module named 'no_such'"),
+        ("def mine():\n    return 3\n", r"mine\(\) must return a fdl\.Config\(Run, \.\.\.\), not int\."),
+        (
+            f"{MINE}    made.mesh.dat = 3\n    return made\n",
+            r"mine\.py:4: AttributeError: No parameter named 'dat'.*valid parameter names: .*data",
+        ),
+        (
+            f"{MINE}    made.layout.remat = 'al'\n    return made\n",
+            r"layout\.remat='al' must be one of",
+        ),
+        (
+            "import fiddle as fdl\nfrom jtrain.config import Run\ndef mine():\n    return fdl.Config(Run, seed=0)\n",
+            r"num_steps, mesh, layout, model, optimizer, data: no value\. .*--set num_steps=VALUE",
+        ),
+    ],
+)
+def test_a_broken_config_file_is_refused_with_its_line(tmp_path: Path, body: str, message: str) -> None:
+    """It is the user's file: they get the place, not a traceback."""
+    (tmp_path / "mine.py").write_text(body)
+    with pytest.raises(ValueError, match=message):
+        config.build(config.load(str(tmp_path / "mine.py")))
+
+
+# --- the same run? ----------------------------------------------------------------------------------------------
+
+
+def text_of(*sets: str) -> str:
+    return leaves.flat(config.load("tiny", (), sets))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "mesh.data=8",
+        "layout.zero_stage=3",
+        "layout.param_dtype=bfloat16",
+        "model.scan_layers=False",
+        "model.loss_chunk_tokens=64",
+        "checkpoint.every_steps=7",
+        "eval.every_steps=7",
+        "metrics.log_every_steps=7",
+    ],
+)
+def test_a_layout_is_not_another_run(tmp_path: Path, change: str) -> None:
+    """What MAY_CHANGE_ON_RESUME lists may, and the change is really one."""
+    (tmp_path / "config.txt").write_text(text_of())
+    assert text_of(change) != text_of()
+    config.check_same_run(tmp_path, text_of(change))
+
+
+@pytest.mark.parametrize(
+    "change", ["seed=1", "num_steps=301", "model.num_layers=2", "data.seq_len=128", "optimizer.b1=0.8"]
+)
+def test_a_workdir_of_another_run_is_refused_with_the_difference(tmp_path: Path, change: str) -> None:
+    """And only the difference: one line, with both values."""
+    (tmp_path / "config.txt").write_text(text_of())
+    path, _, value = change.partition("=")
+    there = leaves.parse(text_of())[path]
+    with pytest.raises(ValueError, match="holds another run") as refusal:
+        config.check_same_run(tmp_path, text_of(change))
+    listed = [line for line in str(refusal.value).splitlines() if line.startswith("  ")]
+    assert listed == [f"  {path}: {there} there, {value} here"]
+    assert "--workdir" in str(refusal.value)
+
+
+def test_a_field_that_an_older_run_did_not_have_is_a_difference() -> None:
+    """Nobody knows what the older code did instead."""
+    older = "".join(line for line in text_of().splitlines(keepends=True) if not line.startswith("model.z_loss"))
+    assert config.differences(older, text_of()) == ["model.z_loss: absent there, 0.0 here"]
+
+
+def test_a_new_workdir_holds_no_run(tmp_path: Path) -> None:
+    config.check_same_run(tmp_path, text_of())
+
+
+def test_what_may_change_names_real_paths() -> None:
+    """A renamed field would silently become part of the run's identity."""
+    paths = [leaf.path for leaf in leaves.leaves(config.load("tiny"))]
+    for prefix in MAY_CHANGE_ON_RESUME:
+        assert any(path.startswith(prefix) for path in paths), prefix
+
+
+# --- packaging --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_built_of_frozen_values() -> None:
+    """Nobody downstream can change what config.txt says."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run().seed = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_an_installed_wheel_finds_its_configs_outside_the_checkout(tmp_path: Path) -> None:
+    """Built and unpacked elsewhere, --config=llama8b works as in the checkout."""
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").glob("jtrain-*.whl")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    assert (site / "jtrain_kernels").is_dir()
+    code = "import jtrain; from jtrain import launch; print(jtrain.__file__);"
+    code += "launch.main(['--config=llama8b', '--print-config'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    where, _, text = done.stdout.partition("\n")
+    assert where == str(site / "jtrain" / "__init__.py")
+    assert text == (GOLDEN / "llama8b.txt").read_text()

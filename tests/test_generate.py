@@ -1,0 +1,326 @@
+"""Sampling: the cached path is the model, and the text is a function of checkpoint, prompt and seed."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jtrain import config, leaves
+from jtrain.checkpoint import Checkpoints, CheckpointSpec
+from jtrain.data import ByteTokenizer
+from jtrain.dims import Batch
+from jtrain.generate import load, main, sample, stream
+from jtrain.model import decode
+from jtrain.model.decode import DECODE_CHUNK, PROMPT_CHUNK, Sampler, cast_matrices, empty_cache, extend, generate_ids
+from jtrain.model.param import init_params
+from jtrain.model.rope import Llama3Scaling, RopeSpec
+from jtrain.model.transformer import Transformer
+
+SIZES: dict[str, Any] = dict(
+    num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=64, vocab_size=256
+)
+GREEDY = Sampler(temperature=0.0)
+
+
+def sharp_params(model: Transformer, *, seed: int = 0) -> dict[str, Any]:
+    """Random weights three times the usual, so that what comes next depends on everything before."""
+    params = jax.jit(lambda: init_params(model.param_infos(), seed=seed, dtype="float32"))()
+    return jax.tree.map(lambda x: 3 * x, params)
+
+
+def prompt_of(length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(1, 256, length).astype(np.int32)
+
+
+def full_logits(model: Transformer, params: dict[str, Any], ids: Sequence[int]) -> np.ndarray:
+    """[T, V], by the path that training uses."""
+    token_BL = jnp.asarray(ids, jnp.int32)[None]
+    position_BL = jnp.arange(len(ids), dtype=jnp.int32)[None]
+    batch = Batch(token_BL, token_BL, position_BL, jnp.ones_like(token_BL))
+    return np.asarray(jax.jit(lambda p: model.logits(p, batch))(params))[0]
+
+
+def answer(model: Transformer, params: dict[str, Any], prompt: np.ndarray, **options: Any) -> list[int]:
+    """All ids that follow a prompt."""
+    options = {"sampler": GREEDY, "seed": 0} | options
+    return [i for ids in generate_ids(model, params, prompt, **options) for i in ids]
+
+
+MODELS = {
+    "llama": {"rope": RopeSpec(500.0, Llama3Scaling(4.0, original_seq_len=32))},
+    "qwen3, tied": {"qk_norm": True, "tie_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("num_prompt", [1, PROMPT_CHUNK, 2 * PROMPT_CHUNK + 3])
+@pytest.mark.parametrize("model", [Transformer(**SIZES, **kind) for kind in MODELS.values()], ids=list(MODELS))
+def test_greedy_decoding_with_a_cache_is_the_argmax_of_the_full_forward(model: Transformer, num_prompt: int) -> None:
+    """Token by token, over several chunks of prompt and of answer."""
+    params, prompt = sharp_params(model), prompt_of(num_prompt)
+    got = answer(model, params, prompt, max_tokens=40)
+    assert len(got) == 40
+    assert len(set(got)) > 5, "a constant answer would prove little"
+    logits = full_logits(model, params, [*prompt.tolist(), *got])
+    assert got == logits.argmax(-1)[num_prompt - 1 : -1].tolist()
+
+
+def test_cached_logits_are_those_of_the_full_forward() -> None:
+    """Within float32 rounding, for prompts cut into chunks of any size, padding and all."""
+    model = Transformer(**SIZES)
+    params, ids = sharp_params(model), prompt_of(23)
+    want = full_logits(model, params, ids.tolist())
+    cache, done = empty_cache(model, batch=1, max_len=32, dtype="float32"), 0
+    for count in (5, 1, 8, 2, 7):
+        token_BL = np.full((1, 8), 77, np.int32)
+        token_BL[0, :count] = ids[done : done + count]
+        logits_BV, cache = extend(model, params, jnp.asarray(token_BL), jnp.int32(count), cache)
+        done += count
+        np.testing.assert_allclose(logits_BV[0], want[done - 1], rtol=1e-4, atol=1e-4)
+    assert int(cache.length) == done == 23
+    assert np.ptp(want) > 1
+
+
+def test_what_is_drawn_depends_on_the_seed_and_not_on_the_number_of_tokens() -> None:
+    """The same seed gives the same text, a longer one begins with the shorter, another seed gives another."""
+    model = Transformer(**SIZES)
+    params = sharp_params(model)
+
+    def drawn(seed: int, max_tokens: int) -> list[int]:
+        return answer(model, params, prompt_of(4), max_tokens=max_tokens, sampler=Sampler(1.0), seed=seed)
+
+    assert drawn(0, 50) == drawn(0, 50)
+    assert drawn(0, 50)[:9] == drawn(0, 9)
+    assert drawn(0, 50) != drawn(1, 50)
+
+
+def test_nothing_compiles_twice() -> None:
+    """Prompts of other lengths up to the same number of chunks, and another seed, run the same two programs."""
+
+    def num_programs() -> tuple[int, int]:
+        programs: Any = decode
+        return programs._read._cache_size(), programs._write._cache_size()
+
+    model = Transformer(**SIZES)
+    params, before = sharp_params(model), num_programs()
+    answer(model, params, prompt_of(3), max_tokens=20)
+    first = num_programs()
+    assert first == (before[0] + 1, before[1] + 1)
+    answer(model, params, prompt_of(PROMPT_CHUNK - 4), max_tokens=33, seed=5)
+    assert num_programs() == first
+
+
+def test_the_end_is_where_the_document_ends() -> None:
+    """The end id is not part of the text, and nothing follows it."""
+    model = Transformer(**SIZES)
+    params, prompt = sharp_params(model), prompt_of(5)
+    ids = answer(model, params, prompt, max_tokens=64)
+    index = DECODE_CHUNK + 3
+    end = ids[index]
+    cut = answer(model, params, prompt, max_tokens=64, end_id=end)
+    assert cut == ids[: ids.index(end)]
+    assert len(cut) <= index
+
+
+# --- drawing one token ------------------------------------------------------------------------------------------
+
+LOGITS = jnp.log(jnp.asarray([[0.05, 0.5, 0.15, 0.3]]))
+
+
+def frequencies(sampler: Sampler, draws: int = 4000) -> np.ndarray:
+    """How often each of the four tokens is drawn."""
+    keys = jax.random.split(jax.random.key(0), draws)
+    ids = jax.jit(jax.vmap(lambda key: sampler.draw(LOGITS, key)[0]))(keys)
+    return np.bincount(np.asarray(ids), minlength=4) / draws
+
+
+@pytest.mark.parametrize(
+    ("sampler", "want"),
+    [
+        (Sampler(1.0), [0.05, 0.5, 0.15, 0.3]),
+        (Sampler(0.5), [0.0025, 0.25, 0.0225, 0.09]),
+        (Sampler(0.0), [0, 1, 0, 0]),
+        (Sampler(1.0, top_k=2), [0, 0.5, 0, 0.3]),
+        (Sampler(1.0, top_k=100), [0.05, 0.5, 0.15, 0.3]),
+        (Sampler(1.0, top_p=0.45), [0, 1, 0, 0]),
+        (Sampler(1.0, top_p=0.6), [0, 0.5, 0, 0.3]),
+        (Sampler(1.0, top_p=1.0), [0.05, 0.5, 0.15, 0.3]),
+        (Sampler(1.0, vocab_size=3), [0.05, 0.5, 0.15, 0]),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_with_the_probabilities_asked_for(sampler: Sampler, want: list[float]) -> None:
+    """Within four standard deviations of 4000 draws; what is cut is never drawn."""
+    p = np.asarray(want) / sum(want)
+    got = frequencies(sampler)
+    np.testing.assert_allclose(got, p, atol=4 * (0.25 / 4000) ** 0.5)
+    assert not np.any(got[p == 0])
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"top_k": 4, "top_p": 0.5}, "exclude each other"),
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_refused(values: dict[str, Any], match: str) -> None:
+    """By name, with the number."""
+    with pytest.raises(ValueError, match=match):
+        Sampler(**values)
+
+
+# --- text -------------------------------------------------------------------------------------------------------
+
+
+def test_the_stream_is_the_text_in_pieces() -> None:
+    """Joined pieces are what `sample` returns; whole characters only, a broken one as U+FFFD at the very end."""
+    model = Transformer(**SIZES)
+    params = sharp_params(model)
+    pieces = list(stream(model, params, ByteTokenizer(), "x", context=256, max_tokens=100, temperature=2.0))
+    text = sample(model, params, ByteTokenizer(), "x", context=256, max_tokens=100, temperature=2.0)
+    assert "".join(pieces) == text
+    assert len(pieces) > 2
+    assert len(text) > 20
+
+
+class TwoByteTokenizer(ByteTokenizer):
+    """Bytes of which every other one is half a character."""
+
+    end_id = 255
+
+    def decode(self, ids: Any) -> str:
+        halves = [id_ % 2 for id_ in ids]
+        return "".join("é" if i + 1 < len(halves) else "\ufffd" for i in range(0, len(halves), 2))
+
+
+def test_half_a_character_waits_for_its_other_half() -> None:
+    """No piece but the last ends in U+FFFD, although chunks end inside characters."""
+    model = Transformer(**SIZES)
+    pieces = list(
+        stream(model, sharp_params(model), TwoByteTokenizer(), "x", context=256, max_tokens=3 * DECODE_CHUNK)
+    )
+    assert len(pieces) > 1
+    assert not any("\ufffd" in piece for piece in pieces[:-1])
+    text = "".join(pieces)
+    assert set(text.rstrip("\ufffd")) == {"é"}
+
+
+def test_a_prompt_begins_a_document() -> None:
+    """As in training: the begin id comes first, and an empty prompt is that alone."""
+    model = Transformer(**SIZES)
+    params, tokenizer = sharp_params(model), ByteTokenizer()
+    begun = np.asarray([tokenizer.begin_id], np.int32)
+    ids = answer(model, params, begun, max_tokens=9)
+    text = sample(model, params, tokenizer, "", context=64, max_tokens=9, temperature=0.0)
+    assert 0 not in ids, "choose weights that do not end the document at once"
+    assert text == tokenizer.decode(ids)
+
+
+class NoBegin(ByteTokenizer):
+    begin_id = None
+
+
+def test_prompts_that_cannot_be_are_refused() -> None:
+    """Longer than the context; empty without a begin id; an answer for which there is no room."""
+    model = Transformer(**SIZES)
+    params = sharp_params(model)
+    with pytest.raises(ValueError, match=r"the prompt has 65 tokens, and the context is data\.seq_len=64"):
+        sample(model, params, ByteTokenizer(), "x" * 64, context=64)
+    with pytest.raises(ValueError, match="the prompt is empty, and this tokenizer has no id that begins a document"):
+        sample(model, params, NoBegin(), "", context=64)
+    with pytest.raises(ValueError, match=r"--max-tokens 60 must be from 1 to 59: .*, and the prompt has 5 tokens"):
+        sample(model, params, ByteTokenizer(), "def ", context=64, max_tokens=60)
+    with pytest.raises(ValueError, match="the prompt has no token"):
+        next(generate_ids(model, params, np.empty(0, np.int32), max_tokens=1, sampler=GREEDY, seed=0))
+    full = sample(model, params, NoBegin(), "x" * 60, context=64)
+    assert len(full.encode("utf-8", "surrogateescape")) <= 3 * 4, "without --max-tokens the answer takes what is left"
+
+
+# --- the verb ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run whose checkpoints 1 and 2 hold random weights."""
+    folder = tmp_path_factory.mktemp("run")
+    sets = [f"model.{key}={value}" for key, value in SIZES.items()] + ["model.tie_embeddings=False"]
+    run_config = config.load("tiny", sets=sets)
+    model = config.build(run_config).model
+    with Checkpoints(folder, CheckpointSpec()) as checkpoints:
+        for step in (1, 2):
+            state = {"params": sharp_params(model, seed=step), "other": jnp.zeros(3)}
+            checkpoints.save(step, state, {}, leaves.flat(run_config))
+    return folder
+
+
+def test_a_checkpoint_is_read_in_the_compute_dtype(workdir: Path) -> None:
+    """Matrices in bfloat16, scales as the run keeps them, whole on one device; the newest step unless asked."""
+    trained = load(workdir)
+    assert (trained.step, trained.context) == (2, 256)
+    want = cast_matrices(trained.model, sharp_params(trained.model, seed=2), "bfloat16")
+    for got, leaf in zip(jax.tree.leaves(trained.params), jax.tree.leaves(want), strict=True):
+        assert got.dtype == leaf.dtype
+        np.testing.assert_array_equal(got, leaf)
+    assert trained.params["final_norm"]["scale_D"].dtype == jnp.float32
+    assert trained.params["embed_VD"].dtype == jnp.bfloat16
+    assert load(workdir, 1).step == 1
+
+
+def test_the_verb_prints_the_prompt_and_what_follows(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same text as `sample`, and another one of another checkpoint."""
+    arguments = ["--workdir", str(workdir), "--prompt", "def ", "--max-tokens", "30", "--top-k", "40", "--seed", "3"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    trained = load(workdir)
+    text = sample(
+        trained.model, trained.params, trained.tokenizer, "def ", context=256, max_tokens=30, top_k=40, seed=3
+    )
+    assert said == f"def {text}\n"
+    assert main([*arguments, "--step", "1"]) == 0
+    assert capsys.readouterr().out != said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "x" * 300], "the prompt has 301 tokens, and the context is data.seq_len=256"),
+        (["--max-tokens", "0"], "--max-tokens 0 must be from 1 to"),
+        (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
+        (["--step", "7"], "No complete checkpoint of step 7"),
+        (["--workdir", "/nowhere/at/all"], "No checkpoint in /nowhere/at/all/checkpoints"),
+    ],
+    ids=str,
+)
+def test_mistakes_exit_2_with_a_message(
+    workdir: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No traceback."""
+    assert main(["--workdir", str(workdir), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_answers_at_once() -> None:
+    """No jax for --help, and top-k and top-p exclude each other."""
+    start_s = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "jtrain.generate", "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--top-k K | --top-p P" in done.stdout
+    assert " jax\n" not in done.stderr
+    assert time.perf_counter() - start_s < 2

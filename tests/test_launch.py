@@ -1,0 +1,284 @@
+"""The command line from outside: what it prints, what it imports, how it ends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jtrain import launch, verb
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """One process as a user starts it: without what conftest.py sets for this one."""
+    dropped = ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
+    clean = {name: value for name, value in os.environ.items() if name not in dropped}
+    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=clean | (env or {}), capture_output=True, text=True, check=False
+    )
+
+
+def options() -> set[str]:
+    return {option for action in launch.parser()._actions for option in action.option_strings if option != "-h"}
+
+
+# --- the command line -------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_is_frozen() -> None:
+    """DESIGN section 5; scripts rely on it."""
+    assert options() == {
+        *("--help", "--config", "--with", "--set", "--workdir"),
+        *("--emulate-devices", "--dry-run", "--topology", "--print-config"),
+    }
+
+
+def test_launch_stays_thin() -> None:
+    """DESIGN section 3: at most 150 lines."""
+    assert len((ROOT / "jtrain" / "launch.py").read_text().splitlines()) <= 150
+
+
+def test_help_needs_no_jax() -> None:
+    """So it answers at once (`python -m jtrain.bench startup` has the time)."""
+    code = "import sys\nfrom jtrain import launch\ntry: launch.main(['--help'])\nfinally: print(sorted(sys.modules))"
+    done = python("-c", code)
+    assert done.returncode == 0
+    assert "--emulate-devices" in done.stdout
+    modules = done.stdout.splitlines()[-1]
+    assert "'argparse'" in modules
+    assert "'jax'" not in modules
+    assert "'numpy'" not in modules
+    assert "'fiddle'" not in modules
+
+
+def test_print_config_prints_the_golden_text() -> None:
+    """And starts no backend, so it works beside a running job."""
+    done = python("-m", "jtrain.launch", "--config=tiny", "--print-config")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (ROOT / "tests" / "golden" / "tiny.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("config", "workdir"),
+    [
+        ("tiny", "runs/tiny"),
+        ("my/dir/mine.py", "runs/mine"),
+        ("my/dir/mine.py:second", "runs/second"),
+        ("package.module:function", "runs/function"),
+    ],
+)
+def test_the_workdir_is_named_after_the_config(config: str, workdir: str) -> None:
+    assert launch.default_workdir(config) == Path(workdir)
+
+
+# --- exit codes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config=tiny", "--set", "modle.num_layers=2"], "Did you mean model.num_layers"),
+        (["--config=tiny", "--set", "mesh.data=3"], "Nearest sizes that do: "),
+        (["--config=tiny", "--topology", "h200:8"], "--topology h200:8 compiles for a machine that is not here. Add"),
+        (["--config=tiny", "--emulate-devices", "0"], "--emulate-devices 0 must be at least 1"),
+        (["--confg=tiny"], "--config"),
+        ([], "--config"),
+    ],
+    ids=str,
+)
+def test_what_the_user_can_mend_exits_2_without_a_traceback(tmp_path: Path, arguments: list[str], message: str) -> None:
+    """And leaves nothing behind."""
+    done = python("-m", "jtrain.launch", *arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    """A ValueError out of a library is no message for a user, and is not presented as one."""
+
+    def library_error() -> int:
+        json.loads("{")
+        return 0
+
+    with pytest.raises(json.JSONDecodeError):
+        verb.run(library_error)
+
+
+def test_our_own_checks_and_bad_paths_are_messages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`verb.run` prints them and returns 2."""
+
+    def missing_file() -> int:
+        (tmp_path / "missing").read_text()
+        return 0
+
+    def refusal() -> int:
+        verb.join_processes({"JTRAIN_PROCESS_ID": "1"})
+        return 0
+
+    assert verb.run(missing_file) == 2
+    assert "missing" in capsys.readouterr().err
+    assert verb.run(refusal) == 2
+    assert capsys.readouterr().err.startswith("error: JTRAIN_PROCESS_ID is set, but JTRAIN_COORDINATOR is not.")
+
+
+def test_an_exit_code_passes_and_ctrl_c_is_no_bug() -> None:
+    """75 is the loop's; 130 is what shells show for SIGINT."""
+
+    def interrupted() -> int:
+        signal.raise_signal(signal.SIGINT)
+        return 0
+
+    assert verb.run(lambda: 75) == 75
+    assert verb.run(interrupted) == 130
+
+
+# --- starting jax -----------------------------------------------------------------------------------------------
+
+START = """
+import os
+from jtrain import verb
+verb.start_jax(os.environ, emulate_devices={devices})
+import jax
+print(len(jax.devices()), jax.devices()[0].platform, jax.config.jax_compilation_cache_dir)
+"""
+
+
+def test_emulated_devices_are_there(tmp_path: Path) -> None:
+    """Also where XLA_FLAGS says another number: the last one counts."""
+    env = {"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env["JAX_COMPILATION_CACHE_DIR"] = ""
+    done = python("-c", START.format(devices=3), env=env)
+    assert done.stdout.split()[:2] == ["3", "cpu"], done.stderr
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU")
+def test_without_an_accelerator_the_cpu_is_chosen_in_silence() -> None:
+    """Though plugins for TPU and CUDA are installed ([aot]): they would look for hardware, at length, on stderr."""
+    done = python("-c", START.format(devices=None))
+    assert done.stdout.split()[:2] == ["1", "cpu"]
+    assert done.stderr == ""
+
+
+def test_compiled_programs_are_kept_in_the_users_cache(tmp_path: Path) -> None:
+    """XDG_CACHE_HOME/jtrain/xla, unless JAX_COMPILATION_CACHE_DIR says another place."""
+    code = START.replace("import os", "import os; os.environ.pop('JAX_COMPILATION_CACHE_DIR')", 1)
+    done = python("-c", code.format(devices=1), env={"XDG_CACHE_HOME": str(tmp_path)})
+    assert done.stdout.split()[-1] == str(tmp_path / "jtrain" / "xla"), done.stderr
+    done = python("-c", START.format(devices=1), env={"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "mine")})
+    assert done.stdout.split()[-1] == str(tmp_path / "mine"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"JTRAIN_NUM_PROCESSES": "2"}, r"JTRAIN_NUM_PROCESSES is set, but JTRAIN_COORDINATOR is not"),
+        ({"JTRAIN_COORDINATOR": "localhost:1"}, r"JTRAIN_NUM_PROCESSES='', JTRAIN_PROCESS_ID=''\. Set both"),
+        (
+            {"JTRAIN_COORDINATOR": "localhost:1", "JTRAIN_NUM_PROCESSES": "2", "JTRAIN_PROCESS_ID": "x"},
+            r"JTRAIN_PROCESS_ID='x'",
+        ),
+    ],
+)
+def test_half_an_address_is_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        verb.join_processes(environ)
+
+
+def test_nothing_is_joined_where_nothing_is_said() -> None:
+    verb.join_processes({})
+
+
+def test_processes_join(tmp_path: Path) -> None:
+    """Two real processes of two devices each see four, and a sum crosses between them."""
+    code = """
+import os
+from jtrain import verb
+verb.start_jax(os.environ, emulate_devices=2)
+verb.join_processes(os.environ)
+import jax, jax.numpy as jnp
+mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+x = jax.make_array_from_callback((4,), sharding, lambda i: jnp.arange(4.0)[i])
+print(jax.process_count(), jax.device_count(), float(jax.jit(jnp.sum)(x)))
+"""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "join.py").write_text(code)
+    env = os.environ | {"JTRAIN_COORDINATOR": f"localhost:{port}", "JTRAIN_NUM_PROCESSES": "2"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "join.py")],
+            env=env | {"JTRAIN_PROCESS_ID": str(index)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        for process in processes:
+            stdout, stderr = process.communicate(timeout=120)
+            assert stdout.splitlines()[-1].split() == ["2", "4", "6.0"], stderr  # above it gloo greets its peers
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+# --- launch/ ----------------------------------------------------------------------------------------------------
+
+
+def test_every_script_ends_in_the_one_command() -> None:
+    """DESIGN section 3, and each is valid shell."""
+    for script in (ROOT / "launch" / "local.sh", ROOT / "launch" / "slurm.sbatch", ROOT / ".ci" / "run"):
+        subprocess.run(["bash", "-n", str(script)], check=True)
+    for script in (ROOT / "launch" / "local.sh", ROOT / "launch" / "slurm.sbatch"):
+        assert '-m jtrain.launch "$@"' in script.read_text()
+
+
+def local_sh(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(ROOT / "launch" / "local.sh"), "-n", str(processes), *arguments]
+    env = os.environ | {"PYTHON": sys.executable}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_local_sh_starts_every_process_and_keeps_the_exit_code(processes: int) -> None:
+    """Arguments arrive as they are, and the code of a refusal comes through."""
+    done = local_sh(processes, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("usage: python -m jtrain.launch") == processes
+    done = local_sh(processes, "--config=a b", "--emulate-devices", "0")
+    assert done.returncode == 2
+    assert done.stderr.count("--emulate-devices 0 must be at least 1") == processes
+
+
+def test_processes_train_as_one(tmp_path: Path) -> None:
+    """Two processes of 4 devices give the losses, batches and checkpoint of one process with 8."""
+    arguments = ["--config=tiny", "--with", "debug", "--with", "zero3", "--set", "layout.compute_dtype=float32"]
+    done = local_sh(2, *arguments, "--emulate-devices", "4", "--workdir", str(tmp_path / "two"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("results in") == 1, "process 0 speaks for all"
+    done = local_sh(1, *arguments, "--emulate-devices", "8", "--workdir", str(tmp_path / "one"))
+    assert done.returncode == 0, done.stderr
+    two, one = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("two", "one")
+    )
+    losses = [line["loss_nats"] for line in one if "loss_nats" in line]
+    assert losses[-1] < losses[0] - 0.1, "the loss must move, or equality proves nothing"
+    assert [line["loss_nats"] for line in two if "loss_nats" in line] == pytest.approx(losses, rel=1e-5)
+    assert [line.get("batch_hash") for line in two] == [line.get("batch_hash") for line in one]
+    assert (tmp_path / "two" / "checkpoints" / "5").is_dir()

@@ -1,0 +1,156 @@
+"""DESIGN's order of modules, held by reading every import: one row never looks up at the next."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+ROWS = (
+    ("dims", "leaves", "verb"),  # these import nothing of ours
+    ("mesh",),
+    ("layout",),
+    ("data", "model", "optim", "offload"),
+    ("step",),
+    ("pipeline",),
+    ("checkpoint", "metrics", "guard", "profile", "plan", "hf"),
+    ("config",),
+    ("loop",),
+    ("launch", "generate", "bench"),
+)
+"""A module imports only rows above its own, and itself. Every `__main__` is on the last row."""
+
+RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
+KERNEL_IMPORTS = {"jax", "jaxlib", "jax_triton", "jaxtyping", "numpy", "triton", "jtrain_kernels"}
+FIDDLE_IMPORTERS = {"config", "leaves", "launch"}
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of everything imported, also inside functions; `from a import b` gives `a` and `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the row"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def component(path: Path) -> str:
+    """jtrain/model/rope.py -> model; any __main__.py -> launch's row."""
+    return "launch" if path.name == "__main__.py" else path.relative_to(ROOT / "jtrain").parts[0].removesuffix(".py")
+
+
+def upward(name: str, path: Path, source: str) -> list[str]:
+    """Imports in `source` that break the order."""
+    broken = []
+    for module in imports(ast.parse(source, str(path))):
+        parts = module.split(".")
+        if parts[0] != "jtrain" or len(parts) < 2:
+            continue
+        same_package = parts[1] == component(path) or (path.name == "__main__.py" and path.parent.name == parts[1])
+        if parts[1] != name and not same_package and RANK[parts[1]] >= RANK[name]:
+            broken.append(module)
+    return broken
+
+
+@pytest.mark.parametrize("path", sources("jtrain"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_only_rows_above_its_own(path: Path) -> None:
+    """DESIGN section 3."""
+    name = component(path)
+    if name != "__init__":
+        assert name in RANK, f"{name} has no row: add it to DESIGN section 3 and to ROWS"
+        assert upward(name, path, path.read_text()) == []
+
+
+def test_an_upward_import_would_be_found() -> None:
+    """The guard of the test above: it sees imports in functions, and of siblings."""
+    path = ROOT / "jtrain" / "optim.py"
+    assert upward("optim", path, "def f() -> None:\n    from jtrain import loop\n") == ["jtrain.loop"]
+    assert upward("optim", path, "import jtrain.data.loader\n") == ["jtrain.data.loader"]
+    assert upward("optim", path, "from jtrain.dims import Batch\n") == []
+
+
+def test_kernels_stand_alone() -> None:
+    """`jtrain_kernels` can be used without jtrain: jax, numpy and, behind a guard, triton."""
+    for path in sources("kernels"):
+        outside = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))} - set(sys.stdlib_module_names)
+        assert outside <= KERNEL_IMPORTS, path
+
+
+def test_one_door_to_the_kernels() -> None:
+    """model/ops.py alone calls ops; what a chip is (`jtrain_kernels.device`) serves everybody."""
+    importers = {
+        str(path.relative_to(ROOT))
+        for path in sources("jtrain")
+        for name in imports(ast.parse(path.read_text()))
+        if name.startswith("jtrain_kernels.") and not name.startswith("jtrain_kernels.device")
+    }
+    assert importers <= {"jtrain/model/ops.py"} | {str(p.relative_to(ROOT)) for p in sources("jtrain/bench")}
+
+
+def test_fiddle_stays_with_the_config() -> None:
+    """Every other function takes the parts it needs, so nothing below can depend on how configs are made."""
+    importers = {
+        component(path)
+        for path in sources("jtrain")
+        for name in imports(ast.parse(path.read_text()))
+        if name.split(".")[0] == "fiddle"
+    }
+    assert importers <= FIDDLE_IMPORTERS
+
+
+def test_nobody_imports_launch_scripts_configs_or_tests() -> None:
+    """launch/ holds scripts, configs/ is loaded by path."""
+    for path in [*sources("jtrain"), *sources("kernels")]:
+        roots = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
+        assert not roots & {"launch", "configs", "tests", "colabs"}, path
+    assert not sources("launch"), "launch/ holds shell scripts and templates; Python belongs to jtrain/"
+
+
+def test_no_file_is_a_kitchen_sink() -> None:
+    """A file is named after what it knows, and `kernels/` must not shadow another package."""
+    names = {path.stem for folder in ("jtrain", "kernels", "tests", "configs") for path in sources(folder)}
+    assert not names & {"utils", "util", "common", "helpers", "helper", "misc", "base"}
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_importing_everything_starts_no_backend_and_changes_no_environment() -> None:
+    """Nothing happens at import: no device query, no environment write, for any module of the two packages."""
+    modules = [
+        ".".join(path.relative_to(ROOT / top).with_suffix("").parts).removesuffix(".__init__")
+        for top, folder in ((".", "jtrain"), ("kernels", "kernels"))
+        for path in sources(folder)
+        if path.name != "__main__.py" and "peers" not in path.parts  # bench/peers/ runs in the peers' environments
+    ]
+    code = f"""
+import importlib, os
+import jax, flax, optax, orbax.checkpoint, grain, fiddle  # what they do at import is theirs
+before = dict(os.environ)
+for module in {modules!r}:
+    importlib.import_module(module)
+from jax._src import xla_bridge
+assert not xla_bridge._backends, xla_bridge._backends
+assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
+print(len({modules!r}), "imported")
+"""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(len(modules)), "imported"]
