@@ -69,7 +69,7 @@ def tensor8(run: fdl.Config[Run]) -> None:
     """Each layer split over the 8 devices of a host, the rest over 8 hosts: an eighth of the gathered weights."""
     run.mesh.data = 8
     run.mesh.tensor = 8
-    run.layout.microbatches = 64
+    run.layout.microbatches = 8
 
 
 def debug(run: fdl.Config[Run]) -> None:

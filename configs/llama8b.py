@@ -2,7 +2,7 @@
 
     python -m jtrain.launch --config=llama8b --dry-run
     python -m jtrain.launch --config=llama8b --set data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json
-    python -m jtrain.launch --config=llama8b --set mesh.data=64 --set layout.microbatches=8
+    python -m jtrain.launch --config=llama8b --set mesh.data=64 --set layout.microbatches=4
 
 Dimensions: config.json of meta-llama/Llama-3.1-8B. Learning rate, schedule and tokens per step: arXiv:2407.21783,
 table 3 and section 3.4.1.
@@ -28,7 +28,7 @@ def llama8b() -> fdl.Config[Run]:
         seed=0,
         num_steps=250_000,  # the schedule reads this field too, and warm-up is a fraction of it
         mesh=fdl.Config(MeshSpec, data=8),
-        layout=fdl.Config(LayoutSpec, zero_stage=3, remat="full", microbatches=64),
+        layout=fdl.Config(LayoutSpec, zero_stage=3, remat="full", microbatches=32),
         model=fdl.Config(
             Transformer,
             num_layers=32,

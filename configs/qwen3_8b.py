@@ -2,7 +2,7 @@
 
     python -m jtrain.launch --config=qwen3_8b --dry-run
     python -m jtrain.launch --config=qwen3_8b --set data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json
-    python -m jtrain.launch --config=qwen3_8b --set mesh.data=64 --set layout.microbatches=8
+    python -m jtrain.launch --config=qwen3_8b --set mesh.data=64 --set layout.microbatches=4
 
 Dimensions: config.json of Qwen/Qwen3-8B-Base; arXiv:2505.09388 gives no learning rate, this is Llama 3.1 8B's.
 """
@@ -27,7 +27,7 @@ def qwen3_8b() -> fdl.Config[Run]:
         seed=0,
         num_steps=250_000,  # the schedule reads this field too, and warm-up is a fraction of it
         mesh=fdl.Config(MeshSpec, data=8),
-        layout=fdl.Config(LayoutSpec, zero_stage=3, remat="full", microbatches=64),
+        layout=fdl.Config(LayoutSpec, zero_stage=3, remat="full", microbatches=32),
         model=fdl.Config(
             Transformer,
             num_layers=36,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jtrain import verb
+from jtrain.plan import AOT_ENVIRONMENT
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,6 +53,8 @@ def launch(args: argparse.Namespace) -> int:
     """What the parsed arguments ask for; returns the exit code."""
     if args.topology is not None and not args.dry_run:
         raise ValueError(f"--topology {args.topology} compiles for a machine that is not here. Add --dry-run.")
+    if args.topology is not None:
+        os.environ.update(AOT_ENVIRONMENT)
     verb.start_jax(os.environ, emulate_devices=args.emulate_devices)
 
     from jtrain import config, leaves  # lazy, as below: with jax, flax and the rest, over a second
@@ -62,15 +65,13 @@ def launch(args: argparse.Namespace) -> int:
         print(config_text, end="")
         return 0
     run = config.build(run_config)
-    if args.dry_run:
-        from jtrain.plan import report
-
-        report.print_plan(run, topology=args.topology)
-        return 0
-    verb.join_processes(os.environ)
 
     from jtrain import loop
 
+    if args.dry_run:
+        loop.dry_run(run, topology=args.topology)
+        return 0
+    verb.join_processes(os.environ)
     return loop.train(run, workdir=args.workdir or default_workdir(args.config), config_text=config_text)
 
 

@@ -34,8 +34,9 @@ from jtrain.mesh import make_mesh
 from jtrain.metrics import Metrics, TrainLine
 from jtrain.model.param import map_params
 from jtrain.optim import Optimizer, build
-from jtrain.plan import report
+from jtrain.plan.fit import available_bytes, check_fits
 from jtrain.plan.flops import flops_per_token, mfu
+from jtrain.plan.report import Parts, print_plan
 from jtrain.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step
 from jtrain_kernels import device
 
@@ -57,14 +58,18 @@ def train(run: Run, *, workdir: Path, config_text: str) -> int:
       NotFinite: the loss or a gradient stopped being a number.
     """
     started_s = time.perf_counter()
-    mesh = make_mesh(run.mesh, jax.devices())
-    layout = make_layout(run.layout, run.mesh, run.model.param_infos())
-    optimizer = build(run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos()))
+    devices = jax.devices()
     check_same_run(workdir, config_text)
-    report.check_fits(run, devices=mesh.devices.flatten().tolist())
+    parts = plan_parts(run)
+    available = available_bytes(devices)
+    if available is not None:
+        _check_fits(run, parts.layout, num_devices=len(devices), available=available)
+    mesh = make_mesh(run.mesh, devices)
+    layout = parts.layout
+    optimizer = _optimizer(run)
     dataset = open_dataset(run.data, seed=run.seed)
     if jax.process_index() == 0:
-        report.print_plan(run, topology=None)
+        print_plan(parts, available=available)
         print(dataset.describe(), flush=True)
         _write_run_files(workdir, config_text, mesh)
 
@@ -89,6 +94,40 @@ def train(run: Run, *, workdir: Path, config_text: str) -> int:
                 return STOPPED
             metrics.say(f"done: {step} steps in {seconds:.0f} s; results in {workdir}")
     return DONE
+
+
+def plan_parts(run: Run) -> Parts:
+    """What a plan has to know of a run."""
+    layout = make_layout(run.layout, run.mesh, run.model.param_infos())
+    return Parts(run.model, layout, run.optimizer, run.data.global_batch, run.data.seq_len)
+
+
+def dry_run(run: Run, *, topology: str | None) -> None:
+    """Prints the plan; with a topology, what that machine's compiler says beside it. Allocates nothing.
+
+    Raises:
+      ValueError: no such topology, or the mesh is not of that many devices.
+    """
+    print_plan(plan_parts(run), optimizer=_optimizer(run), topology=topology)
+
+
+def _optimizer(run: Run) -> Optimizer:
+    return build(run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos()))
+
+
+def _check_fits(run: Run, layout: Layout, *, num_devices: int, available: int) -> None:
+    """Refuses what does not fit into the devices that are here, also when the config's mesh wants others.
+
+    A mesh of another size is refused by `make_mesh`; but whoever has one device and a config for eight first has to
+    know whether one would do at all.
+    """
+    data = num_devices // (run.mesh.size // run.mesh.data // run.mesh.replica)
+    if run.mesh.size != num_devices and data and run.data.global_batch % data == 0:
+        mesh = dataclasses.replace(run.mesh, replica=1, data=data)
+        spec = dataclasses.replace(run.layout, microbatches=run.data.global_batch // data)
+        layout = make_layout(spec, mesh, run.model.param_infos())
+    sizes = {"global_batch": run.data.global_batch, "seq_len": run.data.seq_len}
+    check_fits(run.model, layout, run.optimizer, **sizes, available=available)
 
 
 @dataclasses.dataclass

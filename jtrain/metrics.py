@@ -131,7 +131,10 @@ class Metrics:
             from tensorboardX import SummaryWriter  # lazy: 0.4 s
 
             # purge_step: readers drop what earlier attempts wrote from that step on.
-            self._events = SummaryWriter(str(workdir / EVENTS), purge_step=start_step + 1)
+            # The suffix: names count whole seconds, and the same name would overwrite.
+            self._events = SummaryWriter(
+                str(workdir / EVENTS), purge_step=start_step + 1, filename_suffix=f".from{start_step}"
+            )
         shown_on = sys.stdout if stream is None else stream
         self._progress = (_Bar if shown_on.isatty() else _Progress)(shown_on, num_steps, start_step)
 

@@ -180,7 +180,8 @@ def _placement(layout: Layout) -> Placement:
         tensor=layout.mesh.tensor,
         remat=spec.remat,
         remat_save=spec.remat_save,
-        regather=spec.zero_stage == 3 and layout.mesh.data > 1,
+        # What can be had again by a cast or a gather is not worth keeping for all layers at once.
+        regather=spec.compute_dtype != spec.param_dtype or (spec.zero_stage == 3 and layout.mesh.data > 1),
     )
 
 
@@ -218,13 +219,15 @@ def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
     if not p.info.is_matrix:
         return leaf  # scales multiply in float32
     if spec.zero_stage < 2 or not _splits_data(layout, p):
-        return leaf.astype(spec.compute_dtype)
-    assert p.data_dim is not None
-    dim = p.data_dim - p.info.dims.startswith("Y")  # inside the loop over layers, Y is gone
-    if spec.zero_stage == 2:
-        shard, whole = leaf
-        return _use_whole(shard, whole, dim, spec.compute_dtype, spec.reduce_dtype)
-    return checkpoint_name(_gather(leaf, dim, spec.compute_dtype, spec.reduce_dtype), WEIGHTS)
+        whole = leaf.astype(spec.compute_dtype)
+    else:
+        assert p.data_dim is not None
+        dim = p.data_dim - p.info.dims.startswith("Y")  # inside the loop over layers, Y is gone
+        if spec.zero_stage == 2:
+            whole = _use_whole(*leaf, dim, spec.compute_dtype, spec.reduce_dtype)
+        else:
+            whole = _gather(leaf, dim, spec.compute_dtype, spec.reduce_dtype)
+    return checkpoint_name(whole, WEIGHTS)
 
 
 def _gather(shard: Array, dim: int, compute_dtype: str, reduce_dtype: str) -> Array:

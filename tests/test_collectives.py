@@ -19,9 +19,7 @@ from jtrain.plan.hlo import traffic
 from jtrain.step import BATCH_SPEC, abstract_state, make_train_step
 
 MESHES = (dict(data=8), dict(replica=2, data=4), dict(data=4, tensor=2))
-SIZES: dict[str, Any] = dict(
-    num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=64
-)
+SIZES: dict[str, Any] = dict(num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=64)
 ROWS, COLS = 32, 16
 OPTIONS = {
     # XLA:CPU moves the gathers of embedding and unembedding out of the loop over microbatches; XLA:GPU leaves them.

@@ -1,5 +1,6 @@
 """Sampling: the cached path is the model, and the text is a function of checkpoint, prompt and seed."""
 
+import functools
 import subprocess
 import sys
 import time
@@ -26,9 +27,11 @@ from jtrain.model.transformer import Transformer
 SIZES: dict[str, Any] = dict(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=64, vocab_size=256
 )
+MODEL = Transformer(**SIZES)  # one for most tests: programs are compiled per model
 GREEDY = Sampler(temperature=0.0)
 
 
+@functools.cache
 def sharp_params(model: Transformer, *, seed: int = 0) -> dict[str, Any]:
     """Random weights three times the usual, so that what comes next depends on everything before."""
     params = jax.jit(lambda: init_params(model.param_infos(), seed=seed, dtype="float32"))()
@@ -73,7 +76,7 @@ def test_greedy_decoding_with_a_cache_is_the_argmax_of_the_full_forward(model: T
 
 def test_cached_logits_are_those_of_the_full_forward() -> None:
     """Within float32 rounding, for prompts cut into chunks of any size, padding and all."""
-    model = Transformer(**SIZES)
+    model = MODEL
     params, ids = sharp_params(model), prompt_of(23)
     want = full_logits(model, params, ids.tolist())
     cache, done = empty_cache(model, batch=1, max_len=32, dtype="float32"), 0
@@ -89,7 +92,7 @@ def test_cached_logits_are_those_of_the_full_forward() -> None:
 
 def test_what_is_drawn_depends_on_the_seed_and_not_on_the_number_of_tokens() -> None:
     """The same seed gives the same text, a longer one begins with the shorter, another seed gives another."""
-    model = Transformer(**SIZES)
+    model = MODEL
     params = sharp_params(model)
 
     def drawn(seed: int, max_tokens: int) -> list[int]:
@@ -118,7 +121,7 @@ def test_nothing_compiles_twice() -> None:
 
 def test_the_end_is_where_the_document_ends() -> None:
     """The end id is not part of the text, and nothing follows it."""
-    model = Transformer(**SIZES)
+    model = MODEL
     params, prompt = sharp_params(model), prompt_of(5)
     ids = answer(model, params, prompt, max_tokens=64)
     index = DECODE_CHUNK + 3
@@ -186,7 +189,7 @@ def test_values_out_of_range_are_refused(values: dict[str, Any], match: str) -> 
 
 def test_the_stream_is_the_text_in_pieces() -> None:
     """Joined pieces are what `sample` returns; whole characters only, a broken one as U+FFFD at the very end."""
-    model = Transformer(**SIZES)
+    model = MODEL
     params = sharp_params(model)
     pieces = list(stream(model, params, ByteTokenizer(), "x", context=256, max_tokens=100, temperature=2.0))
     text = sample(model, params, ByteTokenizer(), "x", context=256, max_tokens=100, temperature=2.0)
@@ -207,7 +210,7 @@ class TwoByteTokenizer(ByteTokenizer):
 
 def test_half_a_character_waits_for_its_other_half() -> None:
     """No piece but the last ends in U+FFFD, although chunks end inside characters."""
-    model = Transformer(**SIZES)
+    model = MODEL
     pieces = list(
         stream(model, sharp_params(model), TwoByteTokenizer(), "x", context=256, max_tokens=3 * DECODE_CHUNK)
     )
@@ -219,7 +222,7 @@ def test_half_a_character_waits_for_its_other_half() -> None:
 
 def test_a_prompt_begins_a_document() -> None:
     """As in training: the begin id comes first, and an empty prompt is that alone."""
-    model = Transformer(**SIZES)
+    model = MODEL
     params, tokenizer = sharp_params(model), ByteTokenizer()
     begun = np.asarray([tokenizer.begin_id], np.int32)
     ids = answer(model, params, begun, max_tokens=9)
@@ -234,7 +237,7 @@ class NoBegin(ByteTokenizer):
 
 def test_prompts_that_cannot_be_are_refused() -> None:
     """Longer than the context; empty without a begin id; an answer for which there is no room."""
-    model = Transformer(**SIZES)
+    model = MODEL
     params = sharp_params(model)
     with pytest.raises(ValueError, match=r"the prompt has 65 tokens, and the context is data\.seq_len=64"):
         sample(model, params, ByteTokenizer(), "x" * 64, context=64)

@@ -19,7 +19,18 @@ def command(workdir: Path, *more: str) -> list[str]:
     sets = (f"num_steps={NUM_STEPS}", "metrics.log_every_steps=1", "metrics.tensorboard=False")
     sets += ("checkpoint.every_steps=10", "eval.every_steps=20", "optimizer.warmup_steps=2")
     flags = [flag for text in sets for flag in ("--set", text)]
-    return [sys.executable, "-m", "jtrain.launch", "--config=tiny", "--with", "debug", *flags, "--workdir", str(workdir), *more]
+    return [
+        sys.executable,
+        "-m",
+        "jtrain.launch",
+        "--config=tiny",
+        "--with",
+        "debug",
+        *flags,
+        "--workdir",
+        str(workdir),
+        *more,
+    ]
 
 
 def start(workdir: Path, *more: str) -> subprocess.Popen[str]:
@@ -109,4 +120,6 @@ def test_a_run_goes_on_over_another_layout(unbroken: Path, tmp_path: Path) -> No
     got, want = train_lines(tmp_path), train_lines(unbroken)
     assert [got[step]["batch_hash"] for step in got] == [want[step]["batch_hash"] for step in want]
     for step in want:
-        assert got[step]["loss_nats"] == pytest.approx(want[step]["loss_nats"], rel=2e-2), step  # bf16 sums in other orders
+        assert got[step]["loss_nats"] == pytest.approx(want[step]["loss_nats"], rel=2e-2), (
+            step
+        )  # bf16 sums in other orders

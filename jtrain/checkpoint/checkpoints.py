@@ -303,7 +303,8 @@ class Checkpoints:
     def _room(self) -> str:
         there = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         need = f" The state has {_gib(self._saving.state_bytes)}," if self._saving else ""
-        return f"{need} {_gib(shutil.disk_usage(there).free)} are free there."
+        free = _gib(shutil.disk_usage(there).free)
+        return f"{need} {free} are free there. Mend that, or choose another --workdir."
 
     def _left(self) -> str:
         there = self.steps()

@@ -116,8 +116,8 @@ def sweep(folder: Path) -> None:
 def seal(path: Path, *, step: int, leaves: dict[str, Leaf], data: str, config: str) -> None:
     """Makes the directory at `path`, which holds the arrays, ready to commit: side files, hashes, manifest.
 
-    Everything is on the disk itself, not only in its cache, when this returns. Reads all files back: about 1 s per
-    GB and thread, 8 threads.
+    Everything is on the disk itself, not only in its cache, when this returns. Process 0 reads all files back, also
+    those that other processes wrote: about 1 s per GB and thread, 8 threads.
     """
     (path / DATA).write_text(data)
     (path / CONFIG).write_text(config)

@@ -73,8 +73,9 @@ class TextFile:
         line_end = ahead.find(b"\n") + 1
         if line_end:
             return nominal + line_end
-        inside = next((i for i, byte in enumerate(ahead[:4]) if byte & 0xC0 != 0x80), 0)
-        return nominal + inside
+        # Behind the character that the cut falls into: at most 3 bytes on, and that may be the end of the file.
+        inside = ahead[:4]
+        return nominal + next((i for i, byte in enumerate(inside) if byte & 0xC0 != 0x80), len(inside) % 4)
 
 
 class JsonLines:

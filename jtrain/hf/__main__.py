@@ -39,7 +39,8 @@ def parser() -> argparse.ArgumentParser:
         "import",
         help="such a directory to a workdir, to train on from",
         description="Writes step 0 of a new workdir: the weights of the directory, a fresh optimizer, the first batch. "
-        "`python -m jtrain.launch --workdir OUT_WORKDIR` with the same --config, --with and --set trains on from it.",
+        "`python -m jtrain.launch --workdir OUT_WORKDIR` with the same --config, --with and --set trains on from it. "
+        "`--set data.tokenizer=HF_DIR` keeps its tokenizer.",
         allow_abbrev=False,
     )
     import_.add_argument("folder", type=Path, metavar="HF_DIR", help="with config.json and safetensors")

@@ -134,6 +134,7 @@ def _write_weights(folder: Path, params: Params, model: Transformer, *, dtype: s
         held = dict(next(tensors) for _ in names)
         assert list(held) == names, (list(held), names)
         save_file(held, folder / file, metadata={"format": "pt"})  # transformers asks for this metadata
+        (folder / file).chmod(0o644)  # safetensors makes it private
         weight_map |= dict.fromkeys(names, file)
         total_bytes += sum(array.nbytes for array in held.values())
     if count > 1:

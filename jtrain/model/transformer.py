@@ -28,7 +28,7 @@ SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention
 """Activations of a block that `layout.remat=named` may keep for the backward pass instead of recomputing."""
 
 WEIGHTS = "weights"
-"""The name under which gathered weights appear to remat policies. They are never kept: gathering again is the point."""
+"""The name of fetched weights in remat policies: gathered or cast for one layer, and dropped after it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a run needs before it starts: bytes, FLOPs, collectives; by formula, and by the compiler of a machine not here."""
+"""What a run needs before it starts: bytes, FLOPs, collectives; by formula, and by the real compiler."""
 
 AOT_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # with both compilers installed and no accelerator, JAX would look for one, loudly

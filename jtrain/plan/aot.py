@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jtrain_kernels.targets import TARGETS, target_config
 
 from jtrain.dims import Batch
 from jtrain.layout import Layout, check_batch
@@ -22,6 +21,7 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import Optimizer
 from jtrain.plan.hlo import Traffic, traffic
 from jtrain.step import BATCH_SPEC, abstract_state, make_train_step
+from jtrain_kernels.targets import TARGETS, target_config
 
 TPUS = {
     "v4": ("v4:2x2x1", "v4:4x4x4"),

@@ -1,7 +1,7 @@
 """What one train step puts on the network, from the layout alone: kind, axes, dtype, arrays and bytes.
 
-`jtrain.step` and `jtrain.model.transformer` write every collective out, so this is their mirror, line by line; the test
-compiles the real step and finds the same, array by array. Compilers may join arrays into one instruction, never add any.
+`jtrain.step` and `jtrain.model.transformer` write every collective out, so this is their mirror, line by line; a test
+compiles the real step and finds the same, array by array. Compilers may join arrays into one instruction.
 
 Under Muon the partitioner adds what whole matrices take; that is not here.
 """

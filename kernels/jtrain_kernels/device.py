@@ -5,7 +5,7 @@ Peaks are the makers' for dense matrix products, per device as JAX counts device
 
 import dataclasses
 import difflib
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 type Platform = Literal["cpu", "gpu", "tpu"]
 
@@ -67,6 +67,7 @@ DEVICES = {
 """Every device known by name."""
 
 
+@runtime_checkable
 class Device(Protocol):
     """What a `jax.Device` says of itself."""
 

@@ -104,7 +104,8 @@ def state(rows):
 checkpoints = Checkpoints(Path(sys.argv[1]), CheckpointSpec(keep_last=1))
 checkpoints.save(1, state(64), {"next": 1}, "")
 checkpoints.wait()
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # no file may grow beyond 1 MiB
+limit = int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 for step in (2, 3):
     try:
         checkpoints.save(step, state(4096), {"next": step}, "")
@@ -120,16 +121,40 @@ print(sorted(path.name for path in checkpoints.folder.iterdir()))
 """
 
 
-def test_a_full_disk_is_one_clear_error_and_costs_no_checkpoint(tmp_path: Path) -> None:
-    """A limit on the size of files stands for it: the write fails half-way, in the background, twice; then it works."""
-    command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path | None]:
+    """A disk of 8 MiB; None where this user may not mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = shutil.which("mount")
+    size = ["-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    if mount is None or subprocess.run([mount, *size], capture_output=True, check=False).returncode:
+        yield None
+        return
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("full", ["disk", "quota"])
+def test_a_full_disk_is_one_clear_error_and_costs_no_checkpoint(
+    tmp_path: Path, small_disk: Path | None, full: str
+) -> None:
+    """The write fails half-way, in the background, twice; then a smaller one works.
+
+    Where no disk can be mounted, a limit of 1 MiB per file stands for it in both cases.
+    """
+    on_disk = small_disk if full == "disk" else None
+    limit = -1 if on_disk else 1 << 20
+    command = [sys.executable, "-c", FULL_DISK, str(on_disk or tmp_path), str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "no tracebacks of the writing library"
     lines = done.stdout.splitlines()
     assert len(lines) == 3, done.stdout
     for step, line in zip((2, 3), lines, strict=False):
         assert f"does not take the checkpoint of step {step} (" in line
-        assert "File too large" in line
+        assert ("No space left on device" if on_disk else "File too large") in line
         assert "The state has 0.02 GiB" in line
+        assert "choose another --workdir" in line
         assert line.endswith("Earlier checkpoints are untouched: steps 1.")
     assert lines[2] == "['4']"

@@ -4,12 +4,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jtrain.data.formats import BadRecord, JsonLines, ParquetFile, RowGroupCache, TextFile
 
 
+@example(content="0" * 14 + "🙂", piece_bytes=16)  # the last cut falls into the last character
 @given(content=st.text(max_size=400), piece_bytes=st.integers(16, 100))
 def test_pieces_of_a_text_file_are_the_file(
     content: str, piece_bytes: int, tmp_path_factory: pytest.TempPathFactory

@@ -34,6 +34,7 @@ def test_a_small_model_is_one_file(llama: Any, tmp_path: Path) -> None:
     assert write(tmp_path / "out", llama) == ["config.json", "model.safetensors"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o644
     assert read_config(tmp_path / "out")["model_type"] == "llama"
     same_params(tmp_path / "out", llama)
 

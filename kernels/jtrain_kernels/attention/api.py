@@ -1,5 +1,6 @@
 """Causal, segment-aware attention, a chunk of queries at a time."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -44,14 +45,18 @@ def attention(
             f"attention: chunk={chunk} does not divide the L={L} queries of one device. The largest smaller size that "
             f"does: {fits}."
         )
-    # Heads outermost, so that each is a plain matrix; the G query heads of a key head are then rows of one matrix.
-    q_BKGLH = q_BLNH.reshape(B, L, K, N // K, H).transpose(0, 2, 3, 1, 4)
-    y_BKGLH = _attention(q_BKGLH, _heads_first(k_BMKH), _heads_first(v_BMKH), segment_BL, segment_BM, chunk)
-    return y_BKGLH.transpose(0, 3, 1, 2, 4).reshape(B, L, N, H)
+    return _attention(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, chunk)
 
 
-def _heads_first(x_BMKH: Array) -> Float[Array, "B K M H"]:
-    return x_BMKH.transpose(0, 2, 1, 3)
+def _heads_first(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B K G L H"]:
+    """Each head a plain matrix, the G query heads of a key head together (G = 1 for keys and values)."""
+    B, L, N, H = x_BLNH.shape
+    return x_BLNH.reshape(B, L, num_kv_heads, N // num_kv_heads, H).transpose(0, 2, 3, 1, 4)
+
+
+def _heads_last(x_BKGLH: Array) -> Float[Array, "B L N H"]:
+    B, K, G, L, H = x_BKGLH.shape
+    return x_BKGLH.transpose(0, 3, 1, 2, 4).reshape(B, L, K * G, H)
 
 
 class _Chunk(NamedTuple):
@@ -72,10 +77,12 @@ class _Chunk(NamedTuple):
         s_BKQM = jnp.einsum("bkqh,bkmh->bkqm", q_BKQH, k_BKMH, preferred_element_type=jnp.float32)
         same_BLM = segment_BL[:, self.start : self.stop, None] == segment_BM[:, None, : self.stop]
         causal_LM = jnp.arange(self.start, self.stop)[:, None] >= jnp.arange(self.stop)[None, :]
-        mask_B11LM = (same_BLM & causal_LM[None])[:, None, None]
+        bias_BLM = jnp.where(same_BLM & causal_LM[None], 0.0, -jnp.inf).astype(jnp.float32)
+        # Made once for all heads: fused into the loops over scores, the comparisons keep XLA:CPU from vectorising them.
+        bias_BLM = jax.lax.optimization_barrier(bias_BLM)
         B, K, Q, M = s_BKQM.shape
-        s_BKGLM = s_BKQM.reshape(B, K, -1, self.stop - self.start, M) * q_BKQH.shape[-1] ** -0.5
-        return jnp.where(mask_B11LM, s_BKGLM, -jnp.inf).reshape(B, K, Q, M)
+        s_BKGLM = s_BKQM.reshape(B, K, -1, self.stop - self.start, M)
+        return (s_BKGLM * q_BKQH.shape[-1] ** -0.5 + bias_BLM[:, None, None]).reshape(B, K, Q, M)
 
 
 def _chunks(length: int, chunk: int) -> list[_Chunk]:
@@ -84,15 +91,49 @@ def _chunks(length: int, chunk: int) -> list[_Chunk]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attention(
-    q_BKGLH: Array, k_BKMH: Array, v_BKMH: Array, segment_BL: Array, segment_BM: Array, chunk: int
-) -> Float[Array, "B K G L H"]:
-    return _forward(q_BKGLH, k_BKMH, v_BKMH, segment_BL, segment_BM, chunk)[0]
+    q_BLNH: Array, k_BMKH: Array, v_BMKH: Array, segment_BL: Array, segment_BM: Array, chunk: int
+) -> Float[Array, "B L N H"]:
+    return _vjp_forward(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, chunk)[0]
+
+
+def _vjp_forward(
+    q_BLNH: Array, k_BMKH: Array, v_BMKH: Array, segment_BL: Array, segment_BM: Array, chunk: int
+) -> tuple[Array, tuple[Array, ...]]:
+    given = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM
+    result = _on_each_platform(partial(_forward, chunk), given)
+    y_BLNH, lse_BKGL1 = (checkpoint_name(x, "attention") for x in result)
+    return y_BLNH, (*given, y_BLNH, lse_BKGL1)
+
+
+def _vjp_backward(chunk: int, saved: tuple[Array, ...], dy_BLNH: Array) -> tuple[Array, Array, Array, None, None]:
+    return *_on_each_platform(partial(_backward, chunk), (*saved, dy_BLNH)), None, None
+
+
+def _on_each_platform(fn: Callable[..., tuple[Array, ...]], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """`fn` on the whole block; on a CPU a sequence at a time.
+
+    There, scores of all sequences (B * N * chunk * M * 4 bytes) overflow the caches, and their fresh pages cost as
+    much as the arithmetic.
+    """
+
+    def by_sequence(*arrays: Array) -> tuple[Array, ...]:
+        def one(sequence: tuple[Array, ...]) -> tuple[Array, ...]:
+            # Without the barrier every loop that reads them would slice them anew, element by element.
+            sequence = jax.lax.optimization_barrier(sequence)
+            return tuple(x[0] for x in fn(*(x[None] for x in sequence)))
+
+        return jax.lax.map(one, arrays)
+
+    return jax.lax.platform_dependent(*arrays, cpu=by_sequence, default=fn)
 
 
 def _forward(
-    q_BKGLH: Array, k_BKMH: Array, v_BKMH: Array, segment_BL: Array, segment_BM: Array, chunk: int
-) -> tuple[Array, tuple[Array, ...]]:
-    B, K, G, L, H = q_BKGLH.shape
+    chunk: int, q_BLNH: Array, k_BMKH: Array, v_BMKH: Array, segment_BL: Array, segment_BM: Array
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B K G L 1"]]:
+    """The result, and each query's log-partition in float32."""
+    B, L, N, H = q_BLNH.shape
+    K = k_BMKH.shape[2]
+    q_BKGLH, k_BKMH, v_BKMH = _heads_first(q_BLNH, K), _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKH, K)[:, :, 0]
     ys, lses = [], []
     for part in _chunks(L, chunk):
         k, v = k_BKMH[:, :, : part.stop], v_BKMH[:, :, : part.stop]
@@ -102,32 +143,40 @@ def _forward(
         sum_BKQ1 = jnp.sum(p_BKQM, axis=-1, keepdims=True)
         # Normalising the result, not p, saves a pass over the scores.
         y = jnp.einsum("bkqm,bkmh->bkqh", p_BKQM.astype(v.dtype), v, preferred_element_type=jnp.float32) / sum_BKQ1
-        ys.append(y.astype(q_BKGLH.dtype).reshape(B, K, G, chunk, H))
-        lses.append((top_BKQ1 + jnp.log(sum_BKQ1)).reshape(B, K, G, chunk, 1))
-    y_BKGLH = checkpoint_name(jnp.concatenate(ys, axis=3), "attention")
-    lse_BKGL1 = checkpoint_name(jnp.concatenate(lses, axis=3), "attention")
-    return y_BKGLH, (q_BKGLH, k_BKMH, v_BKMH, segment_BL, segment_BM, y_BKGLH, lse_BKGL1)
+        ys.append(y.astype(q_BLNH.dtype).reshape(B, K, N // K, chunk, H))
+        lses.append((top_BKQ1 + jnp.log(sum_BKQ1)).reshape(B, K, N // K, chunk, 1))
+    return _heads_last(jnp.concatenate(ys, axis=3)), jnp.concatenate(lses, axis=3)
 
 
 def _backward(
-    chunk: int, saved: tuple[Array, ...], dy_BKGLH: Array
-) -> tuple[Array, Array, Array, None, None]:
-    q_BKGLH, k_BKMH, v_BKMH, segment_BL, segment_BM, y_BKGLH, lse_BKGL1 = saved
-    dtype, shape = q_BKGLH.dtype, q_BKGLH.shape
+    chunk: int,
+    q_BLNH: Array,
+    k_BMKH: Array,
+    v_BMKH: Array,
+    segment_BL: Array,
+    segment_BM: Array,
+    y_BLNH: Array,
+    lse_BKGL1: Array,
+    dy_BLNH: Array,
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
+    """Gradients of q, k and v."""
+    dtype, (B, L, N, H) = q_BLNH.dtype, q_BLNH.shape
+    K = k_BMKH.shape[2]
+    q_BKGLH, k_BKMH, v_BKMH = _heads_first(q_BLNH, K), _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKH, K)[:, :, 0]
+    dy_BKGLH, y_BKGLH = _heads_first(dy_BLNH, K), _heads_first(y_BLNH, K)
     delta_BKGL1 = jnp.sum(dy_BKGLH.astype(jnp.float32) * y_BKGLH.astype(jnp.float32), axis=-1, keepdims=True)
 
-    dqs = []
-    dk_tails, dv_tails = [], []
-    dk_BKHM = dv_BKHM = jnp.zeros((*k_BKMH.shape[:2], shape[-1], shape[3]), jnp.float32)
+    dqs, dk_tails, dv_tails = [], [], []
+    dk_BKHM = dv_BKHM = jnp.zeros((B, K, H, L), jnp.float32)
     # From the last chunk to the first: what lies behind a chunk's last key is then finished.
-    for part in reversed(_chunks(shape[3], chunk)):
-        k, v, q, dy = k_BKMH[:, :, : part.stop], v_BKMH[:, :, : part.stop], part.queries(q_BKGLH), part.queries(dy_BKGLH)
+    for part in reversed(_chunks(L, chunk)):
+        k, v = k_BKMH[:, :, : part.stop], v_BKMH[:, :, : part.stop]
+        q, dy = part.queries(q_BKGLH), part.queries(dy_BKGLH)
         s_BKQM = part.scores(q, k, segment_BL, segment_BM)
         p_BKQM = jnp.exp(s_BKQM - part.queries(lse_BKGL1))
         dp_BKQM = jnp.einsum("bkqh,bkmh->bkqm", dy, v, preferred_element_type=jnp.float32)
-        ds_BKQM = (p_BKQM * (dp_BKQM - part.queries(delta_BKGL1)) * shape[-1] ** -0.5).astype(dtype)
-        dq = jnp.einsum("bkqm,bkmh->bkqh", ds_BKQM, k)
-        dqs.append(dq.reshape(*shape[:3], chunk, shape[-1]))
+        ds_BKQM = (p_BKQM * (dp_BKQM - part.queries(delta_BKGL1)) * H**-0.5).astype(dtype)
+        dqs.append(jnp.einsum("bkqm,bkmh->bkqh", ds_BKQM, k).reshape(B, K, N // K, chunk, H))
         # Transposing q and dy (H wide) and the results is cheap; transposing p and ds (M wide) is not.
         dv = jnp.einsum("bkhq,bkqm->bkhm", dy.mT, p_BKQM.astype(dtype), preferred_element_type=jnp.float32)
         dk = jnp.einsum("bkhq,bkqm->bkhm", q.mT, ds_BKQM, preferred_element_type=jnp.float32)
@@ -135,10 +184,10 @@ def _backward(
         dv_tails.append(dv_BKHM[..., part.stop :])
         dk_BKHM, dv_BKHM = dk_BKHM[..., : part.stop] + dk, dv_BKHM[..., : part.stop] + dv
 
-    def whole(head: Array, tails: list[Array]) -> Array:
-        return jnp.concatenate([head, *reversed(tails)], axis=-1).mT.astype(dtype)
+    def whole(head: Array, tails: list[Array]) -> Float[Array, "B M K H"]:
+        return jnp.concatenate([head, *reversed(tails)], axis=-1).transpose(0, 3, 1, 2).astype(dtype)
 
-    return jnp.concatenate(dqs[::-1], axis=3), whole(dk_BKHM, dk_tails), whole(dv_BKHM, dv_tails), None, None
+    return _heads_last(jnp.concatenate(dqs[::-1], axis=3)), whole(dk_BKHM, dk_tails), whole(dv_BKHM, dv_tails)
 
 
-_attention.defvjp(_forward, _backward)
+_attention.defvjp(_vjp_forward, _vjp_backward)

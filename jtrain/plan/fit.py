@@ -1,0 +1,120 @@
+"""Refuses a run that cannot fit, before anything is allocated, and says what would."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+
+from jtrain.layout import Layout, LayoutSpec, make_layout
+from jtrain.mesh import BATCH_AXES, MeshSpec
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW, Muon
+from jtrain.plan.memory import MemoryPlan, memory
+from jtrain_kernels.device import from_device
+
+GIB = 2**30
+
+
+def available_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """Bytes that a step may use on one of `devices`; None where nothing says.
+
+    An accelerator says its allocator's limit, and one to compile for only its data sheet. CPU devices share the memory that is free on this machine: with several
+    processes all of their devices are taken to be here, as in a run that emulates a cluster.
+    """
+    device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
+    if device.platform == "cpu":
+        meminfo = Path("/proc/meminfo")
+        if not meminfo.exists():
+            return None
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024 // len(devices)
+    spec = from_device(device)
+    try:
+        stats = device.memory_stats() or {}
+    except (jax.errors.JaxRuntimeError, NotImplementedError):  # compile-only
+        stats = {}
+    return stats.get("bytes_limit") or (spec.hbm_bytes if spec else None)
+
+
+def check_fits(
+    model: Transformer,
+    layout: Layout,
+    optimizer: AdamW | Muon,
+    *,
+    global_batch: int,
+    seq_len: int,
+    available: int,
+) -> MemoryPlan:
+    """The plan of a run that fits into `available` bytes per device.
+
+    Raises:
+      ValueError: it does not fit; names both numbers and what would, as settings to change.
+    """
+    plan = memory(model, layout, optimizer, global_batch=global_batch, seq_len=seq_len)
+    if plan.total_bytes <= available:
+        return plan
+    ways: list[str] = []
+    infos = tuple(p.info for p in layout.params)
+    for change in _changes(layout, global_batch=global_batch):
+        try:
+            other = make_layout(change.layout, change.mesh, infos)
+            needed = memory(model, other, optimizer, global_batch=change.global_batch, seq_len=seq_len).total_bytes
+        except ValueError:
+            continue  # does not split evenly
+        if needed <= available:
+            ways.append(f"  {change.text}  ({needed / GIB:.1f} GiB)")
+        if len(ways) == 4:
+            break
+    largest = sorted(plan.classes().items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
+    out = (
+        "Any of these fits:\n" + "\n".join(ways)
+        if ways
+        else (
+            "No ZeRO stage, remat, accumulation or mesh.data up to 4096 alone makes it fit: set a smaller model or "
+            "data.seq_len, or use mesh.tensor."
+        )
+    )
+    raise ValueError(
+        f"this run needs {plan.total_bytes / GIB:.1f} GiB per device ({parts} GiB), but {available / GIB:.1f} GiB are "
+        f"there. {out}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    text: str
+    layout: LayoutSpec
+    mesh: MeshSpec
+    global_batch: int
+
+
+def _changes(layout: Layout, *, global_batch: int) -> Iterator[_Change]:
+    """Other settings in the order of how little they change: on these devices first, then on more of them."""
+    spec, mesh = layout.spec, layout.mesh
+    stages = [stage for stage in (0, 1, 2, 3) if stage >= spec.zero_stage]
+    remats = ["none", "full"] if spec.remat == "none" else ["full"] if spec.remat == "full" else [spec.remat, "full"]
+    for data in (mesh.data, *(mesh.data * 2**k for k in range(1, 13) if mesh.data * 2**k <= 4096)):
+        shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES) // mesh.data * data
+        batch = max(global_batch, shards)
+        parts = sorted({spec.microbatches, max(1, batch // shards)})
+        for stage, remat, microbatches in itertools.product(stages, remats, parts):
+            save = spec.remat_save if remat == "named" else ()
+            new = dataclasses.replace(spec, zero_stage=stage, remat=remat, remat_save=save, microbatches=microbatches)
+            changes = {
+                "mesh.data": (mesh.data, data),
+                "layout.zero_stage": (spec.zero_stage, stage),
+                "layout.remat": (spec.remat, remat),
+                "layout.microbatches": (spec.microbatches, microbatches),
+                "data.global_batch": (global_batch, batch),
+            }
+            text = " ".join(f"--set {path}={to}" for path, (was, to) in changes.items() if was != to)
+            if text:
+                yield _Change(text, new, dataclasses.replace(mesh, data=data), batch)
+        if shards < global_batch and data == mesh.data:
+            strongest = dataclasses.replace(spec, zero_stage=3, remat="full", remat_save=(), microbatches=1)
+            text = f"--set data.global_batch={shards} --set layout.zero_stage=3 --set layout.remat=full"
+            yield _Change(text + " --set layout.microbatches=1", strongest, mesh, shards)

@@ -1,0 +1,79 @@
+"""The real train step compiles for TPUs and GPUs that are not here, and their compilers agree with the formulas."""
+
+import collections
+from typing import Any
+
+import pytest
+
+from jtrain.layout import LayoutSpec, make_layout
+from jtrain.mesh import MeshSpec
+from jtrain.model.param import map_params
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW, build
+from jtrain.plan import aot
+from jtrain.plan.aot import compile_step, topology_devices
+from jtrain.plan.collectives import collectives
+from jtrain.plan.memory import memory
+
+SIZES: dict[str, Any] = dict(  # Llama 3.1 8B's ratios
+    num_layers=4, d_model=512, num_heads=4, num_kv_heads=1, head_dim=128, d_ff=1792, vocab_size=4096
+)
+PADDING = 1024
+"""XLA:TPU rounds each of the few scalars and small vectors of the arguments up to 512 bytes."""
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("zero_stage", (2, 3))
+@pytest.mark.parametrize(("topology", "data"), (("v5p:2x2x1", 4), ("h200:8", 8)))
+def test_the_step_compiles_for_machines_not_here(topology: str, data: int, zero_stage: int) -> None:
+    """Argument bytes are the formula's; so is what is gathered and scattered, in bfloat16 and float32."""
+    model = Transformer(**SIZES)
+    lay = make_layout(LayoutSpec(zero_stage=zero_stage, remat="full"), MeshSpec(data=data), model.param_infos())  # pyright: ignore[reportArgumentType]
+    optimizer = AdamW(peak_lr=1e-3)
+    built = build(optimizer, num_steps=100, params=map_params(lambda info: info, model.param_infos()))
+    batch: dict[str, int] = dict(global_batch=2 * data, seq_len=512)
+    program = compile_step(model, lay, built, **batch, devices=topology_devices(topology))
+
+    plan = memory(model, lay, optimizer, **batch)
+    assert 0 <= program.argument_bytes - plan.argument_bytes <= (PADDING if topology.startswith("v") else 0)
+    assert 0.75 < plan.total_bytes / program.peak_bytes < 1.33
+
+    names = {"float32": "f32", "bfloat16": "bf16", "int32": "s32", "uint32": "u32"}
+    want, got = collections.Counter(), collections.Counter()
+    for c in collectives(model, lay, **batch):
+        want[c.kind, c.axes, names[c.dtype]] += c.array_bytes
+    for t in program.traffic:
+        got[t.kind, t.axes, t.dtype] += t.array_bytes
+    assert got == want
+    assert ("reduce-scatter", ("data",), "f32") in got
+    full_size = max(p.info.size for p in lay.params) // SIZES["num_layers"] * 4
+    assert got["all-reduce", ("data",), "f32"] < full_size, "no gradient of a matrix is summed whole"
+
+
+@pytest.mark.parametrize("topology", ("v5p:3x3x3x3", "v9:2x2", "h200", "h200:0", "v5p:4x4x8:2", "cpu:8"))
+def test_an_unknown_topology_lists_those_that_exist(topology: str) -> None:
+    """Nothing is loaded before the name is known to be one."""
+    with pytest.raises(ValueError, match=rf"--topology {topology}: there is no such machine.*v5p:4x4x8.*h200:8"):
+        topology_devices(topology)
+
+
+@pytest.mark.aot
+def test_a_shape_that_libtpu_refuses_is_unknown_too() -> None:
+    """A slice of 3 x 5 chips is not made."""
+    with pytest.raises(ValueError, match=r"--topology v5p:3x5x1: there is no such machine \("):
+        topology_devices("v5p:3x5x1")
+
+
+def test_gpus_come_in_whole_hosts() -> None:
+    """Twelve GPUs are one host and a half."""
+    with pytest.raises(ValueError, match=r"hosts have 8 GPUs each\. Use a multiple of 8"):
+        topology_devices("h200:12")
+
+
+def test_a_missing_compiler_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra [aot] is optional."""
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs the compiler libtpu, which is not installed: pip install"):
+        topology_devices("v5p:2x2x1")
+    with pytest.raises(ValueError, match=r"needs the compiler jax_plugins.xla_cuda13, which is not installed: pip"):
+        topology_devices("h200:8")
