@@ -66,7 +66,7 @@ def llama70b() -> fdl.Config[Run]:
 
 
 def tensor8(run: fdl.Config[Run]) -> None:
-    """Each layer split over the 8 devices of a host, the rest over 8 hosts: an eighth of the gathered weights."""
+    """Each layer split over the 8 devices of a host, ZeRO over 8 hosts: an eighth of the bytes between hosts."""
     run.mesh.data = 8
     run.mesh.tensor = 8
     run.layout.microbatches = 8

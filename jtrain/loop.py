@@ -66,7 +66,7 @@ def train(run: Run, *, workdir: Path, config_text: str) -> int:
         _check_fits(run, parts.layout, num_devices=len(devices), available=available)
     mesh = make_mesh(run.mesh, devices)
     layout = parts.layout
-    optimizer = _optimizer(run)
+    optimizer = make_optimizer(run)
     dataset = open_dataset(run.data, seed=run.seed)
     if jax.process_index() == 0:
         print_plan(parts, available=available)
@@ -108,10 +108,11 @@ def dry_run(run: Run, *, topology: str | None) -> None:
     Raises:
       ValueError: no such topology, or the mesh is not of that many devices.
     """
-    print_plan(plan_parts(run), optimizer=_optimizer(run), topology=topology)
+    print_plan(plan_parts(run), optimizer=make_optimizer(run), topology=topology)
 
 
-def _optimizer(run: Run) -> Optimizer:
+def make_optimizer(run: Run) -> Optimizer:
+    """The optimizer of a run, bound to its length and parameters."""
     return build(run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos()))
 
 
@@ -176,7 +177,9 @@ class Loop:
         while step < num_steps:
             batch, data_state, wait_ms = next(batches)
             state, results = self.train_step(state, batch)
-            # The device works on this step from here on; meanwhile the host looks at the one before.
+            # The device works on this step from here on; meanwhile the host gets ready to save, and looks at the one
+            # before.
+            self.checkpoints.prepare()
             if unread is not None:
                 self._report(*unread)
             step += 1

@@ -170,9 +170,10 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path / MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
 
 
-def damage(path: Path, manifest: Manifest, *, share: tuple[int, int] = (0, 1)) -> list[str]:
+def damage(path: Path, manifest: Manifest, *, hashes: bool = True, share: tuple[int, int] = (0, 1)) -> list[str]:
     """What is wrong with the checkpoint at `path`, one line for each file; empty if it is whole.
 
+    hashes: read the files and compare their hashes, too; without, a look at each one's size.
     share: (i, n) hashes only every n-th file, beginning with the i-th largest, so that n processes divide the work.
       Sizes are compared for all.
     """
@@ -188,7 +189,7 @@ def damage(path: Path, manifest: Manifest, *, share: tuple[int, int] = (0, 1)) -
             found.append(f"{name} has {here} bytes, {size} were saved")
         else:
             intact.append(name)
-    if found:
+    if found or not hashes:
         return found
     mine = sorted(intact, key=lambda name: (-manifest.files[name][0], name))[share[0] :: share[1]]
     with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:

@@ -21,8 +21,9 @@ GIB = 2**30
 def available_bytes(devices: Sequence[jax.Device]) -> int | None:
     """Bytes that a step may use on one of `devices`; None where nothing says.
 
-    An accelerator says its allocator's limit, and one to compile for only its data sheet. CPU devices share the memory that is free on this machine: with several
-    processes all of their devices are taken to be here, as in a run that emulates a cluster.
+    An accelerator says its allocator's limit, and one to compile for only its data sheet. CPU devices share the memory
+    that is free on this machine: with several processes all of their devices are taken to be here, as in a run that
+    emulates a cluster.
     """
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     if device.platform == "cpu":

@@ -77,9 +77,9 @@ def print_plan(
 
 
 def _table(left: Sequence[str], right: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for index, name in enumerate(left):
-        table.add_column(name, overflow="fold", no_wrap=index == 0)
+        table.add_column(name, overflow="fold", no_wrap=index < 2)
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     return table

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, files
+from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, arrays, files
 from jtrain.step import TrainState
 
 MakeLike = Callable[..., TrainState]
@@ -107,14 +107,28 @@ def test_without_a_whole_one_the_error_says_so(three: tuple[Checkpoints, TrainSt
 
 
 @pytest.mark.parametrize("spoil", [truncate, remove])
-def test_unverified_reads_name_the_checkpoint_as_well(
+def test_sizes_are_compared_even_without_verification(
     three: tuple[Checkpoints, TrainState], spoil: Callable[[Path], None]
 ) -> None:
-    """With verify=False the error is the library's, inside ours."""
+    """verify=False leaves out the hashes, nothing else."""
     checkpoints, like = three
     spoil(checkpoints.folder / "3")
     with pytest.raises(CheckpointError, match=r"(?s)checkpoints/3 is damaged.*step 2 is whole"):
         checkpoints.restore(3, like, verify=False)
+
+
+def test_an_error_of_the_reading_library_names_the_checkpoint_as_well(
+    three: tuple[Checkpoints, TrainState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a file goes away between the check and the read."""
+    checkpoints, like = three
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("DATA_LOSS: something about a kvstore")
+
+    monkeypatch.setattr(arrays, "restore", fails)
+    with pytest.raises(CheckpointError, match=r"(?s)checkpoints/3 is damaged:\n  RuntimeError: DATA_LOSS.*2 is whole"):
+        checkpoints.restore(3, like)
 
 
 def test_a_flipped_bit_passes_only_without_verification(

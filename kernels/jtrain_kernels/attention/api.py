@@ -32,7 +32,7 @@ def attention(
     Raises:
       ValueError: chunk does not divide L, K does not divide N, or L is not M.
     """
-    B, L, N, H = q_BLNH.shape
+    L, N = q_BLNH.shape[1:3]
     M, K = k_BMKH.shape[1:3]
     if L != M:
         raise ValueError(f"attention: L={L} queries but M={M} keys; causal order by index needs as many of each.")
@@ -106,7 +106,8 @@ def _vjp_forward(
 
 
 def _vjp_backward(chunk: int, saved: tuple[Array, ...], dy_BLNH: Array) -> tuple[Array, Array, Array, None, None]:
-    return *_on_each_platform(partial(_backward, chunk), (*saved, dy_BLNH)), None, None
+    dq_BLNH, dk_BMKH, dv_BMKH = _on_each_platform(partial(_backward, chunk), (*saved, dy_BLNH))
+    return dq_BLNH, dk_BMKH, dv_BMKH, None, None
 
 
 def _on_each_platform(fn: Callable[..., tuple[Array, ...]], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -133,7 +134,8 @@ def _forward(
     """The result, and each query's log-partition in float32."""
     B, L, N, H = q_BLNH.shape
     K = k_BMKH.shape[2]
-    q_BKGLH, k_BKMH, v_BKMH = _heads_first(q_BLNH, K), _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKH, K)[:, :, 0]
+    q_BKGLH = _heads_first(q_BLNH, K)
+    k_BKMH, v_BKMH = _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKH, K)[:, :, 0]
     ys, lses = [], []
     for part in _chunks(L, chunk):
         k, v = k_BKMH[:, :, : part.stop], v_BKMH[:, :, : part.stop]
@@ -162,7 +164,8 @@ def _backward(
     """Gradients of q, k and v."""
     dtype, (B, L, N, H) = q_BLNH.dtype, q_BLNH.shape
     K = k_BMKH.shape[2]
-    q_BKGLH, k_BKMH, v_BKMH = _heads_first(q_BLNH, K), _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKH, K)[:, :, 0]
+    q_BKGLH = _heads_first(q_BLNH, K)
+    k_BKMH, v_BKMH = _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKH, K)[:, :, 0]
     dy_BKGLH, y_BKGLH = _heads_first(dy_BLNH, K), _heads_first(y_BLNH, K)
     delta_BKGL1 = jnp.sum(dy_BKGLH.astype(jnp.float32) * y_BKGLH.astype(jnp.float32), axis=-1, keepdims=True)
 

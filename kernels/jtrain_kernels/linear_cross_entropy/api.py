@@ -47,10 +47,11 @@ def linear_cross_entropy(
     tokens = target_BL.size
     chunk = min(chunk_tokens, tokens)
     if chunk < 1 or tokens % chunk:
-        fits = max((c for c in range(1, max(chunk, 1) + 1) if tokens % c == 0), default=1)
+        fits = max(c for c in range(1, max(chunk, 1) + 1) if tokens % c == 0)
+        B, L = target_BL.shape
         raise ValueError(
-            f"chunk_tokens={chunk_tokens} does not divide the B={target_BL.shape[0]} * L={target_BL.shape[1]} = {tokens} "
-            f"tokens of one device. The largest smaller size that does: {fits}."
+            f"loss: chunk_tokens={chunk_tokens} does not divide the B={B} * L={L} = {tokens} tokens of one device. "
+            f"The largest smaller size that does: {fits}."
         )
     D = x_BLD.shape[-1]
     return _loss(x_BLD.reshape(-1, chunk, D), unembed_DV, target_BL.reshape(-1, chunk), z_loss)

@@ -1,0 +1,190 @@
+"""Tokens/s of one train step on this CPU, beside Hugging Face on torch and MaxText: same shape, same precision.
+
+    python -m jtrain.bench cpu_step --torch-python T/bin/python --maxtext-python M/bin/python
+
+4 layers, D 256, 8 query and 4 key heads of 32, F 1024, V 32000, 8 sequences of 512; parameters float32, compute
+bfloat16, AdamW, untied head. The programs take turns on the same cores, and each one's median step counts. Torch is the
+better of eager and `torch.compile`.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jtrain import optim
+from jtrain.bench import Row, row
+from jtrain.dims import IGNORE, Batch
+from jtrain.layout import LayoutSpec, make_layout
+from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.model.param import map_params
+from jtrain.model.transformer import Transformer
+from jtrain.step import BATCH_SPEC, init_state, make_train_step
+
+SEQUENCES, SEQ_LEN, VOCAB = 8, 512, 32000
+PEERS = Path(__file__).parent / "peers"
+INSTALL = {
+    "torch": "python3 -m venv T && T/bin/pip install torch==2.13.0 transformers==5.23.0",
+    "maxtext": "python3.12 -m venv M && M/bin/pip install 'maxtext[tpu]==0.2.5'",
+}
+
+type Steps = Callable[[int], list[float]]
+"""Runs that many steps and returns the milliseconds of each."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    for peer in INSTALL:
+        variable = f"PEER_{peer.upper()}_PYTHON"
+        parser.add_argument(
+            f"--{peer}-python", default=os.environ.get(variable), help=f"interpreter that has {peer}; or ${variable}"
+        )
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each program")
+    parser.add_argument("--steps", type=int, default=5, help="steps per turn")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Interleaved rounds of ours and torch's, then MaxText's steps, which come from its own log.
+
+    Raises:
+      ValueError: no interpreter was given for a peer, or it lacks the peer.
+    """
+    torch_python = _python("torch", args.torch_python, "import torch, transformers")
+    maxtext_python = _python("maxtext", args.maxtext_python, "import importlib.util as u; u.find_spec('maxtext').name")
+    cores = len(os.sched_getaffinity(0))
+    with torch_steps(torch_python, "eager", cores) as eager, torch_steps(torch_python, "compile", cores) as compiled:
+        programs = {"jtrain": our_steps(), "torch eager": eager, "torch compile": compiled}
+        step_ms: dict[str, list[float]] = {name: [] for name in programs}
+        for _ in range(args.rounds):
+            for name, steps in programs.items():
+                step_ms[name] += steps(args.steps)
+    step_ms["maxtext"] = maxtext_step_ms(maxtext_python, args.steps)
+
+    tokens_per_s = {name: 1e3 * SEQUENCES * SEQ_LEN / statistics.median(ms) for name, ms in step_ms.items()}
+    ours = tokens_per_s["jtrain"]
+    best = max("torch eager", "torch compile", key=lambda name: tokens_per_s[name])
+    return [
+        row(f"jtrain, against the best of torch ({best})", ours, "tokens/s", baseline=tokens_per_s[best], bar=">= 1.5"),
+        row("jtrain, against torch eager", ours, "tokens/s", baseline=tokens_per_s["torch eager"]),
+        row("jtrain, against torch compile", ours, "tokens/s", baseline=tokens_per_s["torch compile"]),
+        row("jtrain, against MaxText 0.2.5", ours, "tokens/s", baseline=tokens_per_s["maxtext"], bar=">= 6"),
+        *(row(f"median step, {name}", statistics.median(ms), "ms") for name, ms in step_ms.items()),
+    ]
+
+
+def our_steps() -> Steps:
+    """The real train step on one device, compiled and warm."""
+    model = Transformer(
+        num_layers=4,
+        d_model=256,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=32,
+        d_ff=1024,
+        vocab_size=VOCAB,
+        loss_chunk_tokens=512,
+        attention_chunk=128,
+    )
+    spec = MeshSpec()
+    mesh = make_mesh(spec, jax.devices()[:1])
+    infos = model.param_infos()
+    layout = make_layout(LayoutSpec(compute_dtype="bfloat16", remat="none"), spec, infos)
+    adamw = optim.AdamW(peak_lr=1e-3, warmup_steps=2)
+    optimizer = optim.build(adamw, num_steps=10_000, params=map_params(lambda info: info, infos))
+    state = init_state(layout, optimizer, mesh, seed=0)
+    step = make_train_step(model, optimizer, layout, mesh)
+
+    token_BL = np.random.default_rng(0).integers(0, VOCAB, (SEQUENCES, SEQ_LEN), dtype=np.int32)
+    target_BL = np.concatenate([token_BL[:, 1:], np.full_like(token_BL[:, :1], IGNORE)], axis=1)
+    position_BL = np.tile(np.arange(SEQ_LEN, dtype=np.int32), (SEQUENCES, 1))
+    sharding = NamedSharding(mesh, BATCH_SPEC)
+    batch = jax.device_put(Batch(token_BL, target_BL, position_BL, np.ones_like(token_BL)), sharding)
+
+    def steps(count: int) -> list[float]:
+        nonlocal state
+        step_ms = []
+        for _ in range(count):
+            start = time.perf_counter()
+            state, metrics = step(state, batch)
+            jax.block_until_ready((state, metrics))
+            step_ms.append(1e3 * (time.perf_counter() - start))
+        return step_ms
+
+    steps(3)
+    return steps
+
+
+@contextlib.contextmanager
+def torch_steps(python: str, mode: str, cores: int) -> Iterator[Steps]:
+    """A torch process that steps when told to, and waits without computing in between."""
+    command = [python, str(PEERS / "torch_llama_step.py"), "--mode", mode, "--threads", str(cores)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
+
+        def answer() -> dict[str, list[float]]:
+            line = stdout.readline()
+            if not line:
+                raise RuntimeError(f"it ended, exit code {process.wait()}: {shlex.join(command)}")
+            return json.loads(line)
+
+        def steps(count: int) -> list[float]:
+            stdin.write(f"{count}\n")
+            stdin.flush()
+            return answer()["step_ms"]
+
+        try:
+            answer()  # it is warm
+            yield steps
+        finally:
+            stdin.close()  # its end
+
+
+def maxtext_step_ms(python: str, count: int) -> list[float]:
+    """MaxText's own figures for its last `count` steps; the first three it reports hold compilation."""
+    config = subprocess.run(
+        [python, "-c", "import importlib.util as u; print(u.find_spec('maxtext').submodule_search_locations[0])"],
+        check=True, capture_output=True, text=True,
+    ).stdout.strip()  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "run_name": "cpu_step", "base_output_directory": folder, "hardware": "cpu",
+            "skip_jax_distributed_system": True, "dataset_type": "synthetic", "enable_checkpointing": False,
+            "enable_goodput_recording": False, "monitor_goodput": False, "attention": "dot_product",
+            "decoder_block": "llama2", "base_num_decoder_layers": 4, "base_emb_dim": 256, "base_num_query_heads": 8,
+            "base_num_kv_heads": 4, "head_dim": 32, "base_mlp_dim": 1024, "vocab_size": VOCAB,
+            "logits_via_embedding": False, "per_device_batch_size": SEQUENCES, "max_target_length": SEQ_LEN,
+            "dtype": "bfloat16", "weight_dtype": "float32", "remat_policy": "minimal", "steps": 3 + count,
+        }  # fmt: skip
+        command = [python, "-m", "maxtext.trainers.pre_train.train", f"{config}/configs/base.yml"]
+        command += [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+    log = done.stdout + done.stderr
+    seconds = [float(s) for s in re.findall(r"completed step: \d+, seconds: ([0-9.]+)", log)]
+    if len(seconds) != 3 + count:
+        raise RuntimeError(f"MaxText wrote {len(seconds)} of {3 + count} steps: {shlex.join(command)}\n{log[-3000:]}")
+    return [1e3 * s for s in seconds[3:]]
+
+
+def _python(peer: str, path: str | None, test: str) -> str:
+    if path is None or subprocess.run([path, "-c", test], capture_output=True, check=False).returncode:
+        wrong = f"{path} cannot import it" if path else "no interpreter that has it was given"
+        raise ValueError(
+            f"cpu_step compares with {peer}, but {wrong}. Make one with `{INSTALL[peer]}`, then give --{peer}-python or "
+            f"PEER_{peer.upper()}_PYTHON."
+        )
+    return path

@@ -1,0 +1,86 @@
+"""The number sheet of one GPU: llama1b at length 4096 and the 8B at length 8192, bf16, tokens/s and MFU.
+
+Needs a GPU, and refuses without one: a CPU's number would say nothing. Trains on random tokens, so no corpus and no
+tokenizer are needed; everything else is the shipped config's.
+"""
+
+import argparse
+import dataclasses
+import time
+
+import jax
+import numpy as np
+from jtrain_kernels import device
+
+from jtrain import config, loop
+from jtrain.bench import Row, row
+from jtrain.data import put_batch
+from jtrain.dims import Batch
+from jtrain.layout import make_layout
+from jtrain.mesh import make_mesh
+from jtrain.plan.flops import flops_per_token, mfu
+from jtrain.step import init_state, make_train_step
+
+BARS = {"llama1b": ">= 55000", "llama8b": ">= 11000"}
+"""Config -> tokens/s to aim at on one H200 (reference/peers.md, 2e)."""
+
+FIDDLERS = {"llama1b": ["single_device"], "llama8b": ["single_device"]}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each, after two that are not")
+    parser.add_argument("--only", choices=tuple(BARS), help="one of the two")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Tokens/s and MFU of each config.
+
+    Raises:
+      ValueError: the first device is no GPU.
+    """
+    gpu = jax.devices()[0]
+    spec = device.from_device(gpu)
+    if gpu.platform != "gpu" or spec is None:
+        raise ValueError(
+            f"the number sheet needs a GPU, but the device here is {gpu.device_kind!r}. Run the same command on one."
+        )
+    rows: list[Row] = []
+    for name in [args.only] if args.only else list(BARS):
+        built = config.build(config.load(name, FIDDLERS[name]))
+        rate = tokens_per_s(built, args.steps)
+        length = built.data.seq_len
+        used = mfu(
+            flops_per_token(built.model, seq_len=length),
+            tokens_per_s=rate,
+            num_devices=1,
+            peak_flops=spec.peak_flops(built.layout.compute_dtype),
+        )
+        peak_gib = (gpu.memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
+        bar = BARS[name] if spec.name == "h200" else None
+        rows.append(row(f"{name}, length {length}, {gpu.device_kind}", rate, "tokens/s", bar=bar))
+        rows.append(row(f"{name}: MFU, causal FLOPs", used, ""))
+        rows.append(row(f"{name}: device memory peak", peak_gib, "GiB"))
+    return rows
+
+
+def tokens_per_s(built: config.Run, num_steps: int) -> float:
+    """The jitted step on random tokens, without padding."""
+    mesh_spec = dataclasses.replace(built.mesh, data=1)
+    mesh = make_mesh(mesh_spec, jax.devices()[:1])
+    layout = make_layout(built.layout, mesh_spec, built.model.param_infos())
+    optimizer = loop.make_optimizer(built)
+    step = make_train_step(built.model, optimizer, layout, mesh)
+    state = init_state(layout, optimizer, mesh, seed=0)
+    shape = (built.data.global_batch, built.data.seq_len)
+    token = np.random.default_rng(0).integers(0, built.model.vocab_size, shape, np.int32)
+    position = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    batch = put_batch(Batch(token, np.roll(token, -1, axis=1), position, np.ones(shape, np.int32)), mesh)
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    jax.block_until_ready(state)
+    start_s = time.perf_counter()
+    for _ in range(num_steps):
+        state, metrics = step(state, batch)
+    jax.block_until_ready((state, metrics))
+    return num_steps * token.size / (time.perf_counter() - start_s)

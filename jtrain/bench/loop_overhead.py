@@ -1,0 +1,69 @@
+"""Tokens/s of the full loop (data, metrics, TensorBoard, logging) over the bare jitted step called in a loop."""
+
+import argparse
+import contextlib
+import io
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+
+from jtrain import config, leaves, loop
+from jtrain.bench import Row, row
+from jtrain.data import open_dataset, put_batch
+from jtrain.mesh import make_mesh
+from jtrain.metrics import FILE, read
+from jtrain.step import init_state, make_train_step
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--config", default="tiny", help="what to train (default: tiny, its own shape)")
+    parser.add_argument("--steps", type=int, default=20, help="steps per measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="bare and full alternate this often; the median counts")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Alternates the two, so that a machine that slows down slows both; compilation is in neither."""
+    sets = [f"num_steps={2 * args.steps}", f"metrics.log_every_steps={args.steps}", "eval.every_steps=None"]
+    run_config = config.load(args.config, (), [*sets, "checkpoint.every_steps=None", "optimizer.warmup_steps=0"])
+    built = config.build(run_config)
+    text = leaves.flat(run_config)
+    bare, full = [], []
+    for _ in range(args.rounds + 1):
+        bare.append(bare_tokens_per_s(built, args.steps))
+        full.append(full_tokens_per_s(built, text))
+    ratios = [f / b for f, b in zip(full[1:], bare[1:], strict=True)]  # the first round fills caches
+    spread = f"{min(ratios):.3f} .. {max(ratios):.3f} over {args.rounds} rounds"
+    median = statistics.median(bare[1:])
+    return [row(f"{args.config}: full loop ({spread})", statistics.median(ratios) * median, "tokens/s", baseline=median,
+                bar=">= 0.97")]  # fmt: skip
+
+
+def bare_tokens_per_s(built: config.Run, num_steps: int) -> float:
+    """The jitted step on one batch that is already there, results read once at the end."""
+    mesh = make_mesh(built.mesh, jax.devices())
+    parts, optimizer = loop.plan_parts(built), loop.make_optimizer(built)
+    step = make_train_step(built.model, optimizer, parts.layout, mesh)
+    state = init_state(parts.layout, optimizer, mesh, seed=built.seed)
+    batch = put_batch(next(open_dataset(built.data, seed=built.seed).train_batches()), mesh)
+    state, metrics = step(state, batch)
+    jax.block_until_ready(state)
+    tokens = int(metrics["tokens"])
+    start_s = time.perf_counter()
+    for _ in range(num_steps):
+        state, metrics = step(state, batch)
+    jax.block_until_ready(state)
+    return num_steps * tokens / (time.perf_counter() - start_s)
+
+
+def full_tokens_per_s(built: config.Run, config_text: str) -> float:
+    """`loop.train`, the second half of its steps, as it logs it itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.redirect_stdout(io.StringIO()):
+            loop.train(built, workdir=Path(folder), config_text=config_text)
+        last = read(Path(folder) / FILE)[-1]
+    assert last["step"] == built.num_steps, last
+    return last["tokens_per_s"]
