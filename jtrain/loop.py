@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jtrain.checkpoint import Checkpoints
-from jtrain.config import Run, check_same_run
+from jtrain.config import Run, check_same_run, check_vocabulary
 from jtrain.data import TextDataset, open_dataset, prefetch, put_batch
 from jtrain.guard import StopRequest, agree, check_finite
 from jtrain.layout import Layout, make_layout
@@ -68,6 +68,7 @@ def train(run: Run, *, workdir: Path, config_text: str) -> int:
     layout = parts.layout
     optimizer = make_optimizer(run)
     dataset = open_dataset(run.data, seed=run.seed)
+    check_vocabulary(run.model, dataset.tokenizer)
     if jax.process_index() == 0:
         print_plan(parts, available=available)
         print(dataset.describe(), flush=True)

@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, UInt
@@ -31,7 +30,7 @@ from jtrain.dims import IGNORE, Batch
 from jtrain.layout import Layout, ParamLayout, unsplit_axes
 from jtrain.mesh import BATCH_AXES
 from jtrain.model.param import Params, init_params, map_params
-from jtrain.model.transformer import WEIGHTS, Placement, Transformer
+from jtrain.model.transformer import Placement, Transformer
 from jtrain.optim import Moments, Optimizer
 
 BATCH_SPEC = P(BATCH_AXES, "context")
@@ -180,8 +179,7 @@ def _placement(layout: Layout) -> Placement:
         tensor=layout.mesh.tensor,
         remat=spec.remat,
         remat_save=spec.remat_save,
-        # What can be had again by a cast or a gather is not worth keeping for all layers at once.
-        regather=spec.compute_dtype != spec.param_dtype or (spec.zero_stage == 3 and layout.mesh.data > 1),
+        regather=spec.zero_stage == 3 and layout.mesh.data > 1,
     )
 
 
@@ -219,15 +217,12 @@ def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
     if not p.info.is_matrix:
         return leaf  # scales multiply in float32
     if spec.zero_stage < 2 or not _splits_data(layout, p):
-        whole = leaf.astype(spec.compute_dtype)
-    else:
-        assert p.data_dim is not None
-        dim = p.data_dim - p.info.dims.startswith("Y")  # inside the loop over layers, Y is gone
-        if spec.zero_stage == 2:
-            whole = _use_whole(*leaf, dim, spec.compute_dtype, spec.reduce_dtype)
-        else:
-            whole = _gather(leaf, dim, spec.compute_dtype, spec.reduce_dtype)
-    return checkpoint_name(whole, WEIGHTS)
+        return leaf.astype(spec.compute_dtype)
+    assert p.data_dim is not None
+    dim = p.data_dim - p.info.dims.startswith("Y")  # inside the loop over layers, Y is gone
+    if spec.zero_stage == 2:
+        return _use_whole(*leaf, dim, spec.compute_dtype, spec.reduce_dtype)
+    return _gather(leaf, dim, spec.compute_dtype, spec.reduce_dtype)
 
 
 def _gather(shard: Array, dim: int, compute_dtype: str, reduce_dtype: str) -> Array:

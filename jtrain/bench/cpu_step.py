@@ -184,7 +184,7 @@ def _python(peer: str, path: str | None, test: str) -> str:
     if path is None or subprocess.run([path, "-c", test], capture_output=True, check=False).returncode:
         wrong = f"{path} cannot import it" if path else "no interpreter that has it was given"
         raise ValueError(
-            f"cpu_step compares with {peer}, but {wrong}. Make one with `{INSTALL[peer]}`, then give --{peer}-python or "
-            f"PEER_{peer.upper()}_PYTHON."
+            f"cpu_step compares with {peer}, but {wrong}. Make one with `{INSTALL[peer]}`, then give "
+            f"--{peer}-python or PEER_{peer.upper()}_PYTHON."
         )
     return path

@@ -56,4 +56,6 @@ def temp_bytes(loss: Callable[..., tuple[jax.Array, jax.Array]], device: jax.Dev
 
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     arguments = abstract((1, TOKENS, D), "bfloat16"), abstract((D, V), unembed_dtype), abstract((1, TOKENS), "int32")
-    return step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    memory = step.lower(*arguments).compile().memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes

@@ -66,5 +66,4 @@ class Attention(nnx.Module):
         k_BLKH = checkpoint_name(k_BLKH, "attention_k")
         v_BLKH = checkpoint_name(v_BLKH, "attention_v")
         y_BLNH = ops.attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=self.chunk)
-        y_BLNH = checkpoint_name(y_BLNH, "attention")
         return ops.linear(y_BLNH, self.o_NHD[...], num_in=2)

@@ -27,9 +27,6 @@ from jtrain.model.rope import RopeSpec
 SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_gate", "mlp_up")
 """Activations of a block that `layout.remat=named` may keep for the backward pass instead of recomputing."""
 
-WEIGHTS = "weights"
-"""The name of fetched weights in remat policies: gathered or cast for one layer, and dropped after it."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Placement:

@@ -70,9 +70,7 @@ class _Chunk(NamedTuple):
         part = x_BKGLH[:, :, :, self.start : self.stop]
         return part.reshape(*part.shape[:2], -1, part.shape[-1])
 
-    def scores(
-        self, q_BKQH: Array, k_BKMH: Array, segment_BL: Array, segment_BM: Array
-    ) -> Float[Array, "B K Q M"]:
+    def scores(self, q_BKQH: Array, k_BKMH: Array, segment_BL: Array, segment_BM: Array) -> Float[Array, "B K Q M"]:
         """Scaled, float32, -inf where masked; never a whole row, for a query sees itself."""
         s_BKQM = jnp.einsum("bkqh,bkmh->bkqm", q_BKQH, k_BKMH, preferred_element_type=jnp.float32)
         same_BLM = segment_BL[:, self.start : self.stop, None] == segment_BM[:, None, : self.stop]
@@ -175,6 +173,8 @@ def _backward(
     for part in reversed(_chunks(L, chunk)):
         k, v = k_BKMH[:, :, : part.stop], v_BKMH[:, :, : part.stop]
         q, dy = part.queries(q_BKGLH), part.queries(dy_BKGLH)
+        # One chunk after the other: all chunks' scores at once take 5.2 GiB instead of 2.0 at L=8192, N=32 (H200).
+        q, dy, dk_BKHM, dv_BKHM = jax.lax.optimization_barrier((q, dy, dk_BKHM, dv_BKHM))
         s_BKQM = part.scores(q, k, segment_BL, segment_BM)
         p_BKQM = jnp.exp(s_BKQM - part.queries(lse_BKGL1))
         dp_BKQM = jnp.einsum("bkqh,bkmh->bkqm", dy, v, preferred_element_type=jnp.float32)

@@ -1,0 +1,85 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jtrain_kernels.attention.api import attention
+from jtrain_kernels.attention.reference import attention_reference
+from tests.kernels.gradients import agree_with, dtypes, normal
+
+SEGMENTS = np.asarray([[1] * 16, [1] * 7 + [2] * 6 + [0] * 3, [0] * 16], np.int32)
+"""One document; two and padding; nothing but padding."""
+
+B, L, N, K, H = 3, 16, 4, 2, 8
+
+
+def inputs() -> tuple[np.ndarray, ...]:
+    return normal(0, B, L, N, H), normal(1, B, L, K, H), normal(2, B, L, K, H)
+
+
+@dtypes
+@pytest.mark.parametrize("chunk", [4, 8, 16, 512])
+def test_attention_is_its_formula_in_any_chunk(dtype: str, chunk: int) -> None:
+    """Value and the gradients of q, k and v, with documents that end inside a chunk, and grouped heads."""
+    segment = jnp.asarray(SEGMENTS)
+    agree_with(
+        lambda q, k, v: attention(q, k, v, segment, segment, chunk=chunk),
+        lambda q, k, v: attention_reference(q, k, v, segment, segment),
+        inputs(),
+        dtype,
+    )
+
+
+def test_a_query_sees_neither_later_tokens_nor_other_documents() -> None:
+    """Changing a key and value moves exactly the queries that may see it."""
+    q, k, v = (jnp.asarray(x[1:2]) for x in inputs())
+    segment = jnp.asarray(SEGMENTS[1:2])
+
+    def run(k: jax.Array, v: jax.Array) -> np.ndarray:
+        return np.asarray(attention(q, k, v, segment, segment, chunk=4))
+
+    at = 9  # in the second document, indices 7..12
+    moved = np.any(run(k, v) != run(k.at[:, at].add(1.0), v.at[:, at].add(1.0)), axis=(0, 2, 3))
+    np.testing.assert_array_equal(np.flatnonzero(moved), [9, 10, 11, 12])
+
+
+def test_scores_too_large_for_exp_are_fine() -> None:
+    """Scores near 10^4, and a row of padding, leave values and gradients finite."""
+    q, k, v = (jnp.asarray(x) for x in inputs())
+    segment = jnp.asarray(SEGMENTS)
+    value, grads = jax.value_and_grad(
+        lambda q, k, v: jnp.sum(attention(q, k, v, segment, segment, chunk=8)), argnums=(0, 1, 2)
+    )(100 * q, 100 * k, v)
+    assert np.isfinite(value)
+    assert all(np.isfinite(g).all() for g in grads)
+
+
+def test_under_remat_the_named_result_is_not_computed_again() -> None:
+    """With "attention" kept, the backward pass has one exp per chunk; with nothing kept, three: forward again."""
+    q, k, v = (jnp.asarray(x) for x in inputs())
+    segment = jnp.asarray(SEGMENTS)
+
+    def exps(policy: object) -> int:
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.sum(attention(q, k, v, segment, segment, chunk=16) ** 2)
+
+        remat = jax.checkpoint(loss, policy=policy)  # type: ignore[arg-type]
+        return str(jax.make_jaxpr(jax.grad(remat, argnums=(0, 1, 2)))(q, k, v)).count(" exp ")
+
+    policies = jax.checkpoint_policies
+    assert exps(policies.save_only_these_names("attention")) < exps(policies.nothing_saveable)
+
+
+@pytest.mark.parametrize(
+    ("length", "keys", "kv_heads", "chunk", "message"),
+    [
+        (16, 16, 2, 5, "chunk=5 does not divide the L=16 .* does: 4"),
+        (16, 16, 3, 4, "num_heads=4 is no multiple of num_kv_heads=3"),
+        (16, 12, 2, 4, "L=16 queries but M=12 keys"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(length: int, keys: int, kv_heads: int, chunk: int, message: str) -> None:
+    """With the numbers and what would fit."""
+    q, k = jnp.zeros((1, length, 4, 8)), jnp.zeros((1, keys, kv_heads, 8))
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, k, jnp.ones((1, length), jnp.int32), jnp.ones((1, keys), jnp.int32), chunk=chunk)

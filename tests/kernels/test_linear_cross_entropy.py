@@ -1,0 +1,90 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jtrain.bench.loss_memory import GIB, temp_bytes
+from jtrain.plan.aot import topology_devices
+from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
+from jtrain_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+from tests.kernels.gradients import agree_with, dtypes, normal
+
+B, L, D, V = 2, 16, 8, 40
+
+
+def targets() -> np.ndarray:
+    """A third are ignored, and so is a whole chunk of eight."""
+    target = np.random.default_rng(0).integers(0, V, (B, L), dtype=np.int32)
+    target[np.random.default_rng(1).random((B, L)) < 1 / 3] = -1
+    target[1, :8] = -1
+    return target
+
+
+@dtypes
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("chunk", [1, 8, 32, 1024])
+def test_the_loss_and_its_gradients_are_those_of_all_logits(dtype: str, z_loss: float, chunk: int) -> None:
+    """In any chunk, with ignored targets, and scaled by whatever the loss is multiplied with."""
+    target = jnp.asarray(targets())
+    agree_with(
+        lambda x, w: linear_cross_entropy(x, w, target, chunk_tokens=chunk, z_loss=z_loss)[0],
+        lambda x, w: linear_cross_entropy_reference(x, w, target, z_loss=z_loss)[0],
+        (normal(0, B, L, D), normal(1, D, V)),
+        dtype,
+    )
+
+
+def test_the_reported_loss_has_no_z_loss_and_no_gradient() -> None:
+    """The second result is the cross entropy alone; only the first is differentiable."""
+    x, w, target = jnp.asarray(normal(0, B, L, D)), jnp.asarray(normal(1, D, V)), jnp.asarray(targets())
+    total, nats = linear_cross_entropy(x, w, target, chunk_tokens=8, z_loss=0.1)
+    _, want = linear_cross_entropy_reference(x, w, target)
+    np.testing.assert_allclose(nats, want, rtol=1e-6)
+    assert total > nats + 1
+    gradient = jax.grad(lambda x: linear_cross_entropy(x, w, target, chunk_tokens=8)[1])(x)
+    assert not np.any(gradient)
+
+
+def test_without_targets_the_loss_and_gradient_are_zero() -> None:
+    """A microbatch of padding adds nothing, and no nan."""
+    x, w = jnp.asarray(normal(0, B, L, D)), jnp.asarray(normal(1, D, V))
+    none = jnp.full((B, L), -1)
+    value, gradient = jax.value_and_grad(lambda x: linear_cross_entropy(x, w, none, chunk_tokens=8, z_loss=1.0)[0])(x)
+    assert value == 0
+    assert not np.any(gradient)
+
+
+def test_the_gradient_takes_three_matmuls_and_the_loss_one() -> None:
+    """Nothing is recomputed, and evaluation computes no gradient."""
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 64, 8), (8, 40))]
+    target = jax.ShapeDtypeStruct((1, 64), jnp.int32)
+
+    def loss(x: jax.Array, w: jax.Array, t: jax.Array) -> jax.Array:
+        return linear_cross_entropy(x, w, t, chunk_tokens=16)[0]
+
+    def matmuls(fn: object) -> int:
+        lowered = jax.jit(fn).trace(*shapes, target).lower(lowering_platforms=("tpu",))  # type: ignore[arg-type]
+        return lowered.as_text().count("stablehlo.dot_general")
+
+    assert matmuls(loss) == 1
+    assert matmuls(jax.grad(loss, argnums=(0, 1))) == 3
+
+
+def test_chunks_that_do_not_divide_the_tokens_are_refused() -> None:
+    """With the numbers, and a size that fits."""
+    x, w = jnp.zeros((2, 9, 4)), jnp.zeros((4, 8))
+    with pytest.raises(ValueError, match=r"chunk_tokens=4 does not divide the B=2 \* L=9 = 18 .* does: 3"):
+        linear_cross_entropy(x, w, jnp.zeros((2, 9), jnp.int32), chunk_tokens=4)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("topology", ["h200:1", "v5p:2x2x1"])
+def test_on_an_accelerator_the_logits_are_never_whole(topology: str) -> None:
+    """At 16384 x 4096 x 128256 by the chip's own compiler: <= 3 GiB beside arguments and results; all logits, > 10."""
+    device = topology_devices(topology)[0]
+
+    def chunked(x: jax.Array, w: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return linear_cross_entropy(x, w, t, chunk_tokens=1024)
+
+    assert temp_bytes(chunked, device, "bfloat16") <= 3 * GIB
+    assert temp_bytes(linear_cross_entropy_reference, device, "bfloat16") > 10 * GIB
