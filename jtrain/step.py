@@ -221,7 +221,8 @@ def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
     assert p.data_dim is not None
     dim = p.data_dim - p.info.dims.startswith("Y")  # inside the loop over layers, Y is gone
     if spec.zero_stage == 2:
-        return _use_whole(*leaf, dim, spec.compute_dtype, spec.reduce_dtype)
+        shard, whole = leaf
+        return _use_whole(shard, whole, dim, spec.compute_dtype, spec.reduce_dtype)
     return _gather(leaf, dim, spec.compute_dtype, spec.reduce_dtype)
 
 

@@ -211,9 +211,7 @@ class TwoByteTokenizer(ByteTokenizer):
 def test_half_a_character_waits_for_its_other_half() -> None:
     """No piece but the last ends in U+FFFD, although chunks end inside characters."""
     model = MODEL
-    pieces = list(
-        stream(model, sharp_params(model), TwoByteTokenizer(), "x", context=256, max_tokens=3 * DECODE_CHUNK)
-    )
+    pieces = list(stream(model, sharp_params(model), TwoByteTokenizer(), "x", context=256, max_tokens=3 * DECODE_CHUNK))
     assert len(pieces) > 1
     assert not any("\ufffd" in piece for piece in pieces[:-1])
     text = "".join(pieces)

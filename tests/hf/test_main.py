@@ -99,9 +99,7 @@ def test_launch_can_start_from_what_import_wrote(given: Given) -> None:
     config.check_same_run(workdir, text)
     run = config.build(run_config)
     layout = make_layout(run.layout, MeshSpec(), run.model.param_infos())
-    optimizer = build(
-        run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos())
-    )
+    optimizer = build(run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos()))
     like = abstract_state(layout, optimizer, make_mesh(MeshSpec(), jax.devices()[:1]))
     with Checkpoints(workdir, CheckpointSpec()) as checkpoints:
         assert checkpoints.latest_step() == 0

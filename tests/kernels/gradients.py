@@ -41,7 +41,9 @@ def agree_with(
     xs = tuple(jnp.asarray(x, dtype) for x in inputs)
     run = jax.jit(jax.value_and_grad(scalar(op, jnp.asarray(weight)), argnums, has_aux=True))
     (_, got), got_grads = run(*xs)
-    for name, a, b in zip(("value", *(f"gradient {i}" for i in argnums)), (got, *got_grads), (want, *want_grads), strict=True):
+    for name, a, b in zip(
+        ("value", *(f"gradient {i}" for i in argnums)), (got, *got_grads), (want, *want_grads), strict=True
+    ):
         scale = np.abs(b).max()
         assert scale > 1e-3, f"{name}: all but zero, so equality would prove nothing"
         np.testing.assert_allclose(np.asarray(a, np.float64) / scale, b / scale, atol=TOLERANCE[dtype], err_msg=name)
