@@ -32,6 +32,7 @@ from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.step import BATCH_SPEC, init_state, make_train_step
+from jtrain_kernels.host_memory import keep_freed_memory
 
 SEQUENCES, SEQ_LEN, VOCAB = 8, 512, 32000
 PEERS = Path(__file__).parent / "peers"
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     Raises:
       ValueError: no interpreter was given for a peer, or it lacks the peer.
     """
+    keep_freed_memory()
     torch_python = _python("torch", args.torch_python, "import torch, transformers")
     maxtext_python = _python("maxtext", args.maxtext_python, "import importlib.util as u; u.find_spec('maxtext').name")
     cores = len(os.sched_getaffinity(0))
