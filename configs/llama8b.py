@@ -64,7 +64,7 @@ def llama8b() -> fdl.Config[Run]:
 
 
 def single_device(run: fdl.Config[Run]) -> None:
-    """One H200: moments in bfloat16, 96 GB of parameters, moments and gradients; small batches, to measure with."""
+    """One H200: moments in bfloat16, 128 GB of parameters, moments and gradients; small batches, to measure with."""
     run.mesh.data = 1
     run.layout.zero_stage = 0
     run.layout.microbatches = 8

@@ -10,7 +10,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import math
 import traceback
 import types
 from collections.abc import Iterator, Sequence
@@ -22,10 +21,10 @@ import fiddle as fdl
 from jtrain import leaves
 from jtrain.checkpoint import CheckpointSpec
 from jtrain.data import PackedText, Tokenizer
-from jtrain.layout import LayoutSpec, make_layout
-from jtrain.mesh import BATCH_AXES, MeshSpec, shard_size
+from jtrain.layout import LayoutSpec, check_batch, make_layout
+from jtrain.mesh import MeshSpec
 from jtrain.metrics import MetricsSpec
-from jtrain.model.transformer import Transformer
+from jtrain.model.transformer import SAVEABLE, Transformer
 from jtrain.optim import AdamW, Muon
 
 
@@ -140,17 +139,12 @@ def validate(run: Run) -> None:
     Raises:
       ValueError: names the fields, the numbers and the way out.
     """
-    shape = run.mesh.shape
     make_layout(run.layout, run.mesh, run.model.param_infos())  # heads, widths and vocabulary over the mesh
-    rows = shard_size("data.global_batch", run.data.global_batch, shape, BATCH_AXES)
-    if rows % run.layout.microbatches:
-        split = math.prod(shape[axis] for axis in BATCH_AXES)
+    check_batch(run.layout, run.mesh, global_batch=run.data.global_batch, seq_len=run.data.seq_len)
+    if unknown := [name for name in run.layout.remat_save if name not in SAVEABLE]:
         raise ValueError(
-            f"data.global_batch={run.data.global_batch} leaves {rows} sequences for each of {split} batch shards, "
-            f"which do not split evenly into layout.microbatches={run.layout.microbatches}. Set data.global_batch to a "
-            f"multiple of {split * run.layout.microbatches}, or change layout.microbatches."
+            f"layout.remat_save names {', '.join(unknown)}, which no layer computes. There are: {', '.join(SAVEABLE)}."
         )
-    shard_size("data.seq_len", run.data.seq_len, shape, ("context", "tensor"))
     if run.eval.every_steps is not None and not run.data.eval_fraction:
         raise ValueError(
             f"eval.every_steps={run.eval.every_steps} evaluates on held-out documents, but data.eval_fraction=0 holds "

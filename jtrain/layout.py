@@ -110,26 +110,6 @@ class Layout:
         shards = math.prod(self.mesh.shape[axis] for axis in spec if axis is not None)
         return math.prod(shape) // shards
 
-    def table(self) -> list[dict[str, object]]:
-        """One row per parameter: path, shape, where each of its arrays is split, bytes per device."""
-        rows: list[dict[str, object]] = []
-        for p in self.params:
-            size = self.local_size(p.param, p.info.shape)
-            rows.append(
-                {
-                    "path": p.info.path,
-                    "dims": p.info.dims,
-                    "shape": p.info.shape,
-                    "param": _show(p.param, p.info.dims),
-                    "gradient": _show(p.accumulator, p.info.dims),
-                    "optimizer": _show(p.optimizer, p.info.dims),
-                    "memory": "device",
-                    "dtype": self.spec.param_dtype,
-                    "param_bytes": size * itemsize(self.spec.param_dtype),
-                }
-            )
-        return rows
-
 
 def make_layout(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> Layout:
     """Decides where every array of a model lives.
@@ -184,8 +164,3 @@ def unsplit_axes(spec: P, mesh: Mapping[str, int]) -> tuple[str, ...]:
 def itemsize(dtype: str) -> int:
     """Bytes per element."""
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-
-
-def _show(spec: P, dims: str) -> str:
-    parts = [f"{letter}/{axis}" for letter, axis in zip(dims, spec, strict=True) if axis is not None]
-    return " ".join(parts) or "whole"

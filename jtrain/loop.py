@@ -50,7 +50,7 @@ def train(run: Run, *, workdir: Path, config_text: str) -> int:
 
     Args:
       run: a checked config, built.
-      workdir: made if missing; what a run leaves is listed in DESIGN.
+      workdir: made if missing; gets config.txt, run.json, metrics.jsonl, tensorboard/ and checkpoints/.
       config_text: the flat config, kept in the workdir and in every checkpoint.
 
     Raises:
@@ -123,13 +123,14 @@ def _check_fits(run: Run, layout: Layout, *, num_devices: int, available: int) -
     A mesh of another size is refused by `make_mesh`; but whoever has one device and a config for eight first has to
     know whether one would do at all.
     """
+    asked = layout
     data = num_devices // (run.mesh.size // run.mesh.data // run.mesh.replica)
     if run.mesh.size != num_devices and data and run.data.global_batch % data == 0:
         mesh = dataclasses.replace(run.mesh, replica=1, data=data)
         spec = dataclasses.replace(run.layout, microbatches=run.data.global_batch // data)
         layout = make_layout(spec, mesh, run.model.param_infos())
     sizes = {"global_batch": run.data.global_batch, "seq_len": run.data.seq_len}
-    check_fits(run.model, layout, run.optimizer, **sizes, available=available)
+    check_fits(run.model, layout, run.optimizer, **sizes, available=available, asked=asked)
 
 
 @dataclasses.dataclass
@@ -168,6 +169,8 @@ class Loop:
         self.flops = flops_per_token(run.model, seq_len=run.data.seq_len)
         self.peak_flops = _peak_flops(mesh, run.layout.compute_dtype)
         self.interval = _Interval(time.perf_counter())
+        self.compiling = True
+        self.skipped = 0
 
     def run_steps(self, state: TrainState, start_step: int, batches: Any, stop: StopRequest) -> int:
         """Steps until the run is complete or somebody asks to stop; the state is saved then. Returns the step."""
@@ -185,7 +188,8 @@ class Loop:
                 self._report(*unread)
             step += 1
             unread = (step, results, wait_ms)
-            stopping = self._stopping(step, stop)
+            # Among several processes this waits for the step: milliseconds, but schedulers kill soon after they warn.
+            stopping = agree(stop.requested)
             last = step == num_steps or stopping
             # A state that is saved or evaluated is first known to be finite.
             if last or _due(step, save_every) or _due(step, evaluate_every):
@@ -204,12 +208,6 @@ class Loop:
         assert saved == step, (saved, step)
         return step
 
-    def _stopping(self, step: int, stop: StopRequest) -> bool:
-        """Whether to save and stop after `step`; several processes ask each other only at logged steps: it costs."""
-        if jax.process_count() > 1 and not self.run.metrics.is_logged(step, self.run.num_steps):
-            return False
-        return agree(stop.requested)
-
     def _report(self, step: int, results: Any, wait_ms: float) -> None:
         """Waits for a step's results, checks them, and logs them if it is their turn."""
         values = jax.device_get(results)
@@ -221,9 +219,12 @@ class Loop:
         interval.steps += 1
         interval.tokens += int(values["tokens"])
         interval.wait_ms += wait_ms
-        if not self.run.metrics.is_logged(step, self.run.num_steps):
-            return
         now_s = time.perf_counter()
+        if not self.run.metrics.is_logged(step, self.run.num_steps):
+            if self.compiling:
+                self.compiling, self.interval = False, _Interval(now_s)  # the step's compilation is no step time
+            return
+        self.compiling = False
         seconds = now_s - interval.since_s - interval.outside_s
         tokens_per_s = interval.tokens / seconds
         positions_per_s = interval.steps * self.run.data.global_batch * self.run.data.seq_len / seconds
@@ -248,6 +249,9 @@ class Loop:
             )
         )
         self.interval = _Interval(now_s)
+        if self.dataset.skipped > self.skipped:
+            self.skipped = self.dataset.skipped
+            self.metrics.say(f"step {step}: {self.skipped} bad records skipped so far (data.on_bad_record=skip)")
 
     def _evaluate(self, step: int, state: TrainState) -> None:
         """The mean cross entropy over the held-out batches."""
@@ -286,23 +290,26 @@ def _memory_peak_gib(mesh: Mesh) -> float | None:
 def _write_run_files(workdir: Path, config_text: str, mesh: Mesh) -> None:
     """config.txt and run.json: what runs, with what, since when."""
     workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.txt").write_text(config_text)
     facts = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.orig_argv,
-        "commit": _git_commit(),
+        "commit": git_commit(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in _VERSIONS},
         "devices": {"kind": mesh.devices.flat[0].device_kind, "count": mesh.devices.size},
         "processes": jax.process_count(),
         "mesh": dict(mesh.shape),
     }
-    (workdir / "run.json").write_text(json.dumps(facts, indent=1) + "\n")
+    for name, text in (("run.json", json.dumps(facts, indent=1) + "\n"), ("config.txt", config_text)):
+        # Renamed when whole: half a config.txt would be taken for another run's.
+        new = workdir / f"{name}.new"
+        new.write_text(text)
+        new.replace(workdir / name)
 
 
 _VERSIONS = ("jtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """The commit of jtrain's checkout, with `+changes` if files differ from it; None outside of one."""
 
     def git(*command: str) -> str:

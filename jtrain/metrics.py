@@ -36,7 +36,12 @@ TRAIN_METRICS = (
     Metric("data_wait_ms", "ms", "mean since the last line", "part of it spent waiting for the next batch"),
     Metric("batch_hash", "hex", "this step", "hash of the global batch that fed this step, as the devices got it"),
     Metric("mfu", "", "mean since the last line", "model FLOP/s over the devices' peak; null where that is unknown"),
-    Metric("device_memory_peak_gib", "GiB", "highest so far", "of the fullest device; null where it cannot be asked"),
+    Metric(
+        "device_memory_peak_gib",
+        "GiB",
+        "highest so far",
+        "of process 0's fullest device; null where it cannot be asked",
+    ),
 )
 """What every line of a train step holds, in this order."""
 
@@ -273,7 +278,8 @@ def summary(line: TrainLine, num_steps: int) -> str:
     """Loss, speed and time left, as in `loss 2.1034 nats  12.3k tokens/s  MFU 41.2 %  ETA 1m 20s`."""
     mfu = "" if line.mfu is None else f"  MFU {line.mfu:.1%}"
     left_s = (num_steps - line.step) * line.step_time_ms / 1e3
-    eta = "" if line.step >= num_steps else f"  ETA {_duration(left_s)}"
+    # The first step's time is mostly compilation: no estimate from it.
+    eta = "" if line.step in (1, num_steps) else f"  ETA {_duration(left_s)}"
     return f"loss {line.loss_nats:.4f} nats  {_count(line.tokens_per_s)} tokens/s{mfu}{eta}"
 
 

@@ -120,10 +120,19 @@ def make_train_step(
 
 
 def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[Params, Batch], Metrics]:
-    """`step(params, batch) -> {"nats", "tokens"}`: sums over the batch, so that batches of any fill average exactly."""
+    """`step(params, batch) -> {"nats", "tokens"}`: sums over the batch, so that batches of any fill average exactly.
+
+    A device computes as many sequences at a time as in training, so evaluating needs no more memory.
+    """
+    placement = _placement(layout)
 
     def local(params: Params, batch: Batch) -> Metrics:
-        _, nats = model.loss(_with_whole(layout, _trained(layout, params), params), batch, _placement(layout))
+        weights = _with_whole(layout, _trained(layout, params), params)
+
+        def microbatch(nats: Array, part: Batch) -> tuple[Array, None]:
+            return nats + model.loss(weights, part, placement)[1], None
+
+        nats, _ = jax.lax.scan(microbatch, jnp.zeros((), jnp.float32), _microbatches(layout, batch))
         axes = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
         tokens = jnp.sum(batch.target_BL != IGNORE)
         return {"nats": jax.lax.psum(nats, axes), "tokens": _psum_batch(layout, tokens)}
@@ -152,7 +161,7 @@ def _local_gradients(model: Transformer, layout: Layout, params: Params, batch: 
     if spec.microbatches == 1:
         (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained, batch)
     else:
-        parts = jax.tree.map(lambda x: x.reshape(spec.microbatches, -1, *x.shape[1:]), batch)
+        parts = _microbatches(layout, batch)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
         (grads, loss), _ = jax.lax.scan(microbatch, (zeros, jnp.zeros((), jnp.float32)), parts)
 
@@ -162,6 +171,11 @@ def _local_gradients(model: Transformer, layout: Layout, params: Params, batch: 
         loss = jax.lax.psum(loss, tuple(axis for axis, size in layout.mesh.shape.items() if size > 1))
     hash_2 = _psum_batch(layout, _hash_block(layout, batch))
     return grads, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}
+
+
+def _microbatches(layout: Layout, batch: Batch) -> Batch:
+    """One device's rows in the parts that it computes one after another."""
+    return jax.tree.map(lambda x: x.reshape(layout.spec.microbatches, -1, *x.shape[1:]), batch)
 
 
 def _placement(layout: Layout) -> Placement:

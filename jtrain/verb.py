@@ -5,6 +5,7 @@ at once.
 """
 
 import glob
+import linecache
 import sys
 import traceback
 from collections.abc import Callable, MutableMapping
@@ -17,15 +18,15 @@ ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/accel[0-
 def run(main: Callable[[], int]) -> int:
     """Runs a verb and returns its exit code: a mistake of the user's is a message and 2, a bug keeps its traceback.
 
-    A ValueError or OSError is the user's if jtrain raised it, because our own checks say what to mend, or if it names a
-    file. Out of a library it is a bug of ours.
+    A ValueError or OSError is the user's if a `raise` of jtrain raised it, because our own checks say what to mend, or
+    if it names a file. Out of a library, or out of a line of ours that meant something else, it is a bug.
     """
     try:
         return main()
     except KeyboardInterrupt:
         return 130  # as shells report SIGINT; during training the loop catches it, saves, and returns 75
     except (ValueError, OSError) as error:
-        if not _raised_in(error).startswith("jtrain") and getattr(error, "filename", None) is None:
+        if not _raised_by_us(error) and getattr(error, "filename", None) is None:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -93,9 +94,10 @@ def join_processes(environ: MutableMapping[str, str]) -> None:
     jax.distributed.initialize(coordinator, int(values[0]), int(values[1]))
 
 
-def _raised_in(error: BaseException) -> str:
-    """The module whose code raised `error`."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    module = frames[-1].f_globals
-    spec = module.get("__spec__")  # knows the name of what `python -m` runs, whose __name__ is "__main__"
-    return spec.name if spec else module.get("__name__", "")
+def _raised_by_us(error: BaseException) -> bool:
+    """Whether a `raise` statement in jtrain's own code raised `error`."""
+    frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
+    spec = frame.f_globals.get("__spec__")  # knows the name of what `python -m` runs, whose __name__ is "__main__"
+    module = spec.name if spec else frame.f_globals.get("__name__", "")
+    statement = linecache.getline(frame.f_code.co_filename, line).lstrip()
+    return module.startswith("jtrain") and statement.startswith("raise ")

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -118,8 +119,15 @@ def test_a_bug_keeps_its_traceback() -> None:
         json.loads("{")
         return 0
 
+    def mistake_of_ours() -> int:
+        return loop_of_ours.mistake()
+
+    loop_of_ours = types.ModuleType("jtrain.mistaken")
+    exec("def mistake():\n    a, b = [1]\n", loop_of_ours.__dict__)
     with pytest.raises(json.JSONDecodeError):
         verb.run(library_error)
+    with pytest.raises(ValueError, match="not enough values"):
+        verb.run(mistake_of_ours)
 
 
 def test_our_own_checks_and_bad_paths_are_messages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

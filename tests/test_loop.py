@@ -78,6 +78,12 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
+def test_too_few_devices_are_counted(tmp_path: Path) -> None:
+    """The mesh and what is here, with both ways out."""
+    with pytest.raises(ValueError, match=r"mesh data=2 \* tensor=2 = 4 devices, but 8 are here.*--emulate-devices 4"):
+        train(tmp_path, "mesh.data=2", "mesh.tensor=2")
+
+
 def test_a_workdir_that_cannot_be_written_is_a_message(tmp_path: Path) -> None:
     """Here a file is in the way."""
     (tmp_path / "run").write_text("not a folder")

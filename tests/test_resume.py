@@ -97,7 +97,7 @@ def test_sigkill_after_a_save_loses_only_the_steps_since(unbroken: Path, tmp_pat
         process = start(tmp_path)
         wait_until(process, lambda step=saved: max(train_lines(tmp_path), default=0) > step + 2)
         process.kill()
-        process.wait()
+        process.communicate()
     finish(tmp_path)
     assert_same_run(tmp_path, unbroken)
 

@@ -9,7 +9,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,12 +32,14 @@ def benchmarks() -> dict[str, str]:
 
 def report(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     """What `--json` writes: the rows, and what one needs to know to measure them again."""
+    from jtrain.loop import git_commit  # lazy: it imports jax and the rest
+
     return {
         "name": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device(),
         "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in PACKAGES}},
-        "commit": commit(),
+        "commit": git_commit(),
         "rows": list(rows),
     }
 
@@ -54,16 +55,6 @@ def device() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     return f"{len(os.sched_getaffinity(0))} x {models[0] if models else platform.processor() or platform.machine()}"
-
-
-def commit() -> str | None:
-    """The checkout's commit, with `+` if files differ from it; None outside a checkout."""
-    git = ["git", "-C", str(FOLDER)]
-    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
-    if head.returncode:
-        return None
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False).stdout
-    return head.stdout.strip() + ("+" if changed else "")
 
 
 def print_table(rows: Sequence[Row]) -> None:

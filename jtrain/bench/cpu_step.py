@@ -3,8 +3,8 @@
     python -m jtrain.bench cpu_step --torch-python T/bin/python --maxtext-python M/bin/python
 
 4 layers, D 256, 8 query and 4 key heads of 32, F 1024, V 32000, 8 sequences of 512; parameters float32, compute
-bfloat16, AdamW, untied head. The programs take turns on the same cores, and each one's median step counts. Torch is the
-better of eager and `torch.compile`.
+bfloat16, AdamW, untied head. The programs take turns on the same cores, and each one's fastest step counts: what else
+runs on the machine only ever slows one down. Torch is the better of eager and `torch.compile`.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> list[Row]:
                 step_ms[name] += steps(args.steps)
     step_ms["maxtext"] = maxtext_step_ms(maxtext_python, args.steps)
 
-    tokens_per_s = {name: 1e3 * SEQUENCES * SEQ_LEN / statistics.median(ms) for name, ms in step_ms.items()}
+    tokens_per_s = {name: 1e3 * SEQUENCES * SEQ_LEN / min(ms) for name, ms in step_ms.items()}
     ours = tokens_per_s["jtrain"]
     best = max("torch eager", "torch compile", key=lambda name: tokens_per_s[name])
     return [
@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         row("jtrain, against torch eager", ours, "tokens/s", baseline=tokens_per_s["torch eager"]),
         row("jtrain, against torch compile", ours, "tokens/s", baseline=tokens_per_s["torch compile"]),
         row("jtrain, against MaxText 0.2.5", ours, "tokens/s", baseline=tokens_per_s["maxtext"], bar=">= 6"),
+        *(row(f"fastest step, {name}", min(ms), "ms") for name, ms in step_ms.items()),
         *(row(f"median step, {name}", statistics.median(ms), "ms") for name, ms in step_ms.items()),
     ]
 
@@ -96,7 +97,7 @@ def our_steps() -> Steps:
         head_dim=32,
         d_ff=1024,
         vocab_size=VOCAB,
-        loss_chunk_tokens=512,
+        loss_chunk_tokens=1024,
         attention_chunk=128,
     )
     spec = MeshSpec()

@@ -135,6 +135,7 @@ class Transformer(nnx.Module):
     ) -> None:
         sizes = {"num_layers": num_layers, "d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         sizes |= {"head_dim": head_dim, "d_ff": d_ff, "vocab_size": vocab_size}
+        sizes |= {"loss_chunk_tokens": loss_chunk_tokens, "attention_chunk": attention_chunk}
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"model.{name}={size} must be at least 1.")

@@ -4,14 +4,17 @@ The environment must hold `jtrain.plan.AOT_ENVIRONMENT` before JAX is imported. 
 hardware no compiler tunes.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 
 from jtrain.dims import Batch
@@ -111,7 +114,8 @@ def compile_step(
     start = time.perf_counter()
     lowered = step.lower(abstract_state(layout, optimizer, mesh), Batch(ids, ids, ids, ids))
     lowered_at = time.perf_counter()
-    program = lowered.compile()
+    with no_compile_cache():
+        program = lowered.compile()
     compiled_at = time.perf_counter()
     memory = program.memory_analysis()
     without_aliases = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -130,6 +134,19 @@ def compile_step(
         lower_s=lowered_at - start,
         compile_s=compiled_at - lowered_at,
     )
+
+
+@contextlib.contextmanager
+def no_compile_cache() -> Iterator[None]:
+    """What was compiled for a machine that is not here can be written to the compile cache, but not read back."""
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # whether it is enabled is asked only once otherwise
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def _require(module: str, topology: str) -> None:

@@ -148,10 +148,9 @@ def _layer(model: Transformer, layout: Layout, *, rows: int, seq_len: int) -> tu
     everything = x + 3 * h + sum(named.values()) + before_norm + 2 * h + f
     kept_names = kept_activations(layout)
     kept = everything if kept_names is None else x + sum(named[name] for name in kept_names)
-    # Attention's backward pass holds one chunk's scores, probabilities and their gradient in float32, and the last two
-    # in the compute dtype as well.
+    # Attention's backward pass holds one chunk's probabilities and their gradient, in float32 and in the compute dtype.
     chunk = min(model.attention_chunk, seq_len)
-    scores = rows * model.num_heads // tensor * chunk * seq_len * (3 * _F32 + 2 * compute)
+    scores = rows * model.num_heads // tensor * chunk * seq_len * 2 * (_F32 + compute)
     mlp_half = 2 * f + 2 * h
     attention_half = scores + 4 * q + 4 * k * (_F32 // compute)
     once = everything - 3 * h  # recomputed, such copies are one array

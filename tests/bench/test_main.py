@@ -76,3 +76,11 @@ def test_a_bar_is_of_the_ratio_where_there_is_a_baseline(made: Row, met: bool | 
 def test_a_bar_that_says_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="must be one of <=, <, >=, > and a number"):
         meets_bar(row("a", 1.0, "s", bar="fast"))
+
+
+def test_a_gpu_sheet_without_a_gpu_is_refused() -> None:
+    """A CPU's number would be taken for one."""
+    from jtrain.bench import h200
+
+    with pytest.raises(ValueError, match="needs a GPU, but the device here is 'cpu'"):
+        h200.run(argparse.Namespace(steps=1, only=None))

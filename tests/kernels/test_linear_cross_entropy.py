@@ -22,7 +22,7 @@ def targets() -> np.ndarray:
 
 @dtypes
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
-@pytest.mark.parametrize("chunk", [1, 8, 32, 1024])
+@pytest.mark.parametrize("chunk", [1, 7, 8, 1024])
 def test_the_loss_and_its_gradients_are_those_of_all_logits(dtype: str, z_loss: float, chunk: int) -> None:
     """In any chunk, with ignored targets, and scaled by whatever the loss is multiplied with."""
     target = jnp.asarray(targets())
@@ -70,11 +70,11 @@ def test_the_gradient_takes_three_matmuls_and_the_loss_one() -> None:
     assert matmuls(jax.grad(loss, argnums=(0, 1))) == 3
 
 
-def test_chunks_that_do_not_divide_the_tokens_are_refused() -> None:
+def test_a_chunk_of_no_tokens_is_refused() -> None:
     """With the numbers, and a size that fits."""
     x, w = jnp.zeros((2, 9, 4)), jnp.zeros((4, 8))
-    with pytest.raises(ValueError, match=r"chunk_tokens=4 does not divide the B=2 \* L=9 = 18 .* does: 3"):
-        linear_cross_entropy(x, w, jnp.zeros((2, 9), jnp.int32), chunk_tokens=4)
+    with pytest.raises(ValueError, match="chunk_tokens=0 must be at least 1"):
+        linear_cross_entropy(x, w, jnp.zeros((2, 9), jnp.int32), chunk_tokens=0)
 
 
 @pytest.mark.aot

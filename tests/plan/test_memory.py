@@ -91,7 +91,7 @@ def test_a_run_that_cannot_fit_is_refused_with_settings_that_would() -> None:
     """The settings in the message do fit."""
     model = Transformer(**LLAMA8B)
     lay = layout_of(model, dict(data=8), zero_stage=0)
-    batch: dict[str, int] = dict(global_batch=32, seq_len=4096)
+    batch: dict[str, Any] = dict(global_batch=32, seq_len=4096)
     optimizer = AdamW(peak_lr=1e-3)
     available = 80 * 10**9
     with pytest.raises(

@@ -30,7 +30,7 @@ def attention(
     What the backward pass needs of the result carries the checkpoint name "attention".
 
     Raises:
-      ValueError: chunk does not divide L, K does not divide N, or L is not M.
+      ValueError: chunk is not positive, K does not divide N, or L is not M.
     """
     L, N = q_BLNH.shape[1:3]
     M, K = k_BMKH.shape[1:3]
@@ -38,13 +38,8 @@ def attention(
         raise ValueError(f"attention: L={L} queries but M={M} keys; causal order by index needs as many of each.")
     if N % K:
         raise ValueError(f"attention: num_heads={N} is no multiple of num_kv_heads={K}.")
-    chunk = min(chunk, L)
-    if chunk < 1 or L % chunk:
-        fits = max(c for c in range(1, max(chunk, 1) + 1) if L % c == 0)
-        raise ValueError(
-            f"attention: chunk={chunk} does not divide the L={L} queries of one device. The largest smaller size that "
-            f"does: {fits}."
-        )
+    if chunk < 1:
+        raise ValueError(f"attention: chunk={chunk} must be at least 1.")
     return _attention(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, chunk)
 
 
@@ -84,7 +79,8 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(length: int, chunk: int) -> list[_Chunk]:
-    return [_Chunk(start, start + chunk) for start in range(0, length, chunk)]
+    """All queries; the last chunk is shorter where `chunk` does not divide them."""
+    return [_Chunk(start, min(start + chunk, length)) for start in range(0, length, chunk)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -143,8 +139,8 @@ def _forward(
         sum_BKQ1 = jnp.sum(p_BKQM, axis=-1, keepdims=True)
         # Normalising the result, not p, saves a pass over the scores.
         y = jnp.einsum("bkqm,bkmh->bkqh", p_BKQM.astype(v.dtype), v, preferred_element_type=jnp.float32) / sum_BKQ1
-        ys.append(y.astype(q_BLNH.dtype).reshape(B, K, N // K, chunk, H))
-        lses.append((top_BKQ1 + jnp.log(sum_BKQ1)).reshape(B, K, N // K, chunk, 1))
+        ys.append(y.astype(q_BLNH.dtype).reshape(B, K, N // K, -1, H))
+        lses.append((top_BKQ1 + jnp.log(sum_BKQ1)).reshape(B, K, N // K, -1, 1))
     return _heads_last(jnp.concatenate(ys, axis=3)), jnp.concatenate(lses, axis=3)
 
 
@@ -179,7 +175,7 @@ def _backward(
         p_BKQM = jnp.exp(s_BKQM - part.queries(lse_BKGL1))
         dp_BKQM = jnp.einsum("bkqh,bkmh->bkqm", dy, v, preferred_element_type=jnp.float32)
         ds_BKQM = (p_BKQM * (dp_BKQM - part.queries(delta_BKGL1)) * H**-0.5).astype(dtype)
-        dqs.append(jnp.einsum("bkqm,bkmh->bkqh", ds_BKQM, k).reshape(B, K, N // K, chunk, H))
+        dqs.append(jnp.einsum("bkqm,bkmh->bkqh", ds_BKQM, k).reshape(B, K, N // K, -1, H))
         # Transposing q and dy (H wide) and the results is cheap; transposing p and ds (M wide) is not.
         dv = jnp.einsum("bkhq,bkqm->bkhm", dy.mT, p_BKQM.astype(dtype), preferred_element_type=jnp.float32)
         dk = jnp.einsum("bkhq,bkqm->bkhm", q.mT, ds_BKQM, preferred_element_type=jnp.float32)

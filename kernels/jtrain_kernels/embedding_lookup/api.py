@@ -1,4 +1,4 @@
-"""Rows of a table, with a gradient that is summed in float32 in a fixed order."""
+"""Rows of a table, with a gradient that is summed in float32."""
 
 import jax
 import jax.numpy as jnp

@@ -31,7 +31,7 @@ def linear_cross_entropy(
     Args:
       x_BLD: last hidden states; the matmuls run in their dtype, the softmax and all sums in float32.
       target_BL: next-token ids in [0, V), or -1 where there is nothing to predict.
-      chunk_tokens: must divide B * L, unless it is larger: then there is one chunk.
+      chunk_tokens: tokens whose logits exist at a time.
       z_loss: coefficient of the squared log-partition (arXiv:2204.02311, section 5).
 
     Returns:
@@ -40,21 +40,19 @@ def linear_cross_entropy(
       then the cross entropy in nats, for reporting: its gradient is zero.
 
     Raises:
-      ValueError: chunk_tokens does not divide B * L.
+      ValueError: chunk_tokens is not positive.
 
     Source: the gradient in the forward pass is Liger Kernel's, arXiv:2410.10989, section 3.2.
     """
-    tokens = target_BL.size
+    if chunk_tokens < 1:
+        raise ValueError(f"linear_cross_entropy: chunk_tokens={chunk_tokens} must be at least 1.")
+    D, tokens = x_BLD.shape[-1], target_BL.size
     chunk = min(chunk_tokens, tokens)
-    if chunk < 1 or tokens % chunk:
-        fits = max(c for c in range(1, max(chunk, 1) + 1) if tokens % c == 0)
-        B, L = target_BL.shape
-        raise ValueError(
-            f"loss: chunk_tokens={chunk_tokens} does not divide the B={B} * L={L} = {tokens} tokens of one device. "
-            f"The largest smaller size that does: {fits}."
-        )
-    D = x_BLD.shape[-1]
-    return _loss(x_BLD.reshape(-1, chunk, D), unembed_DV, target_BL.reshape(-1, chunk), z_loss)
+    x_TD, target_T = x_BLD.reshape(-1, D), target_BL.reshape(-1)
+    if missing := -tokens % chunk:  # the last chunk is filled up with tokens that have no target
+        x_TD = jnp.pad(x_TD, ((0, missing), (0, 0)))
+        target_T = jnp.pad(target_T, (0, missing), constant_values=IGNORE)
+    return _loss(x_TD.reshape(-1, chunk, D), unembed_DV, target_T.reshape(-1, chunk), z_loss)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
