@@ -39,6 +39,7 @@ from jtrain.plan.flops import flops_per_token, mfu
 from jtrain.plan.report import Parts, print_plan
 from jtrain.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step
 from jtrain_kernels import device
+from jtrain_kernels.host_memory import keep_freed_memory
 
 DONE = 0
 STOPPED = 75
@@ -59,6 +60,8 @@ def train(run: Run, *, workdir: Path, config_text: str) -> int:
     """
     started_s = time.perf_counter()
     devices = jax.devices()
+    if devices[0].platform == "cpu":
+        keep_freed_memory()
     check_same_run(workdir, config_text)
     parts = plan_parts(run)
     available = available_bytes(devices)
