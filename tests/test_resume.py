@@ -123,3 +123,26 @@ def test_a_run_goes_on_over_another_layout(unbroken: Path, tmp_path: Path) -> No
         assert got[step]["loss_nats"] == pytest.approx(want[step]["loss_nats"], rel=2e-2), (
             step
         )  # bf16 sums in other orders
+
+
+def test_two_processes_stop_together_and_go_on(unbroken: Path, tmp_path: Path) -> None:
+    """One SIGTERM to launch/local.sh: both processes save the same step and exit 75; the rest is the same data."""
+    script = Path(__file__).parents[1] / "launch" / "local.sh"
+    flags = command(tmp_path, "--set", "mesh.data=2", "--emulate-devices", "1")[3:]
+    env = os.environ | {"XLA_FLAGS": "", "PYTHON": sys.executable}
+
+    def both() -> subprocess.Popen[str]:
+        argv = ["bash", str(script), "-n", "2", *flags]
+        return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    process = both()
+    wait_until(process, lambda: len(train_lines(tmp_path)) >= 4)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 75, output
+    assert (tmp_path / "checkpoints" / str(max(train_lines(tmp_path)))).is_dir()
+    process = both()
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    got, want = train_lines(tmp_path), train_lines(unbroken)
+    assert [got[step]["batch_hash"] for step in got] == [want[step]["batch_hash"] for step in want]
