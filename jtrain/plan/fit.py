@@ -19,8 +19,8 @@ GIB = 2**30
 
 MARGIN = 1.35
 """How far the estimate may be over what is there, for a run that fits must not be refused: against the compilers it was
-seen within a tenth on an H200, and up to a third too high for small shapes on a v5p. Settings that are offered instead
-have to fit by the estimate as it stands."""
+seen within a tenth on an H200, and up to a third too high for small shapes on a v5p (on 128 of those it is too low,
+see bench/NOTES.md). Settings that are offered instead have to fit by the estimate as it stands."""
 
 
 def available_bytes(devices: Sequence[jax.Device]) -> int | None:
