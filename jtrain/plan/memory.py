@@ -154,4 +154,8 @@ def _layer(model: Transformer, layout: Layout, *, rows: int, seq_len: int) -> tu
     mlp_half = 2 * f + 2 * h
     attention_half = scores + 4 * q + 4 * k * (_F32 // compute)
     once = everything - 3 * h  # recomputed, such copies are one array
-    return kept, max(once - kept, 0) + max(mlp_half, attention_half) + 2 * x
+    # The backward pass is done with the mlp, and has let go of what it recomputed for it, when it comes to attention.
+    mlp_recomputed = 3 * f + h
+    recomputed = max(once - kept, 0)
+    workspace = max(recomputed + mlp_half, max(recomputed - mlp_recomputed, 0) + attention_half)
+    return kept, workspace + 2 * x
