@@ -20,7 +20,7 @@ import fiddle as fdl
 
 from jtrain import leaves
 from jtrain.checkpoint import CheckpointSpec
-from jtrain.data import PackedText, Tokenizer
+from jtrain.data import PackedText
 from jtrain.layout import LayoutSpec, check_batch, make_layout
 from jtrain.mesh import MeshSpec
 from jtrain.metrics import MetricsSpec
@@ -73,6 +73,16 @@ MAY_CHANGE_ON_RESUME = {
     "checkpoint.": "what a run leaves behind, not what it computes",
     "eval.": "what a run leaves behind, not what it computes",
     "data.eval_batches": "what a run leaves behind, not what it computes",
+    "data.mixture": "the log says what changed, from which step",
+    "data.sources.": "the log says what changed; a source whose documents changed is refused by the data state",
+    "data.engine": "how the data is read, not what it is",
+    "data.max_loaders": "how the data is read, not what it is",
+    "data.shadows": "how the data is read, not what it is",
+    "data.read_timeout_s": "how the data is read, not what it is",
+    "data.prepared": "how the data is read, not what it is",
+    "data.cache_dir": "how the data is read, not what it is",
+    "data.lookahead_steps": "how the data is read, not what it is",
+    "data.context_order": "where positions lie, not what they are",
     "metrics.": "what a run leaves behind, not what it computes",
 }
 """Prefix of a path -> why a rerun in the same workdir may change it. Everything else makes it another run; `num_steps`
@@ -152,16 +162,16 @@ def validate(run: Run) -> None:
         )
 
 
-def check_vocabulary(model: Transformer, tokenizer: Tokenizer) -> None:
+def check_vocabulary(model: Transformer, vocab_size: int) -> None:
     """Refuses a model that cannot embed every id; apart from `validate`, because it needs the tokenizer's file.
 
     Raises:
       ValueError: both sizes.
     """
-    if tokenizer.vocab_size > model.vocab_size:
+    if vocab_size > model.vocab_size:
         raise ValueError(
-            f"data.tokenizer makes {tokenizer.vocab_size} different ids, but model.vocab_size={model.vocab_size}. "
-            f"Set model.vocab_size={tokenizer.vocab_size} or more, or another data.tokenizer."
+            f"data.tokenizer makes {vocab_size} different ids, but model.vocab_size={model.vocab_size}. "
+            f"Set model.vocab_size={vocab_size} or more, or another data.tokenizer."
         )
 
 

@@ -1,9 +1,11 @@
 """A config as flat paths: print them, set one, check their types.
 
-A path is the names from the root joined by dots, as in `model.rope.theta`. Nothing here knows what a run is.
+A path is the names from the root joined by dots, as in `model.rope.theta`; of components kept by name, in a field of
+type `dict[str, Component]`, the name is one of them, as in `data.sources.web.weight`. Nothing here knows what a run is.
 """
 
 import ast
+import collections.abc
 import dataclasses
 import difflib
 import inspect
@@ -46,13 +48,21 @@ def read(component: type, text: str) -> fdl.Config[Any]:
 
 def expand(config: fdl.Config[Any]) -> None:
     """Makes a config of every nested dataclass value, so that each of its fields has a path to set."""
-    for name, (_, value) in _fields(config).items():
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-            value = fdl.Config(type(value), **given)
-            setattr(config, name, value)
-        if isinstance(value, fdl.Config):
-            expand(value)
+    for name, (annotation, value) in _fields(config).items():
+        if _named_component(annotation) is not None and isinstance(value, dict):
+            setattr(config, name, {key: _expanded(item) for key, item in value.items()})
+        elif isinstance(value, fdl.Config) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+            setattr(config, name, _expanded(value))
+
+
+def _expanded(value: Any) -> Any:
+    """A named component as a config, expanded."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        value = fdl.Config(type(value), **given)
+    if isinstance(value, fdl.Config):
+        expand(value)
+    return value
 
 
 def check_types(config: fdl.Config[Any], prefix: str = "") -> None:
@@ -64,6 +74,9 @@ def check_types(config: fdl.Config[Any], prefix: str = "") -> None:
     for name, (annotation, value) in _fields(config).items():
         if isinstance(value, fdl.Config):
             check_types(value, f"{prefix}{name}.")
+        elif (named := _named(annotation, value)) is not None:
+            for key, item in named.items():
+                check_types(item, f"{prefix}{name}.{key}.")
         elif name in config.__arguments__:
             setattr(config, name, _typed(prefix + name, value, annotation))
 
@@ -80,6 +93,16 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
     owner: Any = config
     *parents, last = path.split(".")
     for depth, name in enumerate([*parents, last]):
+        if isinstance(owner, dict):
+            above = ".".join(parents[:depth])
+            if depth == len(parents):
+                raise ValueError(f"--set {text}: {path} is a component, not a value. Set one of its fields.")
+            if name not in owner:
+                near = difflib.get_close_matches(name, owner)
+                hint = f"Did you mean {near[0]}? " if near else ""
+                raise ValueError(f"--set {text}: {above} has no {name}. {hint}It has: {', '.join(owner) or 'none'}.")
+            owner = owner[name]
+            continue
         if not isinstance(owner, fdl.Config):
             above = ".".join(parents[:depth])
             way = "A fiddler (--with) can put a component there." if owner is None else f"Set {above} itself."
@@ -124,6 +147,9 @@ def leaves(config: fdl.Config[Any], prefix: str = "") -> Iterator[Leaf]:
             if annotation is not fdl.get_callable(value):
                 yield Leaf(path, annotation, fdl.get_callable(value).__name__)
             yield from leaves(value, path + ".")
+        elif (named := _named(annotation, value)) is not None and named:
+            for key, item in named.items():
+                yield from leaves(item, f"{path}.{key}.")
         else:
             yield Leaf(path, annotation, NOT_SET if value is inspect.Parameter.empty else repr(value))
 
@@ -150,7 +176,11 @@ def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config
     for name, (annotation, _) in _fields(config).items():
         path = prefix + name
         components = [kind for kind in typing.get_args(annotation) or (annotation,) if isinstance(kind, type)]
-        if path not in values:
+        if (component_kind := _named_component(annotation)) is not None and path not in values:
+            keys = dict.fromkeys(p[len(path) + 1 :].partition(".")[0] for p in values if p.startswith(f"{path}."))
+            if keys:
+                setattr(config, name, {key: _read(component_kind, values, f"{path}.{key}.") for key in keys})
+        elif path not in values:
             if any(other.startswith(f"{path}.") for other in values):
                 setattr(config, name, _read(annotation, values, f"{path}."))
         elif chosen := [kind for kind in components if kind.__name__ == values[path]]:
@@ -162,6 +192,19 @@ def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config
                 raise ValueError(f"{path} = {values[path]}: neither a value nor one of its components.") from error
             setattr(config, name, _typed(path, value, annotation))
     return config
+
+
+def _named_component(annotation: Any) -> type | None:
+    """Of `dict[str, Component]` the component; None for every other type."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is not dict or len(arguments) != 2 or not dataclasses.is_dataclass(arguments[1]):
+        return None
+    return arguments[1] if isinstance(arguments[1], type) else None
+
+
+def _named(annotation: Any, value: Any) -> dict[str, Any] | None:
+    """The components of a field that keeps them by name; None for every other field."""
+    return value if _named_component(annotation) is not None and isinstance(value, dict) else None
 
 
 def _unknown_path(config: fdl.Config[Any], owner: fdl.Config[Any], path: str, depth: int) -> str:
@@ -235,4 +278,8 @@ def _type_name(annotation: Any) -> str:
         return annotation.__name__
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         return " | ".join(_type_name(choice) for choice in typing.get_args(annotation))
+    origin = typing.get_origin(annotation)
+    if origin in (dict, tuple, collections.abc.Mapping) and isinstance(origin, type):
+        parts = ("..." if part is Ellipsis else _type_name(part) for part in typing.get_args(annotation))
+        return f"{origin.__name__}[{', '.join(parts)}]"
     return inspect.formatannotation(annotation)

@@ -27,10 +27,10 @@ from jax.sharding import Mesh
 
 from jtrain.checkpoint import Checkpoints
 from jtrain.config import Run, check_same_run, check_vocabulary
-from jtrain.data import TextDataset, open_dataset, prefetch, put_batch
+from jtrain.data import Fed, TextDataset, host_rows, open_dataset, prefetch, put_batch
 from jtrain.guard import StopRequest, agree, check_finite
 from jtrain.layout import Layout, make_layout
-from jtrain.mesh import make_mesh
+from jtrain.mesh import BATCH_AXES, make_mesh
 from jtrain.metrics import Metrics, TrainLine
 from jtrain.model.param import map_params
 from jtrain.optim import Optimizer, build
@@ -71,7 +71,7 @@ def train(run: Run, *, workdir: Path, config_text: str) -> int:
     layout = parts.layout
     optimizer = make_optimizer(run)
     dataset = open_dataset(run.data, seed=run.seed)
-    check_vocabulary(run.model, dataset.tokenizer)
+    check_vocabulary(run.model, dataset.vocab_size)
     if jax.process_index() == 0:
         print_plan(parts, available=available)
         print(dataset.describe(), flush=True)
@@ -83,16 +83,27 @@ def train(run: Run, *, workdir: Path, config_text: str) -> int:
             state, data_state = init_state(layout, optimizer, mesh, seed=run.seed), None
         else:
             state, data_state = checkpoints.restore(start_step, abstract_state(layout, optimizer, mesh))
+        rows = host_rows(mesh, run.data.global_batch)
+        batches = dataset.train_batches(data_state, rows=rows, context=run.mesh.context, cost=_cost(run))
         with (
             Metrics(workdir, run.metrics, num_steps=run.num_steps, start_step=start_step) as metrics,
-            prefetch(dataset.train_batches(data_state), lambda batch: put_batch(batch, mesh)) as batches,
+            prefetch(
+                batches,
+                lambda batch: put_batch(batch, mesh, rows=rows, global_batch=run.data.global_batch),
+            ) as fed,
         ):
             if start_step:
                 metrics.say(f"resumed from step {start_step}")
-            loop = Loop(run, layout, optimizer, mesh, dataset, checkpoints, metrics, config_text)
-            step = loop.run_steps(state, start_step, batches, stop)
+            loop = Loop(run, layout, optimizer, mesh, dataset, checkpoints, metrics, config_text, workdir)
+            step = loop.run_steps(state, start_step, fed, stop)
             checkpoints.wait()
             seconds = time.perf_counter() - started_s
+            if loop.data_ended:
+                metrics.say(
+                    f"done: the data ended after {step} of {run.num_steps} steps (data.epochs={run.data.epochs}), in "
+                    f"{seconds:.0f} s; results in {workdir}"
+                )
+                return DONE
             if step < run.num_steps:
                 metrics.say(f"stopped at step {step} after a good save; the same command goes on from there: {workdir}")
                 return STOPPED
@@ -118,6 +129,12 @@ def dry_run(run: Run, *, topology: str | None) -> None:
 def make_optimizer(run: Run) -> Optimizer:
     """The optimizer of a run, bound to its length and parameters."""
     return build(run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos()))
+
+
+def _cost(run: Run) -> tuple[float, float]:
+    """What a token of a document costs, and what each token before it adds, relative to the former."""
+    flops = flops_per_token(run.model, seq_len=run.data.seq_len)
+    return 1.0, flops.attention_flops / run.data.seq_len / flops.matmul_flops
 
 
 def _check_fits(run: Run, layout: Layout, *, num_devices: int, available: int) -> None:
@@ -160,8 +177,10 @@ class Loop:
         checkpoints: Checkpoints,
         metrics: Metrics,
         config_text: str,
+        workdir: Path,
     ) -> None:
         self.run = run
+        self.workdir = workdir
         self.mesh = mesh
         self.dataset = dataset
         self.checkpoints = checkpoints
@@ -170,30 +189,40 @@ class Loop:
         self.train_step = make_train_step(run.model, optimizer, layout, mesh)
         self.eval_step = make_eval_step(run.model, layout, mesh)
         self.flops = flops_per_token(run.model, seq_len=run.data.seq_len)
+        self.data_ranks = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         self.peak_flops = _peak_flops(mesh, run.layout.compute_dtype)
         self.interval = _Interval(time.perf_counter())
         self.compiling = True
-        self.skipped = 0
+        self.data_ended = False
 
-    def run_steps(self, state: TrainState, start_step: int, batches: Any, stop: StopRequest) -> int:
-        """Steps until the run is complete or somebody asks to stop; the state is saved then. Returns the step."""
+    def run_steps(self, state: TrainState, start_step: int, batches: Iterator[Fed], stop: StopRequest) -> int:
+        """Steps until the run is complete, the data has ended or somebody asks to stop; the state is saved then.
+
+        Returns the step. A batch is taken one ahead, so that the last one is known to be it: every process plans the
+        same steps, so all of them come to the end together.
+        """
         num_steps = self.run.num_steps
         save_every, evaluate_every = self.run.checkpoint.every_steps, self.run.eval.every_steps
         step, saved = start_step, start_step
-        unread: tuple[int, Any, float] | None = None
-        while step < num_steps:
-            batch, data_state, wait_ms = next(batches)
-            state, results = self.train_step(state, batch)
+        unread: tuple[int, Any, Fed] | None = None
+        fed = next(batches, None)
+        while step < num_steps and fed is not None:
+            here = fed
+            state, results = self.train_step(state, here.batch)
             # The device works on this step from here on; meanwhile the host gets ready to save, and looks at the one
             # before.
             self.checkpoints.prepare()
             if unread is not None:
                 self._report(*unread)
+            for text in here.said:
+                self._note(step, text)
             step += 1
-            unread = (step, results, wait_ms)
+            unread = (step, results, here)
+            fed = next(batches, None) if step < num_steps else None
+            self.data_ended = fed is None and step < num_steps
             # Among several processes this waits for the step: milliseconds, but schedulers kill soon after they warn.
             stopping = agree(stop.requested)
-            last = step == num_steps or stopping
+            last = step == num_steps or stopping or self.data_ended
             # A state that is saved or evaluated is first known to be finite.
             if last or _due(step, save_every) or _due(step, evaluate_every):
                 self._report(*unread)
@@ -203,15 +232,23 @@ class Loop:
                     self._evaluate(step, state)
             if last or _due(step, save_every):
                 with self._timed_out():
-                    self.checkpoints.save(step, state, data_state, self.config_text)
+                    self.checkpoints.save(step, state, here.state(), self.config_text)
                 saved = step
             self.checkpoints.check()
             if stopping:
+                self.data_ended = False
                 break
         assert saved == step, (saved, step)
         return step
 
-    def _report(self, step: int, results: Any, wait_ms: float) -> None:
+    def _note(self, step: int, text: str) -> None:
+        """Says what happened to the data, and keeps it: data.log is what the data plane decided and why."""
+        self.metrics.say(text)
+        if jax.process_index() == 0:
+            with open(self.workdir / "data.log", "a") as file:
+                print(f"step {step}: {text}", file=file)
+
+    def _report(self, step: int, results: Any, fed: Fed) -> None:
         """Waits for a step's results, checks them, and logs them if it is their turn."""
         values = jax.device_get(results)
         hash_hex = "".join(f"{word:08x}" for word in np.asarray(values["batch_hash"]).tolist())
@@ -221,7 +258,7 @@ class Loop:
         interval = self.interval
         interval.steps += 1
         interval.tokens += int(values["tokens"])
-        interval.wait_ms += wait_ms
+        interval.wait_ms += fed.wait_ms
         now_s = time.perf_counter()
         if not self.run.metrics.is_logged(step, self.run.num_steps):
             if self.compiling:
@@ -249,12 +286,16 @@ class Loop:
                     peak_flops=self.peak_flops,
                 ),
                 device_memory_peak_gib=_memory_peak_gib(self.mesh),
+                data_fill=fed.stats.fill,
+                data_cost_spread=fed.stats.spread(self.data_ranks),
+                data_drift=fed.stats.drift,
+                data_skipped=fed.stats.skipped,
+                data_tokens=fed.stats.tokens(self.dataset.names),
+                data_queue={loader.name: loader.queued for loader in fed.stats.loaders},
+                data_memory_mib={loader.name: loader.memory_bytes / 2**20 for loader in fed.stats.loaders},
             )
         )
         self.interval = _Interval(now_s)
-        if self.dataset.skipped > self.skipped:
-            self.skipped = self.dataset.skipped
-            self.metrics.say(f"step {step}: {self.skipped} bad records skipped so far (data.on_bad_record=skip)")
 
     def _evaluate(self, step: int, state: TrainState) -> None:
         """The mean cross entropy over the held-out batches."""

@@ -42,6 +42,13 @@ TRAIN_METRICS = (
         "highest so far",
         "of process 0's fullest device; null where it cannot be asked",
     ),
+    Metric("data_fill", "", "this step", "share of the batch's positions that hold a token"),
+    Metric("data_cost_spread", "", "this step", "largest over mean work of a data rank: 1 is perfect balance"),
+    Metric("data_drift", "", "this step", "largest distance of a source's share so far from what the schedule asks"),
+    Metric("data_skipped", "documents", "this step", "bad documents left out so far, over all attempts"),
+    Metric("data_tokens", "tokens", "this step", "by source; those that gave none are left out"),
+    Metric("data_queue", "runs", "this step", "asked of each Source Loader of process 0 and not yet read"),
+    Metric("data_memory_mib", "MiB", "this step", "resident in each Source Loader of process 0, shared pages included"),
 )
 """What every line of a train step holds, in this order."""
 
@@ -67,6 +74,13 @@ class TrainLine:
     batch_hash: str
     mfu: float | None
     device_memory_peak_gib: float | None
+    data_fill: float
+    data_cost_spread: float
+    data_drift: float
+    data_skipped: int
+    data_tokens: dict[str, int]
+    data_queue: dict[str, int]
+    data_memory_mib: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,8 +197,10 @@ class Metrics:
             _write_line(self._file, encode(values).encode())
         if self._events is not None:
             for name, value in values.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._events.add_scalar(f"{folder}/{name}", value, values["step"])
+                named = value if isinstance(value, dict) else {"": value}
+                for part, number in named.items():
+                    if name != "step" and isinstance(number, int | float):
+                        self._events.add_scalar(f"{folder}/{name}/{part}".rstrip("/"), number, values["step"])
             self._events.flush()
 
 

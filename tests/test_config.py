@@ -237,9 +237,9 @@ def test_components_that_do_not_fit_are_refused(sets: tuple[str, ...], message: 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
     """256 bytes need 256 rows."""
-    config.check_vocabulary(run().model, ByteTokenizer())
+    config.check_vocabulary(run().model, ByteTokenizer.vocab_size)
     with pytest.raises(ValueError, match=r"data\.tokenizer makes 256 different ids, but model\.vocab_size=255"):
-        config.check_vocabulary(run("model.vocab_size=255").model, ByteTokenizer())
+        config.check_vocabulary(run("model.vocab_size=255").model, ByteTokenizer.vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -337,6 +337,23 @@ def test_a_workdir_of_another_run_is_refused_with_the_difference(tmp_path: Path,
     assert "--workdir" in str(refusal.value)
 
 
+def test_components_by_name_are_set_printed_and_read_back() -> None:
+    """`data.sources` is a dict of components: each name is a step of the path."""
+    changed = config.load("mixture", sets=["data.sources.topics.weight=0.25"])
+    text = leaves.flat(changed)
+    assert "data.sources.topics.weight: float = 0.25\n" in text
+    assert leaves.flat(config.read(text)) == text
+    built = config.build(config.read(text))
+    assert list(built.data.sources) == ["code", "docstrings", "comments", "topics", "packages", "signatures"]
+    assert built.data.sources["topics"].weight == 0.25
+    with pytest.raises(ValueError, match=r"data\.sources has no topic\. Did you mean topics\? It has: code, "):
+        config.load("mixture", sets=["data.sources.topic.weight=0.25"])
+    with pytest.raises(ValueError, match=r"data\.sources\.topics is a component, not a value"):
+        config.load("mixture", sets=["data.sources.topics=1"])
+    with pytest.raises(ValueError, match=r"data\.sources\.topics\.weight='much' is a str, but must be float"):
+        config.load("mixture", sets=["data.sources.topics.weight=much"])
+
+
 def test_a_field_that_an_older_run_did_not_have_is_a_difference() -> None:
     """Nobody knows what the older code did instead."""
     older = "".join(line for line in text_of().splitlines(keepends=True) if not line.startswith("model.z_loss"))
@@ -349,7 +366,7 @@ def test_a_new_workdir_holds_no_run(tmp_path: Path) -> None:
 
 def test_what_may_change_names_real_paths() -> None:
     """A renamed field would silently become part of the run's identity."""
-    paths = [leaf.path for leaf in leaves.leaves(config.load("tiny"))]
+    paths = [leaf.path for name in ("tiny", "mixture") for leaf in leaves.leaves(config.load(name))]
     for prefix in MAY_CHANGE_ON_RESUME:
         assert any(path.startswith(prefix) for path in paths), prefix
 

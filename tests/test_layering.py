@@ -77,7 +77,7 @@ def test_an_upward_import_would_be_found() -> None:
     """The guard of the test above: it sees imports in functions, and of siblings."""
     path = ROOT / "jtrain" / "optim.py"
     assert upward("optim", path, "def f() -> None:\n    from jtrain import loop\n") == ["jtrain.loop"]
-    assert upward("optim", path, "import jtrain.data.loader\n") == ["jtrain.data.loader"]
+    assert upward("optim", path, "import jtrain.data.dataset\n") == ["jtrain.data.dataset"]
     assert upward("optim", path, "from jtrain.dims import Batch\n") == []
 
 

@@ -4,27 +4,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jtrain.data.constructor import Prefetch, prefetch, put_batch
+    from jtrain.data.dataset import BatchIterator, PackedText, TextDataset, open_dataset
+    from jtrain.data.feed import Fed, Prefetch, host_rows, prefetch, put_batch
     from jtrain.data.formats import BadRecord
-    from jtrain.data.loader import BatchIterator, PackedText, TextDataset, open_dataset
+    from jtrain.data.schedule import Constant, Custom, Linear, Staged
+    from jtrain.data.source import Source
     from jtrain.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, make_tokenizer
 
 __all__ = [
     "BadRecord",
     "BatchIterator",
     "ByteTokenizer",
+    "Constant",
+    "Custom",
+    "Fed",
     "HFTokenizer",
+    "Linear",
     "PackedText",
     "Prefetch",
+    "Source",
+    "Staged",
     "TextDataset",
     "Tokenizer",
+    "host_rows",
     "make_tokenizer",
     "open_dataset",
     "prefetch",
     "put_batch",
 ]
 
-_MODULES = ("formats", "tokenizer", "loader", "constructor")
+_MODULES = ("formats", "tokenizer", "source", "schedule", "dataset", "feed")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,12 @@
-"""Looks at what a run reads: `python -m jtrain.data inspect --config tiny --step 100`."""
+"""Looks at what a run reads, and gets it ready: `python -m jtrain.data prepare | inspect | plan | bench | sample`."""
 
 import argparse
 import itertools
 import json
 import os
+import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,25 +14,56 @@ from typing import TYPE_CHECKING, Any
 from jtrain import verb
 
 if TYPE_CHECKING:
-    from jtrain.data.loader import TextDataset
+    from jtrain.config import Run
+    from jtrain.data.dataset import TextDataset
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line; no jax is imported to read it."""
-    parser = argparse.ArgumentParser(prog="python -m jtrain.data", description="Looks at what a run reads.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jtrain.data", description="Looks at what a run reads, and gets it ready."
+    )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    inspect = verbs.add_parser(
+
+    def add(name: str, help: str, description: str) -> argparse.ArgumentParser:
+        found = verbs.add_parser(name, help=help, description=description, allow_abbrev=False)
+        found.add_argument("--config", required=True, metavar="NAME", help="as for jtrain.launch")
+        found.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
+        found.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
+        found.add_argument("--json", type=Path, metavar="FILE", help="write the same there as JSON")
+        return found
+
+    prepare = add(
+        "prepare",
+        "tokenise every source once, into an index that runs read with data.prepared=DIR",
+        "Tokenises in parallel. Killed at any instant, the same command goes on; the bytes are the same in the end.",
+    )
+    prepare.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder for the indexes")
+    prepare.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    inspect = add(
         "inspect",
-        help="print what one step trains on: documents, where they lie in the batch, their text",
-        description="Prints what one step trains on. Packs every batch before it too: about a second per 50 million "
+        "print what one step trains on: documents, their sources, where they lie in the batch, their text",
+        "Prints what one step trains on. Plans and reads every step before it too: about a second per 50 million "
         "bytes, longer with another tokenizer.",
+    )
+    inspect.add_argument("--step", type=int, default=0, metavar="K", help="the batch of update K -> K+1 (default: 0)")
+    add(
+        "plan",
+        "print what the data plane will take before it starts: processes, threads, descriptors, memory",
+        "Opens the sources, starts nothing.",
+    )
+    bench = add(
+        "bench",
+        "read batches as fast as they come, and print throughput, memory and balance",
+        "Runs the data plane of a config without a trainer.",
+    )
+    bench.add_argument("--steps", type=int, default=200, metavar="N", help="batches to read (default: 200)")
+    sample = verbs.add_parser(
+        "sample",
+        help="write six small sources in six formats, from text on this machine: what --config=mixture reads",
         allow_abbrev=False,
     )
-    inspect.add_argument("--config", required=True, metavar="NAME", help="as for jtrain.launch")
-    inspect.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
-    inspect.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
-    inspect.add_argument("--step", type=int, default=0, metavar="K", help="the batch of update K -> K+1 (default: 0)")
-    inspect.add_argument("--json", type=Path, metavar="FILE", help="write the same there as JSON, with the whole text")
+    sample.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder for them")
     return parser
 
 
@@ -38,48 +71,55 @@ def pieces_of_step(dataset: "TextDataset", step: int) -> list[dict[str, Any]]:
     """One entry per document piece of batch `step`, in the order of rows and segments.
 
     Returns:
-      Dicts of `row`, `document` (file:number), `start_token` and `end_token` in it, `text`.
+      Dicts of `row`, `source`, `document` (file:number), `start_token` and `end_token` in it, `text`.
     """
-    iterator = dataset.train_batches()
-    batch = next(itertools.islice(iterator, step, None))
+    import numpy as np  # lazy: with numpy and jax `--help` would take a second
+
+    with dataset.train_batches(inline=True) as iterator:
+        batch = next(itertools.islice(iterator, step, None))
+        assert iterator.plan is not None
+        pieces = iterator.plan.pieces
     found, at, row = [], 0, 0
-    for piece in iterator.pieces:
-        at, row = (at if piece.row == row else 0), piece.row
-        ids = batch.token_BL[row, at : at + piece.end - piece.start]
+    for i in range(len(pieces)):
+        source, start, end = int(pieces.source[i]), int(pieces.start[i]), int(pieces.end[i])
+        at, row = (at if pieces.row[i] == row else 0), int(pieces.row[i])
+        ids = batch.token_BL[row, at : at + end - start]
         at += len(ids)
+        documents = dataset.documents[source]
+        record = int(documents.order.records(np.asarray([pieces.document[i]], np.int64))[0])
         found.append(
             {
                 "row": row,
-                "document": dataset.train_document_identity(piece.document),
-                "start_token": piece.start,
-                "end_token": piece.end,
-                "text": dataset.tokenizer.decode([int(i) for i in ids]),
+                "source": dataset.names[source],
+                "document": documents.identity_of(record),
+                "start_token": start,
+                "end_token": end,
+                "text": documents.tokenizer.decode([int(i) for i in ids]),
             }
         )
     return found
 
 
-def inspect(args: argparse.Namespace) -> int:
+def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
     """Prints the pieces of one step as a table; returns the exit code."""
     if args.step < 0:
         raise ValueError(f"--step {args.step} must be at least 0: batch k feeds update k -> k+1.")
-    verb.start_jax(os.environ)
-
-    from jtrain import config  # lazy: with jax, flax and the rest, over a second
-    from jtrain.data.loader import open_dataset
-
-    run = config.build(config.load(args.config, args.fiddlers, args.sets))
-    dataset = open_dataset(run.data, seed=run.seed)
     pieces = pieces_of_step(dataset, args.step)
     tokens = sum(piece["end_token"] - piece["start_token"] for piece in pieces)
-    documents = len({piece["document"] for piece in pieces})
+    documents = len({(piece["source"], piece["document"]) for piece in pieces})
+    rows = run.data.global_batch
     print(dataset.describe())
-    print(f"step {args.step}: {run.data.global_batch} rows, {tokens:,} tokens of {documents} documents")
-    width = max(len(piece["document"]) for piece in pieces)
+    print(
+        f"step {args.step}: {rows} rows, {tokens:,} tokens of {documents} documents, "
+        f"{tokens / (rows * run.data.seq_len):.2%} full"
+    )
+    several = len(dataset.names) > 1
+    names = [f"{piece['source']} {piece['document']}" if several else piece["document"] for piece in pieces]
+    width = max(map(len, names))
     print(f"{'row':>5}  {'document':{width}}  {'tokens':>15}  text")
-    for piece in pieces:
+    for name, piece in zip(names, pieces, strict=True):
         span = f"{piece['start_token']}-{piece['end_token']}"
-        print(f"{piece['row']:>5}  {piece['document']:{width}}  {span:>15}  {_excerpt(piece['text'])}")
+        print(f"{piece['row']:>5}  {name:{width}}  {span:>15}  {_excerpt(piece['text'])}")
     if args.json is not None:
         args.json.write_text(json.dumps({"step": args.step, "tokens": tokens, "pieces": pieces}, indent=1))
     return 0
@@ -92,10 +132,117 @@ def _excerpt(text: str, length: int = 60) -> str:
     return f"{text[: length // 2]!r} ... {text[-length // 2 :]!r}"
 
 
+def plan(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
+    """Prints the budget of one host; returns the exit code."""
+    import dataclasses
+
+    from jtrain.data.budget import budget
+
+    found = budget(dataset, rows=run.data.global_batch)
+    print(dataset.describe())
+    print(f"data.engine={run.data.engine}, for each host:")
+    fields = ("processes", "threads", "descriptors", "memory_mib")
+    print(f"{'role':12}" + "".join(f"{name:>13}" for name in ("processes", "threads", "descriptors", "about MiB")))
+    for share in found.shares:
+        print(f"{share.role:12}" + "".join(f"{getattr(share, field):>13,}" for field in fields))
+    print(f"{'all':12}" + "".join(f"{found.total(field):>13,}" for field in fields))
+    if args.json is not None:
+        totals = {field: found.total(field) for field in fields}
+        args.json.write_text(json.dumps({"roles": [dataclasses.asdict(s) for s in found.shares], **totals}, indent=1))
+    return 0
+
+
+def bench(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
+    """Reads batches and prints how that went; returns the exit code."""
+    if args.steps < 2:
+        raise ValueError(f"--steps {args.steps} must be at least 2: the first batch is timed apart.")
+    ranks = run.mesh.replica * run.mesh.data * run.mesh.expert
+    begun_s = time.perf_counter()
+    fills, spreads, tokens = [], [], 0
+    with dataset.train_batches() as batches:
+        next(batches)
+        first_s = time.perf_counter() - begun_s
+        begun_s = time.perf_counter()
+        taken = 0
+        for _ in itertools.islice(batches, args.steps - 1):
+            assert batches.stats is not None
+            taken += 1
+            fills.append(batches.stats.fill)
+            spreads.append(batches.stats.spread(ranks))
+            tokens += int(batches.stats.tokens_by_source.sum())
+        seconds = time.perf_counter() - begun_s
+        stats = batches.stats
+        said = batches.said()
+    assert stats is not None
+    figures = {
+        "first_batch_s": first_s,
+        "batches_per_s": taken / seconds,
+        "tokens_per_s": tokens / seconds,
+        "fill": sum(fills) / len(fills),
+        "cost_spread": sum(spreads) / len(spreads),
+        "data_ranks": ranks,
+        "drift": stats.drift,
+        "skipped": stats.skipped,
+        "loader_memory_mib": {loader.name: loader.memory_bytes / 2**20 for loader in stats.loaders},
+        "loader_documents": {loader.name: loader.documents for loader in stats.loaders},
+    }
+    print(dataset.describe())
+    for line in said:
+        print(line)
+    for name, value in figures.items():
+        shown = f"{value:,.4g}" if isinstance(value, float) else value
+        if isinstance(value, dict):
+            shown = ", ".join(f"{key} {number:,.4g}" for key, number in value.items())
+        print(f"{name:>18}  {shown}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures, indent=1))
+    return 0
+
+
+def prepare(args: argparse.Namespace, run: "Run") -> int:
+    """Makes the indexes; returns the exit code."""
+    from jtrain.data.prepare import prepare_command
+
+    return prepare_command(
+        run.data.named_sources,
+        args.out,
+        tokenizer=run.data.tokenizer,
+        end_token=run.data.end_token,
+        on_bad_record=run.data.on_bad_record,
+        cache_dir=Path(run.data.cache_dir).expanduser(),
+        workers=args.workers,
+        command=shlex.join(["python", "-m", "jtrain.data", *args.argv]),
+        json_file=args.json,
+    )
+
+
+def execute(args: argparse.Namespace) -> int:
+    """What the parsed arguments ask for; returns the exit code."""
+    if args.verb == "sample":
+        from jtrain.data.sample import FILES, write_sample  # lazy: numpy
+
+        for name, documents in write_sample(args.out).items():
+            print(f"{args.out / FILES[name]}: {documents:,} documents")
+        return 0
+    verb.start_jax(os.environ)
+
+    from jtrain import config  # lazy: with jax, flax and the rest, over a second
+
+    run = config.build(config.load(args.config, args.fiddlers, args.sets))
+    if args.verb == "prepare":
+        return prepare(args, run)
+
+    from jtrain.data.dataset import open_dataset
+
+    dataset = open_dataset(run.data, seed=run.seed)
+    return {"inspect": inspect, "plan": plan, "bench": bench}[args.verb](args, run, dataset)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     args = parser().parse_args(argv)
-    return verb.run(lambda: inspect(args))
+    args.argv = list(sys.argv[1:] if argv is None else argv)
+    return verb.run(lambda: execute(args))
 
 
 if __name__ == "__main__":

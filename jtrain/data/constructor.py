@@ -1,117 +1,425 @@
-"""The constructor stage's last step: host batches to global arrays on the mesh, ahead of the consumer."""
+"""The Data Constructor: plans each step, sees to it that the documents come, and fills the host's rows.
+
+One per host. The planner in it is a pure function, so the constructors of all hosts plan the same without a word.
+"""
 
 import collections
-import threading
+import dataclasses
+import itertools
+import pickle
+import socket
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int
 
-from jtrain.dims import Batch
-from jtrain.mesh import BATCH_AXES, shard_size
+from jtrain.data.documents import Documents, SourceSetup
+from jtrain.data.forkserver import Door
+from jtrain.data.loader import Part
+from jtrain.data.planner import EndOfData, LoadingPlan, NotYet, Planner, PlannerSpec, PlannerState
+from jtrain.data.pool import LoaderState, Pool, ProcessPool, Run
+from jtrain.data.rows import Pieces, Rows, fill_rows
+from jtrain.data.scaling import Scaling
+from jtrain.data.slab import HEADER_BYTES, Slab
+
+ARRAYS = ("token_BL", "target_BL", "position_BL", "segment_BL")
+"""The arrays of a batch, in the order they lie in a slot."""
+
+RUN_BYTES = 1 << 16
+MOST_RUN_DOCUMENTS = 64
+LENGTHS_AT_A_TIME = 256
+
+SCALE_EVERY_S = 0.25
+"""How often the autoscaler looks at the run, at most."""
+"""A run is so much text at about, and at most so many documents: few messages, and little read for nothing."""
 
 
-def put_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """A host batch as global arrays: sequences split over replica, data and expert, positions over context.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConstructorSetup:
+    """What a constructor is told: plain values, so it can be sent to a process.
 
-    Every process passes the same global batch; each device is sent its own block and no other.
-
-    Raises:
-      ValueError: `data.global_batch` or `data.seq_len` does not split evenly over the mesh.
+    rows: of the global batch, those that this host's devices need, ascending.
+    column_order: where each position of a row is taken from; None where they stay as they are.
+    documents_bytes: mean size of a document, by source: how many make a run.
+    lookahead_steps: how far ahead of the step being filled documents are asked for.
     """
-    rows, length = batch.token_BL.shape
-    shape = dict(mesh.shape)
-    shard_size("data.global_batch", rows, shape, BATCH_AXES)
-    shard_size("data.seq_len", length, shape, ("context",))
-    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "context"))
 
-    def place(array: Any) -> jax.Array:
-        host = np.asarray(array)
-        # Asks only for this process's blocks; on one process also quicker than device_put: 0.17 ms against 0.20 for
-        # 16 x 256 on 8 emulated devices, 0.06 against 0.11 on one.
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-    with jax.transfer_guard_host_to_device("allow"):  # this transfer is meant, also where none by accident may happen
-        return jax.tree.map(place, batch)
+    sources: tuple[SourceSetup, ...]
+    planner: PlannerSpec
+    rows: Int[np.ndarray, " rows"]
+    column_order: Int[np.ndarray, " L"] | None
+    documents_bytes: tuple[int, ...]
+    lookahead_steps: int
 
 
-@runtime_checkable
-class Batches(Protocol):
-    """What `prefetch` reads: host batches, and the state that leads to the next one."""
+@dataclasses.dataclass(frozen=True)
+class DataState:
+    """Where the stream is: what the planner needs, and how many documents were skipped so far, by source."""
 
-    def __next__(self) -> Batch: ...
+    planner: PlannerState
+    skipped: Int[np.ndarray, " sources"]
 
-    def state(self) -> dict[str, Any]: ...
 
+@dataclasses.dataclass(frozen=True)
+class BatchStats:
+    """One batch, for people.
 
-def prefetch(batches: Batches, put: Callable[[Batch], Batch], *, depth: int = 2) -> "Prefetch":
-    """Builds and places up to `depth` batches ahead of the consumer, on one thread.
-
-    Yields `(batch, state_after, wait_ms)`: the batch on device, the data state to save once that batch has been used,
-    and how long the consumer waited for it. Close it, or use it as a context manager.
+    drift: largest difference between a source's share of all tokens so far and what the schedule asked for.
+    wait_s: how long the constructor waited for documents of this batch.
     """
-    return Prefetch(batches, put, depth)
+
+    step: int
+    tokens_by_source: Int[np.ndarray, " sources"]
+    fill: float
+    drift: float
+    row_cost: Any
+    plan_s: float
+    fill_s: float
+    wait_s: float
+    skipped: int
+    loaders: tuple[LoaderState, ...]
+
+    def spread(self, ranks: int) -> float:
+        """Largest over mean cost of so many data ranks."""
+        totals = self.row_cost.reshape(ranks, -1).sum(axis=1)
+        return float(totals.max() / totals.mean()) if totals.any() else 1.0
+
+    def tokens(self, names: Sequence[str]) -> dict[str, int]:
+        """By the names of the sources; those that gave none are left out."""
+        counts = zip(names, self.tokens_by_source.tolist(), strict=True)
+        return {name: count for name, count in counts if count}
 
 
-class Prefetch:
-    """See `prefetch`. At most `depth` batches are ready or in the making, however slow the consumer is."""
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A batch that was filled in, and the state that leads to the one after it."""
 
-    def __init__(self, batches: Batches, put: Callable[[Batch], Batch], depth: int) -> None:
-        assert depth >= 1, depth
-        self._ready: collections.deque[tuple[Batch, dict[str, Any]]] = collections.deque()
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
-        self._closed = False
-        self._depth = depth
-        self._thread = threading.Thread(target=self._produce, args=(batches, put), name="data-prefetch", daemon=True)
-        self._thread.start()
+    state: DataState
+    stats: BatchStats
+    plan: LoadingPlan
 
-    def _produce(self, batches: Batches, put: Callable[[Batch], Batch]) -> None:
+
+class _Planned(NamedTuple):
+    """A step that was planned ahead; `pieces` are those in this host's rows."""
+
+    plan: LoadingPlan
+    after: PlannerState
+    pieces: Pieces
+    plan_s: float
+
+
+@dataclasses.dataclass
+class _Known:
+    """Lengths of documents first, first + 1, ... of a source; of a prepared one also which records they are."""
+
+    first: int
+    lengths: Int[np.ndarray, " n"]
+    records: Int[np.ndarray, " n"] | None = None
+    early: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Lengths that came before those in front of them, by their first document."""
+    asked: int = 0
+    """Documents before this one have been asked for."""
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.lengths)
+
+    def add(self, first: int, lengths: Int[np.ndarray, " n"]) -> None:
+        self.early[first] = lengths
+        while (found := self.early.pop(self.end, None)) is not None:
+            self.lengths = np.concatenate([self.lengths, found])
+
+    def drop_before(self, number: int) -> None:
+        gone = max(0, number - self.first)
+        self.first += gone
+        self.lengths = self.lengths[gone:]
+        self.records = None if self.records is None else self.records[gone:]
+
+
+class Constructor:
+    """Fills batch after batch from what a pool of loaders reads. Starts no process and knows no transport."""
+
+    def __init__(self, setup: ConstructorSetup, pool: Pool, state: DataState | None) -> None:
+        self._setup = setup
+        self._pool = pool
+        self._planner = Planner(setup.planner, self._lengths)
+        num_sources = len(setup.sources)
+        self._state = state or DataState(self._planner.start(), np.zeros(num_sources, np.int64))
+        self._plans: collections.deque[_Planned] = collections.deque()
+        self._prepared = {i: Documents(s) for i, s in enumerate(setup.sources) if s.prepared is not None}
+        self._run_documents = [max(1, min(MOST_RUN_DOCUMENTS, RUN_BYTES // max(b, 1))) for b in setup.documents_bytes]
+        self._payload: list[dict[int, tuple[Run, int] | None]] = [{} for _ in range(num_sources)]
+        self._planned_all = False
+        self._missing: list[tuple[int, int, int]] = []
+        self._waiting_since_s: float | None = None
+        self._wait_s = 0.0
+        cursors = self._state.planner.cursors.tolist()
+        self._known = [
+            _Known(cursor, np.zeros(0, np.int32), np.zeros(0, np.int64) if i in self._prepared else None, asked=cursor)
+            for i, cursor in enumerate(cursors)
+        ]
+        # What was open or put off when the state was taken is read once more.
+        self._carried = _carried(self._state.planner)
+        again: dict[int, list[int]] = collections.defaultdict(list)
+        for source, number in sorted(self._carried):
+            if source not in self._prepared:
+                again[source].append(number)
+        for source, numbers in again.items():
+            pool.request([Part(source, np.asarray(numbers, np.int64))], first=True)
+
+    @property
+    def ended(self) -> bool:
+        """No batch is left to fill."""
+        return self._planned_all and not self._plans
+
+    def advance(self) -> None:
+        """Takes what has come, plans as far ahead as that allows, and asks for what is missing. Never waits.
+
+        Raises:
+          DataError: the stream cannot go on.
+        """
+        for run in self._pool.collect():
+            self._keep(run)
+        if any(self._known[source].end <= first for source, first, _ in self._missing):
+            return  # planning would stop where it did
+        self._missing = []
+        new: list[_Planned] = []
         try:
-            while True:
-                with self._changed:  # wait for room first: building before that would hold one batch more
-                    self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
-                    if self._closed:
-                        return
-                item = (put(next(batches)), batches.state())
-                with self._changed:
-                    self._ready.append(item)
-                    self._changed.notify_all()
-        except BaseException as error:  # handed to the consumer, StopIteration included
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            while len(self._plans) < self._setup.lookahead_steps and not self._planned_all:
+                begun_s = time.perf_counter()
+                plan, after = self._planner.plan(self._plans[-1].after if self._plans else self._state.planner)
+                pieces = plan.pieces.of_rows(self._setup.rows)
+                new.append(_Planned(plan, after, pieces, time.perf_counter() - begun_s))
+                self._plans.append(new[-1])
+                self._planned_all = plan.last
+        except EndOfData:
+            self._planned_all = True
+        except NotYet as not_yet:
+            self._missing = not_yet.wanted
+            for source, first, count in self._missing:
+                self._ask(source, first + count, first=True)
+        if self._prepared:
+            self._ask_for_payload(new)
+        if new or self._missing:
+            planned = self._plans[-1].after if self._plans else self._state.planner
+            for source, first, count in self._planner.lookahead(planned, self._setup.lookahead_steps):
+                self._ask(source, first + count)
 
-    def __iter__(self) -> Iterator[tuple[Batch, dict[str, Any], float]]:
-        return self
+    def fill(self, out: dict[str, Int[np.ndarray, "rows L"]]) -> Built | None:
+        """Fills the next batch into `out`; None while documents of it are missing."""
+        if self.ended:
+            return None
+        if not self._plans or not self._has_payload(self._plans[0].pieces):
+            self._waiting_since_s = self._waiting_since_s or time.perf_counter()
+            return None
+        planned = self._plans.popleft()
+        plan, after = planned.plan, planned.after
+        if self._waiting_since_s is not None:
+            self._wait_s = time.perf_counter() - self._waiting_since_s
+            self._waiting_since_s = None
+        begun_s = time.perf_counter()
+        fill_rows(Rows(**out), planned.pieces, self._ids)
+        if (order := self._setup.column_order) is not None:
+            for array in out.values():
+                array[:] = array[:, order]
+        self._state = DataState(after, self._state.skipped + self._forget(self._state.planner, after))
+        stats = BatchStats(
+            step=plan.step,
+            tokens_by_source=plan.tokens_by_source,
+            fill=plan.fill,
+            drift=plan.drift,
+            row_cost=plan.row_cost,
+            plan_s=planned.plan_s,
+            fill_s=time.perf_counter() - begun_s,
+            wait_s=self._wait_s,
+            skipped=int(self._state.skipped.sum()),
+            loaders=tuple(self._pool.states()),
+        )
+        self._wait_s = 0.0
+        return Built(self._state, stats, plan)
 
-    def __next__(self) -> tuple[Batch, dict[str, Any], float]:
-        """Raises what the thread raised, after the batches before it."""
-        start_s = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._error or self._closed)
-            if self._closed:
-                raise RuntimeError("this prefetch is closed")
-            if not self._ready:
-                assert self._error is not None
-                raise self._error
-            batch, state = self._ready.popleft()
-            self._changed.notify_all()
-        return batch, state, (time.perf_counter() - start_s) * 1e3
+    def _lengths(self, source: int, first: int, count: int) -> Int[np.ndarray, " known"]:
+        """Tokens of documents first, first + 1, ..., as far as they are known; raises NotYet where none is."""
+        known = self._known[source]
+        if known.records is not None and first + count > known.end:
+            numbers = np.arange(known.end, max(first + count, known.end + LENGTHS_AT_A_TIME), dtype=np.int64)
+            lengths, records = self._prepared[source].lengths(numbers)
+            known.lengths = np.concatenate([known.lengths, lengths])
+            known.records = np.concatenate([known.records, records])
+        if first >= known.end:
+            raise NotYet
+        return known.lengths[first - known.first : first - known.first + count]
 
-    def close(self) -> None:
-        """Stops the thread, waits for it and lets go of the batches that were ready. May be called twice."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
-        self._ready.clear()
+    def _ask(self, source: int, end: int, *, first: bool = False) -> None:
+        """Asks for whole runs up to document `end`, as far as that was not done; of a source that is not prepared."""
+        known = self._known[source]
+        if known.records is not None:
+            return
+        size = self._run_documents[source]
+        while known.asked < end:
+            stop = (known.asked // size + 1) * size
+            self._pool.request([Part(source, np.arange(known.asked, stop, dtype=np.int64))], first=first)
+            known.asked = stop
 
-    def __enter__(self) -> "Prefetch":
-        return self
+    def _ask_for_payload(self, planned: list[_Planned]) -> None:
+        """Asks for just those documents of prepared sources that this host's rows take."""
+        wanted: dict[int, list[int]] = collections.defaultdict(list)
+        for step in planned:
+            for source, document in zip(step.pieces.source.tolist(), step.pieces.document.tolist(), strict=True):
+                if source in self._prepared and document not in self._payload[source]:
+                    self._payload[source][document] = None
+                    wanted[source].append(document)
+        parts = []
+        for source, documents in wanted.items():
+            numbers, known = np.asarray(documents, np.int64), self._known[source]
+            assert known.records is not None
+            inside = bool(len(known.records)) and min(documents) >= known.first
+            parts.append(Part(source, numbers, known.records[numbers - known.first] if inside else None))
+        if parts:
+            self._pool.request(parts)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _has_payload(self, pieces: Pieces) -> bool:
+        wanted = zip(pieces.source.tolist(), pieces.document.tolist(), strict=True)
+        return all(self._payload[source].get(document) is not None for source, document in wanted)
+
+    def _ids(self, source: int, document: int) -> np.ndarray:
+        found = self._payload[source][document]
+        assert found is not None
+        run, at = found
+        return run.ids[run.starts[at] : run.starts[at + 1]]
+
+    def _keep(self, run: Run) -> None:
+        numbers = run.numbers.tolist()
+        run.live = len(numbers)
+        self._payload[run.source].update(zip(numbers, zip(itertools.repeat(run), range(run.live)), strict=False))
+        known = self._known[run.source]
+        if known.records is None and numbers[0] >= known.end:
+            known.add(numbers[0], np.diff(run.starts).astype(np.int32))
+
+    def _forget(self, before: PlannerState, after: PlannerState) -> Int[np.ndarray, " sources"]:
+        """Drops the documents that no later step needs; returns how many of them were bad ones, by source."""
+        skipped = np.zeros_like(self._state.skipped)
+        carried = _carried(after)
+        done = [key for key in self._carried if key not in carried]
+        for source in np.flatnonzero(after.cursors != before.cursors).tolist():
+            passed = range(int(before.cursors[source]), int(after.cursors[source]))
+            done += [(source, number) for number in passed if (source, number) not in carried]
+            self._known[source].drop_before(passed.stop)
+        for source, number in done:
+            found = self._payload[source].pop(number, None)
+            if found is None:
+                continue  # another host's
+            run = found[0]
+            skipped[source] += number in run.skipped
+            run.live -= 1
+            if not run.live:
+                self._pool.release(run)
+        self._carried = carried
+        return skipped
+
+
+def _carried(state: PlannerState) -> set[tuple[int, int]]:
+    """Source and number of the documents that were drawn and are not yet used up."""
+    return set(map(tuple, state.carry[:, :2].tolist()))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessSetup:
+    """What a constructor process is told: its work, and how to run its loaders."""
+
+    constructor: ConstructorSetup
+    max_loaders: int
+    shadows: int
+    read_timeout_s: float
+    slots: int
+    state: DataState | None
+
+
+class Slots:
+    """A ring of batches in shared memory, filled by the constructor and read by the trainer."""
+
+    def __init__(self, slab: Slab, *, slots: int, rows: int, seq_len: int) -> None:
+        words = np.frombuffer(slab.view(HEADER_BYTES, slots * slot_bytes(rows, seq_len)), np.int32)
+        self._words = words.reshape(slots, len(ARRAYS), rows, seq_len)
+
+    def arrays(self, slot: int) -> dict[str, Int[np.ndarray, "rows L"]]:
+        """The arrays of one slot, by name."""
+        return dict(zip(ARRAYS, self._words[slot], strict=True))
+
+
+def slot_bytes(rows: int, seq_len: int) -> int:
+    """Of one batch."""
+    return len(ARRAYS) * rows * seq_len * 4
+
+
+def serve(connection: Connection, descriptors: list[int]) -> None:
+    """A constructor process's life: batches into free slots, until the connection ends.
+
+    Is sent `("free", slot)`. Sends, pickled: `("batch", slot, state, stats)`, the state pickled once more; `("end",)`
+    after the last; `("say", text)`; `("failed", message)`, and then nothing; and `("alive",)` once a second, whatever
+    else happens.
+    """
+    setup: ProcessSetup = connection.recv()
+    work = setup.constructor
+    door = Door(socket.socket(fileno=descriptors[0]))
+    slots = Slots(Slab(descriptors[1]), slots=setup.slots, rows=len(work.rows), seq_len=work.planner.seq_len)
+    free = collections.deque(range(setup.slots))
+
+    def say(text: str) -> None:
+        connection.send(("say", text))
+
+    try:
+        scaling = Scaling(work.planner, work.documents_bytes, max_loaders=setup.max_loaders)
+        placement, why = scaling.start(0 if setup.state is None else setup.state.planner.step)
+        pool = ProcessPool(
+            work.sources,
+            door,
+            placement=placement,
+            shadows=setup.shadows,
+            read_timeout_s=setup.read_timeout_s,
+            say=say,
+            observe=scaling.observe,
+        )
+        for line in why:
+            say(line)
+        constructor = Constructor(work, pool, setup.state)
+        ended, beat_s, looked_s, steps, starved_s = False, 0.0, time.monotonic(), 0, 0.0
+        while True:
+            constructor.advance()
+            while free and (built := constructor.fill(slots.arrays(free[0]))) is not None:
+                state = pickle.dumps(built.state, protocol=pickle.HIGHEST_PROTOCOL)
+                connection.send(("batch", free.popleft(), state, built.stats))
+                steps += 1
+                if (seconds := time.monotonic() - looked_s) > SCALE_EVERY_S:
+                    new, lines = scaling.after_step(
+                        built.stats.step + work.lookahead_steps,
+                        step_s=seconds / steps,
+                        wait_s=starved_s / steps,
+                        loaders=pool.states(),
+                    )
+                    looked_s, steps, starved_s = time.monotonic(), 0, 0.0
+                    if new is not None:
+                        pool.place(new)
+                    for line in lines:
+                        say(line)
+                constructor.advance()
+            if constructor.ended and not ended:
+                connection.send(("end",))
+                ended = True
+            begun_s = time.monotonic()
+            ready = wait([connection, *pool.connections()], timeout=0.2)
+            if len(free) == setup.slots:  # the trainer has nothing left to take
+                starved_s += time.monotonic() - begun_s
+            while connection in ready and connection.poll():
+                free.append(connection.recv()[1])
+            if time.monotonic() - beat_s > 1:
+                beat_s = time.monotonic()
+                connection.send(("alive",))
+    except (ValueError, OSError) as error:
+        if isinstance(error, ConnectionError):
+            raise
+        connection.send(("failed", str(error)))
+        connection.recv()  # until it ends

@@ -1,242 +1,148 @@
-"""The source stage: documents in a seeded, endless order, read and tokenised by number."""
+"""A Source Loader: reads and tokenises documents of one or more sources, for whoever asks.
+
+It opens a source at the first request for it and keeps nothing else: which documents, in what order and how far ahead
+is the asker's business. So it can be killed, replaced or doubled at any time, and the stream is the same.
+"""
 
 import dataclasses
-import functools
-import hashlib
-import json
-from collections.abc import Iterator
-from typing import Any, Literal
+import os
+import time
+from multiprocessing.connection import Connection
 
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.formats import BadRecord
-from jtrain.data.order import shuffled
-from jtrain.data.packing import LANES, PackerState, Piece, RowPacker
-from jtrain.data.source import Corpus
-from jtrain.data.tokenizer import ByteTokenizer, HFTokenizer, make_tokenizer
-from jtrain.dims import Batch
+from jtrain.data.documents import Documents, Read, SourceSetup
+from jtrain.data.slab import HEADER_BYTES, Slab
 
-_STATE_VERSION = 1
+IDLE, OPENING, READING = range(3)
+STATE, SOURCE, NUMBER, RECORD, SINCE_NS, DOCUMENTS, MEMORY_BYTES = range(7)
+"""Words of a loader's slab header, its watermark: what it is at, since when (CLOCK_MONOTONIC), and how much it did."""
+
+IDENTITY_AT, IDENTITY_BYTES = 64, HEADER_BYTES - 64 * 8
+"""The header word from which on `file:number` of the document being read stands, as UTF-8 ended by a zero byte."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedText:
-    """Text files, tokenised and packed into rows.
+@dataclasses.dataclass(frozen=True)
+class LoaderSetup:
+    """What a loader process is told first."""
 
-    path: a file, a folder, a glob (`**` for any depth), or `stdlib`, the Python standard library's own source text.
-      `.jsonl` holds a document per line and `.parquet` one per row, in `text_field`; any other file is one document.
-    seq_len: tokens per row.
-    global_batch: rows per step, over all devices.
-    tokenizer: `bytes`, or the path of a Hugging Face `tokenizer.json`.
-    end_token: the token that ends a document, where the tokenizer's files do not say.
-    text_piece_bytes: a text file longer than this is read as several documents, so that one big file can be
-      shuffled too. Raise it for contexts that long.
-    eval_fraction: documents held out of training, chosen by a hash of file name and number; 0 for none.
-    eval_batches: batches of an evaluation, at most.
-    on_bad_record: what to do with one that is not UTF-8, or no JSON, or without the field: stop, or skip and count.
+    sources: tuple[SourceSetup, ...]
+
+
+class SourceLoader:
+    """The loader itself, wherever it runs: in a process of its own, as a Ray actor, or in the trainer."""
+
+    def __init__(self, setups: tuple[SourceSetup, ...]) -> None:
+        self._setups = setups
+        self._open: dict[int, Documents] = {}
+
+    def documents(self, source: int) -> Documents:
+        """The source, opened if it is not yet. Raises as `Documents`."""
+        if source not in self._open:
+            self._open[source] = Documents(self._setups[source])
+        return self._open[source]
+
+    def close(self, source: int) -> None:
+        """Lets go of a source that others read from now on."""
+        if (documents := self._open.pop(source, None)) is not None:
+            documents.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Documents of one source that are asked for.
+
+    records: which records they are, where the asker knows; looked up otherwise.
+    skip: numbers to leave out.
     """
 
-    path: str
-    seq_len: int
-    global_batch: int
-    tokenizer: str = "bytes"
-    end_token: str | None = None
-    text_field: str = "text"
-    text_piece_bytes: int = 1 << 16
-    eval_fraction: float = 0.01
-    eval_batches: int = 8
-    on_bad_record: Literal["fail", "skip"] = "fail"
+    source: int
+    numbers: Int[np.ndarray, " n"]
+    records: Int[np.ndarray, " n"] | None = None
+    skip: frozenset[int] = frozenset()
 
-    def __post_init__(self) -> None:
-        for field, least in (("seq_len", 2), ("global_batch", 1), ("text_piece_bytes", 16), ("eval_batches", 1)):
-            if (value := getattr(self, field)) < least:
-                raise ValueError(f"data.{field}={value} must be at least {least}. Set data.{field}.")
-        if not 0 <= self.eval_fraction < 1:
-            raise ValueError(
-                f"data.eval_fraction={self.eval_fraction} must be at least 0 (nothing held out) and below 1. "
-                "Set data.eval_fraction."
-            )
-        if self.on_bad_record not in ("fail", "skip"):
-            raise ValueError(f"data.on_bad_record={self.on_bad_record!r} must be 'fail' or 'skip'.")
+    def each(self) -> "list[Part]":
+        """The same documents one by one."""
+        records = [None] * len(self.numbers) if self.records is None else self.records[:, None]
+        return [
+            dataclasses.replace(self, numbers=self.numbers[i : i + 1], records=records[i])
+            for i in range(len(self.numbers))
+        ]
 
 
-def open_dataset(spec: PackedText, *, seed: int) -> "TextDataset":
-    """Finds the files, splits their documents into train and held-out, and checks that either gives a row.
+def serve(connection: Connection, descriptors: list[int]) -> None:
+    """A loader process's life: answers requests until the connection ends.
 
-    Reads no more of the text than that check needs, except that JSON lines files are searched for line ends (1 GB/s).
-
-    Raises:
-      FileNotFoundError, ValueError: nothing to read, or not enough; the message names the field and the numbers.
+    Requests, pickled: `("read", id, parts)`, `("free", start)`, `("close", source)`. Answers: `("run", id, start,
+    [(bytes of lengths, bytes of ids, dtype of ids, skipped, seconds) of each part])`, where the payload is in the slab
+    from `start` on, each part's lengths before its ids; or `("failed", id, source, message)`.
     """
-    return TextDataset(spec, seed=seed)
+    setup: LoaderSetup = connection.recv()
+    slab = Slab(descriptors[0])
+    header = slab.header
+    identity = np.frombuffer(header, np.uint8)[IDENTITY_AT * 8 :]
+    loader = SourceLoader(setup.sources)
+
+    def read(part: Part) -> Read:
+        header[[SOURCE, NUMBER, RECORD, SINCE_NS]] = part.source, -1, -1, time.monotonic_ns()
+        header[STATE] = OPENING
+        documents = loader.documents(part.source)
+
+        def watch(number: int, record: int) -> None:
+            name = documents.identity_of(record).encode()[: IDENTITY_BYTES - 1]
+            identity[: len(name)] = np.frombuffer(name, np.uint8)
+            identity[len(name)] = 0
+            header[NUMBER], header[RECORD], header[SINCE_NS] = number, record, time.monotonic_ns()
+            header[STATE] = READING
+
+        found = documents.read(part.numbers, records=part.records, skip=part.skip, watch=watch)
+        header[DOCUMENTS] += len(part.numbers)
+        return found
+
+    while True:
+        match connection.recv():
+            case ("free", start):
+                slab.free(start)
+            case ("close", source):
+                loader.close(source)
+            case ("read", request, parts):
+                reads: list[Read] = []
+                source = -1
+                seconds: list[float] = []
+                try:
+                    for part in parts:
+                        source = part.source
+                        begun_s = time.perf_counter()
+                        reads.append(read(part))
+                        seconds.append(time.perf_counter() - begun_s)
+                except (ValueError, OSError) as error:
+                    header[STATE] = IDLE
+                    connection.send(("failed", request, source, str(error)))
+                    continue
+                arrays = [array for found in reads for array in (found.lengths, found.ids)]
+                start = at = slab.allocate(sum(padded(array.nbytes) for array in arrays))
+                for array in arrays:
+                    slab.view(at, array.nbytes)[:] = array.view(np.uint8)
+                    at += padded(array.nbytes)
+                header[MEMORY_BYTES] = resident_bytes()
+                header[STATE] = IDLE
+                found = [
+                    (r.lengths.nbytes, r.ids.nbytes, r.ids.dtype.str, r.skipped, s)
+                    for r, s in zip(reads, seconds, strict=True)
+                ]
+                connection.send(("run", request, start, found))
 
 
-class TextDataset:
-    """Documents of a corpus, in train and held-out batches of packed rows.
-
-    Which tokens batch k holds is a pure function of the spec, the seed and k: no thread, process or clock has a say.
-    With several processes every one of them builds the same global batch, and `put_batch` keeps its own rows; the
-    work is repeated per process, in exchange for no communication at all.
-
-    Attributes:
-      tokenizer: for its ids and vocabulary.
-      corpus: the records, by number.
-      train_records: their numbers on the training side of the split, ascending.
-      eval_records: the same on the held-out side, in the order of evaluation.
-    """
-
-    def __init__(self, spec: PackedText, *, seed: int) -> None:
-        self.spec = spec
-        self.seed = seed
-        self.tokenizer: ByteTokenizer | HFTokenizer = make_tokenizer(spec.tokenizer, end_token=spec.end_token)
-        self.corpus = Corpus(spec.path, text_field=spec.text_field, text_piece_bytes=spec.text_piece_bytes)
-        self._skipped: set[int] = set()
-        position = self.corpus.split_positions()
-        held_out = position < spec.eval_fraction
-        self.train_records = np.flatnonzero(~held_out)
-        # By position, a hash: the first batches of a large held-out split must not be those of one file.
-        eval_records = np.flatnonzero(held_out)
-        self.eval_records = eval_records[np.argsort(position[eval_records], kind="stable")]
-        self._check_size("training", self.train_records)
-        if spec.eval_fraction:
-            self._check_size("evaluation", self.eval_records)
-
-    @property
-    def skipped(self) -> int:
-        """Bad records met and left out so far, each counted once; always 0 unless on_bad_record is `skip`."""
-        return len(self._skipped)
-
-    def describe(self) -> str:
-        """One line for the plan."""
-        return (
-            f"{self.spec.path}: {len(self.corpus):,} documents in {len(self.corpus.names):,} files, "
-            f"{self.corpus.size_bytes / 2**20:,.1f} MiB; {len(self.train_records):,} to train on, "
-            f"{len(self.eval_records):,} held out; vocabulary {self.tokenizer.vocab_size:,}"
-        )
-
-    def train_batches(self, start_state: dict[str, Any] | None = None) -> "BatchIterator":
-        """Endless batches of `global_batch` rows, from the first one or from a saved state.
-
-        Raises:
-          ValueError: the state is of another seed, corpus or tokenizer, so the run would not be the same run.
-        """
-        packer = RowPacker(
-            self._train_ids,
-            seq_len=self.spec.seq_len,
-            lanes=min(LANES, len(self.train_records)),  # more would read one document several times side by side
-            epoch_documents=len(self.train_records),
-        )
-        identity = {"version": _STATE_VERSION, "seed": self.seed, "corpus": self._fingerprint()}
-        if start_state is not None:
-            for key, here in identity.items():
-                if (saved := start_state.get(key)) != here:
-                    raise ValueError(
-                        f"the data state was saved with {key}={saved!r}, but here it is {here!r}: the batches that "
-                        "follow would not be those of the unbroken run. Put back the files of data.path, "
-                        "data.tokenizer, data.eval_fraction and seed as they were, or start in a new --workdir."
-                    )
-            packer.restore(
-                PackerState(
-                    row=start_state["row"], next_document=start_state["next_document"], lanes=start_state["lanes"]
-                )
-            )
-        return BatchIterator(packer, self.spec.global_batch, identity)
-
-    def eval_batches(self) -> Iterator[Batch]:
-        """The held-out batches: the same list each time, at most `eval_batches`, the last one padded, none repeated.
-
-        Raises:
-          ValueError: nothing is held out.
-        """
-        if not self.spec.eval_fraction:
-            raise ValueError("data.eval_fraction=0 holds nothing out to evaluate on. Set data.eval_fraction.")
-        count = len(self.eval_records)
-        packer = RowPacker(
-            lambda n: self._ids(int(self.eval_records[n])),
-            seq_len=self.spec.seq_len,
-            lanes=min(LANES, count),
-            count=count,
-            epoch_documents=count,
-        )
-        return self._take_eval(packer)
-
-    def _take_eval(self, packer: RowPacker) -> Iterator[Batch]:
-        for _ in range(self.spec.eval_batches):
-            if packer.exhausted:
-                return
-            yield packer.take(self.spec.global_batch)
-
-    def _train_ids(self, document: int) -> Int[np.ndarray, " tokens"]:
-        """Ids of a document by its number in the endless training order."""
-        return self._train_documents[document]
-
-    def train_document_identity(self, document: int) -> str:
-        """`file:number` of a document by its number in the endless training order."""
-        return self.corpus.identity_of(self._train_order[document])
-
-    @functools.cached_property
-    def _train_order(self) -> Any:
-        """Record numbers as a Grain dataset. Made at first use, so on the prefetch thread: the import takes 0.9 s."""
-        order_seed = int.from_bytes(hashlib.blake2b(f"{self.seed}/order".encode(), digest_size=4).digest())
-        return shuffled(self.train_records, self.corpus, seed=order_seed)
-
-    @functools.cached_property
-    def _train_documents(self) -> Any:
-        """The whole source stage: the same records, read and tokenised."""
-        return self._train_order.map(self._ids)
-
-    def _ids(self, record: int) -> Int[np.ndarray, " tokens"]:
-        """A record as a document's ids; none for an empty or a skipped one."""
-        try:
-            return self.tokenizer.encode_document(self.corpus[record])
-        except BadRecord:
-            if self.spec.on_bad_record == "fail":
-                raise
-            self._skipped.add(record)
-            return np.empty(0, np.int32)
-
-    def _check_size(self, purpose: str, records: Int[np.ndarray, " records"]) -> None:
-        """Refuses a split that does not fill one row. Reads only as many documents as that takes."""
-        tokens = 0
-        for record in records:
-            tokens += len(self._ids(int(record)))
-            if tokens >= self.spec.seq_len:
-                return
-        spec, skipped = self.spec, f" ({self.skipped} bad ones skipped)" if self.skipped else ""
-        raise ValueError(
-            f"data.path={spec.path!r} is too small: of its {len(self.corpus)} documents{skipped}, "
-            f"data.eval_fraction={spec.eval_fraction} leaves {len(records)} for {purpose}, with {tokens} tokens, and "
-            f"one row takes data.seq_len={spec.seq_len}. Add text, lower data.seq_len, "
-            + ("or lower data.eval_fraction." if purpose == "training" else "raise data.eval_fraction, or set it to 0.")
-        )
-
-    def _fingerprint(self) -> str:
-        """Changes whenever the same document number could stand for other tokens."""
-        spec = self.spec
-        parts = [self.corpus.fingerprint(), self.tokenizer.identity, spec.eval_fraction, spec.text_field]
-        return hashlib.blake2b(json.dumps([*parts, spec.text_piece_bytes]).encode(), digest_size=8).hexdigest()
+def padded(size_bytes: int) -> int:
+    """Up to a multiple of 8, so that the array behind is aligned."""
+    return -(-size_bytes // 8) * 8
 
 
-class BatchIterator:
-    """Endless global batches, numpy int32 of shape [global_batch, seq_len]."""
-
-    def __init__(self, packer: RowPacker, global_batch: int, identity: dict[str, Any]) -> None:
-        self._packer = packer
-        self._global_batch = global_batch
-        self._identity = identity
-
-    def __iter__(self) -> "BatchIterator":
-        return self
-
-    def __next__(self) -> Batch:
-        return self._packer.take(self._global_batch)
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """Which document each segment of the last batch came from, by its number in the training order."""
-        return self._packer.pieces
-
-    def state(self) -> dict[str, Any]:
-        """The next batch, the one not yet returned, as a few hundred bytes of JSON; `train_batches` goes on from it."""
-        return {**self._identity, **self._packer.state()}
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM, shared pages included; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

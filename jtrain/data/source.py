@@ -1,159 +1,206 @@
-"""Where documents come from: `data.path` to files, and all their records as one numbered sequence."""
+"""A source of documents as the config declares it, and all its records as one numbered sequence."""
 
-import bisect
+import concurrent.futures
+import dataclasses
 import functools
-import glob
 import hashlib
-import os
-import sysconfig
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Float, Int, UInt64
 
-from jtrain.data.formats import JsonLines, ParquetFile, Records, RowGroupCache, TextFile
+from jtrain.data.formats import BadRecord, Records, open_file
+from jtrain.data.formats.arrow import saved_dataset_files
+from jtrain.data.formats.parquet import shared_cache
+from jtrain.data.storage import find_files
 
-STDLIB = "stdlib"
-"""As `data.path`: the Python standard library's own source text, a corpus that every machine has."""
+Format = Literal["auto", "text", "jsonl", "parquet", "arrayrecord", "webdataset", "arrow", "grain"]
 
-_NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-"""Installed packages; and tests, which some systems leave out and which hold files that are broken on purpose."""
+DECODED_CACHE_BYTES = 1 << 30
+"""Decoded Parquet text kept in memory, per process: all its sources share it."""
 
-_COMPRESSED = {".gz", ".zst", ".bz2", ".xz", ".zip", ".tar"}
+_REMOTE_OPENERS = 16
+"""Remote files opened at a time: each waits for a round trip or two."""
 
-ROW_GROUP_CACHE_BYTES = 1 << 30
-"""Decoded Parquet text kept in memory, per process."""
+_RUN_RECORDS = 512
+"""Records read at a time by `Corpus.read`: enough that a row group is looked up once, few enough to hold as text."""
 
 
-def find_files(path: str) -> list[tuple[Path, str]]:
-    """The files that `data.path` stands for, sorted, each with its name relative to the folder searched.
+ONE_SOURCE = "data"
+"""The name of the one source that `data.path` is."""
 
-    A file; a folder, searched all the way down without hidden files; a glob, `**` for any depth; or `stdlib`. The
-    relative name is the file's identity: the held-out split stays the same when the folder moves.
 
-    Raises:
-      FileNotFoundError: nothing is there.
-      ValueError, OSError: a kind of file, or a folder, that cannot be read.
+def field_of(name: str) -> str:
+    """The config path of a source, for messages."""
+    return "data" if name == ONE_SOURCE else f"data.sources.{name}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """Documents from one place, with a share in the mixture.
+
+    path: a file, a folder, a glob (`**` for any depth), `stdlib` (the Python standard library's own source text), or a
+      URL of one of the first three: s3://, gs://, hf://, http(s)://, file://, or another scheme that fsspec knows. For
+      format grain, `module:function` that gives a `grain.MapDataset` of str.
+    weight: its share in the mixture, against those of the others; zero is legal.
+    format: `auto` goes by each file's suffix: .jsonl, .parquet, .arrayrecord, .tar (WebDataset), .arrow, each also with
+      .gz or .zst behind it; any other is text, one file one document. A folder that Hugging Face's `save_to_disk` wrote
+      is known by its state.json.
+    text_field: JSON key, column, or suffix of the tar's members (such as txt). Of an ArrayRecord it counts where
+      records are JSON objects; empty, the record itself is the text whatever it looks like.
+    tokenizer: None for that of data.tokenizer.
+    text_piece_bytes: a text file longer than this is read as several documents, so that one big file can be shuffled
+      too. Raise it for contexts that long.
     """
-    if "://" in path:
-        raise ValueError(f"data.path={path!r}: only files on this machine can be read. Copy the data here first.")
-    root = Path(sysconfig.get_paths()["stdlib"]) if path == STDLIB else Path(os.path.expanduser(path))
-    if path == STDLIB:
-        found = [f for f in _walk(root, skip=_NOT_STDLIB.__contains__) if f.suffix == ".py"]
-        looked_for = f"*.py below {root}"
-    elif root.is_dir():
-        found = list(_walk(root, skip=lambda name: name.startswith(".")))
-        looked_for = f"any file that is not hidden, below {root.absolute()}"
-    elif root.exists():
-        found, root, looked_for = [root], root.parent, str(root)
-    elif glob.has_magic(path):
-        looked_for = f"files that match {root.absolute()}"
-        found = [Path(f) for f in set(glob.glob(str(root), recursive=True)) if not os.path.isdir(f)]
-        magic = next(i for i, part in enumerate(root.parts) if glob.has_magic(part))
-        root = Path(*root.parts[:magic])
-    else:
-        found, looked_for = [], str(root.absolute())
-    if not found:
-        raise FileNotFoundError(
-            f"data.path={path!r}: nothing there; looked for {looked_for}. Set data.path to a file, a folder, a glob or "
-            f"{STDLIB!r}."
-        )
-    named = sorted((os.path.relpath(f, root).replace(os.sep, "/"), f) for f in found)
-    for _, file in named:
-        if file.suffix in _COMPRESSED:
-            raise ValueError(f"data.path={path!r}: {file} is compressed ({file.suffix}). Decompress it first.")
-        if not file.is_file() or not os.access(file, os.R_OK):
-            raise ValueError(f"data.path={path!r}: {file} cannot be read. Mend its permissions, or leave it out.")
-    return [(file, name) for name, file in named]
 
+    path: str
+    weight: float = 1.0
+    format: Format = "auto"
+    text_field: str = "text"
+    tokenizer: str | None = None
+    text_piece_bytes: int = 1 << 16
 
-def _walk(root: Path, *, skip: Callable[[str], bool]) -> Iterator[Path]:
-    """Every file below `root`, in no order. Raises OSError for a folder that cannot be read."""
-
-    def refuse(error: OSError) -> None:  # the default leaves the folder out in silence
-        raise error
-
-    for folder, folders, files in os.walk(root, onerror=refuse):
-        folders[:] = [name for name in folders if not skip(name)]
-        yield from (Path(folder, file) for file in files if not skip(file))
+    def check(self, name: str) -> None:
+        """Raises ValueError for a value that cannot be, as `data.sources.NAME.FIELD`."""
+        field = field_of(name)
+        if not self.path:
+            raise ValueError(f"{field}.path is empty. Set it to a file, a folder, a glob, a URL or 'stdlib'.")
+        if self.format not in get_args(Format):
+            raise ValueError(f"{field}.format={self.format!r} must be one of {', '.join(get_args(Format))}.")
+        if not (math.isfinite(self.weight) and self.weight >= 0):
+            raise ValueError(f"{field}.weight={self.weight} must be a number, zero or more.")
+        if self.text_piece_bytes < 16:
+            raise ValueError(f"{field}.text_piece_bytes={self.text_piece_bytes} must be at least 16.")
 
 
 class Corpus:
-    """All records below `data.path`, numbered file after file in the order of their names; random access.
+    """All records of one source, numbered file after file in the order of their names; random access.
 
-    A file's suffix says what it is: `.jsonl`, `.parquet`; any other is text, one file one document. Empty files hold
-    none.
+    Between reads a file costs some hundred bytes and no descriptor, a Parquet file 16 bytes per row group more.
+
+    Attributes:
+      source: as declared.
+      name: of the source.
+      names: of the files, relative to the folder searched: their identities.
+      file_ends: how many records there are up to the end of each file.
+      size_bytes: of all files as they are stored.
 
     Raises:
-      FileNotFoundError, ValueError: nothing to read there, see `find_files`; or all of it is empty.
+      FileNotFoundError, ValueError, OSError: nothing to read there, or not as it should be; or all of it is empty.
     """
 
-    def __init__(self, path: str, *, text_field: str, text_piece_bytes: int) -> None:
-        self.path = path
-        cache = RowGroupCache(ROW_GROUP_CACHE_BYTES)
+    def __init__(
+        self, source: Source, *, name: str, cache_dir: Path, decoded_cache_bytes: int = DECODED_CACHE_BYTES
+    ) -> None:
+        source.check(name)
+        self.source = source
+        self.name = name
+        field = field_of(name)
+        if source.format == "grain":
+            from jtrain.data.formats.graindataset import GrainDataset
 
-        def open_file(file: Path) -> Records:
-            if file.suffix == ".jsonl":
-                return JsonLines(file, field=text_field)
-            if file.suffix == ".parquet":
-                return ParquetFile(file, field=text_field, cache=cache)
-            return TextFile(file, piece_bytes=text_piece_bytes)
-
-        files = find_files(path)
-        self.names = [name for _, name in files]
-        self._sizes = [file.stat().st_size for file, _ in files]
+            self.names, self._sizes = [source.path], [0]
+            self._records: list[Records] = [GrainDataset(source.path, field=field)]
+        else:
+            files = find_files(source.path, field=f"{field}.path")
+            if source.format in ("auto", "arrow"):
+                files = saved_dataset_files(files, field=f"{field}.path={source.path!r}") or files
+            self.names = [file.name for file in files]
+            self._sizes = [max(file.size_bytes, 0) for file in files]
+            open_one = functools.partial(
+                open_file,
+                format=source.format,
+                text_field=source.text_field,
+                text_piece_bytes=source.text_piece_bytes,
+                field=field,
+                cache_dir=cache_dir,
+                groups=shared_cache(decoded_cache_bytes),
+            )
+            if len(files) > 1 and files[0].is_remote:
+                with concurrent.futures.ThreadPoolExecutor(min(_REMOTE_OPENERS, len(files))) as pool:
+                    self._records = list(pool.map(open_one, files))
+            else:
+                self._records = [open_one(file) for file in files]
         self.size_bytes = sum(self._sizes)
-        self._records = [open_file(file) for file, _ in files]
-        self._counts = np.asarray([len(records) for records in self._records], np.int64)
-        self._ends = np.cumsum(self._counts).tolist()
+        counts = [len(records) for records in self._records]
+        self.file_ends: Int[np.ndarray, " files"] = np.cumsum(counts, dtype=np.int64)
         if not len(self):
             raise ValueError(
-                f"data.path={path!r}: {len(files)} files, all of them empty (first: {files[0][0]}). "
-                "Set data.path to files with text in them."
+                f"{field}.path={source.path!r}: {len(self.names)} files, all of them empty (first: {self.names[0]}). "
+                f"Set {field}.path to files with text in them."
             )
 
     @functools.cached_property
     def group_starts(self) -> Int[np.ndarray, " groups_and_end"]:
         """Number of the first record of each Parquet row group or other file, and of all records at the end."""
-        starts = [
-            (r.group_starts[:-1] if isinstance(r, ParquetFile) else np.zeros(1, np.int64)) + end - len(r)
-            for r, end in zip(self._records, self._ends, strict=True)
-        ]
+        firsts = (self.file_ends - self._counts).tolist()
+        starts = [r.group_starts[:-1] + first for r, first in zip(self._records, firsts, strict=True)]
         return np.append(np.concatenate(starts), len(self))
 
     @functools.cached_property
     def group_bytes(self) -> Int[np.ndarray, " groups"]:
         """What reading any record of the group brings into memory, decoded: 0 where records are read one by one."""
-        return np.concatenate(
-            [r.group_bytes if isinstance(r, ParquetFile) else np.zeros(1, np.int64) for r in self._records]
-        )
+        return np.concatenate([records.group_bytes for records in self._records])
+
+    @property
+    def _counts(self) -> Int[np.ndarray, " files"]:
+        return np.diff(self.file_ends, prepend=0)
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return int(self.file_ends[-1])
 
-    def __getitem__(self, index: int) -> str:
-        """The text of record `index`. Raises BadRecord, or OSError where its file is gone."""
-        file = bisect.bisect_right(self._ends, index)
-        return self._records[file][index - self._ends[file] + len(self._records[file])]
+    def __getitem__(self, record: int) -> str:
+        """The text of a record. Raises BadRecord; OSError, naming the file, where that is gone or cut short."""
+        file, number = self._place(record)
+        return self._records[file][number]
 
-    def identity_of(self, index: int) -> str:
+    def read(self, records: Int[np.ndarray, " records"]) -> Iterator[str | BadRecord]:
+        """Texts in the order asked; a bad record in its place. What lies together is read together.
+
+        Raises:
+          OSError: a file is gone, cut short, may not be read, or fails.
+        """
+        for start in range(0, len(records), _RUN_RECORDS):
+            run = records[start : start + _RUN_RECORDS]
+            if len(self._records) == 1:
+                yield from self._records[0].read(run.tolist())
+                continue
+            files = np.searchsorted(self.file_ends, run, side="right")
+            numbers = run - (self.file_ends - self._counts)[files]
+            texts: list[str | BadRecord] = [""] * len(run)
+            for file in np.unique(files).tolist():
+                places = np.flatnonzero(files == file)
+                read = self._records[file].read(numbers[places].tolist())
+                for place, text in zip(places.tolist(), read, strict=True):
+                    texts[place] = text
+            yield from texts
+
+    def identity_of(self, record: int) -> str:
         """`name:number`, the number counted from 0 in its file."""
-        file = bisect.bisect_right(self._ends, index)
-        return f"{self.names[file]}:{index - self._ends[file] + len(self._records[file])}"
+        file, number = self._place(record)
+        return f"{self.names[file]}:{number}"
 
-    def split_positions(self) -> Float[np.ndarray, " records"]:
-        """A number in [0, 1) for each record, from its identity alone (file name and number in the file).
+    def _place(self, record: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self.file_ends, record, side="right"))
+        return file, int(record - self.file_ends[file] + len(self._records[file]))
+
+    def split_positions(self, records: Int[np.ndarray, " records"]) -> Float[np.ndarray, " records"]:
+        """A number in [0, 1) for each of these records, from its identity alone (file name and number in the file).
 
         Records below `data.eval_fraction` are held out: adding files or changing the seed moves none of them.
         """
-        file_keys = np.asarray(
-            [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in self.names], np.uint64
-        )
-        first = np.asarray(self._ends, np.int64) - self._counts
-        number = np.arange(len(self), dtype=np.int64) - np.repeat(first, self._counts)
-        mixed = splitmix64(np.repeat(file_keys, self._counts) ^ splitmix64(number.astype(np.uint64)))
+        files = np.searchsorted(self.file_ends, records, side="right")
+        number = records - (self.file_ends - self._counts)[files]
+        mixed = splitmix64(self._file_keys[files] ^ splitmix64(number.astype(np.uint64)))
         return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+    @functools.cached_property
+    def _file_keys(self) -> UInt64[np.ndarray, " files"]:
+        keys = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in self.names]
+        return np.asarray(keys, np.uint64)
 
     def fingerprint(self) -> str:
         """Changes with any file's name, size or number of records; not with the folder or the time of a copy."""
@@ -161,6 +208,11 @@ class Corpus:
         for name, size, count in zip(self.names, self._sizes, self._counts.tolist(), strict=True):
             digest.update(f"{name}\0{size}\0{count}\n".encode())
         return digest.hexdigest()
+
+    def close(self) -> None:
+        """Lets go of decoded row groups and open readers; reading afterwards fetches them again."""
+        for records in self._records:
+            records.close()
 
 
 def splitmix64(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:

@@ -11,9 +11,16 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, UInt
 
 type Ids = Int[np.ndarray, " tokens"]
+type Documents = tuple[Int[np.ndarray, " documents"], UInt[np.ndarray, " tokens"]]
+"""Tokens of each document, int32, and the ids of all of them one after another, in the tokenizer's `id_dtype`."""
+
+
+def smallest_id_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The unsigned type that holds every id: 1, 2 or 4 bytes for each, on disk and between processes."""
+    return np.dtype(np.min_scalar_type(vocab_size - 1))
 
 
 @runtime_checkable
@@ -22,6 +29,11 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def id_dtype(self) -> np.dtype[Any]:
+        """Of the ids that `encode_documents` gives: the smallest unsigned type that holds `vocab_size`."""
+        ...
 
     @property
     def begin_id(self) -> int | None:
@@ -46,6 +58,10 @@ class Tokenizer(Protocol):
         """Ids of a whole document with its borders; no ids at all for an empty one."""
         ...
 
+    def encode_documents(self, texts: Sequence[str]) -> Documents:
+        """The same ids for many documents at once: quicker, and smaller."""
+        ...
+
     def decode(self, ids: Sequence[int] | Ids) -> str: ...
 
 
@@ -62,6 +78,7 @@ class ByteTokenizer:
     begin_id = 0
     end_id = 0
     identity = "bytes"
+    id_dtype = np.dtype(np.uint8)
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
@@ -70,6 +87,15 @@ class ByteTokenizer:
         if not text:
             return np.empty(0, np.int32)
         return np.frombuffer(b"\0" + text.encode("utf-8") + b"\0", np.uint8).astype(np.int32)
+
+    def encode_documents(self, texts: Sequence[str]) -> Documents:
+        """As `encode_document` for each, over 1 GB/s: two copies, since byte 0 parts the documents already."""
+        # Each by itself: joined as text, one character beyond ASCII would widen all of them to 4 bytes.
+        encoded = [text.encode("utf-8") for text in texts]
+        lengths = [len(content) + 2 if content else 0 for content in encoded]
+        full = [content for content in encoded if content]
+        joined = b"".join((b"\0", b"\0\0".join(full), b"\0")) if full else b""
+        return np.asarray(lengths, np.int32), np.frombuffer(joined, np.uint8)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """The text; bytes that are no UTF-8 (sampling may stop inside a character) become U+FFFD."""
@@ -118,6 +144,7 @@ class HFTokenizer:
         vocabulary: dict[str, int] = self._rust.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         """Largest id + 1; ids may have gaps."""
+        self.id_dtype = smallest_id_dtype(self.vocab_size)
         self.end_id = _end_id(str(path), file.parent / "tokenizer_config.json", vocabulary, end_token)
         marked, plain = self._rust.encode("a").ids, self.encode("a").tolist()
         self.begin_id = marked[0] if marked and marked[:1] != plain[:1] else None
@@ -133,6 +160,18 @@ class HFTokenizer:
             return np.empty(0, np.int32)
         begin = [] if self.begin_id is None else [self.begin_id]
         return np.concatenate([begin, self.encode(text), [self.end_id]], dtype=np.int32, casting="unsafe")
+
+    def encode_documents(self, texts: Sequence[str]) -> Documents:
+        """As `encode_document` for each. Takes as many threads as the tokenizers package may (RAYON_NUM_THREADS)."""
+        begin = [] if self.begin_id is None else [self.begin_id]
+        parts = [np.empty(0, self.id_dtype)]
+        lengths = np.zeros(len(texts), np.int32)
+        full = [i for i, text in enumerate(texts) if text]
+        encoded = self._rust.encode_batch_fast([texts[i] for i in full], add_special_tokens=False)
+        for i, one in zip(full, encoded, strict=True):
+            parts.append(np.asarray([*begin, *one.ids, self.end_id], self.id_dtype))
+            lengths[i] = len(parts[-1])
+        return lengths, np.concatenate(parts)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """The text, without special tokens."""

@@ -118,7 +118,7 @@ def import_(args: argparse.Namespace) -> int:
         listed = "".join(f"\n  {line}" for line in lines)
         raise ValueError(f"{args.folder} is another model than --config={args.config}:{listed}\nSet these by --set.")
     dataset = open_dataset(run.data, seed=run.seed)
-    config.check_vocabulary(run.model, dataset.tokenizer)
+    config.check_vocabulary(run.model, dataset.vocab_size)
     with open_tensors(args.folder) as tensors:
         arrays = from_hf(tensors, run.model, dtype=run.layout.param_dtype)
     params = _onto_device(arrays)
@@ -128,7 +128,7 @@ def import_(args: argparse.Namespace) -> int:
     config_text = leaves.flat(run_config)
     args.workdir.mkdir(parents=True, exist_ok=True)
     with Checkpoints(args.workdir, run.checkpoint) as checkpoints:
-        checkpoints.save(0, state, dataset.train_batches().state(), config_text)
+        checkpoints.save(0, state, dataset.first_state(), config_text)
     # Last: a config.txt without a checkpoint would let a run begin from random weights.
     (args.workdir / "config.txt").write_text(config_text)
     print(f"{args.folder}, {_size(run.model.param_infos())} parameters -> step 0 of {args.workdir}. Train on from it:")

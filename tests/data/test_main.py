@@ -32,7 +32,7 @@ def test_the_pieces_of_a_step_are_its_batch(tmp_path: Path) -> None:
     spec = PackedText(path=str(tmp_path), seq_len=16, global_batch=6, eval_fraction=0.1)
     dataset = open_dataset(spec, seed=0)
     pieces = pieces_of_step(dataset, 2)
-    iterator = dataset.train_batches()
+    iterator = dataset.train_batches(inline=True)
     for _ in range(2):
         next(iterator)
     batch = next(iterator)
@@ -57,3 +57,58 @@ def test_inspect_prints_and_writes_a_step(capsys: pytest.CaptureFixture[str], tm
 def test_a_negative_step_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--config=tiny", "--step=-1"]) == 2
     assert "--step -1 must be at least 0" in capsys.readouterr().err
+
+
+def test_plan_prints_what_each_role_takes_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    more = ["--set=data.max_loaders=3", "--set=data.shadows=2", f"--json={file}"]
+    assert main(["plan", "--config=tiny", *more]) == 0
+    said = json.loads(file.read_text())
+    assert {role["role"]: role["processes"] for role in said["roles"]} == {
+        "forkserver": 1,
+        "constructor": 1,
+        "loader": 3,
+        "standby": 2,
+    }
+    assert said["processes"] == 7
+    printed = capsys.readouterr().out
+    assert all(role["role"] in printed for role in said["roles"])
+    assert main(["plan", "--config=tiny", "--set=data.engine=inline"]) == 0
+
+
+def test_bench_prints_throughput_memory_and_balance(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    assert main(["bench", "--config=tiny", "--steps=20", f"--json={file}"]) == 0
+    figures = json.loads(file.read_text())
+    assert figures["tokens_per_s"] > 0
+    assert figures["fill"] == 1
+    assert 1 <= figures["cost_spread"] < 2
+    assert figures["loader_documents"]["loader-0"] > 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in figures)
+    assert main(["bench", "--config=tiny", "--steps=1"]) == 2
+    assert "--steps 1 must be at least 2" in capsys.readouterr().err
+
+
+def test_sample_prepare_and_inspect_give_the_same_stream_either_way(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole way of `--config=mixture`: six sources in six formats, raw and prepared."""
+    config = str(Path("configs/mixture.py").absolute())
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", f"--config={config}"]) == 2
+    assert "runs/sources/code.jsonl.gz" in capsys.readouterr().err
+    assert main(["sample", "--out=runs/sources"]) == 0
+    assert main(["prepare", f"--config={config}", "--out=prepared", "--workers=2"]) == 0
+    raw, indexed = Path("raw.json"), Path("indexed.json")
+    more = ["--step=6", f"--set=data.cache_dir={tmp_path / 'cache'}"]
+    assert main(["inspect", f"--config={config}", f"--json={raw}", *more]) == 0
+    assert main(["inspect", f"--config={config}", f"--json={indexed}", "--set=data.prepared=prepared", *more]) == 0
+    pieces = json.loads(raw.read_text())["pieces"]
+    assert json.loads(indexed.read_text())["pieces"] == pieces
+    assert len({piece["source"] for piece in pieces}) >= 3
+    capsys.readouterr()
+    assert main(["inspect", f"--config={config}", "--set=data.prepared=nowhere", *more]) == 2
+    assert "python -m jtrain.data prepare" in capsys.readouterr().err

@@ -1,70 +1,68 @@
-from pathlib import Path
-
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jtrain.data import order
-from jtrain.data.formats import ParquetFile
-from jtrain.data.order import WindowedOrder, shuffled
-from jtrain.data.source import Corpus
+from jtrain.data.order import Order, order_seed, permuted
 
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Corpus:
-    """Two Parquet files of 6 row groups of 50 rows, about 5 KB each, with a text file between them."""
-    rng = np.random.default_rng(0)
-    for name in ("a", "c"):
-        texts = [f"{name}{i} " + "".join(rng.choice(list("abcdefgh"), 100)) for i in range(300)]
-        pq.write_table(pa.table({"text": texts}), tmp_path / f"{name}.parquet", row_group_size=50)
-    (tmp_path / "b.txt").write_text("a document that is read on its own")
-    return Corpus(str(tmp_path), text_field="text", text_piece_bytes=1000)
+GROUP_STARTS = np.cumsum([0, *[50] * 6, 1, *[50] * 6])
+GROUP_BYTES = np.asarray([5000] * 6 + [0] + [5000] * 6)
 
 
-def test_each_windowed_epoch_is_another_permutation(corpus: Corpus) -> None:
-    records = np.flatnonzero(np.arange(len(corpus)) % 9)  # a split leaves holes
-    endless = WindowedOrder(records, corpus, seed=3, window_bytes=20_000)
-    again = WindowedOrder(records, corpus, seed=3, window_bytes=20_000)
-    other = WindowedOrder(records, corpus, seed=4, window_bytes=20_000)
-    n = len(records)
-    epochs = [[endless[e * n + i] for i in range(n)] for e in range(3)]
-    for epoch in epochs:
-        assert sorted(epoch) == records.tolist()
-    assert len({tuple(epoch) for epoch in [*epochs, records.tolist(), [other[i] for i in range(n)]]}) == 5
-    assert [again[n + i] for i in range(n)] == epochs[1]
+def order(seed: int = 3, window_bytes: int = 20_000) -> Order:
+    """Two Parquet files of six row groups with a text file between them."""
+    return Order(601, seed=seed, group_starts=GROUP_STARTS, group_bytes=GROUP_BYTES, window_bytes=window_bytes)
 
 
-def test_a_window_touches_few_row_groups_and_mixes_them(corpus: Corpus) -> None:
-    records = np.arange(len(corpus))
-    endless = WindowedOrder(records, corpus, seed=3, window_bytes=20_000)
-    group = np.searchsorted(corpus.group_starts, [endless[i] for i in range(len(records))], side="right")
+@settings(deadline=None)
+@given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
+def test_a_permutation_puts_every_number_in_one_place(size: int, key: int) -> None:
+    assert sorted(permuted(np.arange(size), size, np.uint64(key)).tolist()) == list(range(size))
+
+
+def test_a_permutation_of_a_trillion_numbers_stays_inside_and_does_not_repeat() -> None:
+    found = permuted(np.arange(100_000), 10**12, np.uint64(7))
+    assert found.min() >= 0
+    assert found.max() < 10**12
+    assert len(set(found.tolist())) == 100_000
+    assert abs(found.mean() / 10**12 - 0.5) < 0.01
+
+
+def test_neighbours_do_not_stay_neighbours() -> None:
+    """Serial correlation of a good shuffle is that of noise: 1 / sqrt(n)."""
+    found = permuted(np.arange(20_000), 20_000, np.uint64(1)).astype(float)
+    assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.03
+    assert abs(np.corrcoef(found, np.arange(20_000))[0, 1]) < 0.03
+
+
+@pytest.mark.parametrize("window_bytes", [20_000, 1 << 30])
+def test_each_epoch_is_another_permutation(window_bytes: int) -> None:
+    everything = order(window_bytes=window_bytes).records(np.arange(3 * 601)).reshape(3, 601)
+    other = order(seed=4, window_bytes=window_bytes).records(np.arange(601))
+    for epoch in everything:
+        assert sorted(epoch.tolist()) == list(range(601))
+    assert len({tuple(epoch.tolist()) for epoch in [*everything, other]}) == 4
+
+
+@pytest.mark.parametrize("window_bytes", [20_000, 1 << 30])
+def test_documents_may_be_asked_for_one_by_one_and_in_any_order(window_bytes: int) -> None:
+    """Which process reads which run of documents, and when, must not matter."""
+    numbers = np.random.default_rng(0).permutation(np.arange(500, 1300))
+    together = order(window_bytes=window_bytes).records(numbers)
+    alone = [order(window_bytes=window_bytes).records(numbers[i : i + 1])[0] for i in range(0, 800, 40)]
+    assert together[::40].tolist() == alone
+
+
+def test_a_window_touches_few_row_groups_and_mixes_them() -> None:
+    records = order().records(np.arange(601))
+    group = np.searchsorted(GROUP_STARTS, records, side="right")
     runs = [len(set(group[i : i + 50].tolist())) for i in range(0, 550, 50)]
     assert max(runs) <= 10, "two neighbouring windows of at most five groups"
     assert min(runs) >= 2
+    everywhere = order(window_bytes=1 << 30).records(np.arange(50))
+    assert np.std(everywhere) > 100, "what fits into one window is shuffled as a whole"
 
 
-def test_parquet_beyond_the_cache_is_shuffled_in_windows_and_anything_else_globally(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Counts row groups decoded: a global shuffle through a small cache decodes one per record."""
-    decoded = []
-    files = [file for file in corpus._records if isinstance(file, ParquetFile)]
-    for file in files:
-        read = file._read_group
-        monkeypatch.setattr(file, "_read_group", lambda g, read=read: (decoded.append(g), read(g))[1])
-    n = len(corpus)
-    everywhere = shuffled(np.arange(n), corpus, seed=0)
-    assert sorted(everywhere[i] for i in range(n)) == list(range(n))
-    assert np.std([everywhere[i] for i in range(50)]) > n / 8, "the first records come from all over"
-
-    monkeypatch.setattr(order, "ROW_GROUP_CACHE_BYTES", 50_000)
-    for file in files:
-        file._cache._max_bytes = 50_000
-    counts = []
-    for documents in (shuffled(np.arange(n), corpus, seed=0), everywhere):
-        decoded.clear()
-        assert len({corpus[documents[i]] for i in range(n)}) == n
-        counts.append(len(decoded))
-    assert counts[0] <= 16
-    assert counts[1] > 100
+def test_sources_of_equal_size_do_not_march_in_step() -> None:
+    assert order_seed(0, "web") != order_seed(0, "code")
+    assert order_seed(0, "web") != order_seed(1, "web")

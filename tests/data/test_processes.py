@@ -17,13 +17,16 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 jax.distributed.initialize(f"localhost:{port}", 2, process)
-from jtrain.data import PackedText, open_dataset, put_batch
+from jtrain.data import PackedText, host_rows, open_dataset, put_batch
 from jtrain.mesh import MeshSpec, make_mesh
 spec = PackedText(path=path, seq_len=16, global_batch=8, eval_fraction=0.1)
 mesh = make_mesh(MeshSpec(replica=2, data=2, context=2), jax.devices())
-iterator = open_dataset(spec, seed=1).train_batches()
-for _ in range(3):
-    batch = put_batch(next(iterator), mesh)
+rows = host_rows(mesh, 8)
+with open_dataset(spec, seed=1).train_batches(rows=rows) as iterator:
+    for _ in range(3):
+        host = next(iterator)
+assert host.token_BL.shape == (4, 16), host.token_BL.shape
+batch = put_batch(host, mesh, rows=rows, global_batch=8)
 blocks = [
     [[[part.start or 0, part.stop or size] for part, size in zip(s.index, (8, 16))], s.data.tolist()]
     for s in batch.token_BL.addressable_shards
@@ -49,7 +52,7 @@ def test_two_processes_hold_between_them_the_global_batch_of_one(
     assert [process.returncode for process in processes] == [0, 0]
 
     dataset = open_dataset(PackedText(path=str(tmp_path), seq_len=16, global_batch=8, eval_fraction=0.1), seed=1)
-    iterator = dataset.train_batches()
+    iterator = dataset.train_batches(inline=True)
     for _ in range(2):
         next(iterator)
     batch = next(iterator)

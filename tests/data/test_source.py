@@ -1,41 +1,189 @@
+import gzip
+import io
+import json
 import os
+import subprocess
+import sys
 import sysconfig
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
 
-from jtrain.data.source import Corpus, find_files
+from jtrain.data.formats import BadRecord, ParquetFile, TextFile
+from jtrain.data.source import Corpus, Source
+
+Write = Callable[[Path, Sequence[str]], Path]
 
 
-def open_corpus(path: Path | str) -> Corpus:
-    return Corpus(str(path), text_field="text", text_piece_bytes=1 << 16)
+def _text(folder: Path, texts: Sequence[str]) -> Path:
+    for i, text in enumerate(texts):
+        (folder / f"{i:04}.txt").write_bytes(text.encode())
+    return folder
+
+
+def _jsonl(folder: Path, texts: Sequence[str]) -> Path:
+    (folder / "docs.jsonl").write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts))
+    return folder / "docs.jsonl"
+
+
+def _jsonl_gz(folder: Path, texts: Sequence[str]) -> Path:
+    content = _jsonl(folder, texts).read_bytes()
+    (folder / "docs.jsonl").unlink()
+    # Two members, as `cat a.gz b.gz` makes them.
+    (folder / "docs.jsonl.gz").write_bytes(gzip.compress(content[:100]) + gzip.compress(content[100:]))
+    return folder
+
+
+def _jsonl_zst(folder: Path, texts: Sequence[str]) -> Path:
+    content = _jsonl(folder, texts).read_bytes()
+    (folder / "docs.jsonl").unlink()
+    (folder / "docs.jsonl.zst").write_bytes(b"".join(
+        pa.compress(part, codec="zstd", asbytes=True) for part in (content[:100], content[100:])
+    ))  # fmt: skip
+    return folder
+
+
+def _parquet(folder: Path, texts: Sequence[str]) -> Path:
+    table = pa.table({"id": list(range(len(texts))), "text": list(texts)})
+    pq.write_table(table, folder / "docs.parquet", row_group_size=7)
+    return folder / "docs.parquet"
+
+
+def _array_record(folder: Path, texts: Sequence[str]) -> Path:
+    writer = ArrayRecordWriter(str(folder / "docs.arrayrecord"), "group_size:1")
+    for text in texts:
+        writer.write(text.encode())
+    writer.close()
+    return folder
+
+
+def _tar(folder: Path, texts: Sequence[str]) -> Path:
+    with tarfile.open(folder / "docs.tar", "w") as tar:
+        for i, text in enumerate(texts):
+            for suffix, content in (("json", b"{}"), ("text", text.encode())):
+                info = tarfile.TarInfo(f"{i:04}.{suffix}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return folder / "docs.tar"
+
+
+def _tar_gz(folder: Path, texts: Sequence[str]) -> Path:
+    content = _tar(folder, texts).read_bytes()
+    (folder / "docs.tar").unlink()
+    (folder / "docs.tar.gz").write_bytes(gzip.compress(content))
+    return folder
+
+
+def _saved_dataset(folder: Path, texts: Sequence[str]) -> Path:
+    """What Hugging Face's `save_to_disk` writes."""
+    table = pa.table({"text": list(texts)})
+    name = "data-00000-of-00001.arrow"
+    with pa.OSFile(str(folder / name), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+WRITERS = [
+    _text, _jsonl, _jsonl_gz, _jsonl_zst, _parquet, _array_record, _tar, _tar_gz, _saved_dataset
+]  # fmt: skip
+
+
+@pytest.fixture(params=WRITERS, ids=lambda write: write.__name__[1:])
+def write(request: pytest.FixtureRequest) -> Write:
+    """Writes documents to a folder in one format and returns the path that reads them in that order."""
+    return request.param
+
+
+@pytest.fixture
+def open_corpus(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Corpus]:
+    cache_dir = tmp_path_factory.mktemp("cache")
+
+    def open_corpus(path: Path | str, **fields: Any) -> Corpus:
+        return Corpus(Source(path=str(path), **fields), name="web", cache_dir=cache_dir)
+
+    return open_corpus
+
+
+def every(corpus: Corpus) -> list[str | BadRecord]:
+    return list(corpus.read(np.arange(len(corpus))))
 
 
 def test_every_format_reads_back_the_documents_in_order(
-    write_texts: Callable[[Path, list[str]], Path], texts: list[str], tmp_path: Path
+    write: Write, texts: list[str], tmp_path: Path, open_corpus: Callable[..., Corpus]
 ) -> None:
-    corpus = open_corpus(write_texts(tmp_path, texts))
+    """One by one, as a run, as a run in any order, and again after closing."""
+    corpus = open_corpus(write(tmp_path, texts))
     assert [corpus[i] for i in range(len(corpus))] == texts
+    assert every(corpus) == texts
+    run = np.random.default_rng(0).integers(0, len(texts), 200)
+    assert list(corpus.read(run)) == [texts[i] for i in run]
+    corpus.close()
+    assert list(corpus.read(run)) == [texts[i] for i in run]
 
 
-def test_a_folder_and_a_recursive_glob_mix_formats_by_suffix_and_skip_hidden_files(tmp_path: Path) -> None:
+def test_between_reads_no_file_is_open(
+    write: Write, texts: list[str], tmp_path: Path, open_corpus: Callable[..., Corpus]
+) -> None:
+    write(tmp_path, texts)
+    every(open_corpus(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+    corpora = [open_corpus(tmp_path) for _ in range(3)]
+    assert [every(corpus) for corpus in corpora] == [texts] * 3
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_folder_and_a_recursive_glob_mix_formats_by_suffix_and_skip_hidden_files(
+    tmp_path: Path, open_corpus: Callable[..., Corpus]
+) -> None:
     (tmp_path / "b" / "deep").mkdir(parents=True)
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b" / "lines.jsonl").write_text('{"text": "two"}\n\n{"text": "three"}')
     (tmp_path / "b" / "deep" / "c.py").write_text("four")
+    pq.write_table(pa.table({"text": ["five", "six"]}), tmp_path / "z.parquet", row_group_size=1)
     (tmp_path / ".hidden").write_text("no")
     (tmp_path / "empty.txt").write_text("")
-    for path in (tmp_path, tmp_path / "**"):
+    for path in (tmp_path, tmp_path / "**", f"file://{tmp_path}"):
         corpus = open_corpus(path)
-        assert [corpus[i] for i in range(len(corpus))] == ["one", "four", "two", "three"]
+        assert every(corpus) == ["one", "four", "two", "three", "five", "six"]
+        assert list(corpus.read(np.asarray([5, 1, 4, 0, 3]))) == ["six", "four", "five", "one", "three"]
         assert corpus.identity_of(3) == "b/lines.jsonl:1"
+        assert corpus.file_ends.tolist() == [1, 2, 4, 4, 6]
+        assert corpus.group_starts.tolist() == [0, 1, 2, 4, 4, 5, 6]
+        assert [bool(size) for size in corpus.group_bytes] == [False, False, False, False, True, True]
     assert len(open_corpus(tmp_path / "*" / "*.jsonl")) == 2
 
 
-def test_stdlib_is_the_python_source_without_packages_and_tests_the_same_each_time() -> None:
+def test_the_format_can_be_said_where_the_suffix_does_not(tmp_path: Path, open_corpus: Callable[..., Corpus]) -> None:
+    (tmp_path / "part-0001").write_text('{"body": "one"}\n{"body": "two"}\n')
+    assert every(open_corpus(tmp_path, format="jsonl", text_field="body")) == ["one", "two"]
+    assert len(open_corpus(tmp_path)) == 1
+
+
+def test_a_bad_record_stands_in_its_place_and_spoils_no_other(
+    tmp_path: Path, open_corpus: Callable[..., Corpus]
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": 2}\n{"text": "three"}\n')
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    found = list(open_corpus(tmp_path).read(np.asarray([2, 3, 1, 0])))
+    assert (found[0], found[3]) == ("three", "one")
+    assert isinstance(found[1], BadRecord)
+    assert isinstance(found[2], BadRecord)
+    assert "b.txt: not UTF-8 at byte 0" in str(found[1])
+    assert "a.jsonl, line 2: field 'text' is int" in str(found[2])
+
+
+def test_stdlib_is_the_python_source_without_packages_and_tests_the_same_each_time(
+    open_corpus: Callable[..., Corpus],
+) -> None:
     corpus = open_corpus("stdlib")
     names = set(corpus.names)
     assert {"os.py", "json/decoder.py"} <= names
@@ -47,75 +195,122 @@ def test_stdlib_is_the_python_source_without_packages_and_tests_the_same_each_ti
         assert corpus[[corpus.identity_of(i) for i in range(len(corpus))].index("abc.py:0")] == file.read()
 
 
-def test_the_split_depends_on_names_and_numbers_not_on_place_or_neighbours(tmp_path: Path) -> None:
+def test_the_split_depends_on_names_and_numbers_not_on_place_or_neighbours(
+    tmp_path: Path, open_corpus: Callable[..., Corpus]
+) -> None:
+    def positions(corpus: Corpus) -> dict[str, float]:
+        return dict(zip(corpus.names, corpus.split_positions(np.arange(len(corpus))).tolist(), strict=True))
+
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
         for i in range(400):
             (tmp_path / folder / f"{i}.txt").write_text("x")
-    here, there = open_corpus(tmp_path / "here"), open_corpus(tmp_path / "there")
-    np.testing.assert_array_equal(here.split_positions(), there.split_positions())
-    before = dict(zip(there.names, there.split_positions(), strict=True))
+    before = positions(open_corpus(tmp_path / "there"))
+    assert positions(open_corpus(tmp_path / "here")) == before
     (tmp_path / "there" / "0000.txt").write_text("a new file before all others")
-    there = open_corpus(tmp_path / "there")
-    after = dict(zip(there.names, there.split_positions(), strict=True))
+    corpus = open_corpus(tmp_path / "there")
+    after = positions(corpus)
     assert {name: after[name] for name in before} == before
     assert 0.4 < np.mean(list(before.values())) < 0.6
     assert len(set(before.values())) == 400
+    some = np.asarray([17, 3, 300], np.int64)
+    np.testing.assert_array_equal(corpus.split_positions(some), corpus.split_positions(np.arange(401))[some])
 
 
-@pytest.mark.parametrize("path", ["nowhere", "nowhere/*.txt", "no?where"])
-def test_a_missing_path_names_the_field_and_what_was_looked_for(path: str, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"data\.path='.*where.*nothing there; looked for .*where"):
-        find_files(str(tmp_path / path))
+def test_the_fingerprint_follows_names_sizes_and_counts_but_not_place_or_time(
+    tmp_path: Path, open_corpus: Callable[..., Corpus]
+) -> None:
+    found = []
+    for folder, content in (("a", "one\n"), ("b", "one\n"), ("c", "four\n")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.txt").write_text(content)
+        os.utime(tmp_path / folder / "x.txt", (0, len(found)))
+        found.append(open_corpus(tmp_path / folder).fingerprint())
+    assert found[0] == found[1] != found[2]
 
 
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"data\.path=.*looked for any file that is not hidden, below"):
-        find_files(str(tmp_path))
-
-
-def test_only_empty_files_are_refused(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.jsonl"):
+def test_only_empty_files_are_refused(tmp_path: Path, open_corpus: Callable[..., Corpus]) -> None:
+    for name in ("a.txt", "b.jsonl", "d.array_record"):
         (tmp_path / name).write_text("")
     (tmp_path / "c.jsonl").write_text("\n\r\n\n")
-    with pytest.raises(ValueError, match=r"data\.path=.*3 files, all of them empty \(first: .*a\.txt"):
+    with pytest.raises(ValueError, match=r"data\.sources\.web\.path=.*4 files, all of them empty \(first: a\.txt"):
         open_corpus(tmp_path)
 
 
-def test_a_dangling_link_and_a_file_without_permission_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("format", "csv", r"data\.sources\.web\.format='csv' must be one of auto, text, jsonl, parquet, arrayrecord"),
+        ("weight", -0.5, r"data\.sources\.web\.weight=-0\.5 must be a number, zero or more"),
+        ("weight", float("nan"), r"data\.sources\.web\.weight=nan must be a number"),
+        ("text_piece_bytes", 8, r"data\.sources\.web\.text_piece_bytes=8 must be at least 16"),
+        ("path", "", r"data\.sources\.web\.path is empty"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused(field: str, value: Any, message: str, tmp_path: Path) -> None:
+    source = Source(path=str(tmp_path))
+    object.__setattr__(source, field, value)  # as it arrives in a run without the type checks of these tests
+    with pytest.raises(ValueError, match=message):
+        source.check("web")
+    with pytest.raises(ValueError, match=message):
+        Corpus(source, name="web", cache_dir=tmp_path)
+
+
+def test_a_file_that_vanishes_or_is_cut_short_during_a_run_is_named(
+    write: Write, texts: list[str], tmp_path: Path, open_corpus: Callable[..., Corpus]
 ) -> None:
-    (tmp_path / "a.txt").write_text("x")
-    (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
-    with pytest.raises(ValueError, match=r"data\.path=.*b\.txt cannot be read"):
-        find_files(str(tmp_path))
-    with pytest.raises(ValueError, match=r"data\.path=.*b\.txt cannot be read"):
-        find_files(str(tmp_path / "*.txt"))
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may read anything, so chmod would prove nothing
-    with pytest.raises(ValueError, match=r"data\.path=.*a\.txt cannot be read"):
-        find_files(str(tmp_path / "a.txt"))
+    """Reading on with what is left would be another stream."""
+    write(tmp_path, texts)
+    corpus = open_corpus(tmp_path)
+    files = [Path(cast(TextFile, records)._file.location) for records in corpus._records]  # all formats have it
+    content = files[3 % len(files)].read_bytes()
+    run = np.arange(len(texts))[::-1]
+
+    files[3 % len(files)].write_bytes(content[: len(content) // 2])
+    with pytest.raises(OSError, match=rf"{corpus.names[3 % len(files)]}: {len(content):,} bytes when this run opened"):
+        list(corpus.read(run))
+    files[3 % len(files)].unlink()
+    with pytest.raises(FileNotFoundError, match=rf"{corpus.names[3 % len(files)]}: .*gone since this run opened it"):
+        list(corpus.read(run))
+    files[3 % len(files)].write_bytes(content)
+    assert list(corpus.read(run)) == texts[::-1]
 
 
-def test_a_folder_that_cannot_be_read_is_not_left_out_in_silence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_all_sources_of_a_process_share_one_bound_of_decoded_text(
+    tmp_path: Path, open_corpus: Callable[..., Corpus]
 ) -> None:
-    (tmp_path / "a.txt").write_text("x")
-    (tmp_path / "locked").mkdir()
-    scandir = os.scandir
+    """Six sources of 40 KB each, and room for two row groups of all of them together."""
+    corpora = []
+    for i in range(6):
+        path = tmp_path / f"{i}.parquet"
+        pq.write_table(pa.table({"text": [f"{i}{j}" * 500 for j in range(40)]}), path, row_group_size=20)
+        corpora.append(Corpus(Source(path=str(path)), name=f"s{i}", cache_dir=tmp_path, decoded_cache_bytes=50_001))
+    for corpus in corpora:
+        every(corpus)
+    cache, *others = [cast(ParquetFile, corpus._records[0])._groups for corpus in corpora]
+    assert all(other is cache for other in others)
+    assert 20_000 < cache._bytes <= 50_001
+    for corpus in corpora:
+        corpus.close()
+    assert cache._bytes == 0
 
-    def locked(path: str) -> Any:
-        if Path(path).name == "locked":
-            raise PermissionError(13, "Permission denied", path)
-        return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", locked)
-    with pytest.raises(PermissionError, match=r"Permission denied: .*locked"):
-        find_files(str(tmp_path))
-
-
-def test_compressed_files_and_urls_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"data\.path=.*a\.jsonl\.gz is compressed"):
-        find_files(str(tmp_path))
-    with pytest.raises(ValueError, match=r"data\.path='gs://bucket/a': only files on this machine"):
-        find_files("gs://bucket/a")
+def test_corpora_are_read_without_jax(tmp_path: Path) -> None:
+    """Loader processes have none: it would cost each of them 80 MB."""
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    _parquet(tmp_path, ["two"])
+    _array_record(tmp_path, ["three"])
+    code = f"""
+import sys
+sys.modules["jax"] = None
+from pathlib import Path
+import numpy as np
+from jtrain.data.source import Corpus, Source
+corpus = Corpus(Source(path={str(tmp_path)!r}), name="web", cache_dir=Path({str(tmp_path)!r}) / ".cache")
+print(sorted(corpus.read(np.arange(len(corpus)))))
+unwanted = {{"flax", "orbax", "grain", "fsspec", "tokenizers"}} & set(sys.modules)
+assert not unwanted, unwanted
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['one', 'three', 'two']"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from jtrain.data.tokenizer import ByteTokenizer, HFTokenizer, make_tokenizer
+from jtrain.data.tokenizer import ByteTokenizer, HFTokenizer, make_tokenizer, smallest_id_dtype
 
 
 @given(st.text())
@@ -45,6 +45,35 @@ def test_a_hugging_face_document_has_its_begin_and_end(tokenizer_json: Path) -> 
     assert tokenizer.encode(text).tolist() == want[1:]
     assert tokenizer.encode_document("").tolist() == []
     assert max(ids) < tokenizer.vocab_size == Tokenizer.from_file(str(tokenizer_json)).get_vocab_size()
+
+
+@given(texts=st.lists(st.text(), max_size=8))
+def test_many_documents_at_once_have_the_ids_of_each(tokenizer_json: Path, texts: list[str]) -> None:
+    """Also empty ones, in any place; as small as the vocabulary allows."""
+    for tokenizer, dtype in ((ByteTokenizer(), np.uint8), (HFTokenizer(tokenizer_json), np.uint16)):
+        lengths, ids = tokenizer.encode_documents(texts)
+        want = [tokenizer.encode_document(text) for text in texts]
+        assert (lengths.dtype, ids.dtype) == (np.int32, dtype)
+        assert ids.dtype == tokenizer.id_dtype
+        assert lengths.tolist() == [len(one) for one in want]
+        assert ids.tolist() == [i for one in want for i in one.tolist()]
+
+
+def test_ids_take_as_few_bytes_as_the_vocabulary_allows() -> None:
+    sizes = {2: 1, 256: 1, 257: 2, 1 << 16: 2, (1 << 16) + 1: 4, 1 << 18: 4}
+    assert {size: smallest_id_dtype(size).itemsize for size in sizes} == sizes
+    assert all(smallest_id_dtype(size).kind == "u" for size in sizes)
+
+
+def test_bytes_are_encoded_about_as_fast_as_they_are_copied() -> None:
+    """Many documents, one of them beyond ASCII, which must not widen the others: 0.2 GB/s even on a busy machine."""
+    texts = ["the cat sat on the mat " * 100] * 5000 + ["🙂"]
+    times_s = []
+    for _ in range(5):
+        start_s = time.perf_counter()
+        ByteTokenizer().encode_documents(texts)
+        times_s.append(time.perf_counter() - start_s)
+    assert sum(map(len, texts)) / min(times_s) > 2e8
 
 
 def test_text_cannot_spell_a_special_token(tokenizer_json: Path) -> None:

@@ -113,7 +113,7 @@ def test_launch_can_start_from_what_import_wrote(given: Given) -> None:
     from jtrain.data import open_dataset
 
     dataset = open_dataset(run.data, seed=run.seed)
-    first, restored = next(dataset.train_batches()), next(dataset.train_batches(data_state))
+    first, restored = (next(dataset.train_batches(s, inline=True)) for s in (None, data_state))
     np.testing.assert_array_equal(first.token_BL, restored.token_BL)
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jtrain.data.constructor import prefetch, put_batch
+from jtrain.data.feed import host_rows, prefetch, put_batch
 from jtrain.dims import Batch
 from jtrain.mesh import MeshSpec, make_mesh
 
@@ -18,6 +18,7 @@ class Counting:
 
     def __init__(self, *, fail_at: int = -1, end_at: int = -1) -> None:
         self.made = 0
+        self.closed = False
         self.alive: list[weakref.ref[Any]] = []
         self._fail_at, self._end_at = fail_at, end_at
 
@@ -31,8 +32,17 @@ class Counting:
         self.made += 1
         return Batch(token_BL=array, target_BL=array, position_BL=array, segment_BL=array)
 
-    def state(self) -> dict[str, int]:
-        return {"next": self.made}
+    stats = None
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        made = self.made
+        return lambda: {"next": made}
+
+    def said(self) -> list[str]:
+        return [f"made {self.made}"]
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -74,15 +84,15 @@ def test_the_global_batch_is_the_same_on_any_mesh(
         assert {shard.data.shape for shard in array.addressable_shards} == {(rows, 32 // spec.context)}
 
 
-def test_a_process_is_asked_for_its_own_rows_only(
+def test_a_process_builds_and_places_its_own_rows_only(
     emulated_devices: list[jax.Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What several processes do: the same global batch each, and between them every row exactly once."""
-    mesh = make_mesh(MeshSpec(data=8), emulated_devices)
+    """What several processes do: each holds some rows of the batch, and between them every row exactly once."""
+    mesh = make_mesh(MeshSpec(data=4, tensor=2), emulated_devices)
     token = random_batch().token_BL
-    rows: dict[int, list[int]] = {}
-    for process in range(2):
-        asked = rows[process] = []
+    places: dict[int, list[int]] = {}
+    for process, rows in ((0, np.arange(8)), (1, np.arange(8, 16))):
+        asked = places[process] = []
 
         def blocks_of_one_process(
             shape: tuple[int, ...],
@@ -91,6 +101,7 @@ def test_a_process_is_asked_for_its_own_rows_only(
             process: int = process,
             asked: list[int] = asked,
         ) -> jax.Array:
+            assert shape == (16, 32)
             for device, index in sharding.devices_indices_map(shape).items():
                 if device.id // 4 == process:
                     np.testing.assert_array_equal(callback(index), token[index])
@@ -98,9 +109,17 @@ def test_a_process_is_asked_for_its_own_rows_only(
             return jax.device_put(np.zeros(shape, np.int32), sharding)
 
         monkeypatch.setattr(jax, "make_array_from_callback", blocks_of_one_process)
-        put_batch(Batch(token, token, token, token), mesh)
-    assert {process: sorted(set(asked)) for process, asked in rows.items()} == {0: [*range(8)], 1: [*range(8, 16)]}
-    assert {len(asked) for asked in rows.values()} == {4 * 8}, "four arrays of eight rows"
+        mine = token[rows]
+        put_batch(Batch(mine, mine, mine, mine), mesh, rows=rows, global_batch=16)
+    assert {process: sorted(set(asked)) for process, asked in places.items()} == {0: [*range(8)], 1: [*range(8, 16)]}
+
+
+def test_the_rows_of_a_process_are_those_of_its_devices(emulated_devices: list[jax.Device]) -> None:
+    """Here one process holds all of them; two real ones are in test_processes.py."""
+    mesh = make_mesh(MeshSpec(replica=2, data=2, tensor=2), emulated_devices)
+    assert host_rows(mesh, 16).tolist() == [*range(16)]
+    with pytest.raises(ValueError, match=r"data\.global_batch=18 does not split"):
+        host_rows(mesh, 18)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +138,11 @@ def test_a_batch_that_does_not_split_evenly_is_refused(
 def test_prefetch_yields_batches_in_order_with_the_state_after_each() -> None:
     source = Counting(end_at=20)
     with prefetch(source, lambda batch: batch, depth=3) as batches:
-        seen = [(int(batch.token_BL[0, 0]), state, wait_ms) for batch, state, wait_ms in batches]
-    assert [(k, state) for k, state, _ in seen] == [(k, {"next": k + 1}) for k in range(20)]
-    assert all(wait_ms >= 0 for _, _, wait_ms in seen)
+        seen = list(batches)
+    assert [(int(f.batch.token_BL[0, 0]), f.state()) for f in seen] == [(k, {"next": k + 1}) for k in range(20)]
+    assert [fed.said for fed in seen] == [[f"made {k + 1}"] for k in range(20)]
+    assert all(fed.wait_ms >= 0 for fed in seen)
+    assert source.closed
     assert threads() == []
 
 
@@ -144,18 +165,18 @@ def test_waiting_is_measured_where_the_source_is_slow_and_near_zero_where_it_is_
 
     with prefetch(Counting(), slow, depth=1) as batches:
         next(batches)
-        assert next(batches)[2] > 20
+        assert next(batches).wait_ms > 20
     with prefetch(Counting(), lambda batch: batch, depth=2) as batches:
         waits = []
         for _ in range(20):
             time.sleep(0.005)
-            waits.append(next(batches)[2])
+            waits.append(next(batches).wait_ms)
     assert np.median(waits) < 1
 
 
 def test_an_error_reaches_the_consumer_after_the_batches_before_it() -> None:
     batches = prefetch(Counting(fail_at=2), lambda batch: batch, depth=4)
-    assert [next(batches)[1]["next"] for _ in range(2)] == [1, 2]
+    assert [next(batches).state()["next"] for _ in range(2)] == [1, 2]
     for _ in range(2):  # it does not turn into an end or a hang when asked again
         with pytest.raises(ValueError, match=r"data\.path: a\.jsonl, line 7: no JSON"):
             next(batches)

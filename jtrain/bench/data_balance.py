@@ -1,0 +1,89 @@
+"""Cost spread over data ranks after balancing, attention-aware, and milliseconds to plan a step for 64 ranks.
+
+The cost of a document of n tokens is 24576 n + n**2, the forward FLOPs of a 7B model up to a factor. Whole documents in
+rows of 8192, lengths as in a web corpus. What it is compared with is the same rows in random order, which is what a
+loader without a plan gives; and where ranks hold documents and not rows, Karmarkar
+and Karp's differencing beside the greedy rule.
+"""
+
+import argparse
+import time
+
+import numpy as np
+
+from jtrain.bench import Row, row
+from jtrain.data.balance import karmarkar_karp, lpt, spread
+from jtrain.data.planner import Planner, PlannerSpec
+from jtrain.data.rows import Pieces
+from jtrain.data.schedule import Constant
+
+SEQ_LEN, LINEAR = 8192, 24576
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--sources", type=int, default=306, help="sources in the mixture")
+    parser.add_argument("--steps", type=int, default=40, help="steps per measurement; means of spread, median of time")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Ranks of one row to sixteen, then planning time, then documents without rows."""
+    rows = []
+    for ranks, per_rank in ((8, 4), (8, 16), (64, 1), (64, 4), (64, 8)):
+        plan_ms, balanced, plain = measure(args.sources, ranks, per_rank, args.steps)
+        what = f"{ranks} ranks x {per_rank} rows of {SEQ_LEN}"
+        # One row to a rank leaves nothing to exchange: the row with the longest document is the floor.
+        rows.append(row(f"{what}: max/mean cost (rows at random: {plain:.3f})", balanced, "ratio",
+                        bar="<= 1.05" if per_rank >= 4 else None))  # fmt: skip
+        rows.append(row(f"{what}: plan one step, {args.sources} sources", plan_ms, "ms",
+                        bar="<= 5" if (ranks, per_rank) == (64, 1) else None))  # fmt: skip
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.76, 1.21, 1024), 16, SEQ_LEN).astype(np.int64)
+    costs = LINEAR * lengths + lengths**2
+    for name, method in (("greedy", lpt), ("Karmarkar-Karp", karmarkar_karp)):
+        start_s = time.process_time()
+        loads = np.bincount(method(costs, 64), weights=costs)
+        spent_ms = (time.process_time() - start_s) * 1e3
+        given = spread(costs, 64)
+        rows.append(row(f"1024 documents on 64 ranks, {name}: max/mean cost (in the order given: {given:.2f})",
+                        float(loads.max() / loads.mean()), "ratio"))  # fmt: skip
+        rows.append(row(f"1024 documents on 64 ranks, {name}", spent_ms, "ms"))
+    return rows
+
+
+def measure(sources: int, ranks: int, per_rank: int, steps: int) -> tuple[float, float, float]:
+    """Median milliseconds to plan a step; spread over ranks, balanced, and with the rows shuffled."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(5.76, 1.21, (sources, 4000)), 16, SEQ_LEN).astype(np.int32)
+    names = tuple(f"source{i:03}" for i in range(sources))
+    weights = dict(zip(names, (rng.pareto(1.2, sources) + 0.05).tolist(), strict=True))
+
+    def ahead(source: int, first: int, count: int) -> np.ndarray:
+        first %= lengths.shape[1]
+        return lengths[source, first : first + count]  # at least one: `Lengths` may give fewer than asked for
+
+    spec = PlannerSpec(
+        names=names,
+        documents_per_epoch=(lengths.shape[1],) * sources,
+        seq_len=SEQ_LEN,
+        global_batch=ranks * per_rank,
+        schedule=Constant(weights),
+        packing="best_fit",
+        cost_linear=LINEAR,
+        cost_quadratic=1.0,
+    )
+    planner = Planner(spec, ahead)
+    _, state = planner.plan(planner.start())  # asks for the first lengths of every source
+    spent_ms, balanced, plain = [], [], []
+    for _ in range(steps):
+        start_s = time.process_time()
+        plan, state = planner.plan(state)
+        spent_ms.append((time.process_time() - start_s) * 1e3)
+        balanced.append(plan.spread(ranks))
+        plain.append(spread(rng.permutation(row_costs(plan.pieces, ranks * per_rank)), ranks))
+    return float(np.median(spent_ms)), float(np.mean(balanced)), float(np.mean(plain))
+
+
+def row_costs(pieces: Pieces, rows: int) -> np.ndarray:
+    """Counted again, from the plan alone."""
+    lengths = pieces.end - pieces.start
+    return np.bincount(pieces.row, weights=LINEAR * lengths + lengths**2, minlength=rows).astype(np.int64)

@@ -1,0 +1,89 @@
+"""Seconds from a saved state to the first batch at 306 sources, at step 10 and at step 1,000,000.
+
+    python -m jtrain.bench data_resume --torch-python T/bin/python
+
+From the call that opens the sources to the batch, with every process that this starts; what the trainer imports is
+loaded before. Beside Grain, whose MapDataset.mix state is one number, and torchdata's StatefulDataLoader over an
+iterable without a state of its own, which is read again from the start.
+"""
+
+import argparse
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+from jtrain.bench import Row, data_sources, row
+from jtrain.bench.data_sources import add_peer_argument, peer, peer_python
+from jtrain.data.dataset import PackedText, open_dataset
+
+BATCH = 64
+EARLY, LATE = 10, 1_000_000
+TORCH_LATE = 10_000
+"""What torchdata can be waited for."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    add_peer_argument(parser)
+    parser.add_argument("--sources", type=int, default=data_sources.NUM_SOURCES, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="the fastest counts")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Early and late take turns."""
+    python = peer_python(args)
+    parquet = data_sources.sources("parquet", num_sources=args.sources)
+    arrayrecord = data_sources.sources("arrayrecord", num_sources=args.sources)
+    states = states_of(parquet)
+    ours: dict[int, list[float]] = {EARLY: [], LATE: []}
+    grain: dict[int, list[float]] = {EARLY: [], LATE: []}
+    for _ in range(args.rounds):
+        for step in (EARLY, LATE):
+            ours[step].append(our_resume_s(parquet, states[step]))
+            grain[step].append(peer_resume_s(None, "data_grain", arrayrecord, step))
+    torch = {step: peer_resume_s(python, "data_torch", parquet, step) for step in (EARLY, TORCH_LATE)}
+    per_step_s = (torch[TORCH_LATE] - torch[EARLY]) / (TORCH_LATE - EARLY)
+    what = f"first batch, {args.sources} sources"
+    return [
+        *(row(f"{what}, step {step:,}", min(ours[step]), "s", bar="< 5") for step in ours),
+        row(f"{what}, step {LATE:,} against step {EARLY}", min(ours[LATE]), "s", baseline=min(ours[EARLY]),
+            bar="<= 1.25"),
+        *(row(f"{what}, step {step:,}, against Grain", min(ours[step]), "s", baseline=min(grain[step]))
+          for step in ours),
+        *(row(f"{what}, step {step:,}, torchdata", torch[step], "s") for step in torch),
+        row(f"{what}, step {LATE:,}, torchdata, by its seconds per step", per_step_s * LATE, "s"),
+    ]  # fmt: skip
+
+
+def our_resume_s(folder: Path, state: dict[str, Any] | None) -> float:
+    """From `open_dataset` to the first batch after `state`."""
+    start_s = time.perf_counter()
+    with open_dataset(spec_of(folder), seed=0).train_batches(state) as batches:
+        next(batches)
+        return time.perf_counter() - start_s
+
+
+def states_of(folder: Path) -> dict[int, dict[str, Any]]:
+    """The state after EARLY steps, and one as it is after LATE: by then each source has been read hundreds of times."""
+    with open_dataset(spec_of(folder), seed=0).train_batches() as batches:
+        for _ in range(EARLY):
+            next(batches)
+        early = batches.state()
+    late = copy.deepcopy(early)
+    planner = late["planner"]
+    planner |= {"step": LATE, "units": planner["units"] * LATE // EARLY, "carry": [[], [], [], []]}
+    for columns in planner["sources"].values():
+        columns[0], columns[2] = columns[0] * LATE // EARLY, columns[2] * LATE // EARLY  # cursor, tokens
+    return {EARLY: early, LATE: late}
+
+
+def spec_of(folder: Path) -> PackedText:
+    """`BATCH` documents per step, on average."""
+    return data_sources.mixture(folder, seq_len=8192, global_batch=5)
+
+
+def peer_resume_s(python: str | None, script: str, folder: Path, step: int) -> float:
+    """From the first call of the peer's to the batch after `step`, in a new process; its imports are not counted."""
+    with peer(python, script, "resume", folder, "--step", step, "--batch", BATCH) as program:
+        return program.answer()["first_batch_s"]

@@ -1,0 +1,306 @@
+"""What the other data benchmarks read: seconds and MiB to write many small text sources in four formats.
+
+    python -m jtrain.bench data_sources --torch-python T/bin/python
+
+306 sources of 400 documents, the number of sources that OVERLORD's navit_data has (arXiv:2504.09844). A document holds
+16 to 8192 characters, one token each for the byte tokenizer; lengths are lognormal, median 318 and mean about 660.
+They are kept in the user's folder for temporary files, so only the first benchmark that needs them waits for them.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import getpass
+import io
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jtrain.bench import Row, row
+
+if TYPE_CHECKING:
+    import grain
+
+    from jtrain.data.dataset import PackedText
+
+NUM_SOURCES, DOCUMENTS = 306, 400
+ROW_GROUP = 200
+"""Documents of a Parquet row group: 133 KB of text. Usual are 64 MB and more, of which every open file holds one."""
+
+PEERS = Path(__file__).parent / "peers"
+INSTALL = (
+    "python3 -m venv T && T/bin/pip install torch==2.13.0 torchdata==0.11.0 webdataset==1.0.2 "
+    "mosaicml-streaming==0.13.0 pyarrow"
+)
+
+type Format = Literal["parquet", "arrayrecord", "tar", "mds"]
+FORMATS: tuple[Format, ...] = ("parquet", "arrayrecord", "tar", "mds")
+
+QUICK_S, SLOW_S = 0.001, 0.010
+"""To read a document of the sources `quick` and `slow`."""
+DOCUMENT_CHARACTERS = 255
+"""Of all of theirs: a row holds a fixed number of them."""
+
+_POOL_BYTES = 8 << 20
+_VERSION = 2  # of what is written: another one is written anew
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    add_peer_argument(parser)
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Writes all of them into a folder of its own, which is deleted afterwards."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for format in FORMATS:
+            start_s = time.perf_counter()
+            python = peer_python(args) if format == "mds" else None
+            written = sources(format, peer=python, folder=Path(folder))
+            seconds = time.perf_counter() - start_s
+            mib = sum(file.stat().st_size for file in written.rglob("*") if file.is_file()) / 2**20
+            rows += [row(f"writing {format}", seconds, "s"), row(f"size of {format}", mib, "MiB")]
+    return rows
+
+
+def sources(
+    format: Format,
+    *,
+    num_sources: int = NUM_SOURCES,
+    documents: int = DOCUMENTS,
+    peer: str | None = None,
+    folder: Path | None = None,
+) -> Path:
+    """The folder with one file (mds: one folder) per source, written now unless a benchmark before did.
+
+    Args:
+      format: of the files.
+      num_sources: how many.
+      documents: in each source.
+      peer: an interpreter that has mosaicml-streaming; only mds needs one.
+      folder: where to keep them; by default below the user's folder for temporary files.
+    """
+    target = (folder or kept()) / f"sources-{_VERSION}" / f"{num_sources}x{documents}" / format
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{format}-", dir=target.parent))
+    try:
+        if format == "mds":  # its package only writes from Parquet: one generator
+            assert peer is not None
+            parquet = sources("parquet", num_sources=num_sources, documents=documents, folder=folder)
+            subprocess.run([peer, str(PEERS / "data_mosaicml.py"), "write", str(parquet), str(unfinished)], check=True)
+        else:
+            lengths, pool = lengths_of(num_sources, documents), _pool()
+            for source in range(num_sources):
+                write = {"parquet": _write_parquet, "arrayrecord": write_arrayrecord, "tar": _write_tar}[format]
+                write(unfinished / f"{source:04}.{format}", texts_of(source, lengths[source], pool))
+        with contextlib.suppress(OSError):  # another process was quicker: its files are the same
+            unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def kept() -> Path:
+    """Where the benchmarks' data stays between runs."""
+    return Path(tempfile.gettempdir()) / f"jtrain-bench-{getpass.getuser()}"
+
+
+def lengths_of(num_sources: int, documents: int) -> Int[np.ndarray, "sources documents"]:
+    """Characters of every document: lognormal, median 318, clipped to [16, 8192]."""
+    drawn = np.random.default_rng(0).lognormal(np.log(318), 1.243, (num_sources, documents))
+    return np.clip(drawn, 16, 8192).astype(np.int64)
+
+
+def texts_of(source: int, lengths: Int[np.ndarray, " documents"], pool: str) -> list[str]:
+    """The documents of one source: stretches of the pool of words, with nothing but its own to tell them apart."""
+    start = np.random.default_rng((1, source)).integers(0, len(pool) - lengths.max(), len(lengths))
+    return [pool[s : s + n] for s, n in zip(start.tolist(), lengths.tolist(), strict=True)]
+
+
+def weights_of(num_sources: int) -> Float[np.ndarray, " sources"]:
+    """Shares of the mixture: unequal, but none so small that a short run would leave its source closed."""
+    weights = 1.0 + np.arange(num_sources) % 7
+    return weights / weights.sum()
+
+
+def mixture(folder: Path, *, seq_len: int, global_batch: int) -> "PackedText":
+    """What a user would write to train on all files of a folder, in the proportions that the peers are given."""
+    from jtrain.data.dataset import PackedText
+    from jtrain.data.source import Source
+
+    files = sorted(folder.iterdir())
+    weights = weights_of(len(files)).tolist()
+    field = "text" if files[0].suffix == ".parquet" else ""  # the record itself is the text
+    return PackedText(
+        sources={
+            f"source_{number:03}": Source(path=str(file), weight=weight, text_field=field)
+            for number, (file, weight) in enumerate(zip(files, weights, strict=True))
+        },
+        seq_len=seq_len,
+        global_batch=global_batch,
+        mixture_unit="samples",
+        eval_fraction=0.0,
+        shuffle_window_bytes=1 << 25,  # a row group of each source; the peers do not shuffle Parquet at all
+    )
+
+
+def _pool() -> str:
+    """Text that compresses about as text does: words of a vocabulary of 20,000, the frequent ones first."""
+    rng = np.random.default_rng(2)
+    letters = np.frombuffer(b"etaoinshrdlucmfwypvbgkqjxz", np.uint8)
+    words = [
+        letters[np.minimum(rng.geometric(0.12, size) - 1, 25)].tobytes().decode()
+        for size in rng.integers(2, 11, 20_000).tolist()
+    ]
+    rank = np.minimum(rng.zipf(1.2, _POOL_BYTES // 5) - 1, len(words) - 1)
+    return " ".join([words[r] for r in rank.tolist()])[:_POOL_BYTES]
+
+
+def _write_parquet(path: Path, texts: Sequence[str]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": list(texts)}), path, row_group_size=ROW_GROUP)
+
+
+def write_arrayrecord(path: Path, texts: Sequence[str]) -> None:
+    """One document per record, each to be read by itself."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for text in texts:
+        writer.write(text.encode())
+    writer.close()
+
+
+def _write_tar(path: Path, texts: Sequence[str]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for number, text in enumerate(texts):
+            info = tarfile.TarInfo(f"{path.stem}-{number:06}.txt")
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text.encode()))
+
+
+class Slowly:
+    """Texts that take `seconds` each to read, with the interpreter's lock held: as decoding on a core of one's own."""
+
+    def __init__(self, seconds: float) -> None:
+        self._us = int(1e6 * seconds)
+        self._usleep = ctypes.PyDLL(None).usleep  # PyDLL: calls with the interpreter's lock held
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> str:
+        self._usleep(self._us)
+        return f"{index:{DOCUMENT_CHARACTERS}}"
+
+    def __getstate__(self) -> int:
+        return self._us
+
+    def __setstate__(self, us: int) -> None:
+        self.__init__(us / 1e6)
+
+
+def quick() -> "grain.MapDataset[str]":
+    """A source: `jtrain.bench.data_sources:quick`."""
+    return _dataset(QUICK_S)
+
+
+def slow() -> "grain.MapDataset[str]":
+    """A source: `jtrain.bench.data_sources:slow`."""
+    return _dataset(SLOW_S)
+
+
+def _dataset(seconds: float) -> "grain.MapDataset[str]":
+    import grain  # lazy: 0.9 s
+
+    return grain.MapDataset.source(Slowly(seconds))
+
+
+def add_peer_argument(parser: argparse.ArgumentParser) -> None:
+    """The interpreter of the peers, as cpu_step takes it."""
+    parser.add_argument(
+        "--torch-python",
+        default=os.environ.get("PEER_TORCH_PYTHON"),
+        help="interpreter that has torchdata, webdataset and mosaicml-streaming; or $PEER_TORCH_PYTHON",
+    )
+
+
+def peer_python(args: argparse.Namespace) -> str:
+    """The peers' interpreter.
+
+    Raises:
+      ValueError: none was given, or it lacks a peer.
+    """
+    path: str | None = args.torch_python
+    find = "import importlib.util as u; [u.find_spec(n).name for n in ('torchdata', 'webdataset', 'streaming')]"
+    if path is None or subprocess.run([path, "-c", find], capture_output=True, check=False).returncode:
+        wrong = f"{path} cannot import them all" if path else "no interpreter that has them was given"
+        raise ValueError(
+            f"the data benchmarks compare with torchdata, webdataset and mosaicml-streaming, but {wrong}. Make one "
+            f"with `{INSTALL}`, then give --torch-python or PEER_TORCH_PYTHON."
+        )
+    return path
+
+
+class Peer:
+    """A program in a process of its own that answers each line with a line of JSON. See `peer`."""
+
+    def __init__(self, process: subprocess.Popen[str], command: Sequence[str]) -> None:
+        self._process = process
+        self._command = command
+        self.pid = process.pid
+
+    def ask(self, line: str = "") -> dict[str, Any]:
+        """Sends the line, waits for the answer. The first answer, that it is ready, needs no question: `answer`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """Waits for a line of its standard output.
+
+        Raises:
+          RuntimeError: it ended instead.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"it ended, exit code {self._process.wait()}: {shlex.join(self._command)}")
+        return json.loads(line)
+
+
+@contextlib.contextmanager
+def peer(python: str | None, script: str, *arguments: object) -> Iterator[Peer]:
+    """Starts `peers/SCRIPT.py`, in this interpreter if python is None; it ends where its standard input does."""
+    command = [python or sys.executable, str(PEERS / f"{script}.py"), *(str(argument) for argument in arguments)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None
+        try:
+            yield Peer(process, command)
+        finally:
+            process.stdin.close()
+
+
+type Draw = Callable[[int], int]
+"""Draws that many batches and returns how many samples they held."""

@@ -1,0 +1,150 @@
+"""Grain's side of the data benchmarks: documents of many sources, mixed, as int32 arrays of byte tokens.
+
+Runs in jtrain's own environment, but imports nothing of it: with jax installed, `import grain` imports jax, and so it
+does in every worker process that Grain spawns.
+
+    python data_grain.py consumers FOLDER --consumers 32 --batches 40     each opens every source (Parquet)
+    python data_grain.py mixing FOLDER                                    one process, MapDataset.mix (ArrayRecord)
+    python data_grain.py resume FOLDER --step 1000000                     the same from a saved state
+    python data_grain.py scaling --slow-weight 0.3 --slow-s 0.01          one source that is slow to read
+
+`consumers` are what the workers of 32 ranks are under Grain: processes started by spawn, each with all sources, since
+`mp_prefetch` slices the numbers of the mixture and not the sources.
+"""
+
+import argparse
+import ctypes
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from data_protocol import answer, consumers, draw, weights_of
+
+
+def parquet_batches(folder: str, seed: int, batch: int) -> Iterator[Any]:
+    """`IterDataset.mix`, the only one that Grain has for Parquet."""
+    import grain
+    import pyarrow.parquet  # noqa: F401
+    from grain import experimental
+
+    files = sorted(Path(folder).glob("*.parquet"))
+    sources = [experimental.RepeatIterDataset(experimental.ParquetIterDataset(str(file))) for file in files]
+    mixed = grain.IterDataset.mix(sources, weights=weights_of(len(files)))
+    ids = mixed.map(lambda record: np.frombuffer(record["text"].encode(), np.uint8).astype(np.int32))
+
+    def batches() -> Iterator[Any]:
+        yield from ids.seed(seed).batch(batch, batch_fn=list)
+
+    return batches()
+
+
+def arrayrecord_batches(folder: str, batch: int) -> Any:
+    """`MapDataset.mix`, Grain's fastest: every source shuffled, endless, and no threads, which do not help here."""
+    import grain
+
+    files = sorted(Path(folder).glob("*.arrayrecord"))
+    sources = [
+        grain.MapDataset.source(grain.sources.ArrayRecordDataSource(str(file)))
+        .seed(number)
+        .shuffle()
+        .repeat(reseed_each_epoch=True)
+        for number, file in enumerate(files)
+    ]
+    mixed = grain.MapDataset.mix(sources, weights=weights_of(len(files)))
+    ids = mixed.map(lambda record: np.frombuffer(record, np.uint8).astype(np.int32))
+    return iter(ids.batch(batch, batch_fn=list).to_iter_dataset(grain.ReadOptions(0, 0)))
+
+
+def mixing(args: argparse.Namespace) -> None:
+    """Draws from one process."""
+    start = time.perf_counter()
+    iterator = arrayrecord_batches(args.folder, args.batch)
+    next(iterator)
+    answer(first_batch_s=time.perf_counter() - start)
+    draw(iterator)
+
+
+def resume(args: argparse.Namespace) -> None:
+    """From Grain's first call to the first batch after `step`."""
+    import grain.sources  # noqa: F401
+
+    start = time.perf_counter()
+    iterator = arrayrecord_batches(args.folder, args.batch)
+    iterator.set_state(iterator.get_state() | {"next_index": args.step})
+    next(iterator)
+    answer(first_batch_s=time.perf_counter() - start)
+    assert iterator.get_state()["next_index"] == args.step + 1, iterator.get_state()
+
+
+class Slowly:
+    """Documents that take so long each, with the interpreter's lock held: as decoding on a core of one's own."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._usleep = ctypes.PyDLL(None).usleep  # PyDLL: calls with the lock held
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> Any:
+        self._usleep(int(1e6 * self.seconds))
+        return np.zeros(256, np.int32)
+
+    def __getstate__(self) -> float:
+        return self.seconds
+
+    def __setstate__(self, seconds: float) -> None:
+        self.__init__(seconds)
+
+
+def scaling(args: argparse.Namespace) -> None:
+    """Steps of a trainer whose accelerator takes `step_s`, with the last source slow: each line says how many."""
+    import grain
+    from absl import flags
+
+    flags.FLAGS.mark_as_parsed()  # Grain 0.2.18's workers look at one
+    quick = [grain.MapDataset.source(Slowly(args.quick_s)) for _ in range(args.sources - 1)]
+    shares = [(1 - args.slow_weight) / len(quick)] * len(quick) + [args.slow_weight]
+    mixed = grain.MapDataset.mix([*quick, grain.MapDataset.source(Slowly(args.slow_s))], weights=shares)
+    batches = mixed.shuffle(0).repeat().batch(args.batch, batch_fn=list).to_iter_dataset(grain.ReadOptions(1, 4))
+    workers = grain.MultiprocessingOptions(num_workers=args.workers, per_worker_buffer_size=4)
+    iterator = iter(batches.mp_prefetch(workers))
+    next(iterator)
+    answer(ready=True)
+    for line in sys.stdin:
+        step_s = []
+        for _ in range(int(line)):
+            start = time.perf_counter()
+            next(iterator)
+            time.sleep(args.step_s)
+            step_s.append(time.perf_counter() - start)
+        answer(step_s=step_s)
+
+
+def main() -> None:
+    """Does what the command line says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["consumers", "mixing", "resume", "scaling"])
+    parser.add_argument("folder", nargs="?")
+    parser.add_argument("--consumers", type=int, default=1)
+    parser.add_argument("--batches", type=int, default=40)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--step", type=int, default=0)
+    parser.add_argument("--sources", type=int, default=8)
+    parser.add_argument("--slow-weight", type=float, default=0.0)
+    parser.add_argument("--slow-s", type=float, default=0.0)
+    parser.add_argument("--quick-s", type=float, default=0.0)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--workers", type=int, default=1)
+    args = parser.parse_args()
+    if args.what == "consumers":
+        consumers(args.consumers, parquet_batches, args)
+    else:
+        {"mixing": mixing, "resume": resume, "scaling": scaling}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()

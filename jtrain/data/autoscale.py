@@ -1,0 +1,474 @@
+"""Which loader serves which source: a pure policy over measured costs and the announced schedule.
+
+Any loader can serve any document, so a placement never changes what is trained on, only how soon it is there, and
+nothing here is checkpointed. No clock, no process: times come in as arguments, and the same arguments give the same
+placement.
+
+The steps of the paper's AutoScaler (arXiv:2504.09844: profile, auto-partition, follow the schedule, hysteresis) as far
+as public text tells them. Where our reading of it would not work, this differs:
+
+- A source's need is its seconds per document x documents per step over the step *without its wait for data*. Over the
+  whole step a starved trainer lowers the demand until the starved placement looks right.
+- What is scheduled is exact, so a rising weight acts at once. Only what is measured waits for two windows, and so does
+  everything that gives loaders back.
+- Needs that exceed the cap are scaled down together, so that the sources stay in proportion.
+- Cheap sources are packed once; after that only what no longer fits moves, because moving means opening again.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from jtrain.data.assign import FULL, PROCESS_BYTES, Assignment, Placement, loaders_of
+
+TARGET_BUSY = 0.75
+"""Share of its time that a loader is planned to work; the rest absorbs what the hysteresis has not yet acted on."""
+
+START_S = 10.0
+"""From the decision to documents: start a process, open files (remote ones too), fill the buffers."""
+
+TEXT_BYTES_PER_S = 4e6  # a guess, tokenising on one core; only until a source, or a comparable one, was measured
+DOCUMENT_S = 30e-6
+OPEN_BYTES = 2 << 20  # a Parquet reader with small row groups holds 1.0 to 1.5 MB
+
+_RISE, _FALL = 1.25, 0.5  # measured beyond these, two windows in a row, counts as changed: +-30 % noise cannot cycle
+_MAX_LINES = 8
+
+
+@dataclasses.dataclass
+class SourceProfile:
+    """What a source has cost lately: sums over its runs, older runs fading by a tenth with each new one.
+
+    documents, tokens, bytes: read and sent.
+    read_s: seconds of reading and tokenising, without the opening of files.
+    send_s: seconds of handing over: copies into the slab, messages.
+    open_bytes: memory that one loader holds for the source while it is open, buffers included; the largest seen lately.
+    """
+
+    documents: float = 0.0
+    tokens: float = 0.0
+    bytes: float = 0.0
+    read_s: float = 0.0
+    send_s: float = 0.0
+    open_bytes: float = 0.0
+
+    def observe(
+        self, *, documents: int, tokens: int, bytes: int, read_s: float, send_s: float = 0.0, open_bytes: int = 0
+    ) -> None:
+        """Adds one run that a loader has served."""
+        fade = 0.9
+        self.documents = fade * self.documents + documents
+        self.tokens = fade * self.tokens + tokens
+        self.bytes = fade * self.bytes + bytes
+        self.read_s = fade * self.read_s + read_s
+        self.send_s = fade * self.send_s + send_s
+        self.open_bytes = max(0.99 * self.open_bytes, open_bytes)
+
+    @property
+    def s_per_document(self) -> float:
+        return (self.read_s + self.send_s) / self.documents if self.documents else math.nan
+
+    @property
+    def s_per_token(self) -> float:
+        return (self.read_s + self.send_s) / self.tokens if self.tokens else math.nan
+
+    @property
+    def tokens_per_document(self) -> float:
+        return self.tokens / self.documents if self.documents else math.nan
+
+    @property
+    def bytes_per_document(self) -> float:
+        return self.bytes / self.documents if self.documents else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class LoaderLoad:
+    """How a loader fares.
+
+    busy_share: share of the time since the last report that it worked, 0 to 1.
+    queued: requests that wait for it.
+    alive: false once it has died or hung and no shadow took over its number.
+    rss_bytes: its memory.
+    """
+
+    busy_share: float
+    queued: int
+    alive: bool
+    rss_bytes: int
+
+
+class Autoscaler:
+    """Places sources on loaders: `initial` once, then `update` after every step, or less often.
+
+    Whoever carries a placement out lets a source's former loaders serve it until the new ones have started, and asks a
+    loader nothing more for what it no longer holds; then a move never makes a step wait.
+
+    Args:
+      names: the sources; every array below has one entry for each, in this order.
+      max_loaders: loader processes at most, those of shadows not counted.
+      memory_bytes: for one loader, itself and what its sources hold open. A source that exceeds it alone gets a loader
+        of its own, and no second one; sources that cannot all be placed within it are placed beyond it, and said so.
+      window_s: measurements are judged once per window; two windows in a row must agree.
+
+    Attributes:
+      placement: the present one.
+      needs: loaders each source needs as planned now, fractional, before the cap.
+
+    Raises:
+      ValueError: no loader, or memory for none.
+    """
+
+    def __init__(self, names: Sequence[str], *, max_loaders: int, memory_bytes: int, window_s: float = 5.0) -> None:
+        if max_loaders < 1:
+            raise ValueError(f"data.max_loaders={max_loaders} must be at least 1. Set data.max_loaders.")
+        if memory_bytes <= PROCESS_BYTES:
+            raise ValueError(
+                f"a loader may hold {_mib(memory_bytes)}, and without any source it already takes about "
+                f"{_mib(PROCESS_BYTES)}. Allow more memory, or set data.max_loaders={max_loaders} lower."
+            )
+        self.names = tuple(names)
+        self.max_loaders = max_loaders
+        self.memory_bytes = memory_bytes
+        self.window_s = window_s
+        self.placement: Placement = {}
+        size = len(self.names)
+        self._next_loader = 0
+        self._weight = np.zeros(size)  # planned for: at once up, after two windows down
+        self._recent_weight = np.zeros((2, size))  # the largest of the last window and of the present one
+        # Rows: seconds per document, documents per step and unit of weight, seconds of a step without waiting.
+        self._cost = _Sticky(np.tile([[DOCUMENT_S], [0.0], [1.0]], (1, size)))
+        self._open = _Sticky(np.full((1, size), float(OPEN_BYTES)))
+        self._guess_s = np.full(size, DOCUMENT_S)
+        self._extra = np.ones(size)  # what waiting has taught beyond the profiles
+        self._window_start_s: float | None = None
+        self._steps: list[tuple[float, float]] = []  # (step_s, wait_s) of this window
+        self._waiting_windows = 0
+        self._said: dict[str, bool] = {}
+
+    def lookahead_steps(self, step_s: float) -> int:
+        """Steps of the schedule that `weights` should look ahead: those that pass while a loader starts and fills."""
+        return max(2, math.ceil(START_S / max(step_s, 1e-3)))
+
+    @property
+    def needs(self) -> Float[np.ndarray, " sources"]:
+        return self._weight * _load(self._cost.value) * self._extra
+
+    def initial(
+        self,
+        *,
+        step_s: float,
+        weights: Float[np.ndarray, " sources"],
+        documents_per_step: Float[np.ndarray, " sources"],
+        source_bytes: Float[np.ndarray, " sources"],
+        source_documents: Float[np.ndarray, " sources"],
+        open_bytes: Float[np.ndarray, " sources"] | None = None,
+    ) -> tuple[Placement, list[str]]:
+        """A placement before anything was measured, and why.
+
+        Args:
+          step_s: what a step is expected to take; a guess will do, two windows correct it.
+          weights: shares of the mixture, each its largest from here to `lookahead_steps`.
+          documents_per_step: what those weights draw.
+          source_bytes: text in the source.
+          source_documents: documents in it; both zero if unknown.
+          open_bytes: memory a loader holds per open source, where it is known (two row groups, for Parquet).
+        """
+        mean_bytes = source_bytes / np.maximum(source_documents, 1)
+        self._guess_s = DOCUMENT_S + mean_bytes / TEXT_BYTES_PER_S
+        per_weight = documents_per_step / np.where(weights > 0, weights, np.inf)
+        # A source that is not drawn yet will draw like the others: documents per unit of weight are of one order.
+        known = per_weight[per_weight > 0]
+        per_weight[per_weight == 0] = float(np.median(known)) if len(known) else 0.0
+        self._cost.value[:] = self._guess_s, per_weight, np.full(len(self.names), max(step_s, 1e-3))
+        if open_bytes is not None:
+            self._open.value[0] = open_bytes
+        self._weight = weights.astype(float)
+        self._recent_weight[:] = weights
+        limits, _ = self._replan(step=0, dead=(), reclaim=False)
+        used = np.count_nonzero(weights)
+        start = (
+            f"start: {used} of {len(self.names)} sources have a weight; by their size they need "
+            f"{self.needs.sum():.2g} loaders ({documents_per_step.sum():.4g} documents per {step_s:.3g} s step, "
+            f"{TEXT_BYTES_PER_S / 1e6:.0f} MB/s of text each assumed): {_plural(len(self.placement), 'loader')}"
+        )
+        return self.placement, [start, *limits]
+
+    def update(
+        self,
+        *,
+        now_s: float,
+        step: int,
+        step_s: float,
+        wait_s: float,
+        weights: Float[np.ndarray, " sources"],
+        documents_per_step: Float[np.ndarray, " sources"],
+        profiles: Sequence[SourceProfile],
+        loads: Mapping[int, LoaderLoad],
+    ) -> tuple[Placement, list[str]]:
+        """The placement from here on, and a sentence for each thing that changed.
+
+        A call between two windows only acts on a dead loader and on a weight that the schedule raises.
+
+        Args:
+          now_s: any clock that does not go back.
+          step: for the sentences.
+          step_s: the last step's seconds, its wait for data included.
+          wait_s: how much of them it waited for data.
+          weights: shares of the mixture, each its largest from here to `lookahead_steps`; their sum may exceed 1.
+          documents_per_step: what those weights draw.
+          profiles: of each source; one never read has no documents.
+          loads: of each loader; one that is missing has just been started.
+        """
+        if self._window_start_s is None:
+            self._window_start_s = now_s
+        self._steps.append((step_s, wait_s))
+        rises = bool((weights > self._weight + 1e-9).any())
+        self._weight = np.maximum(self._weight, weights)
+        self._recent_weight[1] = np.maximum(self._recent_weight[1], weights)
+        dead = tuple(loader for loader in self.placement if loader in loads and not loads[loader].alive)
+        lines = []
+        window = bool(now_s >= self._window_start_s + self.window_s)
+        if window:
+            lines += self._judge(step, weights, documents_per_step, profiles, loads)
+            self._window_start_s = now_s
+            self._steps.clear()
+        if window or rises or dead:
+            limits, moves = self._replan(step=step, dead=dead, reclaim=window)
+            lines += moves + limits
+        return self.placement, lines
+
+    def _judge(
+        self,
+        step: int,
+        weights: Float[np.ndarray, " sources"],
+        documents_per_step: Float[np.ndarray, " sources"],
+        profiles: Sequence[SourceProfile],
+        loads: Mapping[int, LoaderLoad],
+    ) -> list[str]:
+        """Ends a window: takes over what two of them agree on."""
+        self._weight = self._recent_weight.max(0)
+        self._recent_weight[0], self._recent_weight[1] = self._recent_weight[1], weights
+
+        step_s, wait_s = np.mean(self._steps, axis=0)
+        documents = np.array([profile.documents for profile in profiles])
+        seconds = np.array([profile.read_s + profile.send_s for profile in profiles])
+        seen = documents > 0
+        measured_s = np.where(seen, seconds / np.where(seen, documents, 1), self._guess_s)
+        if seen.any():  # what was never read is guessed by its size, and corrected as the others' guesses were
+            measured_s[~seen] *= np.median(measured_s[seen] / self._guess_s[seen])
+        per_weight = np.where(
+            weights > 0, documents_per_step / np.where(weights > 0, weights, 1), self._cost.value[1]
+        )
+        computing_s = np.full(len(self.names), max(step_s - wait_s, 0.02 * step_s, 1e-3))
+        changed = self._cost.judge(np.stack([measured_s, per_weight, computing_s]), _load)
+        self._extra[changed] = 1.0  # it was learnt for the old cost
+        held = np.array([profile.open_bytes for profile in profiles])
+        self._open.judge(np.where(held > 0, held, self._open.value[0])[None], lambda rows: rows[0])
+
+        lines = self._learn_from_waiting(step, float(step_s), float(wait_s), bool(changed.any()), loads)
+        for loader, load in loads.items():
+            planned = PROCESS_BYTES + sum(float(self._open.value[0][s]) for s in self.placement.get(loader, ()))
+            if self._once(f"rss {loader}", load.alive and load.rss_bytes > max(self.memory_bytes, planned)):
+                lines.append(
+                    f"step {step}: loader {loader} holds {_mib(load.rss_bytes)}, beyond its {_mib(self.memory_bytes)}; "
+                    f"by the profiles of its sources it should hold {_mib(planned)}"
+                )
+        return lines
+
+    def _learn_from_waiting(
+        self, step: int, step_s: float, wait_s: float, changed: bool, loads: Mapping[int, LoaderLoad]
+    ) -> list[str]:
+        """Plans more for the sources of a loader that is busy all the time though its profiles explain less.
+
+        Only while the trainer really waits: a loader that fills its buffers is busy as well.
+        """
+        waits = wait_s > 0.05 * step_s and not changed
+        self._waiting_windows = self._waiting_windows + 1 if waits else 0
+        if self._waiting_windows < 2 or self.needs.sum() > self.max_loaders:
+            return []
+        alive = [loader for loader in self.placement if loader in loads and loads[loader].alive]
+        hottest = max(alive, key=lambda n: (loads[n].busy_share, loads[n].queued, -n), default=None)
+        if hottest is None or (busy := loads[hottest].busy_share) < 0.9:
+            return []
+        self._waiting_windows = 0
+        copies = self._copies()
+        sources = np.array(self.placement[hottest])
+        planned = float((self.needs[sources] / copies[sources]).sum()) * TARGET_BUSY
+        factor = min(4.0, max(1.25, busy / max(planned, 1e-9)))
+        before = self._extra[sources].copy()
+        self._extra[sources] = np.minimum(before * factor, 8.0)
+        if np.array_equal(self._extra[sources], before):
+            return []
+        return [
+            f"step {step}: steps wait {wait_s:.2g} of {step_s:.2g} s for data and loader {hottest} is {busy:.0%} busy "
+            f"with {_plural(len(sources), 'source')} whose profiles explain {planned:.0%}: planning {factor:.3g} times "
+            f"as much for {self._list(sources.tolist())}"
+        ]
+
+    def _replan(self, *, step: int, dead: tuple[int, ...], reclaim: bool) -> tuple[list[str], list[str]]:
+        """Repairs the placement with as few moves as it finds; what cannot be had, and what moved."""
+        needs = self.needs
+        total = float(needs.sum())
+        scale = min(1.0, self.max_loaders / total) if total else 1.0
+        before = {s: on for s, on in enumerate(loaders_of(self.placement, len(self.names))) if on}
+        plan = Assignment(
+            self.placement,
+            need=(needs * scale).tolist(),
+            open_bytes=self._open.value[0].tolist(),
+            max_loaders=self.max_loaders,
+            memory_bytes=self.memory_bytes,
+            next_loader=self._next_loader,
+        )
+        for loader in dead:
+            plan.close(loader)
+        active = (self._weight > 0).tolist()
+        plan.repair(active)
+        # At the cap a loader that is given back would be missed at once.
+        merged = plan.reclaim() if reclaim and scale == 1.0 else {}
+        self._next_loader = plan.next_loader
+        self.placement = plan.placement()
+        after = {s: on for s, on in enumerate(plan.on) if on}
+        assert set(after) == {s for s, needed in enumerate(active) if needed}, "a source is drawn but placed nowhere"
+
+        if moved := before != after:
+            self._waiting_windows = 0  # what has just been opened is busy filling its buffers
+        moves = self._tell(step, needs, before, after, dead, merged, plan) if moved or dead else []
+        return self._limits(step, needs, total, plan), moves
+
+    def _tell(
+        self,
+        step: int,
+        needs: Float[np.ndarray, " sources"],
+        before: dict[int, frozenset[int]],
+        after: dict[int, frozenset[int]],
+        dead: tuple[int, ...],
+        merged: dict[int, list[int]],
+        plan: Assignment,
+    ) -> list[str]:
+        """One sentence per cause; per source only where its own need is the cause."""
+        old, new = set().union(*before.values()), set().union(*after.values())
+        count = f"loaders {len(old)} -> {len(new)}" if len(old) != len(new) else f"loaders stay {len(new)}"
+        rest = {s for s in before.keys() | after.keys() if before.get(s) != after.get(s)}
+        lines = []
+
+        def group(sources: Iterable[int], text: str) -> None:
+            found = sorted(rest.intersection(sources))
+            rest.difference_update(found)
+            if found:
+                targets = sorted(set().union(*(after.get(s, frozenset()) for s in found)))
+                where = f", now on {_numbers(targets)}" if targets else ""
+                lines.append(f"step {step}: {text.format(self._list(found))}{where}; {count}")
+
+        for loader in dead:
+            group((s for s in before if loader in before[s]), f"loader {loader} is dead: its sources {{}} moved")
+        group((s for s in before if s not in after), "no weight within the look-ahead: closed {}")
+        own = [s for s in rest if s not in before or len(after[s]) != len(before[s])]
+        own.sort(key=lambda s: (-needs[s], s))
+        for s in own if len(own) <= _MAX_LINES else own[: _MAX_LINES - 1]:
+            short = "" if len(after[s]) >= plan.wanted(s) else f" of {plan.wanted(s)} wanted"
+            where = f"{self.names[s]} on {_numbers(after[s])}{short}"
+            lines.append(f"step {step}: {self._reason(s, needs)}: {count}; {where}")
+            rest.discard(s)
+        group(own, "as their weights or costs have changed: placed {}")
+        for loader, sources in merged.items():
+            group(sources, f"loader {loader} is not needed any more: its sources {{}} fit elsewhere")
+        for loader, (share, heaviest) in plan.relieved.items():
+            reason = self._reason(heaviest, needs).replace("{", "{{").replace("}", "}}")
+            group(
+                [s for s in rest if loader in before[s]],
+                f"loader {loader} would be {share * TARGET_BUSY:.0%} busy, for one thing {reason}: moved {{}}",
+            )
+        group(tuple(rest), "to make room: moved {}")
+        return lines
+
+    def _reason(self, s: int, needs: Float[np.ndarray, " sources"]) -> str:
+        cost_s, per_weight, step_s = self._cost.value[:, s]
+        extra = f", x {self._extra[s]:.3g} learnt from waiting" if self._extra[s] != 1 else ""
+        return (
+            f"source {self.names[s]} needs {needs[s]:.2g} loaders ({cost_s * 1e3:.3g} ms/document x "
+            f"{per_weight * self._weight[s]:.4g} documents per {step_s:.3g} s step at weight {self._weight[s]:.2g}"
+            f"{extra}, loaders at most {TARGET_BUSY:.0%} busy)"
+        )
+
+    def _limits(self, step: int, needs: Float[np.ndarray, " sources"], total: float, plan: Assignment) -> list[str]:
+        """What cannot be had; each said once, until it has passed."""
+        lines = []
+        slower = total * TARGET_BUSY / self.max_loaders
+        if self._once("cap", total > self.max_loaders * FULL):
+            heaviest = int(np.argmax(needs))
+            lines.append(
+                f"step {step}: the data plane is the bottleneck: its sources need {math.ceil(total)} loaders and "
+                f"data.max_loaders={self.max_loaders}, so a step takes about {max(1.0, slower):.2g} times as long "
+                f"as it would; most: {self._reason(heaviest, needs)}"
+            )
+        fullest = max(plan.bytes, key=lambda loader: (plan.bytes[loader], -loader), default=None)
+        held = 0.0 if fullest is None else plan.bytes[fullest]
+        if self._once("memory", held > self.memory_bytes + 1e-9) and fullest is not None:
+            lines.append(
+                f"step {step}: loader {fullest} would hold {_mib(held)} with "
+                f"{self._list(sorted(plan.sources[fullest]))}, beyond its {_mib(self.memory_bytes)}, and within "
+                f"data.max_loaders={self.max_loaders} there is no better place"
+            )
+        for s in np.flatnonzero(needs > FULL).tolist():
+            short = plan.need[s] > FULL * len(plan.on[s])
+            if self._once(f"short {s}", short):
+                lines.append(
+                    f"step {step}: {self._reason(s, needs)}, but gets {len(plan.on[s])}: no other loader has memory "
+                    f"for the {_mib(plan.open_bytes[s])} that it holds open"
+                )
+        return lines
+
+    def _once(self, what: str, holds: bool) -> bool:
+        """True the first time that it holds, and again only after it did not."""
+        first = holds and not self._said.get(what, False)
+        self._said[what] = holds
+        return first
+
+    def _copies(self) -> Float[np.ndarray, " sources"]:
+        return np.array([max(len(on), 1) for on in loaders_of(self.placement, len(self.names))], float)
+
+    def _list(self, sources: list[int]) -> str:
+        names = ", ".join(self.names[s] for s in sources[:4])
+        return names if len(sources) <= 4 else f"{names} and {len(sources) - 4} more"
+
+
+class _Sticky:
+    """Measured columns that change only when two windows in a row say so, and then to the larger of the two."""
+
+    def __init__(self, value: Float[np.ndarray, "rows sources"]) -> None:
+        self.value = value
+        self._last = value.copy()
+        self._last_side = np.zeros(value.shape[1], int)
+
+    def judge(
+        self,
+        measured: Float[np.ndarray, "rows sources"],
+        size_of: Callable[[Float[np.ndarray, "rows sources"]], Float[np.ndarray, " sources"]],
+    ) -> Bool[np.ndarray, " sources"]:
+        """Takes in a window; which sources have changed by it."""
+        size, planned, last = size_of(measured), size_of(self.value), size_of(self._last)
+        side = (size > planned * _RISE).astype(int) - (size < planned * _FALL)
+        changed = (side != 0) & (side == self._last_side)
+        self.value = np.where(changed, np.where(size >= last, measured, self._last), self.value)
+        self._last, self._last_side = measured, np.where(changed, 0, side)
+        return changed
+
+
+def _load(rows: Float[np.ndarray, "3 sources"]) -> Float[np.ndarray, " sources"]:
+    """Loaders per unit of weight, from seconds per document, documents per step and weight, seconds per step."""
+    return rows[0] * rows[1] / (rows[2] * TARGET_BUSY)
+
+
+def _numbers(loaders: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(loaders)))
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count != 1)
+
+
+def _mib(size: float | int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

@@ -1,0 +1,467 @@
+"""What a run reads, from the config to batches: sources opened, split, mixed, packed; train and held out."""
+
+import dataclasses
+import functools
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Int, Integer
+
+from jtrain.data.constructor import ConstructorSetup, DataState
+from jtrain.data.documents import Documents, SourceSetup
+from jtrain.data.place import context_order
+from jtrain.data.plane import BatchStats, Delivered, InlinePlane, Plane, ProcessPlane
+from jtrain.data.planner import EndOfData, LoadingPlan, Planner, PlannerSpec
+from jtrain.data.ray_engine import RayPlane, trainers
+from jtrain.data.rows import Rows, fill_rows
+from jtrain.data.schedule import Constant, Custom, Linear, Staged, own_weights
+from jtrain.data.source import ONE_SOURCE, Source
+from jtrain.dims import Batch
+
+_STATE_VERSION = 2
+
+SLOTS = 2
+"""Batches that a constructor fills ahead, in shared memory; the trainer's prefetch holds as many more."""
+
+_MOST_LOADERS = 16
+
+_PRELOAD = ("pyarrow.parquet", "tokenizers")
+"""Loaded by the forkserver once for all loaders, if opening the sources here has shown that they are needed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedText:
+    """Text, tokenised, mixed and packed into rows.
+
+    path: for a run with one source, where it is; see `Source.path`.
+    sources: for a run with several, each by its name.
+    seq_len: tokens per row.
+    global_batch: rows per step, over all devices.
+    tokenizer: `bytes`, or the path of a Hugging Face `tokenizer.json`; a source may have another.
+    end_token: the token that ends a document, where the tokenizer's files do not say.
+    text_field, text_piece_bytes: of `path`; see `Source`.
+    mixture: the shares of the sources, step by step; as they stand, each source's own weight.
+    mixture_unit: what the shares are shares of: tokens, samples (documents), or rows (each then of one source alone).
+    packing: `concat` cuts documents where a row ends; `first_fit` and `best_fit` keep them whole where they fit into a
+      row at all, and leave about a thousandth of it empty.
+    balance: order the rows of a step so that every rank gets about the same work; which rows they are never changes.
+    context_order: which positions a rank of the `context` axis gets: `zigzag` takes one block from the front and one
+      from the back, so that causal attention is the same work on each.
+    epochs: times each source is read; then it leaves the mixture, and when all have, the run ends. None: without end.
+    eval_fraction: documents held out of training, chosen by a hash of file name and number; 0 for none.
+    eval_batches: batches of an evaluation, at most.
+    on_bad_record: what to do with a document that cannot be read as text: stop, or skip and count.
+    engine: `processes`: a constructor and loaders of their own on each host; `ray`: the same as Ray actors; `inline`:
+      everything in the trainer.
+    max_loaders: Source Loaders per host, at most; None for one per core but one, up to 16. How many there are at a time
+      the autoscaler decides.
+    shadows: standbys that take over from a loader that has died or hangs.
+    read_timeout_s: a loader that stays so long at one document hangs.
+    prepared: a folder that `python -m jtrain.data prepare` wrote: nothing is tokenised while training.
+    cache_dir: where copies of remote and compressed files are kept.
+    lookahead_steps: steps that are read ahead.
+    shuffle_window_bytes: Parquet text held decoded for shuffling, over all sources; see `Order`.
+    """
+
+    path: str | None = None
+    sources: dict[str, Source] = dataclasses.field(default_factory=dict)
+    seq_len: int
+    global_batch: int
+    tokenizer: str = "bytes"
+    end_token: str | None = None
+    text_field: str = "text"
+    text_piece_bytes: int = 1 << 16
+    mixture: Constant | Staged | Linear | Custom = dataclasses.field(default_factory=Constant)
+    mixture_unit: Literal["tokens", "samples", "rows"] = "tokens"
+    packing: Literal["concat", "first_fit", "best_fit"] = "concat"
+    balance: bool = True
+    context_order: Literal["contiguous", "zigzag"] = "contiguous"
+    epochs: int | None = None
+    eval_fraction: float = 0.01
+    eval_batches: int = 8
+    on_bad_record: Literal["fail", "skip"] = "fail"
+    engine: Literal["processes", "ray", "inline"] = "processes"
+    max_loaders: int | None = None
+    shadows: int = 1
+    read_timeout_s: float = 60.0
+    prepared: str | None = None
+    cache_dir: str = "~/.cache/jtrain"
+    lookahead_steps: int = 4
+    shuffle_window_bytes: int = 1 << 28
+
+    def __post_init__(self) -> None:
+        least_of = {"seq_len": 2, "global_batch": 1, "text_piece_bytes": 16, "eval_batches": 1, "epochs": 1}
+        least_of |= {"max_loaders": 1, "shadows": 0, "lookahead_steps": 1, "shuffle_window_bytes": 1 << 16}
+        for field, least in least_of.items():
+            if (value := getattr(self, field)) is not None and value < least:
+                raise ValueError(f"data.{field}={value} must be at least {least}. Set data.{field}.")
+        if not 0 <= self.eval_fraction < 1:
+            raise ValueError(
+                f"data.eval_fraction={self.eval_fraction} must be at least 0 (nothing held out) and below 1. "
+                "Set data.eval_fraction."
+            )
+        if not self.read_timeout_s > 0:
+            raise ValueError(f"data.read_timeout_s={self.read_timeout_s} must be above 0.")
+        for field in ("on_bad_record", "packing", "mixture_unit", "engine", "context_order"):
+            choices = PackedText.__annotations__[field].__args__
+            if (value := getattr(self, field)) not in choices:
+                raise ValueError(f"data.{field}={value!r} must be one of {', '.join(map(repr, choices))}.")
+        if (self.path is None) == (not self.sources):
+            both = "both are set" if self.sources else "neither is set"
+            raise ValueError(f"data.path is for one source and data.sources for several, and {both}. Set one of them.")
+        for name, source in self.named_sources.items():
+            if not name.replace("-", "_").isidentifier() or (name == ONE_SOURCE and self.sources):
+                raise ValueError(
+                    f"data.sources: {name!r} is no name: letters, digits, _ and -, no digit first, and not "
+                    f"{ONE_SOURCE!r}, which is what data.path is called."
+                )
+            source.check(name)
+
+    @property
+    def named_sources(self) -> dict[str, Source]:
+        """All sources by name; `path` is one called `data`."""
+        if self.path is None:
+            return self.sources
+        source = Source(path=self.path, text_field=self.text_field, text_piece_bytes=self.text_piece_bytes)
+        return {ONE_SOURCE: source}
+
+    def setups(self, *, seed: int, windows: dict[str, int] | None = None) -> tuple[SourceSetup, ...]:
+        """What a process needs to open each source. `windows`: a saved run's, so that its order goes on."""
+        sources = self.named_sources
+        share = self.shuffle_window_bytes // len(sources)
+        return tuple(
+            SourceSetup(
+                name=name,
+                source=source,
+                tokenizer=source.tokenizer or self.tokenizer,
+                end_token=self.end_token if (source.tokenizer or self.tokenizer) == self.tokenizer else None,
+                seed=seed,
+                eval_fraction=self.eval_fraction,
+                on_bad_record=self.on_bad_record,
+                window_bytes=(windows or {}).get(name, share),
+                cache_dir=os.path.expanduser(self.cache_dir),
+                prepared=self.prepared,
+            )
+            for name, source in sources.items()
+        )
+
+    def num_loaders(self) -> int:
+        """Loaders per host, at most."""
+        return self.max_loaders or max(1, min(_MOST_LOADERS, (os.cpu_count() or 2) - 1))
+
+
+def open_dataset(spec: PackedText, *, seed: int) -> "TextDataset":
+    """Opens every source, and checks that either side of the split gives a row.
+
+    Reads no more of the text than that check needs, except that JSON lines files are searched for line ends (1 GB/s)
+    and compressed or remote ones are copied into `data.cache_dir` first.
+
+    Raises:
+      FileNotFoundError, ValueError, OSError: nothing to read, or not enough; the message names field and numbers.
+    """
+    return TextDataset(spec, seed=seed)
+
+
+class TextDataset:
+    """The documents of all sources, in train and held-out batches of packed rows.
+
+    Which tokens batch k holds is a pure function of spec, seed and k: no thread, process, host or clock has a say.
+
+    Attributes:
+      names: of the sources.
+      tokenizer: the default one, for its ids and vocabulary.
+    """
+
+    def __init__(self, spec: PackedText, *, seed: int) -> None:
+        self.spec = spec
+        self.seed = seed
+        self.setups = spec.setups(seed=seed)
+        self.names = tuple(setup.name for setup in self.setups)
+        self.documents = [Documents(setup) for setup in self.setups]
+        self.tokenizer = self.documents[0].tokenizer
+        self._check_size("training")
+        if spec.eval_fraction:
+            self._check_size("evaluation")
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below it, whichever source they come from."""
+        return max(documents.tokenizer.vocab_size for documents in self.documents)
+
+    def describe(self) -> str:
+        """A line for each source, for the plan."""
+        shares = self._schedule().weights(0, self.names)
+        lines = []
+        for name, documents, share in zip(self.names, self.documents, shares.tolist(), strict=True):
+            corpus = documents.corpus
+            head = documents.setup.source.path if self.spec.path is not None else f"{name} ({share:.1%})"
+            lines.append(
+                f"{head}: {len(corpus):,} documents in {len(corpus.names):,} files, "
+                f"{corpus.size_bytes / 2**20:,.1f} MiB, about {self.spec.eval_fraction:.2%} held out; "
+                f"vocabulary {documents.tokenizer.vocab_size:,}"
+            )
+        if len(lines) > _MOST_LINES:
+            lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} more sources"]
+        return "\n".join(lines)
+
+    def train_batches(
+        self,
+        start_state: dict[str, Any] | None = None,
+        *,
+        rows: Int[np.ndarray, " rows"] | None = None,
+        context: int = 1,
+        cost: tuple[float, float] = (1.0, 0.0),
+        inline: bool = False,
+    ) -> "BatchIterator":
+        """Batches of `global_batch` rows, from the first one or from a saved state. Close it.
+
+        Args:
+          start_state: what `BatchIterator.state` gave.
+          rows: those of the global batch that are wanted here; None for all.
+          context: size of the mesh axis that splits rows.
+          cost: of a token, and of a token times those before it in its document: what balancing weighs rows by.
+          inline: reads in this thread, whatever `data.engine` says.
+
+        Raises:
+          ValueError: the state is of another seed, source or tokenizer, so the run would not be the same run.
+        """
+        setups = self.setups
+        if start_state is not None:
+            self._check_state(start_state)
+            setups = self.spec.setups(seed=self.seed, windows=start_state["windows"])
+        planner = self._planner_spec(cost)
+        changes: list[str] = []
+        if start_state is not None:
+            planner_state, changes = Planner(planner, _no_lengths).resume(start_state["planner"])
+            counts = [start_state["skipped"].get(name, 0) for name in self.names]
+            state = DataState(planner_state, np.asarray(counts, np.int64))
+        else:
+            state = self._start_state(planner)
+        work = ConstructorSetup(
+            sources=setups,
+            planner=planner,
+            rows=np.arange(self.spec.global_batch) if rows is None else rows,
+            column_order=context_order(self.spec.seq_len, context, self.spec.context_order) if context > 1 else None,
+            documents_bytes=tuple(d.corpus.size_bytes // max(len(d), 1) for d in self.documents),
+            lookahead_steps=self.spec.lookahead_steps,
+        )
+        plane: Plane
+        if inline or self.spec.engine == "inline":
+            plane = InlinePlane(work, state)
+        elif self.spec.engine == "ray":
+            who = trainers()
+            plane = RayPlane(
+                work,
+                state,
+                **who,
+                loaders=self.spec.num_loaders() * who["processes"],
+                shadows=self.spec.shadows,
+                read_timeout_s=self.spec.read_timeout_s,
+            )
+        else:
+            plane = ProcessPlane(
+                work,
+                state,
+                max_loaders=self.spec.num_loaders(),
+                shadows=self.spec.shadows,
+                read_timeout_s=self.spec.read_timeout_s,
+                slots=SLOTS,
+                preload=tuple(name for name in _PRELOAD if name in sys.modules),
+            )
+        return BatchIterator(plane, state, self._identity(setups), self.names, changes)
+
+    def first_state(self) -> dict[str, Any]:
+        """The state before the first batch, without starting anything."""
+        return _to_json(self._start_state(self._planner_spec((1.0, 0.0))), self._identity(self.setups), self.names)
+
+    def _start_state(self, planner: PlannerSpec) -> DataState:
+        return DataState(Planner(planner, _no_lengths).start(), np.zeros(len(self.names), np.int64))
+
+    def _identity(self, setups: tuple[SourceSetup, ...]) -> dict[str, Any]:
+        """What a state says besides where the stream is: what it is a stream of."""
+        return {
+            "version": _STATE_VERSION,
+            "seed": self.seed,
+            "sources": {name: d.fingerprint() for name, d in zip(self.names, self.documents, strict=True)},
+            "windows": {setup.name: setup.window_bytes for setup in setups},
+        }
+
+    def eval_batches(self) -> Iterator[Batch]:
+        """The held-out batches: the same list each time, at most `eval_batches`, the last one padded, none repeated.
+
+        Raises:
+          ValueError: nothing is held out.
+        """
+        if not self.spec.eval_fraction:
+            raise ValueError("data.eval_fraction=0 holds nothing out to evaluate on. Set data.eval_fraction.")
+        return self._take_eval()
+
+    def _take_eval(self) -> Iterator[Batch]:
+        ids: dict[int, np.ndarray] = {}
+
+        def lengths(source: int, first: int, count: int) -> Int[np.ndarray, " read"]:
+            numbers = range(first, first + min(count, _EVAL_DOCUMENTS))
+            ids.update((number, self._eval_ids(number)) for number in numbers)
+            return np.asarray([len(ids[number]) for number in numbers], np.int64)
+
+        spec = self.spec
+        planner = Planner(
+            PlannerSpec(
+                names=("eval",),
+                documents_per_epoch=(len(self._eval_records),),
+                seq_len=spec.seq_len,
+                global_batch=spec.global_batch,
+                schedule=Constant({"eval": 1.0}),
+                packing=spec.packing,
+                epochs=1,
+                balance=False,
+            ),
+            lengths,
+        )
+        state = planner.start()
+        for _ in range(spec.eval_batches):
+            try:
+                plan, state = planner.plan(state)
+            except EndOfData:
+                return
+            rows = Rows.empty(spec.global_batch, spec.seq_len)
+            fill_rows(rows, plan.pieces, lambda source, document: ids[document])
+            for number in [number for number in ids if number < state.oldest()[0]]:
+                del ids[number]
+            yield Batch(rows.token_BL, rows.target_BL, rows.position_BL, rows.segment_BL)
+
+    @functools.cached_property
+    def _eval_records(self) -> list[tuple[int, int]]:
+        """Held-out (source, record), one of each source in turn."""
+        each = [[(s, r) for r in d.eval_records().tolist()] for s, d in enumerate(self.documents)]
+        return [item for turn in itertools.zip_longest(*each) for item in turn if item is not None]
+
+    def _eval_ids(self, number: int) -> Integer[np.ndarray, " tokens"]:
+        source, record = self._eval_records[number]
+        return self.documents[source].read_records(np.asarray([record], np.int64)).ids
+
+    def _schedule(self) -> Any:
+        own = {name: source.weight for name, source in self.spec.named_sources.items()}
+        return own_weights(self.spec.mixture, own)
+
+    def _planner_spec(self, cost: tuple[float, float]) -> PlannerSpec:
+        spec = self.spec
+        return PlannerSpec(
+            names=self.names,
+            documents_per_epoch=tuple(len(documents) for documents in self.documents),
+            seq_len=spec.seq_len,
+            global_batch=spec.global_batch,
+            packing=spec.packing,
+            unit=spec.mixture_unit,
+            schedule=self._schedule(),
+            epochs=spec.epochs,
+            balance=spec.balance,
+            cost_linear=cost[0],
+            cost_quadratic=cost[1],
+        )
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        wanted = {"version": _STATE_VERSION, "seed": self.seed}
+        differing = [(key, state.get(key), here) for key, here in wanted.items() if state.get(key) != here]
+        here = {name: documents.fingerprint() for name, documents in zip(self.names, self.documents, strict=True)}
+        saved = state.get("sources", {}) if isinstance(state.get("sources"), dict) else {}
+        differing += [(f"sources.{n}", saved[n], here[n]) for n in self.names if n in saved and saved[n] != here[n]]
+        for key, there, now in differing:
+            raise ValueError(
+                f"the data state was saved with {key}={there!r}, but here it is {now!r}: the batches that follow would "
+                "not be those of the unbroken run. Put back the files, the tokenizer, data.eval_fraction and seed as "
+                "they were, or start in a new --workdir."
+            )
+
+    def _check_size(self, purpose: Literal["training", "evaluation"]) -> None:
+        """Refuses a split that does not fill one row. Reads only as many documents as that takes."""
+        tokens = documents_left = 0
+        for documents in self.documents:
+            if purpose == "training":
+                records = np.arange(min(len(documents), 1 << 20), dtype=np.int64)
+                records = records[~documents.held_out(records)]
+            else:
+                records = documents.eval_records()
+            documents_left += len(records)
+            for start in range(0, len(records), 16):
+                tokens += len(documents.read_records(records[start : start + 16]).ids)
+                if tokens >= self.spec.seq_len:
+                    return
+        spec = self.spec
+        what = f"data.path={spec.path!r}" if spec.path is not None else f"the {len(self.names)} data.sources"
+        raise ValueError(
+            f"{what}: too small: data.eval_fraction={spec.eval_fraction} leaves {documents_left} documents for "
+            f"{purpose}, with {tokens} tokens, and one row takes data.seq_len={spec.seq_len}. Add text, lower "
+            "data.seq_len, " + ("or lower data.eval_fraction." if purpose == "training" else "raise data.eval_fraction, or set it to 0.")
+        )
+
+
+def _no_lengths(source: int, first: int, count: int) -> Int[np.ndarray, " count"]:
+    raise AssertionError("nothing is planned here")
+
+
+_EVAL_DOCUMENTS = 16
+"""Held-out documents read at a time."""
+
+_MOST_LINES = 12
+"""Sources that the plan lists one by one."""
+
+
+class BatchIterator:
+    """Global batches, or this host's rows of them: numpy int32 of shape [rows, seq_len]. Close it.
+
+    Attributes:
+      stats: of the batch last taken.
+      plan: of the batch last taken, where everything runs in this process.
+    """
+
+    def __init__(
+        self, plane: Plane, state: DataState, identity: dict[str, Any], names: tuple[str, ...], changes: list[str]
+    ) -> None:
+        self._plane = plane
+        self._identity = identity
+        self._names = names
+        self._said = changes
+        self._state = state
+        self.stats: BatchStats | None = None
+        self.plan: LoadingPlan | None = None
+
+    def __iter__(self) -> "BatchIterator":
+        return self
+
+    def __next__(self) -> Batch:
+        delivered: Delivered = self._plane.take()
+        self._state, self.stats, self.plan = delivered.state, delivered.stats, delivered.plan
+        return Batch(**delivered.arrays)
+
+    def state(self) -> dict[str, Any]:
+        """What leads to the next batch, the one not yet returned; kilobytes of JSON. `train_batches` takes it."""
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """The state as it is now, turned into JSON when called: only a step that is saved pays for that."""
+        return functools.partial(_to_json, self._state, self._identity, self._names)
+
+    def said(self) -> list[str]:
+        """What happened since the last call that a person should know."""
+        said, self._said = self._said, []
+        return said + self._plane.said()
+
+    def close(self) -> None:
+        """Ends every process and thread behind it. May be called twice."""
+        self._plane.close()
+
+    def __enter__(self) -> "BatchIterator":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _to_json(state: DataState, identity: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    skipped = {name: count for name, count in zip(names, state.skipped.tolist(), strict=True) if count}
+    return {**identity, "skipped": skipped, "planner": state.planner.to_json(names)}

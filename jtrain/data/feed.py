@@ -1,0 +1,172 @@
+"""Host batches to global arrays on the mesh, ahead of the consumer."""
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int
+
+from jtrain.data.place import ClientPlaceTree
+from jtrain.dims import Batch
+from jtrain.mesh import BATCH_AXES, shard_size
+
+
+def host_rows(mesh: Mesh, global_batch: int) -> Int[np.ndarray, " rows"]:
+    """The rows of the global batch that this process's devices need, ascending.
+
+    Raises:
+      ValueError: `data.global_batch` does not split evenly over the mesh.
+    """
+    processes = np.asarray([device.process_index for device in mesh.devices.flat], np.int64)
+    return ClientPlaceTree(dict(mesh.shape), processes, global_batch=global_batch).rows(jax.process_index())
+
+
+def put_batch(
+    batch: Batch, mesh: Mesh, *, rows: Int[np.ndarray, " rows"] | None = None, global_batch: int | None = None
+) -> Batch:
+    """A host batch as global arrays: sequences split over replica, data and expert, positions over context.
+
+    Args:
+      batch: all rows, or those that this process's devices need.
+      mesh: where to.
+      rows: which rows of the global batch those are, ascending; None for all.
+      global_batch: how many rows there are in all, where `rows` is given.
+
+    Raises:
+      ValueError: `data.global_batch` or `data.seq_len` does not split evenly over the mesh.
+    """
+    held, length = batch.token_BL.shape
+    num_rows = held if global_batch is None else global_batch
+    shape = dict(mesh.shape)
+    shard_size("data.global_batch", num_rows, shape, BATCH_AXES)
+    shard_size("data.seq_len", length, shape, ("context",))
+    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "context"))
+
+    def place(array: Any) -> jax.Array:
+        host = np.asarray(array)
+
+        def block(index: tuple[slice, ...]) -> np.ndarray:
+            if rows is None:
+                return host[index]
+            start, stop, _ = index[0].indices(num_rows)
+            first = int(np.searchsorted(rows, start))
+            return host[first : first + stop - start, index[1]]
+
+        # Asks only for this process's blocks; on one process also quicker than device_put: 0.17 ms against 0.20 for
+        # 16 x 256 on 8 emulated devices, 0.06 against 0.11 on one.
+        return jax.make_array_from_callback((num_rows, length), sharding, block)
+
+    with jax.transfer_guard_host_to_device("allow"):  # this transfer is meant, also where none by accident may happen
+        return jax.tree.map(place, batch)
+
+
+class Fed(NamedTuple):
+    """What `prefetch` yields.
+
+    batch: on the devices.
+    state: gives the data state to save once the batch has been used.
+    stats: of the batch; None where nobody counts.
+    said: what a person should know of what happened since the batch before.
+    wait_ms: how long the consumer waited for it.
+    """
+
+    batch: Batch
+    state: Callable[[], dict[str, Any]]
+    stats: Any
+    said: list[str]
+    wait_ms: float
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """What `prefetch` reads: host batches, what leads to the next one, and how it is going."""
+
+    stats: Any
+
+    def __next__(self) -> Batch: ...
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]: ...
+
+    def said(self) -> list[str]: ...
+
+    def close(self) -> None: ...
+
+
+def prefetch(batches: Batches, put: Callable[[Batch], Batch], *, depth: int = 2) -> "Prefetch":
+    """Takes and places up to `depth` batches ahead of the consumer, on one thread.
+
+    Yields `Fed`, and ends when the batches do. Close it, or use it as a context manager: that closes `batches`, too.
+    """
+    return Prefetch(batches, put, depth)
+
+
+class Prefetch:
+    """See `prefetch`. At most `depth` batches are ready or in the making, however slow the consumer is."""
+
+    def __init__(self, batches: Batches, put: Callable[[Batch], Batch], depth: int) -> None:
+        assert depth >= 1, depth
+        self._batches = batches
+        self._ready: collections.deque[Fed] = collections.deque()
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._closed = False
+        self._depth = depth
+        self._thread = threading.Thread(target=self._produce, args=(batches, put), name="data-prefetch", daemon=True)
+        self._thread.start()
+
+    def _produce(self, batches: Batches, put: Callable[[Batch], Batch]) -> None:
+        try:
+            while True:
+                with self._changed:  # wait for room first: building before that would hold one batch more
+                    self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+                    if self._closed:
+                        return
+                batch = put(next(batches))
+                fed = Fed(batch, batches.snapshot(), batches.stats, batches.said(), 0.0)
+                with self._changed:
+                    self._ready.append(fed)
+                    self._changed.notify_all()
+        except BaseException as error:  # handed to the consumer, StopIteration included
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[Fed]:
+        return self
+
+    def __next__(self) -> Fed:
+        """Raises what the thread raised, after the batches before it."""
+        start_s = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._error or self._closed)
+            if self._closed:
+                raise RuntimeError("this prefetch is closed")
+            if not self._ready:
+                assert self._error is not None
+                raise self._error
+            fed = self._ready.popleft()
+            self._changed.notify_all()
+        return fed._replace(wait_ms=(time.perf_counter() - start_s) * 1e3)
+
+    def close(self) -> None:
+        """Stops the thread, waits for it, lets go of the batches that were ready and closes what they came from.
+
+        May be called twice.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._batches.close()  # a thread that waits for a batch sees that
+        self._thread.join()
+        self._ready.clear()
+
+    def __enter__(self) -> "Prefetch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

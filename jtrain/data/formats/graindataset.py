@@ -1,0 +1,56 @@
+"""A `grain.MapDataset` of strings, made by the user's own function."""
+
+import importlib
+
+from jtrain.data.formats.record import SKIP, BadRecord, Records
+
+
+class GrainDataset(Records):
+    """Element n of the dataset is record n. One that the dataset filters out is an empty document.
+
+    Raises:
+      ValueError: no such function, or it gives something else, or something without an end.
+    """
+
+    def __init__(self, path: str, *, field: str) -> None:
+        import grain  # lazy: 0.9 s, for this format only
+
+        module, _, function = path.partition(":")
+        where = f"{field}.path={path!r}"
+        try:
+            if not function:
+                raise ImportError("it is not of the form module:function")
+            make = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"{where}: no such function ({error}). For {field}.format='grain' set it to `module:function`, the "
+                "module importable by every process."
+            ) from error
+        self._path = path
+        self._dataset = make()
+        if not isinstance(self._dataset, grain.MapDataset):
+            raise ValueError(
+                f"{where}: gave a {type(self._dataset).__name__}, not a grain.MapDataset, and records are read by "
+                "number. Return the dataset before `to_iter_dataset`."
+            )
+        if len(self._dataset) >= 1 << 62:
+            raise ValueError(f"{where}: the dataset has no end. Leave out `repeat()`; epochs are counted here.")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, records: list[int]) -> list[str | BadRecord]:
+        return [self._element(record) for record in records]
+
+    def _element(self, record: int) -> str | BadRecord:
+        try:
+            element = self._dataset[record]
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        else:
+            if element is None:
+                return ""
+            if isinstance(element, str):
+                return element
+            why = f"it is {type(element).__name__}, not text"
+        return BadRecord(f"{self._path}, element {record}: {why}. Mend the dataset, {SKIP}")

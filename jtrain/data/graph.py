@@ -1,0 +1,409 @@
+"""One step's data as a graph of metadata: mix, freeze, then only rearrange. OVERLORD's primitives under their names.
+
+    graph = Graph(buffers, place=tree).mix(schedule, step=k).freeze(1024)
+    graph.view("text").distribute("data").cost(backbone_flops).balance("lpt")
+    graph.view("image").distribute("world").cost(encoder_flops).balance("karmarkar_karp")
+    plan = graph.broadcast_at("tensor").plan()
+
+The payload of no document ever comes here. After `pack` or `freeze` the members of the step stay what they are.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float64, Int64, Shaped
+
+from jtrain.data import balance
+from jtrain.data.bins import Packed, Packing, Span, concat, fit
+from jtrain.data.mixing import Buffers, Documents, Draws
+from jtrain.data.place import ClientPlaceTree
+from jtrain.data.rows import Pieces
+from jtrain.data.schedule import ONE, SHARE_BITS, Schedule, integer_shares
+
+Unit = Literal["tokens", "samples", "rows"]
+
+Spans = Int64[np.ndarray, "documents 4"]
+"""Documents, or what is left of them: source, number, from token, to token."""
+
+Sizes = Callable[[Int64[np.ndarray, " documents"], Int64[np.ndarray, " documents"]], Shaped[np.ndarray, " documents"]]
+"""What a modality has of each document (source, number): image patches, frames."""
+
+CostFn = Callable[[Int64[np.ndarray, " pieces"]], Shaped[np.ndarray, " pieces"]]
+
+_COST_SCALE = 1 << 40
+
+
+class Assignment(NamedTuple):
+    """Where the nodes of a view go.
+
+    order: the nodes as they lie one after another, bucket by bucket.
+    bucket: of each node; None where no axis was given, so that equal contiguous parts of `order` are the buckets.
+    costs: of each node.
+    """
+
+    order: Int64[np.ndarray, " nodes"]
+    bucket: Int64[np.ndarray, " nodes"] | None
+    costs: Float64[np.ndarray, " nodes"]
+
+    def spread(self, ranks: int) -> float:
+        """Largest over mean cost over `ranks`, or over the buckets where there are any."""
+        if self.bucket is None:
+            totals = self.costs[self.order].reshape(ranks, -1).sum(axis=1)
+        else:
+            totals = np.bincount(self.bucket, weights=self.costs, minlength=ranks)
+        return float(totals.max() / totals.mean()) if totals.any() else 1.0
+
+
+class GraphPlan(NamedTuple):
+    """views: by modality. fetch_from: for each device the one that fetches for it; None without a place tree."""
+
+    views: dict[str, Assignment]
+    fetch_from: Int64[np.ndarray, " devices"] | None
+
+
+class View:
+    """The members of a step as one modality sees them. Nodes are rows once packed, else documents."""
+
+    def __init__(self, sizes: np.ndarray, node: np.ndarray, num_nodes: int, place: ClientPlaceTree | None) -> None:
+        self._sizes, self._node, self._num_nodes, self._place = sizes.astype(np.int64), node, num_nodes, place
+        self._buckets: int | None = None
+        self._cost: CostFn = lambda size: size
+        self._method: balance.Method = "none"
+        self._min_gain = 0.0
+
+    def distribute(self, axis: str | None, *, group_size: int = 1) -> "View":
+        """A bucket for each `group_size` ranks along `axis`; None: an order that is good for any number of ranks.
+
+        Raises:
+          ValueError: no such axis, or its ranks do not make such groups.
+        """
+        self._buckets = None
+        if axis is not None:
+            assert self._place is not None, "distribute(axis) needs a ClientPlaceTree"
+            ranks = self._place.count(axis)
+            if group_size < 1 or ranks % group_size:
+                raise ValueError(f"distribute({axis!r}, group_size={group_size}) does not divide its {ranks} ranks.")
+            self._buckets = ranks // group_size
+        return self
+
+    def cost(self, cost_fn: CostFn) -> "View":
+        """What each piece costs, by its size; only proportions count."""
+        self._cost = cost_fn
+        return self
+
+    def balance(self, method: balance.Method, *, min_gain: float = 0.0) -> "View":
+        """How nodes are put into buckets. `tree` needs no buckets; only an order better by `min_gain` is taken."""
+        self._method, self._min_gain = method, min_gain
+        return self
+
+    def plan(self) -> Assignment:
+        """Every node in its place."""
+        raw = np.asarray(self._cost(self._sizes), np.float64)
+        node_cost = np.zeros(self._num_nodes)
+        np.add.at(node_cost, self._node, raw)
+        top = node_cost.max(initial=0.0)
+        costs = np.rint(node_cost * (_COST_SCALE / top)).astype(np.int64) if top > 0 else np.zeros(len(node_cost), int)
+        given = np.arange(self._num_nodes)
+        if self._buckets is None:
+            assert self._method in ("none", "tree"), f"balance({self._method!r}) needs distribute(axis)"
+            order = given
+            if self._method == "tree" and self._num_nodes:
+                found = balance.tree(costs)
+                order = found if _mean_spread(costs) >= _mean_spread(costs[found]) * (1 + self._min_gain) else given
+            return Assignment(order, None, node_cost)
+        if self._method == "lpt":
+            bucket = balance.lpt(costs, self._buckets)
+        elif self._method == "karmarkar_karp":
+            bucket = balance.karmarkar_karp(costs, self._buckets)
+        else:
+            order = balance.tree(costs) if self._method == "tree" and self._num_nodes else given
+            bucket = np.empty(self._num_nodes, np.int64)
+            bucket[order] = given * self._buckets // max(1, self._num_nodes)
+        return Assignment(np.argsort(bucket, kind="stable"), bucket, node_cost)
+
+
+class Graph:
+    """Metadata of one step.
+
+    Args:
+      buffers: what may be drawn.
+      place: the trainer's mesh; only where something is distributed along one of its axes.
+      sizes: of other modalities than `text`.
+
+    Attributes, once packed or frozen:
+      pieces: what each node holds. carry: what waits for the next step. cursors, owed, units: the state of the mixture
+      after this step; units counts tokens, samples or rows. at_end: no more documents than these.
+    """
+
+    pieces: Pieces
+    carry: Spans
+    cursors: Int64[np.ndarray, " sources"]
+    owed: Int64[np.ndarray, " sources"]
+    units: int
+    at_end: bool
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        *,
+        place: ClientPlaceTree | None = None,
+        sizes: Mapping[str, Sizes] | None = None,
+    ) -> None:
+        self._buffers, self._place, self._sizes = buffers, place, sizes or {}
+        self._views: dict[str, View] = {}
+        self._broadcast: tuple[str, ...] = ()
+        self.num_nodes = 0
+
+    def mix(
+        self,
+        schedule: Schedule,
+        *,
+        step: int,
+        unit: Unit = "tokens",
+        cursors: Int64[np.ndarray, " sources"] | None = None,
+        owed: Int64[np.ndarray, " sources"] | None = None,
+    ) -> "Graph":
+        """Says which documents are due, from the shares at `step`, and where each source stands."""
+        zeros = np.zeros(len(self._buffers.names), np.int64)
+        self.weights = schedule.weights(step, self._buffers.names)
+        self.cursors, self.owed = zeros if cursors is None else cursors, zeros if owed is None else owed
+        self._unit: Unit = unit
+        return self
+
+    def freeze(self, documents: int) -> "Graph":
+        """The next `documents` are the members of the step; each is a node."""
+        draws, drawn = self._draws(typical_tokens=1), []
+        while (lacking := documents - sum(len(part.source) for part in drawn)) > 0 and (more := draws.more(lacking)):
+            drawn.append(more)
+        found = [np.concatenate(arrays)[:documents] for arrays in zip(*drawn, strict=True)]
+        source, document, length = found or [np.empty(0, np.int64)] * 3
+        self.at_end = len(source) < documents
+        self.cursors, self.owed, self.units = draws.commit(len(source))
+        self.num_nodes = len(source)
+        self.pieces = Pieces(np.arange(len(source)), source, document, np.zeros_like(length), length)
+        self.carry = np.empty((0, 4), np.int64)
+        return self
+
+    def pack(self, packing: Packing, *, rows: int, seq_len: int, carry: Spans, lanes: int) -> "Graph":
+        """Membership and rows at once, by length: nodes are rows. What was carried is placed first."""
+        self.num_nodes = rows
+        if self._unit == "rows":
+            return self._pack_by_source(packing, rows, seq_len, carry, lanes)
+        draws = self._draws(typical_tokens=seq_len)
+        group = _Group(carry, draws.more)
+        packed = group.pack(packing, rows, seq_len, lanes)
+        self.cursors, self.owed, self.units = draws.commit(packed.used - len(carry))
+        self.pieces, self.carry = group.result(packed)
+        self.at_end = group.at_end
+        return self
+
+    def view(self, modality: str) -> View:
+        """The members as `text` or another modality sees them, to be distributed and balanced for themselves."""
+        if modality not in self._views:
+            if modality == "text":
+                sizes = self.pieces.end - self.pieces.start
+            elif modality in self._sizes:
+                sizes = self._sizes[modality](self.pieces.source, self.pieces.document)
+            else:
+                raise ValueError(f"view({modality!r}): there are {', '.join(['text', *self._sizes])}.")
+            self._views[modality] = View(sizes, self.pieces.row, self.num_nodes, self._place)
+        return self._views[modality]
+
+    def distribute(self, axis: str | None, *, group_size: int = 1) -> "Graph":
+        """`View.distribute` of the text."""
+        self.view("text").distribute(axis, group_size=group_size)
+        return self
+
+    def cost(self, cost_fn: CostFn) -> "Graph":
+        """`View.cost` of the text."""
+        self.view("text").cost(cost_fn)
+        return self
+
+    def balance(self, method: balance.Method, *, min_gain: float = 0.0) -> "Graph":
+        """`View.balance` of the text."""
+        self.view("text").balance(method, min_gain=min_gain)
+        return self
+
+    def broadcast_at(self, *dims: str) -> "Graph":
+        """Only the first peer along `dims` fetches; the others have it from there."""
+        self._broadcast = (*self._broadcast, *dims)
+        return self
+
+    def plan(self) -> GraphPlan:
+        """Where everything goes; checks that each node went to one place."""
+        views = {modality: view.plan() for modality, view in self._views.items()}
+        for modality, found in views.items():
+            whole = np.array_equal(np.sort(found.order), np.arange(self.num_nodes))
+            assert whole, f"{modality}: a node was lost or doubled"
+        return GraphPlan(views, None if self._place is None else self._place.fetch_from(*self._broadcast))
+
+    def _draws(self, *, typical_tokens: int) -> Draws:
+        return Draws(
+            self._buffers,
+            weights=self.weights,
+            cursors=self.cursors,
+            owed=self.owed,
+            by_tokens=self._unit == "tokens",
+            typical_tokens=typical_tokens,
+        )
+
+    def _pack_by_source(self, packing: Packing, rows: int, seq_len: int, carry: Spans, lanes: int) -> "Graph":
+        """Rows of one source each; a source that ends before its rows are full leaves them to the others."""
+        num = len(self._buffers.names)
+        lanes = -(-lanes // num)
+        carries = {s: carry[carry[:, 0] == s] for s in np.unique(carry[:, 0]).tolist()}
+        waiting = np.bincount(carry[:, 0], weights=carry[:, 3] - carry[:, 2], minlength=num).astype(np.int64)
+        nothing = np.empty((0, 4), np.int64)
+        pieces: list[Pieces] = []
+        free = np.arange(rows)
+        ended = np.zeros(num, bool)
+        while len(free):
+            active = (self.weights > 0) & ((self.cursors < self._buffers.ends) | (waiting > 0)) & ~ended
+            if not active.any():
+                break
+            shares = integer_shares(np.where(active, self.weights, 0.0))
+            turns = _turns(shares, self.owed, len(free))
+            counts = np.bincount(turns, minlength=num)
+            feed = _Feed(self._buffers, self.cursors, np.maximum(counts * seq_len - waiting, 0))
+            left_over = []
+            for source in np.flatnonzero(counts).tolist():
+                mine = free[turns == source]
+                group = _Group(carries.get(source, nothing), feed.of(source))
+                packed = group.pack(packing, len(mine), seq_len, lanes)
+                found, carries[source] = group.result(packed)
+                self.cursors = feed.commit(self.cursors, source, packed.used - group.carried)
+                waiting[source] = (carries[source][:, 3] - carries[source][:, 2]).sum()
+                used = np.unique(found.row)
+                row = mine[np.searchsorted(used, found.row)]
+                pieces.append(Pieces(row, found.source, found.document, found.start, found.end))
+                left_over.append(mine[len(used) :])
+                counts[source] = len(used)
+                ended[source] = len(used) < len(mine)
+            self.owed = self.owed + shares * int(counts.sum()) - (counts << SHARE_BITS)
+            free = np.sort(np.concatenate(left_over))
+        self.cursors = np.where(ended, self._buffers.ends, self.cursors)
+        self.units, self.at_end = rows - len(free), len(free) > 0
+        joined = [np.concatenate(arrays) for arrays in zip(*map(_arrays, pieces), strict=True)] or [nothing[:, 0]] * 5
+        order = np.argsort(joined[0], kind="stable")
+        self.pieces = Pieces(*(array[order] for array in joined))
+        self.carry = np.concatenate([nothing, *(carries[source] for source in sorted(carries))])
+        return self
+
+
+class _Group:
+    """Documents that may share rows: those carried, and those that `more` gives."""
+
+    def __init__(self, carry: Spans, more: Callable[[int], Documents | None]) -> None:
+        self._more = more
+        self.carried = len(carry)
+        self.at_end = False
+        self._arrays = [carry]
+        self._spans: list[Span] = [(start, end) for start, end in carry[:, 2:].tolist()]
+
+    def pack(self, packing: Packing, rows: int, seq_len: int, lanes: int) -> Packed:
+        """One of the packers, checked."""
+        shape: dict[str, Any] = dict(rows=rows, seq_len=seq_len, carried=self.carried)
+        if packing == "concat":
+            return concat(self._spans, self._grow, lanes=lanes, **shape)
+        slack_tokens = max(1, rows // 16) * seq_len
+        return fit(self._spans, self._grow, slack_tokens=slack_tokens, best=packing == "best_fit", **shape)
+
+    def result(self, packed: Packed) -> tuple[Pieces, Spans]:
+        """Pieces and carry by source and number; nothing lost, nothing twice."""
+        spans = np.concatenate(self._arrays)[: packed.used]
+        row, at, start, end = np.asarray(packed.pieces, np.int64).reshape(-1, 4).T
+        left, left_start = np.asarray(packed.left, np.int64).reshape(-1, 2).T
+        both = (np.concatenate(two) for two in ((at, left), (start, left_start), (end, spans[left, 3])))
+        _check_conserved(spans, *both)
+        carry = spans[left]
+        carry[:, 2] = left_start
+        return Pieces(row, spans[at, 0], spans[at, 1], start, end), carry
+
+    def _grow(self, tokens: int) -> bool:
+        found = self._more(tokens)
+        if found is None:
+            self.at_end = True
+            return False
+        self._arrays.append(np.stack([found.source, found.document, np.zeros_like(found.length), found.length], axis=1))
+        self._spans.extend(zip(itertools.repeat(0), found.length.tolist()))
+        return True
+
+
+class _Feed:
+    """Documents of each source for itself, the first lot of all sources looked up at once."""
+
+    def __init__(self, buffers: Buffers, cursors: np.ndarray, limits: np.ndarray) -> None:
+        self._buffers, self._cursors = buffers, cursors
+        found, _, _ = buffers.ahead(cursors, limits, by_tokens=True)
+        border = np.searchsorted(found.source, np.arange(len(cursors) + 1))
+        self._given = {
+            s: [Documents(*(array[border[s] : border[s + 1]] for array in found))]
+            for s in np.flatnonzero(limits).tolist()
+        }
+        self._asked: set[int] = set()
+
+    def of(self, source: int) -> Callable[[int], Documents | None]:
+        """As `Draws.more`, of one source."""
+        given = self._given.setdefault(source, [])
+
+        def more(tokens: int) -> Documents | None:
+            first_lot = given[:1] if source not in self._asked else []
+            self._asked.add(source)
+            if first_lot and len(first_lot[0].source):
+                return first_lot[0]
+            cursors, limits = self._cursors.copy(), np.zeros_like(self._cursors)
+            cursors[source] = max([cursors[source], *(part.document[-1] + 1 for part in given if len(part.source))])
+            limits[source] = tokens
+            found, _, _ = self._buffers.ahead(cursors, limits, by_tokens=True)
+            if not len(found.source):
+                return None
+            given.append(found)
+            return found
+
+        return more
+
+    def commit(self, cursors: np.ndarray, source: int, count: int) -> np.ndarray:
+        """Cursors after the first `count` documents given out of `source`."""
+        if not count:
+            return cursors
+        given = np.concatenate([part.document for part in self._given[source]])
+        cursors = cursors.copy()
+        cursors[source] = given[count - 1] + 1
+        return cursors
+
+
+def _turns(shares: Int64[np.ndarray, " s"], owed: Int64[np.ndarray, " s"], rows: int) -> Int64[np.ndarray, " rows"]:
+    """The source of each row: fair queueing as in `Draws`, where every row counts one."""
+    horizon = 2 * rows + max(0, -(int(owed[shares > 0].sum()) // ONE)) + len(shares)
+    counts = np.where(shares > 0, np.maximum(-((-horizon * shares - owed) // ONE), 0), 0)
+    source = np.repeat(np.arange(len(shares)), counts)
+    number = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    due = ((number << SHARE_BITS) + ONE // 2 - owed[source]) * 256 // shares[source]
+    return source[np.argsort(due, kind="stable")][:rows]
+
+
+def _check_conserved(spans: np.ndarray, at: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
+    """Pieces and carry together are the spans they were cut from, each token once."""
+    order = np.lexsort((start, at))
+    at, start, end = at[order], start[order], end[order]
+    new = np.diff(at, prepend=-1) > 0
+    whole = (
+        np.array_equal(at[new], np.arange(len(spans)))
+        and np.array_equal(start[new], spans[:, 2])
+        and np.array_equal(end[np.roll(new, -1)], spans[:, 3])
+        and bool((start[1:][~new[1:]] == end[:-1][~new[1:]]).all())
+        and bool((start < end).all())
+    )
+    assert whole, "the plan holds other tokens than the step's members"
+
+
+def _mean_spread(costs: np.ndarray) -> float:
+    """Over every number of parts that there could be: no one number of ranks may decide."""
+    parts = [d for d in range(2, len(costs)) if len(costs) % d == 0]
+    return float(np.mean([balance.spread(costs, d) for d in parts])) if parts else 1.0
+
+
+def _arrays(pieces: Pieces) -> tuple[np.ndarray, ...]:
+    return pieces.row, pieces.source, pieces.document, pieces.start, pieces.end

@@ -1,0 +1,203 @@
+"""The data benchmarks, small: the same code on 6 sources, so that a command of theirs that breaks is found here."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from jtrain.bench import data_end_to_end, data_memory, data_mixing, data_resume, data_scaling, data_sources, meets_bar
+from jtrain.bench.data_end_to_end import Text
+from jtrain.bench.data_memory import Measured, Usage
+from jtrain.data.schedule import Constant
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the benchmarks keep between runs, they keep for these tests only."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.getbasetemp()))
+
+
+def test_all_formats_hold_the_same_documents_and_are_written_once() -> None:
+    """306 x 400 lengths as published, and the text of a small one from three formats."""
+    lengths = data_sources.lengths_of(306, 400)
+    assert (lengths.min(), lengths.max()) == (16, 8192)
+    assert 640 < lengths.mean() < 690
+    parquet, records, tar = (
+        data_sources.sources(format, num_sources=2, documents=5) for format in ("parquet", "arrayrecord", "tar")
+    )
+    texts = pyarrow.parquet.read_table(parquet / "0001.parquet")["text"].to_pylist()
+    assert [len(text) for text in texts] == data_sources.lengths_of(2, 5)[1].tolist()
+
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    reader = ArrayRecordReader(str(records / "0001.arrayrecord"))
+    assert [record.decode() for record in reader.read_all()] == texts
+    reader.close()
+    listed = subprocess.run(["tar", "-xOf", str(tar / "0001.tar")], capture_output=True, check=True).stdout
+    assert listed.decode() == "".join(texts)
+
+    before_ns = (parquet / "0000.parquet").stat().st_mtime_ns
+    assert data_sources.sources("parquet", num_sources=2, documents=5) == parquet
+    assert (parquet / "0000.parquet").stat().st_mtime_ns == before_ns
+
+
+def test_without_the_peers_a_benchmark_says_how_to_get_them() -> None:
+    """An interpreter that lacks one of them is refused too."""
+    import argparse
+
+    with pytest.raises(ValueError, match=r"no interpreter that has them was given\. Make one with `python3 -m venv"):
+        data_sources.peer_python(argparse.Namespace(torch_python=None))
+    with pytest.raises(ValueError, match=r"cannot import them all"):
+        data_sources.peer_python(argparse.Namespace(torch_python=sys.executable))
+
+
+def test_a_peer_that_dies_is_an_error() -> None:
+    """Not a wait without end."""
+    with (
+        data_sources.peer(None, "data_grain", "resume", "nowhere") as program,
+        pytest.raises(RuntimeError, match=r"it ended, exit code 1: .*data_grain.py resume nowhere"),
+    ):
+        program.answer()
+
+
+def test_a_tree_of_processes_is_measured_whole() -> None:
+    """A child's child counts, with its memory, and CPU time goes on."""
+    grandchild = "data = b'x' * (32 << 20); print(len(data), flush=True)\nwhile True: pass"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            pids = data_memory.tree(process.pid)
+            assert len(pids) == 2
+            used = data_memory.usage(pids)
+            assert used.processes == 2
+            assert used.pss_mib > data_memory.usage(pids[:1]).pss_mib + 32
+            before_s = data_memory.cpu_s(pids)
+            time.sleep(0.3)
+            assert data_memory.cpu_s(pids) > before_s
+        finally:
+            for pid in reversed(data_memory.tree(process.pid)):
+                os.kill(pid, 9)
+
+
+def test_memory_of_two_consumers() -> None:
+    """Grain's open every source each, ours do not; nothing stays behind."""
+    folder = data_sources.sources("parquet", num_sources=6)
+    theirs = data_memory.peer_consumers(None, "data_grain", folder, consumers=2, batches=2)
+    assert theirs.usage.fds > 2 * 6
+    assert theirs.usage.pss_mib > 2 * 50
+    ours = data_memory.our_consumers(folder, hosts=1, consumers=2, batches=2)
+    assert ours.first_batch_s > 0
+    assert ours.usage.pss_mib > 20
+    assert not [pid for pid in data_memory.tree(os.getpid()) if _is_python(pid)]
+
+
+def _is_python(pid: int) -> bool:
+    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return pid != os.getpid() and b"data_" in command
+
+
+def test_the_bars_of_memory_are_the_issues() -> None:
+    """13.5x less memory and 20x sooner."""
+
+    def met(ours_mib: float, ours_s: float) -> list[bool | None]:
+        ours = Measured(ours_s, Usage(ours_mib, 4, 4, 4))
+        theirs = Measured(20.0, Usage(13500.0, 32, 64, 10000))
+        return [meets_bar(row) for row in data_memory.rows_of("x", ours, theirs)]
+
+    assert met(999.0, 0.9) == [True, True, None, None, None]
+    assert met(1001.0, 1.1) == [False, False, None, None, None]
+
+
+def test_mixing_takes_turns() -> None:
+    """Ours and Grain's on 6 sources; the best peer by CPU time is the one to beat."""
+    with data_mixing.our_program(6) as ours, data_mixing.peer_programs(None, 6)["Grain MapDataset.mix"] as grain:
+        for program in (ours, grain, ours, grain):
+            program.turn(10)
+        assert grain.samples == 2 * 10 * data_mixing.BATCH
+        assert ours.samples >= 2 * 10 * data_mixing.BATCH
+        programs = {"jtrain": ours, "slow": grain, "quick": grain}
+        ours.cpu_s, grain.cpu_s = 1.0, 2.0
+        rows = data_mixing.rows_of(programs, 6)
+    assert rows[0]["value"] == ours.samples
+    assert rows[1]["baseline"] == grain.samples / 2
+
+
+def test_resuming_late_takes_what_resuming_early_takes() -> None:
+    """The late state says step 1,000,000, and both give a batch."""
+    folder = data_sources.sources("parquet", num_sources=6)
+    states = data_resume.states_of(folder)
+    assert [states[step]["planner"]["step"] for step in states] == [data_resume.EARLY, data_resume.LATE]
+    cursor = {step: state["planner"]["sources"]["source_001"][0] for step, state in states.items()}
+    assert cursor[data_resume.LATE] > 1000 * cursor[data_resume.EARLY] > 0
+    for state in states.values():
+        assert 0 < data_resume.our_resume_s(folder, state) < 60
+    arrayrecord = data_sources.sources("arrayrecord", num_sources=6)
+    assert data_resume.peer_resume_s(None, "data_grain", arrayrecord, data_resume.LATE) > 0
+
+
+def test_a_slow_source_slows_steps_until_it_is_scaled() -> None:
+    """What step times say; and that both sides run."""
+    found = data_scaling.steps_of([1.0] * 9, [1.0] * 3 + [2.0] * 6 + [1.05] * 21)
+    assert (found.before_s, found.after_s, found.slowest_s) == (1.0, 1.05, 2.0)
+    assert 3 < found.steps_until_back <= 9
+    assert data_scaling.steps_of([1.0] * 9, [1.0] * 9).steps_until_back == 0
+    step_s = data_scaling.our_steps(Constant(dict.fromkeys(data_scaling.NAMES, 1.0)), "slow", 3)
+    assert len(step_s) == 3
+    assert min(step_s) >= data_scaling.STEP_S
+    assert data_scaling.grain_step_s(3, weight=0.3, slow_s=0.001) >= data_scaling.STEP_S
+
+
+def test_text_end_to_end_small() -> None:
+    """Two ranks that share rows: ours and the colocated baseline sleep as long for the same cost."""
+    text = Text(context=2, ranks=2, seq_len=512, rows=2, linear_s=0.02, sources=2, documents=8)
+    for steps in (data_end_to_end.our_text(text, 3), data_end_to_end.colocated_text(text, 3)):
+        assert steps.step_s > text.linear_s / 2 * 0.9
+        assert steps.spread == pytest.approx(1.0)
+
+
+def test_hybrid_balancing_beats_the_order_of_arrival() -> None:
+    """Every sample keeps one place in each plan, and the dearest rank has less to do."""
+    ranks, microbatches = 8, 4
+    samples = data_end_to_end.samples_of(0, ranks * 8)
+    for buckets in data_end_to_end.planned(samples, ranks * microbatches):
+        assert len(buckets) == ranks * 8
+        assert set(buckets.tolist()) <= set(range(ranks * microbatches))
+    encoder = data_end_to_end.encoder_cost(samples.patches)
+    backbone = data_end_to_end.backbone_cost(samples.tokens)
+    for count in (1, microbatches):
+        arrived, hybrid, joint = data_end_to_end.arrangements(samples, encoder, backbone, ranks, count)
+        least = (encoder + backbone).sum() / ranks
+        assert least <= hybrid < 0.9 * arrived
+        assert least <= joint < 0.9 * arrived
+
+
+def test_ranks_wait_for_the_dearest_of_each_microbatch() -> None:
+    """Two ranks, two microbatches: 3 and 5 apart, or 8 together."""
+    costs, buckets = np.asarray([3.0, 1.0, 1.0, 5.0]), np.arange(4)
+    assert data_end_to_end.barrier_s(costs, buckets, 2, 2) == 3 + 5
+    assert data_end_to_end.barrier_s(costs, buckets // 2, 2, 1) == 6
+
+
+def test_the_models_say_where_balancing_pays() -> None:
+    """Little for text in short rows, more in long ones, most for images where ranks wait in each microbatch."""
+    speedup = {row["what"]: row["value"] for row in data_end_to_end.model_rows()}
+    short, long = (speedup[f"modelled, text, rows of {n}, 64 ranks that wait at its end"] for n in (8192, 131072))
+    assert short is not None
+    assert long is not None
+    assert 1 < short < 1.2 < long
+    assert max(value or 0 for value in speedup.values()) > 4.5
+
+
+def test_vision_is_measured_by_real_work() -> None:
+    """Two ranks, one step."""
+    rows = data_end_to_end.vision_rows(2, 1)
+    assert len(rows) == 4
+    assert all(row["value"] and row["baseline"] for row in rows)

@@ -1,0 +1,733 @@
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jtrain.data.assign import PROCESS_BYTES, Placement
+from jtrain.data.autoscale import TARGET_BUSY, Autoscaler, LoaderLoad, SourceProfile
+
+MIB = 1 << 20
+START_S = 2.0  # of a simulated loader; OPEN_S for each source that it opens
+OPEN_S = 0.2
+COMPUTE_S = 1.0
+AHEAD = 2  # steps whose documents are requested before the trainer needs them
+
+Weights = Callable[[int], Sequence[float]]
+
+
+@dataclasses.dataclass
+class Loader:
+    """Serves its requests one after the other."""
+
+    ready_s: float
+    free_s: float = 0.0
+    opened: set[int] = dataclasses.field(default_factory=set)
+    served: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # when each run began and ended
+    alive: bool = True
+
+    def busy_share(self, start_s: float, end_s: float) -> float:
+        busy = sum(max(0.0, min(end, end_s) - max(start, start_s)) for start, end in self.served)
+        return busy / (end_s - start_s)
+
+
+class Simulation:
+    """A trainer of 1 s per step, and loaders that take a source's seconds per document. Times are computed, not passed.
+
+    service_s: seconds per document of each source; may be changed between steps.
+    noise: each run's cost is multiplied by 1 +- noise, uniform.
+    follow: false leaves the first placement as it is.
+    """
+
+    def __init__(
+        self,
+        service_s: Sequence[float],
+        weights: Weights,
+        *,
+        documents: int = 100,
+        max_loaders: int = 8,
+        noise: float = 0.0,
+        lookahead: int | None = None,
+        follow: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.service_s = np.array(service_s)
+        self.weights = weights
+        self.documents = documents
+        self.noise = noise
+        self.follow = follow
+        self.random = np.random.default_rng(seed)
+        self.names = [f"s{i}" for i in range(len(service_s))]
+        self.scaler = Autoscaler(self.names, max_loaders=max_loaders, memory_bytes=1 << 30)
+        self.lookahead = self.scaler.lookahead_steps(COMPUTE_S) if lookahead is None else lookahead
+        self.profiles = [SourceProfile() for _ in self.names]
+        self.now_s = 0.0
+        self.step = 0
+        self.ready_s: list[float] = []  # when the documents of each step are all there
+        self.step_s: list[float] = []
+        self.lines: list[str] = []
+        self.moves = 0
+        self.opened = 0
+        weight = self.ahead(0)
+        size = np.full(len(self.names), 1e4)
+        self.placement, _ = self.scaler.initial(
+            step_s=COMPUTE_S, weights=weight, documents_per_step=weight * documents,
+            source_bytes=size * 2000, source_documents=size,
+        )  # fmt: skip
+        self.loaders = {loader: Loader(0.0) for loader in self.placement}
+        self.serving = [self.on(s) for s in range(len(self.names))]
+
+    def ahead(self, step: int) -> np.ndarray:
+        return np.max([self.weights(step + i) for i in range(self.lookahead + 1)], axis=0)
+
+    def on(self, source: int) -> list[int]:
+        return [loader for loader, held in self.placement.items() if source in held]
+
+    def ready_on(self, source: int) -> list[int]:
+        """A new loader gets runs once it has started; until then the source's former loaders go on serving it."""
+        ready = [number for number in self.on(source) if self.loaders[number].ready_s <= self.now_s]
+        self.serving[source] = ready or [n for n in self.serving[source] if n in self.loaders] or self.on(source)
+        return self.serving[source]
+
+    def request(self, step: int) -> None:
+        """Hands out the runs of a step, split evenly over the loaders of each source."""
+        done = self.now_s
+        for s, weight in enumerate(self.weights(step)):
+            on = self.ready_on(s)
+            assert on or not weight, f"step {step} draws from {self.names[s]}, which is on no loader"
+            for number in on:
+                loader = self.loaders[number]
+                if not (count := round(weight * self.documents / len(on))):
+                    continue
+                cost = count * self.service_s[s] * (1 + self.noise * self.random.uniform(-1, 1))
+                start = max(loader.free_s, loader.ready_s, self.now_s)
+                if s not in loader.opened:
+                    start += OPEN_S
+                    self.opened += 1
+                    loader.opened.add(s)
+                loader.free_s = start + cost
+                loader.served.append((start, loader.free_s))
+                done = max(done, loader.free_s)
+                self.profiles[s].observe(
+                    documents=count, tokens=600 * count, bytes=2400 * count, read_s=cost, open_bytes=MIB
+                )
+        self.ready_s.append(done)
+
+    def run(self, steps: int) -> list[float]:
+        """Trains so many steps more; the seconds of each."""
+        for _ in range(steps):
+            while len(self.ready_s) <= self.step + AHEAD:
+                self.request(len(self.ready_s))
+            begin = self.now_s
+            wait_s = max(0.0, self.ready_s[self.step] - begin)
+            self.now_s = begin + wait_s + COMPUTE_S
+            self.step += 1
+            self.step_s.append(self.now_s - begin)
+            if self.follow:
+                self.scale(begin, wait_s)
+        return self.step_s[-steps:]
+
+    def scale(self, begin: float, wait_s: float) -> None:
+        # Runs are requested AHEAD steps early, so the weights must be looked up from there.
+        weight = self.ahead(self.step + AHEAD)
+        loads = {
+            number: LoaderLoad(
+                busy_share=min(1.0, loader.busy_share(begin, self.now_s)), queued=0, alive=loader.alive, rss_bytes=MIB
+            )
+            for number, loader in self.loaders.items()
+        }
+        placement, lines = self.scaler.update(
+            now_s=self.now_s, step=self.step, step_s=self.step_s[-1], wait_s=wait_s, weights=weight,
+            documents_per_step=weight * self.documents, profiles=self.profiles, loads=loads,
+        )  # fmt: skip
+        assert bool(lines) or placement == self.placement, "a placement changed without a word"
+        self.moves += placement != self.placement
+        self.lines += lines
+        for number in placement.keys() - self.loaders.keys():
+            self.loaders[number] = Loader(self.now_s + START_S)
+        for number in self.loaders.keys() - placement.keys():
+            del self.loaders[number]  # what it was asked for before is served; nothing more is
+        self.placement = placement
+        for number, loader in self.loaders.items():
+            loader.opened &= {s for s in loader.opened if number in self.serving[s] or number in self.on(s)}
+
+
+def test_a_source_that_becomes_ten_times_slower_gets_its_loaders_and_the_steps_recover() -> None:
+    """The issue's bar: within 10 % of before, after scaling. Without scaling the steps stay far slower."""
+    want, stuck = (
+        Simulation([3e-3] * 6, lambda _: [1 / 6] * 6, documents=300, follow=follow) for follow in (True, False)
+    )
+    for simulation in (want, stuck):
+        simulation.run(30)
+        simulation.service_s[2] *= 10
+    before = np.mean(want.step_s[-10:])
+    few = len(want.placement)
+
+    after = want.run(60)
+
+    assert np.mean(stuck.run(60)[-20:]) > 1.5 * before, "the slow source must hurt, or recovery proves nothing"
+    assert np.mean(after[-40:]) <= 1.1 * before
+    assert max(after[-40:]) <= 1.1 * before
+    assert len(want.placement) > few
+    assert len(want.on(2)) >= 2
+    assert all(len(want.on(s)) == 1 for s in (0, 1, 3, 4, 5)), "only the slow source is split"
+
+
+@pytest.mark.parametrize("lookahead", [None, 0])
+def test_a_weight_that_the_schedule_raises_has_its_loaders_before_the_step(lookahead: int | None) -> None:
+    """1 % to 30 % of an expensive source at step 60: no slow step at all; without look-ahead there are some."""
+    def weights(step: int) -> list[float]:
+        return [0.01, 0.5, 0.49] if step < 60 else [0.3, 0.4, 0.3]
+
+    simulation = Simulation([40e-3, 2e-3, 2e-3], weights, documents=200, lookahead=lookahead)
+    simulation.run(55)
+    early = len(simulation.on(0))
+    steps = simulation.run(45)
+
+    if lookahead == 0:
+        assert early == 1
+        assert max(steps) > 1.1, "a step must be slow without look-ahead, or the other case proves nothing"
+    else:
+        assert early >= 3
+        assert max(steps) <= 1.1
+        line = next(line for line in simulation.lines if "source s0 needs" in line)
+        assert int(line.split(":")[0].removeprefix("step ")) < 60 - START_S
+    assert max(simulation.step_s[-20:]) <= 1.1
+
+
+def test_loaders_are_given_back_after_a_weight_has_fallen() -> None:
+    def weights(step: int) -> list[float]:
+        return [0.3, 0.4, 0.3] if step < 40 else [0.01, 0.5, 0.49]
+
+    simulation = Simulation([40e-3, 2e-3, 2e-3], weights, documents=200)
+    simulation.run(40)
+    many = len(simulation.placement)
+    steps = simulation.run(60)
+
+    assert many >= 4
+    assert len(simulation.placement) <= 2
+    assert len(simulation.on(0)) == 1
+    assert max(steps) <= 1.1
+    assert any(line.startswith("step 5") and f"loaders {many} -> " in line for line in simulation.lines), (
+        simulation.lines
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_does_not_move_sources_about(seed: int) -> None:
+    """600 steps of runs that cost 30 % more or less, at loads near the limits: a handful of changes, all early."""
+    services = np.random.default_rng(seed).uniform(1e-3, 12e-3, 12)
+    simulation = Simulation(services.tolist(), lambda _: [1 / 12] * 12, documents=400, noise=0.3, seed=seed)
+    simulation.run(200)
+    early = simulation.moves
+    assert early >= 1, "the guesses by size must be wrong enough to be corrected"
+    simulation.run(400)
+
+    assert early <= 6
+    assert simulation.moves - early <= 2
+    assert np.mean(simulation.step_s[-100:]) <= 1.05
+
+
+def test_the_windows_themselves_may_be_noisy() -> None:
+    """Whole windows with all sources 30 % off together, which no averaging hides: the changes stay few."""
+    random = np.random.default_rng(1)
+    simulation = Simulation([4e-3] * 8, lambda _: [1 / 8] * 8, documents=400)
+    for _ in range(200):
+        simulation.service_s[:] = 4e-3 * random.uniform(0.7, 1.3)
+        simulation.run(5)
+
+    assert 1 <= simulation.moves <= 4
+
+
+def test_one_strange_window_changes_nothing() -> None:
+    """Every other window costs ten times as much, as when a disk stalls: no two in a row agree."""
+    policy = scaler("a b")
+    started(policy, [0.5, 0.5])
+    windows(policy, 3, weights=[0.5, 0.5], costs=[2e-3] * 2)
+    before, needs = policy.placement, policy.needs.sum()
+    for i in range(3, 30):
+        cost = 20e-3 if i % 2 else 2e-3
+        assert windows(policy, 1, weights=[0.5, 0.5], costs=[cost] * 2, first=i) == []
+    assert policy.placement == before
+    assert policy.needs.sum() == pytest.approx(needs)
+
+
+def test_costs_that_swing_by_30_percent_change_a_placement_once() -> None:
+    """Even if each swing lasts: 2.8 and 5.2 loaders in turn, three windows each, and the larger is kept."""
+    policy = scaler("a")
+    started(policy, [1.0])
+    windows(policy, 3, weights=[1.0], costs=[40e-3 * TARGET_BUSY])
+    assert len(policy.placement) == 4
+    lines = []
+    for i in range(1, 20):
+        swing = 1.3 if i % 2 else 0.7
+        lines += windows(policy, 3, weights=[1.0], costs=[swing * 40e-3 * TARGET_BUSY], first=3 * i)
+    assert len(lines) == 1
+    assert len(policy.placement) == 6
+
+
+def scaler(names: str, *, max_loaders: int = 8, memory_bytes: int = 1 << 30, window_s: float = 5.0) -> Autoscaler:
+    return Autoscaler(names.split(), max_loaders=max_loaders, memory_bytes=memory_bytes, window_s=window_s)
+
+
+def profile(s_per_document: float, open_bytes: int = MIB) -> SourceProfile:
+    found = SourceProfile()
+    found.observe(documents=100, tokens=60_000, bytes=240_000, read_s=100 * s_per_document, open_bytes=open_bytes)
+    return found
+
+
+def loads_of(placement: Placement, *, dead: Sequence[int] = (), busy: float = 0.5) -> dict[int, LoaderLoad]:
+    return {n: LoaderLoad(busy_share=busy, queued=0, alive=n not in dead, rss_bytes=MIB) for n in placement}
+
+
+def started(
+    policy: Autoscaler, weights: Sequence[float], *, documents: float = 100, open_bytes: Sequence[float] | None = None
+) -> tuple[Placement, list[str]]:
+    weight = np.array(weights, float)
+    size = np.full(len(weight), 1e4)
+    return policy.initial(
+        step_s=1.0, weights=weight, documents_per_step=weight * documents, source_bytes=size * 2000,
+        source_documents=size, open_bytes=None if open_bytes is None else np.array(open_bytes, float),
+    )  # fmt: skip
+
+
+def windows(
+    policy: Autoscaler,
+    count: int,
+    *,
+    weights: Sequence[float],
+    costs: Sequence[float],
+    documents: float = 100,
+    first: int = 0,
+    step_s: float = 1.0,
+    wait_s: float = 0.0,
+    open_bytes: Sequence[int] | None = None,
+    dead: Sequence[int] = (),
+    busy: float = 0.5,
+) -> list[str]:
+    """Calls `update` once per window, with these measurements each time."""
+    lines = []
+    weight = np.array(weights, float)
+    held = open_bytes if open_bytes is not None else [MIB] * len(costs)
+    for i in range(first, first + count):
+        _, said = policy.update(
+            now_s=10.0 * i, step=10 * i, step_s=step_s, wait_s=wait_s, weights=weight,
+            documents_per_step=weight * documents, loads=loads_of(policy.placement, dead=dead, busy=busy),
+            profiles=[profile(cost, held) for cost, held in zip(costs, held, strict=True)],
+        )  # fmt: skip
+        lines += said
+    return lines
+
+
+def test_a_decision_reads_as_a_sentence_with_its_numbers() -> None:
+    """And the numbers add up: 31 ms x 210 / 2 s = 3.3 loaders at full load, 4.3 at three quarters."""
+    policy = scaler("wiki web")
+    started(policy, [0.7, 0.3], documents=700)
+    lines = windows(policy, 4, weights=[0.7, 0.3], costs=[1e-4, 31e-3], documents=700, step_s=2.0)
+
+    want = (
+        "step 20: source web needs 4.3 loaders (31 ms/document x 210 documents per 2 s step at weight 0.3, loaders at "
+        "most 75 % busy): loaders 1 -> 5; web on 0, 1, 2, 3, 4"
+    )
+    assert [line.replace("75%", "75 %") for line in lines] == [want]
+
+
+def test_the_need_does_not_shrink_because_the_trainer_waits() -> None:
+    """Over the whole step, 4 s, a starved source would seem to need a quarter."""
+    needs = []
+    for step_s, wait_s in ((1.0, 0.0), (4.0, 3.0)):
+        policy = scaler("web")
+        started(policy, [1.0])
+        windows(policy, 4, weights=[1.0], costs=[30e-3], step_s=step_s, wait_s=wait_s)
+        needs.append(policy.needs[0])
+    assert needs[0] == pytest.approx(3.0 / TARGET_BUSY)
+    assert needs[1] == pytest.approx(needs[0])
+
+
+def test_cheap_sources_share_one_loader_and_a_heavy_one_has_several() -> None:
+    policy = scaler(" ".join(f"s{i}" for i in range(40)))
+    started(policy, [1 / 40] * 40, documents=400)
+    windows(policy, 4, weights=[1 / 40] * 40, costs=[0.2] + [1e-4] * 39, documents=400)
+
+    on = [{n for n, held in policy.placement.items() if s in held} for s in range(40)]
+    assert len(on[0]) == math.ceil(10 * 0.2 / TARGET_BUSY)
+    assert len(set.union(*on[1:])) == 1
+
+
+def test_the_others_stay_where_they_are_when_one_source_grows() -> None:
+    """Moving a source means opening its files once more."""
+    policy = scaler(" ".join(f"s{i}" for i in range(20)))
+    started(policy, [0.05] * 20, documents=400)
+    windows(policy, 4, weights=[0.05] * 20, costs=[2e-3] * 20, documents=400)
+    before = {(n, s) for n, held in policy.placement.items() for s in held if s != 7}
+    windows(policy, 4, weights=[0.05] * 20, costs=[2e-3] * 7 + [80e-3] + [2e-3] * 12, documents=400, first=4)
+    after = {(n, s) for n, held in policy.placement.items() for s in held if s != 7}
+
+    assert sum(7 in held for held in policy.placement.values()) >= 2
+    assert after == before
+
+
+def test_the_sources_of_a_dead_loader_move_at_once_and_the_others_stay() -> None:
+    policy = scaler(" ".join(f"s{i}" for i in range(30)))
+    started(policy, [1 / 30] * 30, documents=300)
+    windows(policy, 4, weights=[1 / 30] * 30, costs=[10e-3] * 30, documents=300)
+    before = dict(policy.placement)
+    victim = min(before)
+    assert len(before) >= 3
+    lines = windows(policy, 1, weights=[1 / 30] * 30, costs=[10e-3] * 30, documents=300, first=4, dead=[victim])
+
+    assert victim not in policy.placement
+    assert {s for held in policy.placement.values() for s in held} == set(range(30))
+    for loader, held in before.items():
+        assert loader == victim or set(held) <= set(policy.placement[loader])
+    assert len(lines) == 1
+    named = ", ".join(f"s{s}" for s in before[victim][:4])
+    assert f"step 40: loader {victim} is dead: its sources {named} and" in lines[0]
+    assert max(policy.placement) > max(before), "a number is never given twice"
+
+
+def test_all_loaders_may_die() -> None:
+    policy = scaler("a b", max_loaders=1)
+    started(policy, [0.5, 0.5])
+    windows(policy, 1, weights=[0.5, 0.5], costs=[1e-3] * 2, dead=[0])
+    assert policy.placement == {1: (0, 1)}
+
+
+def test_the_cap_holds_and_the_bottleneck_is_named_once() -> None:
+    """Two cores: needs are scaled down together, and the log says how many loaders it would take."""
+    policy = scaler("web wiki", max_loaders=2)
+    started(policy, [0.9, 0.1])
+    lines = windows(policy, 10, weights=[0.9, 0.1], costs=[100e-3, 10e-3])
+
+    assert len(policy.placement) == 2
+    assert all(0 in held for held in policy.placement.values()), "web works on both"
+    said = [line for line in lines if "bottleneck" in line]
+    assert len(said) == 1
+    assert "its sources need 13 loaders and data.max_loaders=2, so a step takes about 4.5 times as long" in said[0]
+    assert "source web needs 12 loaders (100 ms/document x 90 documents per 1 s step" in said[0]
+
+    windows(policy, 4, weights=[0.9, 0.1], costs=[1e-3, 1e-3], first=10)
+    again = windows(policy, 4, weights=[0.9, 0.1], costs=[100e-3, 10e-3], first=14)
+    assert sum("bottleneck" in line for line in again) == 1, "and again only after it had passed"
+
+
+def test_at_the_cap_loaders_are_loaded_alike() -> None:
+    """Three equal sources on two loaders, which whole sources would load two to one."""
+    policy = scaler("a b c", max_loaders=2)
+    started(policy, [1 / 3] * 3)
+    windows(policy, 4, weights=[1 / 3] * 3, costs=[20e-3] * 3)
+    copies = np.array([sum(s in held for held in policy.placement.values()) for s in range(3)])
+    share = [sum(float(policy.needs[s] / copies[s]) for s in held) for held in policy.placement.values()]
+    assert max(share) <= 1.2 * min(share)
+
+
+def test_loaders_merge_again_when_their_sources_have_become_cheap() -> None:
+    policy = scaler(" ".join(f"s{i}" for i in range(10)))
+    started(policy, [0.1] * 10)
+    windows(policy, 4, weights=[0.1] * 10, costs=[20e-3] * 10)
+    many = len(policy.placement)
+    assert many >= 3
+    lines = windows(policy, 4, weights=[0.1] * 10, costs=[2e-3] * 10, first=4)
+    assert len(policy.placement) == 1
+    assert "is not needed any more: its sources " in lines[0]
+    assert lines[0].endswith(f"loaders {many} -> 1")
+
+
+def test_a_source_gives_up_a_copy_though_its_loader_stays() -> None:
+    """Each copy holds the source open once more. Here memory keeps the other two apart, so both loaders remain."""
+    policy = scaler("web b c", memory_bytes=400 * MIB)
+    sizes = [MIB, 200 * MIB, 200 * MIB]
+    costs = [1.5 * TARGET_BUSY / 80, *[0.1 * TARGET_BUSY / 10] * 2]
+    started(policy, [0.8, 0.1, 0.1], open_bytes=sizes)
+    windows(policy, 4, weights=[0.8, 0.1, 0.1], costs=costs, open_bytes=sizes)
+    assert sorted(policy.placement.values()) == [(0, 1), (0, 2)]
+    windows(policy, 4, weights=[0.25, 0.1, 0.1], costs=costs, open_bytes=sizes, first=4)
+    assert sorted(policy.placement.values()) == [(0, 1), (2,)]
+
+
+def test_a_source_without_weight_is_closed_after_two_windows_and_opened_when_it_is_announced() -> None:
+    policy = scaler("a b")
+    started(policy, [0.5, 0.5])
+    windows(policy, 3, weights=[0.5, 0.5], costs=[1e-3] * 2)
+    assert windows(policy, 1, weights=[1.0, 0.0], costs=[1e-3] * 2, first=3) == []
+    lines = windows(policy, 3, weights=[1.0, 0.0], costs=[1e-3] * 2, first=4)
+    assert policy.placement == {0: (0,)}
+    assert lines == ["step 50: no weight within the look-ahead: closed b; loaders stay 1"]
+    lines = windows(policy, 1, weights=[1.0, 0.2], costs=[1e-3] * 2, first=7)
+    assert policy.placement == {0: (0, 1)}
+    assert "source b needs" in lines[0]
+
+
+def test_a_weight_that_rises_between_windows_is_acted_on_at_once() -> None:
+    policy = scaler("a b", window_s=1000.0)
+    started(policy, [0.99, 0.01])
+    windows(policy, 1, weights=[0.99, 0.01], costs=[1e-3] * 2)
+    assert [held for held in policy.placement.values() if 1 in held] == [(0, 1)]
+    lines = windows(policy, 1, weights=[0.99, 0.01], costs=[1e-3, 1.0], first=1)
+    assert lines == [], "what is measured waits for its window"
+    lines = windows(policy, 1, weights=[0.99, 60.0], costs=[1e-3, 1e-3], first=2)
+    assert len(lines) == 1
+    assert sum(1 in held for held in policy.placement.values()) >= 4
+
+
+def test_a_source_never_read_is_guessed_as_far_off_as_the_others_were() -> None:
+    """By size alone a document costs 0.53 ms here; where the measured ones take 20 times that, so will a new one."""
+    policy = scaler("a b c")
+    started(policy, [0.5, 0.5, 0.0])
+    unread = [profile(10.6e-3), profile(10.6e-3), SourceProfile()]
+    for i in range(4):
+        weight = np.array([0.5, 0.5, 0.0])
+        policy.update(
+            now_s=10.0 * i, step=i, step_s=1.0, wait_s=0.0, weights=weight, documents_per_step=100 * weight,
+            profiles=unread, loads=loads_of(policy.placement),
+        )  # fmt: skip
+    weight = np.array([0.5, 0.5, 0.3])
+    policy.update(
+        now_s=40.0, step=4, step_s=1.0, wait_s=0.0, weights=weight, documents_per_step=100 * weight, profiles=unread,
+        loads=loads_of(policy.placement),
+    )  # fmt: skip
+    assert policy.needs[2] == pytest.approx(30 * 10.6e-3 / TARGET_BUSY)
+
+
+def test_waiting_on_a_busy_loader_teaches_what_the_profile_does_not_know() -> None:
+    """Profiles explain 13 % of a loader that is busy all the time: its sources are spread until the waiting ends."""
+    policy = scaler("a b")
+    started(policy, [0.5, 0.5])
+    windows(policy, 3, weights=[0.5, 0.5], costs=[1.3e-3] * 2)
+    assert len(policy.placement) == 1
+    idle = windows(policy, 6, weights=[0.5, 0.5], costs=[1.3e-3] * 2, first=3, step_s=1.4, wait_s=0.4, busy=0.3)
+    assert idle == [], "loaders that idle are not what the trainer waits for"
+    lines = windows(policy, 6, weights=[0.5, 0.5], costs=[1.3e-3] * 2, first=9, step_s=1.4, wait_s=0.4, busy=1.0)
+    assert "steps wait 0.4 of 1.4 s for data and loader 0 is 100% busy with 2 sources whose profiles explain 13%" in (
+        lines[0]
+    )
+    assert len(policy.placement) == 2
+    assert policy.needs.sum() < 2 * 8 * 0.13 / TARGET_BUSY, "it stops at eightfold"
+
+
+def test_the_first_placement_goes_by_size() -> None:
+    """50 KB documents take 25 times the time of 2 KB ones, give or take what each document costs."""
+    policy = Autoscaler([f"s{i}" for i in range(306)], max_loaders=16, memory_bytes=1 << 30)
+    weight = np.full(306, 1 / 306)
+    documents = np.full(306, 1e5)
+    size = documents * 2000
+    size[5] = documents[5] * 4e6
+    placement, lines = policy.initial(
+        step_s=1.0, weights=weight, documents_per_step=1000 * weight, source_bytes=size, source_documents=documents
+    )
+    assert len(placement) >= 5
+    assert sum(5 in held for held in placement.values()) >= 4
+    assert {s for held in placement.values() for s in held} == set(range(306))
+    assert len(lines) == 1
+    assert lines[0].startswith("start: 306 of 306 sources have a weight; by their size they need ")
+
+
+def test_memory_spreads_sources_that_time_would_merge() -> None:
+    """Ten sources of 100 MiB, nearly free of work, in loaders of 400 MiB."""
+    policy = scaler(" ".join(f"s{i}" for i in range(10)), memory_bytes=400 * MIB)
+    _, lines = started(policy, [0.1] * 10, documents=1, open_bytes=[100 * MIB] * 10)
+    assert sorted(len(held) for held in policy.placement.values()) == [1, 3, 3, 3]
+    assert len(lines) == 1
+
+
+def test_memory_that_grows_moves_sources_to_where_there_is_some() -> None:
+    """What a source holds open is known only once it is open; second copies are given up first."""
+    policy = scaler("a b c d", memory_bytes=400 * MIB)
+    started(policy, [0.25] * 4, open_bytes=[MIB] * 4)
+    assert policy.placement == {0: (0, 1, 2, 3)}
+    windows(policy, 4, weights=[0.25] * 4, costs=[1e-3] * 4, open_bytes=[150 * MIB] * 4)
+    assert sorted(len(held) for held in policy.placement.values()) == [2, 2]
+
+
+def test_no_more_moves_for_memory_than_must() -> None:
+    """Six of 60 MiB on each loader; one that grows to 90 moves alone."""
+    policy = scaler(" ".join(f"s{i}" for i in range(12)), memory_bytes=400 * MIB)
+    sizes = [60 * MIB] * 12
+    started(policy, [1 / 12] * 12, documents=1, open_bytes=sizes)
+    assert policy.placement == {0: tuple(range(6)), 1: tuple(range(6, 12))}
+    sizes[0] = 90 * MIB
+    windows(policy, 4, weights=[1 / 12] * 12, costs=[1e-3] * 12, documents=1, open_bytes=sizes)
+    assert policy.placement == {0: tuple(range(1, 6)), 1: tuple(range(6, 12)), 2: (0,)}
+
+
+def test_all_is_packed_anew_where_moving_little_leaves_no_room() -> None:
+    """190 + 120 and 190 + 120 of 383 MiB leave no place for 130; 190 + 190 and 120 + 120 + 130 do."""
+    policy = scaler("a b c d e", memory_bytes=400 * MIB, max_loaders=2)
+    sizes = [size * MIB for size in (190, 120, 190, 120, 130)]
+    started(policy, [0.25] * 4 + [0.0], open_bytes=sizes)
+    assert policy.placement == {0: (0, 1), 1: (2, 3)}
+    lines = windows(policy, 3, weights=[0.25] * 4 + [0.1], costs=[1e-3] * 5, open_bytes=sizes)
+    assert sorted(policy.placement.values()) == [(0, 2), (1, 3, 4)]
+    assert not any("no better place" in line for line in lines)
+
+
+def test_what_memory_forbids_is_said_once() -> None:
+    policy = scaler("big other", memory_bytes=400 * MIB, max_loaders=4)
+    _, lines = started(policy, [0.5, 0.5], open_bytes=[500 * MIB, MIB])
+    assert sorted(policy.placement.values()) == [(0,), (1,)]
+    assert "loader 0 would hold 517 MiB with big, beyond its 400 MiB" in lines[1]
+
+    lines = windows(policy, 8, weights=[0.5, 0.5], costs=[40e-3, 1e-3], open_bytes=[500 * MIB, MIB])
+    assert sorted(policy.placement.values()) == [(0,), (1,)]
+    said = [line for line in lines if "but gets 1: no other loader has memory for the 500 MiB" in line]
+    assert len(said) == 1
+
+
+def test_a_loader_larger_than_its_sources_explain_is_reported() -> None:
+    policy = scaler("a", memory_bytes=100 * MIB)
+    started(policy, [1.0])
+    lines = []
+    for i in range(4):
+        load = LoaderLoad(busy_share=0.1, queued=0, alive=True, rss_bytes=300 * MIB)
+        _, said = policy.update(
+            now_s=10.0 * i, step=i, step_s=1.0, wait_s=0.0, weights=np.ones(1), documents_per_step=np.ones(1),
+            profiles=[profile(1e-3)], loads={0: load},
+        )  # fmt: skip
+        lines += said
+    assert lines == [
+        "step 1: loader 0 holds 300 MiB, beyond its 100 MiB; by the profiles of its sources it should hold 19 MiB"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("max_loaders", "memory_bytes", "message"),
+    (
+        (0, 1 << 30, r"data\.max_loaders=0 must be at least 1"),
+        (2, 10 * MIB, r"a loader may hold 10 MiB, and without any source it already takes about 17 MiB"),
+    ),
+)
+def test_no_loader_and_no_memory_are_refused(max_loaders: int, memory_bytes: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Autoscaler(["a"], max_loaders=max_loaders, memory_bytes=memory_bytes)
+
+
+def test_a_profile_forgets_old_runs() -> None:
+    found = profile(1e-3)
+    assert found.s_per_document == pytest.approx(1e-3)
+    assert found.s_per_token == pytest.approx(1e-3 / 600)
+    assert found.tokens_per_document == pytest.approx(600)
+    assert found.bytes_per_document == pytest.approx(2400)
+    for _ in range(50):
+        found.observe(documents=100, tokens=60_000, bytes=240_000, read_s=0.9, send_s=0.1, open_bytes=5)
+    assert found.s_per_document == pytest.approx(10e-3, rel=0.01)
+    assert 0.5 * MIB < found.open_bytes < MIB
+    assert math.isnan(SourceProfile().s_per_document)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> dict[str, Any]:
+    """A machine, sources, and what is measured and scheduled in each of some windows."""
+    size = draw(st.integers(1, 12))
+    cost = st.floats(1e-6, 1.0)
+    weight = st.one_of(st.just(0.0), st.floats(1e-3, 1.0))
+    window = st.fixed_dictionaries(
+        dict(
+            weights=st.lists(weight, min_size=size, max_size=size),
+            costs=st.lists(cost, min_size=size, max_size=size),
+            open_bytes=st.lists(st.integers(1, 120 * MIB), min_size=size, max_size=size),
+            wait_s=st.sampled_from([0.0, 0.5]),
+            busy=st.floats(0, 1),
+            kill=st.one_of(st.none(), st.integers(0, 7)),
+        )
+    )
+    return dict(
+        size=size,
+        max_loaders=draw(st.integers(1, 6)),
+        memory_bytes=draw(st.integers(40, 600)) * MIB,
+        windows=draw(st.lists(window, min_size=1, max_size=8)),
+    )
+
+
+def play(history: dict[str, Any]) -> list[tuple[Placement, list[str]]]:
+    """Runs a history, checking after each window what must hold of any placement."""
+    policy = scaler(
+        " ".join(f"s{i}" for i in range(history["size"])),
+        max_loaders=history["max_loaders"],
+        memory_bytes=history["memory_bytes"],
+    )
+    weights = history["windows"][0]["weights"]
+    placement, lines = started(policy, weights)
+    told = [(placement, lines)]
+    dead: set[int] = set()
+    for i, window in enumerate(history["windows"]):
+        window = dict(window)
+        alive = sorted(policy.placement)
+        kill = window.pop("kill")
+        fresh = [alive[kill % len(alive)]] if kill is not None and alive else []
+        dead.update(fresh)
+        lines = windows(policy, 1, first=i, step_s=1.0, dead=fresh, **window)
+        placement = policy.placement
+        told.append((placement, lines))
+
+        assert len(placement) <= history["max_loaders"]
+        assert not dead & placement.keys()
+        placed = {s for held in placement.values() for s in held}
+        assert {s for s, weight in enumerate(window["weights"]) if weight > 0} <= placed
+        assert all(placement.values()), "an empty loader costs a process"
+
+        held_bytes = policy._open.value[0]
+        fullest = max((sum(held_bytes[list(held)]) for held in placement.values()), default=0.0)
+        room = history["memory_bytes"] - PROCESS_BYTES
+        used = held_bytes[sorted(placed)]
+        if len(used) and used.max() <= room / 2 and used.sum() <= history["max_loaders"] * room / 2:
+            assert fullest <= room + 1, "first-fit-decreasing always succeeds here"
+        said = any("there is no better place" in line for _, said in told for line in said)
+        assert fullest <= room + 1 or said
+    return told
+
+
+@given(history=histories())
+@settings(max_examples=100, deadline=None)
+def test_whatever_is_measured_the_caps_hold_and_each_drawn_source_is_on_a_live_loader(history: dict[str, Any]) -> None:
+    """And the same history gives the same placements and the same words."""
+    assert play(history) == play(history)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    sources=st.integers(1, 40),
+    max_loaders=st.integers(1, 8),
+    documents=st.floats(10, 10_000),
+)
+@settings(max_examples=100, deadline=None)
+def test_loaders_are_within_their_time_wherever_the_cap_allows(
+    seed: int, sources: int, max_loaders: int, documents: float
+) -> None:
+    """With memory for all: at most 1.1 of the planned time below the cap. Beyond it the excess is shared: the worst of
+    12,000 random mixtures had 1.32 times its fair part.
+    """
+    random = np.random.default_rng(seed)
+    weights = random.dirichlet(np.full(sources, 0.5))
+    costs = random.lognormal(-6, 1.5, sources)
+    policy = scaler(" ".join(f"s{i}" for i in range(sources)), max_loaders=max_loaders)
+    started(policy, weights.tolist(), documents=documents)
+    windows(policy, 4, weights=weights.tolist(), costs=costs.tolist(), documents=documents)
+
+    total = float(policy.needs.sum())
+    needs = policy.needs * min(1.0, max_loaders / total)
+    copies = np.array([sum(s in held for held in policy.placement.values()) for s in range(sources)])
+    share = [sum(float(needs[s] / copies[s]) for s in held) for held in policy.placement.values()]
+    assert max(share) <= (1.1 + 1e-6 if total <= 0.75 * max_loaders else 1.6)
+
+
+@given(history=histories())
+@settings(max_examples=50, deadline=None)
+def test_what_does_not_change_is_left_alone(history: dict[str, Any]) -> None:
+    """The same measurements over and over: after some windows nothing moves any more, whatever went before."""
+    policy = scaler(
+        " ".join(f"s{i}" for i in range(history["size"])),
+        max_loaders=history["max_loaders"],
+        memory_bytes=history["memory_bytes"],
+    )
+    started(policy, history["windows"][0]["weights"])
+    for i, window in enumerate(history["windows"]):
+        steady = {**window, "wait_s": 0.0}
+        del steady["kill"]
+        windows(policy, 5, first=10 * i, **steady)
+        before = policy.placement
+        assert windows(policy, 5, first=10 * i + 5, **steady) == []
+        assert policy.placement == before

@@ -1,0 +1,133 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jtrain.data.bins import Packed, Packing, Span, concat, fit
+
+PACKINGS: tuple[Packing, ...] = ("concat", "first_fit", "best_fit")
+
+
+class Endless:
+    """Documents of the given lengths over and over, and what is carried from step to step."""
+
+    def __init__(self, lengths: list[int], count: int | None = None) -> None:
+        self.lengths, self.count = lengths, count
+        self.next = 0
+        self.carry: list[tuple[int, Span]] = []  # (number, span)
+
+    def step(self, packing: Packing, rows: int, seq_len: int, lanes: int = 4) -> list[tuple[int, int, int, int]]:
+        """Pieces (row, number, start, end) of one step."""
+        numbers, spans = [n for n, _ in self.carry], [span for _, span in self.carry]
+        carried = len(spans)
+
+        def more(tokens: int) -> bool:
+            total = 0
+            while total < tokens and (self.count is None or self.next < self.count):
+                length = self.lengths[self.next % len(self.lengths)]
+                numbers.append(self.next)
+                spans.append((0, length))
+                self.next, total = self.next + 1, total + length
+            return total > 0
+
+        if packing == "concat":
+            packed: Packed = concat(spans, more, rows=rows, seq_len=seq_len, carried=carried, lanes=lanes)
+        else:
+            best = packing == "best_fit"
+            packed = fit(spans, more, rows=rows, seq_len=seq_len, carried=carried, slack_tokens=seq_len, best=best)
+        self.next = numbers[packed.used] if packed.used < len(numbers) else self.next
+        self.carry = [(numbers[i], (start, spans[i][1])) for i, start in packed.left]
+        return [(row, numbers[i], start, end) for row, i, start, end in packed.pieces]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=30),
+    seq_len=st.integers(2, 17),
+    rows=st.integers(1, 5),
+    packing=st.sampled_from(PACKINGS),
+)
+def test_every_token_is_placed_once_in_order_and_no_row_overflows(
+    lengths: list[int], seq_len: int, rows: int, packing: Packing
+) -> None:
+    stream = Endless(lengths, count=len(lengths))
+    found: dict[int, list[tuple[int, int]]] = {}
+    for _ in range(10_000):
+        pieces = stream.step(packing, rows, seq_len)
+        if not pieces:
+            break
+        room = [seq_len] * rows
+        for row, number, start, end in sorted(pieces, key=lambda piece: piece[2]):
+            room[row] -= end - start
+            found.setdefault(number, []).append((start, end))
+            if packing != "concat":
+                assert start % seq_len == 0, "a document is cut only where a row is full"
+                assert end == lengths[number] or end - start == seq_len
+        assert min(room) >= 0
+    else:
+        pytest.fail("documents were left waiting for ever")
+    assert not stream.carry
+    assert sorted(found) == list(range(len(lengths)))
+    for number, spans in found.items():
+        assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])]
+        assert spans[-1][1] == lengths[number]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_rows_are_full(packing: Packing) -> None:
+    """0.998 at 64 rows of 8192 tokens of documents of a median of 318; concat wastes nothing at all."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(5.76, 1.21, 20_000), 16, 8192).astype(int).tolist()
+    stream = Endless(lengths)
+    fill = [sum(end - start for *_, start, end in stream.step(packing, 64, 8192)) / (64 * 8192) for _ in range(12)]
+    assert min(fill) >= {"concat": 1.0, "first_fit": 0.997, "best_fit": 0.999}[packing], fill
+    assert np.mean(fill) >= 0.998, fill
+    assert len(stream.carry) < 500
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_no_document_waits_for_ever(packing: Packing) -> None:
+    """Small ones are what best fit leaves over, and long ones what does not fit beside others."""
+    rng = np.random.default_rng(1)
+    stream = Endless(rng.choice([3, 40, 90, 100, 350], 1000).tolist())
+    for _ in range(60):
+        stream.step(packing, 4, 100)
+        oldest = min((number for number, _ in stream.carry), default=stream.next)
+        assert stream.next - oldest < 60
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_rows_of_a_batch_come_from_many_documents_though_they_are_long(packing: Packing) -> None:
+    """17 KB each, in 16 rows of 256: one after another they would fill a batch four times over."""
+    stream = Endless([17_000])
+    for _ in range(20):
+        pieces = stream.step(packing, 16, 256, lanes=32)
+        assert len({number for _, number, _, _ in pieces}) == 16
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_document_of_ten_million_tokens_leaves_room_for_others(packing: Packing) -> None:
+    stream = Endless([10_000_000, *[500] * 2000])
+    for _ in range(5):
+        pieces = stream.step(packing, 64, 1024)
+        assert sum(end - start for _, n, start, end in pieces if n == 0) <= 64 * 1024 // 2
+        assert sum(end - start for *_, start, end in pieces) > 0.95 * 64 * 1024
+    assert any(number == 0 for number, _ in stream.carry)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_last_document_fills_whole_batches_however_long_it_is(packing: Packing) -> None:
+    stream = Endless([64 * 100 * 3], count=1)
+    assert [len({row for row, *_ in stream.step(packing, 64, 100, lanes=32)}) for _ in range(4)] == [64, 64, 64, 0]
+
+
+def test_concat_asks_for_little_more_than_it_needs() -> None:
+    asked = []
+    spans: list[Span] = [(100, 150)] * 32
+
+    def more(tokens: int) -> bool:
+        asked.append(tokens)
+        spans.extend([(0, 100)] * (tokens // 100 + 1))
+        return True
+
+    concat(spans, more, rows=32, seq_len=200, carried=32)
+    assert sum(asked) <= 1.2 * 32 * 200, asked

@@ -1,0 +1,403 @@
+"""The data plane with its real processes: the same stream whatever dies, and nothing left behind."""
+
+import hashlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jtrain.data import PackedText, Source, open_dataset
+from jtrain.data.budget import budget
+from jtrain.data.dataset import BatchIterator, TextDataset
+from jtrain.data.plane import ProcessPlane
+from jtrain.data.pool import DataError
+
+NAMES = ("web", "code", "books", "chat")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four sources of JSON lines, documents of 1 to 300 bytes, in folders of their own."""
+    rng = np.random.default_rng(1)
+    for i, name in enumerate(NAMES):
+        lines = [
+            json.dumps({"text": f"{name}{n}:" + "x" * int(rng.integers(0, 30 + 80 * i))}) + "\n" for n in range(300)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def spec(folder: Path, **fields: Any) -> PackedText:
+    sources = {name: Source(path=str(folder / f"{name}.jsonl"), weight=1.0 + i) for i, name in enumerate(NAMES)}
+    fields = {"sources": sources, "seq_len": 64, "global_batch": 16, "max_loaders": 2, "packing": "best_fit", **fields}
+    return PackedText(**{"eval_fraction": 0.05, "cache_dir": str(folder / "cache"), **fields})
+
+
+def digest(batches: Iterator[Any], count: int) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for batch in itertools.islice(batches, count):
+        for name in ("token_BL", "target_BL", "position_BL", "segment_BL"):
+            found.update(getattr(batch, name).tobytes())
+    return found.hexdigest()
+
+
+def plane_of(batches: BatchIterator) -> ProcessPlane:
+    assert isinstance(batches._plane, ProcessPlane)
+    return batches._plane
+
+
+def role(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; a zombie that nobody buries (a container without an init) does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while left := [(pid, role(pid)) for pid in pids if alive(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+def new_segments(before: set[str]) -> set[str]:
+    """Named shared memory that was not there before, without the semaphores and stores of other tests' processes."""
+    return {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith(("sem.", "plasma", "ray"))}
+
+
+@pytest.mark.parametrize("packing", ["concat", "first_fit", "best_fit"])
+@pytest.mark.parametrize("unit", ["tokens", "rows"])
+def test_loader_processes_give_the_stream_of_one_thread(folder: Path, packing: str, unit: str) -> None:
+    dataset = open_dataset(spec(folder, packing=packing, mixture_unit=unit), seed=0)
+    with dataset.train_batches(inline=True) as batches:
+        want = digest(batches, 60)
+    with dataset.train_batches() as batches:
+        assert digest(batches, 60) == want
+        assert batches.stats is not None
+        assert set(batches.stats.tokens(dataset.names)) == set(NAMES)
+
+
+def test_whatever_is_killed_at_whatever_step_the_stream_is_the_same(folder: Path) -> None:
+    """SIGKILL to loaders, standbys, constructors and forkservers; and afterwards nothing is left."""
+    dataset = open_dataset(spec(folder, shadows=1), seed=0)
+    with dataset.train_batches(inline=True) as batches:
+        want = digest(batches, 150)
+    descriptors, segments = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+    random_kill, killed, seen = random.Random(0), [], set()
+
+    def with_kills(batches: BatchIterator) -> Iterator[Any]:
+        for step, batch in enumerate(batches):
+            yield batch
+            pids = plane_of(batches).pids()
+            seen.update(pids)
+            if step % 12 == 5:
+                pid = random_kill.choice(pids)
+                killed.append(role(pid))
+                os.kill(pid, signal.SIGKILL)
+
+    with dataset.train_batches() as batches:
+        assert digest(with_kills(batches), 150) == want
+        said = "\n".join(batches.said())
+        seen.update(plane_of(batches).pids())
+    assert len(killed) >= 12
+    assert len({name.rstrip("0123456789") for name in killed}) >= 3, killed
+    assert "took over" in said or "another one" in said
+    wait_until_gone(list(seen))
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not new_segments(segments)
+
+
+def test_a_killed_trainer_takes_every_process_with_it(folder: Path) -> None:
+    """Also one that is stuck inside a read: nobody is there to ask it to stop."""
+    code = (
+        "import json, sys\n"
+        "from jtrain.data import *\n"
+        "sources = {n: Source(path=f'{sys.argv[1]}/{n}.jsonl') for n in ('web', 'code')}\n"
+        "spec = PackedText(sources=sources, seq_len=64, global_batch=16, max_loaders=2, shadows=2)\n"
+        "batches = open_dataset(spec, seed=0).train_batches()\n"
+        "next(batches)\n"
+        "print(json.dumps(batches._plane.pids()), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    segments = set(os.listdir("/dev/shm"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    pids = json.loads(process.stdout.readline())
+    assert len(pids) >= 5
+    assert all(alive(pid) for pid in pids)
+    os.kill(next(pid for pid in pids if "loader" in role(pid)), signal.SIGSTOP)  # it cannot see that the end has come
+    process.kill()
+    process.communicate()
+    wait_until_gone(pids)
+    assert not new_segments(segments)
+
+
+def test_signals_to_the_whole_group_do_not_stop_the_data(folder: Path) -> None:
+    """Ctrl-C and Slurm's SIGTERM reach every process; the trainer decides, and still needs batches to save."""
+    with open_dataset(spec(folder), seed=0).train_batches() as batches:
+        next(batches)
+        pids = plane_of(batches).pids()
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
+        digest(batches, 30)
+        assert plane_of(batches).pids() == pids
+        assert not [line for line in batches.said() if "died" in line]
+
+
+def test_no_process_of_the_data_plane_can_import_jax(folder: Path) -> None:
+    """Maps of the processes: jaxlib alone would be over 100 MB in each."""
+    with open_dataset(spec(folder), seed=0).train_batches() as batches:
+        next(batches)
+        for pid in plane_of(batches).pids():
+            assert "jaxlib" not in Path(f"/proc/{pid}/maps").read_text(), role(pid)
+
+
+TRAP = """
+import os, signal, time
+import grain
+
+class Records:
+    def __len__(self):
+        return 200
+    def __getitem__(self, n):
+        if n == {at} and os.path.exists({armed!r}):
+            {act}
+        return f"document {{n}} " + "y" * 40
+    def __repr__(self):
+        return "records"
+
+def records():
+    return grain.MapDataset.source(Records())
+"""
+
+
+@pytest.fixture
+def trap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PackedText]:
+    """A fifth source, of which reading one record does something terrible, in a loader only."""
+
+    def make(act: str, **fields: Any) -> PackedText:
+        module = f"trap_{abs(hash((act, str(folder))))}"
+        armed = folder / "armed"
+        (folder / f"{module}.py").write_text(TRAP.format(at=77, armed=str(armed), act=act))
+        monkeypatch.syspath_prepend(str(folder))
+        plain = spec(folder, **fields)
+        sources = {**plain.sources, "trap": Source(path=f"{module}:records", format="grain", weight=5.0)}
+        armed.touch()
+        return spec(folder, sources=sources, eval_fraction=0.0, **fields)
+
+    return make
+
+
+HANG = "time.sleep(3600)"
+DIE = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(("act", "what"), [(HANG, "has not moved for 0.7 s"), (DIE, "died")], ids=["hang", "die"])
+def test_a_document_that_takes_its_loader_along_is_named(
+    trap: Callable[..., PackedText], act: str, what: str
+) -> None:
+    """A standby takes over first; when the same document does it again, it is the document."""
+    with (
+        open_dataset(trap(act, read_timeout_s=0.7), seed=0).train_batches() as batches,
+        pytest.raises(DataError, match=rf"a loader {what}.* at data\.sources\.trap, document \d+ \(.*:77\), again"),
+    ):
+        digest(batches, 400)
+    assert any("shadow-0 took over" in line for line in batches.said())
+
+
+@pytest.mark.parametrize("act", [HANG, DIE], ids=["hang", "die"])
+def test_a_document_that_takes_its_loader_along_is_skipped_where_that_is_the_policy(
+    trap: Callable[..., PackedText], act: str
+) -> None:
+    dataset = open_dataset(trap(act, read_timeout_s=0.5, on_bad_record="skip", epochs=1), seed=0)
+    with dataset.train_batches() as batches:
+        trap_tokens = 0
+        for _ in batches:
+            assert batches.stats is not None
+            trap_tokens += batches.stats.tokens(dataset.names).get("trap", 0)
+        assert batches.stats is not None
+        assert batches.stats.skipped == 1
+        assert batches.state()["skipped"] == {"trap": 1}
+    want = sum(len(f"document {n} ") + 42 for n in range(200) if n != 77)
+    assert trap_tokens == want, "every other document once, and nothing else lost"
+
+
+def test_a_bad_record_stops_the_run_with_its_place_or_is_skipped_and_counted(folder: Path) -> None:
+    lines = (folder / "code.jsonl").read_text().splitlines()
+    lines[120] = lines[120][:10]
+    (folder / "code.jsonl").write_text("\n".join(lines) + "\n")
+    with (
+        open_dataset(spec(folder, eval_fraction=0.0), seed=0).train_batches() as batches,
+        pytest.raises(DataError, match=r"data\.sources\.code: .*code\.jsonl, line 121: no JSON.*on_bad_record='skip'"),
+    ):
+        digest(batches, 400)
+    dataset = open_dataset(spec(folder, eval_fraction=0.0, on_bad_record="skip", epochs=2), seed=0)
+    with dataset.train_batches() as batches:
+        half = None
+        for step, _ in enumerate(batches):
+            half = batches.state() if step == 20 else half
+        state = batches.state()
+    assert state["skipped"] == {"code": 2}, "once each epoch"
+    with dataset.train_batches(half) as batches:
+        for _ in batches:
+            pass
+        assert batches.state() == state, "the count goes on where it was saved"
+
+
+def test_a_file_that_vanishes_is_named(folder: Path) -> None:
+    dataset = open_dataset(spec(folder), seed=0)
+    (folder / "books.jsonl").unlink()
+    with (
+        dataset.train_batches() as batches,
+        pytest.raises(DataError, match=r"data\.sources\.books.*books\.jsonl"),
+    ):
+        digest(batches, 10)
+
+
+def test_a_constructor_that_keeps_dying_is_an_error_and_no_loop(folder: Path) -> None:
+    with open_dataset(spec(folder), seed=0).train_batches() as batches:
+        next(batches)
+        plane = plane_of(batches)
+
+        def die_at_once() -> None:
+            start()
+            plane._child.kill()
+
+        start = plane._start
+        plane._start = die_at_once
+        plane._child.kill()
+        with pytest.raises(DataError, match=r"constructor died, 4 times in a row, without a batch"):
+            digest(batches, 100)
+
+
+def test_threads_and_descriptors_stay_within_the_printed_budget(folder: Path) -> None:
+    dataset = open_dataset(spec(folder, shadows=2), seed=0)
+    printed = budget(dataset, rows=16)
+    assert f"{printed.total('processes')} processes" in printed.line()
+    with dataset.train_batches() as batches:
+        digest(batches, 40)
+        pids = plane_of(batches).pids()
+        assert len(pids) <= printed.total("processes")
+        threads = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)
+        descriptors = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+        assert threads <= printed.total("threads")
+        assert descriptors <= printed.total("descriptors")
+
+
+# --- elastic: the same batches whatever the hosts
+
+
+def hosts_batches(dataset: TextDataset, state: Any, hosts: int, steps: int) -> tuple[list[np.ndarray], Any]:
+    """What `hosts` hosts hold between them, put together; and the state afterwards, the same on each."""
+    rows = np.split(np.arange(dataset.spec.global_batch), hosts)
+    parts = [dataset.train_batches(state, rows=mine, inline=True) for mine in rows]
+    found = [np.concatenate([next(part).token_BL for part in parts]) for _ in range(steps)]
+    states = [part.state() for part in parts]
+    assert all(other == states[0] for other in states), "every host's planner says the same without a word"
+    return found, json.loads(json.dumps(states[0]))
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_eight_then_four_then_sixteen_hosts_hold_the_batches_of_one(folder: Path, packing: str) -> None:
+    dataset = open_dataset(spec(folder, packing=packing), seed=0)
+    want, _ = hosts_batches(dataset, None, 1, 15)
+    found, state = hosts_batches(dataset, None, 8, 5)
+    for hosts in (4, 16):
+        more, state = hosts_batches(dataset, state, hosts, 5)
+        found += more
+    np.testing.assert_array_equal(np.stack(found), np.stack(want))
+    assert len(json.dumps(state)) < 8192
+
+
+def test_resuming_twice_with_other_loaders_each_time_is_the_same_stream(folder: Path) -> None:
+    with open_dataset(spec(folder), seed=0).train_batches(inline=True) as batches:
+        want = digest(batches, 45)
+    found, state = hashlib.blake2b(digest_size=8), None
+    for loaders in (1, 3, 2):
+        dataset = open_dataset(spec(folder, max_loaders=loaders, shadows=loaders % 2), seed=0)
+        with dataset.train_batches(state) as batches:
+            for batch in itertools.islice(batches, 15):
+                for name in ("token_BL", "target_BL", "position_BL", "segment_BL"):
+                    found.update(getattr(batch, name).tobytes())
+            state = json.loads(json.dumps(batches.state()))
+    assert found.hexdigest() == want
+
+
+def test_data_ends_at_the_same_step_on_every_host_with_every_document_read_once(folder: Path) -> None:
+    dataset = open_dataset(spec(folder, epochs=1, eval_fraction=0.0), seed=0)
+    counts, tokens = [], 0
+    for mine in np.split(np.arange(16), 4):
+        with dataset.train_batches(rows=mine, inline=True) as batches:
+            taken = list(batches)
+        assert all(batch.token_BL.shape == (4, 64) for batch in taken)
+        counts.append(len(taken))
+        tokens += sum(int((batch.segment_BL > 0).sum()) for batch in taken)
+    assert len(set(counts)) == 1
+    texts = [json.loads(line)["text"] for n in NAMES for line in (folder / f"{n}.jsonl").read_text().splitlines()]
+    assert tokens == sum(len(text) + 2 for text in texts)
+    with dataset.train_batches() as batches:
+        assert len(list(batches)) == counts[0]
+        with pytest.raises(StopIteration):
+            next(batches)
+
+
+def test_a_host_with_a_prepared_index_reads_only_documents_of_its_own_rows(folder: Path) -> None:
+    from jtrain.data.prepare import prepare_command
+
+    plain = spec(folder)
+    out = folder / "prepared"
+    options = {"tokenizer": "bytes", "end_token": None, "on_bad_record": "fail", "cache_dir": folder / "cache"}
+    prepare_command(plain.sources, out, **options, workers=1, command="prepare", json_file=None)
+    raw, prepared = open_dataset(plain, seed=0), open_dataset(spec(folder, prepared=str(out)), seed=0)
+    want, state = hosts_batches(raw, None, 2, 12)
+    found, prepared_state = hosts_batches(prepared, None, 4, 12)
+    np.testing.assert_array_equal(np.stack(found), np.stack(want))
+    assert prepared_state == state, "a run may go on from raw to prepared and back"
+    with prepared.train_batches() as batches, raw.train_batches(inline=True) as unprepared:
+        assert digest(batches, 12) == digest(unprepared, 12)
+
+    documents = []
+    for rows in (np.arange(16), np.arange(4)):
+        with prepared.train_batches(rows=rows, inline=True) as batches:
+            digest(batches, 12)
+            assert batches.stats is not None
+            documents.append(batches.stats.loaders[0].documents)
+    assert documents[1] < 0.45 * documents[0]
+
+
+def test_a_changed_mixture_goes_on_and_says_what_changed_from_which_step(folder: Path) -> None:
+    first = open_dataset(spec(folder), seed=0)
+    with first.train_batches(inline=True) as batches:
+        digest(batches, 12)
+        state = json.loads(json.dumps(batches.state()))
+    sources = {n: Source(path=s.path, weight=0.0 if n == "web" else 1.0) for n, s in first.spec.sources.items()}
+    second = open_dataset(spec(folder, sources=sources), seed=0)
+    with second.train_batches(state, inline=True) as batches:
+        said = "\n".join(batches.said())
+        assert "step 12: the mixture was" in said
+        assert "step 12: web 0.1000 -> 0.0000" in said
+        digest(batches, 40)
+        assert batches.stats is not None
+        assert "web" not in batches.stats.tokens(second.names)
+        assert [step for step, *_ in batches.state()["planner"]["history"]] == [0, 12]

@@ -1,0 +1,495 @@
+"""Prepared indexes are the same bytes whoever made them, with how many workers, however often they were killed."""
+
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jtrain.data import assemble, prepared
+from jtrain.data.prepare import UNIT_BYTES, prepare, prepare_command
+from jtrain.data.prepared import Prepared
+from jtrain.data.source import Corpus, Source
+from jtrain.data.tokenizer import make_tokenizer
+from jtrain.data.unit import Recipe
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+from jtrain import verb
+from jtrain.data import assemble
+from jtrain.data.prepare import prepare
+from jtrain.data.source import Source
+from jtrain.data.unit import Recipe
+
+folder, tokenizer, instant, unit_bytes = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+recipes = [
+    Recipe(name=name, source=Source(path=f"{folder}/{name}.jsonl"), tokenizer=tokenizer, cache_dir=folder / "cache")
+    for name in ("web", "book")
+]
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+write, rename, unlink = assemble.write_whole, Path.rename, Path.unlink
+if instant == "while-appending":
+    assemble._copy = lambda source, target, size: (target.write(source.read(size // 2)), target.flush(), die())
+elif instant == "appended-but-not-noted":
+    assemble.write_whole = lambda path, text: die() if path.name == "state.json" else write(path, text)
+elif instant == "noted-but-not-removed":
+    Path.unlink = lambda path, **kw: die() if path.name.endswith(".unit") else unlink(path, **kw)
+elif instant == "planned":
+    assemble.write_whole = lambda path, text: (write(path, text), path.name == "plan.json" and die())
+elif instant == "not-yet-planned":
+    assemble.write_whole = lambda path, text: die() if path.name == "plan.json" else write(path, text)
+elif instant == "not-yet-sealed":
+    assemble.write_whole = lambda path, text: die() if path.name == "index.json" else write(path, text)
+elif instant == "sealed-but-not-in-place":
+    Path.rename = lambda path, to: die() if path.name.endswith(".partial") else rename(path, to)
+elif instant == "limited":
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+
+def main():
+    prepare(recipes, folder / "out", workers=2, stream=sys.stdout, unit_bytes=unit_bytes)
+    return 0
+
+sys.exit(verb.run(main))
+"""
+
+INSTANTS = (
+    "not-yet-planned",
+    "planned",
+    "while-appending",
+    "appended-but-not-noted",
+    "noted-but-not-removed",
+    "not-yet-sealed",
+    "sealed-but-not-in-place",
+)
+
+
+def write_lines(folder: Path, *, lines: int) -> None:
+    """Two sources, `web` and a smaller `book`, of JSON lines."""
+    rng = np.random.default_rng(lines)
+    for name, count in (("web", lines), ("book", lines // 3)):
+        texts = [" ".join(rng.choice(["the", "cat", "sät", "on"], rng.integers(0, 40))) for _ in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def recipes_of(folder: Path, **more: object) -> list[Recipe]:
+    """Of what `write_lines` wrote."""
+    return [
+        Recipe(
+            name=name,
+            source=Source(path=str(folder / f"{name}.jsonl")),
+            cache_dir=folder / "cache",
+            **({"tokenizer": "bytes"} | more),  # pyright: ignore[reportArgumentType]
+        )
+        for name in ("web", "book")
+    ]
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    """Every file of all indexes, also hidden ones; the lock, which is no part of it, left out."""
+    return {str(f.relative_to(out)): f.read_bytes() for f in out.rglob("*") if f.is_file() and f.name != ".lock"}
+
+
+def start(
+    folder: Path, *, tokenizer: str = "bytes", instant: str = "none", unit_bytes: int = 2048
+) -> "subprocess.Popen[str]":
+    """Prepares in a process of its own, which dies at that instant."""
+    command = [sys.executable, "-c", SCRIPT, str(folder), tokenizer, instant, str(unit_bytes)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """Its outputs, of a process that must succeed."""
+    said, erred = process.communicate(timeout=120)
+    assert process.returncode == 0, erred
+    return said, erred
+
+
+def no_worker_left(workers: list[psutil.Process]) -> bool:
+    """Whether all of them are gone within a few seconds."""
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    return not alive
+
+
+def test_every_format_has_the_ids_of_its_documents(
+    write_texts: Callable[[Path, list[str]], Path], texts: list[str], tokenizer_json: Path, tmp_path: Path
+) -> None:
+    """In units that end anywhere, by two workers."""
+    (tmp_path / "data").mkdir()
+    source = Source(path=str(write_texts(tmp_path / "data", texts)))
+    tokenizer = make_tokenizer(str(tokenizer_json))
+    recipe = Recipe(name="a", source=source, tokenizer=str(tokenizer_json), cache_dir=tmp_path / "cache")
+    [made] = prepare([recipe], tmp_path / "out", workers=2, stream=io.StringIO(), unit_bytes=3000)
+    index = Prepared(tmp_path / "out" / "a")
+    assert len((index.folder / prepared.UNITS).read_text().splitlines()) > 2
+    want = [tokenizer.encode_document(text) for text in texts]
+    lengths, ids = index.read(np.arange(len(index)))
+    assert lengths.tolist() == [len(one) for one in want]
+    np.testing.assert_array_equal(ids, np.concatenate(want))
+    assert (made.state, made.records, made.tokens) == ("made", 60, len(ids))
+    corpus = Corpus(source, name="a", cache_dir=tmp_path / "cache")
+    assert [index.identity_of(i) for i in range(60)] == [corpus.identity_of(i) for i in range(60)]
+    index.check(corpus=corpus.fingerprint(), tokenizer=tokenizer.identity)
+
+
+def test_the_number_of_workers_changes_no_byte(tmp_path: Path) -> None:
+    write_lines(tmp_path, lines=600)
+    made = []
+    for workers in (1, 3):
+        prepare(recipes_of(tmp_path), tmp_path / f"{workers}", workers=workers, stream=io.StringIO(), unit_bytes=2048)
+        made.append(contents(tmp_path / f"{workers}"))
+    assert len(made[0]) == 12
+    assert made[0] == made[1]
+    assert made[0]["web/units.jsonl"].count(b"\n") > 5
+
+
+@pytest.fixture
+def unbroken(tmp_path: Path) -> dict[str, bytes]:
+    """What an undisturbed call makes of 600 lines in `tmp_path`."""
+    write_lines(tmp_path, lines=600)
+    prepare(recipes_of(tmp_path), tmp_path / "unbroken", workers=1, stream=io.StringIO(), unit_bytes=2048)
+    return contents(tmp_path / "unbroken")
+
+
+@pytest.mark.parametrize("instant", INSTANTS)
+def test_a_kill_at_this_instant_changes_no_byte(instant: str, unbroken: dict[str, bytes], tmp_path: Path) -> None:
+    """The places where the order of writes matters, each met exactly, twice in a row."""
+    for _ in range(2):
+        process = start(tmp_path, instant=instant)
+        process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGKILL
+    finish(start(tmp_path))
+    assert contents(tmp_path / "out") == unbroken
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_random_kills_change_no_byte_and_leave_no_worker(kills: int, tokenizer_json: Path, tmp_path: Path) -> None:
+    """SIGKILL reaches the parent alone; its workers, in the middle of their units, go by themselves."""
+    write_lines(tmp_path, lines=12_000)
+    rng = random.Random(kills)
+    unfinished = watched = 0
+    for _ in range(kills):
+        process = start(tmp_path, tokenizer=str(tokenizer_json), unit_bytes=1 << 14)
+        while process.poll() is None and not any((tmp_path / "out").glob(".*.partial")):
+            time.sleep(0.01)  # how long a start takes depends on the machine; what is killed must be at work
+        time.sleep(rng.uniform(0.0, 0.4))
+        workers = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.kill()
+        process.communicate()
+        assert no_worker_left(workers)
+        watched += len(workers)
+        unfinished += any((tmp_path / "out").glob(".*.partial"))
+    assert unfinished, "some kill must have met a write, or this proves nothing"
+    assert watched, "some kill must have met a worker"
+    finish(start(tmp_path, tokenizer=str(tokenizer_json), unit_bytes=1 << 14))
+    killed = contents(tmp_path / "out")
+    again = recipes_of(tmp_path, tokenizer=str(tokenizer_json))
+    prepare(again, tmp_path / "unbroken", workers=2, stream=io.StringIO(), unit_bytes=1 << 14)
+    assert killed == contents(tmp_path / "unbroken")
+
+
+@contextlib.contextmanager
+def killer_of_workers(at_most: int) -> Iterator[list[int]]:
+    """Kills this process's workers as soon as they are seen, so many of them."""
+    killed: list[int] = []
+    done = threading.Event()
+
+    def kill() -> None:
+        while not done.is_set() and len(killed) < at_most:
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.Error):
+                    if child.pid not in killed and len(killed) < at_most and "unit.serve" in " ".join(child.cmdline()):
+                        child.kill()
+                        killed.append(child.pid)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_workers_killed_alone_are_replaced(unbroken: dict[str, bytes], tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with killer_of_workers(at_most=2) as killed:
+        prepare(recipes_of(tmp_path), tmp_path / "out", workers=2, stream=stream, unit_bytes=2048)
+    assert len(killed) == 2
+    assert re.search(r"a worker died \(SIGKILL\) on records 0 to \d+ of web; doing it again", stream.getvalue())
+    assert contents(tmp_path / "out") == unbroken
+
+
+def test_a_unit_that_kills_every_worker_is_named(tmp_path: Path) -> None:
+    write_lines(tmp_path, lines=100)
+    message = r"web: 3 workers died \(SIGKILL\) on records 0 to 99 of web\. .*lower --workers.*goes on where"
+    with killer_of_workers(at_most=99), pytest.raises(OSError, match=message):
+        prepare(recipes_of(tmp_path)[:1], tmp_path / "out", workers=1, stream=io.StringIO())
+
+
+def test_a_full_disk_is_one_message_and_the_next_call_goes_on(unbroken: dict[str, bytes], tmp_path: Path) -> None:
+    """A limit on file sizes stands for the disk: the write fails in the same way, in the parent or in a worker."""
+    for unit_bytes in (2048, 1 << 20):
+        process = start(tmp_path, instant="limited", unit_bytes=unit_bytes)
+        _, erred = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert re.fullmatch(
+            r"error: --out \S+/out: the disk is full, or a limit on the size of files is reached \(.*\); [\d,]+ MiB "
+            r"are free\. Make room and run the same command again: it goes on where this one stopped\.\n",
+            erred,
+        )
+        assert not list((tmp_path / "out").rglob("*.tmp"))
+    finish(start(tmp_path))
+    assert contents(tmp_path / "out") == unbroken
+
+
+def test_after_a_full_disk_what_was_done_is_not_done_again(unbroken: dict[str, bytes], tmp_path: Path) -> None:
+    process = start(tmp_path, instant="limited")
+    process.communicate(timeout=60)
+    assert process.returncode == 2
+    said, _ = finish(start(tmp_path))
+    assert (found := re.search(r"web: goes on after (\d+) of 600 records", said))
+    assert int(found[1]) > 100
+    assert contents(tmp_path / "out") == unbroken
+
+
+def write_bad_lines(folder: Path) -> None:
+    write_lines(folder, lines=300)
+    lines = (folder / "web.jsonl").read_text().splitlines()
+    lines[7], lines[250] = '{"body": "x"}', "{not json"
+    (folder / "web.jsonl").write_text("\n".join(lines))
+
+
+def test_a_bad_record_stops_or_is_named_and_counted(tmp_path: Path) -> None:
+    write_bad_lines(tmp_path)
+    with pytest.raises(ValueError, match=r"data\.sources\.web: .*web\.jsonl, line 8: no field 'text'.*on_bad_record"):
+        prepare(recipes_of(tmp_path), tmp_path / "out", workers=1, stream=io.StringIO(), unit_bytes=2048)
+    skipping = recipes_of(tmp_path, on_bad_record="skip")
+    stream = io.StringIO()
+    made = prepare(skipping, tmp_path / "out", workers=2, stream=stream, unit_bytes=2048)
+    assert [row.skipped for row in made] == [2, 0]
+    assert re.search(r"web: 300 records, [\d,]+ tokens, 2 bad ones left out", stream.getvalue())
+    index = Prepared(tmp_path / "out" / "web")
+    assert list(index.skipped) == [7, 250]
+    assert index.lengths(np.asarray([6, 7, 250])).tolist()[1:] == [0, 0]
+    said = [json.loads(line) for line in (index.folder / prepared.SKIPPED).read_text().splitlines()]
+    assert [line["document"] for line in said] == ["web.jsonl:7", "web.jsonl:250"]
+    with pytest.raises(ValueError, match=r"leaves out 2 bad records, but data\.on_bad_record='fail'"):
+        prepare(recipes_of(tmp_path), tmp_path / "out", workers=2, stream=io.StringIO(), unit_bytes=2048)
+
+
+def test_what_an_unfinished_call_left_out_is_not_taken_over_where_none_may_be(tmp_path: Path) -> None:
+    write_bad_lines(tmp_path)
+    skipping = recipes_of(tmp_path, on_bad_record="skip")[:1]
+    (tmp_path / "out").mkdir()
+    assemble.Assembly(0, skipping[0], tmp_path / "out", 2048)
+    prepare(skipping, tmp_path / "other", workers=1, stream=io.StringIO(), unit_bytes=2048)
+    partial = tmp_path / "out" / ".web.partial"
+    for name in (prepared.IDS, prepared.SKIPPED):
+        (partial / name).write_bytes((tmp_path / "other" / "web" / name).read_bytes())
+    sizes = {prepared.IDS: 1, prepared.SKIPPED: (partial / prepared.SKIPPED).read_bytes().index(b"\n") + 1}
+    state = {"units": 3, "tokens": 1, "empty": 0, "skipped": 1, "bytes": sizes}
+    (partial / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=r"web\.partial leaves out 1 bad records.* first is web\.jsonl:7: .*remove /"):
+        prepare(recipes_of(tmp_path)[:1], tmp_path / "out", workers=1, stream=io.StringIO(), unit_bytes=2048)
+
+
+def test_a_source_that_changed_gets_a_new_index_in_the_place_of_the_old(tmp_path: Path) -> None:
+    write_lines(tmp_path, lines=90)
+    out = tmp_path / "out"
+    prepare(recipes_of(tmp_path), out, workers=1, stream=io.StringIO())
+    untouched = (out / "book" / prepared.INDEX).stat()
+    again = prepare(recipes_of(tmp_path), out, workers=1, stream=io.StringIO())
+    assert [row.state for row in again] == ["there", "there"]
+    (tmp_path / "web.jsonl").write_text('{"text": "new"}\n')
+    stream = io.StringIO()
+    again = prepare(recipes_of(tmp_path), out, workers=1, stream=stream)
+    assert [row.state for row in again] == ["made", "there"]
+    assert "web: the index there was made of something else; it will be replaced." in stream.getvalue()
+    assert Prepared(out / "web").read(np.asarray([0]))[1].tolist() == [0, *b"new", 0]
+    assert (out / "book" / prepared.INDEX).stat() == untouched
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "book", "web"]
+
+
+def test_an_unfinished_index_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
+    write_lines(tmp_path, lines=600)
+    process = start(tmp_path, instant="noted-but-not-removed")
+    process.communicate(timeout=60)
+    [state] = (tmp_path / "out").glob(".*.partial/state.json")
+    name = state.parent.name.split(".")[1]
+    (tmp_path / f"{name}.jsonl").write_text('{"text": "new"}\n' * 600)
+    stream = io.StringIO()
+    prepare(recipes_of(tmp_path), tmp_path / "out", workers=1, stream=stream, unit_bytes=2048)
+    assert f"{name}: an unfinished index of something else was there; started anew." in stream.getvalue()
+    assert Prepared(tmp_path / "out" / name).num_tokens == 600 * 5
+
+
+def test_a_unit_that_lost_its_middle_with_the_machine_is_made_again(unbroken: dict[str, bytes], tmp_path: Path) -> None:
+    """Units are not synced, so after a power cut one may be there with holes in it."""
+    process = start(tmp_path, instant="while-appending")
+    process.communicate(timeout=60)
+    units = sorted((tmp_path / "out").glob(".*.partial/*.unit"))
+    assert units
+    content = bytearray(units[0].read_bytes())
+    content[100:200] = bytes(100)
+    units[0].write_bytes(content)
+    finish(start(tmp_path))
+    assert contents(tmp_path / "out") == unbroken
+
+
+def test_units_do_not_cut_what_is_decoded_as_a_whole(tmp_path: Path) -> None:
+    """A row group in two units would be decoded twice."""
+    pq.write_table(pa.table({"text": ["x" * 50] * 100}), tmp_path / "a.parquet", row_group_size=17)
+    corpus = Corpus(Source(path=str(tmp_path)), name="a", cache_dir=tmp_path / "cache")
+    starts = assemble.unit_starts(corpus, corpus.size_bytes // 4).tolist()
+    assert starts == [0, 17, 34, 68, 100]
+    assert assemble.unit_starts(corpus, 1).tolist() == [0, 17, 34, 51, 68, 85, 100]
+    assert assemble.unit_starts(corpus, UNIT_BYTES).tolist() == [0, 100]
+    (tmp_path / "a.parquet").unlink()
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 10)
+    corpus = Corpus(Source(path=str(tmp_path)), name="a", cache_dir=tmp_path / "cache")
+    assert assemble.unit_starts(corpus, 14 * 4).tolist() == [0, 4, 8, 10]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "web.parquet"
+    pq.write_table(pa.table({"text": [f"{i} " * 50 for i in range(300)]}), path, use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    content[4:400] = b"\xff" * 396
+    path.write_bytes(content)
+    recipe = Recipe(name="web", source=Source(path=str(path)), tokenizer="bytes", cache_dir=tmp_path / "cache")
+    with pytest.raises(OSError, match=r"data\.sources\.web: .*web\.parquet"):
+        prepare([recipe], tmp_path / "out", workers=1, stream=io.StringIO())
+
+
+def test_two_calls_do_not_prepare_in_one_folder(tmp_path: Path) -> None:
+    write_lines(tmp_path, lines=30)
+    (tmp_path / "out").mkdir()
+    code = f"""
+import fcntl, sys
+file = open({str(tmp_path / "out" / ".lock")!r}, "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(OSError, match=r"--out .*out: another process prepares there"):
+        prepare(recipes_of(tmp_path), tmp_path / "out", workers=1, stream=io.StringIO())
+    holder.kill()
+    holder.communicate()
+    prepare(recipes_of(tmp_path), tmp_path / "out", workers=1, stream=io.StringIO())
+
+
+def test_arguments_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    write_lines(tmp_path, lines=30)
+    recipes = recipes_of(tmp_path)
+    with pytest.raises(ValueError, match=r"--workers 0 must be at least 1"):
+        prepare(recipes, tmp_path / "out", workers=0, stream=io.StringIO())
+    for name in ("../web", ".web", "a/b", ""):
+        odd = Recipe(name=name, source=recipes[0].source, tokenizer="bytes", cache_dir=tmp_path)
+        with pytest.raises(ValueError, match=r"the name becomes a folder's"):
+            prepare([odd], tmp_path / "out", workers=1, stream=io.StringIO())
+    (tmp_path / "out" / "web").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"out/web is there and is no prepared index\. Remove it, or choose another"):
+        prepare(recipes, tmp_path / "out", workers=1, stream=io.StringIO())
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_bar_and_anything_else_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jtrain.data.prepare._LINE_S", 0.0)
+    write_lines(tmp_path, lines=300)
+    for stream in (io.StringIO(), Terminal()):
+        prepare(recipes_of(tmp_path), tmp_path / type(stream).__name__, workers=2, stream=stream, unit_bytes=2048)
+        said = stream.getvalue()
+        assert re.search(r"web: 300 records, [\d,]+ tokens\.", said)
+        assert re.search(r"400/400|400 of 400 records", said)
+        assert ("\x1b[" in said) == isinstance(stream, Terminal)
+
+
+def test_the_verb_prints_and_writes_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_lines(tmp_path, lines=30)
+
+    def run() -> None:
+        code = prepare_command(
+            {"web": Source(path=str(tmp_path / "web.jsonl")), "std": Source(path=str(tmp_path / "book.jsonl"))},
+            tmp_path / "out",
+            tokenizer="bytes",
+            end_token=None,
+            on_bad_record="fail",
+            cache_dir=tmp_path / "cache",
+            workers=None,
+            command="python -m jtrain.data prepare --config x",
+            json_file=tmp_path / "made.json",
+        )
+        assert code == 0
+
+    run()
+    said = json.loads((tmp_path / "made.json").read_text())["sources"]
+    assert [(row["name"], row["state"], row["records"]) for row in said] == [("web", "made", 30), ("std", "made", 10)]
+    printed = capsys.readouterr()
+    assert re.search(r"web +30 +[\d,]+ .* made", printed.out)
+    assert "web: 30 records" in printed.err
+    assert prepared.command(tmp_path / "out" / "web") == "python -m jtrain.data prepare --config x"
+    run()
+    assert re.search(r"web +30 +[\d,]+ .* there", capsys.readouterr().out)
+
+
+def test_an_index_is_not_written_to_a_url(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--out s3:/bucket: an index is written to, and read from, files on this"):
+        prepare_command(
+            {},
+            Path("s3://bucket"),
+            tokenizer="bytes",
+            end_token=None,
+            on_bad_record="fail",
+            cache_dir=tmp_path,
+            workers=1,
+            command="",
+            json_file=None,
+        )
+
+
+def test_workers_have_no_jax_and_one_thread_for_tokenising(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker reads this module for a source of format grain: what it finds there is what every source has."""
+    (tmp_path / "probe.py").write_text(
+        "import os, sys\n"
+        "def records():\n"
+        "    import grain\n"
+        "    said = f\"{sys.modules.get('jax')} {os.environ['RAYON_NUM_THREADS']}\"\n"
+        "    return grain.MapDataset.source([said])\n"
+    )
+    monkeypatch.setenv("RAYON_NUM_THREADS", "7")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe = Recipe(
+        name="g", source=Source(path="probe:records", format="grain"), tokenizer="bytes", cache_dir=tmp_path / "cache"
+    )
+    prepare([recipe], tmp_path / "out", workers=1, stream=io.StringIO())
+    assert Prepared(tmp_path / "out" / "g").read(np.asarray([0]))[1].tobytes() == b"\0None 1\0"
+    assert os.environ["RAYON_NUM_THREADS"] == "7"
