@@ -149,7 +149,11 @@ class Constructor:
         num_sources = len(setup.sources)
         self._state = state or DataState(self._planner.start(), np.zeros(num_sources, np.int64))
         self._plans: collections.deque[_Planned] = collections.deque()
-        self._prepared = {i: Documents(s) for i, s in enumerate(setup.sources) if s.prepared is not None}
+        # A host with all rows reads prepared sources like any other, in runs. One with few plans first, on the lengths
+        # of the index, and asks for its own documents only.
+        some_rows = len(setup.rows) < setup.planner.global_batch
+        prepared = {i: s for i, s in enumerate(setup.sources) if s.prepared is not None and some_rows}
+        self._prepared = {i: Documents(s) for i, s in prepared.items()}
         self._run_documents = [max(1, min(MOST_RUN_DOCUMENTS, RUN_BYTES // max(b, 1))) for b in setup.documents_bytes]
         self._payload: list[dict[int, tuple[Run, int] | None]] = [{} for _ in range(num_sources)]
         self._planned_all = False
@@ -163,6 +167,7 @@ class Constructor:
         ]
         # What was open or put off when the state was taken is read once more.
         self._carried = _carried(self._state.planner)
+        self._restoring = bool(self._carried)
         again: dict[int, list[int]] = collections.defaultdict(list)
         for source, number in sorted(self._carried):
             if source not in self._prepared:
@@ -282,8 +287,13 @@ class Constructor:
             self._pool.request(parts)
 
     def _has_payload(self, pieces: Pieces) -> bool:
+        """Whether all documents have come; of a source that is not prepared they came with their lengths."""
+        if not self._prepared and not self._restoring:
+            return True
         wanted = zip(pieces.source.tolist(), pieces.document.tolist(), strict=True)
-        return all(self._payload[source].get(document) is not None for source, document in wanted)
+        found = all(self._payload[source].get(document) is not None for source, document in wanted)
+        self._restoring = self._restoring and not found
+        return found
 
     def _ids(self, source: int, document: int) -> np.ndarray:
         found = self._payload[source][document]
@@ -306,14 +316,15 @@ class Constructor:
         done = [key for key in self._carried if key not in carried]
         for source in np.flatnonzero(after.cursors != before.cursors).tolist():
             passed = range(int(before.cursors[source]), int(after.cursors[source]))
-            done += [(source, number) for number in passed if (source, number) not in carried]
+            done += [key for key in zip(itertools.repeat(source), passed) if key not in carried]
             self._known[source].drop_before(passed.stop)
         for source, number in done:
             found = self._payload[source].pop(number, None)
             if found is None:
                 continue  # another host's
             run = found[0]
-            skipped[source] += number in run.skipped
+            if run.skipped and number in run.skipped:
+                skipped[source] += 1
             run.live -= 1
             if not run.live:
                 self._pool.release(run)

@@ -143,6 +143,7 @@ class PackedText:
                 eval_fraction=self.eval_fraction,
                 on_bad_record=self.on_bad_record,
                 window_bytes=(windows or {}).get(name, share),
+                decoded_cache_bytes=self.shuffle_window_bytes,
                 cache_dir=os.path.expanduser(self.cache_dir),
                 prepared=self.prepared,
             )

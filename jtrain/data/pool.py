@@ -59,7 +59,7 @@ class Run:
 
     source: int
     numbers: Int[np.ndarray, " n"]
-    starts: Int[np.ndarray, " n_and_end"]
+    starts: list[int]
     ids: Integer[np.ndarray, " tokens"]
     skipped: dict[int, str]
     read_s: float
@@ -68,10 +68,6 @@ class Run:
     """Documents that are still needed; the holder counts."""
     place: Any = None
     """Where the payload lies, for whoever gives it back."""
-
-    @property
-    def lengths(self) -> Int[np.ndarray, " n"]:
-        return np.diff(self.starts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,6 +346,8 @@ class ProcessPool:
 
     def _hand_out(self) -> None:
         """Gives waiting requests to loaders that have room: of several that read a source, the first to be free."""
+        if not self._waiting or all(len(loader.in_flight) >= IN_FLIGHT for loader in self._loaders.values()):
+            return
         placed = {source for loader in self._loaders.values() for source in loader.sources}
         for loader in self._loaders.values():
             if loader.retiring:
@@ -442,5 +440,5 @@ def _failed(source: str, message: str) -> str:
     return f"{field_of(source)}: {message}"
 
 
-def _starts(lengths: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n_and_end"]:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+def _starts(lengths: Int[np.ndarray, " n"]) -> list[int]:
+    return [0, *np.cumsum(lengths, dtype=np.int64).tolist()]

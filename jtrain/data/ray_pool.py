@@ -14,6 +14,7 @@ from jtrain.data.loader import Part
 from jtrain.data.pool import MOST_DEATHS, DataError, LoaderState, Run
 from jtrain.data.ray_loader import Answer, Ask, Key, starts_of
 from jtrain.data.rows import Pieces
+from jtrain.data.source import field_of
 
 IN_FLIGHT = 4
 """Requests of one constructor that a loader holds: the next one is there before an answer has travelled."""
@@ -228,12 +229,12 @@ class RayPool:
     ) -> None:
         if answer.failed is not None:
             source, message = answer.failed
-            raise DataError(f"data.sources.{self._setups[source].name}: {message}")
+            raise DataError(f"{field_of(self._setups[source].name)}: {message}")
         if answer.stuck is not None:
             source, number, identity = answer.stuck
             self._urgent.appendleft(request)
             peer.dying = answer.pid
-            at = f"data.sources.{self._setups[source].name}, document {number} ({identity})"
+            at = f"{field_of(self._setups[source].name)}, document {number} ({identity})"
             self._away(peer, f"has not moved for {self._read_timeout_s:g} s (data.read_timeout_s) at {at}")
             if number < 0:
                 self._blame(source, number, f" ({identity})", hung=True, known=False)
@@ -246,7 +247,7 @@ class RayPool:
         for i, (ask, found) in enumerate(zip(request.asks, answer.found, strict=True)):
             ids = payload[begin : begin + found.ids_bytes].view(found.dtype)
             begin += found.ids_bytes
-            starts = starts_of(found.lengths)
+            starts = starts_of(found.lengths).tolist()
             by_place = {}
             if ask.wanted is not None:
                 by_place = {place: ids[starts[j] : starts[j + 1]] for j, place in enumerate(ask.wanted.tolist())}
@@ -343,7 +344,7 @@ class RayPool:
             self._skip[source].add(number)
             return
         raise DataError(
-            f"loaders {'hang' if hung else 'die'} again and again at data.sources.{setup.name}"
+            f"loaders {'hang' if hung else 'die'} again and again at {field_of(setup.name)}"
             + (f", document {number}{identity}" if number >= 0 else identity)
             + ". Mend or remove that file"
             + (", or raise data.read_timeout_s." if hung else ".")

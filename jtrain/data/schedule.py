@@ -192,8 +192,17 @@ def _shares(weights: Weights, names: Sequence[str], where: str) -> Float64[np.nd
         raise ValueError(
             f"{where}: there is no source {unknown[0]!r}. Nearest names in data.sources: {', '.join(near)}."
         )
-    found = np.asarray([weights.get(name, 0.0) for name in names], np.float64)
-    return found / math.fsum(found)
+    return _in_order(tuple(weights.items()), tuple(names))
+
+
+@functools.lru_cache(maxsize=8)
+def _in_order(weights: tuple[tuple[str, float], ...], names: tuple[str, ...]) -> Float64[np.ndarray, " sources"]:
+    """Kept, because a constant mixture of hundreds of sources would be looked up anew for every step ahead."""
+    by_name = dict(weights)
+    found = np.asarray([by_name.get(name, 0.0) for name in names], np.float64)
+    found /= math.fsum(found)
+    found.flags.writeable = False
+    return found
 
 
 def _listed(weights: Weights, most: int = 8) -> str:
