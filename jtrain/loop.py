@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 
 from jtrain.checkpoint import Checkpoints
 from jtrain.config import Run, check_same_run, check_vocabulary
-from jtrain.data import Fed, TextDataset, host_rows, open_dataset, prefetch, put_batch
+from jtrain.data import Fed, TextDataset, host_rows, open_dataset, prefetch, put_batch, share_batch
 from jtrain.guard import StopRequest, agree, check_finite
 from jtrain.layout import Layout, make_layout
 from jtrain.mesh import BATCH_AXES, make_mesh
@@ -208,7 +208,7 @@ class Loop:
         fed = next(batches, None)
         while step < num_steps and fed is not None:
             here = fed
-            state, results = self.train_step(state, here.batch)
+            state, results = self.train_step(state, share_batch(here.batch, self.mesh))
             # The device works on this step from here on; meanwhile the host gets ready to save, and looks at the one
             # before.
             self.checkpoints.prepare()

@@ -20,7 +20,7 @@ from jtrain.bench.data_sources import add_peer_argument, peer, peer_python
 
 BATCH, BATCHES = 64, 40
 """Samples per batch, and batches per consumer: 8 samples of the average source, 2 of the rarest."""
-ROWS, SEQ_LEN = 5, 8192
+ROWS, SEQ_LEN = 1, 8192
 """Of ours per consumer and batch: 61 samples on average."""
 
 

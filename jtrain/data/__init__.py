@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jtrain.data.dataset import BatchIterator, PackedText, TextDataset, open_dataset
-    from jtrain.data.feed import Fed, Prefetch, host_rows, prefetch, put_batch
+    from jtrain.data.feed import Fed, Prefetch, host_rows, prefetch, put_batch, share_batch
     from jtrain.data.formats import BadRecord
     from jtrain.data.schedule import Constant, Custom, Linear, Staged
     from jtrain.data.source import Source
@@ -31,6 +31,7 @@ __all__ = [
     "open_dataset",
     "prefetch",
     "put_batch",
+    "share_batch",
 ]
 
 _MODULES = ("formats", "tokenizer", "source", "schedule", "dataset", "feed")

@@ -28,9 +28,18 @@ from jtrain.data.slab import HEADER_BYTES, Slab
 ARRAYS = ("token_BL", "target_BL", "position_BL", "segment_BL")
 """The arrays of a batch, in the order they lie in a slot."""
 
-RUN_BYTES = 1 << 16
+RUN_BYTES, ALL_RUNS_BYTES = 1 << 16, 1 << 23
 MOST_RUN_DOCUMENTS = 64
+"""A run is so much text at about, and at most so many documents: few messages, and little read for nothing.
+
+At least one run of each source is held, so where there are hundreds, runs are shorter.
+"""
+
+RUNS_AT_A_TIME = 8
+"""Runs of different sources that one message asks for."""
+
 LENGTHS_AT_A_TIME = 256
+"""Documents of a prepared source that are looked up at once: a call takes as long as a thousand of them."""
 
 SCALE_EVERY_S = 0.25
 """How often the autoscaler looks at the run, at most."""
@@ -154,7 +163,8 @@ class Constructor:
         some_rows = len(setup.rows) < setup.planner.global_batch
         prepared = {i: s for i, s in enumerate(setup.sources) if s.prepared is not None and some_rows}
         self._prepared = {i: Documents(s) for i, s in prepared.items()}
-        self._run_documents = [max(1, min(MOST_RUN_DOCUMENTS, RUN_BYTES // max(b, 1))) for b in setup.documents_bytes]
+        run_bytes = min(RUN_BYTES, ALL_RUNS_BYTES // num_sources)
+        self._run_documents = [max(1, min(MOST_RUN_DOCUMENTS, run_bytes // max(b, 1))) for b in setup.documents_bytes]
         self._payload: list[dict[int, tuple[Run, int] | None]] = [{} for _ in range(num_sources)]
         self._planned_all = False
         self._missing: list[tuple[int, int, int]] = []
@@ -204,14 +214,13 @@ class Constructor:
             self._planned_all = True
         except NotYet as not_yet:
             self._missing = not_yet.wanted
-            for source, first, count in self._missing:
-                self._ask(source, first + count, first=True)
+            self._ask([(source, first + count) for source, first, count in self._missing], first=True)
         if self._prepared:
             self._ask_for_payload(new)
         if new or self._missing:
             planned = self._plans[-1].after if self._plans else self._state.planner
-            for source, first, count in self._planner.lookahead(planned, self._setup.lookahead_steps):
-                self._ask(source, first + count)
+            ahead = self._planner.lookahead(planned, self._setup.lookahead_steps)
+            self._ask([(source, first + count) for source, first, count in ahead])
 
     def fill(self, out: dict[str, Int[np.ndarray, "rows L"]]) -> Built | None:
         """Fills the next batch into `out`; None while documents of it are missing."""
@@ -258,16 +267,20 @@ class Constructor:
             raise NotYet
         return known.lengths[first - known.first : first - known.first + count]
 
-    def _ask(self, source: int, end: int, *, first: bool = False) -> None:
-        """Asks for whole runs up to document `end`, as far as that was not done; of a source that is not prepared."""
-        known = self._known[source]
-        if known.records is not None:
-            return
-        size = self._run_documents[source]
-        while known.asked < end:
-            stop = (known.asked // size + 1) * size
-            self._pool.request([Part(source, np.arange(known.asked, stop, dtype=np.int64))], first=first)
-            known.asked = stop
+    def _ask(self, ends: list[tuple[int, int]], *, first: bool = False) -> None:
+        """Asks for whole runs up to document `end` of each source, as far as that was not done.
+
+        Of a source that is not prepared; of others only what a plan has placed is asked for.
+        """
+        parts = []
+        for source, end in ends:
+            known, size = self._known[source], self._run_documents[source]
+            while known.records is None and known.asked < end:
+                stop = (known.asked // size + 1) * size
+                parts.append(Part(source, np.arange(known.asked, stop, dtype=np.int64)))
+                known.asked = stop
+        for at in range(0, len(parts), RUNS_AT_A_TIME):
+            self._pool.request(parts[at : at + RUNS_AT_A_TIME], first=first)
 
     def _ask_for_payload(self, planned: list[_Planned]) -> None:
         """Asks for just those documents of prepared sources that this host's rows take."""

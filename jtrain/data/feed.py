@@ -1,6 +1,8 @@
 """Host batches to global arrays on the mesh, ahead of the consumer."""
 
 import collections
+import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,19 +13,41 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
-from jtrain.data.place import ClientPlaceTree
 from jtrain.dims import Batch
 from jtrain.mesh import BATCH_AXES, shard_size
 
 
+PEER_AXES = ("tensor", "stage", "context")
+"""Devices along these need the same rows, or other parts of the same rows."""
+
+
+def fetch_axes(mesh: Mesh, global_batch: int) -> tuple[str, ...]:
+    """The axes over which hosts divide the rows of a batch between them before the devices exchange them.
+
+    Where peers lie on several hosts, each host fetches its share of their rows and no two fetch the same; the rest
+    comes from the peers, over the accelerators' network (`share_batch`). Peers that the rows do not divide over, as
+    when there are fewer rows than peers, fetch the same rows each.
+    """
+    devices = mesh.devices
+    processes = np.vectorize(lambda device: device.process_index, otypes=[np.int64])(devices)
+    axes, rows = BATCH_AXES, global_batch // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    for axis in PEER_AXES:
+        apart = np.ptp(processes, axis=mesh.axis_names.index(axis)).any()
+        if apart and rows % mesh.shape[axis] == 0:
+            axes, rows = (*axes, axis), rows // mesh.shape[axis]
+    return axes
+
+
 def host_rows(mesh: Mesh, global_batch: int) -> Int[np.ndarray, " rows"]:
-    """The rows of the global batch that this process's devices need, ascending.
+    """The rows of the global batch that this process fetches, ascending; see `fetch_axes`.
 
     Raises:
       ValueError: `data.global_batch` does not split evenly over the mesh.
     """
-    processes = np.asarray([device.process_index for device in mesh.devices.flat], np.int64)
-    return ClientPlaceTree(dict(mesh.shape), processes, global_batch=global_batch).rows(jax.process_index())
+    shard_size("data.global_batch", global_batch, dict(mesh.shape), BATCH_AXES)
+    sharding = NamedSharding(mesh, PartitionSpec(fetch_axes(mesh, global_batch)))
+    slices = sharding.addressable_devices_indices_map((global_batch,)).values()
+    return np.unique(np.concatenate([np.arange(global_batch)[index] for index in slices if index is not None]))
 
 
 def put_batch(
@@ -31,8 +55,10 @@ def put_batch(
 ) -> Batch:
     """A host batch as global arrays: sequences split over replica, data and expert, positions over context.
 
+    With several processes the sequences may be split over more axes for the moment: see `share_batch`.
+
     Args:
-      batch: all rows, or those that this process's devices need.
+      batch: all rows, or those that `host_rows` gave.
       mesh: where to.
       rows: which rows of the global batch those are, ascending; None for all.
       global_batch: how many rows there are in all, where `rows` is given.
@@ -45,7 +71,8 @@ def put_batch(
     shape = dict(mesh.shape)
     shard_size("data.global_batch", num_rows, shape, BATCH_AXES)
     shard_size("data.seq_len", length, shape, ("context",))
-    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "context"))
+    axes = BATCH_AXES if rows is None else fetch_axes(mesh, num_rows)
+    sharding = NamedSharding(mesh, PartitionSpec(axes, None if "context" in axes else "context"))
 
     def place(array: Any) -> jax.Array:
         host = np.asarray(array)
@@ -63,6 +90,21 @@ def put_batch(
 
     with jax.transfer_guard_host_to_device("allow"):  # this transfer is meant, also where none by accident may happen
         return jax.tree.map(place, batch)
+
+
+def share_batch(batch: Batch, mesh: Mesh) -> Batch:
+    """The batch as the step wants it, where `put_batch` has split it further: peers exchange what each has fetched.
+
+    Call it in every process at the same place between steps, not on a thread: it is a collective.
+    """
+    if batch.token_BL.sharding.spec[0] == BATCH_AXES:
+        return batch
+    return _share(mesh)(batch)
+
+
+@functools.lru_cache(maxsize=2)
+def _share(mesh: Mesh) -> Callable[[Batch], Batch]:
+    return jax.jit(lambda batch: batch, out_shardings=NamedSharding(mesh, PartitionSpec(BATCH_AXES, "context")))
 
 
 class Fed(NamedTuple):

@@ -74,9 +74,9 @@ class Part:
 def serve(connection: Connection, descriptors: list[int]) -> None:
     """A loader process's life: answers requests until the connection ends.
 
-    Requests, pickled: `("read", id, parts)`, `("free", start)`, `("close", source)`. Answers: `("run", id, start,
-    [(bytes of lengths, bytes of ids, dtype of ids, skipped, seconds) of each part])`, where the payload is in the slab
-    from `start` on, each part's lengths before its ids; or `("failed", id, source, message)`.
+    Requests, pickled: `("read", id, parts)`, `("free", starts)`, `("close", source)`. Answers: `("run", id, [(start,
+    bytes of ids, dtype of ids, skipped, seconds) of each part])`, where the payload is in the slab from `start` on, the
+    lengths before the ids; or `("failed", id, source, message)`.
     """
     setup: LoaderSetup = connection.recv()
     slab = Slab(descriptors[0])
@@ -102,36 +102,29 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
 
     while True:
         match connection.recv():
-            case ("free", start):
-                slab.free(start)
+            case ("free", starts):
+                for start in starts:
+                    slab.free(start)
             case ("close", source):
                 loader.close(source)
             case ("read", request, parts):
-                reads: list[Read] = []
-                source = -1
-                seconds: list[float] = []
+                source, found = -1, []
                 try:
                     for part in parts:
-                        source = part.source
-                        begun_s = time.perf_counter()
-                        reads.append(read(part))
-                        seconds.append(time.perf_counter() - begun_s)
+                        source, begun_s = part.source, time.perf_counter()
+                        done = read(part)
+                        lengths_bytes = padded(done.lengths.nbytes)
+                        start = slab.allocate(lengths_bytes + done.ids.nbytes)
+                        slab.view(start, done.lengths.nbytes)[:] = done.lengths.view(np.uint8)
+                        slab.view(start + lengths_bytes, done.ids.nbytes)[:] = done.ids.view(np.uint8)
+                        seconds = time.perf_counter() - begun_s
+                        found.append((start, done.ids.nbytes, done.ids.dtype.str, done.skipped, seconds))
                 except (ValueError, OSError) as error:
-                    header[STATE] = IDLE
                     connection.send(("failed", request, source, str(error)))
-                    continue
-                arrays = [array for found in reads for array in (found.lengths, found.ids)]
-                start = at = slab.allocate(sum(padded(array.nbytes) for array in arrays))
-                for array in arrays:
-                    slab.view(at, array.nbytes)[:] = array.view(np.uint8)
-                    at += padded(array.nbytes)
-                header[MEMORY_BYTES] = resident_bytes()
+                else:
+                    header[MEMORY_BYTES] = resident_bytes()
+                    connection.send(("run", request, found))
                 header[STATE] = IDLE
-                found = [
-                    (r.lengths.nbytes, r.ids.nbytes, r.ids.dtype.str, r.skipped, s)
-                    for r, s in zip(reads, seconds, strict=True)
-                ]
-                connection.send(("run", request, start, found))
 
 
 def padded(size_bytes: int) -> int:

@@ -1,7 +1,6 @@
 """The Source Loaders as a constructor sees them: ask for documents, take what has come, give back what is used up."""
 
 import collections
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -185,6 +184,7 @@ class _Loader:
         self.in_flight: dict[int, _Request] = {}
         self.sources: set[int] = set()
         self.opened: set[int] = set()
+        self.freed: list[int] = []  # places in its slab that it does not know of yet
         self.busy_s = 0.0
         self.retiring = False
         child.connection.send(LoaderSetup(setups))
@@ -195,15 +195,6 @@ class _Loader:
         identity = header[IDENTITY_AT:].tobytes().partition(b"\0")[0].decode(errors="replace")
         seconds = (time.monotonic_ns() - int(header[SINCE_NS])) / 1e9
         return int(header[STATE]), int(header[SOURCE]), int(header[NUMBER]), identity, seconds
-
-
-@dataclasses.dataclass(eq=False)
-class _Place:
-    """Where runs that came together lie in a loader's slab; given back when all of them are."""
-
-    loader: _Loader
-    start: int
-    runs: int
 
 
 class ProcessPool:
@@ -249,23 +240,25 @@ class ProcessPool:
         self._shadows = [self._start(f"shadow-{i}") for i in range(shadows)]
 
     def request(self, parts: list[Part], *, first: bool = False) -> None:
-        by_loader: dict[str | None, list[Part]] = collections.defaultdict(list)
-        if len(parts) == 1:
-            by_loader[None] = parts
-        else:  # each source's parts to one of its loaders, all in one message
-            at_home: dict[int, list[str]] = collections.defaultdict(list)
-            for loader in self._loaders.values():
-                for source in loader.sources:
-                    at_home[source].append(loader.name)
-            for part in parts:
-                names = at_home[part.source]
-                by_loader[names[self._next_request % len(names)] if names else None].append(part)
-        for name, mine in by_loader.items():
-            request = _Request(mine, name)
-            if first:
-                self._waiting.appendleft(request)
+        at_home: dict[int, list[str]] = collections.defaultdict(list)
+        for loader in self._loaders.values():
+            for source in loader.sources:
+                at_home[source].append(loader.name)
+        requests: list[_Request] = []
+        together: dict[str, _Request] = {}
+        for part in parts:
+            names = at_home[part.source]
+            if len(names) != 1:  # whoever of them is free
+                requests.append(_Request([part], None))
+            elif names[0] in together:
+                together[names[0]].parts.append(part)
             else:
-                self._waiting.append(request)
+                together[names[0]] = _Request([part], names[0])
+                requests.append(together[names[0]])
+        if first:
+            self._waiting.extendleft(reversed(requests))
+        else:
+            self._waiting.extend(requests)
         self._hand_out()
 
     def connections(self) -> list[Connection]:
@@ -275,6 +268,9 @@ class ProcessPool:
         runs: list[Run] = []
         for loader in list(self._loaders.values()):
             try:
+                if loader.freed:
+                    loader.child.connection.send(("free", loader.freed))
+                    loader.freed = []
                 while loader.child.connection.poll():
                     self._take(loader, loader.child.connection.recv(), runs)
             except (EOFError, ConnectionError):
@@ -296,13 +292,8 @@ class ProcessPool:
         return runs
 
     def release(self, run: Run) -> None:
-        run.place.runs -= 1
-        if run.place.runs:
-            return
-        loader, start = run.place.loader, run.place.start
-        if loader.name in self._loaders and self._loaders[loader.name] is loader:  # else its memory goes with it
-            with contextlib.suppress(ConnectionError):  # it is dead: the next collect finds out
-                loader.child.connection.send(("free", start))
+        loader, start = run.place
+        loader.freed.append(start)
 
     def states(self) -> list[LoaderState]:
         found = []
@@ -382,17 +373,14 @@ class ProcessPool:
             source, message = rest
             raise DataError(_failed(self._setups[source].name, message))
         self._fruitless = 0
-        start, found = rest
-        place = _Place(loader, start, len(found))
-        at = start
-        for part, (lengths_bytes, ids_bytes, dtype, skipped, seconds) in zip(request.parts, found, strict=True):
-            lengths = loader.slab.view(at, lengths_bytes).view(np.int32)
-            at += padded(lengths_bytes)
-            ids = loader.slab.view(at, ids_bytes).view(dtype)
-            at += padded(ids_bytes)
+        (found,) = rest
+        for part, (start, ids_bytes, dtype, skipped, seconds) in zip(request.parts, found, strict=True):
+            lengths_bytes = len(part.numbers) * 4
+            lengths = loader.slab.view(start, lengths_bytes).view(np.int32)
+            ids = loader.slab.view(start + padded(lengths_bytes), ids_bytes).view(dtype)
             loader.busy_s += seconds
             run = Run(part.source, part.numbers, _starts(lengths), ids, dict(skipped), seconds, loader.name)
-            run.place = place
+            run.place = loader, start
             self._observe(run)
             runs.append(run)
 

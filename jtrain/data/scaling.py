@@ -88,7 +88,7 @@ class Scaling:
     def _weights_ahead(self, step: int) -> Float[np.ndarray, " sources"]:
         """Each source's largest share from `step` to as far as loaders take to start."""
         ahead = self._scaler.lookahead_steps(self._step_s)
-        steps = np.unique(np.linspace(step, step + ahead, _SCHEDULE_SAMPLES).astype(np.int64)).tolist()
+        steps = sorted({step + ahead * i // _SCHEDULE_SAMPLES for i in range(_SCHEDULE_SAMPLES + 1)})
         found: Any = np.max([self._spec.schedule.weights(at, self._spec.names) for at in steps], axis=0)
         return found
 

@@ -171,7 +171,7 @@ class Corpus:
             files = np.searchsorted(self.file_ends, run, side="right")
             numbers = run - (self.file_ends - self._counts)[files]
             texts: list[str | BadRecord] = [""] * len(run)
-            for file in np.unique(files).tolist():
+            for file in sorted(set(files.tolist())):
                 places = np.flatnonzero(files == file)
                 read = self._records[file].read(numbers[places].tolist())
                 for place, text in zip(places.tolist(), read, strict=True):

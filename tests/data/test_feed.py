@@ -118,7 +118,7 @@ def test_the_rows_of_a_process_are_those_of_its_devices(emulated_devices: list[j
     """Here one process holds all of them; two real ones are in test_processes.py."""
     mesh = make_mesh(MeshSpec(replica=2, data=2, tensor=2), emulated_devices)
     assert host_rows(mesh, 16).tolist() == [*range(16)]
-    with pytest.raises(ValueError, match=r"data\.global_batch=18 does not split"):
+    with pytest.raises(ValueError, match=r"data\.global_batch=18 does not split evenly"):
         host_rows(mesh, 18)
 
 
