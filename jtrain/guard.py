@@ -1,6 +1,7 @@
 """What to do when a run must stop: because it was asked to, or because its numbers are no longer numbers."""
 
 import contextlib
+import hashlib
 import math
 import os
 import signal
@@ -73,6 +74,19 @@ def agree(flag: bool) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(np.any(multihost_utils.process_allgather(np.bool_(flag))))
+
+
+def same_everywhere(text: str) -> bool:
+    """Whether every process has passed the same text. Every process must call this at the same steps."""
+    import jax  # lazy: signals need none
+
+    if jax.process_count() == 1:
+        return True
+    from jax.experimental import multihost_utils
+
+    digest = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8).digest(), np.uint32)
+    everywhere = multihost_utils.process_allgather(digest)
+    return bool((np.asarray(everywhere) == digest).all())
 
 
 class NotFinite(ValueError):

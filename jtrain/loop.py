@@ -27,8 +27,9 @@ from jax.sharding import Mesh
 
 from jtrain.checkpoint import Checkpoints
 from jtrain.config import Run, check_same_run, check_vocabulary
-from jtrain.data import Fed, TextDataset, host_rows, open_dataset, prefetch, put_batch, share_batch
-from jtrain.guard import StopRequest, agree, check_finite
+from jtrain.data import Fed, Prefetch, TextDataset, host_rows, open_dataset, prefetch, put_batch, share_batch
+from jtrain.data.budget import budget
+from jtrain.guard import StopRequest, agree, check_finite, same_everywhere
 from jtrain.layout import Layout, make_layout
 from jtrain.mesh import BATCH_AXES, make_mesh
 from jtrain.metrics import Metrics, TrainLine
@@ -74,7 +75,8 @@ def train(run: Run, *, workdir: Path, config_text: str) -> int:
     check_vocabulary(run.model, dataset.vocab_size)
     if jax.process_index() == 0:
         print_plan(parts, available=available)
-        print(dataset.describe(), flush=True)
+        print(dataset.describe())
+        print(budget(dataset, rows=len(host_rows(mesh, run.data.global_batch))).line(), flush=True)
         _write_run_files(workdir, config_text, mesh)
 
     with Checkpoints(workdir, run.checkpoint) as checkpoints, StopRequest() as stop:
@@ -84,11 +86,10 @@ def train(run: Run, *, workdir: Path, config_text: str) -> int:
         else:
             state, data_state = checkpoints.restore(start_step, abstract_state(layout, optimizer, mesh))
         rows = host_rows(mesh, run.data.global_batch)
-        batches = dataset.train_batches(data_state, rows=rows, context=run.mesh.context, cost=_cost(run))
         with (
             Metrics(workdir, run.metrics, num_steps=run.num_steps, start_step=start_step) as metrics,
             prefetch(
-                batches,
+                dataset.train_batches(data_state, rows=rows, context=run.mesh.context, cost=_cost(run)),
                 lambda batch: put_batch(batch, mesh, rows=rows, global_batch=run.data.global_batch),
             ) as fed,
         ):
@@ -195,7 +196,7 @@ class Loop:
         self.compiling = True
         self.data_ended = False
 
-    def run_steps(self, state: TrainState, start_step: int, batches: Iterator[Fed], stop: StopRequest) -> int:
+    def run_steps(self, state: TrainState, start_step: int, batches: Prefetch, stop: StopRequest) -> int:
         """Steps until the run is complete, the data has ended or somebody asks to stop; the state is saved then.
 
         Returns the step. A batch is taken one ahead, so that the last one is known to be it: every process plans the
@@ -205,7 +206,8 @@ class Loop:
         save_every, evaluate_every = self.run.checkpoint.every_steps, self.run.eval.every_steps
         step, saved = start_step, start_step
         unread: tuple[int, Any, Fed] | None = None
-        fed = next(batches, None)
+        fed = self._next(batches, step)
+        self.data_ended = fed is None and step < num_steps
         while step < num_steps and fed is not None:
             here = fed
             state, results = self.train_step(state, share_batch(here.batch, self.mesh))
@@ -218,7 +220,7 @@ class Loop:
                 self._note(step, text)
             step += 1
             unread = (step, results, here)
-            fed = next(batches, None) if step < num_steps else None
+            fed = self._next(batches, step) if step < num_steps else None
             self.data_ended = fed is None and step < num_steps
             # Among several processes this waits for the step: milliseconds, but schedulers kill soon after they warn.
             stopping = agree(stop.requested)
@@ -227,12 +229,14 @@ class Loop:
             if last or _due(step, save_every) or _due(step, evaluate_every):
                 self._report(*unread)
                 unread = None
-            if _due(step, evaluate_every) or (step == num_steps and evaluate_every is not None):
+            if _due(step, evaluate_every) or (
+                evaluate_every is not None and (step == num_steps or self.data_ended)
+            ):
                 with self._timed_out():
                     self._evaluate(step, state)
             if last or _due(step, save_every):
                 with self._timed_out():
-                    self.checkpoints.save(step, state, here.state(), self.config_text)
+                    self.checkpoints.save(step, state, self._agreed(here.state()), self.config_text)
                 saved = step
             self.checkpoints.check()
             if stopping:
@@ -240,6 +244,29 @@ class Loop:
                 break
         assert saved == step, (saved, step)
         return step
+
+    def _next(self, batches: Prefetch, step: int) -> Fed | None:
+        """The next batch; None after the last. What the data plane said before an error is kept."""
+        try:
+            return next(batches, None)
+        except Exception:
+            for text in batches.said:
+                self._note(step, text)
+            raise
+
+    def _agreed(self, data_state: dict[str, Any]) -> dict[str, Any]:
+        """The state, if every process plans the same stream.
+
+        Raises:
+          ValueError: they do not; one has skipped what others could read, or their files differ.
+        """
+        if not same_everywhere(json.dumps(data_state)):
+            raise ValueError(
+                "the processes no longer plan the same batches: on one of them documents were left out that others "
+                "could read, or its files are others. data.log and stderr of each say what was left out; nothing was "
+                "saved. Mend that, and run again from the last checkpoint."
+            )
+        return data_state
 
     def _note(self, step: int, text: str) -> None:
         """Says what happened to the data, and keeps it: data.log is what the data plane decided and why."""

@@ -155,8 +155,22 @@ def mixture(folder: Path, *, seq_len: int, global_batch: int) -> "PackedText":
         global_batch=global_batch,
         mixture_unit="samples",
         eval_fraction=0.0,
-        shuffle_window_bytes=1 << 23,  # a row group of each source; the peers do not shuffle Parquet at all
+        shuffle_window_bytes=1 << 22,  # a row group of each source; the peers do not shuffle Parquet at all
     )
+
+
+def prepared(spec: "PackedText", folder: Path) -> Path:
+    """The prepared index of a mixture, beside its files; made if missing."""
+    from jtrain.data.prepare import prepare
+    from jtrain.data.unit import Recipe
+
+    out = folder.with_name(f"{folder.name}-prepared")
+    recipes = [
+        Recipe(name=name, source=source, tokenizer=spec.tokenizer, cache_dir=Path(spec.cache_dir).expanduser())
+        for name, source in spec.named_sources.items()
+    ]
+    prepare(recipes, out, workers=os.cpu_count() or 1, stream=io.StringIO())
+    return out
 
 
 def _pool() -> str:

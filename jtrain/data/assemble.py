@@ -22,7 +22,7 @@ from jaxtyping import Int64
 
 from jtrain.data import prepared
 from jtrain.data.prepared import Prepared
-from jtrain.data.source import Corpus
+from jtrain.data.source import Corpus, field_of
 from jtrain.data.unit import Recipe, Task, read_unit
 
 _MOST_RECORDS = 1 << 20
@@ -111,7 +111,7 @@ class Assembly:
         if must_not_skip and state["skipped"]:
             first = json.loads((self._partial / prepared.SKIPPED).read_text().splitlines()[0])
             raise ValueError(
-                f"data.sources.{self.recipe.name}: {self._partial} leaves out {state['skipped']} bad records, but "
+                f"{field_of(self.recipe.name)}: {self._partial} leaves out {state['skipped']} bad records, but "
                 f"data.on_bad_record='fail'. The first is {first['document']}: {first['why']} When it is mended, "
                 f"remove {self._partial}."
             )

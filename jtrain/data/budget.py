@@ -11,6 +11,9 @@ _MIB = 1 << 20
 _ARROW_THREADS, _ARRAY_RECORD_THREADS = 2, 66
 """Threads that the libraries start in a loader at the first read, whatever they are told."""
 
+_RAY_MIB = 140
+"""An actor before it opens a source, nearly all of it Ray's own."""
+
 _PYTHON_MIB, _ARROW_MIB, _ARRAY_RECORD_MIB, _TOKENIZER_MIB = 16, 40, 12, 30
 
 
@@ -39,6 +42,8 @@ class Budget:
 
     def line(self) -> str:
         """For the plan of a run."""
+        if not self.shares:
+            return "data plane: in the trainer (data.engine=inline)"
         loaders = sum(share.processes for share in self.shares if share.role == "loader")
         return (
             f"data plane: 1 constructor, up to {loaders} loaders, {self.total('processes')} processes in all, at most "
@@ -55,6 +60,9 @@ def budget(dataset: TextDataset, *, rows: int) -> Budget:
     spec, sources = dataset.spec, dataset.documents
     if spec.engine == "inline":
         return Budget(())
+    if spec.engine == "ray":  # threads and descriptors are Ray's own
+        roles = (("constructor", 1), ("loader", spec.num_loaders()), ("standby", spec.shadows))
+        return Budget(tuple(Share(role, count, 0, 0, _RAY_MIB) for role, count in roles))
     loaders, shadows = spec.num_loaders(), spec.shadows
     prepared = len(sources) if spec.prepared is not None else 0
     arrow = "pyarrow" in sys.modules and not prepared  # opening the sources has imported what they need
@@ -73,7 +81,7 @@ def budget(dataset: TextDataset, *, rows: int) -> Budget:
     return Budget(
         (
             Share("forkserver", 1, 1 + arrow * _ARROW_THREADS, 12 + 2 * children, _PYTHON_MIB),
-            Share("constructor", 1, 1, 16 + 4 * (children) + 2 * prepared, _PYTHON_MIB + -(-(slots + ahead) // _MIB)),
+            Share("constructor", 1, 2, 16 + 4 * (children) + 2 * prepared, _PYTHON_MIB + -(-(slots + ahead) // _MIB)),
             Share("loader", loaders, threads, loader_descriptors, base + share),
             Share("standby", shadows, threads, loader_descriptors, _PYTHON_MIB),
         )

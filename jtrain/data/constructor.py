@@ -4,10 +4,12 @@ One per host. The planner in it is a pure function, so the constructors of all h
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import pickle
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
@@ -24,11 +26,12 @@ from jtrain.data.pool import LoaderState, Pool, ProcessPool, Run
 from jtrain.data.rows import Pieces, Rows, fill_rows
 from jtrain.data.scaling import Scaling
 from jtrain.data.slab import HEADER_BYTES, Slab
+from jtrain.data.source import field_of
 
 ARRAYS = ("token_BL", "target_BL", "position_BL", "segment_BL")
 """The arrays of a batch, in the order they lie in a slot."""
 
-RUN_BYTES, ALL_RUNS_BYTES = 1 << 16, 1 << 23
+RUN_BYTES, ALL_RUNS_BYTES = 1 << 16, 6 << 20
 MOST_RUN_DOCUMENTS = 64
 """A run is so much text at about, and at most so many documents: few messages, and little read for nothing.
 
@@ -41,9 +44,11 @@ RUNS_AT_A_TIME = 8
 LENGTHS_AT_A_TIME = 256
 """Documents of a prepared source that are looked up at once: a call takes as long as a thousand of them."""
 
+NAMED_SKIPPED = 10
+"""Bad documents of a source that are named one by one."""
+
 SCALE_EVERY_S = 0.25
 """How often the autoscaler looks at the run, at most."""
-"""A run is so much text at about, and at most so many documents: few messages, and little read for nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,6 +171,9 @@ class Constructor:
         run_bytes = min(RUN_BYTES, ALL_RUNS_BYTES // num_sources)
         self._run_documents = [max(1, min(MOST_RUN_DOCUMENTS, run_bytes // max(b, 1))) for b in setup.documents_bytes]
         self._payload: list[dict[int, tuple[Run, int] | None]] = [{} for _ in range(num_sources)]
+        self.said: list[str] = []
+        """What people should know and nobody has taken yet."""
+        self._named = [0] * num_sources
         self._planned_all = False
         self._missing: list[tuple[int, int, int]] = []
         self._waiting_since_s: float | None = None
@@ -212,6 +220,9 @@ class Constructor:
                 self._planned_all = plan.last
         except EndOfData:
             self._planned_all = True
+        except ValueError:  # no step can follow; those before it can still be used, and the run may need no more
+            if not self._plans:
+                raise
         except NotYet as not_yet:
             self._missing = not_yet.wanted
             self._ask([(source, first + count) for source, first, count in self._missing], first=True)
@@ -333,16 +344,37 @@ class Constructor:
             self._known[source].drop_before(passed.stop)
         for source, number in done:
             found = self._payload[source].pop(number, None)
-            if found is None:
-                continue  # another host's
+            if found is None:  # another host's row has it, or it is empty
+                why = self._skipped_by_index(source, number)
+                if why is not None:
+                    skipped[source] += 1
+                    self._name_skipped(source, why)
+                continue
             run = found[0]
             if run.skipped and number in run.skipped:
                 skipped[source] += 1
+                self._name_skipped(source, run.skipped[number])
             run.live -= 1
             if not run.live:
                 self._pool.release(run)
         self._carried = carried
         return skipped
+
+    def _skipped_by_index(self, source: int, number: int) -> str | None:
+        """Why `prepare` has left a document out; None where it has not."""
+        documents = self._prepared.get(source)
+        if documents is None or documents.prepared is None or not documents.prepared.num_skipped:
+            return None
+        record = int(documents.order.records(np.asarray([number], np.int64))[0])
+        return None if bool(documents.held_out(np.asarray([record]))[0]) else documents.prepared.skipped.get(record)
+
+    def _name_skipped(self, source: int, why: str) -> None:
+        self._named[source] += 1
+        name = self._setup.sources[source].name
+        if self._named[source] <= NAMED_SKIPPED:
+            self.said.append(f"data: {field_of(name)}: left out: {why}")
+        elif self._named[source] == NAMED_SKIPPED + 1:
+            self.said.append(f"data: {field_of(name)}: more are left out; data_skipped counts them")
 
 
 def _carried(state: PlannerState) -> set[tuple[int, int]]:
@@ -383,8 +415,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     """A constructor process's life: batches into free slots, until the connection ends.
 
     Is sent `("free", slot)`. Sends, pickled: `("batch", slot, state, stats)`, the state pickled once more; `("end",)`
-    after the last; `("say", text)`; `("failed", message)`, and then nothing; and `("alive",)` once a second, whatever
-    else happens.
+    after the last; `("say", text)`; `("failed", message)`, and then nothing; and `("alive",)` once a second.
     """
     setup: ProcessSetup = connection.recv()
     work = setup.constructor
@@ -392,9 +423,23 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     slots = Slots(Slab(descriptors[1]), slots=setup.slots, rows=len(work.rows), seq_len=work.planner.seq_len)
     free = collections.deque(range(setup.slots))
 
-    def say(text: str) -> None:
-        connection.send(("say", text))
+    sending = threading.Lock()
 
+    def send(message: tuple[Any, ...]) -> None:
+        with sending:
+            connection.send(message)
+
+    def say(text: str) -> None:
+        send(("say", text))
+
+    def beat() -> None:
+        """On a thread of its own: opening hundreds of remote sources may take minutes."""
+        with contextlib.suppress(OSError):
+            while True:
+                time.sleep(1.0)
+                send(("alive",))
+
+    threading.Thread(target=beat, name="data-heartbeat", daemon=True).start()
     try:
         scaling = Scaling(work.planner, work.documents_bytes, max_loaders=setup.max_loaders)
         placement, why = scaling.start(0 if setup.state is None else setup.state.planner.step)
@@ -410,12 +455,15 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
         for line in why:
             say(line)
         constructor = Constructor(work, pool, setup.state)
-        ended, beat_s, looked_s, steps, starved_s = False, 0.0, time.monotonic(), 0, 0.0
+        ended, looked_s, steps, starved_s = False, time.monotonic(), 0, 0.0
         while True:
             constructor.advance()
             while free and (built := constructor.fill(slots.arrays(free[0]))) is not None:
                 state = pickle.dumps(built.state, protocol=pickle.HIGHEST_PROTOCOL)
-                connection.send(("batch", free.popleft(), state, built.stats))
+                for line in constructor.said:
+                    say(line)
+                constructor.said.clear()
+                send(("batch", free.popleft(), state, built.stats))
                 steps += 1
                 if (seconds := time.monotonic() - looked_s) > SCALE_EVERY_S:
                     new, lines = scaling.after_step(
@@ -431,7 +479,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                         say(line)
                 constructor.advance()
             if constructor.ended and not ended:
-                connection.send(("end",))
+                send(("end",))
                 ended = True
             begun_s = time.monotonic()
             ready = wait([connection, *pool.connections()], timeout=0.2)
@@ -439,11 +487,8 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                 starved_s += time.monotonic() - begun_s
             while connection in ready and connection.poll():
                 free.append(connection.recv()[1])
-            if time.monotonic() - beat_s > 1:
-                beat_s = time.monotonic()
-                connection.send(("alive",))
     except (ValueError, OSError) as error:
         if isinstance(error, ConnectionError):
             raise
-        connection.send(("failed", str(error)))
+        send(("failed", str(error)))
         connection.recv()  # until it ends

@@ -183,6 +183,7 @@ class TextDataset:
         self.setups = spec.setups(seed=seed)
         self.names = tuple(setup.name for setup in self.setups)
         self.documents = [Documents(setup) for setup in self.setups]
+        self.fingerprints = {setup.name: d.fingerprint() for setup, d in zip(self.setups, self.documents, strict=True)}
         self.tokenizer = self.documents[0].tokenizer
         self._check_size("training")
         if spec.eval_fraction:
@@ -234,6 +235,7 @@ class TextDataset:
         if start_state is not None:
             self._check_state(start_state)
             setups = self.spec.setups(seed=self.seed, windows=start_state["windows"])
+        setups = tuple(dataclasses.replace(s, fingerprint=self.fingerprints[s.name]) for s in setups)
         planner = self._planner_spec(cost)
         changes: list[str] = []
         if start_state is not None:
@@ -287,7 +289,7 @@ class TextDataset:
         return {
             "version": _STATE_VERSION,
             "seed": self.seed,
-            "sources": {name: d.fingerprint() for name, d in zip(self.names, self.documents, strict=True)},
+            "sources": self.fingerprints,
             "windows": {setup.name: setup.window_bytes for setup in setups},
         }
 
@@ -368,7 +370,7 @@ class TextDataset:
     def _check_state(self, state: dict[str, Any]) -> None:
         wanted = {"version": _STATE_VERSION, "seed": self.seed}
         differing = [(key, state.get(key), here) for key, here in wanted.items() if state.get(key) != here]
-        here = {name: documents.fingerprint() for name, documents in zip(self.names, self.documents, strict=True)}
+        here = self.fingerprints
         saved = state.get("sources", {}) if isinstance(state.get("sources"), dict) else {}
         differing += [(f"sources.{n}", saved[n], here[n]) for n in self.names if n in saved and saved[n] != here[n]]
         for key, there, now in differing:
@@ -393,11 +395,12 @@ class TextDataset:
                 if tokens >= self.spec.seq_len:
                     return
         spec = self.spec
+        way = "or lower data.eval_fraction." if purpose == "training" else "raise data.eval_fraction, or set it to 0."
         what = f"data.path={spec.path!r}" if spec.path is not None else f"the {len(self.names)} data.sources"
         raise ValueError(
             f"{what}: too small: data.eval_fraction={spec.eval_fraction} leaves {documents_left} documents for "
             f"{purpose}, with {tokens} tokens, and one row takes data.seq_len={spec.seq_len}. Add text, lower "
-            "data.seq_len, " + ("or lower data.eval_fraction." if purpose == "training" else "raise data.eval_fraction, or set it to 0.")
+            f"data.seq_len, {way}"
         )
 
 
@@ -438,6 +441,11 @@ class BatchIterator:
         delivered: Delivered = self._plane.take()
         self._state, self.stats, self.plan = delivered.state, delivered.stats, delivered.plan
         return Batch(**delivered.arrays)
+
+    @property
+    def cursors(self) -> Int[np.ndarray, " sources"]:
+        """The first document of each source that no batch so far has drawn."""
+        return self._state.planner.cursors
 
     def state(self) -> dict[str, Any]:
         """What leads to the next batch, the one not yet returned; kilobytes of JSON. `train_batches` takes it."""

@@ -40,6 +40,8 @@ class SourceSetup:
     decoded_cache_bytes: int
     cache_dir: str
     prepared: str | None
+    fingerprint: str | None = None
+    """What the trainer has found there; another process that finds something else refuses it. None: not yet known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +82,11 @@ class Documents:
             fields = {name: getattr(setup.source, name) for name in ("format", "text_field", "text_piece_bytes")}
             made_of = {"corpus": self.corpus.fingerprint(), "tokenizer": self.tokenizer.identity, **fields}
             self.prepared.check(on_bad_record=setup.on_bad_record, **made_of)
-        self.windowed = int(self.corpus.group_bytes.sum()) > setup.window_bytes
+        if setup.fingerprint is not None and (found := self.fingerprint()) != setup.fingerprint:
+            raise ValueError(
+                f"what lies there has changed since the run opened it (fingerprint {setup.fingerprint} then, {found} "
+                "now): files were added, removed or rewritten, or this host sees others. Put them back, and run again."
+            )
         self.order = Order(
             len(self.corpus),
             seed=order_seed(setup.seed, setup.name),
@@ -122,8 +128,8 @@ class Documents:
           watch: told each document's number and record before it is read.
 
         Raises:
-          BadRecord: one is bad, and `data.on_bad_record` is fail.
-          OSError: a file is gone or cannot be read, likewise.
+          BadRecord: one is bad, or its file is gone or cannot be read, and `data.on_bad_record` is fail.
+          OSError: the prepared index cannot be read.
         """
         if records is None:
             records = self.order.records(numbers)
@@ -143,27 +149,16 @@ class Documents:
             return Read(lengths, ids, tuple(skipped))
         places = np.flatnonzero(wanted)
         texts: list[str] = []
-        at = 0
-        while at < len(places):  # once, unless an OSError ended the iterator
-            reading = iter(self.corpus.read(records[places[at:]]))
-            for place in places[at:].tolist():
-                watch(int(numbers[place]), int(records[place]))
-                at += 1
-                try:
-                    item = next(reading)
-                except OSError as error:
-                    item = BadRecord(str(error)).with_traceback(error.__traceback__)
-                    if self.setup.on_bad_record == "fail":
-                        raise
-                    texts.append("")
-                    skipped.append((int(numbers[place]), str(item)))
-                    break
-                if isinstance(item, BadRecord):
-                    if self.setup.on_bad_record == "fail":
-                        raise item
-                    skipped.append((int(numbers[place]), str(item)))
-                    item = ""
-                texts.append(item)
+        reading = self.corpus.read(records[places])
+        for place in places.tolist():
+            watch(int(numbers[place]), int(records[place]))
+            item = next(reading)
+            if isinstance(item, BadRecord):
+                if self.setup.on_bad_record == "fail":
+                    raise item
+                skipped.append((int(numbers[place]), str(item)))
+                item = ""
+            texts.append(item)
         lengths[places], ids = self.tokenizer.encode_documents(texts)
         return Read(lengths, ids, tuple(skipped))
 
@@ -195,7 +190,7 @@ class Documents:
         """Changes whenever the same document number could stand for other tokens."""
         setup = self.setup
         parts = [self.corpus.fingerprint(), self.tokenizer.identity, setup.eval_fraction, setup.source.text_field]
-        parts += [setup.source.text_piece_bytes, setup.window_bytes if self.windowed else None]
+        parts += [setup.source.text_piece_bytes]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
     def close(self) -> None:

@@ -16,7 +16,6 @@ from jaxtyping import Int
 from jtrain.dims import Batch
 from jtrain.mesh import BATCH_AXES, shard_size
 
-
 PEER_AXES = ("tensor", "stage", "context")
 """Devices along these need the same rows, or other parts of the same rows."""
 
@@ -77,7 +76,7 @@ def put_batch(
     def place(array: Any) -> jax.Array:
         host = np.asarray(array)
 
-        def block(index: tuple[slice, ...]) -> np.ndarray:
+        def block(index: Any) -> np.ndarray:
             if rows is None:
                 return host[index]
             start, stop, _ = index[0].indices(num_rows)
@@ -152,6 +151,8 @@ class Prefetch:
 
     def __init__(self, batches: Batches, put: Callable[[Batch], Batch], depth: int) -> None:
         assert depth >= 1, depth
+        self.said: list[str] = []
+        """What the batches said after the last one that came, before an error."""
         self._batches = batches
         self._ready: collections.deque[Fed] = collections.deque()
         self._error: BaseException | None = None
@@ -174,6 +175,7 @@ class Prefetch:
                     self._ready.append(fed)
                     self._changed.notify_all()
         except BaseException as error:  # handed to the consumer, StopIteration included
+            self.said = batches.said()
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

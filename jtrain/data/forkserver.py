@@ -21,6 +21,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from multiprocessing.connection import Connection
 
 _MESSAGE_BYTES = 4096
@@ -151,16 +152,21 @@ def serve(descriptor: int, preload: tuple[str, ...]) -> None:
     _name_process("jtrain-data")
     for module in (*ROLES.values(), *preload):
         importlib.import_module(module)
+    gc.collect()
     gc.freeze()  # the collector would write into, and so copy, every page it looks at
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)  # what imports have freed is not to be inherited
     first = socket.socket(fileno=descriptor)
     children: dict[socket.socket, list[int]] = {first: []}  # door -> pidfds of what was started there
+    dying: list[int] = []
     while first in children:
         ready, _, _ = select.select(list(children), [], [], 1.0)
         for door in ready:
             message, descriptors, *_ = socket.recv_fds(door, _MESSAGE_BYTES, _MOST_DESCRIPTORS)
             request = json.loads(message) if message else None
             if request is None:
-                for handle in children.pop(door):
+                dying += children.pop(door)
+                for handle in dying:
                     _kill(handle)
                 door.close()
             elif "door" in request:
@@ -170,7 +176,7 @@ def serve(descriptor: int, preload: tuple[str, ...]) -> None:
                 if pid == 0:
                     for other in children:
                         other.close()
-                    for handle in (h for handles in children.values() for h in handles):
+                    for handle in (h for handles in (dying, *children.values()) for h in handles):
                         os.close(handle)
                     _live(request["role"], request["name"], descriptors)
                 handle = os.pidfd_open(pid)
@@ -179,10 +185,17 @@ def serve(descriptor: int, preload: tuple[str, ...]) -> None:
                     os.close(number)
                 with contextlib.suppress(ConnectionError):
                     _send(door, struct.pack("q", pid), (handle,))
-        _reap(children)
-    for handles in children.values():
-        for handle in handles:
-            _kill(handle)
+        for handles in (dying, *children.values()):
+            _reap(handles)
+    # The last one buries them, too: where nobody adopts orphans, zombies would be left. But not for ever: one that
+    # waits for a dead disk dies when the disk answers.
+    dying += [handle for handles in children.values() for handle in handles]
+    for handle in dying:
+        _kill(handle)
+    deadline_s = time.monotonic() + 2.0
+    while dying and time.monotonic() < deadline_s:
+        _reap(dying)
+        time.sleep(0.005)
     os._exit(0)
 
 
@@ -209,22 +222,18 @@ def _send(door: socket.socket, message: bytes, descriptors: tuple[int, ...]) -> 
 
 
 def _kill(handle: int) -> None:
-    """Kills and buries a child: where nobody adopts orphans, a zombie would be left behind."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(handle, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        os.waitid(os.P_PIDFD, handle, os.WEXITED)
-    os.close(handle)
 
 
-def _reap(children: dict[socket.socket, list[int]]) -> None:
-    """Buries the dead: a zombie keeps its number, and a pidfd of one that is gone is one too many."""
-    for handles in children.values():
-        for handle in list(handles):
-            if select.select([handle], [], [], 0)[0]:
+def _reap(handles: list[int]) -> None:
+    """Buries the dead of a list: a zombie keeps its number, and the pidfd of one that is gone is one too many."""
+    for handle in list(handles):
+        if select.select([handle], [], [], 0)[0]:
+            with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PIDFD, handle, os.WEXITED)
-                handles.remove(handle)
-                os.close(handle)
+            handles.remove(handle)
+            os.close(handle)
 
 
 def _die_with_parent() -> None:

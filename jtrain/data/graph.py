@@ -250,7 +250,10 @@ class Graph:
         )
 
     def _pack_by_source(self, packing: Packing, rows: int, seq_len: int, carry: Spans, lanes: int) -> "Graph":
-        """Rows of one source each; a source that ends before its rows are full leaves them to the others."""
+        """Rows of one source each; a source that ends before its rows are full leaves them to the others.
+
+        Rows that no source with a share can fill hold what sources that have none by now had begun.
+        """
         num = len(self._buffers.names)
         lanes = -(-lanes // num)
         carries = {s: carry[carry[:, 0] == s] for s in np.unique(carry[:, 0]).tolist()}
@@ -261,16 +264,17 @@ class Graph:
         ended = np.zeros(num, bool)
         while len(free):
             active = (self.weights > 0) & ((self.cursors < self._buffers.ends) | (waiting > 0)) & ~ended
-            if not active.any():
+            drawing = bool(active.any())
+            if not drawing and not (active := waiting > 0).any():
                 break
-            shares = integer_shares(np.where(active, self.weights, 0.0))
+            shares = integer_shares(np.where(active, self.weights if drawing else 1.0, 0.0))
             turns = _turns(shares, self.owed, len(free))
             counts = np.bincount(turns, minlength=num)
-            feed = _Feed(self._buffers, self.cursors, np.maximum(counts * seq_len - waiting, 0))
+            feed = _Feed(self._buffers, self.cursors, np.maximum(counts * seq_len - waiting, 0) * drawing)
             left_over = []
             for source in np.flatnonzero(counts).tolist():
                 mine = free[turns == source]
-                group = _Group(carries.get(source, nothing), feed.of(source))
+                group = _Group(carries.get(source, nothing), feed.of(source) if drawing else lambda _: None)
                 packed = group.pack(packing, len(mine), seq_len, lanes)
                 found, carries[source] = group.result(packed)
                 self.cursors = feed.commit(self.cursors, source, packed.used - group.carried)
@@ -280,7 +284,7 @@ class Graph:
                 pieces.append(Pieces(row, found.source, found.document, found.start, found.end))
                 left_over.append(mine[len(used) :])
                 counts[source] = len(used)
-                ended[source] = len(used) < len(mine)
+                ended[source] = drawing and len(used) < len(mine)
             self.owed = self.owed + shares * int(counts.sum()) - (counts << SHARE_BITS)
             free = np.sort(np.concatenate(left_over))
         self.cursors = np.where(ended, self._buffers.ends, self.cursors)

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from jtrain.data.schedule import ONE, SHARE_BITS, integer_shares
-from jtrain.data.source import field_of
+from jtrain.data.source import ONE_SOURCE, field_of
 
 ENDLESS = 1 << 62
 """The end of a source that is repeated for ever."""
@@ -134,17 +134,26 @@ class Buffers:
             if len(at):
                 self._empty_since[source] = first + at[-1] + 1
             elif self._scanned[source] - self._empty_since[source] >= self.documents_per_epoch[source]:
-                raise ValueError(
-                    f"{field_of(self.names[source])} holds no text: {self.documents_per_epoch[source]:,} documents "
-                    "in a row, a whole epoch, were empty, held out or skipped. Set data.on_bad_record='fail' to see "
-                    "why, lower data.eval_fraction, or give it weight 0."
-                )
+                raise ValueError(_no_text(field_of(self.names[source]), int(self.documents_per_epoch[source])))
         if len(found) > 1:
             merged = [np.concatenate(arrays) for arrays in zip(*found, strict=True)]
             order = np.argsort(merged[0], kind="stable")
             self._known = Documents(*(array[order] for array in merged))
         if wanted:
             raise NotYet(wanted)
+
+
+def _no_text(field: str, documents: int) -> str:
+    ways_out = ["Set data.on_bad_record='fail' to see what was skipped", f"set {field}.path to files with text"]
+    if field != field_of(ONE_SOURCE):
+        ways_out.append(
+            f"leave it out: {field}.weight=0, or where data.mixture names weights itself, no weight there"
+        )
+    ways_out.append("if all of it was held out, lower data.eval_fraction, which takes a new --workdir")
+    return (
+        f"{field} holds no text: {documents:,} documents in a row, a whole epoch, were empty, held out or skipped. "
+        f"{'; or '.join(ways_out)}."
+    )
 
 
 class _Round(NamedTuple):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pickle
+import threading
 import time
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -61,7 +62,8 @@ class InlinePlane:
     """Everything in the caller's thread: `data.loaders=0`."""
 
     def __init__(self, setup: ConstructorSetup, state: DataState | None) -> None:
-        self._constructor = Constructor(setup, InlinePool(setup.sources), state)
+        self._pool = InlinePool(setup.sources)
+        self._constructor = Constructor(setup, self._pool, state)
         self._shape = (len(setup.rows), setup.planner.seq_len)
 
     def take(self) -> Delivered:
@@ -74,10 +76,11 @@ class InlinePlane:
                 raise StopIteration
 
     def said(self) -> list[str]:
-        return []
+        said, self._constructor.said = self._constructor.said, []
+        return said
 
     def close(self) -> None:
-        pass
+        self._pool.close()
 
 
 class ProcessPlane:
@@ -111,7 +114,8 @@ class ProcessPlane:
         self._preload = preload
         self._said: list[str] = []
         self._deaths = 0
-        self._ended = False
+        self._ended = self._closed = False
+        self._taking = threading.Lock()  # `take` runs on the prefetch thread, `close` on the trainer's
         self._forkserver: Forkserver | None = None
         self._start()
 
@@ -138,6 +142,10 @@ class ProcessPlane:
                     raise
 
     def take(self) -> Delivered:
+        with self._taking:
+            return self._take()
+
+    def _take(self) -> Delivered:
         if self._ended:
             raise StopIteration
         heard_s = time.monotonic()
@@ -180,17 +188,23 @@ class ProcessPlane:
         return [self._forkserver.pid, *map(int, children.split())]
 
     def close(self) -> None:
+        self._closed = True
         if self._forkserver is not None:
-            self._child.close()
-            self._drop_slots()
-            self._forkserver.close()
-            self._forkserver = None
+            self._child.kill()  # a `take` that waits for it ends
+        with self._taking:
+            if self._forkserver is not None:
+                self._child.close()
+                self._drop_slots()
+                self._forkserver.close()
+                self._forkserver = None
 
     def _drop_slots(self) -> None:
         self._slab.close()
         del self._slab, self._slots  # a mapping holds a descriptor of its own
 
     def _restart(self, why: str) -> None:
+        if self._closed:
+            raise DataError("the data plane is closed")
         self._deaths += 1
         if self._deaths > MOST_RESTARTS:
             raise DataError(f"the data constructor {why}, {self._deaths} times in a row, without a batch. See stderr.")

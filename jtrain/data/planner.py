@@ -13,6 +13,7 @@ from jtrain.data.mixing import Buffers, Lengths, NotYet
 from jtrain.data.place import ClientPlaceTree
 from jtrain.data.rows import Pieces
 from jtrain.data.schedule import ONE, Schedule
+from jtrain.data.source import field_of
 
 __all__ = ["EndOfData", "LoadingPlan", "NotYet", "Planner", "PlannerSpec", "PlannerState"]
 
@@ -205,7 +206,7 @@ class Planner:
         state, lines = PlannerState.from_json(saved, spec.names)
         step, schedule = state.step, spec.schedule
         if state.unit != spec.unit:
-            lines.append(f"step {step}: data.unit {state.unit} -> {spec.unit}; drift is counted from here")
+            lines.append(f"step {step}: data.mixture_unit {state.unit} -> {spec.unit}; drift is counted from here")
             zeros = np.zeros(len(spec.names), np.int64)
             state = dataclasses.replace(state, unit=spec.unit, units=0, owed=zeros)
         if not state.history or state.history[-1][1] != schedule.identity:
@@ -228,7 +229,8 @@ class Planner:
         Raises:
           NotYet: lengths are missing. Nothing has changed: call again when they are there.
           EndOfData: no token is left.
-          ValueError: a source holds nothing at all, or the schedule cannot be followed.
+          ValueError: a source holds nothing at all, or the schedule cannot be followed: as where all that have weight
+            have ended, and others have it only later.
         """
         spec = self.spec
         self._buffers.forget(state.cursors)
@@ -244,6 +246,8 @@ class Planner:
         )
         packed = graph.pieces
         if not len(packed):
+            if (to_come := self._to_come(state.step, graph.cursors)) is not None:
+                raise ValueError(self._gap(state, graph.weights, *to_come))
             raise EndOfData(f"data ends before step {state.step}")
         rows = graph.plan().views["text"]
         slot = np.empty(spec.global_batch, np.int64)
@@ -252,6 +256,7 @@ class Planner:
         order = np.argsort(row, kind="stable")
         pieces = Pieces(*(array[order] for array in (row, packed.source, packed.document, packed.start, packed.end)))
 
+        ended = not len(graph.carry) and (graph.at_end or bool((graph.cursors >= self._buffers.ends).all()))
         num = len(spec.names)
         tokens = np.zeros(num, np.int64)
         np.add.at(tokens, pieces.source, pieces.end - pieces.start)
@@ -274,9 +279,30 @@ class Planner:
             fill=int(tokens.sum()) / (spec.global_batch * spec.seq_len),
             row_cost=rows.costs[rows.order],
             drift=_drift(after),
-            last=not len(graph.carry) and (graph.at_end or bool((graph.cursors >= self._buffers.ends).all())),
+            last=ended and self._to_come(state.step, graph.cursors) is None,
         )
         return plan, after
+
+    def _to_come(self, step: int, cursors: Int64[np.ndarray, " sources"]) -> tuple[int, int] | None:
+        """A source not at its end that will have weight only after `step`, and from which step on; None: none known."""
+        unread = np.flatnonzero(cursors < self._buffers.ends).tolist()
+        for at, weights in self.spec.schedule.later(step):
+            for source in unread:
+                if weights.get(self.spec.names[source], 0) > 0:
+                    return source, at
+        return None
+
+    def _gap(self, state: PlannerState, weights: Float64[np.ndarray, " sources"], source: int, at: int) -> str:
+        spec = self.spec
+        ended = [f"{field_of(spec.names[i])} ({self._buffers.ends[i]:,})" for i in np.flatnonzero(weights).tolist()]
+        more = f" and {len(ended) - 4} more" if len(ended) > 4 else ""
+        unread = self._buffers.ends[source] - state.cursors[source]
+        return (
+            f"data.mixture: at step {state.step} every source that has weight is read to its end, with "
+            f"data.epochs={spec.epochs} so many documents: {', '.join(ended[:4])}{more}; and "
+            f"{field_of(spec.names[source])}, with {unread:,} documents not yet read, has no weight before step {at}. "
+            f"Give it weight from step {state.step} on at the latest, or set data.epochs=None."
+        )
 
     def lookahead(self, state: PlannerState, steps: int) -> list[tuple[int, int, int]]:
         """About which documents the next `steps` will ask for: (source, first, count), from the schedule and `state`.

@@ -1,6 +1,7 @@
 """The Source Loaders as a constructor sees them: ask for documents, take what has come, give back what is used up."""
 
 import collections
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -209,7 +210,7 @@ class ProcessPool:
       door: of the forkserver.
       placement: loader name -> its sources, to begin with.
       shadows: standbys.
-      read_timeout_s: for one document, opening its source included.
+      read_timeout_s: for one document; opening a source may take ten times as long.
       say: told what a person should know.
       observe: told each run that comes.
     """
@@ -275,11 +276,13 @@ class ProcessPool:
                     self._take(loader, loader.child.connection.recv(), runs)
             except (EOFError, ConnectionError):
                 self._lost(loader, "died")
+                continue
             else:
                 state, *_, seconds = loader.at()
                 limit_s = self._read_timeout_s * (OPENING_TIMES if state == OPENING else 1)
                 if loader.in_flight and state != IDLE and seconds > limit_s:
                     self._lost(loader, f"has not moved for {limit_s:g} s (data.read_timeout_s)")
+                    continue
             if loader.retiring and not loader.in_flight:
                 self._end(loader)
                 del self._loaders[loader.name]
@@ -315,7 +318,8 @@ class ProcessPool:
                 self._loaders[name] = self._start(name)
             loader = self._loaders[name]
             for gone in loader.opened - set(sources):
-                loader.child.connection.send(("close", gone))
+                with contextlib.suppress(ConnectionError):  # it is dead: the next collect finds out
+                    loader.child.connection.send(("close", gone))
                 loader.opened.discard(gone)
             loader.sources = set(sources)
         self._hand_out()
@@ -407,6 +411,10 @@ class ProcessPool:
                     )
                 self._say(f"data: {where.removeprefix('at ')} is left out: its loader {why}, again and again")
                 self._skip[source].add(number)
+        elif again and state == OPENING:
+            self._deaths[source, OPENING] += 1
+            if self._deaths[source, OPENING] >= MOST_DEATHS:
+                raise DataError(f"a loader {why} {where}, again and again. Look at that source.")
         elif again:  # one document at a time from here on, to know which one it is
             again[:1] = [_Request([one], again[0].loader) for part in again[0].parts for one in part.each()]
         self._fruitless += 1
@@ -415,7 +423,7 @@ class ProcessPool:
         begun_s = time.perf_counter()
         successor = self._shadows.pop(0) if self._shadows else self._start(loader.name)
         was = successor.name
-        successor.name, successor.sources = loader.name, loader.sources
+        successor.name, successor.sources, successor.retiring = loader.name, loader.sources, loader.retiring
         self._loaders[loader.name] = successor
         self._waiting.extendleft(reversed(again))
         if was.startswith("shadow"):

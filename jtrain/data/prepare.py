@@ -26,7 +26,7 @@ from typing import IO, Literal, Protocol, cast, runtime_checkable
 
 from jtrain.data import prepared
 from jtrain.data.assemble import Assembly, Made, write_whole
-from jtrain.data.source import Source
+from jtrain.data.source import Source, field_of
 from jtrain.data.unit import Recipe, Task
 
 UNIT_BYTES = 1 << 24
@@ -75,7 +75,7 @@ def prepare(
     for recipe in recipes:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", recipe.name):
             raise ValueError(
-                f"data.sources.{recipe.name}: the name becomes a folder's: letters, digits, '_', '-', and '.' within."
+                f"{field_of(recipe.name)}: the name becomes a folder's: letters, digits, '_', '-', and '.' within."
             )
     out.mkdir(parents=True, exist_ok=True)
     with _says_disk_full(out), _locked(out), contextlib.ExitStack() as stack:
@@ -197,9 +197,9 @@ class _Pool:
             build.add(task.unit)
             self._advance(build, progress)
         elif kind == "bad record":
-            raise ValueError(f"data.sources.{build.recipe.name}: {said[0]}")
+            raise ValueError(f"{field_of(build.recipe.name)}: {said[0]}")
         elif kind == "error":
-            message = f"data.sources.{build.recipe.name}: {said[1]}"
+            message = f"{field_of(build.recipe.name)}: {said[1]}"
             if said[0] in _DISK_FULL:
                 raise OSError(said[0], message)
             raise OSError(message)
@@ -216,7 +216,7 @@ class _Pool:
         self._deaths[task.source, task.unit] += 1
         if (deaths := self._deaths[task.source, task.unit]) == _TRIES:
             raise OSError(
-                f"data.sources.{build.recipe.name}: {deaths} workers died ({how}) on {_place(build, task)}. Short of "
+                f"{field_of(build.recipe.name)}: {deaths} workers died ({how}) on {_place(build, task)}. Short of "
                 "memory? Then lower --workers. Run the same command again: it goes on where this one stopped."
             )
         progress.say(f"a worker died ({how}) on {_place(build, task)}; doing it again.")

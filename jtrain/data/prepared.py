@@ -25,6 +25,8 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int, Int32, Int64, UInt, UInt32
 
+from jtrain.data.source import field_of
+
 FORMAT = 1
 INDEX, LENGTHS, IDS, UNITS, SKIPPED = "index.json", "lengths.bin", "ids.bin", "units.jsonl", "skipped.jsonl"
 FILES = "files.json"
@@ -110,13 +112,13 @@ class Prepared:
         ]
         if differing:
             raise ValueError(
-                f"data.sources.{self.folder.name}: the prepared index {self.folder} is stale: it was made with "
+                f"{field_of(self.folder.name)}: the prepared index {self.folder} is stale: it was made with "
                 f"{'; '.join(differing)}. Make it again: {command(self.folder)}"
             )
         if on_bad_record == "fail" and self.num_skipped:
             record, why = next(iter(self.skipped.items()))
             raise ValueError(
-                f"data.sources.{self.folder.name}: the prepared index {self.folder} leaves out {self.num_skipped} bad "
+                f"{field_of(self.folder.name)}: the prepared index {self.folder} leaves out {self.num_skipped} bad "
                 f"records, but data.on_bad_record='fail'. The first is record {record}: {why}"
             )
 

@@ -88,12 +88,18 @@ class RayConstructor:
                 built = self._rows.fill(dict(zip(ARRAYS, arrays, strict=True)))
                 if built is not None:
                     self._rows.advance()  # what comes next is under way while this batch travels
-                    return Told(batch=(built.state, built.stats), said=tuple(self._pool.said())), arrays
+                    return Told(batch=(built.state, built.stats), said=self._words()), arrays
                 if self._rows.ended or time.monotonic() > until_s:
-                    return Told(ended=self._rows.ended, said=tuple(self._pool.said())), arrays[:, :0]
+                    return Told(ended=self._rows.ended, said=self._words()), arrays[:, :0]
                 self._pool.wait(0.2)
         except (ValueError, OSError) as error:
-            return Told(failed=str(error), said=tuple(self._pool.said())), arrays[:, :0]
+            return Told(failed=str(error), said=self._words()), arrays[:, :0]
+
+    def _words(self) -> tuple[str, ...]:
+        said = self._pool.said()
+        if self._rows is not None:
+            said, self._rows.said = [*self._rows.said, *said], []
+        return tuple(said)
 
 
 def trainers() -> dict[str, Any]:

@@ -22,24 +22,31 @@ ONE = 1 << SHARE_BITS
 
 Weights = Mapping[str, float | int]
 
+Points = tuple[tuple[int, Weights], ...]
+"""Weights by source, each from a step on."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
     """The same shares at every step.
 
-    weights: by source; a source that is not named has none. None: each source's own `weight`.
+    weights_by_source: a source that is not named has none. None: each source's own `weight`.
     """
 
     weights_by_source: Weights | None = None
 
     def __post_init__(self) -> None:
         if self.weights_by_source is not None:
-            _check(self.weights_by_source, "data.mixture")
+            _check(self.weights_by_source, "data.mixture.weights_by_source")
 
     def weights(self, step: int, names: Sequence[str]) -> Float64[np.ndarray, " sources"]:
         """Shares of `names` at `step`, which add up to 1."""
         assert self.weights_by_source is not None, "own_weights() comes first"
-        return _shares(self.weights_by_source, names, "data.mixture")
+        return _shares(self.weights_by_source, names, "data.mixture.weights_by_source")
+
+    def later(self, step: int) -> Points:
+        """None: see `Staged.later`."""
+        return ()
 
     def describe(self, step: int) -> str:
         """For logs."""
@@ -55,7 +62,7 @@ class Constant:
 class Staged:
     """Shares that hold from a step on, until the next stage: `((0, {"web": 1}), (5000, {"web": 1, "code": 1}))`."""
 
-    stages: tuple[tuple[int, Weights], ...]
+    stages: Points
 
     def __post_init__(self) -> None:
         _check_steps(self.stages, "data.mixture.stages")
@@ -68,6 +75,10 @@ class Staged:
     def weights(self, step: int, names: Sequence[str]) -> Float64[np.ndarray, " sources"]:
         """Shares of `names` at `step`, which add up to 1."""
         return _shares(self._stage(step)[1], names, "data.mixture.stages")
+
+    def later(self, step: int) -> Points:
+        """Which sources will have weight at a step after `step`, and from which step on; the soonest first."""
+        return tuple(stage for stage in self.stages if stage[0] > step)
 
     def describe(self, step: int) -> str:
         """For logs."""
@@ -87,7 +98,7 @@ class Staged:
 class Linear:
     """Shares that move in a straight line from point to point; before the first and after the last they stand still."""
 
-    points: tuple[tuple[int, Weights], ...]
+    points: Points
 
     def __post_init__(self) -> None:
         _check_steps(self.points, "data.mixture.points")
@@ -102,6 +113,11 @@ class Linear:
             return ends[0]
         done = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
         return ends[0] * (1.0 - done) + ends[1] * done
+
+    def later(self, step: int) -> Points:
+        """As `Staged.later`: what a point names has weight from the step behind the point before."""
+        rising = ((before + 1, weights) for (before, _), (_, weights) in itertools.pairwise(self.points))
+        return tuple(point for point in rising if point[0] > step)
 
     def describe(self, step: int) -> str:
         """For logs."""
@@ -133,6 +149,10 @@ class Custom:
         _check(weights, where)
         return _shares(weights, names, where)
 
+    def later(self, step: int) -> Points:
+        """None, since nobody can know: see `Staged.later`."""
+        return ()
+
     def describe(self, step: int) -> str:
         """For logs."""
         return f"{self.function} at step {step}: {_listed(_load(self.function)[0](step))}"
@@ -152,7 +172,10 @@ def own_weights(schedule: Schedule, weights: Weights) -> Schedule:
     Raises:
       ValueError: a weight is negative or no number, or none is above zero.
     """
-    return Constant(dict(weights)) if schedule == Constant() else schedule
+    if schedule != Constant():
+        return schedule
+    _check(weights, "data.sources.*.weight")
+    return Constant(dict(weights))
 
 
 def integer_shares(weights: Float64[np.ndarray, " sources"]) -> Int64[np.ndarray, " sources"]:
@@ -175,7 +198,7 @@ def _check(weights: Weights, where: str) -> None:
         )
 
 
-def _check_steps(points: tuple[tuple[int, Weights], ...], where: str) -> None:
+def _check_steps(points: Points, where: str) -> None:
     steps = [step for step, _ in points]
     if not steps or steps[0] < 0 or any(b <= a for a, b in itertools.pairwise(steps)):
         raise ValueError(
@@ -196,7 +219,7 @@ def _shares(weights: Weights, names: Sequence[str], where: str) -> Float64[np.nd
 
 
 @functools.lru_cache(maxsize=8)
-def _in_order(weights: tuple[tuple[str, float], ...], names: tuple[str, ...]) -> Float64[np.ndarray, " sources"]:
+def _in_order(weights: tuple[tuple[str, float | int], ...], names: tuple[str, ...]) -> Float64[np.ndarray, " sources"]:
     """Kept, because a constant mixture of hundreds of sources would be looked up anew for every step ahead."""
     by_name = dict(weights)
     found = np.asarray([by_name.get(name, 0.0) for name in names], np.float64)
@@ -236,15 +259,30 @@ def _load(function: str) -> tuple[Callable[[int], Any], str]:
         assert module_spec is not None
         assert module_spec.loader is not None
         module = importlib.util.module_from_spec(module_spec)
-        module_spec.loader.exec_module(module)
+        try:
+            module_spec.loader.exec_module(module)
+        except ImportError as error:
+            raise ValueError(f"{where}: {_why_not_imported(error, 'Install it, or mend the file')}") from error
     else:
         try:
             module = importlib.import_module(module_name)
-        except ModuleNotFoundError as e:
-            raise ValueError(f"{where}: there is no module {e.name!r}. Set the path of its file, ending in .py.") from e
+        except ImportError as error:
+            way_out = "Set the path of its file, ending in .py"
+            raise ValueError(f"{where}: {_why_not_imported(error, way_out)}") from error
     found: Any = getattr(module, name, None)
     if not callable(found):
         near = ", ".join(difflib.get_close_matches(name, vars(module), n=3)) or "none"
         raise ValueError(f"{where}: {module_name} has no function {name!r}. Nearest names: {near}.")
     text = Path(module.__file__).read_bytes() if module.__file__ else b""
     return found, hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def _why_not_imported(error: ImportError, way_out: str) -> str:
+    if (error.name or "").partition(".")[0] == "jax":
+        return (
+            "its module imports jax, itself or by what it imports, and the processes that plan the data have no jax. "
+            "Put the function into a file of its own that needs none."
+        )
+    if isinstance(error, ModuleNotFoundError):
+        return f"there is no module {error.name!r}. {way_out}."
+    return f"its module cannot be imported ({error}). {way_out}."

@@ -49,10 +49,6 @@ class Slab:
         """The words of the first page; each is written and read whole."""
         return np.frombuffer(self._mapped, np.int64, HEADER_BYTES // 8)
 
-    @property
-    def used_bytes(self) -> int:
-        return sum(self._allocated.values())
-
     def view(self, start: int, size_bytes: int) -> UInt8[np.ndarray, " bytes"]:
         """The bytes from `start` on; mapped anew first if the writer has grown the slab."""
         if start + size_bytes > self.size_bytes:
@@ -81,8 +77,10 @@ class Slab:
         self._free_span(start, start + self._allocated.pop(start))
 
     def close(self) -> None:
-        """Closes the descriptor; views stay valid until they are dropped."""
-        os.close(self.descriptor)
+        """Closes the descriptor; views stay valid until they are dropped. May be called twice."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     def _map(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes

@@ -160,20 +160,20 @@ class Corpus:
     def read(self, records: Int[np.ndarray, " records"]) -> Iterator[str | BadRecord]:
         """Texts in the order asked; a bad record in its place. What lies together is read together.
 
-        Raises:
-          OSError: a file is gone, cut short, may not be read, or fails.
+        A record of a file, or of a row group, that cannot be read is a bad one as well, with what the file says of it:
+        which records are bad does not depend on what else is asked for.
         """
         for start in range(0, len(records), _RUN_RECORDS):
             run = records[start : start + _RUN_RECORDS]
             if len(self._records) == 1:
-                yield from self._records[0].read(run.tolist())
+                yield from _read_or_why(self._records[0], run.tolist())
                 continue
             files = np.searchsorted(self.file_ends, run, side="right")
             numbers = run - (self.file_ends - self._counts)[files]
             texts: list[str | BadRecord] = [""] * len(run)
             for file in sorted(set(files.tolist())):
                 places = np.flatnonzero(files == file)
-                read = self._records[file].read(numbers[places].tolist())
+                read = _read_or_why(self._records[file], numbers[places].tolist())
                 for place, text in zip(places.tolist(), read, strict=True):
                     texts[place] = text
             yield from texts
@@ -213,6 +213,29 @@ class Corpus:
         """Lets go of decoded row groups and open readers; reading afterwards fetches them again."""
         for records in self._records:
             records.close()
+
+
+def _read_or_why(file: Records, numbers: list[int]) -> list[str | BadRecord]:
+    """As `Records.read`, where an OSError is a BadRecord for each record that meets it when it is read by itself."""
+    try:
+        return file.read(numbers)
+    except OSError as error:
+        if len(numbers) == 1:
+            return [BadRecord(str(error))]
+    # Once more in parts: one record, or those of one row group, which is decoded once for all of them.
+    group = np.searchsorted(file.group_starts, numbers, side="right") - 1
+    part = np.where(file.group_bytes[group] > 0, group, len(file.group_bytes) + np.arange(len(numbers)))
+    texts: list[str | BadRecord] = [""] * len(numbers)
+    for one in np.unique(part).tolist():
+        places = np.flatnonzero(part == one).tolist()
+        wanted = [numbers[place] for place in places]
+        try:
+            found = file.read(wanted)
+        except OSError as error:
+            found = [BadRecord(str(error)) for _ in wanted]
+        for place, text in zip(places, found, strict=True):
+            texts[place] = text
+    return texts
 
 
 def splitmix64(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:

@@ -100,8 +100,8 @@ def write_unit(
       report: called with records and tokens done since the last call.
 
     Raises:
-      BadRecord: by policy.
-      OSError: reading or writing failed; what was written is removed.
+      BadRecord: by policy; a record of a file that cannot be read is one.
+      OSError: writing failed; what was written is removed.
     """
     away = task.path.with_name(f"{task.path.name}.{os.getpid()}.tmp")
     hashed = hashlib.blake2b(digest_size=16)

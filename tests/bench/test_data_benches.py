@@ -118,12 +118,13 @@ def test_the_bars_of_memory_are_the_issues() -> None:
 
 def test_mixing_takes_turns() -> None:
     """Ours and Grain's on 6 sources; the best peer by CPU time is the one to beat."""
-    with data_mixing.our_program(6) as ours, data_mixing.peer_programs(None, 6)["Grain MapDataset.mix"] as grain:
+    peers = data_mixing.peer_programs(None, 6)
+    with data_mixing.our_program(6, prepared=True) as ours, peers["Grain MapDataset.mix"] as grain:
         for program in (ours, grain, ours, grain):
             program.turn(10)
         assert grain.samples == 2 * 10 * data_mixing.BATCH
         assert ours.samples >= 2 * 10 * data_mixing.BATCH
-        programs = {"jtrain": ours, "slow": grain, "quick": grain}
+        programs = {"jtrain": ours, "jtrain, ArrayRecord": ours, "Grain MapDataset.mix": grain}
         ours.cpu_s, grain.cpu_s = 1.0, 2.0
         rows = data_mixing.rows_of(programs, 6)
     assert rows[0]["value"] == ours.samples

@@ -171,7 +171,7 @@ def test_waiting_is_measured_where_the_source_is_slow_and_near_zero_where_it_is_
         for _ in range(20):
             time.sleep(0.005)
             waits.append(next(batches).wait_ms)
-    assert np.median(waits) < 1
+    assert np.median(waits) < 10, "a quarter of what the slow source takes, and less"
 
 
 def test_an_error_reaches_the_consumer_after_the_batches_before_it() -> None:

@@ -241,6 +241,10 @@ def test_arrow_that_is_damaged_during_a_run_is_named(tmp_path: Path) -> None:
     assert file[0] == "0 " * 30
     with pytest.raises(OSError, match=r"a\.arrow: cannot be read \(.*\)\. Save the dataset again"):
         file[15]
+    whole[:40] = b"\x01" * 40  # the schema as well
+    path.write_bytes(whole)
+    with pytest.raises(OSError, match=r"a\.arrow: cannot be read \(.*\)\. Save the dataset again"):
+        file[0]
 
 
 def write_saved_dataset(folder: Path, texts: Sequence[str], *, shards: int) -> Path:

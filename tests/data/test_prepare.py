@@ -1,6 +1,7 @@
 """Prepared indexes are the same bytes whoever made them, with how many workers, however often they were killed."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -239,11 +240,13 @@ def test_workers_killed_alone_are_replaced(unbroken: dict[str, bytes], tmp_path:
     assert contents(tmp_path / "out") == unbroken
 
 
-def test_a_unit_that_kills_every_worker_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "field"), [("web", "data.sources.web"), ("data", "data")])
+def test_a_unit_that_kills_every_worker_is_named(name: str, field: str, tmp_path: Path) -> None:
     write_lines(tmp_path, lines=100)
-    message = r"web: 3 workers died \(SIGKILL\) on records 0 to 99 of web\. .*lower --workers.*goes on where"
+    recipe = dataclasses.replace(recipes_of(tmp_path)[0], name=name)
+    message = rf"^{field}: 3 workers died \(SIGKILL\) on records 0 to 99 of {name}\. .*lower --workers.*goes on where"
     with killer_of_workers(at_most=99), pytest.raises(OSError, match=message):
-        prepare(recipes_of(tmp_path)[:1], tmp_path / "out", workers=1, stream=io.StringIO())
+        prepare([recipe], tmp_path / "out", workers=1, stream=io.StringIO())
 
 
 def test_a_full_disk_is_one_message_and_the_next_call_goes_on(unbroken: dict[str, bytes], tmp_path: Path) -> None:
@@ -297,20 +300,26 @@ def test_a_bad_record_stops_or_is_named_and_counted(tmp_path: Path) -> None:
         prepare(recipes_of(tmp_path), tmp_path / "out", workers=2, stream=io.StringIO(), unit_bytes=2048)
 
 
-def test_what_an_unfinished_call_left_out_is_not_taken_over_where_none_may_be(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "field"), [("web", "data.sources.web"), ("data", "data")])
+def test_what_an_unfinished_call_left_out_is_not_taken_over_where_none_may_be(
+    name: str, field: str, tmp_path: Path
+) -> None:
+    """`data` is what the one source of `data.path` is called."""
     write_bad_lines(tmp_path)
-    skipping = recipes_of(tmp_path, on_bad_record="skip")[:1]
+    skipping = [dataclasses.replace(recipes_of(tmp_path, on_bad_record="skip")[0], name=name)]
     (tmp_path / "out").mkdir()
     assemble.Assembly(0, skipping[0], tmp_path / "out", 2048)
     prepare(skipping, tmp_path / "other", workers=1, stream=io.StringIO(), unit_bytes=2048)
-    partial = tmp_path / "out" / ".web.partial"
-    for name in (prepared.IDS, prepared.SKIPPED):
-        (partial / name).write_bytes((tmp_path / "other" / "web" / name).read_bytes())
+    partial = tmp_path / "out" / f".{name}.partial"
+    for file in (prepared.IDS, prepared.SKIPPED):
+        (partial / file).write_bytes((tmp_path / "other" / name / file).read_bytes())
     sizes = {prepared.IDS: 1, prepared.SKIPPED: (partial / prepared.SKIPPED).read_bytes().index(b"\n") + 1}
     state = {"units": 3, "tokens": 1, "empty": 0, "skipped": 1, "bytes": sizes}
     (partial / "state.json").write_text(json.dumps(state))
-    with pytest.raises(ValueError, match=r"web\.partial leaves out 1 bad records.* first is web\.jsonl:7: .*remove /"):
-        prepare(recipes_of(tmp_path)[:1], tmp_path / "out", workers=1, stream=io.StringIO(), unit_bytes=2048)
+    message = rf"^{field}: .*{name}\.partial leaves out 1 bad records.* first is web\.jsonl:7: .*remove /"
+    failing = dataclasses.replace(skipping[0], on_bad_record="fail")
+    with pytest.raises(ValueError, match=message):
+        prepare([failing], tmp_path / "out", workers=1, stream=io.StringIO(), unit_bytes=2048)
 
 
 def test_a_source_that_changed_gets_a_new_index_in_the_place_of_the_old(tmp_path: Path) -> None:
@@ -377,8 +386,33 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     content[4:400] = b"\xff" * 396
     path.write_bytes(content)
     recipe = Recipe(name="web", source=Source(path=str(path)), tokenizer="bytes", cache_dir=tmp_path / "cache")
-    with pytest.raises(OSError, match=r"data\.sources\.web: .*web\.parquet"):
+    with pytest.raises(ValueError, match=r"data\.sources\.web: .*web\.parquet: row group 0 cannot be read"):
         prepare([recipe], tmp_path / "out", workers=1, stream=io.StringIO())
+
+
+def test_a_row_group_that_cannot_be_read_is_left_out_where_that_is_the_policy(tmp_path: Path) -> None:
+    """And nothing else: as a run does that reads the source itself."""
+    path = tmp_path / "web.parquet"
+    texts = [f"{i} " * 50 for i in range(300)]
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=50, use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    at = pq.read_metadata(path).row_group(2).column(0).data_page_offset
+    content[at : at + 60] = bytes(60)
+    path.write_bytes(content)
+    source = Source(path=str(path))
+    recipe = Recipe(name="data", source=source, tokenizer="bytes", on_bad_record="skip", cache_dir=tmp_path / "cache")
+    prepare([recipe], tmp_path / "out", workers=2, stream=io.StringIO(), unit_bytes=4096)
+    index = Prepared(tmp_path / "out" / "data")
+    want = [0 if 100 <= i < 150 else len(text) + 2 for i, text in enumerate(texts)]
+    assert index.lengths(np.arange(300)).tolist() == want
+    assert list(index.skipped) == list(range(100, 150))
+    failing = dataclasses.replace(recipe, on_bad_record="fail")
+    message = r"^data: the prepared index .* leaves out 50 bad records, .*web\.parquet: row group 2 cannot be read"
+    with pytest.raises(ValueError, match=message):
+        prepare([failing], tmp_path / "out", workers=1, stream=io.StringIO())
+    with pytest.raises(ValueError, match=r"^data: .*web\.parquet: row group 2 cannot be read"):
+        prepare([failing], tmp_path / "other", workers=1, stream=io.StringIO())
+
 
 
 def test_two_calls_do_not_prepare_in_one_folder(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,7 +117,7 @@ def test_where_there_is_no_index_the_message_says_how_to_make_one(tmp_path: Path
         Prepared(tmp_path / "web")
 
 
-def test_a_stale_index_is_refused_with_the_command_that_mends_it(index: Prepared) -> None:
+def test_a_stale_index_is_refused_with_the_command_that_mends_it(index: Prepared, tmp_path: Path) -> None:
     index.check(corpus=index.made_of["corpus"], tokenizer="bytes", format="auto", text_piece_bytes=1 << 16)
     index.check()
     message = (
@@ -127,6 +128,9 @@ def test_a_stale_index_is_refused_with_the_command_that_mends_it(index: Prepared
         index.check(corpus=index.made_of["corpus"], tokenizer="abc")
     with pytest.raises(ValueError, match=r"with text_field='text', now 'body'"):
         index.check(text_field="body")
+    one = Prepared(shutil.copytree(index.folder, tmp_path / "data"))
+    with pytest.raises(ValueError, match=r"^data: the prepared index .*/data is stale"):
+        one.check(tokenizer="abc")
 
 
 def test_an_index_that_leaves_out_bad_records_is_refused_where_none_may_be(tmp_path: Path) -> None:

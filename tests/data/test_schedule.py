@@ -1,4 +1,5 @@
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,30 @@ def test_a_function_says_the_shares_and_is_checked_at_each_call(tmp_path: Path) 
     assert "web 0.25" in schedule.describe(3)
 
 
+def test_a_function_whose_module_imports_jax_is_refused_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the processes that plan the data."""
+    body = "def mixture(step):\n    return {'web': 1}\n"
+    (tmp_path / "mine.py").write_text(f"import jax.numpy as jnp\n{body}")
+    (tmp_path / "theirs.py").write_text(f"import no_such_module_here\n{body}")
+    (tmp_path / "named.py").write_text(f"from json import no_such_name\n{body}")
+    (tmp_path / "schedule_with_jax.py").write_text(f"from jtrain.dims import Batch\n{body}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name == "jtrain.dims" or name.partition(".")[0] == "jax"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "jax", None)
+    for function in (f"{tmp_path}/mine.py:mixture", "schedule_with_jax:mixture"):
+        with pytest.raises(ValueError, match=r"its module imports jax, .* Put the function into a file of its own"):
+            Custom(function).weights(0, NAMES)
+    with pytest.raises(ValueError, match=r"theirs\.py:mixture': there is no module 'no_such_module_here'\. Install it"):
+        Custom(f"{tmp_path}/theirs.py:mixture").weights(0, NAMES)
+    with pytest.raises(ValueError, match=r"named\.py:mixture': its module cannot be imported \(cannot import name"):
+        Custom(f"{tmp_path}/named.py:mixture").weights(0, NAMES)
+    (tmp_path / "mine.py").write_text(body)
+    assert shares(Custom(f"{tmp_path}/mine.py:mixture"), 0) == [1, 0, 0]
+
+
 def test_functions_that_are_not_there_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def mixture(step):\n    return [1]\n")
@@ -71,6 +96,37 @@ def test_weights_that_are_no_numbers_from_zero_up_are_refused(bad: float) -> Non
 def test_weights_that_are_all_zero_are_refused() -> None:
     with pytest.raises(ValueError, match="at step 4: no source has a weight above 0"):
         Linear(((0, {"web": 1}), (4, {"web": 0})))
+
+
+def test_messages_name_the_field_that_holds_the_weights() -> None:
+    with pytest.raises(ValueError, match=r"^data\.mixture\.weights_by_source: the weight of 'web' is -1"):
+        Constant({"web": -1})
+    with pytest.raises(ValueError, match=r"^data\.mixture\.weights_by_source: there is no source 'cod'"):
+        Constant({"cod": 1}).weights(0, NAMES)
+    message = r"^data\.sources\.\*\.weight: no source has a weight above 0 \(web 0, code 0\)"
+    with pytest.raises(ValueError, match=message):
+        own_weights(Constant(), {"web": 0.0, "code": 0.0})
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Staged(((0, {"web": 1}), (10, {"code": 1, "web": 0}), (20, {"math": 1}))),
+        Linear(((0, {"web": 1}), (10, {"code": 1}), (20, {"math": 1}))),
+        Linear(((7, {"web": 1}), (10, {"code": 1, "math": 0}), (11, {"math": 1}))),
+    ],
+)
+def test_what_is_to_come_is_known_from_the_schedule(schedule: Staged | Linear) -> None:
+    """A step is named for each source that gets weight, the first at which it has it."""
+    for step in range(25):
+        weight = {at: dict(zip(NAMES, shares(schedule, at), strict=True)) for at in range(step, 30)}
+        for name in NAMES:
+            first = next((at for at in range(step + 1, 30) if weight[at][name]), None)
+            found = next((at for at, weights in schedule.later(step) if weights.get(name)), None)
+            if not weight[step][name]:
+                assert found == first
+            assert found is None or weight[found][name] > 0
+    assert schedule.later(20) == ()
 
 
 def test_an_unknown_source_is_refused_with_the_nearest_names() -> None:

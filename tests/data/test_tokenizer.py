@@ -1,7 +1,9 @@
 import json
 import shutil
+import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -65,15 +67,16 @@ def test_ids_take_as_few_bytes_as_the_vocabulary_allows() -> None:
     assert all(smallest_id_dtype(size).kind == "u" for size in sizes)
 
 
-def test_bytes_are_encoded_about_as_fast_as_they_are_copied() -> None:
-    """Many documents, one of them beyond ASCII, which must not widen the others: 0.2 GB/s even on a busy machine."""
-    texts = ["the cat sat on the mat " * 100] * 5000 + ["🙂"]
-    times_s = []
-    for _ in range(5):
-        start_s = time.perf_counter()
+def test_encoding_bytes_holds_three_copies_at_most() -> None:
+    """Many documents, one of them beyond ASCII: as one text it would widen the others to 4 bytes a character."""
+    texts = ["the cat sat on the mat " * 100] * 1000 + ["🙂"]
+    tracemalloc.start()
+    try:
         ByteTokenizer().encode_documents(texts)
-        times_s.append(time.perf_counter() - start_s)
-    assert sum(map(len, texts)) / min(times_s) > 2e8
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 3.5 * sum(map(len, texts))
 
 
 def test_text_cannot_spell_a_special_token(tokenizer_json: Path) -> None:
@@ -134,23 +137,34 @@ def test_identity_tells_tokenizers_apart(tokenizer_json: Path) -> None:
 
 
 def test_encoding_lets_other_threads_run(tokenizer_json: Path) -> None:
-    """On the prefetch thread it must not stop the training loop."""
+    """On the prefetch thread it must not stop the training loop.
+
+    With so long a switch interval a thread that holds the interpreter is never asked for it: others run only while it
+    is let go.
+    """
     tokenizer = HFTokenizer(tokenizer_json)
-    text = "the cat sat on the mat, the end of text. " * 50_000
-    wakes_s: list[float] = []
+    text = "the cat sat on the mat, the end of text. " * 20_000
+    wakes, woken = 0, False
     done = threading.Event()
 
     def wake_up() -> None:
+        nonlocal wakes
         while not done.is_set():
-            wakes_s.append(time.perf_counter())
+            wakes += 1
             time.sleep(0.001)
 
     thread = threading.Thread(target=wake_up)
-    thread.start()
-    start_s = time.perf_counter()
-    tokenizer.encode(text)
-    took_s = time.perf_counter() - start_s
-    done.set()
-    thread.join()
-    assert took_s > 0.2, "too short to prove anything"
-    assert max(np.diff([start_s, *wakes_s[1:]])) < took_s / 2
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(600.0)
+    try:
+        thread.start()
+        for _ in range(20):  # mostly the first is enough; a busy machine may wake the thread late
+            before = wakes
+            tokenizer.encode(text)
+            if woken := wakes > before:
+                break
+    finally:
+        sys.setswitchinterval(interval_s)
+        done.set()
+        thread.join()
+    assert woken

@@ -66,16 +66,16 @@ class ArrowFile(Records):
         import pyarrow as pa
 
         with self._map() as mapped:
-            mapped.seek(len(_FILE_MAGIC) if mapped.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC else 0)
-            schema = pa.ipc.read_schema(pa.ipc.read_message(mapped))
-
-            def column_of(batch: int) -> Any:
-                mapped.seek(int(self._batch_at[batch]))
-                return pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema).column(self._text_field)
-
             try:
+                mapped.seek(len(_FILE_MAGIC) if mapped.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC else 0)
+                schema = pa.ipc.read_schema(pa.ipc.read_message(mapped))
+
+                def column_of(batch: int) -> Any:
+                    mapped.seek(int(self._batch_at[batch]))
+                    return pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema).column(self._text_field)
+
                 return read_grouped(records, self._first_row, column_of, self._text_field, self._file.called)
-            except (pa.ArrowException, EOFError) as error:
+            except (pa.ArrowException, OSError, EOFError) as error:
                 raise OSError(f"{self._file.called}: cannot be read ({error}). Save the dataset again.") from error
 
     def _map(self) -> Any:
