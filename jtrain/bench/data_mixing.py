@@ -6,8 +6,8 @@ Ours are read from a prepared index, as MosaicML's are from MDS, and in a second
 Grain's; with `mallopt` as the training loop sets it on a CPU. Everybody's documents come in random order, in the same
 proportions, as int32 arrays of byte tokens; ours are packed into rows besides. Per core means: per second of CPU time,
 over all processes of a loader, from its first measured batch to its last. The programs take turns on the same machine.
-Each peer is in the form it was fastest in: Grain's MapDataset.mix of ArrayRecord without threads, WebDataset's RandomMix
-of tars, MosaicML's streams with and without worker processes.
+Each peer is in the form it was fastest in: Grain's MapDataset.mix of ArrayRecord without threads, WebDataset's
+RandomMix of tars, MosaicML's streams with and without worker processes.
 """
 
 import argparse
