@@ -45,10 +45,10 @@ class Budget:
         if not self.shares:
             return "data plane: in the trainer (data.engine=inline)"
         loaders = sum(share.processes for share in self.shares if share.role == "loader")
+        most = f"at most {self.total('threads')} threads and {self.total('descriptors')} descriptors, "
         return (
-            f"data plane: 1 constructor, up to {loaders} loaders, {self.total('processes')} processes in all, at most "
-            f"{self.total('threads')} threads and {self.total('descriptors')} descriptors, about "
-            f"{self.total('memory_mib')} MiB"
+            f"data plane: 1 constructor, up to {loaders} loaders, {self.total('processes')} processes in all, "
+            f"{most if self.total('threads') else ''}about {self.total('memory_mib')} MiB"
         )
 
 
