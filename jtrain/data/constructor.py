@@ -185,11 +185,10 @@ class Constructor:
         ]
         # What was open or put off when the state was taken is read once more.
         self._carried = _carried(self._state.planner)
-        self._restoring = bool(self._carried)
+        self._awaited = {key for key in self._carried if key[0] not in self._prepared}
         again: dict[int, list[int]] = collections.defaultdict(list)
-        for source, number in sorted(self._carried):
-            if source not in self._prepared:
-                again[source].append(number)
+        for source, number in sorted(self._awaited):
+            again[source].append(number)
         for source, numbers in again.items():
             pool.request([Part(source, np.asarray(numbers, np.int64))], first=True)
 
@@ -312,12 +311,10 @@ class Constructor:
 
     def _has_payload(self, pieces: Pieces) -> bool:
         """Whether all documents have come; of a source that is not prepared they came with their lengths."""
-        if not self._prepared and not self._restoring:
+        if not self._prepared and not self._awaited:
             return True
         wanted = zip(pieces.source.tolist(), pieces.document.tolist(), strict=True)
-        found = all(self._payload[source].get(document) is not None for source, document in wanted)
-        self._restoring = self._restoring and not found
-        return found
+        return all(self._payload[source].get(document) is not None for source, document in wanted)
 
     def _ids(self, source: int, document: int) -> np.ndarray:
         found = self._payload[source][document]
@@ -328,6 +325,8 @@ class Constructor:
     def _keep(self, run: Run) -> None:
         numbers = run.numbers.tolist()
         run.live = len(numbers)
+        if self._awaited:  # after a restore
+            self._awaited.difference_update(zip(itertools.repeat(run.source), numbers))
         self._payload[run.source].update(zip(numbers, zip(itertools.repeat(run), range(run.live)), strict=False))
         known = self._known[run.source]
         if known.records is None and numbers[0] >= known.end:

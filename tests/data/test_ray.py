@@ -28,6 +28,10 @@ from jtrain.data.unit import Recipe
 
 ROOT = Path(__file__).parents[2]
 
+# Ray's test cluster starts its daemons by a fork of this process, in which other tests may have started jax: each is
+# replaced by exec at once, so jax's warning of deadlocks does not concern it. A trainer only connects to a cluster.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called:RuntimeWarning")
+
 QUICK_TO_NOTICE = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
