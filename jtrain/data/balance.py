@@ -4,7 +4,7 @@ import heapq
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, Num
 
 Method = Literal["none", "tree", "lpt", "karmarkar_karp"]
 
@@ -12,7 +12,7 @@ Costs = Int64[np.ndarray, " items"]
 """Integers, so that no machine's rounding decides who gets what."""
 
 
-def spread(costs: Costs, bins: int) -> float:
+def spread(costs: Num[np.ndarray, " items"], bins: int) -> float:
     """Largest over mean cost of `bins` equal contiguous parts of `costs`: 1 is perfect."""
     parts = costs.reshape(bins, -1).sum(axis=1)
     return float(parts.max() / parts.mean()) if parts.any() else 1.0

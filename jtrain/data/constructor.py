@@ -16,8 +16,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float64, Int
 
+from jtrain.data import balance
 from jtrain.data.documents import Documents, SourceSetup
 from jtrain.data.forkserver import Door
 from jtrain.data.loader import Part
@@ -89,7 +90,7 @@ class BatchStats:
     tokens_by_source: Int[np.ndarray, " sources"]
     fill: float
     drift: float
-    row_cost: Any
+    row_cost: Float64[np.ndarray, " rows"]
     plan_s: float
     fill_s: float
     wait_s: float
@@ -98,8 +99,7 @@ class BatchStats:
 
     def spread(self, ranks: int) -> float:
         """Largest over mean cost of so many data ranks."""
-        totals = self.row_cost.reshape(ranks, -1).sum(axis=1)
-        return float(totals.max() / totals.mean()) if totals.any() else 1.0
+        return balance.spread(self.row_cost, ranks)
 
     def tokens(self, names: Sequence[str]) -> dict[str, int]:
         """By the names of the sources; those that gave none are left out."""

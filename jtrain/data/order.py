@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,10 @@ class Order:
         self.num_records = num_records
         self._seed = seed
         self._whole = functools.lru_cache(maxsize=2)(self._permutation)
-        self._windows: functools.partial[_Windows] | None = None
+        self._windows: Callable[[np.uint64], _Windows] | None = None
         if int(group_bytes.sum()) > window_bytes:
             plan = functools.partial(_Windows, group_starts=group_starts, group_bytes=group_bytes, bytes=window_bytes)
-            self._windows = functools.lru_cache(maxsize=2)(plan)  # pyright: ignore[reportAttributeAccessIssue]
+            self._windows = functools.lru_cache(maxsize=2)(plan)
 
     def records(self, numbers: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
         """The records that documents `numbers` are."""

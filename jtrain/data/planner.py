@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from jtrain.data import balance
 from jtrain.data.bins import LANES, Packing
 from jtrain.data.graph import Graph, Spans, Unit
 from jtrain.data.mixing import Buffers, Lengths, NotYet
@@ -164,8 +165,7 @@ class LoadingPlan:
 
     def spread(self, ranks: int) -> float:
         """Largest over mean cost over so many data ranks."""
-        totals = self.row_cost.reshape(ranks, -1).sum(axis=1)
-        return float(totals.max() / totals.mean()) if totals.any() else 1.0
+        return balance.spread(self.row_cost, ranks)
 
 
 class Planner:
