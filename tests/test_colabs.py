@@ -3,6 +3,7 @@
 import ast
 import os
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -26,24 +27,51 @@ def test_a_notebook_defines_nothing_and_carries_no_output(path: Path) -> None:
     assert not [cell for cell in cells if cell.cell_type == "code" and (cell.outputs or cell.execution_count)]
 
 
+def run(name: str, folder: Path, patch: pytest.MonkeyPatch, *, steps: tuple[int, int]) -> dict[str, Any]:
+    """Outputs by cell, with the second number of `steps` in the place of the first."""
+    notebook = nbformat.read(ROOT / "colabs" / name, as_version=4)
+    settings = next(cell for cell in notebook.cells if cell.get("id") == "settings")
+    shipped, fewer = (f"steps = {number}\n" for number in steps)
+    assert shipped in settings.source
+    settings.source = settings.source.replace(shipped, fewer)
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]))
+    patch.setenv("XLA_FLAGS", "")  # one device, as a reader has
+    patch.setenv("IPYTHONDIR", str(folder / "ipython"))
+    patch.setenv("MPLCONFIGDIR", str(folder / "matplotlib"))
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    return {cell["id"]: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+
+
+def text_of(outputs: list[Any]) -> str:
+    """What a cell printed, errors aside."""
+    return "".join(output["text"] for output in outputs if output.get("name") == "stdout")
+
+
 def test_tiny_trains_plots_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cell runs; the loss fell, a picture came out, and the sample goes on from its prompt."""
-    notebook = nbformat.read(ROOT / "colabs" / "tiny.ipynb", as_version=4)
-    settings = next(cell for cell in notebook.cells if cell.get("id") == "settings")
-    assert "steps = 100" in settings.source
-    settings.source = settings.source.replace("steps = 100", "steps = 6")
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    )
-    monkeypatch.setenv("XLA_FLAGS", "")  # one device, as a reader has
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path / "matplotlib"))
-
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-
-    outputs = {cell["id"]: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+    outputs = run("tiny.ipynb", tmp_path, monkeypatch, steps=(100, 6))
     assert "0" in outputs["train"][-1]["data"]["text/plain"], "the exit code of a complete run"
     assert any("image/png" in output.get("data", {}) for output in outputs["plot"])
-    (printed,) = outputs["sample"]
-    assert printed["text"].startswith("def ")
-    assert len(printed["text"]) > len("def ") + 10
+    printed = text_of(outputs["sample"])
+    assert printed.startswith("def ")
+    assert len(printed) > len("def ") + 10
+
+
+def test_data_is_mixed_packed_prepared_and_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cell runs; all rows of the table are there, the index is whole, and the change is told."""
+    outputs = run("data.ipynb", tmp_path, monkeypatch, steps=(120, 12))
+    assert "docstrings (60.0%)" in text_of(outputs["declare"])
+    assert "row 0  " in text_of(outputs["inspect"])
+    assert "12 batches of (32, 1024)" in text_of(outputs["read"])
+    assert any("image/png" in output.get("data", {}) for output in outputs["plot"])
+    rows = [line.split() for line in text_of(outputs["choices"]).splitlines()[1:]]
+    assert len(rows) == 6
+    spread = {(packing, balance): float(cost) for packing, balance, _, cost in rows}
+    for packing in ("concat", "first_fit", "best_fit"):
+        assert 1 <= spread[packing, "True"] < spread[packing, "False"]
+    prepared = text_of(outputs["prepare"])
+    assert prepared.count(": whole (") == 4
+    assert "the same: True" in prepared
+    changed = text_of(outputs["change"])
+    assert "step 12: the mixture was 'linear" in changed
+    assert "step 12: topics 0.0167 -> 0.0000" in changed

@@ -1,10 +1,6 @@
 """From names and `--set`s to a run, and every refusal on the way."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -168,6 +164,12 @@ def test_a_config_is_found_in_this_folder_first_then_in_a_file_or_module(
     assert config.load(f"{tmp_path}/other.py:second").seed == 43
     monkeypatch.syspath_prepend(tmp_path)
     assert config.load("other:second").seed == 43
+
+
+def test_a_run_is_built_of_frozen_values() -> None:
+    """Nobody downstream can change what config.txt says."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run().seed = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------
@@ -369,35 +371,3 @@ def test_what_may_change_names_real_paths() -> None:
     paths = [leaf.path for name in ("tiny", "mixture") for leaf in leaves.leaves(config.load(name))]
     for prefix in MAY_CHANGE_ON_RESUME:
         assert any(path.startswith(prefix) for path in paths), prefix
-
-
-# --- packaging --------------------------------------------------------------------------------------------------
-
-
-def test_a_run_is_built_of_frozen_values() -> None:
-    """Nobody downstream can change what config.txt says."""
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        run().seed = 3  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_an_installed_wheel_finds_its_configs_outside_the_checkout(tmp_path: Path) -> None:
-    """Built and unpacked elsewhere, --config=llama8b works as in the checkout."""
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = (tmp_path / "dist").glob("jtrain-*.whl")
-    site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)
-    assert (site / "jtrain_kernels").is_dir()
-    code = "import jtrain; from jtrain import launch; print(jtrain.__file__);"
-    code += "launch.main(['--config=llama8b', '--print-config'])"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    where, _, text = done.stdout.partition("\n")
-    assert where == str(site / "jtrain" / "__init__.py")
-    assert text == (GOLDEN / "llama8b.txt").read_text()

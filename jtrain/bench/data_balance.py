@@ -13,6 +13,7 @@ import numpy as np
 
 from jtrain.bench import Row, row
 from jtrain.data.balance import karmarkar_karp, lpt, spread
+from jtrain.data.bins import Packing
 from jtrain.data.planner import Planner, PlannerSpec
 from jtrain.data.rows import Pieces
 from jtrain.data.schedule import Constant
@@ -29,14 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[Row]:
     """Ranks of one row to sixteen, then planning time, then documents without rows."""
     rows = []
-    for ranks, per_rank in ((8, 4), (8, 16), (64, 1), (64, 4), (64, 8)):
-        plan_ms, balanced, plain = measure(args.sources, ranks, per_rank, args.steps)
-        what = f"{ranks} ranks x {per_rank} rows of {SEQ_LEN}"
+    packed: tuple[tuple[Packing, int, int], ...] = (
+        ("concat", 8, 4), ("concat", 64, 1), ("concat", 64, 4), ("concat", 64, 8), ("best_fit", 64, 1),
+        ("best_fit", 64, 4))  # fmt: skip
+    for packing, ranks, per_rank in packed:
+        plan_ms, balanced, plain = measure(args.sources, ranks, per_rank, packing, args.steps)
+        what = f"{packing}, {ranks} ranks x {per_rank} rows of {SEQ_LEN}"
         # One row to a rank leaves nothing to exchange: the row with the longest document is the floor.
         rows.append(row(f"{what}: max/mean cost (rows at random: {plain:.3f})", balanced, "ratio",
                         bar="<= 1.05" if per_rank >= 4 else None))  # fmt: skip
         rows.append(row(f"{what}: plan one step, {args.sources} sources", plan_ms, "ms",
-                        bar="<= 5" if (ranks, per_rank) == (64, 1) else None))  # fmt: skip
+                        bar="<= 5" if (ranks, per_rank, packing) == (64, 4, "concat") else None))  # fmt: skip
     lengths = np.clip(np.random.default_rng(0).lognormal(5.76, 1.21, 1024), 16, SEQ_LEN).astype(np.int64)
     costs = LINEAR * lengths + lengths**2
     for name, method in (("greedy", lpt), ("Karmarkar-Karp", karmarkar_karp)):
@@ -50,7 +54,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def measure(sources: int, ranks: int, per_rank: int, steps: int) -> tuple[float, float, float]:
+def measure(sources: int, ranks: int, per_rank: int, packing: Packing, steps: int) -> tuple[float, float, float]:
     """Median milliseconds to plan a step; spread over ranks, balanced, and with the rows shuffled."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(5.76, 1.21, (sources, 4000)), 16, SEQ_LEN).astype(np.int32)
@@ -67,7 +71,7 @@ def measure(sources: int, ranks: int, per_rank: int, steps: int) -> tuple[float,
         seq_len=SEQ_LEN,
         global_batch=ranks * per_rank,
         schedule=Constant(weights),
-        packing="best_fit",
+        packing=packing,
         cost_linear=LINEAR,
         cost_quadratic=1.0,
     )

@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     add_peer_argument(parser)
     parser.add_argument("--sources", type=int, default=data_sources.NUM_SOURCES, help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each program")
-    parser.add_argument("--batches", type=int, default=300, help=f"batches of {BATCH} samples per turn")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each program")
+    parser.add_argument("--batches", type=int, default=1000, help=f"batches of {BATCH} samples per turn")
 
 
 @dataclasses.dataclass

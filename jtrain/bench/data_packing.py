@@ -16,7 +16,7 @@ import numpy as np
 from jtrain.bench import Row, row
 from jtrain.data.bins import Packing
 from jtrain.data.planner import LoadingPlan, Planner, PlannerSpec
-from jtrain.data.rows import Rows, fill_rows
+from jtrain.data.rows import Rows, fill_rows, views_of
 from jtrain.data.schedule import Constant
 
 SEQ_LEN = 8192
@@ -92,7 +92,7 @@ def of_ours(plans: list[LoadingPlan], documents: list[np.ndarray], rows: int) ->
     out, tokens = Rows.empty(rows, SEQ_LEN), 0
     start_s = time.process_time()
     for plan in plans:
-        fill_rows(out, plan.pieces, lambda source, document: documents[document % len(documents)])
+        fill_rows(out, plan.pieces, views_of(lambda source, document: documents[document % len(documents)]))
         tokens += int(plan.tokens_by_source.sum())
     return tokens / (time.process_time() - start_s), tokens / (len(plans) * rows * SEQ_LEN)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from jtrain import durable
 from jtrain.checkpoint import files
 
 CHUNK_BYTES = 64 << 20
@@ -36,7 +37,7 @@ class Writer:
             async def finalize(self) -> None:
                 seal(Path(self.get()))
                 await super().finalize()
-                files.sync_directory(Path(self.get_final()).parent)
+                durable.sync_directory(Path(self.get_final()).parent)
                 after()
 
         logging.getLogger("absl").addFilter(_without_tracebacks)

@@ -12,13 +12,14 @@ manifest is complete, and any other is the remains of a save that was killed.
 import concurrent.futures
 import dataclasses
 import datetime
-import errno
 import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
+
+from jtrain import durable
 
 STATE = "state"
 DATA = "data.json"
@@ -128,25 +129,9 @@ def seal(path: Path, *, step: int, leaves: dict[str, Leaf], data: str, config: s
         files = {name: ((path / name).stat().st_size, digest) for name, digest in zip(names, hashes, strict=True)}
     saved_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     body = dataclasses.asdict(Manifest(step, saved_at, leaves, files)) | {"format": _FORMAT}
-    text = json.dumps(body | {"digest": _digest(body)}, indent=1)
-    with open(path / MANIFEST, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    durable.write_whole(path / MANIFEST, json.dumps(body | {"digest": _digest(body)}, indent=1))
     for inner in (path, *(entry for entry in path.rglob("*") if entry.is_dir())):
-        sync_directory(inner)
-
-
-def sync_directory(path: Path) -> None:
-    """Puts the names in a directory on the disk itself."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
-            raise
-    finally:
-        os.close(handle)
+        durable.sync_directory(inner)
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -4,11 +4,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jtrain.data.dataset import BatchIterator, PackedText, TextDataset, open_dataset
+    from jtrain.data.batches import BatchIterator
+    from jtrain.data.dataset import TextDataset, open_dataset
     from jtrain.data.feed import Fed, Prefetch, host_rows, prefetch, put_batch, share_batch
     from jtrain.data.formats import BadRecord
     from jtrain.data.schedule import Constant, Custom, Linear, Staged
     from jtrain.data.source import Source
+    from jtrain.data.spec import PackedText
     from jtrain.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, make_tokenizer
 
 __all__ = [
@@ -34,7 +36,7 @@ __all__ = [
     "share_batch",
 ]
 
-_MODULES = ("formats", "tokenizer", "source", "schedule", "dataset", "feed")
+_MODULES = ("formats", "tokenizer", "source", "schedule", "spec", "batches", "dataset", "feed")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,7 @@
-"""Looks at what a run reads, and gets it ready: `python -m jtrain.data prepare | inspect | plan | bench | sample`."""
+"""Looks at what a run reads, and gets it ready.
+
+python -m jtrain.data prepare | verify | inspect | plan | bench | sample
+"""
 
 import argparse
 import itertools
@@ -58,6 +61,14 @@ def parser() -> argparse.ArgumentParser:
         "Runs the data plane of a config without a trainer.",
     )
     bench.add_argument("--steps", type=int, default=200, metavar="N", help="batches to read (default: 200)")
+    verify = verbs.add_parser(
+        "verify",
+        help="read what `prepare` wrote and compare its hashes",
+        description="Reads what `prepare` wrote, about 1 GB/s, and compares its hashes. Exits 2 if a file is damaged.",
+        allow_abbrev=False,
+    )
+    verify.add_argument("folder", type=Path, metavar="DIR", help="the --out of `prepare`, or one source's folder in it")
+    verify.add_argument("--json", type=Path, metavar="FILE", help="write the same there as JSON")
     sample = verbs.add_parser(
         "sample",
         help="write six small sources in six formats, from text on this machine: what --config=mixture reads",
@@ -216,6 +227,39 @@ def prepare(args: argparse.Namespace, run: "Run") -> int:
     )
 
 
+def verify(args: argparse.Namespace) -> int:
+    """Says of each prepared index whether it is whole; returns the exit code."""
+    from jtrain.data.prepared import INDEX, Prepared, command  # lazy: numpy
+
+    if (args.folder / INDEX).exists():
+        folders = [args.folder]
+    else:
+        there = args.folder.iterdir() if args.folder.is_dir() else ()
+        folders = sorted(path for path in there if path.is_dir() and not path.name.startswith("."))
+    if not folders:
+        raise FileNotFoundError(f"{args.folder}: no prepared index there. Make it: {command(args.folder / 'NAME')}")
+    found = []
+    for folder in folders:
+        try:
+            index = Prepared(folder)
+            damage = index.verify()
+            what = f"{index.num_records:,} records, {index.num_tokens:,} tokens"
+        except (ValueError, OSError) as error:  # its sizes, or what says what it should be
+            damage, what = [str(error)], "its index"
+        found.append({"name": folder.name, "damage": damage})
+        print(f"{folder.name}: {'DAMAGED' if damage else 'whole'} ({what})", flush=True)
+        for line in damage:
+            print(f"  {folder}: {line.removeprefix(f'{folder}: ')}", file=sys.stderr)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"sources": found}, indent=1))
+    damaged = [folder for folder, one in zip(folders, found, strict=True) if one["damage"]]
+    if not damaged:
+        return 0
+    again = f"rm -r {shlex.join(map(str, damaged))} && {command(damaged[0])}"
+    print(f"error: {len(damaged)} of {len(found)} indexes are damaged. Make them again: {again}", file=sys.stderr)
+    return 2
+
+
 def execute(args: argparse.Namespace) -> int:
     """What the parsed arguments ask for; returns the exit code."""
     if args.verb == "sample":
@@ -224,6 +268,8 @@ def execute(args: argparse.Namespace) -> int:
         for name, documents in write_sample(args.out).items():
             print(f"{args.out / FILES[name]}: {documents:,} documents")
         return 0
+    if args.verb == "verify":
+        return verify(args)
     verb.start_jax(os.environ)
 
     from jtrain import config  # lazy: with jax, flax and the rest, over a second

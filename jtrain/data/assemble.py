@@ -9,7 +9,6 @@ OUT/.NAME.partial/state.json     how far that is: what is longer than it says wa
 import collections
 import contextlib
 import dataclasses
-import errno
 import io
 import json
 import os
@@ -24,6 +23,7 @@ from jtrain.data import prepared
 from jtrain.data.prepared import Prepared
 from jtrain.data.source import Corpus, field_of
 from jtrain.data.unit import Recipe, Task, read_unit
+from jtrain.durable import sync_directory, write_whole
 
 _MOST_RECORDS = 1 << 20
 _UNKNOWN_BYTES = 4096  # of a record, where a source does not know its size
@@ -216,7 +216,7 @@ class Assembly:
         if self._folder.exists():
             self._folder.rename(away)
         self._partial.rename(self._folder)
-        _sync_directory(self._folder.parent)
+        sync_directory(self._folder.parent)
         shutil.rmtree(away, ignore_errors=True)
 
     def made(self) -> Made:
@@ -260,24 +260,3 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         return json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
         return None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The file has its old contents or these, whenever one looks."""
-    away = path.with_name(path.name + ".tmp")
-    with open(away, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    away.rename(path)
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
-            raise
-    finally:
-        os.close(handle)

@@ -15,14 +15,14 @@ as public text tells them. Where our reading of it would not work, this differs:
 - Cheap sources are packed once; after that only what no longer fits moves, because moving means opening again.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from jtrain.data.assign import FULL, PROCESS_BYTES, Assignment, Placement, loaders_of
+from jtrain.data.measured import LoaderLoad, SourceProfile, Sticky
 
 TARGET_BUSY = 0.75
 """Share of its time that a loader is planned to work; the rest absorbs what the hysteresis has not yet acted on."""
@@ -34,70 +34,7 @@ TEXT_BYTES_PER_S = 4e6  # a guess, tokenising on one core; only until a source, 
 DOCUMENT_S = 30e-6
 OPEN_BYTES = 2 << 20  # a Parquet reader with small row groups holds 1.0 to 1.5 MB
 
-_RISE, _FALL = 1.25, 0.5  # measured beyond these, two windows in a row, counts as changed: +-30 % noise cannot cycle
 _MAX_LINES = 8
-
-
-@dataclasses.dataclass
-class SourceProfile:
-    """What a source has cost lately: sums over its runs, older runs fading by a tenth with each new one.
-
-    documents, tokens, bytes: read and sent.
-    read_s: seconds of reading and tokenising, without the opening of files.
-    send_s: seconds of handing over: copies into the slab, messages.
-    open_bytes: memory that one loader holds for the source while it is open, buffers included; the largest seen lately.
-    """
-
-    documents: float = 0.0
-    tokens: float = 0.0
-    bytes: float = 0.0
-    read_s: float = 0.0
-    send_s: float = 0.0
-    open_bytes: float = 0.0
-
-    def observe(
-        self, *, documents: int, tokens: int, bytes: int, read_s: float, send_s: float = 0.0, open_bytes: int = 0
-    ) -> None:
-        """Adds one run that a loader has served."""
-        fade = 0.9
-        self.documents = fade * self.documents + documents
-        self.tokens = fade * self.tokens + tokens
-        self.bytes = fade * self.bytes + bytes
-        self.read_s = fade * self.read_s + read_s
-        self.send_s = fade * self.send_s + send_s
-        self.open_bytes = max(0.99 * self.open_bytes, open_bytes)
-
-    @property
-    def s_per_document(self) -> float:
-        return (self.read_s + self.send_s) / self.documents if self.documents else math.nan
-
-    @property
-    def s_per_token(self) -> float:
-        return (self.read_s + self.send_s) / self.tokens if self.tokens else math.nan
-
-    @property
-    def tokens_per_document(self) -> float:
-        return self.tokens / self.documents if self.documents else math.nan
-
-    @property
-    def bytes_per_document(self) -> float:
-        return self.bytes / self.documents if self.documents else math.nan
-
-
-@dataclasses.dataclass(frozen=True)
-class LoaderLoad:
-    """How a loader fares.
-
-    busy_share: share of the time since the last report that it worked, 0 to 1.
-    queued: requests that wait for it.
-    alive: false once it has died or hung and no shadow took over its number.
-    rss_bytes: its memory.
-    """
-
-    busy_share: float
-    queued: int
-    alive: bool
-    rss_bytes: int
 
 
 class Autoscaler:
@@ -139,8 +76,8 @@ class Autoscaler:
         self._weight = np.zeros(size)  # planned for: at once up, after two windows down
         self._recent_weight = np.zeros((2, size))  # the largest of the last window and of the present one
         # Rows: seconds per document, documents per step and unit of weight, seconds of a step without waiting.
-        self._cost = _Sticky(np.tile([[DOCUMENT_S], [0.0], [1.0]], (1, size)))
-        self._open = _Sticky(np.full((1, size), float(OPEN_BYTES)))
+        self._cost = Sticky(np.tile([[DOCUMENT_S], [0.0], [1.0]], (1, size)))
+        self._open = Sticky(np.full((1, size), float(OPEN_BYTES)))
         self._guess_s = np.full(size, DOCUMENT_S)
         self._extra = np.ones(size)  # what waiting has taught beyond the profiles
         self._window_start_s: float | None = None
@@ -433,28 +370,6 @@ class Autoscaler:
     def _list(self, sources: list[int]) -> str:
         names = ", ".join(self.names[s] for s in sources[:4])
         return names if len(sources) <= 4 else f"{names} and {len(sources) - 4} more"
-
-
-class _Sticky:
-    """Measured columns that change only when two windows in a row say so, and then to the larger of the two."""
-
-    def __init__(self, value: Float[np.ndarray, "rows sources"]) -> None:
-        self.value = value
-        self._last = value.copy()
-        self._last_side = np.zeros(value.shape[1], int)
-
-    def judge(
-        self,
-        measured: Float[np.ndarray, "rows sources"],
-        size_of: Callable[[Float[np.ndarray, "rows sources"]], Float[np.ndarray, " sources"]],
-    ) -> Bool[np.ndarray, " sources"]:
-        """Takes in a window; which sources have changed by it."""
-        size, planned, last = size_of(measured), size_of(self.value), size_of(self._last)
-        side = (size > planned * _RISE).astype(int) - (size < planned * _FALL)
-        changed = (side != 0) & (side == self._last_side)
-        self.value = np.where(changed, np.where(size >= last, measured, self._last), self.value)
-        self._last, self._last_side = measured, np.where(changed, 0, side)
-        return changed
 
 
 def _load(rows: Float[np.ndarray, "3 sources"]) -> Float[np.ndarray, " sources"]:

@@ -6,6 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+import numpy as np
+from jaxtyping import Int64
+
 Packing = Literal["concat", "first_fit", "best_fit"]
 
 LANES = 32
@@ -15,153 +18,191 @@ With one, the 16 rows of a batch of 256 bytes each would nearly always be one an
 mean is 17 KB.
 """
 
-Span = tuple[int, int]
-"""From this token of a document up to that one."""
+Spans = Int64[np.ndarray, "documents 2"]
+"""From this token of each document up to that one; never empty."""
+
+More = Callable[[int], Spans | None]
+"""About so many more tokens; None when there are none."""
 
 
 class Packed(NamedTuple):
-    """What went where; documents are numbered as in the list that was packed.
+    """What went where; documents are numbered as they were given: those carried, then those of `more`.
 
-    pieces: (row, document, start, end), in the order in which they lie in each row.
-    left: (document, start) of what waits for a later step, the one that is due first in front.
-    used: documents taken from the list, counted from its beginning.
+    pieces: row, document, start, end; by row, in the order in which they lie in it.
+    left: document, start of what waits for a later step, the one that is due first in front.
+    used: documents taken, counted from the first.
     """
 
-    pieces: list[tuple[int, int, int, int]]
-    left: list[tuple[int, int]]
+    pieces: Int64[np.ndarray, "4 pieces"]
+    left: Int64[np.ndarray, "2 left"]
     used: int
 
 
-def concat(
-    spans: list[Span], more: Callable[[int], bool], *, rows: int, seq_len: int, carried: int, lanes: int = LANES
-) -> Packed:
+def concat(carried: Spans, more: More, *, rows: int, seq_len: int, lanes: int = LANES) -> Packed:
     """Each row goes on with the document that has waited longest, then starts new ones; what is cut off waits.
 
     While fewer than `lanes` documents wait, rows begin with a new one. Every row is full until the documents end; each
-    token lands in one row.
+    token lands in one row. Takes steps by row, not by document: a step of 800 documents in 64 rows takes 0.2 ms.
 
     Args:
-      spans: the documents, to which `more` appends.
-      more: about so many more tokens; False when there are none.
-      carried: how many of `spans` were left by the step before.
+      carried: left by the step before.
     """
-    pieces: list[tuple[int, int, int, int]] = []
-    waiting = deque((i, spans[i][0]) for i in range(min(carried, lanes)))
-    fresh, at_end = len(waiting), False
+    spans, at_end = carried, False
+    end, before = _ends_and_sums(spans)
+    waiting = deque(enumerate(spans[:lanes, 0].tolist()))
+    begun = fresh = len(waiting)
+    heads, tails, news = [], [], []  # single pieces before and after a row's new documents; (row, their number)
+    cuts = []  # (document, end of its first piece)
+
+    def go_on(row: int, room: int, pieces: list[tuple[int, int, int, int]]) -> int:
+        document, start = waiting.popleft()
+        stop = min(end[document], start + room)
+        pieces.append((row, document, start, stop))
+        if stop < end[document]:
+            waiting.append((document, stop))
+        return room - (stop - start)
+
     for row in range(rows):
-        room, gone_on = seq_len, False
+        room = go_on(row, seq_len, heads) if len(waiting) >= lanes else seq_len
+        stop = fresh
         while room:
-            if waiting and (at_end or (not gone_on and len(waiting) >= lanes)):
-                document, start = waiting.popleft()
-                gone_on = True
-            elif fresh < len(spans):
-                document, start = fresh, spans[fresh][0]
-                fresh += 1
-            elif not at_end:
-                # About what is needed: a row that ends a document in waiting cuts another, of as much on average.
-                left, turn = rows - row - 1, min(rows - row - 1, lanes)
-                full = sum(spans[i][1] - start >= seq_len for i, start in itertools.islice(waiting, turn))
-                at_end = not more(room + (left - left * full // max(1, turn)) * seq_len)
-                continue
-            else:
+            stop = bisect_left(before, before[fresh] + room, fresh)  # so far and the row is full
+            if stop < len(before) or at_end:
                 break
-            end = min(spans[document][1], start + room)
-            pieces.append((row, document, start, end))
-            room -= end - start
-            if end < spans[document][1]:
-                waiting.append((document, end))
-    waiting.extend((i, spans[i][0]) for i in range(fresh, carried))
-    return Packed(pieces, list(waiting), max(fresh, carried))
+            # About what is needed: a row that ends a document in waiting cuts another, of as much on average.
+            left, turn = rows - row - 1, min(rows - row - 1, lanes)
+            full = sum(end[i] - start >= seq_len for i, start in itertools.islice(waiting, turn))
+            there = before[-1] - before[fresh]
+            found = more(room - there + (left - left * full // max(1, turn)) * seq_len)
+            if found is None:
+                at_end = True
+                continue
+            spans = np.concatenate([spans, found])
+            end, before = _ends_and_sums(spans)
+        stop = min(stop, len(end))
+        news.append(stop - fresh)
+        if stop > fresh:
+            over = max(0, before[stop] - before[fresh] - room)
+            room -= before[stop] - before[fresh] - over
+            if over:
+                cuts.append((stop - 1, end[stop - 1] - over))
+                waiting.append(cuts[-1])
+            fresh = stop
+        while room and waiting:  # all have begun
+            room = go_on(row, room, tails)
+
+    document = np.arange(begun, fresh)
+    first_end = spans[begun:fresh, 1].copy()
+    if cuts:
+        cut, at = np.asarray(cuts, np.int64).T
+        first_end[cut - begun] = at
+    new = np.stack([np.repeat(np.arange(rows), news), document, spans[begun:fresh, 0], first_end])
+    before_new, after_new = (np.asarray(single, np.int64).reshape(-1, 4).T for single in (heads, tails))
+    pieces = np.concatenate([before_new, new, after_new], axis=1)
+    used = max(fresh, len(carried))
+    left = [np.asarray(waiting, np.int64).reshape(-1, 2).T, np.stack([np.arange(fresh, used), spans[fresh:used, 0]])]
+    return Packed(pieces[:, np.argsort(pieces[0], kind="stable")], np.concatenate(left, axis=1), used)
 
 
-def fit(
-    spans: list[Span],
-    more: Callable[[int], bool],
-    *,
-    rows: int,
-    seq_len: int,
-    carried: int,
-    slack_tokens: int,
-    best: bool,
-    most_rows: int | None = None,
-) -> Packed:
+def _ends_and_sums(spans: Spans) -> tuple[list[int], list[int]]:
+    """Ends of the documents; and how many tokens lie before each, and in all."""
+    return spans[:, 1].tolist(), [0, *np.cumsum(spans[:, 1] - spans[:, 0]).tolist()]
+
+
+def fit(carried: Spans, more: More, *, rows: int, seq_len: int, slack_tokens: int, best: bool) -> Packed:
     """Documents whole, except that one longer than a row fills rows of its own and only its end is packed.
 
     Takes `slack_tokens` more than there is room for, so that something small is always at hand for the last gap; the
-    rest goes first in the next step, and the one that has waited longest before all, so none waits for ever.
+    rest goes first in the next step, and the one that has waited longest before all, so none waits for ever. Of one
+    document no more than a 32nd of the rows and a part of a row, unless documents run out.
 
     `best`: the longest first, each to the row where it leaves the least room, which looks again at a document when it
     is next; otherwise in the order given, each to the first row that has room.
-    `most_rows`: of one document in one step, but for what is less than a row; a 32nd of them unless documents run out.
     """
-    most = (most_rows or max(1, rows // LANES)) * seq_len
-    lacking, used = rows * seq_len + slack_tokens, 0
-    keys, offers = [], []  # as integers, which sort faster than tuples: 1.0 for 2.2 ms for 3,000 documents
-    while used < carried or (lacking > 0 and (used < len(spans) or more(lacking))):
-        start, end = spans[used]
-        end = end if end - start < most + seq_len else start + most
-        urgency = 2 if used >= carried else 1 if used else 0
-        lacking -= end - start
-        while start < end:
-            length = min(end - start, seq_len)
-            late = urgency * (seq_len + 1) + (seq_len - length if best else 0)
-            keys.append(late << 32 | len(offers))
-            offers.append((used, start, length))
-            start += length
-        used += 1
-    if lacking > 0 and most_rows is None:
-        shape = dict(rows=rows, seq_len=seq_len, carried=carried, slack_tokens=slack_tokens, most_rows=rows)
-        return fit(spans, lambda _: False, best=best, **shape)
-    keys.sort()
+    spans, most, need = carried, max(1, rows // LANES) * seq_len, rows * seq_len + slack_tokens
+    while True:
+        size = spans[:, 1] - spans[:, 0]
+        size = np.where(size < most + seq_len, size, most)
+        total = np.cumsum(size)
+        lacking = need - int(total[-1]) if len(total) else need
+        if lacking > 0 and (found := more(lacking)) is not None:
+            spans = np.concatenate([spans, found])
+        elif lacking > 0 and most < rows * seq_len:
+            most = rows * seq_len
+        else:
+            break
+    used = max(len(carried), min(len(spans), int(np.searchsorted(total, need)) + 1))
 
-    next_start = [start for start, _ in spans[:used]]
-    pieces = []
-    place = _best_fit(rows, seq_len) if best else _first_fit(rows, seq_len)
-    for key in keys:
-        document, start, length = offers[key & 0xFFFFFFFF]
-        if start == next_start[document] and (row := place(length)) >= 0:
-            pieces.append((row, document, start, start + length))
-            next_start[document] = start + length
-    pieces.sort(key=lambda piece: piece[0])
-    left = [(i, start) for i, start in enumerate(next_start) if start < spans[i][1]]
-    left.sort(key=lambda item: item[1] != spans[item[0]][0])  # those that had a turn go behind
-    return Packed(pieces, left, used)
+    # Offers: each document in parts of a row. Those carried first; the longest first, or as they come.
+    size = size[:used]
+    parts = -(-size // seq_len)
+    document = np.repeat(np.arange(used), parts)
+    part_start = (np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)) * seq_len
+    length = np.minimum(size[document] - part_start, seq_len)
+    start = spans[document, 0] + part_start
+    urgency = np.where(document >= len(carried), 2, np.minimum(document, 1))
+    order = np.argsort(urgency * (seq_len + 1) + (seq_len - length if best else 0), kind="stable")
+
+    place = (_best_fit if best else _first_fit)(rows, seq_len)
+    row = np.asarray(place(length[order].tolist(), document[order].tolist()), np.int64)
+    by_row = np.argsort(row, kind="stable")[np.count_nonzero(row < 0) :]
+    row, placed = row[by_row], order[by_row]
+    next_start = spans[:used, 0].copy()
+    np.add.at(next_start, document[placed], length[placed])
+    left = np.flatnonzero(next_start < spans[:used, 1])
+    left = left[np.argsort(next_start[left] != spans[left, 0], kind="stable")]  # those that had a turn go behind
+    pieces = np.stack([row, document[placed], start[placed], start[placed] + length[placed]])
+    return Packed(pieces, np.stack([left, next_start[left]]), used)
 
 
-def _best_fit(rows: int, seq_len: int) -> Callable[[int], int]:
-    """Gives the row with the least room that is enough, or -1."""
-    spaces = [seq_len * rows + row for row in range(rows)]  # room * rows + row, ascending
+Place = Callable[[list[int], list[int]], list[int]]
+"""(lengths, documents) -> the row of each offer or -1, one after another; after a -1 no later part of a document."""
 
-    def place(length: int) -> int:
-        at = bisect_left(spaces, length * rows)
-        if at == len(spaces):
-            return -1
-        room, row = divmod(spaces.pop(at), rows)
-        if room > length:
-            insort(spaces, (room - length) * rows + row)
-        return row
+
+def _best_fit(rows: int, seq_len: int) -> Place:
+    """To the row with the least room that is enough."""
+
+    def place(lengths: list[int], documents: list[int]) -> list[int]:
+        spaces = [seq_len * rows + row for row in range(rows)]  # room * rows + row, ascending
+        found, gone = [], set()
+        for length, document in zip(lengths, documents, strict=True):
+            wanted = length * rows
+            at = bisect_left(spaces, wanted)
+            if at == len(spaces) or document in gone:
+                gone.add(document)
+                found.append(-1)
+                continue
+            space = spaces.pop(at)
+            if (rest := space - wanted) >= rows:
+                insort(spaces, rest)
+            found.append(space % rows)
+        return found
 
     return place
 
 
-def _first_fit(rows: int, seq_len: int) -> Callable[[int], int]:
-    """Gives the first row with enough room, or -1: down a tree of the most room in each half."""
-    leaves = 1 << (rows - 1).bit_length()
-    most = [0] * leaves + [seq_len] * rows + [0] * (leaves - rows)
-    for i in range(leaves - 1, 0, -1):
-        most[i] = max(most[2 * i], most[2 * i + 1])
+def _first_fit(rows: int, seq_len: int) -> Place:
+    """To the first row with enough room: down a tree of the most room in each half."""
 
-    def place(length: int) -> int:
-        if most[1] < length:
-            return -1
-        i = 1
-        while i < leaves:
-            i = 2 * i + (most[2 * i] < length)
-        most[i] -= length
-        row = i - leaves
-        while i > 1:
-            i //= 2
+    def place(lengths: list[int], documents: list[int]) -> list[int]:
+        leaves = 1 << (rows - 1).bit_length()
+        most = [0] * leaves + [seq_len] * rows + [0] * (leaves - rows)
+        for i in range(leaves - 1, 0, -1):
             most[i] = max(most[2 * i], most[2 * i + 1])
-        return row
+        found, gone = [], set()
+        for length, document in zip(lengths, documents, strict=True):
+            if most[1] < length or document in gone:
+                gone.add(document)
+                found.append(-1)
+                continue
+            i = 1
+            while i < leaves:
+                i = 2 * i + (most[2 * i] < length)
+            most[i] -= length
+            found.append(i - leaves)
+            while i > 1:
+                i //= 2
+                most[i] = max(most[2 * i], most[2 * i + 1])
+        return found
 
     return place

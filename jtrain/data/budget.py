@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 
-from jtrain.data.constructor import slot_bytes
+from jtrain.data.constructor_process import slot_bytes
 from jtrain.data.dataset import SLOTS, TextDataset
 from jtrain.data.pool import IN_FLIGHT
 

@@ -4,33 +4,24 @@ One per host. The planner in it is a pure function, so the constructors of all h
 """
 
 import collections
-import contextlib
 import dataclasses
 import itertools
-import pickle
-import socket
-import threading
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64, Int
+from jaxtyping import Bool, Float64, Int, Int64
 
 from jtrain.data import balance
 from jtrain.data.documents import Documents, SourceSetup
-from jtrain.data.forkserver import Door
 from jtrain.data.loader import Part
 from jtrain.data.planner import EndOfData, LoadingPlan, NotYet, Planner, PlannerSpec, PlannerState
-from jtrain.data.pool import LoaderState, Pool, ProcessPool, Run
+from jtrain.data.pool import Pool
 from jtrain.data.rows import Pieces, Rows, fill_rows
-from jtrain.data.scaling import Scaling
-from jtrain.data.slab import HEADER_BYTES, Slab
+from jtrain.data.runs import LoaderState, Run
+from jtrain.data.shelf import Shelf, keys_of, places_of
 from jtrain.data.source import field_of
-
-ARRAYS = ("token_BL", "target_BL", "position_BL", "segment_BL")
-"""The arrays of a batch, in the order they lie in a slot."""
 
 RUN_BYTES, ALL_RUNS_BYTES = 1 << 16, 6 << 20
 MOST_RUN_DOCUMENTS = 64
@@ -47,9 +38,6 @@ LENGTHS_AT_A_TIME = 256
 
 NAMED_SKIPPED = 10
 """Bad documents of a source that are named one by one."""
-
-SCALE_EVERY_S = 0.25
-"""How often the autoscaler looks at the run, at most."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +135,10 @@ class _Known:
             self.lengths = np.concatenate([self.lengths, found])
 
     def drop_before(self, number: int) -> None:
-        gone = max(0, number - self.first)
+        """In steps of `LENGTHS_AT_A_TIME`: it is called for each source in each step."""
+        gone = number - self.first
+        if gone < LENGTHS_AT_A_TIME:
+            return
         self.first += gone
         self.lengths = self.lengths[gone:]
         self.records = None if self.records is None else self.records[gone:]
@@ -170,7 +161,7 @@ class Constructor:
         self._prepared = {i: Documents(s) for i, s in prepared.items()}
         run_bytes = min(RUN_BYTES, ALL_RUNS_BYTES // num_sources)
         self._run_documents = [max(1, min(MOST_RUN_DOCUMENTS, run_bytes // max(b, 1))) for b in setup.documents_bytes]
-        self._payload: list[dict[int, tuple[Run, int] | None]] = [{} for _ in range(num_sources)]
+        self._shelf = Shelf(self._state.planner.cursors, pool.release)
         self.said: list[str] = []
         """What people should know and nobody has taken yet."""
         self._named = [0] * num_sources
@@ -185,7 +176,8 @@ class Constructor:
         ]
         # What was open or put off when the state was taken is read once more.
         self._carried = _carried(self._state.planner)
-        self._awaited = {key for key in self._carried if key[0] not in self._prepared}
+        open_documents = map(tuple, self._state.planner.carry[:, :2].tolist())
+        self._awaited = {(source, number) for source, number in open_documents if source not in self._prepared}
         again: dict[int, list[int]] = collections.defaultdict(list)
         for source, number in sorted(self._awaited):
             again[source].append(number)
@@ -245,7 +237,7 @@ class Constructor:
             self._wait_s = time.perf_counter() - self._waiting_since_s
             self._waiting_since_s = None
         begun_s = time.perf_counter()
-        fill_rows(Rows(**out), planned.pieces, self._ids)
+        fill_rows(Rows(**out), planned.pieces, self._views)
         if (order := self._setup.column_order) is not None:
             for array in out.values():
                 array[:] = array[:, order]
@@ -294,69 +286,55 @@ class Constructor:
 
     def _ask_for_payload(self, planned: list[_Planned]) -> None:
         """Asks for just those documents of prepared sources that this host's rows take."""
-        wanted: dict[int, list[int]] = collections.defaultdict(list)
+        wanted: dict[int, set[int]] = collections.defaultdict(set)
         for step in planned:
             for source, document in zip(step.pieces.source.tolist(), step.pieces.document.tolist(), strict=True):
-                if source in self._prepared and document not in self._payload[source]:
-                    self._payload[source][document] = None
-                    wanted[source].append(document)
+                if source in self._prepared:
+                    wanted[source].add(document)
         parts = []
         for source, documents in wanted.items():
-            numbers, known = np.asarray(documents, np.int64), self._known[source]
-            assert known.records is not None
-            inside = bool(len(known.records)) and min(documents) >= known.first
-            parts.append(Part(source, numbers, known.records[numbers - known.first] if inside else None))
+            numbers, known = self._shelf.expect(source, np.asarray(sorted(documents), np.int64)), self._known[source]
+            if len(numbers):
+                assert known.records is not None
+                inside = bool(len(known.records)) and int(numbers[0]) >= known.first
+                parts.append(Part(source, numbers, known.records[numbers - known.first] if inside else None))
         if parts:
             self._pool.request(parts)
 
     def _has_payload(self, pieces: Pieces) -> bool:
         """Whether all documents have come; of a source that is not prepared they came with their lengths."""
-        if not self._prepared and not self._awaited:
-            return True
-        wanted = zip(pieces.source.tolist(), pieces.document.tolist(), strict=True)
-        return all(self._payload[source].get(document) is not None for source, document in wanted)
+        return (not self._prepared and not self._awaited) or self._shelf.holds(pieces)
 
-    def _ids(self, source: int, document: int) -> np.ndarray:
-        found = self._payload[source][document]
-        assert found is not None
-        run, at = found
-        return run.ids[run.starts[at] : run.starts[at + 1]]
+    def _views(self, pieces: Pieces) -> list[np.ndarray]:
+        return self._shelf.views(pieces)
 
     def _keep(self, run: Run) -> None:
-        numbers = run.numbers.tolist()
-        run.live = len(numbers)
         if self._awaited:  # after a restore
-            self._awaited.difference_update(zip(itertools.repeat(run.source), numbers))
-        self._payload[run.source].update(zip(numbers, zip(itertools.repeat(run), range(run.live)), strict=False))
-        known = self._known[run.source]
-        if known.records is None and numbers[0] >= known.end:
-            known.add(numbers[0], np.diff(run.starts).astype(np.int32))
+            self._awaited.difference_update(zip(itertools.repeat(run.source), run.numbers.tolist()))
+        self._shelf.put(run)
+        known, first = self._known[run.source], int(run.numbers[0])
+        if known.records is None and first >= known.end:
+            known.add(first, np.diff(run.starts).astype(np.int32))
 
     def _forget(self, before: PlannerState, after: PlannerState) -> Int[np.ndarray, " sources"]:
         """Drops the documents that no later step needs; returns how many of them were bad ones, by source."""
         skipped = np.zeros_like(self._state.skipped)
-        carried = _carried(after)
-        done = [key for key in self._carried if key not in carried]
-        for source in np.flatnonzero(after.cursors != before.cursors).tolist():
-            passed = range(int(before.cursors[source]), int(after.cursors[source]))
-            done += [key for key in zip(itertools.repeat(source), passed) if key not in carried]
-            self._known[source].drop_before(passed.stop)
-        for source, number in done:
-            found = self._payload[source].pop(number, None)
-            if found is None:  # another host's row has it, or it is empty
-                why = self._skipped_by_index(source, number)
-                if why is not None:
+        moved = np.flatnonzero(after.cursors != before.cursors)
+        count = (after.cursors - before.cursors)[moved]
+        passed = np.arange(int(count.sum())) + np.repeat(before.cursors[moved] - np.cumsum(count) + count, count)
+        for source, cursor in zip(moved.tolist(), after.cursors[moved].tolist(), strict=True):
+            self._known[source].drop_before(cursor)
+        drawn = np.concatenate([self._carried, keys_of(np.repeat(moved, count), passed)])
+        self._carried = _carried(after)
+        bad, absent = self._shelf.drop(drawn[~_among(drawn, self._carried)], self._carried, after.cursors)
+        for run, number in bad:
+            skipped[run.source] += 1
+            self._name_skipped(run.source, run.skipped[number])
+        if self._prepared:  # another host's rows have what is absent, or the index leaves it out
+            for source, number in zip(*(part.tolist() for part in places_of(absent)), strict=True):
+                if (why := self._skipped_by_index(source, number)) is not None:
                     skipped[source] += 1
                     self._name_skipped(source, why)
-                continue
-            run = found[0]
-            if run.skipped and number in run.skipped:
-                skipped[source] += 1
-                self._name_skipped(source, run.skipped[number])
-            run.live -= 1
-            if not run.live:
-                self._pool.release(run)
-        self._carried = carried
         return skipped
 
     def _skipped_by_index(self, source: int, number: int) -> str | None:
@@ -376,118 +354,13 @@ class Constructor:
             self.said.append(f"data: {field_of(name)}: more are left out; data_skipped counts them")
 
 
-def _carried(state: PlannerState) -> set[tuple[int, int]]:
-    """Source and number of the documents that were drawn and are not yet used up."""
-    return set(map(tuple, state.carry[:, :2].tolist()))
+def _carried(state: PlannerState) -> Int64[np.ndarray, " open"]:
+    """Keys of the documents that were drawn and are not yet used up, ascending."""
+    return np.sort(keys_of(state.carry[:, 0], state.carry[:, 1]))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProcessSetup:
-    """What a constructor process is told: its work, and how to run its loaders."""
-
-    constructor: ConstructorSetup
-    max_loaders: int
-    shadows: int
-    read_timeout_s: float
-    slots: int
-    state: DataState | None
-
-
-class Slots:
-    """A ring of batches in shared memory, filled by the constructor and read by the trainer."""
-
-    def __init__(self, slab: Slab, *, slots: int, rows: int, seq_len: int) -> None:
-        words = np.frombuffer(slab.view(HEADER_BYTES, slots * slot_bytes(rows, seq_len)), np.int32)
-        self._words = words.reshape(slots, len(ARRAYS), rows, seq_len)
-
-    def arrays(self, slot: int) -> dict[str, Int[np.ndarray, "rows L"]]:
-        """The arrays of one slot, by name."""
-        return dict(zip(ARRAYS, self._words[slot], strict=True))
-
-
-def slot_bytes(rows: int, seq_len: int) -> int:
-    """Of one batch."""
-    return len(ARRAYS) * rows * seq_len * 4
-
-
-def serve(connection: Connection, descriptors: list[int]) -> None:
-    """A constructor process's life: batches into free slots, until the connection ends.
-
-    Is sent `("free", slot)`. Sends, pickled: `("batch", slot, state, stats)`, the state pickled once more; `("end",)`
-    after the last; `("say", text)`; `("failed", message)`, and then nothing; and `("alive",)` once a second.
-    """
-    setup: ProcessSetup = connection.recv()
-    work = setup.constructor
-    door = Door(socket.socket(fileno=descriptors[0]))
-    slots = Slots(Slab(descriptors[1]), slots=setup.slots, rows=len(work.rows), seq_len=work.planner.seq_len)
-    free = collections.deque(range(setup.slots))
-
-    sending = threading.Lock()
-
-    def send(message: tuple[Any, ...]) -> None:
-        with sending:
-            connection.send(message)
-
-    def say(text: str) -> None:
-        send(("say", text))
-
-    def beat() -> None:
-        """On a thread of its own: opening hundreds of remote sources may take minutes."""
-        with contextlib.suppress(OSError):
-            while True:
-                time.sleep(1.0)
-                send(("alive",))
-
-    threading.Thread(target=beat, name="data-heartbeat", daemon=True).start()
-    try:
-        scaling = Scaling(work.planner, work.documents_bytes, max_loaders=setup.max_loaders)
-        placement, why = scaling.start(0 if setup.state is None else setup.state.planner.step)
-        pool = ProcessPool(
-            work.sources,
-            door,
-            placement=placement,
-            shadows=setup.shadows,
-            read_timeout_s=setup.read_timeout_s,
-            say=say,
-            observe=scaling.observe,
-        )
-        for line in why:
-            say(line)
-        constructor = Constructor(work, pool, setup.state)
-        ended, looked_s, steps, starved_s = False, time.monotonic(), 0, 0.0
-        while True:
-            constructor.advance()
-            while free and (built := constructor.fill(slots.arrays(free[0]))) is not None:
-                state = pickle.dumps(built.state, protocol=pickle.HIGHEST_PROTOCOL)
-                for line in constructor.said:
-                    say(line)
-                constructor.said.clear()
-                send(("batch", free.popleft(), state, built.stats))
-                steps += 1
-                if (seconds := time.monotonic() - looked_s) > SCALE_EVERY_S:
-                    new, lines = scaling.after_step(
-                        built.stats.step + work.lookahead_steps,
-                        step_s=seconds / steps,
-                        wait_s=starved_s / steps,
-                        loaders=pool.states(),
-                    )
-                    looked_s, steps, starved_s = time.monotonic(), 0, 0.0
-                    if new is not None:
-                        pool.place(new)
-                    for line in lines:
-                        say(line)
-                constructor.advance()
-            if constructor.ended and not ended:
-                send(("end",))
-                ended = True
-            begun_s = time.monotonic()
-            ready = wait([connection, *pool.connections()], timeout=0.2)
-            if len(free) == setup.slots:  # the trainer has nothing left to take
-                starved_s += time.monotonic() - begun_s
-            while connection in ready and connection.poll():
-                free.append(connection.recv()[1])
-    except (ValueError, OSError) as error:
-        if isinstance(error, ConnectionError):
-            raise
-        send(("failed", str(error)))
-        connection.recv()  # until it ends
+def _among(keys: Int64[np.ndarray, " n"], ascending: Int64[np.ndarray, " m"]) -> Bool[np.ndarray, " n"]:
+    """Which of `keys` are in `ascending`; np.isin would import numpy.ma."""
+    if not len(ascending):
+        return np.zeros(len(keys), np.bool_)
+    return ascending[np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)] == keys

@@ -41,7 +41,7 @@ sys.modules["jaxtyping"].__getattr__ = lambda name: Annotation
 Here annotations are for readers alone, and importing it brings asyncio and unittest.mock along: 5 MB and 80 ms.
 """
 
-ROLES = {"constructor": "jtrain.data.constructor", "loader": "jtrain.data.loader"}
+ROLES = {"constructor": "jtrain.data.constructor_process", "loader": "jtrain.data.loader"}
 """Role -> module whose `serve(connection, descriptors)` is its whole life."""
 
 

@@ -8,19 +8,19 @@
 The payload of no document ever comes here. After `pack` or `freeze` the members of the step stay what they are.
 """
 
-import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64, Int64, Shaped
+from jaxtyping import Int64, Shaped
 
 from jtrain.data import balance
-from jtrain.data.bins import Packed, Packing, Span, concat, fit
+from jtrain.data.bins import Packed, Packing, concat, fit
 from jtrain.data.mixing import Buffers, Documents, Draws
 from jtrain.data.place import ClientPlaceTree
 from jtrain.data.rows import Pieces
 from jtrain.data.schedule import ONE, SHARE_BITS, Schedule, integer_shares
+from jtrain.data.view import Assignment, CostFn, View
 
 Unit = Literal["tokens", "samples", "rows"]
 
@@ -30,98 +30,12 @@ Spans = Int64[np.ndarray, "documents 4"]
 Sizes = Callable[[Int64[np.ndarray, " documents"], Int64[np.ndarray, " documents"]], Shaped[np.ndarray, " documents"]]
 """What a modality has of each document (source, number): image patches, frames."""
 
-CostFn = Callable[[Int64[np.ndarray, " pieces"]], Shaped[np.ndarray, " pieces"]]
-
-_COST_SCALE = 1 << 40
-
-
-class Assignment(NamedTuple):
-    """Where the nodes of a view go.
-
-    order: the nodes as they lie one after another, bucket by bucket.
-    bucket: of each node; None where no axis was given, so that equal contiguous parts of `order` are the buckets.
-    costs: of each node.
-    """
-
-    order: Int64[np.ndarray, " nodes"]
-    bucket: Int64[np.ndarray, " nodes"] | None
-    costs: Float64[np.ndarray, " nodes"]
-
-    def spread(self, ranks: int) -> float:
-        """Largest over mean cost over `ranks`, or over the buckets where there are any."""
-        if self.bucket is None:
-            totals = self.costs[self.order].reshape(ranks, -1).sum(axis=1)
-        else:
-            totals = np.bincount(self.bucket, weights=self.costs, minlength=ranks)
-        return float(totals.max() / totals.mean()) if totals.any() else 1.0
-
 
 class GraphPlan(NamedTuple):
     """views: by modality. fetch_from: for each device the one that fetches for it; None without a place tree."""
 
     views: dict[str, Assignment]
     fetch_from: Int64[np.ndarray, " devices"] | None
-
-
-class View:
-    """The members of a step as one modality sees them. Nodes are rows once packed, else documents."""
-
-    def __init__(self, sizes: np.ndarray, node: np.ndarray, num_nodes: int, place: ClientPlaceTree | None) -> None:
-        self._sizes, self._node, self._num_nodes, self._place = sizes.astype(np.int64), node, num_nodes, place
-        self._buckets: int | None = None
-        self._cost: CostFn = lambda size: size
-        self._method: balance.Method = "none"
-        self._min_gain = 0.0
-
-    def distribute(self, axis: str | None, *, group_size: int = 1) -> "View":
-        """A bucket for each `group_size` ranks along `axis`; None: an order that is good for any number of ranks.
-
-        Raises:
-          ValueError: no such axis, or its ranks do not make such groups.
-        """
-        self._buckets = None
-        if axis is not None:
-            assert self._place is not None, "distribute(axis) needs a ClientPlaceTree"
-            ranks = self._place.count(axis)
-            if group_size < 1 or ranks % group_size:
-                raise ValueError(f"distribute({axis!r}, group_size={group_size}) does not divide its {ranks} ranks.")
-            self._buckets = ranks // group_size
-        return self
-
-    def cost(self, cost_fn: CostFn) -> "View":
-        """What each piece costs, by its size; only proportions count."""
-        self._cost = cost_fn
-        return self
-
-    def balance(self, method: balance.Method, *, min_gain: float = 0.0) -> "View":
-        """How nodes are put into buckets. `tree` needs no buckets; only an order better by `min_gain` is taken."""
-        self._method, self._min_gain = method, min_gain
-        return self
-
-    def plan(self) -> Assignment:
-        """Every node in its place."""
-        raw = np.asarray(self._cost(self._sizes), np.float64)
-        node_cost = np.zeros(self._num_nodes)
-        np.add.at(node_cost, self._node, raw)
-        top = node_cost.max(initial=0.0)
-        costs = np.rint(node_cost * (_COST_SCALE / top)).astype(np.int64) if top > 0 else np.zeros(len(node_cost), int)
-        given = np.arange(self._num_nodes)
-        if self._buckets is None:
-            assert self._method in ("none", "tree"), f"balance({self._method!r}) needs distribute(axis)"
-            order = given
-            if self._method == "tree" and self._num_nodes:
-                found = balance.tree(costs)
-                order = found if _mean_spread(costs) >= _mean_spread(costs[found]) * (1 + self._min_gain) else given
-            return Assignment(order, None, node_cost)
-        if self._method == "lpt":
-            bucket = balance.lpt(costs, self._buckets)
-        elif self._method == "karmarkar_karp":
-            bucket = balance.karmarkar_karp(costs, self._buckets)
-        else:
-            order = balance.tree(costs) if self._method == "tree" and self._num_nodes else given
-            bucket = np.empty(self._num_nodes, np.int64)
-            bucket[order] = given * self._buckets // max(1, self._num_nodes)
-        return Assignment(np.argsort(bucket, kind="stable"), bucket, node_cost)
 
 
 class Graph:
@@ -164,12 +78,18 @@ class Graph:
         unit: Unit = "tokens",
         cursors: Int64[np.ndarray, " sources"] | None = None,
         owed: Int64[np.ndarray, " sources"] | None = None,
+        mean_tokens: int | None = None,
     ) -> "Graph":
-        """Says which documents are due, from the shares at `step`, and where each source stands."""
+        """Says which documents are due, from the shares at `step`, and where each source stands.
+
+        `mean_tokens` of a document: how many to begin with where shares are not of tokens. It must follow from the
+        state alone: where a source ends, the order depends on how much is asked for.
+        """
         zeros = np.zeros(len(self._buffers.names), np.int64)
         self.weights = schedule.weights(step, self._buffers.names)
         self.cursors, self.owed = zeros if cursors is None else cursors, zeros if owed is None else owed
         self._unit: Unit = unit
+        self._mean_tokens = mean_tokens
         return self
 
     def freeze(self, documents: int) -> "Graph":
@@ -191,7 +111,7 @@ class Graph:
         self.num_nodes = rows
         if self._unit == "rows":
             return self._pack_by_source(packing, rows, seq_len, carry, lanes)
-        draws = self._draws(typical_tokens=seq_len)
+        draws = self._draws(typical_tokens=self._mean_tokens or seq_len)
         group = _Group(carry, draws.more)
         packed = group.pack(packing, rows, seq_len, lanes)
         self.cursors, self.owed, self.units = draws.commit(packed.used - len(carry))
@@ -304,35 +224,34 @@ class _Group:
         self.carried = len(carry)
         self.at_end = False
         self._arrays = [carry]
-        self._spans: list[Span] = [(start, end) for start, end in carry[:, 2:].tolist()]
 
     def pack(self, packing: Packing, rows: int, seq_len: int, lanes: int) -> Packed:
-        """One of the packers, checked."""
-        shape: dict[str, Any] = dict(rows=rows, seq_len=seq_len, carried=self.carried)
+        """One of the packers."""
+        carried = self._arrays[0][:, 2:]
         if packing == "concat":
-            return concat(self._spans, self._grow, lanes=lanes, **shape)
-        slack_tokens = max(1, rows // 16) * seq_len
-        return fit(self._spans, self._grow, slack_tokens=slack_tokens, best=packing == "best_fit", **shape)
+            return concat(carried, self._grow, rows=rows, seq_len=seq_len, lanes=lanes)
+        slack_tokens, best = max(1, rows // 16) * seq_len, packing == "best_fit"
+        return fit(carried, self._grow, rows=rows, seq_len=seq_len, slack_tokens=slack_tokens, best=best)
 
     def result(self, packed: Packed) -> tuple[Pieces, Spans]:
         """Pieces and carry by source and number; nothing lost, nothing twice."""
         spans = np.concatenate(self._arrays)[: packed.used]
-        row, at, start, end = np.asarray(packed.pieces, np.int64).reshape(-1, 4).T
-        left, left_start = np.asarray(packed.left, np.int64).reshape(-1, 2).T
+        row, at, start, end = packed.pieces
+        left, left_start = packed.left
         both = (np.concatenate(two) for two in ((at, left), (start, left_start), (end, spans[left, 3])))
         _check_conserved(spans, *both)
         carry = spans[left]
         carry[:, 2] = left_start
         return Pieces(row, spans[at, 0], spans[at, 1], start, end), carry
 
-    def _grow(self, tokens: int) -> bool:
+    def _grow(self, tokens: int) -> Int64[np.ndarray, "documents 2"] | None:
         found = self._more(tokens)
         if found is None:
             self.at_end = True
-            return False
-        self._arrays.append(np.stack([found.source, found.document, np.zeros_like(found.length), found.length], axis=1))
-        self._spans.extend(zip(itertools.repeat(0), found.length.tolist()))
-        return True
+            return None
+        new = np.stack([found.source, found.document, np.zeros_like(found.length), found.length], axis=1)
+        self._arrays.append(new)
+        return new[:, 2:]
 
 
 class _Feed:
@@ -401,12 +320,6 @@ def _check_conserved(spans: np.ndarray, at: np.ndarray, start: np.ndarray, end: 
         and bool((start < end).all())
     )
     assert whole, "the plan holds other tokens than the step's members"
-
-
-def _mean_spread(costs: np.ndarray) -> float:
-    """Over every number of parts that there could be: no one number of ranks may decide."""
-    parts = [d for d in range(2, len(costs)) if len(costs) % d == 0]
-    return float(np.mean([balance.spread(costs, d) for d in parts])) if parts else 1.0
 
 
 def _arrays(pieces: Pieces) -> tuple[np.ndarray, ...]:

@@ -11,19 +11,13 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.constructor import (
-    ARRAYS,
-    BatchStats,
-    Constructor,
-    ConstructorSetup,
-    DataState,
-    ProcessSetup,
-    Slots,
-    slot_bytes,
-)
+from jtrain.data.constructor import BatchStats, Constructor, ConstructorSetup, DataState
+from jtrain.data.constructor_process import ProcessSetup, Slots, slot_bytes
 from jtrain.data.forkserver import Child, Forkserver
+from jtrain.data.inline_pool import InlinePool
 from jtrain.data.planner import LoadingPlan
-from jtrain.data.pool import DataError, InlinePool
+from jtrain.data.rows import ARRAYS
+from jtrain.data.runs import DataError
 from jtrain.data.slab import Slab
 
 MOST_RESTARTS = 3
@@ -59,7 +53,7 @@ class Plane(Protocol):
 
 
 class InlinePlane:
-    """Everything in the caller's thread: `data.loaders=0`."""
+    """Everything in the caller's thread: `data.engine=inline`."""
 
     def __init__(self, setup: ConstructorSetup, state: DataState | None) -> None:
         self._pool = InlinePool(setup.sources)

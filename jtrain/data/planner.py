@@ -11,7 +11,6 @@ from jtrain.data import balance
 from jtrain.data.bins import LANES, Packing
 from jtrain.data.graph import Graph, Spans, Unit
 from jtrain.data.mixing import Buffers, Lengths, NotYet
-from jtrain.data.place import ClientPlaceTree
 from jtrain.data.rows import Pieces
 from jtrain.data.schedule import ONE, Schedule
 from jtrain.data.source import field_of
@@ -173,12 +172,10 @@ class Planner:
 
     Args:
       lengths: see `Lengths`; it may raise `NotYet`.
-      place: where the mesh decides who fetches; no plan depends on it.
     """
 
-    def __init__(self, spec: PlannerSpec, lengths: Lengths, *, place: ClientPlaceTree | None = None) -> None:
+    def __init__(self, spec: PlannerSpec, lengths: Lengths) -> None:
         self.spec = spec
-        self._place = place
         self._buffers = Buffers(spec.names, spec.documents_per_epoch, spec.epochs, lengths)
         # More lanes than documents would read one several times side by side. More than rows, and what waits in them
         # would follow a change of the mixture too late; but not where rows themselves are what is shared out.
@@ -234,9 +231,17 @@ class Planner:
         """
         spec = self.spec
         self._buffers.forget(state.cursors)
+        mean_tokens = int(state.tokens.sum()) // state.units if spec.unit == "samples" and state.units else None
         graph = (
-            Graph(self._buffers, place=self._place)
-            .mix(spec.schedule, step=state.step, unit=spec.unit, cursors=state.cursors, owed=state.owed)
+            Graph(self._buffers)
+            .mix(
+                spec.schedule,
+                step=state.step,
+                unit=spec.unit,
+                cursors=state.cursors,
+                owed=state.owed,
+                mean_tokens=mean_tokens,
+            )
             .pack(
                 spec.packing, rows=spec.global_batch, seq_len=spec.seq_len, carry=state.carry, lanes=self._lanes
             )

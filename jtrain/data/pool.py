@@ -9,7 +9,6 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int, Integer
 
 from jtrain.data.documents import SourceSetup
 from jtrain.data.forkserver import Child, Door
@@ -26,10 +25,9 @@ from jtrain.data.loader import (
     STATE,
     LoaderSetup,
     Part,
-    SourceLoader,
     padded,
-    resident_bytes,
 )
+from jtrain.data.runs import DataError, LoaderState, Run, starts_of
 from jtrain.data.slab import Slab
 from jtrain.data.source import field_of
 
@@ -47,39 +45,6 @@ OPENING_TIMES = 10
 
 SLAB_BYTES = 1 << 20
 """A loader's slab to begin with; it grows by half of itself."""
-
-
-class DataError(ValueError):
-    """The stream cannot go on; names the source and, where one is to blame, the document."""
-
-
-@dataclasses.dataclass(eq=False)
-class Run:
-    """Documents that a loader has read. `starts[i]:starts[i + 1]` of `ids` is document `numbers[i]`."""
-
-    source: int
-    numbers: Int[np.ndarray, " n"]
-    starts: list[int]
-    ids: Integer[np.ndarray, " tokens"]
-    skipped: dict[int, str]
-    read_s: float
-    loader: str
-    live: int = 0
-    """Documents that are still needed; the holder counts."""
-    place: Any = None
-    """Where the payload lies, for whoever gives it back."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LoaderState:
-    """One loader, for metrics and the autoscaler. queued: runs asked of it that have not come."""
-
-    name: str
-    queued: int
-    memory_bytes: int
-    documents: int
-    busy_s: float
-    sources: tuple[int, ...]
 
 
 @runtime_checkable
@@ -125,54 +90,6 @@ class _Request:
     @property
     def is_one_document(self) -> bool:
         return len(self.parts) == 1 and len(self.parts[0].numbers) == 1
-
-
-class InlinePool:
-    """No loader process at all: reads when asked, in the caller's thread."""
-
-    def __init__(self, setups: tuple[SourceSetup, ...]) -> None:
-        self._setups = setups
-        self._loader = SourceLoader(setups)
-        self._ready: list[Run] = []
-        self._documents = 0
-        self._busy_s = 0.0
-
-    def request(self, parts: list[Part], *, first: bool = False) -> None:
-        """Reads. Raises DataError."""
-        for part in parts:
-            begun_s = time.perf_counter()
-            try:
-                read = self._loader.documents(part.source).read(part.numbers, records=part.records)
-            except (ValueError, OSError) as error:
-                raise DataError(_failed(self._setups[part.source].name, str(error))) from error
-            seconds = time.perf_counter() - begun_s
-            self._documents += len(part.numbers)
-            self._busy_s += seconds
-            skipped = dict(read.skipped)
-            self._ready.append(
-                Run(part.source, part.numbers, _starts(read.lengths), read.ids, skipped, seconds, "trainer")
-            )
-
-    def connections(self) -> list[Any]:
-        return []
-
-    def collect(self) -> list[Run]:
-        ready, self._ready = self._ready, []
-        return ready
-
-    def release(self, run: Run) -> None:
-        pass
-
-    def states(self) -> list[LoaderState]:
-        everything = tuple(range(len(self._setups)))
-        return [LoaderState("trainer", 0, resident_bytes(), self._documents, self._busy_s, everything)]
-
-    def place(self, placement: dict[str, tuple[int, ...]]) -> None:
-        pass
-
-    def close(self) -> None:
-        for source in range(len(self._setups)):
-            self._loader.close(source)
 
 
 class _Loader:
@@ -375,7 +292,7 @@ class ProcessPool:
         request = loader.in_flight.pop(number)
         if kind == "failed":
             source, message = rest
-            raise DataError(_failed(self._setups[source].name, message))
+            raise DataError(f"{field_of(self._setups[source].name)}: {message}")
         self._fruitless = 0
         (found,) = rest
         for part, (start, ids_bytes, dtype, skipped, seconds) in zip(request.parts, found, strict=True):
@@ -383,7 +300,7 @@ class ProcessPool:
             lengths = loader.slab.view(start, lengths_bytes).view(np.int32)
             ids = loader.slab.view(start + padded(lengths_bytes), ids_bytes).view(dtype)
             loader.busy_s += seconds
-            run = Run(part.source, part.numbers, _starts(lengths), ids, dict(skipped), seconds, loader.name)
+            run = Run(part.source, part.numbers, starts_of(lengths), ids, dict(skipped), seconds, loader.name)
             run.place = loader, start
             self._observe(run)
             runs.append(run)
@@ -430,11 +347,3 @@ class ProcessPool:
             self._shadows.append(self._start(was))
         milliseconds = (time.perf_counter() - begun_s) * 1e3
         self._say(f"data: {loader.name} {why} {where}; {was} took over in {milliseconds:.0f} ms")
-
-
-def _failed(source: str, message: str) -> str:
-    return f"{field_of(source)}: {message}"
-
-
-def _starts(lengths: Int[np.ndarray, " n"]) -> list[int]:
-    return [0, *np.cumsum(lengths, dtype=np.int64).tolist()]

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import IO, Literal, Protocol, cast, runtime_checkable
 
 from jtrain.data import prepared
-from jtrain.data.assemble import Assembly, Made, write_whole
+from jtrain.data.assemble import Assembly, Made
 from jtrain.data.source import Source, field_of
 from jtrain.data.unit import Recipe, Task
+from jtrain.durable import write_whole
 
 UNIT_BYTES = 1 << 24
 """Of a source's files: about 8 s of byte-pair encoding, lost for each worker when it is killed."""

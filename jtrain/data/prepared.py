@@ -87,7 +87,8 @@ class Prepared:
         blocks = -(-self.num_records // BLOCK)
         self._lengths = np.frombuffer(content, np.uint32, blocks * BLOCK)
         self._starts = np.frombuffer(content, np.int64, blocks + 1, offset=self._lengths.nbytes)
-        stat = (folder / IDS).stat()
+        self._ids_path = str(folder / IDS)  # a Path takes longer to become one than the file to be opened
+        stat = os.stat(self._ids_path)
         self._ids_file = (stat.st_dev, stat.st_ino)
 
     def __len__(self) -> int:
@@ -220,7 +221,7 @@ class Prepared:
             raise IndexError(f"{self.folder}: records {records.min()} to {records.max()} asked of {self.num_records}")
 
     def _open_ids(self) -> int:
-        file = os.open(self.folder / IDS, os.O_RDONLY)
+        file = os.open(self._ids_path, os.O_RDONLY)
         stat = os.fstat(file)
         if (stat.st_dev, stat.st_ino) != self._ids_file:
             os.close(file)

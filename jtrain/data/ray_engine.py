@@ -25,11 +25,13 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int32
 
-from jtrain.data.constructor import ARRAYS, BatchStats, ConstructorSetup, DataState
+from jtrain.data.constructor import BatchStats, ConstructorSetup, DataState
 from jtrain.data.plane import MOST_RESTARTS, SILENCE_S, Delivered
-from jtrain.data.pool import DataError
 from jtrain.data.ray_loader import RayLoader, Surroundings
-from jtrain.data.ray_pool import RayPool, RayRows
+from jtrain.data.ray_pool import RayPool
+from jtrain.data.ray_rows import RayRows
+from jtrain.data.rows import ARRAYS
+from jtrain.data.runs import DataError
 
 PATIENCE_S = 60.0
 """How long the other trainers wait for process 0 to start the loaders."""

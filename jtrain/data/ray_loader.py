@@ -14,10 +14,11 @@ import time
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Integer, UInt8
+from jaxtyping import Int, Int64, Integer, UInt8
 
 from jtrain.data.documents import Read, SourceSetup
 from jtrain.data.loader import Part, SourceLoader, resident_bytes
+from jtrain.data.runs import starts_of
 
 KEPT_BYTES = 64 << 20
 """Ids a loader keeps for constructors that have not taken them; beyond, the oldest are read again when asked for."""
@@ -99,7 +100,7 @@ class Answer:
 @dataclasses.dataclass
 class _Kept:
     read: Read
-    starts: Int[np.ndarray, " n_and_end"]
+    starts: Int64[np.ndarray, " n_and_end"]
     taken: set[int] = dataclasses.field(default_factory=set)
 
 
@@ -204,8 +205,3 @@ class RayLoader:
 
     def _let_go(self, key: Any) -> None:
         self._kept_bytes -= self._kept.pop(key).read.ids.nbytes
-
-
-def starts_of(lengths: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n_and_end"]:
-    """Where each document starts, one after another; and where the last one ends."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from jtrain.data.constructor import Constructor, ConstructorSetup, DataState
 from jtrain.data.documents import SourceSetup
 from jtrain.data.loader import Part
-from jtrain.data.pool import MOST_DEATHS, DataError, LoaderState, Run
-from jtrain.data.ray_loader import Answer, Ask, Key, starts_of
-from jtrain.data.rows import Pieces
+from jtrain.data.pool import MOST_DEATHS
+from jtrain.data.ray_loader import Answer, Ask, Key
+from jtrain.data.runs import DataError, LoaderState, Run, starts_of
 from jtrain.data.source import field_of
 
 IN_FLIGHT = 4
@@ -247,7 +246,7 @@ class RayPool:
         for i, (ask, found) in enumerate(zip(request.asks, answer.found, strict=True)):
             ids = payload[begin : begin + found.ids_bytes].view(found.dtype)
             begin += found.ids_bytes
-            starts = starts_of(found.lengths).tolist()
+            starts = starts_of(found.lengths)
             by_place = {}
             if ask.wanted is not None:
                 by_place = {place: ids[starts[j] : starts[j + 1]] for j, place in enumerate(ask.wanted.tolist())}
@@ -350,41 +349,6 @@ class RayPool:
             + (", or raise data.read_timeout_s." if hung else ".")
             + (" data.on_bad_record='skip' leaves the document out and counts it." if number >= 0 else "")
         )
-
-
-class RayRows(Constructor):
-    """A constructor that fetches the ids of just those documents that its rows take, once they are planned."""
-
-    def __init__(self, setup: ConstructorSetup, pool: RayPool, state: DataState | None) -> None:
-        super().__init__(setup, pool, state)
-        self._fetcher = pool
-        self._looked_at = -1
-        self._unasked: list[list[tuple[int, int]]] = []  # step by step, so that none waits for a later one's ids
-
-    def advance(self) -> None:
-        super().advance()
-        for planned in self._plans:
-            if planned.plan.step > self._looked_at:
-                self._looked_at = planned.plan.step
-                keys = zip(planned.pieces.source.tolist(), planned.pieces.document.tolist(), strict=True)
-                self._unasked.append([key for key in dict.fromkeys(keys) if key[0] not in self._prepared])
-        later = []
-        for keys in self._unasked:
-            here = {key: found for key in keys if (found := self._payload[key[0]].get(key[1])) is not None}
-            self._fetcher.fetch(list(here.values()))
-            if left := [key for key in keys if key not in here]:  # read once more after a restart: not here yet
-                later.append(left)
-        self._unasked = later
-
-    def _has_payload(self, pieces: Pieces) -> bool:
-        keys = zip(pieces.source.tolist(), pieces.document.tolist(), strict=True)
-        found = (self._payload[source].get(document) for source, document in keys)
-        return all(at is not None and at[1] in at[0].place.ids for at in found)
-
-    def _ids(self, source: int, document: int) -> np.ndarray:
-        found = self._payload[source][document]
-        assert found is not None
-        return found[0].place.ids[found[1]]
 
 
 def _cut(ask: Ask, *, by_numbers: bool) -> list[Ask]:

@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jtrain.data.autoscale import Autoscaler, LoaderLoad, Placement, SourceProfile
+from jtrain.data.assign import Placement
+from jtrain.data.autoscale import Autoscaler
+from jtrain.data.measured import LoaderLoad, SourceProfile
 from jtrain.data.planner import PlannerSpec
-from jtrain.data.pool import LoaderState, Run
+from jtrain.data.runs import LoaderState, Run
 
 LOADER_MEMORY_BYTES = 1 << 30
 """What one loader may hold before its sources are spread over more of them."""

@@ -20,6 +20,7 @@ SAVERS = """
 import os, signal, sys
 from pathlib import Path
 import jax, numpy as np
+from jtrain import durable
 from jtrain.checkpoint import Checkpoints, CheckpointSpec, arrays, files
 
 def die():
@@ -27,13 +28,13 @@ def die():
 
 def save_for_ever(workdir, instant):
     checkpoints = Checkpoints(Path(workdir), CheckpointSpec(keep_last=2))
-    seal, sync, delete = files.seal, files.sync_directory, files.shutil.rmtree
+    seal, sync, delete = files.seal, durable.sync_directory, files.shutil.rmtree
     if instant == "before-hashing":
         files.seal = lambda path, **kw: die() if kw["step"] == 3 else seal(path, **kw)
     elif instant == "after-the-manifest":
         files.seal = lambda path, **kw: (seal(path, **kw), die() if kw["step"] == 3 else None)
     elif instant == "after-the-rename":
-        files.sync_directory = lambda path: die() if 3 in checkpoints.steps() else sync(path)
+        durable.sync_directory = lambda path: die() if 3 in checkpoints.steps() else sync(path)
     elif instant == "within-a-deletion":
         files.shutil.rmtree = lambda path, **kw: die() if 3 in checkpoints.steps() else delete(path, **kw)
     step = checkpoints.latest_step() or 0

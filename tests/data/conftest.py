@@ -1,40 +1,19 @@
 """A small corpus of every format, and a tokenizer.json made on the spot."""
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from jtrain.dims import Batch
-
-WriteTexts = Callable[[Path, Sequence[str]], Path]
-
-
-def _write_text(folder: Path, texts: Sequence[str]) -> Path:
-    for i, text in enumerate(texts):
-        (folder / f"doc{i:04}.txt").write_bytes(text.encode())
-    return folder
+from tests.data import four_sources
+from tests.data.writers import Write, write_jsonl, write_parquet, write_text
 
 
-def _write_jsonl(folder: Path, texts: Sequence[str]) -> Path:
-    (folder / "docs.jsonl").write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts))
-    return folder / "docs.jsonl"
-
-
-def _write_parquet(folder: Path, texts: Sequence[str]) -> Path:
-    pq.write_table(
-        pa.table({"id": list(range(len(texts))), "text": list(texts)}), folder / "docs.parquet", row_group_size=7
-    )
-    return folder / "docs.parquet"
-
-
-@pytest.fixture(params=[_write_text, _write_jsonl, _write_parquet], ids=["txt", "jsonl", "parquet"])
-def write_texts(request: pytest.FixtureRequest) -> WriteTexts:
+@pytest.fixture(params=[write_text, write_jsonl, write_parquet], ids=["txt", "jsonl", "parquet"])
+def write_texts(request: pytest.FixtureRequest) -> Write:
     """Writes documents to a folder in one format and returns the `data.path` that reads them in that order."""
     return request.param
 
@@ -76,3 +55,9 @@ def assert_same_batch(got: Batch, want: Batch) -> None:
 @pytest.fixture
 def same_batch() -> Callable[[Batch, Batch], None]:
     return assert_same_batch
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What `four_sources.spec` reads."""
+    return four_sources.write(tmp_path)

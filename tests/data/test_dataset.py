@@ -13,8 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jtrain.data import Source, Staged
-from jtrain.data.dataset import BatchIterator, PackedText, TextDataset, open_dataset
+from jtrain.data import BatchIterator, PackedText, Source, Staged, TextDataset, open_dataset
 from jtrain.dims import Batch
 
 
@@ -84,7 +83,7 @@ def test_another_process_builds_the_same_batches(texts: list[str], tmp_path: Pat
     assert there == hashlib.sha256(here).hexdigest() + "\n"
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
 @given(stops=st.lists(st.integers(0, 40), min_size=2, max_size=3), lookahead=st.integers(0, 3))
 def test_resuming_twice_at_any_step_equals_the_unbroken_run(
     stops: list[int], lookahead: int, texts: list[str], tmp_path: Path, same_batch: Callable[[Batch, Batch], None]

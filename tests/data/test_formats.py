@@ -7,8 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from jtrain.data.cache import SMALL_TABLE_BYTES
 from jtrain.data.formats import BadRecord, JsonLines, ParquetFile, RowGroupCache, TextFile, format_of
-from jtrain.data.storage import SMALL_TABLE_BYTES, StoredFile, find_files
+from jtrain.data.storage import StoredFile, find_files
 
 
 def stored(path: Path) -> StoredFile:

@@ -1,4 +1,6 @@
+import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,8 @@ import pytest
 
 from jtrain.data import PackedText, open_dataset
 from jtrain.data.__main__ import main, pieces_of_step
+from jtrain.data.prepare import prepare
+from tests.data.two_sources import recipes_of, write_lines
 
 
 def test_help_imports_neither_jax_nor_numpy() -> None:
@@ -112,3 +116,56 @@ def test_sample_prepare_and_inspect_give_the_same_stream_either_way(
     capsys.readouterr()
     assert main(["inspect", f"--config={config}", "--set=data.prepared=nowhere", *more]) == 2
     assert "python -m jtrain.data prepare" in capsys.readouterr().err
+
+
+@pytest.fixture
+def indexes(tmp_path: Path) -> Path:
+    """Two prepared sources, as the command would leave them."""
+    write_lines(tmp_path, lines=60)
+    out = tmp_path / "out"
+    prepare(recipes_of(tmp_path), out, workers=1, stream=io.StringIO(), unit_bytes=1024, command="prepare!")
+    return out
+
+
+def test_verify_says_that_indexes_are_whole(indexes: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """All of them, or the one that is named."""
+    file = tmp_path / "verified.json"
+    assert main(["verify", str(indexes), f"--json={file}"]) == 0
+    printed = capsys.readouterr().out
+    assert re.fullmatch(r"book: whole \(20 records, .* tokens\)\nweb: whole \(60 records, .* tokens\)\n", printed)
+    assert json.loads(file.read_text()) == {"sources": [{"name": name, "damage": []} for name in ("book", "web")]}
+    assert main(["verify", str(indexes / "web")]) == 0
+    assert capsys.readouterr().out.startswith("web: whole")
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "lengths.bin", "units.jsonl", "skipped.jsonl", "files.json", "index.json"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_verify_names_the_damaged_file_and_exits_2(
+    name: str, damage: str, indexes: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A bit, an end or all of it; the other index is looked at none the less."""
+    path = indexes / "book" / name
+    content = bytearray(path.read_bytes() or b"not empty")
+    content[len(content) // 2] ^= 1
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
+    file = tmp_path / "verified.json"
+    assert main(["verify", str(indexes), f"--json={file}"]) == 2
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0].startswith("book: DAMAGED")
+    assert said.out.splitlines()[1].startswith("web: whole")
+    *lines, error = said.err.splitlines()
+    assert all(line.startswith(f"  {indexes / 'book'}: ") for line in lines)
+    assert name in lines[0] or (name, damage) == ("index.json", "gone")
+    assert error == f"error: 1 of 2 indexes are damaged. Make them again: rm -r {indexes / 'book'} && prepare!"
+    [book, web] = json.loads(file.read_text())["sources"]
+    assert len(book["damage"]) == len(lines)
+    assert web["damage"] == []
+
+
+def test_verify_of_a_folder_without_an_index_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert main(["verify", str(folder)]) == 2
+        assert f"error: {folder}: no prepared index there. Make it: python -m jtrain" in capsys.readouterr().err

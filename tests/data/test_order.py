@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jtrain.data.order import Order, order_seed, permuted
@@ -14,7 +14,6 @@ def order(seed: int = 3, window_bytes: int = 20_000) -> Order:
     return Order(601, seed=seed, group_starts=GROUP_STARTS, group_bytes=GROUP_BYTES, window_bytes=window_bytes)
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
 def test_a_permutation_puts_every_number_in_one_place(size: int, key: int) -> None:
     assert sorted(permuted(np.arange(size), size, np.uint64(key)).tolist()) == list(range(size))

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jtrain.data.bins import Packed, Packing, Span, concat, fit
+from jtrain.data.bins import Packed, Packing, Spans, concat, fit
 
 PACKINGS: tuple[Packing, ...] = ("concat", "first_fit", "best_fit")
 
@@ -14,30 +14,29 @@ class Endless:
     def __init__(self, lengths: list[int], count: int | None = None) -> None:
         self.lengths, self.count = lengths, count
         self.next = 0
-        self.carry: list[tuple[int, Span]] = []  # (number, span)
+        self.carry: list[tuple[int, tuple[int, int]]] = []  # (number, span)
 
     def step(self, packing: Packing, rows: int, seq_len: int, lanes: int = 4) -> list[tuple[int, int, int, int]]:
         """Pieces (row, number, start, end) of one step."""
         numbers, spans = [n for n, _ in self.carry], [span for _, span in self.carry]
-        carried = len(spans)
+        carried = np.asarray(spans, np.int64).reshape(-1, 2)
 
-        def more(tokens: int) -> bool:
-            total = 0
+        def more(tokens: int) -> Spans | None:
+            total, before = 0, len(spans)
             while total < tokens and (self.count is None or self.next < self.count):
                 length = self.lengths[self.next % len(self.lengths)]
                 numbers.append(self.next)
                 spans.append((0, length))
                 self.next, total = self.next + 1, total + length
-            return total > 0
+            return np.asarray(spans[before:], np.int64) if total else None
 
         if packing == "concat":
-            packed: Packed = concat(spans, more, rows=rows, seq_len=seq_len, carried=carried, lanes=lanes)
+            packed: Packed = concat(carried, more, rows=rows, seq_len=seq_len, lanes=lanes)
         else:
-            best = packing == "best_fit"
-            packed = fit(spans, more, rows=rows, seq_len=seq_len, carried=carried, slack_tokens=seq_len, best=best)
+            packed = fit(carried, more, rows=rows, seq_len=seq_len, slack_tokens=seq_len, best=packing == "best_fit")
         self.next = numbers[packed.used] if packed.used < len(numbers) else self.next
-        self.carry = [(numbers[i], (start, spans[i][1])) for i, start in packed.left]
-        return [(row, numbers[i], start, end) for row, i, start, end in packed.pieces]
+        self.carry = [(numbers[i], (start, spans[i][1])) for i, start in packed.left.T.tolist()]
+        return [(row, numbers[i], start, end) for row, i, start, end in packed.pieces.T.tolist()]
 
 
 @given(
@@ -122,12 +121,10 @@ def test_the_last_document_fills_whole_batches_however_long_it_is(packing: Packi
 
 def test_concat_asks_for_little_more_than_it_needs() -> None:
     asked = []
-    spans: list[Span] = [(100, 150)] * 32
 
-    def more(tokens: int) -> bool:
+    def more(tokens: int) -> Spans | None:
         asked.append(tokens)
-        spans.extend([(0, 100)] * (tokens // 100 + 1))
-        return True
+        return np.asarray([(0, 100)] * (tokens // 100 + 1), np.int64)
 
-    concat(spans, more, rows=32, seq_len=200, carried=32)
+    concat(np.asarray([(100, 150)] * 32, np.int64), more, rows=32, seq_len=200)
     assert sum(asked) <= 1.2 * 32 * 200, asked

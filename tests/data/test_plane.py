@@ -1,6 +1,5 @@
 """The data plane with its real processes: the same stream whatever dies, and nothing left behind."""
 
-import hashlib
 import itertools
 import json
 import os
@@ -18,41 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jtrain.data import PackedText, Source, open_dataset
+from jtrain.data import BatchIterator, PackedText, Source, open_dataset
 from jtrain.data.budget import budget
-from jtrain.data.dataset import BatchIterator, TextDataset
 from jtrain.data.forkserver import Forkserver
 from jtrain.data.loader import Part
 from jtrain.data.plane import ProcessPlane
-from jtrain.data.pool import DataError, ProcessPool, Run
-
-NAMES = ("web", "code", "books", "chat")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Four sources of JSON lines, documents of 1 to 300 bytes, in folders of their own."""
-    rng = np.random.default_rng(1)
-    for i, name in enumerate(NAMES):
-        lines = [
-            json.dumps({"text": f"{name}{n}:" + "x" * int(rng.integers(0, 30 + 80 * i))}) + "\n" for n in range(300)
-        ]
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    return tmp_path
-
-
-def spec(folder: Path, **fields: Any) -> PackedText:
-    sources = {name: Source(path=str(folder / f"{name}.jsonl"), weight=1.0 + i) for i, name in enumerate(NAMES)}
-    fields = {"sources": sources, "seq_len": 64, "global_batch": 16, "max_loaders": 2, "packing": "best_fit", **fields}
-    return PackedText(**{"eval_fraction": 0.05, "cache_dir": str(folder / "cache"), **fields})
-
-
-def digest(batches: Iterator[Any], count: int) -> str:
-    found = hashlib.blake2b(digest_size=8)
-    for batch in itertools.islice(batches, count):
-        for name in ("token_BL", "target_BL", "position_BL", "segment_BL"):
-            found.update(getattr(batch, name).tobytes())
-    return found.hexdigest()
+from jtrain.data.pool import ProcessPool
+from jtrain.data.runs import DataError, Run
+from tests.data.four_sources import NAMES, digest, spec
 
 
 def plane_of(batches: BatchIterator) -> ProcessPlane:
@@ -385,101 +357,3 @@ def test_threads_and_descriptors_stay_within_the_printed_budget(folder: Path) ->
         descriptors = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
         assert threads <= printed.total("threads")
         assert descriptors <= printed.total("descriptors")
-
-
-# --- elastic: the same batches whatever the hosts
-
-
-def hosts_batches(dataset: TextDataset, state: Any, hosts: int, steps: int) -> tuple[list[np.ndarray], Any]:
-    """What `hosts` hosts hold between them, put together; and the state afterwards, the same on each."""
-    rows = np.split(np.arange(dataset.spec.global_batch), hosts)
-    parts = [dataset.train_batches(state, rows=mine, inline=True) for mine in rows]
-    found = [np.concatenate([next(part).token_BL for part in parts]) for _ in range(steps)]
-    states = [part.state() for part in parts]
-    assert all(other == states[0] for other in states), "every host's planner says the same without a word"
-    return found, json.loads(json.dumps(states[0]))
-
-
-@pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_eight_then_four_then_sixteen_hosts_hold_the_batches_of_one(folder: Path, packing: str) -> None:
-    dataset = open_dataset(spec(folder, packing=packing), seed=0)
-    want, _ = hosts_batches(dataset, None, 1, 15)
-    found, state = hosts_batches(dataset, None, 8, 5)
-    for hosts in (4, 16):
-        more, state = hosts_batches(dataset, state, hosts, 5)
-        found += more
-    np.testing.assert_array_equal(np.stack(found), np.stack(want))
-    assert len(json.dumps(state)) < 8192
-
-
-def test_resuming_twice_with_other_loaders_each_time_is_the_same_stream(folder: Path) -> None:
-    with open_dataset(spec(folder), seed=0).train_batches(inline=True) as batches:
-        want = digest(batches, 45)
-    found, state = hashlib.blake2b(digest_size=8), None
-    for loaders in (1, 3, 2):
-        dataset = open_dataset(spec(folder, max_loaders=loaders, shadows=loaders % 2), seed=0)
-        with dataset.train_batches(state) as batches:
-            for batch in itertools.islice(batches, 15):
-                for name in ("token_BL", "target_BL", "position_BL", "segment_BL"):
-                    found.update(getattr(batch, name).tobytes())
-            state = json.loads(json.dumps(batches.state()))
-    assert found.hexdigest() == want
-
-
-def test_data_ends_at_the_same_step_on_every_host_with_every_document_read_once(folder: Path) -> None:
-    dataset = open_dataset(spec(folder, epochs=1, eval_fraction=0.0), seed=0)
-    counts, tokens = [], 0
-    for mine in np.split(np.arange(16), 4):
-        with dataset.train_batches(rows=mine, inline=True) as batches:
-            taken = list(batches)
-        assert all(batch.token_BL.shape == (4, 64) for batch in taken)
-        counts.append(len(taken))
-        tokens += sum(int((batch.segment_BL > 0).sum()) for batch in taken)
-    assert len(set(counts)) == 1
-    texts = [json.loads(line)["text"] for n in NAMES for line in (folder / f"{n}.jsonl").read_text().splitlines()]
-    assert tokens == sum(len(text) + 2 for text in texts)
-    with dataset.train_batches() as batches:
-        assert len(list(batches)) == counts[0]
-        with pytest.raises(StopIteration):
-            next(batches)
-
-
-def test_a_host_with_a_prepared_index_reads_only_documents_of_its_own_rows(folder: Path) -> None:
-    from jtrain.data.prepare import prepare_command
-
-    plain = spec(folder)
-    out = folder / "prepared"
-    options = {"tokenizer": "bytes", "end_token": None, "on_bad_record": "fail", "cache_dir": folder / "cache"}
-    prepare_command(plain.sources, out, **options, workers=1, command="prepare", json_file=None)
-    raw, prepared = open_dataset(plain, seed=0), open_dataset(spec(folder, prepared=str(out)), seed=0)
-    want, state = hosts_batches(raw, None, 2, 12)
-    found, prepared_state = hosts_batches(prepared, None, 4, 12)
-    np.testing.assert_array_equal(np.stack(found), np.stack(want))
-    assert prepared_state == state, "a run may go on from raw to prepared and back"
-    with prepared.train_batches() as batches, raw.train_batches(inline=True) as unprepared:
-        assert digest(batches, 12) == digest(unprepared, 12)
-
-    documents = []
-    for rows in (np.arange(16), np.arange(4)):
-        with prepared.train_batches(rows=rows, inline=True) as batches:
-            digest(batches, 12)
-            assert batches.stats is not None
-            documents.append(batches.stats.loaders[0].documents)
-    assert documents[1] < 0.45 * documents[0]
-
-
-def test_a_changed_mixture_goes_on_and_says_what_changed_from_which_step(folder: Path) -> None:
-    first = open_dataset(spec(folder), seed=0)
-    with first.train_batches(inline=True) as batches:
-        digest(batches, 12)
-        state = json.loads(json.dumps(batches.state()))
-    sources = {n: Source(path=s.path, weight=0.0 if n == "web" else 1.0) for n, s in first.spec.sources.items()}
-    second = open_dataset(spec(folder, sources=sources), seed=0)
-    with second.train_batches(state, inline=True) as batches:
-        said = "\n".join(batches.said())
-        assert "step 12: the mixture was" in said
-        assert "step 12: web 0.1000 -> 0.0000" in said
-        digest(batches, 40)
-        assert batches.stats is not None
-        assert "web" not in batches.stats.tokens(second.names)
-        assert [step for step, *_ in batches.state()["planner"]["history"]] == [0, 12]

@@ -20,9 +20,9 @@ from jtrain.data import Constant, PackedText, Source, TextDataset, open_dataset
 from jtrain.data.constructor import RUN_BYTES, ConstructorSetup
 from jtrain.data.plane import Delivered, InlinePlane, Plane
 from jtrain.data.planner import PlannerSpec
-from jtrain.data.pool import DataError
 from jtrain.data.prepare import prepare
 from jtrain.data.ray_engine import RayPlane
+from jtrain.data.runs import DataError
 from jtrain.data.schedule import own_weights
 from jtrain.data.unit import Recipe
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from jtrain import dims
 from jtrain.data import rows
-from jtrain.data.rows import Pieces, Rows, fill_rows
+from jtrain.data.rows import Pieces, Rows, fill_rows, views_of
 
 layouts = st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=1, max_size=6)
 
@@ -33,7 +33,7 @@ def test_rows_are_what_the_plan_says(layout: list[list[int]], spare: int) -> Non
     seq_len = max(2, max(sum(r) for r in layout) + spare)
     pieces, ids = documents(layout)
     out = Rows(*(np.full((len(layout), seq_len), 77, np.int32) for _ in range(4)))
-    fill_rows(out, pieces, lambda source, document: ids[source, document])
+    fill_rows(out, pieces, views_of(lambda source, document: ids[source, document]))
     number = 0
     for row, lengths in enumerate(layout):
         at = 0
@@ -57,10 +57,10 @@ def test_a_host_fills_only_its_own_rows(layout: list[list[int]], seed: int) -> N
     seq_len = max(2, max(sum(r) for r in layout))
     pieces, ids = documents(layout)
     whole = Rows.empty(len(layout), seq_len)
-    fill_rows(whole, pieces, lambda source, document: ids[source, document])
+    fill_rows(whole, pieces, views_of(lambda source, document: ids[source, document]))
     mine = np.flatnonzero(np.random.default_rng(seed).integers(0, 2, len(layout)))
     part = Rows.empty(len(mine), seq_len)
-    fill_rows(part, pieces.of_rows(mine), lambda source, document: ids[source, document])
+    fill_rows(part, pieces.of_rows(mine), views_of(lambda source, document: ids[source, document]))
     for field in ("token_BL", "target_BL", "position_BL", "segment_BL"):
         np.testing.assert_array_equal(getattr(part, field), getattr(whole, field)[mine])
 
@@ -69,4 +69,4 @@ def test_a_document_that_has_shrunk_is_an_error() -> None:
     one = np.zeros(1, np.int64)
     pieces = Pieces(one, one, one + 4, one + 3, one + 9)
     with pytest.raises(ValueError, match="document 4 of source 0 was planned up to token 9, but ends at 7: its files"):
-        fill_rows(Rows.empty(1, 8), pieces, lambda source, document: np.arange(7))
+        fill_rows(Rows.empty(1, 8), pieces, views_of(lambda source, document: np.arange(7)))

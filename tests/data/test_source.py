@@ -1,13 +1,9 @@
-import gzip
-import io
-import json
 import os
 import re
 import subprocess
 import sys
 import sysconfig
-import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,90 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from array_record.python.array_record_module import ArrayRecordWriter
 
 from jtrain.data.formats import BadRecord, ParquetFile, TextFile
 from jtrain.data.source import Corpus, Source
-
-Write = Callable[[Path, Sequence[str]], Path]
-
-
-def _text(folder: Path, texts: Sequence[str]) -> Path:
-    for i, text in enumerate(texts):
-        (folder / f"{i:04}.txt").write_bytes(text.encode())
-    return folder
+from tests.data.writers import WRITERS, Write, write_array_record, write_parquet
 
 
-def _jsonl(folder: Path, texts: Sequence[str]) -> Path:
-    (folder / "docs.jsonl").write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts))
-    return folder / "docs.jsonl"
-
-
-def _jsonl_gz(folder: Path, texts: Sequence[str]) -> Path:
-    content = _jsonl(folder, texts).read_bytes()
-    (folder / "docs.jsonl").unlink()
-    # Two members, as `cat a.gz b.gz` makes them.
-    (folder / "docs.jsonl.gz").write_bytes(gzip.compress(content[:100]) + gzip.compress(content[100:]))
-    return folder
-
-
-def _jsonl_zst(folder: Path, texts: Sequence[str]) -> Path:
-    content = _jsonl(folder, texts).read_bytes()
-    (folder / "docs.jsonl").unlink()
-    (folder / "docs.jsonl.zst").write_bytes(b"".join(
-        pa.compress(part, codec="zstd", asbytes=True) for part in (content[:100], content[100:])
-    ))  # fmt: skip
-    return folder
-
-
-def _parquet(folder: Path, texts: Sequence[str]) -> Path:
-    table = pa.table({"id": list(range(len(texts))), "text": list(texts)})
-    pq.write_table(table, folder / "docs.parquet", row_group_size=7)
-    return folder / "docs.parquet"
-
-
-def _array_record(folder: Path, texts: Sequence[str]) -> Path:
-    writer = ArrayRecordWriter(str(folder / "docs.arrayrecord"), "group_size:1")
-    for text in texts:
-        writer.write(text.encode())
-    writer.close()
-    return folder
-
-
-def _tar(folder: Path, texts: Sequence[str]) -> Path:
-    with tarfile.open(folder / "docs.tar", "w") as tar:
-        for i, text in enumerate(texts):
-            for suffix, content in (("json", b"{}"), ("text", text.encode())):
-                info = tarfile.TarInfo(f"{i:04}.{suffix}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-    return folder / "docs.tar"
-
-
-def _tar_gz(folder: Path, texts: Sequence[str]) -> Path:
-    content = _tar(folder, texts).read_bytes()
-    (folder / "docs.tar").unlink()
-    (folder / "docs.tar.gz").write_bytes(gzip.compress(content))
-    return folder
-
-
-def _saved_dataset(folder: Path, texts: Sequence[str]) -> Path:
-    """What Hugging Face's `save_to_disk` writes."""
-    table = pa.table({"text": list(texts)})
-    name = "data-00000-of-00001.arrow"
-    with pa.OSFile(str(folder / name), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
-        writer.write_table(table, max_chunksize=9)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    (folder / "dataset_info.json").write_text("{}")
-    return folder
-
-
-WRITERS = [
-    _text, _jsonl, _jsonl_gz, _jsonl_zst, _parquet, _array_record, _tar, _tar_gz, _saved_dataset
-]  # fmt: skip
-
-
-@pytest.fixture(params=WRITERS, ids=lambda write: write.__name__[1:])
+@pytest.fixture(params=WRITERS, ids=lambda write: write.__name__.removeprefix("write_"))
 def write(request: pytest.FixtureRequest) -> Write:
     """Writes documents to a folder in one format and returns the path that reads them in that order."""
     return request.param
@@ -305,14 +224,15 @@ def test_all_sources_of_a_process_share_one_bound_of_decoded_text(
 def test_corpora_are_read_without_jax(tmp_path: Path) -> None:
     """Loader processes have none: it would cost each of them 80 MB."""
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
-    _parquet(tmp_path, ["two"])
-    _array_record(tmp_path, ["three"])
+    write_parquet(tmp_path, ["two"])
+    write_array_record(tmp_path, ["three"])
     code = f"""
 import sys
 sys.modules["jax"] = None
 from pathlib import Path
 import numpy as np
 from jtrain.data.source import Corpus, Source
+from tests.data.writers import WRITERS, Write, write_array_record, write_parquet
 corpus = Corpus(Source(path={str(tmp_path)!r}), name="web", cache_dir=Path({str(tmp_path)!r}) / ".cache")
 print(sorted(corpus.read(np.arange(len(corpus)))))
 unwanted = {{"flax", "orbax", "grain", "fsspec", "tokenizers"}} & set(sys.modules)

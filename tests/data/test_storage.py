@@ -20,8 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jtrain.data.cache import cached, local_copy
 from jtrain.data.source import Corpus, Source
-from jtrain.data.storage import StoredFile, cached, find_files, local_copy
+from jtrain.data.storage import StoredFile, find_files
 from tests.data.object_store import Store, gs_store, hf_store, s3_store, web_store
 
 FIELD = "data.sources.web.path"
@@ -196,7 +197,7 @@ def test_one_writer_makes_a_copy_while_the_others_wait_and_a_dead_one_leaves_no_
     code = f"""
 import os, signal
 from pathlib import Path
-from jtrain.data.storage import cached
+from jtrain.data.cache import cached
 def write(out):
     out.write(b"ha")
     out.flush()

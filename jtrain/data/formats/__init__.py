@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from jtrain.data.cache import local_copy
 from jtrain.data.formats.parquet import ParquetFile, RowGroupCache
 from jtrain.data.formats.record import BadRecord, Records
 from jtrain.data.formats.text import JsonLines, TextFile
-from jtrain.data.storage import StoredFile, local_copy
+from jtrain.data.storage import StoredFile
 
 __all__ = ["BadRecord", "JsonLines", "ParquetFile", "Records", "RowGroupCache", "TextFile", "format_of", "open_file"]
 

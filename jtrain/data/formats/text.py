@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from jtrain.data.cache import NumberTable
 from jtrain.data.formats.record import SKIP, BadRecord, Records, text_of_json
-from jtrain.data.storage import NumberTable, StoredFile
+from jtrain.data.storage import StoredFile
 
 _BOM = b"\xef\xbb\xbf"
 _LINE_SEARCH_BYTES = 4096

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
+from jtrain.data.cache import NumberTable
 from jtrain.data.formats.record import SKIP, BadRecord, Records
-from jtrain.data.storage import NumberTable, StoredFile
+from jtrain.data.storage import StoredFile
 
 _BLOCK = 512
 

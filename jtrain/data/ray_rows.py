@@ -1,0 +1,45 @@
+"""A Data Constructor whose Source Loaders are Ray actors."""
+
+import numpy as np
+
+from jtrain.data.constructor import Constructor, ConstructorSetup, DataState
+from jtrain.data.ray_pool import RayPool
+from jtrain.data.rows import Pieces, views_of
+
+
+class RayRows(Constructor):
+    """A constructor that fetches the ids of just those documents that its rows take, once they are planned."""
+
+    def __init__(self, setup: ConstructorSetup, pool: RayPool, state: DataState | None) -> None:
+        super().__init__(setup, pool, state)
+        self._fetcher = pool
+        self._looked_at = -1
+        self._unasked: list[list[tuple[int, int]]] = []  # step by step, so that none waits for a later one's ids
+
+    def advance(self) -> None:
+        super().advance()
+        for planned in self._plans:
+            if planned.plan.step > self._looked_at:
+                self._looked_at = planned.plan.step
+                keys = zip(planned.pieces.source.tolist(), planned.pieces.document.tolist(), strict=True)
+                self._unasked.append([key for key in dict.fromkeys(keys) if key[0] not in self._prepared])
+        later = []
+        for keys in self._unasked:
+            here = {key: found for key in keys if (found := self._shelf.find(*key)) is not None}
+            self._fetcher.fetch(list(here.values()))
+            if left := [key for key in keys if key not in here]:  # read once more after a restart: not here yet
+                later.append(left)
+        self._unasked = later
+
+    def _has_payload(self, pieces: Pieces) -> bool:
+        keys = zip(pieces.source.tolist(), pieces.document.tolist(), strict=True)
+        found = (self._shelf.find(*key) for key in dict.fromkeys(keys))
+        return all(at is not None and at[1] in at[0].place.ids for at in found)
+
+    def _views(self, pieces: Pieces) -> list[np.ndarray]:
+        return views_of(self._ids)(pieces)
+
+    def _ids(self, source: int, document: int) -> np.ndarray:
+        found = self._shelf.find(source, document)
+        assert found is not None
+        return found[0].place.ids[found[1]]

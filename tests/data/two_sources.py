@@ -1,0 +1,35 @@
+"""Two sources of JSON lines to prepare, and all bytes of what came of it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from jtrain.data.source import Source
+from jtrain.data.unit import Recipe
+
+
+def write_lines(folder: Path, *, lines: int) -> None:
+    """Two sources, `web` and a smaller `book`, of JSON lines."""
+    rng = np.random.default_rng(lines)
+    for name, count in (("web", lines), ("book", lines // 3)):
+        texts = [" ".join(rng.choice(["the", "cat", "sät", "on"], rng.integers(0, 40))) for _ in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def recipes_of(folder: Path, **more: object) -> list[Recipe]:
+    """Of what `write_lines` wrote."""
+    return [
+        Recipe(
+            name=name,
+            source=Source(path=str(folder / f"{name}.jsonl")),
+            cache_dir=folder / "cache",
+            **({"tokenizer": "bytes"} | more),  # pyright: ignore[reportArgumentType]
+        )
+        for name in ("web", "book")
+    ]
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    """Every file of all indexes, also hidden ones; the lock, which is no part of it, left out."""
+    return {str(f.relative_to(out)): f.read_bytes() for f in out.rglob("*") if f.is_file() and f.name != ".lock"}

@@ -1,0 +1,97 @@
+"""Documents into a folder in each format; each returns the `path` that reads them in that order."""
+
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from array_record.python.array_record_module import ArrayRecordWriter
+
+Write = Callable[[Path, Sequence[str]], Path]
+
+
+def write_text(folder: Path, texts: Sequence[str]) -> Path:
+    for i, text in enumerate(texts):
+        (folder / f"doc{i:04}.txt").write_bytes(text.encode())
+    return folder
+
+
+def write_jsonl(folder: Path, texts: Sequence[str]) -> Path:
+    (folder / "docs.jsonl").write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts))
+    return folder / "docs.jsonl"
+
+
+def write_jsonl_gz(folder: Path, texts: Sequence[str]) -> Path:
+    content = write_jsonl(folder, texts).read_bytes()
+    (folder / "docs.jsonl").unlink()
+    # Two members, as `cat a.gz b.gz` makes them.
+    (folder / "docs.jsonl.gz").write_bytes(gzip.compress(content[:100]) + gzip.compress(content[100:]))
+    return folder
+
+
+def write_jsonl_zst(folder: Path, texts: Sequence[str]) -> Path:
+    content = write_jsonl(folder, texts).read_bytes()
+    (folder / "docs.jsonl").unlink()
+    (folder / "docs.jsonl.zst").write_bytes(b"".join(
+        pa.compress(part, codec="zstd", asbytes=True) for part in (content[:100], content[100:])
+    ))  # fmt: skip
+    return folder
+
+
+def write_parquet(folder: Path, texts: Sequence[str]) -> Path:
+    table = pa.table({"id": list(range(len(texts))), "text": list(texts)})
+    pq.write_table(table, folder / "docs.parquet", row_group_size=7)
+    return folder / "docs.parquet"
+
+
+def write_array_record(folder: Path, texts: Sequence[str]) -> Path:
+    writer = ArrayRecordWriter(str(folder / "docs.arrayrecord"), "group_size:1")
+    for text in texts:
+        writer.write(text.encode())
+    writer.close()
+    return folder
+
+
+def write_tar(folder: Path, texts: Sequence[str]) -> Path:
+    with tarfile.open(folder / "docs.tar", "w") as tar:
+        for i, text in enumerate(texts):
+            for suffix, content in (("json", b"{}"), ("text", text.encode())):
+                info = tarfile.TarInfo(f"{i:04}.{suffix}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return folder / "docs.tar"
+
+
+def write_tar_gz(folder: Path, texts: Sequence[str]) -> Path:
+    content = write_tar(folder, texts).read_bytes()
+    (folder / "docs.tar").unlink()
+    (folder / "docs.tar.gz").write_bytes(gzip.compress(content))
+    return folder
+
+
+def write_saved_dataset(folder: Path, texts: Sequence[str]) -> Path:
+    """What Hugging Face's `save_to_disk` writes."""
+    table = pa.table({"text": list(texts)})
+    name = "data-00000-of-00001.arrow"
+    with pa.OSFile(str(folder / name), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+WRITERS = (
+    write_text,
+    write_jsonl,
+    write_jsonl_gz,
+    write_jsonl_zst,
+    write_parquet,
+    write_array_record,
+    write_tar,
+    write_tar_gz,
+    write_saved_dataset,
+)
