@@ -24,7 +24,10 @@ from jtrain.bench.data_sources import Draw, Peer, add_peer_argument, peer, peer_
 from jtrain.data.dataset import open_dataset
 from jtrain_kernels.host_memory import keep_freed_memory
 
-BATCH = 64
+BATCH, BATCHES = 64, 50
+SETTLE_S = 3.0
+"""Between turns: the one before has read ahead by then, and takes no time from the next."""
+
 _GRAIN = "Grain MapDataset.mix"
 
 
@@ -32,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     add_peer_argument(parser)
     parser.add_argument("--sources", type=int, default=data_sources.NUM_SOURCES, help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each program")
-    parser.add_argument("--batches", type=int, default=1000, help=f"batches of {BATCH} samples per turn")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each program")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each turn")
 
 
 @dataclasses.dataclass
@@ -51,13 +54,17 @@ class Program:
     cpu_s: float = 0.0
     best_per_s: float = 0.0
 
-    def turn(self, batches: int) -> None:
-        """Draws, and counts. CPU time counts from the first turn on, so that reading ahead between turns counts too."""
+    def turn(self, seconds: float) -> None:
+        """Draws, and counts. CPU time counts from the first turn on, so that reading ahead between turns counts too.
+
+        As long for each program: after a wait everybody's memory and files are cold for a while.
+        """
         if not self.samples:
             self.start_cpu_s = cpu_s(self.pids())
-        start_s = time.perf_counter()
-        samples = self.draw(batches)
-        self.best_per_s = max(self.best_per_s, samples / (time.perf_counter() - start_s))
+        start_s, samples = time.perf_counter(), 0
+        while (passed_s := time.perf_counter() - start_s) < seconds:
+            samples += self.draw(BATCHES)
+        self.best_per_s = max(self.best_per_s, samples / passed_s)
         self.samples += samples
         self.cpu_s = cpu_s(self.pids()) - self.start_cpu_s
 
@@ -75,10 +82,11 @@ def run(args: argparse.Namespace) -> list[Row]:
         programs |= {name: stack.enter_context(made) for name, made in peer_programs(python, args.sources).items()}
         for _ in range(args.rounds):
             for program in programs.values():
-                program.turn(args.batches)
+                time.sleep(SETTLE_S)
+                program.turn(args.seconds)
     with our_program(args.sources, prepared=False) as raw:  # alone: its trainer is this process, too
         for _ in range(args.rounds):
-            raw.turn(args.batches)
+            raw.turn(args.seconds)
     programs["jtrain, ArrayRecord"] = raw
     return rows_of(programs, args.sources)
 

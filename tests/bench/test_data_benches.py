@@ -121,7 +121,7 @@ def test_mixing_takes_turns() -> None:
     peers = data_mixing.peer_programs(None, 6)
     with data_mixing.our_program(6, prepared=True) as ours, peers["Grain MapDataset.mix"] as grain:
         for program in (ours, grain, ours, grain):
-            program.turn(10)
+            program.turn(0.2)
         assert grain.samples == 2 * 10 * data_mixing.BATCH
         assert ours.samples >= 2 * 10 * data_mixing.BATCH
         programs = {"jtrain": ours, "jtrain, ArrayRecord": ours, "Grain MapDataset.mix": grain}
