@@ -2,8 +2,7 @@
 
 Forward and backward run in one fully-manual `jax.shard_map`, so that every byte on the network is a line here or in
 the model: nothing is left to the partitioner. Each device differentiates its own share of the global loss with
-respect to what it holds; `gather` and `reduce` below are each other's transposes, so the result is the gradient of the
-whole. Then one rule finishes it: a gradient is summed over every axis that does not split its parameter.
+respect to what it holds; `gather.py` says how weights come and gradients go.
 
 | zero_stage | in the layer, per microbatch | once per step |
 |---|---|---|
@@ -27,10 +26,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, UInt
 
 from jtrain.dims import IGNORE, Batch
-from jtrain.layout import Layout, ParamLayout, unsplit_axes
+from jtrain.gather import finish_gradient, param_tree, placement_of, psum_batch, trained_part, with_whole
+from jtrain.layout import Layout, ParamLayout
 from jtrain.mesh import BATCH_AXES
-from jtrain.model.param import Params, init_params, map_params
-from jtrain.model.transformer import Placement, Transformer
+from jtrain.model.param import Params, init_params
+from jtrain.model.transformer import Transformer
 from jtrain.optim import Moments, Optimizer
 
 BATCH_SPEC = P(BATCH_AXES, "context")
@@ -50,12 +50,6 @@ class TrainState:
     step: Any
     params: Params
     opt_state: Moments
-
-
-def param_tree(layout: Layout, fn: Callable[[ParamLayout], Any]) -> Params:
-    """The nested dict of `fn` over all parameters."""
-    layouts = {p.info.path: p for p in layout.params}
-    return map_params(lambda info: fn(layouts[info.path]), tuple(p.info for p in layout.params))
 
 
 def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainState:
@@ -124,10 +118,10 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
 
     A device computes as many sequences at a time as in training, so evaluating needs no more memory.
     """
-    placement = _placement(layout)
+    placement = placement_of(layout)
 
     def local(params: Params, batch: Batch) -> Metrics:
-        weights = _with_whole(layout, _trained(layout, params), params)
+        weights = with_whole(layout, trained_part(layout, params), params)
 
         def microbatch(nats: Array, part: Batch) -> tuple[Array, None]:
             return nats + model.loss(weights, part, placement)[1], None
@@ -135,7 +129,7 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
         nats, _ = jax.lax.scan(microbatch, jnp.zeros((), jnp.float32), _microbatches(layout, batch))
         axes = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
         tokens = jnp.sum(batch.target_BL != IGNORE)
-        return {"nats": jax.lax.psum(nats, axes), "tokens": _psum_batch(layout, tokens)}
+        return {"nats": jax.lax.psum(nats, axes), "tokens": psum_batch(layout, tokens)}
 
     params_spec = param_tree(layout, lambda p: p.param)
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=P(), check_vma=False))
@@ -144,20 +138,20 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
 def _local_gradients(model: Transformer, layout: Layout, params: Params, batch: Batch) -> tuple[Params, Metrics]:
     """One device's part: its gradients as the optimizer wants them, and the global batch's metrics."""
     spec = layout.spec
-    placement = _placement(layout)
-    num_tokens = _psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
+    placement = placement_of(layout)
+    num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
     # Dividing each microbatch by the whole batch's count, not by its own, is what makes accumulation exact.
     weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
 
     def objective(trained: Params, part: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        total, nats = model.loss(_with_whole(layout, trained, params), part, placement)
+        total, nats = model.loss(with_whole(layout, trained, params), part, placement)
         return total * weight, nats * weight
 
     def microbatch(carry: tuple[Params, Array], part: Batch) -> tuple[tuple[Params, Array], None]:
         (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained, part)
         return (jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[0], grads), carry[1] + loss), None
 
-    trained = _trained(layout, params)
+    trained = trained_part(layout, params)
     if spec.microbatches == 1:
         (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained, batch)
     else:
@@ -167,124 +161,15 @@ def _local_gradients(model: Transformer, layout: Layout, params: Params, batch: 
 
     with jax.named_scope("reduce_gradients"):
         layouts = param_tree(layout, lambda p: p)
-        grads = jax.tree.map(lambda p, g: _reduce(layout, p, g), layouts, grads)
+        grads = jax.tree.map(lambda p, g: finish_gradient(layout, p, g), layouts, grads)
         loss = jax.lax.psum(loss, tuple(axis for axis, size in layout.mesh.shape.items() if size > 1))
-    hash_2 = _psum_batch(layout, _hash_block(layout, batch))
+    hash_2 = psum_batch(layout, _hash_block(layout, batch))
     return grads, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}
 
 
 def _microbatches(layout: Layout, batch: Batch) -> Batch:
     """One device's rows in the parts that it computes one after another."""
     return jax.tree.map(lambda x: x.reshape(layout.spec.microbatches, -1, *x.shape[1:]), batch)
-
-
-def _placement(layout: Layout) -> Placement:
-    """How this layout's weights reach the model, inside the shard_map."""
-    spec = layout.spec
-    layouts = {p.info.path: p for p in layout.params}
-
-    def fetch(path: str, tree: Any) -> Any:
-        if isinstance(tree, dict):
-            return {key: fetch(f"{path}.{key}", value) for key, value in tree.items()}
-        return _fetch(layout, layouts[path], tree)
-
-    return Placement(
-        fetch=fetch,
-        tensor=layout.mesh.tensor,
-        remat=spec.remat,
-        remat_save=spec.remat_save,
-        regather=spec.zero_stage == 3 and layout.mesh.data > 1,
-    )
-
-
-def _splits_data(layout: Layout, p: ParamLayout) -> bool:
-    return p.data_dim is not None and layout.mesh.data > 1
-
-
-def _trained(layout: Layout, params: Params) -> Params:
-    """What is differentiated: arrays of the shape in which gradients accumulate.
-
-    Under stage 2 parameters are whole but gradients are shards. Only the shard's shape matters: its value is never
-    read, and XLA drops it.
-    """
-
-    def leaf(p: ParamLayout, value: Array) -> Array:
-        if layout.spec.zero_stage != 2 or not _splits_data(layout, p):
-            return value
-        assert p.data_dim is not None
-        return jax.lax.slice_in_dim(value, 0, value.shape[p.data_dim] // layout.mesh.data, axis=p.data_dim)
-
-    return jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
-
-
-def _with_whole(layout: Layout, trained: Params, params: Params) -> Params:
-    """Under stage 2, (shard to differentiate, whole to compute with) at every leaf; otherwise `trained`."""
-    if layout.spec.zero_stage != 2:
-        return trained
-    layouts = param_tree(layout, lambda p: p)
-    return jax.tree.map(lambda p, t, w: (t, w) if _splits_data(layout, p) else t, layouts, trained, params)
-
-
-def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
-    """One layer's weight in the form that computes: whole over `data`; a matrix in the compute dtype."""
-    spec = layout.spec
-    if not p.info.is_matrix:
-        return leaf  # scales multiply in float32
-    if spec.zero_stage < 2 or not _splits_data(layout, p):
-        return leaf.astype(spec.compute_dtype)
-    assert p.data_dim is not None
-    dim = p.data_dim - p.info.dims.startswith("Y")  # inside the loop over layers, Y is gone
-    if spec.zero_stage == 2:
-        shard, whole = leaf
-        return _use_whole(shard, whole, dim, spec.compute_dtype, spec.reduce_dtype)
-    return _gather(leaf, dim, spec.compute_dtype, spec.reduce_dtype)
-
-
-def _gather(shard: Array, dim: int, compute_dtype: str, reduce_dtype: str) -> Array:
-    """The whole weight out of its shards over `data`; its gradient is summed over `data` and returns as shards."""
-
-    @jax.custom_vjp
-    def gather(shard: Array) -> Array:
-        return jax.lax.all_gather(shard.astype(compute_dtype), "data", axis=dim, tiled=True)
-
-    def backward(_: None, grad: Array) -> tuple[Array]:
-        return (_scatter(grad, dim, reduce_dtype).astype(shard.dtype),)
-
-    gather.defvjp(lambda shard: (gather(shard), None), backward)
-    return gather(shard)
-
-
-def _use_whole(shard: Array, whole: Array, dim: int, compute_dtype: str, reduce_dtype: str) -> Array:
-    """The whole weight, already here; its gradient is summed over `data` and goes to `shard`."""
-
-    @jax.custom_vjp
-    def use(shard: Array, whole: Array) -> Array:
-        del shard
-        return whole.astype(compute_dtype)
-
-    def backward(_: None, grad: Array) -> tuple[Array, None]:
-        return _scatter(grad, dim, reduce_dtype).astype(shard.dtype), None
-
-    use.defvjp(lambda shard, whole: (use(shard, whole), None), backward)
-    return use(shard, whole)
-
-
-def _scatter(grad: Array, dim: int, reduce_dtype: str) -> Array:
-    return jax.lax.psum_scatter(grad.astype(reduce_dtype), "data", scatter_dimension=dim, tiled=True)
-
-
-def _reduce(layout: Layout, p: ParamLayout, grad: Array) -> Array:
-    """The finished gradient, float32, split as the optimizer state is."""
-    if layout.spec.zero_stage == 1 and _splits_data(layout, p):
-        assert p.data_dim is not None
-        grad = _scatter(grad, p.data_dim, layout.spec.reduce_dtype)
-    axes = unsplit_axes(p.optimizer, layout.mesh.shape)
-    return jax.lax.psum(grad.astype(layout.spec.reduce_dtype), axes).astype(jnp.float32)
-
-
-def _psum_batch(layout: Layout, x: Array) -> Array:
-    """The sum over devices that hold different tokens."""
-    return jax.lax.psum(x, tuple(axis for axis in (*BATCH_AXES, "context") if layout.mesh.shape[axis] > 1))
 
 
 def _hash_block(layout: Layout, batch: Batch) -> UInt[Array, "2"]:

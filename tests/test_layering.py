@@ -16,6 +16,7 @@ ROWS = (
     ("mesh",),
     ("layout",),
     ("data", "model", "optim", "offload"),
+    ("gather",),
     ("step",),
     ("pipeline",),
     ("checkpoint", "metrics", "guard", "profile", "plan", "hf"),
