@@ -42,7 +42,7 @@ def concat(carried: Spans, more: More, *, rows: int, seq_len: int, lanes: int = 
     """Each row goes on with the document that has waited longest, then starts new ones; what is cut off waits.
 
     While fewer than `lanes` documents wait, rows begin with a new one. Every row is full until the documents end; each
-    token lands in one row. Takes steps by row, not by document: a step of 800 documents in 64 rows takes 0.2 ms.
+    token lands in one row. The loop is over rows, not over documents: `bench data_balance` times it.
 
     Args:
       carried: left by the step before.

@@ -1,6 +1,6 @@
 """Documents that have come and are still needed, in arrays: looked up and dropped hundreds at a time.
 
-A dict of dicts took 5 us per document to fill, look up and clear, most of it waiting for memory.
+Dicts of dicts took three times as long, most of it waiting for memory (bench/NOTES.md).
 """
 
 from collections.abc import Callable
