@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ import fiddle as fdl
 from jtrain import leaves
 from jtrain.checkpoint import CheckpointSpec
 from jtrain.data import PackedText
-from jtrain.layout import LayoutSpec, check_batch, make_layout
-from jtrain.mesh import MeshSpec
+from jtrain.layout import LayoutSpec, OffloadSpec, check_batch, make_layout
+from jtrain.mesh import BATCH_AXES, MeshSpec, shard_size
 from jtrain.metrics import MetricsSpec
 from jtrain.model.transformer import SAVEABLE, Transformer
 from jtrain.optim import AdamW, Muon
+from jtrain.step import check_offload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +130,50 @@ def read(config_text: str) -> fdl.Config[Run]:
     return leaves.read(Run, config_text)
 
 
+def mesh_size(config: fdl.Config[Run]) -> int:
+    """Devices of a config's mesh."""
+    return _built(config.mesh).size
+
+
+def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
+    """Changes the mesh of a config to `count` devices, if it is of another number; returns what was changed.
+
+    What is not `data` stays, `replica` becomes part of `data`, and about as many sequences are computed at a time.
+
+    Raises:
+      ValueError: the other axes do not divide `count`, or `count` devices do not divide the batch.
+    """
+    was: MeshSpec = _built(config.mesh)
+    layout: LayoutSpec = _built(config.layout)
+    if was.size == count:
+        return []
+    others = was.size // was.replica // was.data
+    if count % others:
+        axes = " * ".join(f"mesh.{axis}={size}" for axis, size in was.shape.items() if size > 1 and axis != "data")
+        raise ValueError(
+            f"{count} devices are not a multiple of {axes} = {others}. Use a multiple of {others}, or --set them to 1."
+        )
+    mesh = dataclasses.replace(was, replica=1, data=count // others)
+    batch = config.data.global_batch
+    rows = shard_size("data.global_batch", batch, mesh.shape, BATCH_AXES)
+    at_a_time = max(1, batch // (was.replica * was.data * was.expert) // layout.microbatches)
+    parts = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= at_a_time)
+    changes = {"mesh.replica": 1, "mesh.data": mesh.data, "layout.microbatches": parts}
+    before = {"mesh.replica": was.replica, "mesh.data": was.data, "layout.microbatches": layout.microbatches}
+    config.mesh.replica, config.mesh.data, config.layout.microbatches = 1, mesh.data, parts
+    return [f"{path}={value} (the config: {before[path]})" for path, value in changes.items() if before[path] != value]
+
+
+def set_values(config: fdl.Config[Run], values: Mapping[str, object]) -> None:
+    """Sets fields of a loaded config by their paths."""
+    for path, value in values.items():
+        owner: Any = config
+        *parents, last = path.split(".")
+        for name in parents:
+            owner = getattr(owner, name)
+        setattr(owner, last, value)
+
+
 def build(config: fdl.Config[Run]) -> Run:
     """Makes every component, and checks those that must fit each other.
 
@@ -137,13 +182,18 @@ def build(config: fdl.Config[Run]) -> Run:
     """
     if unset := [leaf.path for leaf in leaves.leaves(config) if leaf.text == leaves.NOT_SET]:
         raise ValueError(f"{', '.join(unset)}: no value. Set it in the config, or by --set {unset[0]}=VALUE.")
+    run: Run = _built(config)
+    validate(run)
+    return run
+
+
+def _built(component: Any) -> Any:
+    """A component of its config, or what it said against that."""
     try:
-        run = fdl.build(config)
+        return fdl.build(component)
     except ValueError as error:  # fiddle appends all the component's arguments to what the component said
         message = str(error).partition("\n\nFiddle context:")[0]
         raise ValueError(message).with_traceback(error.__traceback__) from None
-    validate(run)
-    return run
 
 
 def validate(run: Run) -> None:
@@ -152,7 +202,9 @@ def validate(run: Run) -> None:
     Raises:
       ValueError: names the fields, the numbers and the way out.
     """
-    make_layout(run.layout, run.mesh, run.model.param_infos())  # heads, widths and vocabulary over the mesh
+    # Heads, widths and vocabulary over the mesh. How much is offloaded may still depend on the devices.
+    make_layout(dataclasses.replace(run.layout, offload=OffloadSpec()), run.mesh, run.model.param_infos())
+    check_offload(run.layout, run.optimizer)
     check_batch(run.layout, run.mesh, global_batch=run.data.global_batch, seq_len=run.data.seq_len)
     if unknown := [name for name in run.layout.remat_save if name not in SAVEABLE]:
         raise ValueError(

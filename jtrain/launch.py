@@ -57,22 +57,31 @@ def launch(args: argparse.Namespace) -> int:
         os.environ.update(AOT_ENVIRONMENT)
     verb.start_jax(os.environ, emulate_devices=args.emulate_devices)
 
-    from jtrain import config, leaves  # lazy, as below: with jax, flax and the rest, over a second
+    import jax  # lazy, as below: with jax, flax and the rest, over a second
+
+    from jtrain import config, leaves
 
     run_config = config.load(args.config, args.fiddlers, args.sets)
-    config_text = leaves.flat(run_config)
     if args.print_config:
-        print(config_text, end="")
+        print(leaves.flat(run_config), end="")
         return 0
     run = config.build(run_config)
+    if run.layout.offload.unified_memory:
+        verb.use_unified_memory(os.environ, topology=args.topology)
 
-    from jtrain import loop
+    from jtrain import loop, settle
 
+    workdir = args.workdir or default_workdir(args.config)
     if args.dry_run:
-        loop.dry_run(run, topology=args.topology)
+        for line in settle.settle(run_config, devices=settle.devices_of(args.topology), workdir=None):
+            print(line)
+        loop.dry_run(config.build(run_config), topology=args.topology)
         return 0
     verb.join_processes(os.environ)
-    return loop.train(run, workdir=args.workdir or default_workdir(args.config), config_text=config_text)
+    for line in settle.settle(run_config, devices=jax.devices(), workdir=workdir):
+        if jax.process_index() == 0:
+            print(line, flush=True)
+    return loop.train(config.build(run_config), workdir=workdir, config_text=leaves.flat(run_config))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,6 +4,9 @@ The rule is one table, `SPLITS`: which mesh axis splits which dimension. `tensor
 `data` splits D, as far as the ZeRO stage says (arXiv:1910.02054): optimizer state from stage 1, gradients from stage
 2, parameters from stage 3. Norm scales are whole on every device at every stage: they are a ten-thousandth of a
 model, and gathering them would cost a collective each.
+
+What is offloaded lies in `pinned_host` memory between its uses, whole arrays at a time, so neither the state's tree nor
+a checkpoint knows of it. Norm scales stay on the device: copies of their own would cost more than they free.
 """
 
 import dataclasses
@@ -26,6 +29,69 @@ FIELDS |= {"D": "model.d_model"}
 
 type Dtype = Literal["float32", "bfloat16"]
 
+type Share = float | Literal["none", "as_needed"]
+"""From 0.0 to 1.0; `as_needed` is the smallest that makes the run fit."""
+
+type MemoryKind = Literal["device", "pinned_host"]
+"""As XLA names them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadSpec:
+    """What is kept in the host's memory; changes speed and device memory, never the losses.
+
+    optimizer: share of the bytes of the optimizer's state (moments, their scales, master weights). Kept array by array,
+      the largest first, so the share that is reached may be a little lower: the plan prints it.
+    params: share of the bytes of the layers' parameters, array by array too; each layer's part comes when it is needed.
+    activations: share of the bytes that each layer keeps for its backward pass, name by name.
+    update: where offloaded optimizer state is updated: `device` streams it there and back, layer by layer; `host`
+      computes AdamW on the host's cores (ZeRO-Offload, arXiv:2101.06840) and streams gradients and parameters instead.
+    unified_memory: one memory for both (Grace Hopper): the driver moves pages, and nothing is placed.
+    """
+
+    optimizer: Share = "none"
+    params: Share = "none"
+    activations: Share = "none"
+    update: Literal["device", "host"] = "device"
+    unified_memory: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "params", "activations"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value not in ("none", "as_needed") and not (number and 0 <= value <= 1):
+                raise ValueError(
+                    f"layout.offload.{name}={value!r} must be a share from 0.0 to 1.0, `none`, or `as_needed`, which "
+                    "takes the smallest share that fits."
+                )
+        if self.update not in ("device", "host"):
+            raise ValueError(f"layout.offload.update={self.update!r} must be `device` or `host`.")
+        if self.update == "host" and self.optimizer in ("none", 0):
+            raise ValueError(
+                f"layout.offload.update=host computes on optimizer state in host memory, but layout.offload.optimizer="
+                f"{self.optimizer} keeps none there. Set layout.offload.optimizer=1.0, or layout.offload.update=device."
+            )
+        placed = [name for name in ("optimizer", "params", "activations") if getattr(self, name) not in ("none", 0)]
+        if self.unified_memory and placed:
+            raise ValueError(
+                f"layout.offload.unified_memory=True leaves it to the driver where pages are, but layout.offload."
+                f"{placed[0]}={getattr(self, placed[0])} places arrays. Set one of the two."
+            )
+
+    def share(self, name: Literal["optimizer", "params", "activations"]) -> float:
+        """The share as a number.
+
+        Raises:
+          ValueError: it is still `as_needed`.
+        """
+        value = getattr(self, name)
+        if value == "as_needed":
+            raise ValueError(
+                f"layout.offload.{name}=as_needed has to be resolved first: no share fits everywhere. `jtrain.plan` "
+                "finds the smallest that fits the devices."
+            )
+        return 0.0 if value == "none" else float(value)
+
 
 @dataclasses.dataclass(frozen=True)
 class LayoutSpec:
@@ -39,6 +105,10 @@ class LayoutSpec:
     param_dtype: of parameters between steps.
     compute_dtype: of matmuls and activations; softmax, norms and the loss are float32 always.
     reduce_dtype: in which gradients are summed over devices.
+    offload: what is kept in the host's memory.
+    auto: zero_stage, remat, remat_save, microbatches and offload are picked by `jtrain.plan.search` so that the run
+      fits with the least predicted time; what the config says of them is replaced, and config.txt holds what was
+      picked.
     """
 
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -48,6 +118,8 @@ class LayoutSpec:
     param_dtype: Dtype = "float32"
     compute_dtype: Dtype = "bfloat16"
     reduce_dtype: Dtype = "float32"
+    offload: OffloadSpec = OffloadSpec()
+    auto: bool = False
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
@@ -66,12 +138,15 @@ class ParamLayout:
     """Where one parameter, its gradient and its optimizer state live.
 
     data_dim, tensor_dim: index into `info.shape` of the dimension those axes may split, None if none.
+    param_memory: where the parameter is between its uses. Where its optimizer state is, array by array, depends on what
+      the optimizer keeps: `Layout.host_state`.
     """
 
     info: ParamInfo
     zero_stage: int
     data_dim: int | None
     tensor_dim: int | None
+    param_memory: MemoryKind = "device"
 
     def spec(self, *, over_data: bool) -> P:
         """The partition over `tensor`, and if asked over `data`."""
@@ -99,24 +174,62 @@ class ParamLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layout of a whole model on a mesh."""
+    """The layout of a whole model on a mesh.
+
+    rings: how the devices along `data` lie in a torus, one number per dimension, the slowest first: collectives over
+      `data` go along one after the other. Empty where they are one collective; `jtrain.gather.along_torus` fills it.
+    """
 
     spec: LayoutSpec
     mesh: MeshSpec
     params: tuple[ParamLayout, ...]
+    rings: tuple[int, ...] = ()
 
     def local_size(self, spec: P, shape: tuple[int, ...]) -> int:
         """Elements that one device holds of an array of `shape` under `spec`."""
         shards = math.prod(self.mesh.shape[axis] for axis in spec if axis is not None)
         return math.prod(shape) // shards
 
+    def host_state(self, sizes: Mapping[tuple[str, str], int]) -> frozenset[tuple[str, str]]:
+        """Which arrays of the optimizer's state are kept in host memory.
+
+        Args:
+          sizes: bytes of every array of the whole model, by path of its parameter and name (`mu`, `nu`, ...).
+        """
+        total = sum(sizes.values())
+        matrices = {p.info.path for p in self.params if p.info.is_matrix}
+        movable = {key: size for key, size in sizes.items() if key[0] in matrices}
+        budget = self.spec.offload.share("optimizer") * total
+        if self.spec.offload.update == "device":
+            return largest_first(budget, movable)
+        together: dict[str, int] = {}  # the host's cores update all of a parameter's state, or none
+        for (path, _), size in movable.items():
+            together[path] = together.get(path, 0) + size
+        chosen = largest_first(budget, together)
+        return frozenset(key for key in movable if key[0] in chosen)
+
+
+def largest_first[K](budget_bytes: float, sizes: Mapping[K, int]) -> frozenset[K]:
+    """Keys whose sizes together stay within the budget: the largest first, each that still fits."""
+    left = budget_bytes + 1e-6 * sum(sizes.values())  # 0.3 of a sum is not exact
+    chosen: list[K] = []
+    for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        if size <= left:
+            chosen.append(key)
+            left -= size
+    return frozenset(chosen)
+
 
 def make_layout(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> Layout:
     """Decides where every array of a model lives.
 
     Raises:
-      ValueError: a dimension does not split evenly over its axis; or an axis that nothing uses yet is over 1.
+      ValueError: a dimension does not split evenly over its axis; an axis that nothing uses yet is over 1; or a share
+        to offload is not resolved to a number.
     """
+    shares = {name: spec.offload.share(name) for name in ("optimizer", "params", "activations")}
+    stacked = {info.path: info.size for info in infos if info.is_matrix and info.dims.startswith("Y")}
+    on_host = largest_first(shares["params"] * sum(stacked.values()), stacked)
     for axis in ("stage", "expert", "context"):
         if mesh.shape[axis] != 1:
             raise ValueError(
@@ -134,7 +247,8 @@ def make_layout(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) 
                     continue
                 shard_size(FIELDS[letter], info.shape[index], mesh.shape, (axis,))
                 dims[axis] = index
-        layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"]))
+        memory: MemoryKind = "pinned_host" if info.path in on_host else "device"
+        layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory))
     return Layout(spec, mesh, tuple(layouts))
 
 

@@ -35,6 +35,7 @@ from jtrain.mesh import BATCH_AXES, make_mesh
 from jtrain.metrics import Metrics, TrainLine
 from jtrain.model.param import map_params
 from jtrain.optim import Optimizer, build
+from jtrain.plan.exhausted import explained
 from jtrain.plan.fit import available_bytes, check_fits
 from jtrain.plan.flops import flops_per_token, mfu
 from jtrain.plan.report import Parts, print_plan
@@ -57,7 +58,7 @@ def train(run: Run, *, workdir: Path, config_text: str) -> int:
 
     Raises:
       ValueError: the run cannot be: it does not fit, the workdir is another run's, there is no data ...
-      NotFinite: the loss or a gradient stopped being a number.
+      NotFinite, MemoryExhausted: a loss or gradient stopped being a number; a device's memory was too small after all.
     """
     started_s = time.perf_counter()
     devices = jax.devices()
@@ -67,19 +68,23 @@ def train(run: Run, *, workdir: Path, config_text: str) -> int:
     parts = plan_parts(run)
     available = available_bytes(devices)
     if available is not None:
-        _check_fits(run, parts.layout, num_devices=len(devices), available=available)
+        _check_fits(run, parts.layout, devices, available=available)
     mesh = make_mesh(run.mesh, devices)
     layout = parts.layout
     optimizer = make_optimizer(run)
     dataset = open_dataset(run.data, seed=run.seed)
     check_vocabulary(run.model, dataset.vocab_size)
     if jax.process_index() == 0:
-        print_plan(parts, available=available)
+        print_plan(parts, available=available, platform=devices[0].platform)
         print(dataset.describe())
         print(budget(dataset, rows=len(host_rows(mesh, run.data.global_batch))).line(), flush=True)
         _write_run_files(workdir, config_text, mesh)
 
-    with Checkpoints(workdir, run.checkpoint) as checkpoints, StopRequest() as stop:
+    with (
+        explained(parts, optimizer, mesh, available=available),
+        Checkpoints(workdir, run.checkpoint) as checkpoints,
+        StopRequest() as stop,
+    ):
         start_step = checkpoints.latest_step() or 0
         if checkpoints.latest_step() is None:
             state, data_state = init_state(layout, optimizer, mesh, seed=run.seed), None
@@ -124,7 +129,8 @@ def dry_run(run: Run, *, topology: str | None) -> None:
     Raises:
       ValueError: no such topology, or the mesh is not of that many devices.
     """
-    print_plan(plan_parts(run), optimizer=make_optimizer(run), topology=topology)
+    platform = jax.devices()[0].platform
+    print_plan(plan_parts(run), optimizer=make_optimizer(run), topology=topology, platform=platform)
 
 
 def make_optimizer(run: Run) -> Optimizer:
@@ -138,20 +144,20 @@ def _cost(run: Run) -> tuple[float, float]:
     return 1.0, flops.attention_flops / run.data.seq_len / flops.matmul_flops
 
 
-def _check_fits(run: Run, layout: Layout, *, num_devices: int, available: int) -> None:
+def _check_fits(run: Run, layout: Layout, devices: list[jax.Device], *, available: int) -> None:
     """Refuses what does not fit into the devices that are here, also when the config's mesh wants others.
 
     A mesh of another size is refused by `make_mesh`; but whoever has one device and a config for eight first has to
     know whether one would do at all.
     """
     asked = layout
-    data = num_devices // (run.mesh.size // run.mesh.data // run.mesh.replica)
-    if run.mesh.size != num_devices and data and run.data.global_batch % data == 0:
+    data = len(devices) // (run.mesh.size // run.mesh.data // run.mesh.replica)
+    if run.mesh.size != len(devices) and data and run.data.global_batch % data == 0:
         mesh = dataclasses.replace(run.mesh, replica=1, data=data)
         spec = dataclasses.replace(run.layout, microbatches=run.data.global_batch // data)
         layout = make_layout(spec, mesh, run.model.param_infos())
-    sizes = {"global_batch": run.data.global_batch, "seq_len": run.data.seq_len}
-    check_fits(run.model, layout, run.optimizer, **sizes, available=available, asked=asked)
+    sizes: dict[str, Any] = dict(global_batch=run.data.global_batch, seq_len=run.data.seq_len, available=available)
+    check_fits(run.model, layout, run.optimizer, **sizes, platform=devices[0].platform, asked=asked)
 
 
 @dataclasses.dataclass

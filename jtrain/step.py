@@ -2,8 +2,7 @@
 
 Forward and backward run in one fully-manual `jax.shard_map`, so that every byte on the network is a line here or in
 the model: nothing is left to the partitioner. Each device differentiates its own share of the global loss with
-respect to what it holds; `gather` and `reduce` below are each other's transposes, so the result is the gradient of the
-whole. Then one rule finishes it: a gradient is summed over every axis that does not split its parameter.
+respect to what it holds; `gather.py` says how weights come and gradients go.
 
 | zero_stage | in the layer, per microbatch | once per step |
 |---|---|---|
@@ -13,25 +12,43 @@ whole. Then one rule finishes it: a gradient is summed over every axis that does
 | 3 | all-gather of parameters (again in the backward pass), reduce-scatter of gradients | |
 
 The optimizer runs outside, on global arrays: it is elementwise (or, for Muon, layer by layer), and the sharding of
-its state says the rest.
+its state says the rest. What of a parameter and its state is in host memory streams through the update slice by slice
+(`offload.py`), every device its shard, with no byte more on the network.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, UInt
 
-from jtrain.dims import IGNORE, Batch
-from jtrain.layout import Layout, ParamLayout, unsplit_axes
+from jtrain.compiler import compiler_options
+from jtrain.dims import IGNORE, Batch, ParamInfo
+from jtrain.gather import along_torus, finish_gradient, param_tree, placement_of, psum_batch, trained_part, with_whole
+from jtrain.layout import Layout, LayoutSpec, ParamLayout
 from jtrain.mesh import BATCH_AXES
-from jtrain.model.param import Params, init_params, map_params
-from jtrain.model.transformer import Placement, Transformer
-from jtrain.optim import Moments, Optimizer
+from jtrain.model.param import Params, init_param, init_params
+from jtrain.model.transformer import Transformer
+from jtrain.offload import (
+    Arrays,
+    Index,
+    Leaf,
+    Slices,
+    global_start,
+    on_host_cores,
+    sharding,
+    streamed,
+    to_device,
+    to_host,
+)
+from jtrain.optim import AdamW, Moments, Muon, Optimizer, Update
+from jtrain.optim.state import arrays, by_path, nested
 
 BATCH_SPEC = P(BATCH_AXES, "context")
 """How [B, L] arrays are split; devices along `tensor` hold the same tokens."""
@@ -52,26 +69,95 @@ class TrainState:
     opt_state: Moments
 
 
-def param_tree(layout: Layout, fn: Callable[[ParamLayout], Any]) -> Params:
-    """The nested dict of `fn` over all parameters."""
-    layouts = {p.info.path: p for p in layout.params}
-    return map_params(lambda info: fn(layouts[info.path]), tuple(p.info for p in layout.params))
+def check_offload(spec: LayoutSpec, optimizer: AdamW | Muon) -> None:
+    """Refuses to offload what cannot stream.
+
+    Raises:
+      ValueError: Muon's momentum; random bits on the host's cores.
+    """
+    by_chance = optimizer.moment_dtype in ("int8", "bfloat16_sr") or optimizer.param_rounding == "stochastic"
+    if spec.offload.update == "host" and by_chance:
+        raise ValueError(
+            f"layout.offload.update=host with optimizer.moment_dtype={optimizer.moment_dtype} and optimizer."
+            f"param_rounding={optimizer.param_rounding}: rounding by chance is not for the host's cores. Set "
+            "layout.offload.update=device, or optimizer.moment_dtype=float32 and param_rounding=nearest."
+        )
+    if isinstance(optimizer, Muon) and spec.offload.optimizer not in ("none", 0):
+        raise ValueError(
+            f"layout.offload.optimizer={spec.offload.optimizer} with Muon: its update takes whole matrices, so no part "
+            "of its state can stream. Set layout.offload.optimizer=none, or use AdamW."
+        )
+
+
+def host_state(layout: Layout, optimizer: Optimizer) -> frozenset[tuple[str, str]]:
+    """Arrays of the optimizer's state that are in host memory: path of the parameter, name of the array."""
+    kept = {path: arrays(optimizer.spec, info) for path, info in optimizer.infos.items()}
+    return layout.host_state(
+        {(path, name): math.prod(x.shape) * x.dtype.itemsize for path, of in kept.items() for name, x in of.items()}
+    )
 
 
 def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of the state, allocating nothing."""
+    """Shapes, dtypes and shardings of the state, allocating nothing.
+
+    Raises:
+      ValueError: the optimizer's state cannot be laid out or offloaded so, or these devices have no host memory.
+    """
+    optimizer.check_layout(layout)
+    check_offload(layout.spec, optimizer.spec)
+    on_host = host_state(layout, optimizer)
+    layouts = {p.info.path: p for p in layout.params}
     shapes = jax.eval_shape(lambda: _first_state(layout, optimizer, 0))
-    replicated = NamedSharding(mesh, P())
-    params = param_tree(layout, lambda p: NamedSharding(mesh, p.param))
-    sharded = param_tree(layout, lambda p: NamedSharding(mesh, p.optimizer))
-    shardings = TrainState(replicated, params, optimizer.state_like(sharded))
+    params = param_tree(layout, lambda p: sharding(mesh, p.param, p.param_memory))
+    opt_state = optimizer.state_map(
+        lambda info, name: sharding(
+            mesh, layouts[info.path].optimizer, "pinned_host" if (info.path, name) in on_host else "device"
+        )
+    )
+    shardings = TrainState(NamedSharding(mesh, P()), params, opt_state)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def init_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int) -> TrainState:
-    """The state before the first step, made where it lives: no device ever holds more than its share."""
-    shardings = shardings_of(abstract_state(layout, optimizer, mesh))
-    return jax.jit(lambda: _first_state(layout, optimizer, seed), out_shardings=shardings)()
+    """The state before the first step, made where it lives: no device ever holds more than its share.
+
+    What is offloaded is made on the host: zeros there, and drawn values written over them layer by layer.
+    """
+    like = abstract_state(layout, optimizer, mesh)
+    drawn = TrainState(None, optimizer.params, optimizer.state_map(lambda i, name: i if name == "master" else None))
+    leaves, structure = jax.tree.flatten(like)
+    infos = jax.tree.leaves(drawn, is_leaf=lambda x: x is None)
+    here = [x.sharding.memory_kind != "pinned_host" for x in leaves]
+
+    def first_here() -> list[Array]:
+        values = jax.tree.leaves(_first_state(layout, optimizer, seed))
+        return [value for value, is_here in zip(values, here, strict=True) if is_here]
+
+    of_here = [x.sharding for x, is_here in zip(leaves, here, strict=True) if is_here]
+    made = iter(jax.jit(first_here, out_shardings=of_here)())
+    states = [next(made) if h else _first_on_host(x, i, seed) for x, i, h in zip(leaves, infos, here, strict=True)]
+    return jax.tree.unflatten(structure, states)
+
+
+def _first_on_host(like: jax.ShapeDtypeStruct, info: ParamInfo | None, seed: int) -> Array:
+    """Zeros in host memory, or the first values of a parameter, of which the device holds one layer at a time."""
+    shape = like.sharding.shard_shape(like.shape)
+    zeros = jax.make_array_from_callback(like.shape, like.sharding, lambda _: np.zeros(shape, like.dtype))
+    if info is None:
+        return zeros
+    dtype = like.dtype.name
+
+    def fill(x: Array) -> Array:
+        if not info.dims.startswith("Y"):
+            return to_host(init_param(info, seed=seed, dtype=dtype))
+
+        def layer(y: Array, x: Array) -> Array:
+            value = to_host(init_param(info, seed=seed, dtype=dtype, layer=y))
+            return jax.lax.dynamic_update_index_in_dim(x, value, y, 0)
+
+        return jax.lax.fori_loop(0, info.shape[0], layer, x)
+
+    return jax.jit(fill, donate_argnums=0, out_shardings=like.sharding)(zeros)
 
 
 def shardings_of(state: TrainState) -> TrainState:
@@ -81,8 +167,12 @@ def shardings_of(state: TrainState) -> TrainState:
 
 def _first_state(layout: Layout, optimizer: Optimizer, seed: int) -> TrainState:
     infos = tuple(p.info for p in layout.params)
-    params = init_params(infos, seed=seed, dtype=layout.spec.param_dtype)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    # Masters begin unrounded; a parameter's bits are the same rounded at once or later.
+    masters = optimizer.spec.master_dtype != "none"
+    params = init_params(infos, seed=seed, dtype="float32" if masters else layout.spec.param_dtype)
+    opt_state = optimizer.init(params)
+    params = jax.tree.map(lambda x: x.astype(layout.spec.param_dtype), params)
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
 
 
 def make_train_step(
@@ -93,6 +183,7 @@ def make_train_step(
     Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, without z-loss), grad_norm
     (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32).
     """
+    layout = along_torus(layout, mesh)
     gradients = jax.shard_map(
         lambda params, batch: _local_gradients(model, layout, params, batch),
         mesh=mesh,
@@ -101,22 +192,124 @@ def make_train_step(
         check_vma=False,  # the sums over axes are written out, one rule for all parameters
     )
 
-    def constrain(params: Params, of: Callable[[ParamLayout], P]) -> Params:
-        shardings = param_tree(layout, lambda p: NamedSharding(mesh, of(p)))
-        return jax.tree.map(jax.lax.with_sharding_constraint, params, shardings)
+    update = _make_update(optimizer, layout, mesh)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, metrics = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
-            # The update reads and writes only this device's shard of the parameters, then gathers them again.
-            params = constrain(state.params, lambda p: p.optimizer)
-            params, opt_state, norms = optimizer.update(grads, state.opt_state, params, state.step)
-            params = constrain(constrain(params, lambda p: p.optimizer), lambda p: p.param)
+            params, opt_state, norms = update(grads, state)
         return TrainState(state.step + 1, params, opt_state), metrics | norms
 
     # Said, not inferred: a state that came back laid out otherwise would compile the second step anew.
     state_shardings = shardings_of(abstract_state(layout, optimizer, mesh))
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, NamedSharding(mesh, P())))
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        out_shardings=(state_shardings, NamedSharding(mesh, P())),
+        compiler_options=compiler_options(mesh),
+    )
+
+
+def _make_update(
+    optimizer: Optimizer, layout: Layout, mesh: Mesh
+) -> Callable[[Params, TrainState], tuple[Params, Moments, Metrics]]:
+    """`update(grads, state) -> (params, opt_state, metrics)`, traced."""
+    kept_on_host = host_state(layout, optimizer)
+    on_host: dict[str, frozenset[str]] = {
+        p.info.path: frozenset(name for path, name in kept_on_host if path == p.info.path)
+        | ({"param"} if _streams(p) else frozenset())
+        for p in layout.params
+    }
+    streaming = [p for p in layout.params if on_host[p.info.path]]
+
+    def update(grads: Params, state: TrainState) -> tuple[Params, Moments, Metrics]:
+        scalars = optimizer.begin(grads, state.step)
+        grad, param = (by_path(optimizer.params, tree) for tree in (grads, state.params))
+        leaves = optimizer.leaves(state.opt_state)
+        for p in layout.params:
+            path = p.info.path
+            if not _streams(p):
+                here = to_device(param[path]) if p.param_memory == "pinned_host" else param[path]
+                # The update reads and writes only this device's shard of the parameters, then gathers them again.
+                param[path] = jax.lax.with_sharding_constraint(here, NamedSharding(mesh, p.optimizer))
+            if not on_host[path]:
+                new = optimizer.update_param(scalars, p.info, grad[path], param[path], leaves[path])
+                param[path], leaves[path] = new
+        if streaming:
+            states = {p.info.path: {"param": param[p.info.path], **leaves[p.info.path]} for p in streaming}
+            given = {p.info.path: grad[p.info.path] for p in streaming}
+            for path, new in _streamed_update(optimizer, layout, on_host, mesh, scalars, given, states).items():
+                param[path] = new.pop("param")
+                leaves[path] = new
+        for p in layout.params:
+            path = p.info.path
+            if not _streams(p):
+                here = jax.lax.with_sharding_constraint(param[path], NamedSharding(mesh, p.optimizer))
+                here = jax.lax.with_sharding_constraint(here, NamedSharding(mesh, p.param))
+                param[path] = to_host(here) if p.param_memory == "pinned_host" else here
+        return nested(optimizer.params, param), optimizer.state(leaves), scalars.metrics
+
+    return update
+
+
+def _streams(p: ParamLayout) -> bool:
+    """Whether the parameter itself streams through the update.
+
+    Where it is gathered afterwards it cannot: it is on the device then, whole.
+    """
+    return p.param_memory == "pinned_host" and p.param == p.optimizer
+
+
+def _streamed_update(
+    optimizer: Optimizer,
+    layout: Layout,
+    on_host: dict[str, frozenset[str]],
+    mesh: Mesh,
+    scalars: Update,
+    grads: dict[str, Array],
+    states: dict[str, Arrays],
+) -> dict[str, Arrays]:
+    """The update of what is at least partly in host memory, each device on its shard; everything by path."""
+    layouts = [p for p in layout.params if on_host[p.info.path]]
+
+    def leaf(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> Leaf:
+        stacked = p.info.dims.startswith("Y")
+        slices = Slices({"grad": grad, **state}, stacked=stacked)
+        start = global_start(p.optimizer, grad.shape)
+
+        def update(index: Index, pieces: Arrays) -> Arrays:
+            layer, part = slices.place(index)
+            if stacked:
+                pieces = {name: x[0] for name, x in pieces.items()}
+            grad, param = pieces.pop("grad"), pieces.pop("param")
+            first = (start[stacked] + part * grad.shape[0], *start[stacked + 1 :])
+            param, of_leaf = optimizer.update_param(
+                scalars, p.info, grad, param, pieces, layer=layer if stacked else None, start=first
+            )
+            new = {"param": param, **of_leaf}
+            return {name: x[None] for name, x in new.items()} if stacked else new
+
+        return Leaf({"grad": grad}, state, on_host[p.info.path], slices, update)
+
+    def by_host(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> Arrays:
+        def update(scalars: Update, grad: Array, state: Arrays) -> Arrays:
+            of_leaf = {name: x for name, x in state.items() if name != "param"}
+            param, of_leaf = optimizer.update_param(scalars, p.info, grad, state["param"], of_leaf)
+            return {"param": param, **of_leaf}
+
+        new = on_host_cores(update, scalars, grad, state)
+        return new if "param" in on_host[p.info.path] else new | {"param": to_device(new["param"])}
+
+    def local(scalars: Update, grads: dict[str, Array], states: dict[str, Arrays]) -> dict[str, Arrays]:
+        if layout.spec.offload.update == "host":
+            return {p.info.path: by_host(p, scalars, grads[p.info.path], states[p.info.path]) for p in layouts}
+        leaves = [leaf(p, scalars, grads[p.info.path], states[p.info.path]) for p in layouts]
+        return {p.info.path: new for p, new in zip(layouts, streamed(leaves, scalars.grad_norm), strict=True)}
+
+    specs = {p.info.path: p.optimizer for p in layouts}
+    return jax.shard_map(local, mesh=mesh, in_specs=(P(), specs, specs), out_specs=specs, check_vma=False)(
+        scalars, grads, states
+    )
 
 
 def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[Params, Batch], Metrics]:
@@ -124,10 +317,11 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
 
     A device computes as many sequences at a time as in training, so evaluating needs no more memory.
     """
-    placement = _placement(layout)
+    layout = along_torus(layout, mesh)
+    placement = placement_of(layout)
 
     def local(params: Params, batch: Batch) -> Metrics:
-        weights = _with_whole(layout, _trained(layout, params), params)
+        weights = with_whole(layout, trained_part(layout, params), params)
 
         def microbatch(nats: Array, part: Batch) -> tuple[Array, None]:
             return nats + model.loss(weights, part, placement)[1], None
@@ -135,29 +329,30 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
         nats, _ = jax.lax.scan(microbatch, jnp.zeros((), jnp.float32), _microbatches(layout, batch))
         axes = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
         tokens = jnp.sum(batch.target_BL != IGNORE)
-        return {"nats": jax.lax.psum(nats, axes), "tokens": _psum_batch(layout, tokens)}
+        return {"nats": jax.lax.psum(nats, axes), "tokens": psum_batch(layout, tokens)}
 
     params_spec = param_tree(layout, lambda p: p.param)
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=P(), check_vma=False))
+    sums = jax.shard_map(local, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=P(), check_vma=False)
+    return jax.jit(sums, compiler_options=compiler_options(mesh))
 
 
 def _local_gradients(model: Transformer, layout: Layout, params: Params, batch: Batch) -> tuple[Params, Metrics]:
     """One device's part: its gradients as the optimizer wants them, and the global batch's metrics."""
     spec = layout.spec
-    placement = _placement(layout)
-    num_tokens = _psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
+    placement = placement_of(layout)
+    num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
     # Dividing each microbatch by the whole batch's count, not by its own, is what makes accumulation exact.
     weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
 
     def objective(trained: Params, part: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        total, nats = model.loss(_with_whole(layout, trained, params), part, placement)
+        total, nats = model.loss(with_whole(layout, trained, params), part, placement)
         return total * weight, nats * weight
 
     def microbatch(carry: tuple[Params, Array], part: Batch) -> tuple[tuple[Params, Array], None]:
         (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained, part)
         return (jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[0], grads), carry[1] + loss), None
 
-    trained = _trained(layout, params)
+    trained = trained_part(layout, params)
     if spec.microbatches == 1:
         (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained, batch)
     else:
@@ -167,124 +362,15 @@ def _local_gradients(model: Transformer, layout: Layout, params: Params, batch: 
 
     with jax.named_scope("reduce_gradients"):
         layouts = param_tree(layout, lambda p: p)
-        grads = jax.tree.map(lambda p, g: _reduce(layout, p, g), layouts, grads)
+        grads = jax.tree.map(lambda p, g: finish_gradient(layout, p, g), layouts, grads)
         loss = jax.lax.psum(loss, tuple(axis for axis, size in layout.mesh.shape.items() if size > 1))
-    hash_2 = _psum_batch(layout, _hash_block(layout, batch))
+    hash_2 = psum_batch(layout, _hash_block(layout, batch))
     return grads, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}
 
 
 def _microbatches(layout: Layout, batch: Batch) -> Batch:
     """One device's rows in the parts that it computes one after another."""
     return jax.tree.map(lambda x: x.reshape(layout.spec.microbatches, -1, *x.shape[1:]), batch)
-
-
-def _placement(layout: Layout) -> Placement:
-    """How this layout's weights reach the model, inside the shard_map."""
-    spec = layout.spec
-    layouts = {p.info.path: p for p in layout.params}
-
-    def fetch(path: str, tree: Any) -> Any:
-        if isinstance(tree, dict):
-            return {key: fetch(f"{path}.{key}", value) for key, value in tree.items()}
-        return _fetch(layout, layouts[path], tree)
-
-    return Placement(
-        fetch=fetch,
-        tensor=layout.mesh.tensor,
-        remat=spec.remat,
-        remat_save=spec.remat_save,
-        regather=spec.zero_stage == 3 and layout.mesh.data > 1,
-    )
-
-
-def _splits_data(layout: Layout, p: ParamLayout) -> bool:
-    return p.data_dim is not None and layout.mesh.data > 1
-
-
-def _trained(layout: Layout, params: Params) -> Params:
-    """What is differentiated: arrays of the shape in which gradients accumulate.
-
-    Under stage 2 parameters are whole but gradients are shards. Only the shard's shape matters: its value is never
-    read, and XLA drops it.
-    """
-
-    def leaf(p: ParamLayout, value: Array) -> Array:
-        if layout.spec.zero_stage != 2 or not _splits_data(layout, p):
-            return value
-        assert p.data_dim is not None
-        return jax.lax.slice_in_dim(value, 0, value.shape[p.data_dim] // layout.mesh.data, axis=p.data_dim)
-
-    return jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
-
-
-def _with_whole(layout: Layout, trained: Params, params: Params) -> Params:
-    """Under stage 2, (shard to differentiate, whole to compute with) at every leaf; otherwise `trained`."""
-    if layout.spec.zero_stage != 2:
-        return trained
-    layouts = param_tree(layout, lambda p: p)
-    return jax.tree.map(lambda p, t, w: (t, w) if _splits_data(layout, p) else t, layouts, trained, params)
-
-
-def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
-    """One layer's weight in the form that computes: whole over `data`; a matrix in the compute dtype."""
-    spec = layout.spec
-    if not p.info.is_matrix:
-        return leaf  # scales multiply in float32
-    if spec.zero_stage < 2 or not _splits_data(layout, p):
-        return leaf.astype(spec.compute_dtype)
-    assert p.data_dim is not None
-    dim = p.data_dim - p.info.dims.startswith("Y")  # inside the loop over layers, Y is gone
-    if spec.zero_stage == 2:
-        shard, whole = leaf
-        return _use_whole(shard, whole, dim, spec.compute_dtype, spec.reduce_dtype)
-    return _gather(leaf, dim, spec.compute_dtype, spec.reduce_dtype)
-
-
-def _gather(shard: Array, dim: int, compute_dtype: str, reduce_dtype: str) -> Array:
-    """The whole weight out of its shards over `data`; its gradient is summed over `data` and returns as shards."""
-
-    @jax.custom_vjp
-    def gather(shard: Array) -> Array:
-        return jax.lax.all_gather(shard.astype(compute_dtype), "data", axis=dim, tiled=True)
-
-    def backward(_: None, grad: Array) -> tuple[Array]:
-        return (_scatter(grad, dim, reduce_dtype).astype(shard.dtype),)
-
-    gather.defvjp(lambda shard: (gather(shard), None), backward)
-    return gather(shard)
-
-
-def _use_whole(shard: Array, whole: Array, dim: int, compute_dtype: str, reduce_dtype: str) -> Array:
-    """The whole weight, already here; its gradient is summed over `data` and goes to `shard`."""
-
-    @jax.custom_vjp
-    def use(shard: Array, whole: Array) -> Array:
-        del shard
-        return whole.astype(compute_dtype)
-
-    def backward(_: None, grad: Array) -> tuple[Array, None]:
-        return _scatter(grad, dim, reduce_dtype).astype(shard.dtype), None
-
-    use.defvjp(lambda shard, whole: (use(shard, whole), None), backward)
-    return use(shard, whole)
-
-
-def _scatter(grad: Array, dim: int, reduce_dtype: str) -> Array:
-    return jax.lax.psum_scatter(grad.astype(reduce_dtype), "data", scatter_dimension=dim, tiled=True)
-
-
-def _reduce(layout: Layout, p: ParamLayout, grad: Array) -> Array:
-    """The finished gradient, float32, split as the optimizer state is."""
-    if layout.spec.zero_stage == 1 and _splits_data(layout, p):
-        assert p.data_dim is not None
-        grad = _scatter(grad, p.data_dim, layout.spec.reduce_dtype)
-    axes = unsplit_axes(p.optimizer, layout.mesh.shape)
-    return jax.lax.psum(grad.astype(layout.spec.reduce_dtype), axes).astype(jnp.float32)
-
-
-def _psum_batch(layout: Layout, x: Array) -> Array:
-    """The sum over devices that hold different tokens."""
-    return jax.lax.psum(x, tuple(axis for axis in (*BATCH_AXES, "context") if layout.mesh.shape[axis] > 1))
 
 
 def _hash_block(layout: Layout, batch: Batch) -> UInt[Array, "2"]:

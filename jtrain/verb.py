@@ -6,6 +6,9 @@ at once.
 
 import glob
 import linecache
+import os
+import shutil
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, MutableMapping
@@ -13,6 +16,14 @@ from pathlib import Path
 
 ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 """Device files of NVIDIA (under WSL too), AMD and TPU drivers."""
+
+COHERENT_GPUS = ("GH200", "GB200", "GB300")
+"""GPUs beside a Grace CPU whose memory they read and write over NVLink-C2C as their own, page by page."""
+
+NUMA_NODES = Path("/sys/devices/system/node")
+
+HOST_SHARE = 0.8
+"""Of the host's memory, what unified memory may take; the data plane and the system need some."""
 
 
 def run(main: Callable[[], int]) -> int:
@@ -63,6 +74,77 @@ def start_jax(environ: MutableMapping[str, str], *, emulate_devices: int | None 
         jax.config.update("jax_compilation_cache_dir", str(user_cache / "jtrain" / "xla"))
         # jax's own default leaves out what compiles in under a second: of `tiny`, everything but the step.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def use_unified_memory(environ: MutableMapping[str, str], *, topology: str | None = None) -> None:
+    """Lets JAX allocate more than the GPU's memory, pages going over to the host's; before any device is asked for.
+
+    XLA's allocator (`bfc`, its default) takes managed memory under TF_FORCE_UNIFIED_MEMORY, of which
+    XLA_CLIENT_MEM_FRACTION, over 1, is the limit in units of the GPU's memory; nothing is reserved at the start, or all
+    of it would be touched. What is set already wins. Source: jaxlib/xla_client.py; AlphaFold 3, docs/performance.md.
+
+    Args:
+      environ: os.environ.
+      topology: the machine that a plan is for, such as `gh200:1`; nothing is set then.
+
+    Raises:
+      ValueError: these are not Grace systems; or what is set already contradicts.
+    """
+    import jax
+
+    field = "layout.offload.unified_memory=True"
+    instead = "Set it to False, and layout.offload.optimizer, .params or .activations to a share instead."
+    if topology is not None:
+        gpus = [(topology.partition(":")[0].upper(), 0)]
+    elif jax.config.jax_platforms not in (None, "", "cuda", "gpu", "cuda,cpu"):
+        gpus = [(f"the platform {jax.config.jax_platforms}", 0)]
+    else:
+        gpus = nvidia_gpus() or [("a machine without NVIDIA GPUs", 0)]
+    for name, _ in gpus:
+        if not any(coherent in name for coherent in COHERENT_GPUS):
+            raise ValueError(
+                f"{field}, but this is {name}: only beside a Grace CPU ({', '.join(COHERENT_GPUS)}) does a GPU reach "
+                f"the host's memory at the speed of a link of its own; elsewhere pages would crawl over PCIe. {instead}"
+            )
+    if topology is not None:
+        return
+    allocator = environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
+    if allocator not in ("default", "bfc"):
+        raise ValueError(
+            f"{field} needs XLA's own allocator, but XLA_PYTHON_CLIENT_ALLOCATOR={allocator} is set. Unset it."
+        )
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    given = next((name for name in names if environ.get(name)), None)
+    if given is None:
+        device_bytes = min(size for _, size in gpus)
+        fraction = 1 + HOST_SHARE * host_memory_bytes() / len(gpus) / device_bytes
+        environ[names[0]] = f"{fraction:.2f}"
+    elif float(environ[given]) <= 1:
+        raise ValueError(
+            f"{field}, but {given}={environ[given]} keeps JAX within the GPU's memory. Unset it, or set more than 1."
+        )
+    environ["TF_FORCE_UNIFIED_MEMORY"] = "1"
+    environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def nvidia_gpus() -> list[tuple[str, int]]:
+    """Name and bytes of memory of each NVIDIA GPU, as the driver's own tool says: JAX may not be asked yet."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    fields = [line.rpartition(",") for line in lines if line.strip()]
+    return [(name.strip(), int(mib) << 20) for name, _, mib in fields]
+
+
+def host_memory_bytes() -> int:
+    """Memory beside the CPUs: on Grace systems the kernel counts the GPUs' memory as nodes of its own, without CPUs."""
+    total = 0
+    for node in NUMA_NODES.glob("node[0-9]*"):
+        if (node / "cpulist").read_text().strip():
+            line = next(line for line in (node / "meminfo").read_text().splitlines() if "MemTotal:" in line)
+            total += int(line.split()[-2]) << 10
+    return total or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def join_processes(environ: MutableMapping[str, str]) -> None:

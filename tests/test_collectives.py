@@ -1,6 +1,7 @@
 """The collectives of the compiled step are those of the closed form, array by array and byte by byte."""
 
 import collections
+import dataclasses
 from typing import Any
 
 import jax
@@ -27,32 +28,33 @@ OPTIONS = {
     "xla_backend_optimization_level": 0,  # half the seconds: nothing here runs
 }
 
-type Table = dict[tuple[str, tuple[str, ...] | None, str], tuple[int, int]]
-"""(kind, axes, dtype) -> (arrays, bytes) per step and device."""
+type Table = dict[tuple[str, tuple[str, ...], int, str], tuple[int, int]]
+"""(kind, axes, devices of a group, dtype) -> (arrays, bytes) per step and device."""
 
 _HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "int32": "s32", "uint32": "u32"}
 
 
-def compiled(axes: dict[str, int], sizes: dict[str, Any], **layout: Any) -> Table:
+def compiled(axes: dict[str, int], sizes: dict[str, Any], rings: tuple[int, ...] = (), **layout: Any) -> Table:
     mesh_spec = MeshSpec(**axes)
     mesh = make_mesh(mesh_spec, jax.devices()[: mesh_spec.size])
     model = Transformer(**sizes)
     infos = model.param_infos()
-    lay = make_layout(LayoutSpec(**layout), mesh_spec, infos)
+    lay = dataclasses.replace(make_layout(LayoutSpec(**layout), mesh_spec, infos), rings=rings)
     optimizer = build(AdamW(peak_lr=1e-3), num_steps=10, params=map_params(lambda info: info, infos))
     ids = jax.ShapeDtypeStruct((ROWS, COLS), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
     step: Any = make_train_step(model, optimizer, lay, mesh)
     lowered = step.lower(abstract_state(lay, optimizer, mesh), Batch(ids, ids, ids, ids))
     program = lowered.compile(compiler_options=OPTIONS)
-    return {(t.kind, t.axes, t.dtype): (t.count, t.array_bytes) for t in traffic(program.as_text(), mesh_spec.shape)}
+    found = traffic(program.as_text(), mesh_spec.shape)
+    return {(t.kind, t.axes, t.group, t.dtype): (t.count, t.array_bytes) for t in found}
 
 
-def predicted(axes: dict[str, int], sizes: dict[str, Any], **layout: Any) -> Table:
+def predicted(axes: dict[str, int], sizes: dict[str, Any], rings: tuple[int, ...] = (), **layout: Any) -> Table:
     model = Transformer(**sizes)
-    lay = make_layout(LayoutSpec(**layout), MeshSpec(**axes), model.param_infos())
+    lay = dataclasses.replace(make_layout(LayoutSpec(**layout), MeshSpec(**axes), model.param_infos()), rings=rings)
     counts, sizes_ = collections.Counter(), collections.Counter()
     for c in collectives(model, lay, global_batch=ROWS, seq_len=COLS):
-        key = c.kind, c.axes, _HLO_DTYPES[c.dtype]
+        key = c.kind, c.axes, c.group, _HLO_DTYPES[c.dtype]
         counts[key] += c.count
         sizes_[key] += c.array_bytes
     return {key: (counts[key], sizes_[key]) for key in counts}
@@ -72,3 +74,30 @@ def test_compiled_collectives_are_the_closed_form(axes: dict[str, int], zero_sta
     got = compiled(axes, SIZES, **layout)
     assert got == predicted(axes, SIZES, **layout)
     assert sum(size for _, size in got.values()) > 0, "a parser that finds nothing would agree with nothing"
+
+
+@pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_a_large_vocabulary_comes_in_parts(axes: dict[str, int], tied: bool) -> None:
+    """Three parts, which do not divide the vocabulary: each gathered twice, its gradient scattered once."""
+    sizes = SIZES | dict(vocab_size=40_000, tie_embeddings=tied, num_layers=2)
+    layout = layout_of(3, 2)
+    got = compiled(axes, sizes, **layout)
+    assert got == predicted(axes, sizes, **layout)
+
+
+@pytest.mark.parametrize("zero_stage", (1, 2, 3))
+def test_along_a_torus_each_dimension_has_its_collective(zero_stage: int) -> None:
+    """Three rings of two instead of one of eight: other arrays, and the same bytes on the wire."""
+    layout, axes = layout_of(zero_stage, 2), dict(data=8)
+    got = compiled(axes, SIZES, (2, 2, 2), **layout)
+    assert got == predicted(axes, SIZES, (2, 2, 2), **layout)
+    groups = {group for _, used, group, _ in got if used == ("data",)}
+    assert 2 in groups
+
+    def wire(rings: tuple[int, ...]) -> int:
+        lay = make_layout(LayoutSpec(**layout), MeshSpec(**axes), (model := Transformer(**SIZES)).param_infos())
+        lay = dataclasses.replace(lay, rings=rings)
+        return sum(c.wire_bytes for c in collectives(model, lay, global_batch=ROWS, seq_len=COLS))
+
+    assert wire((2, 2, 2)) == wire(())

@@ -16,11 +16,12 @@ ROWS = (
     ("mesh",),
     ("layout",),
     ("data", "model", "optim", "offload"),
+    ("gather", "compiler"),
     ("step",),
     ("pipeline",),
     ("checkpoint", "metrics", "guard", "profile", "plan", "hf"),
     ("config",),
-    ("loop",),
+    ("loop", "settle"),
     ("launch", "generate", "bench"),
 )
 """A module imports only rows above its own, and itself. Every `__main__` is on the last row."""

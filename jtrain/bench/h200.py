@@ -15,8 +15,10 @@ from jtrain import config, loop
 from jtrain.bench import Row, row
 from jtrain.data import put_batch
 from jtrain.dims import Batch
-from jtrain.layout import make_layout
+from jtrain.layout import Layout, make_layout
 from jtrain.mesh import make_mesh
+from jtrain.model.transformer import Transformer
+from jtrain.optim import Optimizer
 from jtrain.plan.flops import flops_per_token, mfu
 from jtrain.step import init_state, make_train_step
 from jtrain_kernels import device
@@ -65,15 +67,27 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def tokens_per_s(built: config.Run, num_steps: int) -> float:
-    """The jitted step on random tokens, without padding."""
-    mesh_spec = dataclasses.replace(built.mesh, data=1)
-    mesh = make_mesh(mesh_spec, jax.devices()[:1])
-    layout = make_layout(built.layout, mesh_spec, built.model.param_infos())
-    optimizer = loop.make_optimizer(built)
-    step = make_train_step(built.model, optimizer, layout, mesh)
+    """Of a config's step on one device."""
+    layout = make_layout(built.layout, dataclasses.replace(built.mesh, data=1), built.model.param_infos())
+    return step_rate(
+        built.model,
+        layout,
+        loop.make_optimizer(built),
+        global_batch=built.data.global_batch,
+        seq_len=built.data.seq_len,
+        num_steps=num_steps,
+    )
+
+
+def step_rate(
+    model: Transformer, layout: Layout, optimizer: Optimizer, *, global_batch: int, seq_len: int, num_steps: int
+) -> float:
+    """Tokens/s of the jitted step on random tokens, without padding, on the first device."""
+    mesh = make_mesh(layout.mesh, jax.devices()[:1])
+    step = make_train_step(model, optimizer, layout, mesh)
     state = init_state(layout, optimizer, mesh, seed=0)
-    shape = (built.data.global_batch, built.data.seq_len)
-    token = np.random.default_rng(0).integers(0, built.model.vocab_size, shape, np.int32)
+    shape = (global_batch, seq_len)
+    token = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.int32)
     position = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     batch = put_batch(Batch(token, np.roll(token, -1, axis=1), position, np.ones(shape, np.int32)), mesh)
     for _ in range(2):

@@ -68,27 +68,30 @@ def map_params(fn: Callable[..., Any], infos: tuple[ParamInfo, ...], *trees: Map
 
 
 def init_params(infos: tuple[ParamInfo, ...], *, seed: int, dtype: str) -> Params:
-    """First values of all parameters, `dtype`; jit it with the layout's shardings as `out_shardings`.
+    """First values of all parameters, `dtype`; jit it with the layout's shardings as `out_shardings`."""
+
+    def value(info: ParamInfo) -> Array:
+        if info.init == "ones" or not info.dims.startswith("Y"):
+            return init_param(info, seed=seed, dtype=dtype)
+        # One layer at a time: the random words of a whole stack would take several times its own memory.
+        return jax.lax.map(lambda y: init_param(info, seed=seed, dtype=dtype, layer=y), jnp.arange(info.shape[0]))
+
+    return map_params(value, infos)
+
+
+def init_param(info: ParamInfo, *, seed: int, dtype: str, layer: Array | None = None) -> Array:
+    """First values of one parameter, `dtype`; with `layer`, of that one layer of a stacked one.
 
     The key of a parameter is folded from the seed and a checksum of its path, and for a stacked one from the layer
     too, so nothing depends on the order in which parameters are made nor on how they are laid out.
     """
-    root = jax.random.key(seed)
-
-    def value(info: ParamInfo) -> Array:
-        if info.init == "ones":
-            return jnp.ones(info.shape, dtype)
-        key = jax.random.fold_in(root, zlib.crc32(info.path.encode()))
-        if not info.dims.startswith("Y"):
-            return (info.std * _normal(key, info.shape)).astype(dtype)
-        num_layers, *shape = info.shape
-        # One layer at a time: the random words of a whole stack would take several times its own memory.
-        return jax.lax.map(
-            lambda layer: (info.std * _normal(jax.random.fold_in(key, layer), shape)).astype(dtype),
-            jnp.arange(num_layers),
-        )
-
-    return map_params(value, infos)
+    shape = info.shape if layer is None else info.shape[1:]
+    if info.init == "ones":
+        return jnp.ones(shape, dtype)
+    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(info.path.encode()))
+    if layer is not None:
+        key = jax.random.fold_in(key, layer)
+    return (info.std * _normal(key, shape)).astype(dtype)
 
 
 def _normal(key: Array, shape: Sequence[int]) -> Float[Array, "..."]:

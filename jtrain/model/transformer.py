@@ -7,6 +7,7 @@ On one device, without a mesh, both do nothing.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -23,9 +24,14 @@ from jtrain.model.mlp import SwiGLU
 from jtrain.model.norm import RMSNorm
 from jtrain.model.param import Params, param_infos, weight
 from jtrain.model.rope import RopeSpec
+from jtrain.model.stream import Layer, check_scanned, scan_layers
+from jtrain.model.unembedding import loss_in_parts
 
 SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_gate", "mlp_up")
 """Activations of a block that `layout.remat=named` may keep for the backward pass instead of recomputing."""
+
+LAYER_INPUT = "layer_input"
+"""The residual stream that enters a block: kept for the backward pass always, on the device or in host memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +42,10 @@ class Placement:
     tensor: devices along the `tensor` axis.
     remat: what a block keeps for its backward pass: everything, its input only, or that and `remat_save`.
     regather: fetched weights are dropped after use and fetched again by the backward pass.
+    streams: some of the layers' weights come from host memory, and are dropped after use too.
+    offload: which of the activations that a block keeps wait in host memory: of LAYER_INPUT and SAVEABLE.
+    lookup: rows of an embedding of which this device has some columns, [B, L, D] in the compute dtype, so that neither
+      embedding nor unembedding is ever whole; None where `fetch` makes them whole.
     """
 
     fetch: Callable[[str, Any], Any]
@@ -43,6 +53,9 @@ class Placement:
     remat: Literal["none", "full", "named"] = "none"
     remat_save: tuple[str, ...] = ()
     regather: bool = False
+    streams: bool = False
+    offload: tuple[str, ...] = ()
+    lookup: Callable[[Array, Array], Array] | None = None
 
 
 def single_device(dtype: str) -> Placement:
@@ -182,22 +195,32 @@ class Transformer(nnx.Module):
         return param_infos(self)
 
     def hidden(self, params: Params, batch: Batch, placement: Placement) -> Float[Array, "B _ D"]:
-        """Hidden states after the last norm, [B, L / tensor, D] in the compute dtype."""
+        """Hidden states after the last norm, [B, L / tensor, D] in the compute dtype.
+
+        Raises:
+          ValueError: layers are unrolled, and something of theirs is in host memory.
+        """
         fetch, tensor = placement.fetch, placement.tensor
+        if placement.streams or placement.offload:
+            check_scanned(self.scan_layers)
         with jax.named_scope("embed"):
-            table_VD = fetch("embed_VD", params["embed_VD"])
-            x_BLD = _embed(table_VD, batch.token_BL, tensor)
+            table = params["embed_VD"]
+            if placement.lookup is None:
+                x_BLD = _embed(fetch("embed_VD", table), batch.token_BL, tensor, ops.embedding_lookup)
+            else:
+                x_BLD = _embed(table, batch.token_BL, tensor, placement.lookup)
         cos_BLR, sin_BLR = self.rope.tables(batch.position_BL, self.head_dim)
         block_def, _ = nnx.split(self.layers)
 
-        def layer(x_BLD: Array, weights: Params) -> tuple[Array, None]:
+        def layer(x_BLD: Array, weights: Params, shared: tuple[Array, Array, Array]) -> Array:
             block = nnx.merge(block_def, fetch("layers", weights))
-            return block(x_BLD, cos_BLR, sin_BLR, batch.segment_BL, tensor=tensor), None
+            return block(checkpoint_name(x_BLD, LAYER_INPUT), *shared, tensor=tensor)
 
-        layer = checkpointed(layer, placement, scanned=self.scan_layers)
+        kept = checkpointed(layer, placement, scanned=self.scan_layers)
         unroll = 1 if self.scan_layers else self.num_layers
+        shared = (cos_BLR, sin_BLR, batch.segment_BL)
         with jax.named_scope("layers"):
-            x_BLD, _ = jax.lax.scan(layer, x_BLD, params["layers"], unroll=unroll)
+            x_BLD = scan_layers(kept, x_BLD, params["layers"], shared, unroll=unroll)
         with jax.named_scope("final_norm"):
             norm = nnx.merge(nnx.split(self.final_norm)[0], fetch("final_norm", params["final_norm"]))
             return norm(x_BLD)
@@ -220,8 +243,20 @@ class Transformer(nnx.Module):
         """
         x_BLD = self.hidden(params, batch, placement)
         with jax.named_scope("loss"):
-            kernel_DV = self.unembed(params, placement)
             target_BL = local_sequence(batch.target_BL, placement.tensor)
+            if placement.lookup is not None:
+                path = "embed_VD" if self.tie_embeddings else "unembed_DV"
+                return loss_in_parts(
+                    x_BLD,
+                    params[path],
+                    target_BL,
+                    functools.partial(placement.fetch, path),
+                    tied=self.tie_embeddings,
+                    tensor=placement.tensor,
+                    chunk_tokens=self.loss_chunk_tokens,
+                    z_loss=self.z_loss,
+                )
+            kernel_DV = self.unembed(params, placement)
             return ops.linear_cross_entropy(
                 x_BLD, kernel_DV, target_BL, chunk_tokens=self.loss_chunk_tokens, z_loss=self.z_loss
             )
@@ -233,19 +268,23 @@ class Transformer(nnx.Module):
         return ops.linear(x_BLD, self.unembed(params, placement)).astype(jnp.float32)
 
 
-def checkpointed(layer: Callable[..., Any], placement: Placement, *, scanned: bool) -> Callable[..., Any]:
-    """`layer`, keeping for its backward pass what the placement says."""
-    policies = jax.checkpoint_policies
-    if placement.remat == "full":
-        policy = policies.nothing_saveable
-    elif placement.remat == "named":
-        policy = policies.save_only_these_names(*placement.remat_save)
-    elif placement.regather:
-        # Refusing only the weights would keep what is made of them one step before or after (the gather's own result,
-        # a reshape of it), so all layers' whole weights: keep what took a matmul instead.
-        policy = policies.save_only_these_names(*SAVEABLE)
-    else:
+def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
+    """`layer`, keeping for its backward pass what the placement says, where it says."""
+    if placement.remat == "none" and not (placement.regather or placement.streams or placement.offload):
         return layer
+    # Under none, refusing only the weights would keep what is made of them one step before or after (the gather's own
+    # result, a reshape of it), so all layers' whole weights: keep what took a matmul instead.
+    kept = SAVEABLE if placement.remat == "none" else placement.remat_save
+    policies = jax.checkpoint_policies
+    if placement.offload:
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[name for name in kept if name not in placement.offload],
+            names_which_can_be_offloaded=list(placement.offload),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    else:
+        policy = policies.save_only_these_names(*kept)
     # Inside a loop XLA cannot merge the recomputation with the first computation; unrolled it would, undoing it.
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
 
@@ -268,12 +307,14 @@ def local_sequence(x_BL: Int[Array, "B L"], tensor: int) -> Int[Array, "B _"]:
     return jax.lax.dynamic_slice_in_dim(x_BL, jax.lax.axis_index("tensor") * size, size, axis=1)
 
 
-def _embed(table_VD: Float[Array, "_ D"], token_BL: Int[Array, "B L"], tensor: int) -> Float[Array, "B _ D"]:
+def _embed(
+    table_VD: Float[Array, "_ _"], token_BL: Int[Array, "B L"], tensor: int, lookup: Callable[[Array, Array], Array]
+) -> Float[Array, "B _ D"]:
     """Rows of the table; with `tensor`, each device adds those of its block of the vocabulary."""
     if tensor == 1:
-        return ops.embedding_lookup(table_VD, token_BL)
+        return lookup(table_VD, token_BL)
     rows = table_VD.shape[0]
     local_BL = token_BL - jax.lax.axis_index("tensor") * rows
     mine_BL = (local_BL >= 0) & (local_BL < rows)
-    x_BLD = ops.embedding_lookup(table_VD, jnp.where(mine_BL, local_BL, 0))
+    x_BLD = lookup(table_VD, jnp.where(mine_BL, local_BL, 0))
     return scatter_sequence(jnp.where(mine_BL[..., None], x_BLD, 0), tensor)

@@ -18,11 +18,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 
 from jtrain.dims import Batch
+from jtrain.gather import along_torus
 from jtrain.layout import Layout, check_batch
 from jtrain.mesh import make_mesh
 from jtrain.model.transformer import Transformer
 from jtrain.optim import Optimizer
-from jtrain.plan.hlo import Traffic, traffic
+from jtrain.plan.hlo import HostCopies, Traffic, host_copies, traffic
 from jtrain.step import BATCH_SPEC, abstract_state, make_train_step
 from jtrain_kernels.targets import TARGETS, target_config
 
@@ -46,8 +47,9 @@ class CompiledStep:
 
     argument_bytes: the state and the batch, on the device; host_argument_bytes: in host memory.
     temp_bytes: everything else that is alive at some time, without what outputs take beyond the donated state.
-    peak_bytes: arguments, temporaries and outputs at the worst moment.
-    traffic: every collective of a step, loops counted.
+    peak_bytes: arguments, temporaries and outputs at the worst moment, on the device.
+    rings: `Layout.rings` of the machine.
+    traffic, host_copies: every collective of a step, and every copy to or from host memory, loops counted.
     lower_s, compile_s: seconds.
     """
 
@@ -58,7 +60,9 @@ class CompiledStep:
     host_argument_bytes: int
     host_temp_bytes: int
     peak_bytes: int
+    rings: tuple[int, ...]
     traffic: tuple[Traffic, ...]
+    host_copies: tuple[HostCopies, ...]
     lower_s: float
     compile_s: float
 
@@ -88,7 +92,9 @@ def topology_devices(topology: str) -> list[jax.Device]:
         raise _unknown(topology)
     _require("libtpu", topology)
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+        # As JAX sees a live v4: the two cores of a chip are one device. Later chips are listed as they are seen.
+        chips = {"chip_config_name": "megacore"} if kind == "v4" else {}
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **chips).devices)
     except Exception as error:  # libtpu raises whatever its C++ raised
         raise _unknown(topology, reason=str(error).partition("\n")[0][:200]) from error
 
@@ -122,6 +128,11 @@ def compile_step(
     peak = memory.peak_memory_in_bytes
     if devices[0].platform == "cpu":
         peak = 0  # XLA:CPU reports one without temporaries
+    whole = without_aliases + memory.temp_size_in_bytes
+    if peak and (memory.host_argument_size_in_bytes or memory.host_temp_size_in_bytes):
+        # XLA's peak holds what is in host memory as well; less that, it is an upper bound, and so is the sum.
+        peak = min(whole, peak - memory.host_argument_size_in_bytes)
+    text = program.as_text()
     return CompiledStep(
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
@@ -129,8 +140,10 @@ def compile_step(
         temp_bytes=memory.temp_size_in_bytes,
         host_argument_bytes=memory.host_argument_size_in_bytes,
         host_temp_bytes=memory.host_temp_size_in_bytes,
-        peak_bytes=peak or without_aliases + memory.temp_size_in_bytes,
-        traffic=tuple(traffic(program.as_text(), layout.mesh.shape)),
+        peak_bytes=peak or whole,
+        rings=along_torus(layout, mesh).rings,
+        traffic=tuple(traffic(text, layout.mesh.shape)),
+        host_copies=tuple(host_copies(text)),
         lower_s=lowered_at - start,
         compile_s=compiled_at - lowered_at,
     )

@@ -15,18 +15,20 @@ from typing import Literal
 from jtrain.layout import Layout, ParamLayout, check_batch, itemsize, unsplit_axes
 from jtrain.mesh import BATCH_AXES
 from jtrain.model.transformer import SAVEABLE, Transformer
+from jtrain.model.unembedding import num_parts
 
-type Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
+type Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """All collectives of a step that share a purpose, as one device sees them.
 
-    axes, group: the mesh axes that a group spans, and its devices.
+    axes: the mesh axes that a group spans.
+    group: its devices; fewer than the axes have where `Layout.rings` takes an axis in turns.
     count: arrays per step.
     array_bytes: sum over the arrays of the whole array: an all-gather's result, a reduce-scatter's operand, what an
-      all-reduce sums.
+      all-reduce sums, what a device gives to an all-to-all.
     """
 
     purpose: str
@@ -54,8 +56,15 @@ def collectives(model: Transformer, layout: Layout, *, global_batch: int, seq_le
     found = _Found(layout)
     for p in layout.params:
         _parameter(found, model, layout, p)
+    tokens = rows * seq_len
+    if splits_embeddings(layout):
+        _split_embeddings(found, model, layout, tokens=tokens)
+    elif layout.mesh.tensor > 1:
+        kernel, microbatches = model.d_model * model.vocab_size, layout.spec.microbatches
+        for kind in ("all-gather", "reduce-scatter"):
+            found.add("unembedding", kind, ("tensor",), layout.spec.compute_dtype, kernel, microbatches)
     if layout.mesh.tensor > 1:
-        _activations(found, model, layout, elements=rows * seq_len * model.d_model)
+        _activations(found, model, layout, elements=tokens * model.d_model)
     _scalars(found, layout)
     return found.result()
 
@@ -69,12 +78,18 @@ def kept_activations(layout: Layout) -> tuple[str, ...] | None:
     return spec.remat_save
 
 
+def splits_embeddings(layout: Layout) -> bool:
+    """Whether no device ever holds a whole embedding or unembedding: see `Placement.lookup`."""
+    return layout.spec.zero_stage == 3 and layout.mesh.data > 1
+
+
 class _Found:
     """Adds up arrays of the same purpose."""
 
     def __init__(self, layout: Layout) -> None:
         self.mesh = layout.mesh.shape
-        self.totals: collections.Counter[tuple[str, Kind, tuple[str, ...], str, str]] = collections.Counter()
+        self.rings = layout.rings or (self.mesh["data"],)
+        self.totals: collections.Counter[tuple[str, Kind, tuple[str, ...], int, str, str]] = collections.Counter()
 
     def add(
         self,
@@ -84,25 +99,27 @@ class _Found:
         dtype: str,
         elements: int,
         count: int,
+        *,
         size: int | None = None,
+        group: int | None = None,
     ) -> None:
         """`count` arrays of `elements` each; nothing where the axes have one device, for then there is no network."""
         used = tuple(axis for axis in axes if self.mesh[axis] > 1)
         if used and count:
-            self.totals[purpose, kind, used, dtype, "count"] += count
-            self.totals[purpose, kind, used, dtype, "bytes"] += count * elements * (size or itemsize(dtype))
+            key = purpose, kind, used, group or math.prod(self.mesh[axis] for axis in used), dtype
+            self.totals[*key, "count"] += count
+            self.totals[*key, "bytes"] += count * elements * (size or itemsize(dtype))
+
+    def over_data(self, purpose: str, kind: Kind, dtype: str, elements: int, count: int) -> None:
+        """`gather_data` or `scatter_data`: along the fastest ring only what its devices have together."""
+        for index, group in enumerate(self.rings):
+            self.add(purpose, kind, ("data",), dtype, elements // math.prod(self.rings[:index]), count, group=group)
 
     def result(self) -> tuple[Collective, ...]:
         rows = [
-            Collective(
-                *key[:3],
-                group=math.prod(self.mesh[axis] for axis in key[2]),
-                dtype=key[3],
-                count=self.totals[*key[:4], "count"],
-                array_bytes=self.totals[*key[:4], "bytes"],
-            )
+            Collective(*key[:5], count=self.totals[*key[:5], "count"], array_bytes=self.totals[*key[:5], "bytes"])
             for key in self.totals
-            if key[4] == "count"
+            if key[5] == "count"
         ]
         return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
 
@@ -113,19 +130,18 @@ def _parameter(found: _Found, model: Transformer, layout: Layout, p: ParamLayout
     stacked = p.info.dims.startswith("Y")
     over_tensor = mesh.tensor if p.tensor_dim is not None else 1
     whole = p.info.size // over_tensor  # all layers, whole over data
-    # A tied table is fetched twice, as embedding and as unembedding.
+    # A tied table is used twice, as embedding and as unembedding.
     uses = model.num_layers if stacked else 2 if model.tie_embeddings and p.info.path == "embed_VD" else 1
     one = whole // uses if stacked else whole
     if p.data_dim is not None:
         passes = spec.microbatches * uses
-        if spec.zero_stage == 3:
-            found.add("parameters, forward", "all-gather", ("data",), spec.compute_dtype, one, passes)
-            if stacked:  # the backward pass gathers again; embedding and unembedding are needed only once
-                found.add("parameters, backward", "all-gather", ("data",), spec.compute_dtype, one, passes)
-        if spec.zero_stage >= 2:
-            found.add("gradients", "reduce-scatter", ("data",), spec.reduce_dtype, one, passes)
+        if spec.zero_stage == 3 and stacked:
+            found.over_data("parameters, forward", "all-gather", spec.compute_dtype, one, passes)
+            found.over_data("parameters, backward", "all-gather", spec.compute_dtype, one, passes)
+        if spec.zero_stage == 2 or (spec.zero_stage == 3 and stacked):
+            found.over_data("gradients", "reduce-scatter", spec.reduce_dtype, one, passes)
         if spec.zero_stage == 1:
-            found.add("gradients", "reduce-scatter", ("data",), spec.reduce_dtype, whole, 1)
+            found.over_data("gradients", "reduce-scatter", spec.reduce_dtype, whole, 1)
         if spec.zero_stage in (1, 2):
             found.add("updated parameters", "all-gather", ("data",), spec.param_dtype, whole, 1)
     local = layout.local_size(p.optimizer, p.info.shape)
@@ -135,8 +151,23 @@ def _parameter(found: _Found, model: Transformer, layout: Layout, p: ParamLayout
             found.add("gradient norm", "all-reduce", (axis,), "float32", 1, 1)
 
 
+def _split_embeddings(found: _Found, model: Transformer, layout: Layout, *, tokens: int) -> None:
+    """Embeddings where no device holds them whole: see `jtrain.gather._lookup` and `jtrain.model.unembedding`."""
+    spec, mesh = layout.spec, layout.mesh
+    found.add("token ids", "all-gather", ("data",), "int32", mesh.data * tokens, spec.microbatches, size=4)
+    found.add("embedding", "all-to-all", ("data",), spec.compute_dtype, tokens * model.d_model, 2 * spec.microbatches)
+    parts = num_parts(model.vocab_size)
+    local = model.d_model * -(-model.vocab_size // mesh.tensor // parts)  # of one part, whole over data
+    count = spec.microbatches * parts
+    fetches = count * (2 if parts > 1 else 1)  # for the loss, then again for its gradient
+    found.over_data("unembedding", "all-gather", spec.compute_dtype, local, fetches)
+    found.over_data("unembedding", "reduce-scatter", spec.reduce_dtype, local, count)
+    found.add("unembedding", "all-gather", ("tensor",), spec.compute_dtype, local * mesh.tensor, fetches)
+    found.add("unembedding", "reduce-scatter", ("tensor",), spec.compute_dtype, local * mesh.tensor, count)
+
+
 def _activations(found: _Found, model: Transformer, layout: Layout, *, elements: int) -> None:
-    """What `gather_sequence`, `scatter_sequence` and the unembedding send over `tensor`; `elements` of [B, L, D]."""
+    """What `gather_sequence` and `scatter_sequence` send over `tensor`; `elements` of [B, L, D]."""
     spec = layout.spec
     layers = spec.microbatches * model.num_layers
     # Each layer gathers before attention and before the mlp, and scatters after both; transposed, the backward pass
@@ -150,9 +181,6 @@ def _activations(found: _Found, model: Transformer, layout: Layout, *, elements:
     dtype = spec.compute_dtype
     found.add("activations", "all-gather", ("tensor",), dtype, elements, gathers)
     found.add("activations", "reduce-scatter", ("tensor",), dtype, elements, scatters)
-    kernel = model.d_model * model.vocab_size
-    found.add("unembedding", "all-gather", ("tensor",), dtype, kernel, spec.microbatches)
-    found.add("unembedding", "reduce-scatter", ("tensor",), dtype, kernel, spec.microbatches)
 
 
 def _scalars(found: _Found, layout: Layout) -> None:

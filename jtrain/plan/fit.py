@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -13,14 +14,15 @@ from jtrain.mesh import BATCH_AXES, MeshSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
 from jtrain.plan.memory import MemoryPlan, memory
-from jtrain_kernels.device import from_device
+from jtrain_kernels.device import Platform, from_device
 
 GIB = 2**30
 
-MARGIN = 1.35
-"""How far the estimate may be over what is there, for a run that fits must not be refused: against the compilers it was
-seen within a tenth on an H200, and up to a third too high for small shapes on a v5p (on 128 of those it is too low,
-see bench/NOTES.md). Settings that are offered instead have to fit by the estimate as it stands."""
+MARGIN = {"gpu": 1.15, "tpu": 1.35, "cpu": 1.5}
+"""Platform -> how far the estimate may be over what is there, for a run that fits must not be refused. Compilers were
+seen within a tenth of it on H200; on v5p it is up to a third too high for small shapes, of which the chip keeps much in
+its vector memory; XLA:CPU widens bfloat16 here and there, and nobody fitted the estimate to it. Settings that are
+offered instead have to fit by the estimate as it stands."""
 
 
 def available_bytes(devices: Sequence[jax.Device]) -> int | None:
@@ -53,45 +55,70 @@ def check_fits(
     global_batch: int,
     seq_len: int,
     available: int,
+    platform: Platform,
     asked: Layout | None = None,
 ) -> MemoryPlan:
     """The plan of a run that fits into `available` bytes per device.
 
     Args:
+      platform: of the devices.
       asked: the layout that the user's config has, if it is not `layout`: what to change is said relative to it.
 
     Raises:
       ValueError: it does not fit; names both numbers and what would, as settings to change.
     """
-    plan = memory(model, layout, optimizer, global_batch=global_batch, seq_len=seq_len)
-    if plan.total_bytes <= MARGIN * available:
+    sizes: dict[str, Any] = dict(global_batch=global_batch, seq_len=seq_len, platform=platform)
+    plan = memory(model, layout, optimizer, **sizes)
+    if plan.total_bytes <= MARGIN[platform] * available:
         return plan
-    ways: list[str] = []
-    infos = tuple(p.info for p in layout.params)
-    for change in _changes(layout, asked or layout, global_batch=global_batch):
-        try:
-            other = make_layout(change.layout, change.mesh, infos)
-            needed = memory(model, other, optimizer, global_batch=change.global_batch, seq_len=seq_len).total_bytes
-        except ValueError:
-            continue  # does not split evenly
-        if needed <= available:
-            ways.append(f"  {change.text}  ({needed / GIB:.1f} GiB)")
-        if len(ways) == 4:
-            break
+    ways = ways_out(model, layout, optimizer, **sizes, limit=available, asked=asked)
     largest = sorted(plan.classes().items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
     out = (
         "Any of these fits:\n" + "\n".join(ways)
         if ways
         else (
-            "No ZeRO stage, remat, accumulation or mesh.data up to 4096 alone makes it fit: set a smaller model or "
-            "data.seq_len, or use mesh.tensor."
+            "No ZeRO stage, remat, accumulation, offload or mesh.data up to 4096 alone makes it fit: set a smaller "
+            "model or data.seq_len, or use mesh.tensor."
         )
     )
     raise ValueError(
         f"this run needs {plan.total_bytes / GIB:.1f} GiB per device ({parts} GiB), but {available / GIB:.1f} GiB are "
         f"there. {out}"
     )
+
+
+def ways_out(
+    model: Transformer,
+    layout: Layout,
+    optimizer: AdamW | Muon,
+    *,
+    global_batch: int,
+    seq_len: int,
+    platform: Platform,
+    limit: int,
+    asked: Layout | None = None,
+) -> list[str]:
+    """Up to four lines, each with settings of the layout that need at most `limit` bytes per device, the least first.
+
+    Args:
+      asked: as in `check_fits`.
+    """
+    ways: list[str] = []
+    infos = tuple(p.info for p in layout.params)
+    offloads = platform != "cpu" and not isinstance(optimizer, Muon)
+    for change in _changes(layout, asked or layout, global_batch=global_batch, offloads=offloads):
+        try:
+            other = make_layout(change.layout, change.mesh, infos)
+            sizes: dict[str, Any] = dict(global_batch=change.global_batch, seq_len=seq_len, platform=platform)
+            needed = memory(model, other, optimizer, **sizes).total_bytes
+        except ValueError:
+            continue  # does not split evenly
+        if needed <= limit:
+            ways.append(f"  {change.text}  ({needed / GIB:.1f} GiB)")
+        if len(ways) == 4:
+            break
+    return ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +129,12 @@ class _Change:
     global_batch: int
 
 
-def _changes(layout: Layout, asked: Layout, *, global_batch: int) -> Iterator[_Change]:
-    """Other settings in the order of how little they change: on these devices first, then on more of them."""
+def _changes(layout: Layout, asked: Layout, *, global_batch: int, offloads: bool) -> Iterator[_Change]:
+    """Other settings in the order of how little they change: on these devices first, then on more of them.
+
+    Args:
+      offloads: host memory is another memory, and what the optimizer keeps can go there.
+    """
     spec, mesh = layout.spec, layout.mesh
     stages = [stage for stage in (0, 1, 2, 3) if stage >= spec.zero_stage]
     remats = ["none", "full"] if spec.remat == "none" else ["full"] if spec.remat == "full" else [spec.remat, "full"]
@@ -111,9 +142,15 @@ def _changes(layout: Layout, asked: Layout, *, global_batch: int) -> Iterator[_C
         shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES) // mesh.data * data
         batch = max(global_batch, shards)
         parts = sorted({spec.microbatches, max(1, batch // shards)})
-        for stage, remat, microbatches in itertools.product(stages, remats, parts):
+        on_host: list[tuple[str, ...]] = [()]
+        if offloads and data == mesh.data:
+            on_host += [("optimizer",), ("optimizer", "params")]
+        for names, stage, remat, microbatches in itertools.product(on_host, stages, remats, parts):
             save = spec.remat_save if remat == "named" else ()
-            new = dataclasses.replace(spec, zero_stage=stage, remat=remat, remat_save=save, microbatches=microbatches)
+            offload: Any = dataclasses.replace(spec.offload, **dict.fromkeys(names, 1.0))
+            new = dataclasses.replace(
+                spec, zero_stage=stage, remat=remat, remat_save=save, microbatches=microbatches, offload=offload
+            )
             changes = {
                 "mesh.replica": (asked.mesh.replica, mesh.replica),
                 "mesh.data": (asked.mesh.data, data),
@@ -121,6 +158,7 @@ def _changes(layout: Layout, asked: Layout, *, global_batch: int) -> Iterator[_C
                 "layout.remat": (asked.spec.remat, remat),
                 "layout.microbatches": (asked.spec.microbatches, microbatches),
                 "data.global_batch": (global_batch, batch),
+                **{f"layout.offload.{name}": (getattr(asked.spec.offload, name), "as_needed") for name in names},
             }
             text = " ".join(f"--set {path}={to}" for path, (was, to) in changes.items() if was != to)
             if text:

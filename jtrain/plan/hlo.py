@@ -1,46 +1,90 @@
-"""What a compiled program really puts on the network: collectives read from optimized HLO text, loops counted."""
+"""What a compiled program really moves: collectives and copies to and from host memory, loops counted."""
 
 import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import numpy as np
 
-from jtrain.mesh import AXES
+from jtrain.plan.program import Instruction, Visit, array_bytes, called, done_of, elements, visits
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
 
-_ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
-_ITEMSIZE |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8}
-_ITEMSIZE |= dict.fromkeys(("f8e4m3", "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "f8e8m0fnu"), 1)
+_HOST = "S(5)"
+"""The memory space of pinned host memory, on TPUs and GPUs."""
 
-_CALLED = re.compile(r"\b(calls|to_apply|body|branch_computations|called_computations)=(?:%([\w.-]+)|\{([^}]*)\})")
+type _Direction = Literal["to host", "to device"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """All collectives of one kind, axes and dtype in one execution of a program, as one device sees them.
+    """All collectives of one kind, axes, group and dtype in one execution of a program, as one device sees them.
 
-    axes: mesh axes that the groups span; None where a group is no product of axes.
+    axes: mesh axes that the groups span, whole or, if `group` is smaller than their product, in part.
+    group: devices that communicate with each other.
     count: arrays. A compiler may join several into one instruction, so instructions are fewer.
     array_bytes: sum over the arrays of the whole array: an all-gather's result, a reduce-scatter's operand, what an
       all-reduce sums.
+    async_bytes: of these, in pairs of start and done.
+    hidden_bytes: of those, in pairs with a matmul in between.
     """
 
     kind: str
-    axes: tuple[str, ...] | None
+    axes: tuple[str, ...]
+    group: int
     dtype: str
     count: int
     array_bytes: int
+    async_bytes: int
+    hidden_bytes: int
+
+    def on_wire(self, array_bytes: int) -> int:
+        """What one device sends of that: on a ring (n - 1) / n, twice for an all-reduce; all of it if permuted."""
+        if self.kind == "collective-permute":
+            return array_bytes
+        return (2 if self.kind == "all-reduce" else 1) * array_bytes * (self.group - 1) // self.group
+
+    @property
+    def wire_bytes(self) -> int:
+        return self.on_wire(self.array_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Instruction:
-    type: str
-    opcode: str
-    line: str
+class HostCopies:
+    """All copies in one direction between a device's memory and the host's, in one execution of a program.
+
+    count, bytes: of arrays, or of slices where only slices move.
+    async_bytes, hidden_bytes: as in `Traffic`.
+    duplex_bytes: of the asynchronous ones, those in flight at the same time as a copy in the other direction.
+    """
+
+    direction: _Direction
+    count: int
+    bytes: int
+    async_bytes: int
+    hidden_bytes: int
+    duplex_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """How much of what is on the network is beside something else: bytes that one device sends per execution."""
+
+    wire_bytes: int
+    async_bytes: int
+    hidden_bytes: int
+
+
+def overlap(collectives: Iterable[Traffic]) -> Overlap:
+    """The sums over all collectives, in bytes on the wire."""
+    rows = list(collectives)
+    return Overlap(*(sum(t.on_wire(getattr(t, name)) for t in rows) for name in ("array_bytes", *_OVERLAP)))
+
+
+_OVERLAP = ("async_bytes", "hidden_bytes")
 
 
 def traffic(hlo: str, mesh_shape: Mapping[str, int]) -> list[Traffic]:
@@ -53,109 +97,104 @@ def traffic(hlo: str, mesh_shape: Mapping[str, int]) -> list[Traffic]:
     Raises:
       ValueError: a loop around a collective does not say how often it runs.
     """
-    computations, entry = _computations(hlo)
-    total: collections.Counter[tuple[str, tuple[str, ...] | None, str, str]] = collections.Counter()
-
-    def visit(name: str, times: int | None) -> None:
-        for instruction in computations[name]:
-            opcode = instruction.opcode
-            kind = opcode.removesuffix("-start")
-            if kind in KINDS:
-                if times is None:
-                    raise ValueError(
-                        f"{kind} in a loop whose trip count the HLO does not say: {instruction.line[:200]}"
-                    )
-                groups = _groups(instruction.line, mesh_shape)
-                for dtype, size in _whole_arrays(instruction, kind, len(groups[0]) if groups else 1):
-                    key = (kind, _axes(groups, mesh_shape), dtype)
-                    total[*key, "count"] += times
-                    total[*key, "bytes"] += times * size
-            elif not opcode.endswith(("-done", "-update")):
-                inner = times
-                if opcode == "while":
-                    trips = _trip_count(instruction.line, computations)
-                    inner = None if times is None or trips is None else times * trips
-                # to_apply of a reduction holds arithmetic only: visiting it finds nothing.
-                for called in _called(instruction.line):
-                    visit(called, inner)
-
-    visit(entry, 1)
-    keys = sorted({key[:3] for key in total}, key=str)
-    return [Traffic(*key, count=total[*key, "count"], array_bytes=total[*key, "bytes"]) for key in keys]
+    total: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    for visit in visits(hlo):
+        instruction = visit.instruction
+        kind = instruction.opcode.removesuffix("-start")
+        if kind not in KINDS:
+            continue
+        times = _known(visit, kind)
+        groups = _permuted(instruction.line) if kind == "collective-permute" else _groups(instruction.line, mesh_shape)
+        group = max(len(g) for g in groups) if groups else 1
+        for dtype, size in _whole_arrays(instruction, kind, group):
+            key = (kind, _axes(groups, mesh_shape), group, dtype)
+            _add(total, key, visit, times, size)
+    return [Traffic(*key, *_sums(total, key)) for key in sorted({key[:-1] for key in total}, key=str)]
 
 
-def _computations(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """Instructions of each computation by its name, and the name of the entry."""
-    found: dict[str, list[_Instruction]] = {}
-    entry = ""
-    current: list[_Instruction] = []
-    for line in hlo.splitlines():
-        if line.endswith("{") and (head := re.match(r"(ENTRY )?%?([\w.-]+)[ .]*\(", line)):
-            current = found[head[2]] = []
-            entry = head[2] if head[1] else entry
-        elif (start := line.find(" = ")) > 0:
-            type_, rest = _split_type(line[start + 3 :])
-            current.append(_Instruction(type_, rest.partition("(")[0].strip(), line))
-    return found, entry
+def host_copies(hlo: str) -> list[HostCopies]:
+    """Every copy between device and host memory in optimized HLO, those in loops times the loops' trip counts.
+
+    Raises:
+      ValueError: a loop around one does not say how often it runs.
+    """
+    total: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    counted: set[str] = set()  # computations that a start wraps
+    for visit in visits(hlo):
+        moved = None if visit.computation in counted else _host_move(visit.instruction, visit.around)
+        if moved is not None:
+            direction, size = moved
+            counted.update(called(visit.instruction.line))
+            times = _known(visit, "copy")
+            _add(total, (direction,), visit, times, size)
+            total[direction, "duplex_bytes"] += times * size * _meets_opposite(visit, direction)
+    found = sorted({key[:-1] for key in total})
+    return [HostCopies(*key, *_sums(total, key), duplex_bytes=total[*key, "duplex_bytes"]) for key in found]
 
 
-def _split_type(text: str) -> tuple[str, str]:
-    """The result's type, a tuple's to its closing parenthesis, and what follows it."""
-    if not text.startswith("("):
-        type_, _, rest = text.partition(" ")
-        return type_, rest
-    depth = 0
-    for index, char in enumerate(text):
-        depth += (char == "(") - (char == ")")
-        if depth == 0:
-            return text[: index + 1], text[index + 1 :]
-    return text, ""
+def _meets_opposite(visit: Visit, direction: _Direction) -> bool:
+    """Whether an asynchronous copy is in flight together with one in the other direction."""
+    for index, other in enumerate(visit.around if visit.asynchronous else ()):
+        moved = _host_move(other, visit.around)
+        if moved is not None and moved[0] != direction and index < visit.stop:
+            stop = done_of(visit.around, index) if other.opcode.endswith("-start") else index
+            if stop is not None and stop > visit.start:
+                return True
+    return False
 
 
-def _called(line: str) -> Iterator[str]:
-    for match in _CALLED.finditer(line):
-        yield from [match[2]] if match[2] else re.findall(r"%([\w.-]+)", match[3])
+def _add(total: collections.Counter[Any], key: tuple[Any, ...], visit: Visit, times: int, size: int) -> None:
+    total[*key, "count"] += times
+    total[*key, "bytes"] += times * size
+    total[*key, "async_bytes"] += times * size * visit.asynchronous
+    total[*key, "hidden_bytes"] += times * size * visit.hidden
 
 
-def _trip_count(line: str, computations: Mapping[str, list[_Instruction]]) -> int | None:
-    """How often a while loop runs: as the compiler noted it, else the bound that a loop from 0 by 1 counts up to."""
-    if noted := re.search(r'"?known_trip_count"?[=:]\{"?n"?[=:]"?(\d+)', line):
-        return int(noted[1])
-    condition = re.search(r"condition=%([\w.-]+)", line)
-    if not condition:
+def _sums(total: collections.Counter[Any], key: tuple[Any, ...]) -> list[int]:
+    return [total[*key, name] for name in ("count", "bytes", *_OVERLAP)]
+
+
+def _known(visit: Visit, what: str) -> int:
+    if visit.times is None:
+        line = visit.instruction.line[:200]
+        raise ValueError(f"{what} in a loop whose trip count the HLO does not say: {line}")
+    return visit.times
+
+
+def _host_move(instruction: Instruction, around: list[Instruction]) -> tuple[_Direction, int] | None:
+    """Direction and bytes of what an instruction moves between the memories; None if it moves nothing.
+
+    A start says the types of its operands and its result, whatever it starts: a slice, or a fusion that wraps one.
+    """
+    opcode, type_ = instruction.opcode, instruction.type
+    if opcode == "copy-start":
+        result, *given = elements(type_)[:2]
+    elif opcode.endswith("-start") and type_.startswith("(("):
+        given, result = elements(elements(type_)[0]), elements(type_)[1]
+    elif opcode in ("copy", "dynamic-slice", "dynamic-update-slice"):
+        types = {i.name: i.type for i in around}
+        given, result = [types.get(name, "") for name in instruction.operands], type_
+    else:
         return None
-    bounds: list[int] = []
-    pending = [condition[1]]
-    compared = False
-    while pending:
-        for instruction in computations[pending.pop()]:
-            if constant := re.search(r"= [su]32\[\]\S* constant\((\d+)\)", instruction.line):
-                bounds.append(int(constant[1]))
-            compared |= "direction=LT" in instruction.line
-            pending += _called(instruction.line)
-    return bounds[0] if len(bounds) == 1 and compared else None
+    if _HOST not in result:
+        return ("to device", array_bytes(result)) if any(_HOST in one for one in given) else None
+    if _HOST not in given[0]:
+        return "to host", array_bytes(result)
+    written = [one for one in given[1:2] if _HOST not in one]  # in place
+    return ("to host", array_bytes(written[0])) if written else None
 
 
-def _whole_arrays(instruction: _Instruction, kind: str, group: int) -> Iterator[tuple[str, int]]:
+def _whole_arrays(instruction: Instruction, kind: str, group: int) -> Iterator[tuple[str, int]]:
     """(dtype, bytes) of each array: see `Traffic.array_bytes`."""
     type_ = instruction.type
     if type_.startswith("((") or instruction.opcode in ("all-gather-start", "collective-permute-start"):
-        type_ = _elements(type_)[1]  # (operands, results, ...): each an array or a tuple of arrays
-    for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_):
-        size = _ITEMSIZE[dtype] * math.prod(int(d) for d in dims.split(",") if d)
-        yield dtype, size * (group if kind == "reduce-scatter" else 1)
-
-
-def _elements(type_: str) -> list[str]:
-    """Elements of a tuple's type, by its commas outside of any bracket."""
-    depth, parts = 0, [""]
-    for char in type_[1:-1]:
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return parts
+        type_ = elements(type_)[1]  # (operands, results, ...): each an array or a tuple of arrays
+    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_)
+    if kind == "all-to-all":  # a tuple of one piece per device is one array
+        yield arrays[0][0], array_bytes(type_)
+        return
+    for dtype, dims in arrays:
+        yield dtype, array_bytes(f"{dtype}[{dims}]") * (group if kind == "reduce-scatter" else 1)
 
 
 def _groups(line: str, mesh_shape: Mapping[str, int]) -> list[list[int]]:
@@ -183,11 +222,15 @@ def _along(shape: Mapping[str, int], axes: list[str]) -> list[list[int]]:
     return ids.transpose([*outside, *inside]).reshape(-1, math.prod(shape[name] for name in axes)).tolist()
 
 
-def _axes(groups: list[list[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
-    wanted = {frozenset(group) for group in groups}
-    used = [axis for axis in AXES if mesh_shape[axis] > 1]
-    for mask in range(1 << len(used)):
-        axes = [axis for index, axis in enumerate(used) if mask >> index & 1]
-        if {frozenset(group) for group in _along(mesh_shape, axes)} == wanted:
-            return tuple(axes)
-    return None
+def _permuted(line: str) -> list[list[int]]:
+    """Sender and receiver of each pair."""
+    pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line)
+    return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])] if pairs else []
+
+
+def _axes(groups: list[list[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
+    """Axes along which members of a group differ."""
+    places = [np.unravel_index(np.asarray(group), tuple(mesh_shape.values())) for group in groups]
+    return tuple(
+        axis for index, axis in enumerate(mesh_shape) if any(len(set(place[index].tolist())) > 1 for place in places)
+    )

@@ -1,20 +1,23 @@
 """Bytes per device of a train step, by class, in closed form.
 
-What the step is given (parameters, optimizer state, batch) is exact: the compiler's argument bytes, but for its
-padding of scalars. The rest is an estimate of the worst of three moments, and each line below says what it stands for.
-Compilers differ in what they keep, so the estimate errs by tenths; `tests/plan` holds how far.
+What the step is given (parameters, optimizer state, batch), on the device and in host memory, is exact: the compiler's
+argument bytes, but for its padding of scalars. The rest is the worst of the moments in `jtrain.plan.live`; `python -m
+jtrain.bench plan_accuracy` says how far it is from what compilers find.
 """
 
+import collections
 import dataclasses
 import math
 
-from jtrain.layout import Layout, ParamLayout, check_batch, itemsize
+from jtrain.layout import Layout, check_batch, itemsize
 from jtrain.mesh import BATCH_AXES
+from jtrain.model.residuals import named_bytes, offloaded_names
 from jtrain.model.transformer import Transformer
-from jtrain.optim import AdamW, Muon, moment_bytes
-from jtrain.plan.collectives import kept_activations
-
-_F32 = 4
+from jtrain.optim import AdamW, Muon
+from jtrain.optim.state import arrays
+from jtrain.plan.live import worst_moment
+from jtrain.plan.tiles import local_elements
+from jtrain_kernels.device import Platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +28,10 @@ class MemoryPlan:
     gradients: of all parameters, as they accumulate.
     weights: copies of weights that compute: gathered, or in the compute dtype; and a layer's gradient not yet reduced.
     activations: what the forward pass keeps for the backward pass.
-    workspace: what one layer's backward pass holds besides, or the loss, or the embedding's gradient.
-    moment: which of these it is: `loss`, `layer` or `embedding`.
+    loss: the logits of a chunk with their gradients; after the loss, the unembedding's gradient.
+    workspace: what one layer's backward pass holds besides, or the embedding's gradient, or slices of an update.
+    moment: which of these it is: `loss`, `layer`, `embedding` or `update`.
+    host_parameters, host_optimizer, host_activations: in host memory, per device; not in the others.
     """
 
     parameters: int
@@ -35,8 +40,16 @@ class MemoryPlan:
     gradients: int
     weights: int
     activations: int
+    loss: int
     workspace: int
     moment: str
+    host_parameters: int = 0
+    host_optimizer: int = 0
+    host_activations: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        return self.host_parameters + self.host_optimizer + self.host_activations
 
     @property
     def argument_bytes(self) -> int:
@@ -44,118 +57,82 @@ class MemoryPlan:
 
     @property
     def temp_bytes(self) -> int:
-        return self.gradients + self.weights + self.activations + self.workspace
+        return self.gradients + self.weights + self.activations + self.loss + self.workspace
 
     @property
     def total_bytes(self) -> int:
         return self.argument_bytes + self.temp_bytes
 
+    def temporaries(self) -> dict[str, int]:
+        """Bytes of each class of what the step takes besides its arguments, by its name."""
+        return {name: getattr(self, name) for name in ("gradients", "weights", "activations", "loss", "workspace")}
+
     def classes(self) -> dict[str, int]:
         """Bytes of each class, by its name."""
-        names = ("parameters", "optimizer", "batch", "gradients", "weights", "activations", "workspace")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("parameters", "optimizer", "batch")} | self.temporaries()
 
 
 def memory(
-    model: Transformer, layout: Layout, optimizer: AdamW | Muon, *, global_batch: int, seq_len: int
+    model: Transformer,
+    layout: Layout,
+    optimizer: AdamW | Muon,
+    *,
+    global_batch: int,
+    seq_len: int,
+    platform: Platform = "gpu",
 ) -> MemoryPlan:
-    """The closed form; milliseconds for any model.
+    """The closed form; a millisecond for any model.
+
+    Args:
+      platform: whose compiler; what they keep differs.
 
     Raises:
       ValueError: the batch does not split evenly over the mesh and the microbatches.
     """
     spec, mesh = layout.spec, layout.mesh
     rows = check_batch(spec, mesh, global_batch=global_batch, seq_len=seq_len)
-    param_size, compute, reduce = (itemsize(d) for d in (spec.param_dtype, spec.compute_dtype, spec.reduce_dtype))
-
-    parameters = sum(layout.local_size(p.param, p.info.shape) * param_size for p in layout.params)
-    state = sum(layout.local_size(p.optimizer, p.info.shape) * moment_bytes(optimizer, p.info) for p in layout.params)
+    parameters, host_parameters = _parameters(layout, platform)
+    state, host_state = _state(layout, optimizer, platform)
     shards = math.prod(mesh.shape[axis] for axis in (*BATCH_AXES, "context"))
-    batch = 4 * 4 * global_batch * seq_len // shards + 4  # four int32 arrays, and the step
+    step_count = 512 if platform == "tpu" else 4
+    batch = 4 * 4 * global_batch * seq_len // shards + step_count  # four int32 arrays, and the step
 
-    # One microbatch's gradients in the parameters' dtype; added up, if there are several, in float32.
-    one_microbatch = sum(layout.local_size(p.accumulator, p.info.shape) for p in layout.params)
-    accumulated = one_microbatch * _F32 if spec.microbatches > 1 else 0
-    gradients = one_microbatch * param_size + accumulated
-    layer_gradients = gradients
-    if spec.zero_stage == 1 and mesh.data > 1:
-        gradients += sum(layout.local_size(p.optimizer, p.info.shape) * _F32 for p in layout.params)
-
-    kept_per_layer, workspace = _layer(model, layout, rows=rows, seq_len=seq_len)
-    activations = model.num_layers * kept_per_layer
-
-    stacked = [p for p in layout.params if p.info.is_matrix and p.info.dims.startswith("Y")]
-    one_layer = sum(_whole(layout, p) for p in stacked) // model.num_layers
-    copies = (spec.zero_stage == 3 and mesh.data > 1) or spec.param_dtype != spec.compute_dtype
-    keeps_copies = copies and kept_activations(layout) is None  # then the forward pass keeps those of all layers
-    layer_weights = one_layer * compute * copies * (model.num_layers if keeps_copies else 1)
-    reduced_later = spec.zero_stage >= 2 and mesh.data > 1
-    layer_weights += max(_whole(layout, p) // model.num_layers for p in stacked) * reduce * reduced_later
-    forward_weights = layer_weights if keeps_copies else 0
-
-    # The loss computes its gradient at once, so the unembedding's is there, whole and float32, next to the logits of a
-    # chunk: float32, their exponentials, and their gradient in the compute dtype.
-    kernel = model.d_model * model.vocab_size
-    tokens = rows * seq_len // mesh.tensor
-    loss = kernel * (compute + _F32) + min(model.loss_chunk_tokens, tokens) * model.vocab_size * (_F32 + compute)
-    loss += 2 * tokens * model.d_model * compute
-    # The embedding's gradient is a scatter into a whole table, float32; then it is reduced.
-    table = model.vocab_size // mesh.tensor * model.d_model
-    embedding = table * _F32 * (1 if spec.zero_stage < 2 or mesh.data == 1 else 2)
-    if spec.zero_stage < 2 and spec.microbatches == 1:
-        embedding = 0  # it is one of the gradients already
-
-    moments = {
-        "loss": (accumulated, forward_weights, activations, loss),
-        # The unembedding's gradient waits, in the compute dtype, for a reduction that may be scheduled late.
-        "layer": (layer_gradients, layer_weights, activations, workspace + kernel * compute),
-        "embedding": (gradients, 0, 0, embedding),
-    }
-    worst = max(moments, key=lambda name: sum(moments[name]))
-    return MemoryPlan(parameters, state, batch, *moments[worst], moment=worst)
+    worst = worst_moment(model, layout, rows=rows, seq_len=seq_len, platform=platform)
+    tokens, per_token = rows * seq_len // mesh.tensor, named_bytes(layout)
+    return MemoryPlan(
+        parameters,
+        state,
+        batch,
+        gradients=worst.gradients,
+        weights=worst.weights,
+        activations=worst.activations,
+        loss=worst.loss,
+        workspace=worst.workspace,
+        moment=worst.name,
+        host_parameters=host_parameters,
+        host_optimizer=host_state,
+        host_activations=model.num_layers * tokens * sum(per_token[name] for name in offloaded_names(layout)),
+    )
 
 
-def _whole(layout: Layout, p: ParamLayout) -> int:
-    """Elements of a parameter, all layers, whole over `data`."""
-    return p.info.size // (layout.mesh.tensor if p.tensor_dim is not None else 1)
+def _parameters(layout: Layout, platform: Platform) -> tuple[int, int]:
+    """Bytes of this device's parameters, in its memory and in the host's."""
+    size = itemsize(layout.spec.param_dtype)
+    held = collections.Counter[str]()
+    for p in layout.params:
+        held[p.param_memory] += local_elements(layout, p.param, p.info.shape, platform) * size
+    return held["device"], held["pinned_host"]
 
 
-def _layer(model: Transformer, layout: Layout, *, rows: int, seq_len: int) -> tuple[int, int]:
-    """Bytes that a layer keeps for its backward pass, and that its backward pass holds besides.
-
-    Lists what the ops keep: a norm its input; a matmul its input; attention q, k, v, its result (also as the next
-    matmul's input, heads last) and a float32 log-partition; SwiGLU gate and up.
-    """
-    tensor, compute = layout.mesh.tensor, itemsize(layout.spec.compute_dtype)
-    tokens = rows * seq_len
-    x = tokens // tensor * model.d_model * compute  # the residual stream, split by sequence
-    h = tokens * model.d_model * compute  # gathered: what the matmuls read
-    q = tokens * model.num_heads // tensor * model.head_dim * compute
-    k = tokens * model.num_kv_heads // tensor * model.head_dim * compute
-    lse = tokens * model.num_heads // tensor * _F32
-    f = tokens * model.d_ff // tensor * compute
-    before_norm = q + k if model.qk_norm else 0
-    named = {
-        "attention_q": q,
-        "attention_k": k,
-        "attention_v": k,
-        "attention": 2 * q + lse,
-        "attention_out": x,
-        "mlp_gate": f,
-        "mlp_up": f,
-    }
-    # q, k and v each keep the normed input under a shape of their own, and so do gate and up.
-    everything = x + 3 * h + sum(named.values()) + before_norm + 2 * h + f
-    kept_names = kept_activations(layout)
-    kept = everything if kept_names is None else x + sum(named[name] for name in kept_names)
-    # Attention's backward pass holds one chunk's probabilities and their gradient, in float32 and in the compute dtype.
-    chunk = min(model.attention_chunk, seq_len)
-    scores = rows * model.num_heads // tensor * chunk * seq_len * 2 * (_F32 + compute)
-    mlp_half = 2 * f + 2 * h
-    attention_half = scores + 4 * q + 4 * k * (_F32 // compute)
-    once = everything - 3 * h  # recomputed, such copies are one array
-    # The backward pass is done with the mlp, and has let go of what it recomputed for it, when it comes to attention.
-    mlp_recomputed = 3 * f + h
-    recomputed = max(once - kept, 0)
-    workspace = max(recomputed + mlp_half, max(recomputed - mlp_recomputed, 0) + attention_half)
-    return kept, workspace + 2 * x
+def _state(layout: Layout, optimizer: AdamW | Muon, platform: Platform) -> tuple[int, int]:
+    """Bytes of this device's share of the optimizer's state, in its memory and in the host's."""
+    kept = [(p, arrays(optimizer, p.info)) for p in layout.params]
+    on_host = layout.host_state(
+        {(p.info.path, name): math.prod(x.shape) * x.dtype.itemsize for p, named in kept for name, x in named.items()}
+    )
+    held = [0, 0]
+    for p, named in kept:
+        for name, x in named.items():
+            elements = local_elements(layout, p.optimizer, x.shape, platform)
+            held[(p.info.path, name) in on_host] += elements * x.dtype.itemsize
+    return held[0], held[1]

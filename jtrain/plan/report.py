@@ -11,11 +11,12 @@ from rich.table import Table
 
 from jtrain.layout import Layout, itemsize
 from jtrain.model.transformer import Transformer
-from jtrain.optim import AdamW, Muon, Optimizer, moment_bytes
+from jtrain.optim import AdamW, Muon, Optimizer, state_bytes
 from jtrain.plan.aot import CompiledStep, compile_step, topology_devices
 from jtrain.plan.collectives import Collective, collectives
 from jtrain.plan.flops import MFU_DEFINITION, flops_per_token
 from jtrain.plan.memory import MemoryPlan, memory
+from jtrain_kernels.device import Platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,7 @@ def print_plan(
     available: int | None = None,
     optimizer: Optimizer | None = None,
     topology: str | None = None,
+    platform: Platform = "gpu",
     console: Console | None = None,
 ) -> CompiledStep | None:
     """Prints the plan; with `topology` compiles the step for that machine and prints what its compiler says.
@@ -42,26 +44,22 @@ def print_plan(
     Args:
       available: bytes that one device has for it, if known.
       optimizer: `parts.optimizer`, built; only for `topology`.
+      platform: whose compiler the formula is of, without `topology`.
 
     Raises:
       ValueError: no such topology, or the mesh is not of that many devices.
     """
-    console = console or Console(width=None if Console().is_terminal else 110)
-    plan = memory(parts.model, parts.layout, parts.optimizer, global_batch=parts.global_batch, seq_len=parts.seq_len)
-    sent = collectives(parts.model, parts.layout, global_batch=parts.global_batch, seq_len=parts.seq_len)
+    console = console or new_console()
+    sizes = {"global_batch": parts.global_batch, "seq_len": parts.seq_len}
     compiled = None
     if topology is not None:
         assert optimizer is not None, "compiling takes the built optimizer"
         devices: list[jax.Device] = topology_devices(topology)
-        compiled = compile_step(
-            parts.model,
-            parts.layout,
-            optimizer,
-            global_batch=parts.global_batch,
-            seq_len=parts.seq_len,
-            devices=devices,
-        )
-    tables = [_layout_table(parts), _memory_table(plan, compiled, available), _collective_table(sent)]
+        platform = "tpu" if devices[0].platform == "tpu" else "gpu"
+        compiled = compile_step(parts.model, parts.layout, optimizer, **sizes, devices=devices)
+    plan = memory(parts.model, parts.layout, parts.optimizer, **sizes, platform=platform)
+    sent = collectives(parts.model, parts.layout, **sizes)
+    tables = [_layout_table(parts), _memory_table(plan, compiled, available), collective_table(sent)]
     if compiled is not None:
         tables.append(_compiled_table(compiled, topology or ""))
     for title, table in tables:
@@ -76,7 +74,13 @@ def print_plan(
     return compiled
 
 
-def _table(left: Sequence[str], right: Sequence[str]) -> Table:
+def new_console() -> Console:
+    """The terminal, or 110 columns where there is none."""
+    return Console(width=None if Console().is_terminal else 110)
+
+
+def new_table(left: Sequence[str], right: Sequence[str]) -> Table:
+    """A plain table: `left` columns of text, `right` ones of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for index, name in enumerate(left):
         table.add_column(name, overflow="fold", no_wrap=index < 2)
@@ -92,9 +96,9 @@ def _layout_table(parts: Parts) -> tuple[str, Table]:
     mesh = " ".join(f"{axis}={n}" for axis, n in parts.layout.mesh.shape.items() if n > 1) or "one device"
     title = f"{total:,} parameters over {mesh}, zero_stage={spec.zero_stage}, {spec.param_dtype} on device"
     columns = ("parameter", "shape", "split", "grad", "optim")
-    table = _table(columns, ("MiB", "moments"))
+    table = new_table(columns, ("MiB", "moments"))
     for p in parts.layout.params:
-        moments = parts.layout.local_size(p.optimizer, p.info.shape) * moment_bytes(parts.optimizer, p.info)
+        moments = state_bytes(parts.optimizer, p.info, parts.layout.local_size(p.optimizer, p.info.shape))
         size = parts.layout.local_size(p.param, p.info.shape) * itemsize(spec.param_dtype)
         table.add_row(
             p.info.path.removeprefix("layers."),
@@ -109,27 +113,32 @@ def _layout_table(parts: Parts) -> tuple[str, Table]:
 def _memory_table(plan: MemoryPlan, compiled: CompiledStep | None, available: int | None) -> tuple[str, Table]:
     columns = ["GiB", *(["compiler GiB", "formula/compiler"] if compiled else [])]
     title = f"bytes per device, at the worst moment ({plan.moment})"
-    table = _table(("class",), columns)
+    table = new_table(("class",), columns)
     for name, size in plan.classes().items():
-        table.add_row(name, _gib(size), *(["", ""] if compiled else []))
+        table.add_row(name, gib(size), *(["", ""] if compiled else []))
     sums: list[tuple[str, int, int]] = [("arguments", plan.argument_bytes, compiled.argument_bytes if compiled else 0)]
     sums.append(("temporaries", plan.temp_bytes, compiled.temp_bytes if compiled else 0))
     sums.append(("total", plan.total_bytes, compiled.peak_bytes if compiled else 0))
     for name, formula, said in sums:
-        table.add_row(name, _gib(formula), *([_gib(said), f"{formula / said:.3f}"] if compiled else []), style="bold")
+        table.add_row(name, gib(formula), *([gib(said), f"{formula / said:.3f}"] if compiled else []), style="bold")
     if available is not None:
-        table.add_row("available", _gib(available), *(["", ""] if compiled else []))
+        table.add_row("available", gib(available), *(["", ""] if compiled else []))
+    if plan.host_bytes or (compiled and compiled.host_argument_bytes):
+        said = compiled.host_argument_bytes if compiled else 0
+        ratio = f"{plan.host_bytes / said:.3f}" if said else "-"
+        table.add_row("host memory", gib(plan.host_bytes), *([gib(said), ratio] if compiled else []))
     return title, table
 
 
-def _collective_table(sent: Iterable[Collective]) -> tuple[str, Table]:
+def collective_table(sent: Iterable[Collective]) -> tuple[str, Table]:
+    """Title and table of what one device sends."""
     rows = list(sent)
-    title = f"collectives per device and step: {_gib(sum(row.wire_bytes for row in rows))} GiB sent"
-    table = _table(("what", "kind", "axes", "dtype"), ("arrays", "GiB whole", "GiB sent"))
+    title = f"collectives per device and step: {gib(sum(row.wire_bytes for row in rows))} GiB sent"
+    table = new_table(("what", "kind", "axes", "dtype"), ("arrays", "GiB whole", "GiB sent"))
     for row in rows:
         axes = "*".join(f"{axis}" for axis in row.axes) + f" ({row.group})"
         table.add_row(
-            row.purpose, row.kind, axes, row.dtype, f"{row.count:,}", _gib(row.array_bytes), _gib(row.wire_bytes)
+            row.purpose, row.kind, axes, row.dtype, f"{row.count:,}", gib(row.array_bytes), gib(row.wire_bytes)
         )
     if not rows:
         table.add_row("none", "", "", "", "0", "0", "0")
@@ -138,9 +147,11 @@ def _collective_table(sent: Iterable[Collective]) -> tuple[str, Table]:
 
 def _compiled_table(compiled: CompiledStep, topology: str) -> tuple[str, Table]:
     title = f"collectives as compiled for {topology} ({compiled.lower_s + compiled.compile_s:.0f} s)"
-    table = _table(("kind", "axes", "dtype"), ("arrays", "GiB whole"))
-    for t in sorted(compiled.traffic, key=lambda t: -t.array_bytes):
-        table.add_row(t.kind, "*".join(t.axes or ("?",)), t.dtype, f"{t.count:,}", _gib(t.array_bytes))
+    table = new_table(("kind", "axes", "dtype"), ("arrays", "GiB whole", "GiB sent", "asynchronous", "hidden"))
+    for t in sorted(compiled.traffic, key=lambda t: -t.wire_bytes):
+        shares = [f"{part / t.array_bytes:.0%}" if t.array_bytes else "-" for part in (t.async_bytes, t.hidden_bytes)]
+        axes = "*".join(t.axes) + f" ({t.group})"
+        table.add_row(t.kind, axes, t.dtype, f"{t.count:,}", gib(t.array_bytes), gib(t.wire_bytes), *shares)
     return title, table
 
 
@@ -150,7 +161,8 @@ def _split(layout: Layout, dims: str, where: PartitionSpec) -> str:
     return " ".join(f"{dim}/{axis}" for dim, axis in used) or "whole"
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """Bytes as GiB, with as many digits as say something."""
     gib = size / 2**30
     return f"{gib:,.2f}" if gib >= 0.1 else f"{gib:.4f}" if gib >= 1e-4 else f"{gib:.1e}" if size else "0"
 

@@ -11,6 +11,21 @@ type Platform = Literal["cpu", "gpu", "tpu"]
 
 
 @dataclasses.dataclass(frozen=True)
+class Host:
+    """What a device is built into; None where nobody publishes a figure.
+
+    devices: of one host: they share its memory.
+    link_bytes_per_s: of each to that memory, one direction.
+    network_bytes_per_s: of each beyond the links between devices (to other hosts of GPUs, other slices of TPUs), one
+      direction: its share of the adapters that the maker builds in.
+    """
+
+    devices: int = 1
+    link_bytes_per_s: float | None = None
+    network_bytes_per_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class DeviceSpec:
     """One device.
 
@@ -20,6 +35,9 @@ class DeviceSpec:
     num_cores: multiprocessors, compute units or TensorCores.
     compute_capability: of NVIDIA.
     kind: part of what JAX calls `device_kind`.
+    linked: most devices that the links join; further ones are reached over the network.
+    torus_dims: dimensions of the links' torus; None where a switch joins all with all.
+    power_w: what it may draw at most, with its memory; not the host, not cooling.
     """
 
     name: str
@@ -32,6 +50,10 @@ class DeviceSpec:
     link_bytes_per_s: float | None
     num_cores: int | None = None
     compute_capability: tuple[int, int] | None = None
+    host: Host = Host()
+    linked: int = 1
+    torus_dims: int | None = None
+    power_w: float | None = None
 
     def peak_flops(self, dtype: str) -> float | None:
         """Dense FLOP/s of matrix products whose operands are `dtype`; None where unknown.
@@ -46,24 +68,64 @@ class DeviceSpec:
 _GB = 10**9
 _GIB = 2**30
 
-# Sources: NVIDIA A100, H100, H200 and B200 data sheets (SXM, dense); AMD Instinct MI300X data sheet; Google Cloud's
-# TPU v4, v5e, v5p, v6e and 7x system architecture pages; ICI as in the scaling book, times the links of a chip.
+# Sources: NVIDIA A100, H100, H200, B200 and GH200 data sheets (SXM, dense); AMD Instinct MI300X data sheet; Google
+# Cloud's TPU v4, v5e, v5p, v6e and 7x system architecture pages; ICI as in the scaling book, times the links of a chip.
+# Host links: PCIe 4.0 x16 and 5.0 x16 (32 and 64 GB/s each way), NVLink-C2C 900 GB/s both ways together (GH200); of
+# TPUs the scaling book, part 2: 16 GB/s for v4, 15 for v5, 32 for v6e. Networks: a ConnectX-6 (200 Gbit/s, DGX A100)
+# or ConnectX-7 (400 Gbit/s, DGX H100, H200, B200) per GPU; 25 GB/s per TPU host (scaling book, part 2). Power: the data
+# sheets' maximum (of a GH200 with its CPU); TPU v4 192 W (arXiv:2304.01433, table 4). What is not published is None.
+_PCIE4, _PCIE5 = Host(8, 32e9, 25e9), Host(8, 64e9, 50e9)
 DEVICES = {
     spec.name: spec
     for spec in (
         DeviceSpec("cpu", "cpu", "cpu", None, None, None, None, None),
-        DeviceSpec("a100", "gpu", "A100", 312e12, None, 80 * _GB, 2.039e12, 300e9, 108, (8, 0)),
-        DeviceSpec("h100", "gpu", "H100", 989.4e12, 1978.9e12, 80 * _GB, 3.35e12, 450e9, 132, (9, 0)),
-        DeviceSpec("h200", "gpu", "H200", 989.4e12, 1978.9e12, 141 * _GB, 4.8e12, 450e9, 132, (9, 0)),
-        DeviceSpec("b200", "gpu", "B200", 2250e12, 4500e12, 180 * _GB, 8e12, 900e9, 148, (10, 0)),
-        DeviceSpec("mi300x", "gpu", "MI300X", 1307.4e12, 2614.9e12, 192 * _GB, 5.3e12, 448e9, 304),
-        DeviceSpec("v4", "tpu", "TPU v4", 275e12, None, 32 * _GIB, 1.2288e12, 6 * 4.5e10),
-        DeviceSpec("v5e", "tpu", "TPU v5 lite", 197e12, None, 16 * _GIB, 8.1e11, 4 * 4.5e10),
-        DeviceSpec("v5p", "tpu", "TPU v5", 459e12, None, 95 * _GIB, 2.765e12, 6 * 9e10),
-        DeviceSpec("v6e", "tpu", "TPU v6 lite", 918e12, None, 32 * _GIB, 1.64e12, 4 * 9e10),
-        DeviceSpec("tpu7x", "tpu", "TPU7x", 2307e12, 4614e12, 192 * _GB, 7.37e12, 6 * 9e10),
+        DeviceSpec(
+            "a100", "gpu", "A100", 312e12, None, 80 * _GB, 2.039e12, 300e9, 108, (8, 0),
+            host=_PCIE4, linked=8, power_w=400.0,
+        ),
+        DeviceSpec(
+            "h100", "gpu", "H100", 989.4e12, 1978.9e12, 80 * _GB, 3.35e12, 450e9, 132, (9, 0),
+            host=_PCIE5, linked=8, power_w=700.0,
+        ),
+        DeviceSpec(
+            "h200", "gpu", "H200", 989.4e12, 1978.9e12, 141 * _GB, 4.8e12, 450e9, 132, (9, 0),
+            host=_PCIE5, linked=8, power_w=700.0,
+        ),
+        DeviceSpec(
+            "gh200", "gpu", "GH200", 989.4e12, 1978.9e12, 96 * _GB, 4e12, None, 132, (9, 0),
+            host=Host(1, 450e9), power_w=1000.0,
+        ),
+        DeviceSpec(
+            "b200", "gpu", "B200", 2250e12, 4500e12, 180 * _GB, 8e12, 900e9, 148, (10, 0),
+            host=_PCIE5, linked=8, power_w=1000.0,
+        ),
+        DeviceSpec(
+            "mi300x", "gpu", "MI300X", 1307.4e12, 2614.9e12, 192 * _GB, 5.3e12, 448e9, 304,
+            host=Host(8, 64e9), linked=8, power_w=750.0,
+        ),
+        DeviceSpec(
+            "v4", "tpu", "TPU v4", 275e12, None, 32 * _GIB, 1.2288e12, 6 * 4.5e10,
+            host=Host(4, 16e9, 6.25e9), linked=4096, torus_dims=3, power_w=192.0,
+        ),
+        DeviceSpec(
+            "v5e", "tpu", "TPU v5 lite", 197e12, None, 16 * _GIB, 8.1e11, 4 * 4.5e10,
+            host=Host(8, 15e9, 3.125e9), linked=256, torus_dims=2,
+        ),
+        DeviceSpec(
+            "v5p", "tpu", "TPU v5", 459e12, None, 95 * _GIB, 2.765e12, 6 * 9e10,
+            host=Host(4, 15e9, 6.25e9), linked=8960, torus_dims=3,
+        ),
+        DeviceSpec(
+            "v6e", "tpu", "TPU v6 lite", 918e12, None, 32 * _GIB, 1.64e12, 4 * 9e10,
+            host=Host(8, 32e9, 3.125e9), linked=256, torus_dims=2,
+        ),
+        DeviceSpec(
+            # JAX counts the two halves of a chip: 2307e12, 4614e12, 192 GB, 7.37e12 and six links together.
+            "tpu7x", "tpu", "TPU7x", 1153.5e12, 2307e12, 96 * _GB, 3.685e12, 3 * 9e10,
+            host=Host(8), linked=2 * 9216, torus_dims=3,
+        ),
     )
-}
+}  # fmt: skip
 """Every device known by name."""
 
 

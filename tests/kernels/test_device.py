@@ -18,6 +18,7 @@ class Chip:
     ("kind", "platform", "name"),
     [
         ("NVIDIA H200", "gpu", "h200"),
+        ("NVIDIA GH200 480GB", "gpu", "gh200"),
         ("NVIDIA H100 80GB HBM3", "gpu", "h100"),
         ("NVIDIA A100-SXM4-80GB", "gpu", "a100"),
         ("TPU v5", "tpu", "v5p"),

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jtrain.layout import Layout, LayoutSpec, make_layout
+from jtrain.layout import Layout, LayoutSpec, OffloadSpec, make_layout
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
@@ -14,6 +14,7 @@ from jtrain.optim import AdamW, Muon, build
 from jtrain.plan.aot import compile_step, topology_devices
 from jtrain.plan.fit import available_bytes, check_fits
 from jtrain.plan.memory import memory
+from jtrain.plan.tiles import tiled
 from jtrain.step import abstract_state
 
 SIZES: dict[str, Any] = dict(
@@ -23,15 +24,20 @@ WIDER: dict[str, Any] = SIZES | dict(d_model=256, d_ff=512, vocab_size=2048)
 LLAMA8B: dict[str, Any] = dict(
     num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14336, vocab_size=128256
 )
-OPTIMIZERS = (AdamW(peak_lr=1e-3), AdamW(peak_lr=1e-3, b2=0.9, moment_dtype="bfloat16"), Muon(peak_lr=1e-3))
+OPTIMIZERS = (
+    AdamW(peak_lr=1e-3),
+    AdamW(peak_lr=1e-3, b2=0.9, moment_dtype="bfloat16"),
+    Muon(peak_lr=1e-3),
+)
 
 
 def layout_of(model: Transformer, axes: dict[str, int], **spec: Any) -> Layout:
     return make_layout(LayoutSpec(**spec), MeshSpec(**axes), model.param_infos())
 
 
-def shard_bytes(tree: Any) -> int:
-    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+def shard_bytes(tree: Any, memory_kind: str = "device") -> int:
+    here = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind == memory_kind]
+    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in here)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: f"{type(o).__name__}-{o.moment_dtype}")
@@ -50,6 +56,47 @@ def test_argument_bytes_are_those_of_the_shards(axes: dict[str, int], zero_stage
     assert plan.batch == 4 * 4 * 16 * 32 // shards + state.step.dtype.itemsize
 
 
+@pytest.mark.parametrize("moment_dtype", ("float32", "int8"))
+@pytest.mark.parametrize(
+    "offload", (dict(optimizer=1.0), dict(optimizer=0.4, params=0.5), dict(params=1.0, activations=1.0)), ids=str
+)
+def test_host_bytes_are_those_of_the_shards(offload: dict[str, Any], moment_dtype: Any) -> None:
+    """What `abstract_state` puts into host memory is what the plan counts there, and the rest what it counts here."""
+    model = Transformer(**SIZES)
+    lay = layout_of(model, dict(replica=4, data=2), zero_stage=3, offload=OffloadSpec(**offload))
+    optimizer = AdamW(peak_lr=1e-3, moment_dtype=moment_dtype)
+    built = build(optimizer, num_steps=100, params=map_params(lambda info: info, model.param_infos()))
+    state = abstract_state(lay, built, make_mesh(lay.mesh, jax.devices()))
+    plan = memory(model, lay, optimizer, global_batch=16, seq_len=32)
+    assert plan.parameters == shard_bytes(state.params) > 0
+    assert plan.optimizer == shard_bytes(state.opt_state)
+    assert plan.host_parameters == shard_bytes(state.params, "pinned_host")
+    assert plan.host_optimizer == shard_bytes(state.opt_state, "pinned_host")
+    assert plan.host_parameters + plan.host_optimizer > 0
+    # A layer keeps its input, [rows, L / tensor, D] in bfloat16; with zero_stage=3 also what has a name.
+    plain = layout_of(model, dict(replica=4, data=2), zero_stage=3)
+    whole = memory(model, plain, optimizer, global_batch=16, seq_len=32)
+    assert plan.host_activations == (whole.activations if "activations" in offload else 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "elements"),
+    (
+        ((), 1),
+        ((256,), 256),
+        ((32,), 128),
+        ((4, 256), 4 * 256),  # four rows make a smaller tile
+        ((256, 32), 256 * 32),  # laid out the other way round
+        ((4, 32, 8, 32), 4 * 32 * 8 * 128),  # nothing fills 128 lanes
+        ((32, 512, 8, 128), 32 * 512 * 8 * 128),
+    ),
+    ids=str,
+)
+def test_tiles_fill_up_what_is_narrow(shape: tuple[int, ...], elements: int) -> None:
+    """Shapes that XLA:TPU was seen to pad, and not to."""
+    assert tiled(shape) == elements
+
+
 def test_argument_bytes_are_the_compilers() -> None:
     """XLA:CPU counts the same arguments, and our temporaries are of the size that it finds."""
     model = Transformer(**WIDER)
@@ -57,7 +104,7 @@ def test_argument_bytes_are_the_compilers() -> None:
     optimizer = AdamW(peak_lr=1e-3)
     built = build(optimizer, num_steps=100, params=map_params(lambda info: info, model.param_infos()))
     program = compile_step(model, lay, built, global_batch=16, seq_len=256, devices=jax.devices())
-    plan = memory(model, lay, optimizer, global_batch=16, seq_len=256)
+    plan = memory(model, lay, optimizer, global_batch=16, seq_len=256, platform="cpu")
     assert plan.argument_bytes == program.argument_bytes
     # XLA:CPU widens bfloat16 to float32 here and there, so its temporaries say little more than the order.
     assert 0.4 < plan.temp_bytes / program.temp_bytes < 1.5
@@ -97,21 +144,34 @@ def test_a_run_that_cannot_fit_is_refused_with_settings_that_would() -> None:
     with pytest.raises(
         ValueError, match=r"needs [\d.]+ GiB per device .* but 74\.5 GiB are there\. Any of these"
     ) as error:
-        check_fits(model, lay, optimizer, **batch, available=available)
+        check_fits(model, lay, optimizer, **batch, available=available, platform="gpu")
     way = next(line for line in str(error.value).splitlines() if "--set" in line)
     sets = dict(part.removeprefix("--set ").split("=") for part in way.split("  ")[1].split(" --set "))
     spec: dict[str, Any] = dict(zero_stage=0, remat="none", microbatches=1)
     for path, value in sets.items():
         assert path.startswith("layout."), "on these devices first"
         spec[path.removeprefix("layout.")] = int(value) if value.isdigit() else value
-    check_fits(model, layout_of(model, dict(data=8), **spec), optimizer, **batch, available=available)
+    check_fits(model, layout_of(model, dict(data=8), **spec), optimizer, **batch, available=available, platform="gpu")
+
+
+def test_host_memory_is_a_way_out() -> None:
+    """One H200 holds the state of an 8B model only with its moments elsewhere; a CPU has no elsewhere."""
+    model = Transformer(**LLAMA8B)
+    lay = layout_of(model, {}, remat="full")
+    sizes: dict[str, Any] = dict(global_batch=1, seq_len=4096, available=80 * 10**9)
+    with pytest.raises(ValueError, match=r"\n  --set layout\.offload\.optimizer=as_needed +\(\d"):
+        check_fits(model, lay, AdamW(peak_lr=1e-3), **sizes, platform="gpu")
+    with pytest.raises(ValueError, match="Any of these") as error:
+        check_fits(model, lay, AdamW(peak_lr=1e-3), **sizes, platform="cpu")
+    assert "offload" not in str(error.value)
 
 
 def test_nothing_fits_into_nothing() -> None:
     """Where no layout helps, the message says so."""
     model = Transformer(**LLAMA8B)
+    sizes: dict[str, Any] = dict(global_batch=1, seq_len=4096, available=10**6)
     with pytest.raises(ValueError, match="alone makes it fit: set a smaller model"):
-        check_fits(model, layout_of(model, {}), AdamW(peak_lr=1e-3), global_batch=1, seq_len=4096, available=10**6)
+        check_fits(model, layout_of(model, {}), AdamW(peak_lr=1e-3), **sizes, platform="gpu")
 
 
 @pytest.mark.aot

@@ -11,7 +11,6 @@ from jtrain.mesh import MeshSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.flops import flops_per_token, mfu
-from jtrain.plan.hlo import traffic
 from jtrain.plan.report import Parts, print_plan
 
 LLAMA8B: dict[str, Any] = dict(
@@ -55,45 +54,3 @@ def test_mfu_is_none_without_a_peak() -> None:
     rate = 4 * 0.5 * 989e12 / flops.total_flops
     assert mfu(flops, tokens_per_s=rate, num_devices=4, peak_flops=989e12) == pytest.approx(0.5)
     assert mfu(flops, tokens_per_s=rate, num_devices=4, peak_flops=None) is None
-
-
-HLO = """HloModule m
-
-%cond (p: (s32[])) -> pred[] {
-  %p = (s32[]) parameter(0)
-  %bound = s32[] constant(5)
-  ROOT %lt = pred[] compare(%p, %bound), direction=LT
-}
-
-%body (p: (s32[])) -> (s32[]) {
-  %ag = ((bf16[2,4]{1,0}), bf16[16,4]{1,0:T(8,128)(2,1)}) all-gather-start(%x), replica_groups=[1,8]<=[8]
-  %done = bf16[16,4]{1,0} all-gather-done(%ag)
-}
-
-ENTRY %main (a: f32[8]) -> f32[8] {
-  %w = (s32[]) while(%t), condition=%cond, body=%body
-  %ar = (f32[8]{0}, /*index=1*/f32[]) all-reduce(%a, %b), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add
-  %rs = f32[2]{0} reduce-scatter(%a), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}, to_apply=%add
-}
-
-%add (x: f32[], y: f32[]) -> f32[] {
-  ROOT %z = f32[] add(%x, %y)
-}
-"""
-SHAPE = dict(replica=2, stage=1, data=4, expert=1, context=1, tensor=1)
-
-
-def test_hlo_loops_tuples_and_groups_are_counted() -> None:
-    """A loop without a noted trip count, asynchronous pairs, joined arrays and groups that are no mesh axis."""
-    got = {(t.kind, t.axes): (t.dtype, t.count, t.array_bytes) for t in traffic(HLO, SHAPE)}
-    assert got == {
-        ("all-gather", ("replica", "data")): ("bf16", 5, 5 * 16 * 4 * 2),
-        ("all-reduce", ("replica",)): ("f32", 2, 9 * 4),
-        ("reduce-scatter", None): ("f32", 1, 2 * 4 * 4),
-    }
-
-
-def test_a_loop_of_unknown_length_around_a_collective_is_refused() -> None:
-    """Rather than counted once."""
-    with pytest.raises(ValueError, match="trip count the HLO does not say"):
-        traffic(HLO.replace("direction=LT", "direction=NE"), SHAPE)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jtrain_kernels.attention import pairs
+
 
 def attention(
     q_BLNH: Float[Array, "B L N H"],
@@ -21,11 +23,11 @@ def attention(
 ) -> Float[Array, "B L N H"]:
     """Softmax attention of each query to the keys of its own segment at its own index or before.
 
-    Holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes; the backward pass computes them again
-    from q, k, v and the log-partition of each query. A chunk sees only the keys up to its last query, so of the masked
-    half of the scores hardly any is computed. Scores are scaled by 1 / sqrt(H); softmax in float32, matmuls and result
-    in q's dtype. Query head n uses key head n // (N / K). Segment 0 is padding: its queries attend among themselves,
-    so their rows are finite and of no meaning.
+    Holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes, on a TPU those to `chunk` keys; the
+    backward pass computes them again from q, k, v and the log-partition of each query. A chunk sees only the keys up to
+    its last query, so of the masked half of the scores hardly any is computed. Scores are scaled by 1 / sqrt(H);
+    softmax in float32, matmuls and result in q's dtype. Query head n uses key head n // (N / K). Segment 0 is padding:
+    its queries attend among themselves, so their rows are finite and of no meaning.
 
     What the backward pass needs of the result carries the checkpoint name "attention".
 
@@ -94,32 +96,38 @@ def _vjp_forward(
     q_BLNH: Array, k_BMKH: Array, v_BMKH: Array, segment_BL: Array, segment_BM: Array, chunk: int
 ) -> tuple[Array, tuple[Array, ...]]:
     given = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM
-    result = _on_each_platform(partial(_forward, chunk), given)
+    result = _on_each_platform(_forward, pairs.forward, chunk, given)
     y_BLNH, lse_BKGL1 = (checkpoint_name(x, "attention") for x in result)
     return y_BLNH, (*given, y_BLNH, lse_BKGL1)
 
 
 def _vjp_backward(chunk: int, saved: tuple[Array, ...], dy_BLNH: Array) -> tuple[Array, Array, Array, None, None]:
-    dq_BLNH, dk_BMKH, dv_BMKH = _on_each_platform(partial(_backward, chunk), (*saved, dy_BLNH))
+    dq_BLNH, dk_BMKH, dv_BMKH = _on_each_platform(_backward, pairs.backward, chunk, (*saved, dy_BLNH))
     return dq_BLNH, dk_BMKH, dv_BMKH, None, None
 
 
-def _on_each_platform(fn: Callable[..., tuple[Array, ...]], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    """`fn` on the whole block; on a CPU a sequence at a time.
+type _Pass = Callable[..., tuple[Array, ...]]
 
-    There, scores of all sequences (B * N * chunk * M * 4 bytes) overflow the caches, and their fresh pages cost as
-    much as the arithmetic.
+
+def _on_each_platform(by_queries: _Pass, by_pairs: _Pass, chunk: int, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """A pass over the whole block, in the form that each platform's compiler likes.
+
+    On a CPU a sequence at a time: scores of all sequences (B * N * chunk * M * 4 bytes) overflow the caches, and their
+    fresh pages cost as much as the arithmetic. On a TPU in loops over pairs of chunks, if they divide the length:
+    written out they take its compiler minutes, and it keeps the scores of several.
     """
 
     def by_sequence(*arrays: Array) -> tuple[Array, ...]:
         def one(sequence: tuple[Array, ...]) -> tuple[Array, ...]:
             # Without the barrier every loop that reads them would slice them anew, element by element.
             sequence = jax.lax.optimization_barrier(sequence)
-            return tuple(x[0] for x in fn(*(x[None] for x in sequence)))
+            return tuple(x[0] for x in by_queries(chunk, *(x[None] for x in sequence)))
 
         return jax.lax.map(one, arrays)
 
-    return jax.lax.platform_dependent(*arrays, cpu=by_sequence, default=fn)
+    whole = partial(by_queries, chunk)
+    tpu = whole if arrays[0].shape[1] % chunk else partial(by_pairs, chunk)
+    return jax.lax.platform_dependent(*arrays, cpu=by_sequence, tpu=tpu, default=whole)
 
 
 def _forward(
@@ -169,8 +177,7 @@ def _backward(
     for part in reversed(_chunks(L, chunk)):
         k, v = k_BKMH[:, :, : part.stop], v_BKMH[:, :, : part.stop]
         q, dy = part.queries(q_BKGLH), part.queries(dy_BKGLH)
-        # One chunk after the other: all chunks' scores at once take 5.2 GiB instead of 2.0 at L=8192, N=32 (H200).
-        q, dy, dk_BKHM, dv_BKHM = jax.lax.optimization_barrier((q, dy, dk_BKHM, dv_BKHM))
+        q, dy = _after((*dqs[-1:], dk_BKHM, dv_BKHM), q, dy)
         s_BKQM = part.scores(q, k, segment_BL, segment_BM)
         p_BKQM = jnp.exp(s_BKQM - part.queries(lse_BKGL1))
         dp_BKQM = jnp.einsum("bkqh,bkmh->bkqm", dy, v, preferred_element_type=jnp.float32)
@@ -187,6 +194,17 @@ def _backward(
         return jnp.concatenate([head, *reversed(tails)], axis=-1).transpose(0, 3, 1, 2).astype(dtype)
 
     return _heads_last(jnp.concatenate(dqs[::-1], axis=3)), whole(dk_BKHM, dk_tails), whole(dv_BKHM, dv_tails)
+
+
+def _after(results: tuple[Array, ...], *arrays: Array) -> tuple[Array, ...]:
+    """`arrays`, bit for bit, but not before `results`: one chunk after the other.
+
+    Schedulers start what they can, and keep the scores of all chunks for it: B * N * L * L * 2 bytes, 4 GiB of 26 for
+    an 8B model at L=8192 on 8 H200. They do not see an `optimization_barrier`, which is gone by then. No compiler may
+    drop that a gradient could be NaN; where it is, the rest becomes it too.
+    """
+    token = sum(x[(0,) * x.ndim].astype(jnp.float32) for x in results)
+    return tuple(jnp.where(jnp.isnan(token), jnp.nan, x).astype(x.dtype) for x in arrays)
 
 
 _attention.defvjp(_vjp_forward, _vjp_backward)

@@ -44,15 +44,27 @@ def linear_cross_entropy(
 
     Source: the gradient in the forward pass is Liger Kernel's, arXiv:2410.10989, section 3.2.
     """
+    x_ZCD, target_ZC = in_chunks(x_BLD, target_BL, chunk_tokens)
+    return _loss(x_ZCD, unembed_DV, target_ZC, z_loss)
+
+
+def in_chunks(
+    x_BLD: Float[Array, "B L D"], target_BL: Int[Array, "B L"], chunk_tokens: int
+) -> tuple[Float[Array, "Z C D"], Int[Array, "Z C"]]:
+    """The tokens in chunks; the last is filled up with tokens that have no target.
+
+    Raises:
+      ValueError: chunk_tokens is not positive.
+    """
     if chunk_tokens < 1:
         raise ValueError(f"linear_cross_entropy: chunk_tokens={chunk_tokens} must be at least 1.")
     D, tokens = x_BLD.shape[-1], target_BL.size
     chunk = min(chunk_tokens, tokens)
     x_TD, target_T = x_BLD.reshape(-1, D), target_BL.reshape(-1)
-    if missing := -tokens % chunk:  # the last chunk is filled up with tokens that have no target
+    if missing := -tokens % chunk:
         x_TD = jnp.pad(x_TD, ((0, missing), (0, 0)))
         target_T = jnp.pad(target_T, (0, missing), constant_values=IGNORE)
-    return _loss(x_TD.reshape(-1, chunk, D), unembed_DV, target_T.reshape(-1, chunk), z_loss)
+    return x_TD.reshape(-1, chunk, D), target_T.reshape(-1, chunk)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

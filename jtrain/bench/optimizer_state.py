@@ -1,0 +1,107 @@
+"""Final losses of `tiny`, made smaller, under every precision of optimizer state and parameters; bytes beside them."""
+
+import argparse
+import dataclasses
+import statistics
+import time
+
+import jax
+
+from jtrain import config
+from jtrain.bench import Row, row
+from jtrain.data import open_dataset, put_batch
+from jtrain.layout import itemsize, make_layout
+from jtrain.loop import make_optimizer
+from jtrain.mesh import make_mesh
+from jtrain.optim import state_bytes
+from jtrain.step import init_state, make_eval_step, make_train_step
+
+SMALLER = (
+    "model.num_layers=2",
+    "model.d_model=128",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.d_ff=384",
+    "data.seq_len=128",
+    "data.eval_batches=32",
+)
+BF16 = "layout.param_dtype=bfloat16"
+PRECISIONS = {
+    "float32": (),
+    "bfloat16 moments": ("optimizer.moment_dtype=bfloat16",),
+    "bfloat16_sr moments": ("optimizer.moment_dtype=bfloat16_sr",),
+    "int8 moments": ("optimizer.moment_dtype=int8",),
+    "bfloat16 parameters, float32 masters": (BF16, "optimizer.master_dtype=float32"),
+    "bfloat16 parameters, stochastic": (BF16, "optimizer.param_rounding=stochastic"),
+    "bfloat16 parameters, nearest": (BF16,),
+    "all bfloat16, stochastic": (BF16, "optimizer.param_rounding=stochastic", "optimizer.moment_dtype=bfloat16_sr"),
+    "float32, b2=0.999": ("optimizer.b2=0.999",),
+    "bfloat16_sr moments, b2=0.999": ("optimizer.b2=0.999", "optimizer.moment_dtype=bfloat16_sr"),
+    "int8 moments, b2=0.999": ("optimizer.b2=0.999", "optimizer.moment_dtype=int8"),
+}
+"""What is trained -> what is set. Those with b2=0.999 are compared with the first of them, the others with float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Final losses of one run, nats/byte: the mean of the last tenth of its steps, and of what was held out."""
+
+    train: float
+    held_out: float
+    bytes_per_parameter: float
+    seconds: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--steps", type=int, default=200, help="updates of each run")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each precision; the mean counts")
+    parser.add_argument("--only", help="a part of the names of those to run beside their baselines")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """All precisions see the same weights and batches, seed by seed; the spread is that of the seeds."""
+    rows: list[Row] = []
+    baselines: dict[bool, list[Result]] = {}
+    for name, sets in PRECISIONS.items():
+        is_baseline, slow = name.startswith("float32"), "0.999" in name
+        if args.only and args.only not in name and not is_baseline:
+            continue
+        results = [trained(sets, seed=seed, num_steps=args.steps) for seed in range(args.seeds)]
+        baseline = baselines.setdefault(slow, results)
+        bar = None if is_baseline or "nearest" in name else "<= 1.01"
+        for what in ("train", "held_out"):
+            values, wanted = ([getattr(r, what) for r in of] for of in (results, baseline))
+            apart = [v / w - 1 for v, w in zip(values, wanted, strict=True)]
+            spread = f" ({min(apart):+.2%} .. {max(apart):+.2%})" if not is_baseline else ""
+            mean = statistics.mean(wanted)
+            rows.append(row(f"{name}: {what.replace('_', ' ')}{spread}", statistics.mean(values), "nats/byte",
+                            baseline=None if is_baseline else mean, bar=bar))  # fmt: skip
+        size = results[0].bytes_per_parameter
+        rows.append(row(f"{name}: parameters and state", size, "bytes/parameter",
+                        baseline=None if is_baseline else baseline[0].bytes_per_parameter))  # fmt: skip
+        print(f"{name}: {results}", flush=True)
+    return rows
+
+
+def trained(sets: tuple[str, ...], *, seed: int, num_steps: int) -> Result:
+    """One run, from its first weights to its last evaluation."""
+    started_s = time.perf_counter()
+    built = config.build(config.load("tiny", (), [*SMALLER, f"seed={seed}", f"num_steps={num_steps}", *sets]))
+    mesh = make_mesh(built.mesh, jax.devices()[:1])
+    layout = make_layout(built.layout, built.mesh, built.model.param_infos())
+    optimizer = make_optimizer(built)
+    step, evaluate = make_train_step(built.model, optimizer, layout, mesh), make_eval_step(built.model, layout, mesh)
+    state = init_state(layout, optimizer, mesh, seed=seed)
+    dataset = open_dataset(built.data, seed=seed)
+    losses: list[float] = []
+    with dataset.train_batches(inline=True) as batches:
+        for _ in range(num_steps):
+            state, metrics = step(state, put_batch(next(batches), mesh))
+            losses.append(float(metrics["loss_nats"]))
+    sums = [jax.device_get(evaluate(state.params, put_batch(b, mesh))) for b in dataset.eval_batches()]
+    held_out = sum(float(s["nats"]) for s in sums) / sum(int(s["tokens"]) for s in sums)
+    infos = built.model.param_infos()
+    total = sum(state_bytes(built.optimizer, i, i.size) + i.size * itemsize(built.layout.param_dtype) for i in infos)
+    train = statistics.mean(losses[-max(num_steps // 10, 1) :])
+    return Result(train, held_out, total / sum(i.size for i in infos), time.perf_counter() - started_s)

@@ -1,0 +1,137 @@
+"""llama8b over 128 x v5p, compiled without one: temporaries, compile time and network bytes, beside MaxText's.
+
+    python -m jtrain.bench tpu_memory [--maxtext-python M/bin/python]
+
+Sequences of 4096, two per device, full remat, everything sharded over 128 chips, gradients summed in bfloat16; the
+options are those that training on v5p uses (`jtrain.compiler`). Nothing runs: the compiler of the extra [aot] says what
+it would allocate and send. Without `--maxtext-python` (or PEER_MAXTEXT_PYTHON) MaxText's figures are the recorded ones.
+Its network figures are always: it writes no program that could be read.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from jtrain.bench import Row, row
+from jtrain.plan import AOT_ENVIRONMENT
+
+TOPOLOGY = "v5p:4x4x8"
+SETTINGS = (
+    "mesh.data=128",
+    "layout.zero_stage=3",
+    "layout.remat=full",
+    "layout.microbatches=1",
+    "layout.reduce_dtype=bfloat16",
+    "data.global_batch=256",
+    "data.seq_len=4096",
+)
+INSTALL = "python3.12 -m venv M && M/bin/pip install 'maxtext[tpu]==0.2.5'"
+
+RECORDED = {"temporaries": 7.59, "arguments": 0.756, "process": 105.0, "network": 58.7}
+"""MaxText 0.2.5's llama3.1-8b on v5p-256 by JAX 0.11.2 and libtpu 0.0.48.1, two idle cores, its default flags: GB per
+device, seconds of the whole process, GB on the wire per device and step."""
+
+RECORDED_ASYNC = {"default flags": 0.0, "SparseCore offload": 0.51}
+"""Share of MaxText's network bytes in pairs of start and done."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument(
+        "--maxtext-python",
+        default=os.environ.get("PEER_MAXTEXT_PYTHON"),
+        help="interpreter that has maxtext, to measure it here; or $PEER_MAXTEXT_PYTHON",
+    )
+    os.environ.update(AOT_ENVIRONMENT)  # jax reads it when it is imported, which no import above does
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Rows of ours over MaxText's.
+
+    Raises:
+      ValueError: the compiler is not installed; or the interpreter given has no MaxText.
+    """
+    from jtrain import config, loop
+    from jtrain.layout import make_layout
+    from jtrain.plan.aot import compile_step, topology_devices
+    from jtrain.plan.hlo import overlap
+
+    devices = topology_devices(TOPOLOGY)
+    built = config.build(config.load("llama8b", sets=SETTINGS))
+    program = compile_step(
+        built.model,
+        make_layout(built.layout, built.mesh, built.model.param_infos()),
+        loop.make_optimizer(built),
+        global_batch=built.data.global_batch,
+        seq_len=built.data.seq_len,
+        devices=devices,
+    )
+    process_s = seconds_since_start()
+    theirs = dict(RECORDED)
+    source = "recorded"
+    if args.maxtext_python is not None:
+        theirs |= maxtext(args.maxtext_python)
+        source = "measured here"
+    sent = overlap(program.traffic)
+    what = f"llama8b, 128 x v5p, 2 x 4096 per device, full remat; MaxText 0.2.5 {source}"
+    return [
+        row(f"{what}: temporaries", program.temp_bytes / 1e9, "GB", baseline=theirs["temporaries"], bar="<= 0.6"),
+        row("arguments", program.argument_bytes / 1e9, "GB", baseline=theirs["arguments"]),
+        row("peak", program.peak_bytes / 1e9, "GB"),
+        row("whole process, to the compiled program", process_s, "s", baseline=theirs["process"], bar="<= 0.6"),
+        row("of it tracing and lowering", program.lower_s, "s"),
+        row("of it compiling", program.compile_s, "s"),
+        row("sent per device and step", sent.wire_bytes / 1e9, "GB", baseline=RECORDED["network"], bar="<= 0.78"),
+        row("share of it asynchronous", sent.async_bytes / sent.wire_bytes, "", bar=">= 0.9"),
+        row("share of it beside a matmul", sent.hidden_bytes / sent.wire_bytes, ""),
+        *(row(f"MaxText, share asynchronous, {flags}", share, "") for flags, share in RECORDED_ASYNC.items()),
+    ]
+
+
+def seconds_since_start() -> float:
+    """Since this process began, imports and all."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def maxtext(python: str) -> dict[str, float]:
+    """MaxText's own compile-only run of the same shape, with its default flags: GB, and seconds of the whole process.
+
+    Raises:
+      ValueError: the interpreter has no MaxText.
+      RuntimeError: it printed no memory.
+    """
+    find = "import importlib.util as u; print(u.find_spec('maxtext').submodule_search_locations[0])"
+    found = subprocess.run([python, "-c", find], capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise ValueError(
+            f"tpu_memory measures MaxText with {python}, which cannot import it. Make one with `{INSTALL}` and give "
+            "--maxtext-python or PEER_MAXTEXT_PYTHON; without, the recorded figures are taken."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "run_name": "tpu_memory", "base_output_directory": folder, "compile_topology": "v5p-256",
+            "compile_topology_num_slices": "1", "model_name": "llama3.1-8b", "per_device_batch_size": "2",
+            "max_target_length": "4096", "remat_policy": "full", "dataset_type": "synthetic",
+        }  # fmt: skip
+        command = [python, "-m", "maxtext.trainers.pre_train.train_compile"]
+        command += [f"{found.stdout.strip()}/configs/base.yml", *(f"{key}={value}" for key, value in settings.items())]
+        start_s = time.perf_counter()
+        environment = os.environ | AOT_ENVIRONMENT
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+        process_s = time.perf_counter() - start_s
+    log = done.stdout + done.stderr
+    size = {name: re.search(rf"{name}_size_in_bytes=(\d+)", log) for name in ("temp", "argument")}
+    if size["temp"] is None or size["argument"] is None:
+        code = done.returncode
+        raise RuntimeError(f"MaxText printed no memory, exit code {code}: {shlex.join(command)}\n{log[-3000:]}")
+    return {
+        "temporaries": int(size["temp"][1]) / 1e9,
+        "arguments": int(size["argument"][1]) / 1e9,
+        "process": process_s,
+    }

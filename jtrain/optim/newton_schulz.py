@@ -1,0 +1,44 @@
+"""Muon's update of one layer's matrix."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import optax.contrib
+from jaxtyping import Array, Float, Int
+
+from jtrain.dims import ParamInfo
+from jtrain.optim.spec import Muon
+
+
+def matrix_dims(info: ParamInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which dimensions of one layer's array are the matrix's inputs and outputs; experts (X, in front) are a batch.
+
+    Raises:
+      ValueError: the model's width D is at neither end, so `dims` does not say.
+    """
+    dims = info.dims.removeprefix("Y")
+    matrix = tuple(range(1 if dims[0] == "X" else 0, len(dims)))
+    if len(matrix) < 2 or "D" not in (dims[matrix[0]], dims[-1]):
+        raise ValueError(
+            f"Muon cannot tell inputs from outputs of {info.path} with dimensions {info.dims}: the model's width D "
+            "must come first (inputs) or last (outputs). Use optimizer=AdamW."
+        )
+    return (matrix[:1], matrix[1:]) if dims[matrix[0]] == "D" else (matrix[:-1], matrix[-1:])
+
+
+def orthogonal_step(
+    spec: Muon, info: ParamInfo, grad: Array, mu: Array, step: Int[Array, ""]
+) -> tuple[Array, Float[Array, "..."]]:
+    """Direction of root mean square `update_rms`, and new momentum, of one layer; all f32, of one layer's shape."""
+    inputs, outputs = matrix_dims(info)
+    fan_in, fan_out = (math.prod(info.shape[1:][i] for i in axes) for axes in (inputs, outputs))
+    muon = optax.contrib.scale_by_muon(
+        ns_steps=spec.newton_schulz_steps,
+        beta=spec.momentum,
+        weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(inputs, outputs),
+    )
+    initial: Any = muon.init(jnp.zeros(()))  # for its coefficients
+    result: Any = muon.update(grad, initial._replace(count=step, mu=mu))
+    direction, state = result
+    return spec.update_rms * math.sqrt(max(fan_in, fan_out)) * direction, state.mu

@@ -1,0 +1,270 @@
+"""What is alive on a device at each of the moments of a step that can be its worst, in closed form.
+
+Arguments are not counted: they are there all the time. Every term is an array of `jtrain.step`, `jtrain.gather` and
+`jtrain.model`, or a copy of one that a compiler makes for a reason that is said here. Found by reading what XLA's
+buffer assignment holds at its peak, for H200 and v5p.
+"""
+
+import dataclasses
+from typing import Literal
+
+from jtrain.layout import Layout, ParamLayout, itemsize
+from jtrain.model.residuals import copies_weights, kept_names, named_bytes, offloaded_names
+from jtrain.model.transformer import LAYER_INPUT, Transformer
+from jtrain.model.unembedding import num_parts
+from jtrain.offload import SLICE_ELEMENTS
+from jtrain.plan.collectives import splits_embeddings
+from jtrain.plan.tiles import local_elements
+from jtrain_kernels.device import Platform
+
+_F32 = 4
+
+_VECTOR_MEMORY_BYTES = 48 * 2**20
+"""What XLA:TPU was seen to place there on a v5p."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """Bytes on one device besides the arguments, by class: see `jtrain.plan.memory.MemoryPlan`."""
+
+    name: Literal["loss", "layer", "embedding", "update"]
+    gradients: int = 0
+    weights: int = 0
+    activations: int = 0
+    loss: int = 0
+    workspace: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.gradients + self.weights + self.activations + self.loss + self.workspace
+
+
+def worst_moment(model: Transformer, layout: Layout, *, rows: int, seq_len: int, platform: Platform) -> Moment:
+    """The moment that takes most, with `rows` sequences at a time."""
+    step = _Step(model, layout, rows=rows, seq_len=seq_len, platform=platform)
+    return max((step.loss(), step.layer(), step.embedding(), step.update()), key=lambda moment: moment.bytes)
+
+
+class _Step:
+    """Sizes of one device's arrays while it computes one microbatch, in bytes.
+
+    x: the residual stream, split by sequence over `tensor`; h: the same, gathered, as matmuls read it.
+    q, k: queries (and attention's result), and keys or values; lse: attention's log-partition.
+    f: one of the mlp's wide arrays.
+    """
+
+    def __init__(self, model: Transformer, layout: Layout, *, rows: int, seq_len: int, platform: Platform) -> None:
+        spec, mesh = layout.spec, layout.mesh
+        self.model, self.layout, self.rows, self.seq_len = model, layout, rows, seq_len
+        self.platform: Platform = platform
+        self.param, self.compute, self.reduce = map(itemsize, (spec.param_dtype, spec.compute_dtype, spec.reduce_dtype))
+        self.tokens, tensor = rows * seq_len, mesh.tensor
+        self.h = self.tokens * model.d_model * self.compute
+        self.x = self.h // tensor
+        self.q = self.tokens * model.num_heads // tensor * model.head_dim * self.compute
+        self.k = self.tokens * model.num_kv_heads // tensor * model.head_dim * self.compute
+        self.f = self.tokens * model.d_ff // tensor * self.compute
+        self.lse = self.tokens * model.num_heads // tensor * _F32
+        self.casts = spec.param_dtype != spec.compute_dtype
+        self.reduces = spec.zero_stage >= 2 and mesh.data > 1  # every layer's gradient, at once
+        self.gathers = spec.zero_stage == 3 and mesh.data > 1
+        self.stacked = [p for p in layout.params if p.info.is_matrix and p.info.dims.startswith("Y")]
+        self.names = kept_names(layout)
+
+    # Gradients ---------------------------------------------------------------------------------------------------
+
+    def _carried(self) -> int:
+        """Sums over microbatches, float32, all parameters; none where there is one microbatch."""
+        if self.layout.spec.microbatches == 1:
+            return 0
+        return _F32 * sum(self._accumulated(p) for p in self.layout.params)
+
+    def _found(self, *, layers: bool) -> int:
+        """One microbatch's gradients of the layers, or of embedding and unembedding, in the parameters' dtype."""
+        which = [p for p in self.layout.params if p.info.dims.startswith("Y") == layers]
+        return self.param * sum(self._accumulated(p) for p in which)
+
+    def _accumulated(self, p: ParamLayout) -> int:
+        return local_elements(self.layout, p.accumulator, p.info.shape, self.platform)
+
+    def _unembedding_gradient(self) -> int:
+        """From the loss until the end of the backward pass: float32 and whole, or a shard of it."""
+        kernel = self.model.d_model * self.model.vocab_size
+        if splits_embeddings(self.layout) and num_parts(self.model.vocab_size) > 1:
+            return kernel // self.layout.mesh.data // self.layout.mesh.tensor * self.param
+        return kernel * _F32
+
+    # Weights -----------------------------------------------------------------------------------------------------
+
+    def _whole(self, p: ParamLayout) -> int:
+        """Elements of a parameter, all layers, whole over `data`."""
+        return p.info.size // (self.layout.mesh.tensor if p.tensor_dim is not None else 1)
+
+    def _one_layer(self) -> int:
+        """Elements of one layer's matrices, whole over `data`."""
+        return sum(self._whole(p) for p in self.stacked) // self.model.num_layers
+
+    def _hoisted(self) -> int:
+        """Copies that XLA makes once for all layers or microbatches, because they are the same for all of them.
+
+        XLA:TPU casts parameters before the loop over microbatches, not in it. XLA:GPU gathers along an array's slowest
+        dimension only, so it lays out anew the parameters whose last dimension is the one that is split.
+        """
+        if self.platform == "tpu" and self.casts and self.layout.spec.microbatches > 1:
+            matrices = [p for p in self.layout.params if p.info.is_matrix]
+            return self.compute * sum(self.layout.local_size(p.param, p.info.shape) for p in matrices)
+        if self.platform == "gpu" and self.gathers:
+            last = [p for p in self.stacked if p.data_dim == len(p.info.shape) - 1]
+            return self.param * sum(self.layout.local_size(p.param, p.info.shape) for p in last)
+        return 0
+
+    def _kept_weights(self) -> int:
+        """Where a layer keeps everything, also its weights in the compute dtype, if that is a copy."""
+        copies = self.casts and self.names is None
+        return self._one_layer() * self.model.num_layers * self.compute if copies else 0
+
+    def _streamed(self) -> int:
+        """Layers' parameters out of host memory: those of the layer that computes, and of the next."""
+        far = [p for p in self.stacked if p.param_memory == "pinned_host"]
+        local = sum(self.layout.local_size(p.param, p.info.shape) for p in far) // self.model.num_layers
+        return 2 * self.param * local
+
+    # Activations -------------------------------------------------------------------------------------------------
+
+    def _kept(self) -> int:
+        """What one layer's forward pass keeps on the device for its backward pass.
+
+        Everything: its two inputs of norms, their results, q, k, v, attention's result as it is and as the next matmul
+        reads it, gate, up and their product.
+        """
+        if self.names is None:
+            before_norm = self.q + self.k if self.model.qk_norm else 0
+            return 2 * self.x + 2 * self.h + 3 * self.q + 2 * self.k + self.lse + 3 * self.f + before_norm
+        on_device = [name for name in (LAYER_INPUT, *self.names) if name not in offloaded_names(self.layout)]
+        return sum(self._named(name) for name in on_device)
+
+    def _named(self, name: str) -> int:
+        return self.tokens // self.layout.mesh.tensor * named_bytes(self.layout)[name]
+
+    def _back_from_host(self) -> int:
+        """One layer's offloaded activations, and the next one's on their way."""
+        return 2 * sum(self._named(name) for name in offloaded_names(self.layout))
+
+    # Moments -----------------------------------------------------------------------------------------------------
+
+    def loss(self) -> Moment:
+        """The logits of a chunk, float32, their exponentials, and their gradient in the compute dtype.
+
+        The loss computes its gradient at once, so the unembedding's is there, float32, and so is that of the hidden
+        states. Whole, or a part of the vocabulary at a time.
+        """
+        model, tensor = self.model, self.layout.mesh.tensor
+        chunk = min(model.loss_chunk_tokens, self.tokens // tensor)
+        parts = num_parts(model.vocab_size) if splits_embeddings(self.layout) else 1
+        columns = -(-model.vocab_size // parts)
+        kernel = model.d_model * columns
+        loss = kernel * (self.compute + _F32) + chunk * columns * (2 * _F32 + self.compute) + 2 * self.x
+        if parts > 1:
+            loss += self._unembedding_gradient() + kernel * self.reduce + self.x * _F32 // self.compute
+        return Moment(
+            "loss",
+            gradients=self._carried(),
+            weights=self._hoisted() + self._kept_weights() + self._streamed(),
+            activations=model.num_layers * self._kept(),
+            loss=loss,
+        )
+
+    def layer(self) -> Moment:
+        """The backward pass of a layer."""
+        weights = self._hoisted() + self._kept_weights() + self._streamed()
+        if self.gathers:
+            weights += self._one_layer() * self.compute
+        if self.reduces:
+            # A layer's whole gradients are reduced while the layer before it computes; XLA:TPU waits for no more than
+            # the largest.
+            sizes = [self._whole(p) // self.model.num_layers for p in self.stacked]
+            weights += self.reduce * (max(sizes) if self.platform == "tpu" else sum(sizes))
+        return Moment(
+            "layer",
+            gradients=self._carried() + self._found(layers=True),
+            weights=weights,
+            activations=self.model.num_layers * self._kept() + self._back_from_host(),
+            loss=self._unembedding_gradient(),
+            workspace=self._tpu_workspace() if self.platform == "tpu" else self._workspace(),
+        )
+
+    def _mlp(self) -> int:
+        """Gate and up, their gradients, or their product in place of the former where they are kept."""
+        kept = self.names is None or {"mlp_gate", "mlp_up"} <= set(self.names)
+        return (3 if kept else 4) * self.f
+
+    def _workspace(self) -> int:
+        """In attention, with the mlp's wide arrays: the gradients of its weights are put off until after it.
+
+        Beside both: the layer's input and its gradient, the results of the norms, attention's result and its gradient;
+        what a layer keeps is cut out of the stacks of all layers, or computed again. Attention has probabilities and
+        their gradient, float32 and in the compute dtype, of a chunk of queries with all keys, and of every chunk the
+        mask, float32, and its part of the keys.
+        """
+        sliced = 2 * self.h + self.x + self.q if self.names is None else 0
+        rows = 1 if self.platform == "cpu" else self.rows
+        num_chunks = -(-self.seq_len // self._chunk)
+        masks = rows * self.seq_len * (self.seq_len + self._chunk) // 2 * _F32
+        keys = 2 * self.k * _F32 // self.compute + self.k * (num_chunks - 1) // 2
+        attention = rows * self._heads * self._chunk * self.seq_len * self._score + masks + keys
+        return self._mlp() + sliced + 2 * self.h + 2 * self.x + 2 * self.q + attention
+
+    def _tpu_workspace(self) -> int:
+        """In the mlp or in attention; less what fits into the chip's vector memory.
+
+        Beside both, as elsewhere; queries, keys and values are there in chunks as well. Attention has one chunk of
+        queries and one of keys at a time, the gradient of the result in chunks, and that of the queries in float32;
+        of the mlp it still has the gradients of gate and up.
+        """
+        both = 2 * self.h + 2 * self.x + 3 * self.q + 4 * self.k
+        keys = self._chunk if self.seq_len % self._chunk == 0 else self.seq_len
+        attention = self.rows * self._heads * self._chunk * keys * self._score
+        if self.seq_len > self._chunk:
+            attention += self.q + self.q * _F32 // self.compute
+        needed = both + max(self._mlp(), 2 * self.f + attention)
+        return needed - min(_VECTOR_MEMORY_BYTES, 3 * needed // 4)
+
+    @property
+    def _heads(self) -> int:
+        return self.model.num_heads // self.layout.mesh.tensor
+
+    @property
+    def _chunk(self) -> int:
+        return min(self.model.attention_chunk, self.seq_len)
+
+    @property
+    def _score(self) -> int:
+        """Bytes per pair of query and key."""
+        return 2 * (_F32 + self.compute)
+
+    def embedding(self) -> Moment:
+        """A scatter of the residual stream's gradient into the table's, float32; then it is summed over devices."""
+        model, mesh = self.model, self.layout.mesh
+        table = model.vocab_size // mesh.tensor * model.d_model
+        workspace = table * _F32 + self.x
+        if splits_embeddings(self.layout):
+            # Of all devices' tokens, in this device's columns.
+            workspace = table // mesh.data * _F32 + self.x * (1 + _F32 // self.compute)
+        return Moment(
+            "embedding",
+            gradients=self._carried() + self._found(layers=True),
+            weights=self._hoisted(),
+            loss=self._unembedding_gradient(),
+            workspace=workspace,
+        )
+
+    def update(self) -> Moment:
+        """All gradients, float32 for the optimizer, once more where they are only now split over `data`."""
+        spec = self.layout.spec
+        gradients = self._carried() or self._found(layers=True) + self._found(layers=False)
+        if spec.zero_stage == 1 and self.layout.mesh.data > 1:
+            gradients += _F32 * sum(self.layout.local_size(p.optimizer, p.info.shape) for p in self.layout.params)
+        streams = spec.offload.share("optimizer") > 0 or (copies_weights(self.layout) and not self.gathers)
+        largest = max(self.layout.local_size(p.optimizer, p.info.shape) for p in self.layout.params)
+        slices = 4 * _F32 * min(SLICE_ELEMENTS, largest) if streams else 0
+        return Moment("update", gradients=gradients, workspace=slices)

@@ -1,0 +1,183 @@
+"""Optimized HLO text as a program: computations, which instruction runs how often, and what runs beside it.
+
+The text is in the order of the schedule. A pair of start and done (`all-gather-start`, `copy-start`, `async-start`, the
+`call-start` of a TPU's sparse cores) is asynchronous, and hidden if a matmul runs in between.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+_ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+_ITEMSIZE |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8}
+_ITEMSIZE |= dict.fromkeys(("f8e4m3", "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "f8e8m0fnu"), 1)
+
+_KERNEL = re.compile(r'custom_call_target="[^"]*(gemm|matmul|mosaic|tpu_custom_call|triton|fmha)')
+
+_CALLED = re.compile(r"\b(calls|to_apply|body|branch_computations|called_computations)=(?:%([\w.-]+)|\{([^}]*)\})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of HLO; the type is a tuple's where it has several results."""
+
+    name: str
+    type: str
+    opcode: str
+    line: str
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the arrays that it is given."""
+        _, _, rest = self.line.partition(f" {self.opcode}(")
+        return re.findall(r"%([\w.-]+)", rest.partition("), ")[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """One instruction in one place: how often it runs, and whether something runs beside it.
+
+    computation, around: where it is, and all instructions there; it is in flight from `start` to `stop` of them.
+    """
+
+    computation: str
+    instruction: Instruction
+    times: int | None
+    asynchronous: bool
+    hidden: bool
+    around: list[Instruction]
+    start: int
+    stop: int
+
+
+def visits(hlo: str) -> Iterator[Visit]:
+    """Every instruction that the entry reaches, once per place that it is called from."""
+    computations, entry = _computations(hlo)
+    multiplies: dict[str, bool] = {}
+
+    def visit(name: str, times: int | None, asynchronous: bool, hidden: bool) -> Iterator[Visit]:
+        instructions = computations[name]
+        for index, instruction in enumerate(instructions):
+            opcode = instruction.opcode
+            if opcode.endswith(("-done", "-update")):
+                continue
+            beside, under, stop = asynchronous, hidden, index
+            if opcode.endswith("-start") and '"is_sync":true' not in instruction.line:
+                beside, stop = True, done_of(instructions, index) or len(instructions)
+                between = instructions[index + 1 : stop]
+                under |= any(
+                    _multiplies(i, computations, multiplies)
+                    for i in between
+                    if not i.opcode.endswith(("-start", "-update", "-done"))
+                )
+            yield Visit(name, instruction, times, beside, under, instructions, index, stop)
+            inner = times
+            if opcode == "while":
+                trips = _trip_count(instruction.line, computations)
+                inner = None if times is None or trips is None else times * trips
+            # to_apply of a reduction holds arithmetic only: visiting it finds nothing.
+            for inside in called(instruction.line):
+                yield from visit(inside, inner, beside, under)
+
+    yield from visit(entry, 1, False, False)
+
+
+def done_of(instructions: list[Instruction], start: int) -> int | None:
+    """Which instruction waits for the one at `start`; None if another computation does."""
+    waiting = instructions[start].name
+    for index in range(start + 1, len(instructions)):
+        instruction = instructions[index]
+        if instruction.opcode.endswith(("-done", "-update")) and waiting in instruction.operands:
+            if instruction.opcode.endswith("-done"):
+                return index
+            waiting = instruction.name
+    return None
+
+
+def _multiplies(
+    instruction: Instruction, computations: Mapping[str, list[Instruction]], known: dict[str, bool]
+) -> bool:
+    """Whether an instruction is or holds a matmul, or calls a kernel."""
+    if instruction.opcode in ("dot", "convolution"):
+        return True
+    if instruction.opcode == "custom-call":
+        return _KERNEL.search(instruction.line) is not None
+    for name in called(instruction.line):
+        if name not in known:
+            known[name] = any(_multiplies(i, computations, known) for i in computations[name])
+        if known[name]:
+            return True
+    return False
+
+
+def array_bytes(type_: str) -> int:
+    """Of an array, or of all arrays of a tuple."""
+    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_)
+    return sum(_ITEMSIZE[dtype] * math.prod(int(d) for d in dims.split(",") if d) for dtype, dims in arrays)
+
+
+def elements(type_: str) -> list[str]:
+    """Elements of a tuple's type, by its commas outside of any bracket."""
+    depth, parts = 0, [""]
+    for char in type_[1:-1]:
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts
+
+
+def _computations(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
+    """Instructions of each computation by its name, and the name of the entry."""
+    found: dict[str, list[Instruction]] = {}
+    entry = ""
+    current: list[Instruction] = []
+    for line in hlo.splitlines():
+        if line.endswith("{") and (head := re.match(r"(ENTRY )?%?([\w.-]+)[ .]*\(", line)):
+            current = found[head[2]] = []
+            entry = head[2] if head[1] else entry
+        elif (start := line.find(" = ")) > 0:
+            type_, rest = _split_type(line[start + 3 :])
+            name = line[:start].split()[-1].removeprefix("%")
+            current.append(Instruction(name, type_, rest.partition("(")[0].strip(), line))
+    return found, entry
+
+
+def _split_type(text: str) -> tuple[str, str]:
+    """The result's type, a tuple's to its closing parenthesis, and what follows it."""
+    if not text.startswith("("):
+        type_, _, rest = text.partition(" ")
+        return type_, rest
+    depth = 0
+    for index, char in enumerate(text):
+        depth += (char == "(") - (char == ")")
+        if depth == 0:
+            return text[: index + 1], text[index + 1 :]
+    return text, ""
+
+
+def called(line: str) -> Iterator[str]:
+    """Names of the computations that an instruction runs."""
+    for match in _CALLED.finditer(line):
+        yield from [match[2]] if match[2] else re.findall(r"%([\w.-]+)", match[3])
+
+
+def _trip_count(line: str, computations: Mapping[str, list[Instruction]]) -> int | None:
+    """How often a while loop runs: as the compiler noted it, else the bound that a loop from 0 by 1 counts up to."""
+    if noted := re.search(r'"?known_trip_count"?[=:]\{"?n"?[=:]"?(\d+)', line):
+        return int(noted[1])
+    condition = re.search(r"condition=%([\w.-]+)", line)
+    if not condition:
+        return None
+    bounds: list[int] = []
+    pending = [condition[1]]
+    compared = False
+    while pending:
+        for instruction in computations[pending.pop()]:
+            if constant := re.search(r"= [su]32\[\]\S* constant\((\d+)\)", instruction.line):
+                bounds.append(int(constant[1]))
+            compared |= "direction=LT" in instruction.line
+            pending += called(instruction.line)
+    return bounds[0] if len(bounds) == 1 and compared else None

@@ -1,0 +1,131 @@
+"""Unembedding and cross entropy in one, a part of the vocabulary at a time; the unembedding is nowhere whole."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jtrain_kernels.linear.reference import contract
+from jtrain_kernels.linear_cross_entropy.api import IGNORE, in_chunks
+
+type Fetch = Callable[[Any], Float[Array, "D W"]]
+
+NO_COLUMN = -2
+"""Instead of an id, for columns that only fill up the last part."""
+
+
+def linear_cross_entropy_in_parts(
+    x_BLD: Float[Array, "B L D"],
+    parts: Any,
+    column_ZW: Int[Array, "Z W"],
+    target_BL: Int[Array, "B L"],
+    *,
+    fetch: Fetch,
+    chunk_tokens: int,
+    z_loss: float = 0.0,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """`linear_cross_entropy` with an unembedding that comes in Z parts of W columns, each fetched when it is needed.
+
+    Holds one part, D * W, its gradient in float32, and chunk_tokens * W logits, where `linear_cross_entropy` holds
+    D * V of each and chunk_tokens * V. For that a part is fetched twice when differentiated, and its logits are
+    computed twice: four matmuls, not three.
+
+    Args:
+      parts: what `fetch` makes a part of, an array or a tree of them with a leading Z each; differentiable.
+      column_ZW: which ids the columns of each part are; NO_COLUMN for what only fills it up.
+      fetch: must be differentiable; its gradient is taken part by part, before the next is fetched.
+
+    Everything else is as in `linear_cross_entropy`.
+    """
+    x_SCD, target_SC = in_chunks(x_BLD, target_BL, chunk_tokens)
+    return _loss(x_SCD, parts, column_ZW, target_SC, fetch, z_loss)
+
+
+def _logits(x_CD: Array, kernel_DW: Array, column_W: Array) -> Float[Array, "C W"]:
+    logits_CW = contract(x_CD, kernel_DW, 1, 0, jnp.float32)
+    return jnp.where(column_W == NO_COLUMN, -jnp.inf, logits_CW)
+
+
+def _summaries(
+    x_SCD: Array, parts: Any, column_ZW: Array, target_SC: Array, fetch: Fetch
+) -> tuple[Float[Array, "S C"], Float[Array, "S C"]]:
+    """Each token's log-partition, and the logit of its target."""
+
+    def part(carry: tuple[Array, ...], given: tuple[Any, Array]) -> tuple[tuple[Array, ...], None]:
+        kernel_DW, column_W = fetch(given[0]).astype(x_SCD.dtype), given[1]
+
+        def chunk(_: None, of: tuple[Array, ...]) -> tuple[None, tuple[Array, ...]]:
+            x_CD, target_C, top_C, total_C, picked_C = of
+            logits_CW = _logits(x_CD, kernel_DW, column_W)
+            higher_C = jnp.maximum(top_C, jnp.max(logits_CW, axis=-1))
+            total_C = total_C * jnp.exp(top_C - higher_C) + jnp.sum(jnp.exp(logits_CW - higher_C[:, None]), axis=-1)
+            is_target_CW = column_W[None, :] == target_C[:, None]
+            return None, (higher_C, total_C, picked_C + jnp.sum(jnp.where(is_target_CW, logits_CW, 0.0), axis=-1))
+
+        return jax.lax.scan(chunk, None, (x_SCD, target_SC, *carry))[1], None
+
+    shape = target_SC.shape
+    # The lowest finite number: -inf - -inf would be nan, where a part has no column at all.
+    start = jnp.full(shape, jnp.finfo(jnp.float32).min), jnp.zeros(shape), jnp.zeros(shape)
+    (top_SC, total_SC, picked_SC), _ = jax.lax.scan(part, start, (parts, column_ZW))
+    return top_SC + jnp.log(total_SC), picked_SC
+
+
+def _sums(lse_SC: Array, picked_SC: Array, target_SC: Array, z_loss: float) -> tuple[Array, Array]:
+    """Objective and nats."""
+    valid_SC = target_SC != IGNORE
+    nats = jnp.sum(jnp.where(valid_SC, lse_SC - picked_SC, 0.0))
+    return nats + z_loss * jnp.sum(jnp.where(valid_SC, lse_SC * lse_SC, 0.0)), nats
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _loss(
+    x_SCD: Array, parts: Any, column_ZW: Array, target_SC: Array, fetch: Fetch, z_loss: float
+) -> tuple[Array, Array]:
+    """S chunks of C tokens."""
+    return _sums(*_summaries(x_SCD, parts, column_ZW, target_SC, fetch), target_SC, z_loss)
+
+
+def _forward(
+    x_SCD: Array, parts: Any, column_ZW: Array, target_SC: Array, fetch: Fetch, z_loss: float
+) -> tuple[tuple[Array, Array], tuple[Array, Any]]:
+    lse_SC, picked_SC = _summaries(x_SCD, parts, column_ZW, target_SC, fetch)
+
+    def part(dx_SCD: Array, given: tuple[Any, Array]) -> tuple[Array, Any]:
+        fetched_DW, pull = jax.vjp(fetch, given[0])
+        kernel_DW, column_W = fetched_DW.astype(x_SCD.dtype), given[1]
+
+        def chunk(dkernel_DW: Array, of: tuple[Array, ...]) -> tuple[Array, Array]:
+            x_CD, target_C, lse_C, dx_CD = of
+            logits_CW = _logits(x_CD, kernel_DW, column_W)
+            # d(nats)/d(logits) = softmax - onehot; d(lse^2)/d(logits) = 2 lse softmax.
+            weight_C = jnp.where(target_C != IGNORE, 1.0, 0.0)
+            softmax_CW = jnp.exp(logits_CW - lse_C[:, None]) * ((1.0 + 2.0 * z_loss * lse_C) * weight_C)[:, None]
+            is_target_CW = column_W[None, :] == target_C[:, None]
+            dlogits_CW = (softmax_CW - is_target_CW).astype(x_CD.dtype)
+            dkernel_DW += contract(x_CD, dlogits_CW, 0, 0, jnp.float32)
+            return dkernel_DW, dx_CD + contract(dlogits_CW, kernel_DW, 1, 1, jnp.float32)
+
+        start = jnp.zeros(kernel_DW.shape, jnp.float32)
+        dkernel_DW, dx_SCD = jax.lax.scan(chunk, start, (x_SCD, target_SC, lse_SC, dx_SCD))
+        return dx_SCD, pull(dkernel_DW.astype(fetched_DW.dtype))[0]
+
+    dx_SCD, dparts = jax.lax.scan(part, jnp.zeros(x_SCD.shape, jnp.float32), (parts, column_ZW))
+    return _sums(lse_SC, picked_SC, target_SC, z_loss), (dx_SCD.astype(x_SCD.dtype), dparts)
+
+
+def _backward(
+    fetch: Fetch, z_loss: float, saved: tuple[Array, Any], cotangents: tuple[Array, Array]
+) -> tuple[Array, Any, None, None]:
+    del fetch, z_loss  # they are in the saved gradients
+
+    def scaled(gradient: Array) -> Array:
+        return (gradient.astype(jnp.float32) * cotangents[0]).astype(gradient.dtype)
+
+    return scaled(saved[0]), jax.tree.map(scaled, saved[1]), None, None
+
+
+_loss.defvjp(_forward, _backward)

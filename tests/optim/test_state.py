@@ -1,0 +1,327 @@
+"""State of every precision: its bytes, its bits on any layout, and what masters and rounding by chance keep."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jtrain.dims import ParamInfo
+from jtrain.layout import LayoutSpec, make_layout
+from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.optim import AdamW, Moments, Muon, Optimizer, build, state_bytes
+from jtrain.optim.state import arrays, by_path, load
+
+SHAPES = {  # over 4 shards of F whole blocks of 128 are left
+    "embed.table_VD": ("VD", (24, 256)),
+    "final_norm.scale_D": ("D", (256,)),
+    "layers.attention.o_NHD": ("YNHD", (2, 4, 16, 256)),
+    "layers.attention.q_DNH": ("YDNH", (2, 256, 4, 16)),
+    "layers.attention_norm.scale_D": ("YD", (2, 256)),
+    "layers.mlp.down_FD": ("YFD", (2, 512, 256)),
+    "layers.mlp.gate_DF": ("YDF", (2, 256, 512)),
+    "unembed.kernel_DV": ("DV", (256, 24)),
+}
+
+
+def nested(by_path: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in by_path.items():
+        *parents, last = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
+
+
+BY_PATH = {path: ParamInfo(path, shape, dims, "normal", 0.02) for path, (dims, shape) in SHAPES.items()}
+INFOS = nested(BY_PATH)
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bfloat16_sr": {"moment_dtype": "bfloat16_sr", "param_rounding": "stochastic"},
+    "int8": {"moment_dtype": "int8", "master_dtype": "float32"},
+}
+STEPS = 3
+
+
+def random(seed: int, dtype: str = "float32") -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return nested({path: jnp.asarray(rng.standard_normal(shape), dtype) for path, (_, shape) in SHAPES.items()})
+
+
+def optimizer(**fields: Any) -> Optimizer:
+    return build(AdamW(1e-2, warmup_steps=2, clip_norm=1e6, b2=0.99, **fields), num_steps=10, params=INFOS)
+
+
+def updated(opt: Optimizer, constrain: Any = lambda tree: tree, out: Any = None, split: Any = None) -> Any:
+    """Parameters, in bfloat16, and state after three updates; `split` places the gradients."""
+    masters = random(0)
+    params, state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), masters), opt.init(masters)
+    if out is not None:
+        params, state = jax.device_put((params, state), out)
+
+    def update(params: Any, state: Any, grads: Any, step: Any) -> Any:
+        return opt.update(grads, state, constrain(params), step)[:2]
+
+    jitted = jax.jit(update, out_shardings=out)
+    for k in range(STEPS):
+        params, state = jitted(params, state, jax.device_put(random(k + 1), split), k)
+    return params, state
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_every_operation_is_rounded_for_itself() -> None:
+    """Three updates equal numpy's, one operation after the other in float32: no product is contracted with a sum."""
+    opt = optimizer(master_dtype="float32", weight_decay=0.3)
+    jitted = jax.jit(lambda p, s, g, k: (opt.begin(g, k), *opt.update(g, s, p, k)[:2]))
+    params, state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random(0)), opt.init(random(0))
+    p = np.asarray(random(0)["layers"]["mlp"]["gate_DF"])
+    m = v = np.zeros_like(p)
+    one, b1, b2, decay = (np.float32(x) for x in (1.0, 0.9, 0.99, 0.3))
+    contracted = 0
+    for k in range(STEPS):
+        update, params, state = jitted(params, state, random(k + 1), k)
+        assert update.grad_scale == one
+        g = np.asarray(random(k + 1)["layers"]["mlp"]["gate_DF"])
+        exact = np.float64(np.float32(0.1)) * g + np.float64(b1 * m)
+        m, v = np.float32(0.1) * g + b1 * m, np.float32(1 - 0.99) * (g * g) + b2 * v
+        contracted += int((np.float32(exact) != m).sum())
+        rate, mu_scale, nu_scale = (np.asarray(x) for x in (update.learning_rate, update.mu_scale, update.nu_scale))
+        p = p - rate * (m * mu_scale / (np.sqrt(v * nu_scale) + np.float32(1e-8)) + decay * p)
+    assert contracted > 1000, "contraction must show"
+    for name, want in (("mu", m), ("nu", v), ("master", p)):
+        assert want.dtype == np.float32
+        np.testing.assert_array_equal(getattr(state, name)["layers"]["mlp"]["gate_DF"], want, err_msg=name)
+
+
+WHOLE: dict[str, Any] = {}
+
+
+def whole(precision: str) -> Any:
+    """On one device; made once."""
+    if precision not in WHOLE:
+        params, state = WHOLE[precision] = updated(optimizer(**PRECISIONS[precision]))
+        gate = np.float32(params["layers"]["mlp"]["gate_DF"])
+        assert np.abs(gate - np.float32(random(0)["layers"]["mlp"]["gate_DF"])).max() > 5e-3
+        assert len(np.unique(np.float32(state.mu["layers"]["mlp"]["gate_DF"]))) > 100
+    return WHOLE[precision]
+
+
+LAYOUTS = (
+    (dict(data=8), 0),
+    (dict(data=8), 1),
+    (dict(data=8), 3),
+    (dict(data=2, tensor=4), 2),
+    (dict(data=2, tensor=4), 3),
+    (dict(data=4, tensor=2), 1),
+)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("axes", "zero_stage"), LAYOUTS, ids=str)
+def test_bits_do_not_depend_on_the_layout(axes: dict[str, int], zero_stage: Any, precision: str) -> None:
+    """Three updates, placed as the train step places them, give one device's state and parameters."""
+    opt = optimizer(**PRECISIONS[precision])
+    layout = make_layout(LayoutSpec(zero_stage=zero_stage), MeshSpec(**axes), tuple(BY_PATH.values()))
+    mesh = make_mesh(layout.mesh, jax.devices())
+    of_param = nested({p.info.path: NamedSharding(mesh, p.param) for p in layout.params})
+    of_state = nested({p.info.path: NamedSharding(mesh, p.optimizer) for p in layout.params})
+    out = (of_param, opt.state_like(of_state))
+
+    def constrain(params: Any) -> Any:
+        return jax.tree.map(jax.lax.with_sharding_constraint, params, of_state)
+
+    params, state = updated(opt, constrain, out, of_state)
+    split = sum(len({str(shard.index) for shard in x.addressable_shards}) > 1 for x in jax.tree.leaves(state))
+    assert (split > 10) == (zero_stage > 0 or "tensor" in axes), "the state must really be split"
+    assert_equal((params, state), whole(precision))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bits_do_not_depend_on_whether_layers_come_one_by_one(precision: str) -> None:
+    """Each layer alone, and each shard inside a shard_map, is the whole's."""
+    opt = optimizer(**PRECISIONS[precision])
+    mesh = make_mesh(MeshSpec(data=4, tensor=2), jax.devices())
+    layout = make_layout(LayoutSpec(zero_stage=3), MeshSpec(data=4, tensor=2), tuple(BY_PATH.values()))
+    specs = {p.info.path: p.optimizer for p in layout.params}
+
+    def by_layer(params: Any, state: Any, grads: Any, step: Any) -> Any:
+        update, leaves = opt.begin(grads, step), opt.leaves(state)
+        for path, info in BY_PATH.items():
+            param, grad = by_path(INFOS, params)[path], by_path(INFOS, grads)[path]
+            if not info.dims.startswith("Y"):
+                params, leaves[path] = _set(params, path, opt.update_param(update, info, grad, param, leaves[path]))
+                continue
+            done = [
+                opt.update_param(update, info, grad[y], param[y], {k: x[y] for k, x in leaves[path].items()}, layer=y)
+                for y in range(2)
+            ]
+            params, leaves[path] = _set(params, path, jax.tree.map(lambda *x: jnp.stack(x), *done))
+        return params, opt.state(leaves)
+
+    def by_shard(params: Any, state: Any, grads: Any, step: Any) -> Any:
+        update, leaves = opt.begin(grads, step), opt.leaves(state)
+        for path, info in BY_PATH.items():
+            spec = specs[path]
+            of_leaf = dict.fromkeys(leaves[path], spec)
+
+            def local(update: Any, grad: Any, param: Any, leaf: Any, info: ParamInfo = info, spec: Any = spec) -> Any:
+                axis = [jax.lax.axis_index(a) * n if a else 0 for a, n in zip(spec, grad.shape, strict=True)]
+                return opt.update_param(update, info, grad, param, leaf, start=tuple(axis))
+
+            sharded = jax.shard_map(
+                local,
+                mesh=mesh,
+                in_specs=(P(), spec, spec, of_leaf),
+                out_specs=(spec, of_leaf),
+                check_vma=False,
+            )
+            new = sharded(update, by_path(INFOS, grads)[path], by_path(INFOS, params)[path], leaves[path])
+            params, leaves[path] = _set(params, path, new)
+        return params, opt.state(leaves)
+
+    for form in (by_layer, by_shard):
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random(0))
+        state, jitted = opt.init(random(0)), jax.jit(form)
+        for k in range(STEPS):
+            params, state = jitted(params, state, random(k + 1), k)
+        assert_equal((params, state), whole(precision))
+
+
+def _set(params: Any, path: str, new: tuple[Any, Any]) -> tuple[Any, Any]:
+    """`params` with the first of `new` at `path`, and the second."""
+    *parents, last = path.split(".")
+    params = jax.tree.map(lambda x: x, params)
+    node = params
+    for parent in parents:
+        node = node[parent]
+    node[last] = new[0]
+    return params, new[1]
+
+
+MOMENTS = ("float32", "bfloat16", "bfloat16_sr", "int8")
+PRODUCT = list(itertools.product((AdamW, Muon), MOMENTS, ("none", "float32")))
+
+
+@pytest.mark.parametrize(("kind", "moment_dtype", "master_dtype"), PRODUCT)
+def test_the_closed_form_is_the_bytes_of_the_arrays(
+    kind: type[AdamW], moment_dtype: Any, master_dtype: Any
+) -> None:
+    """Of every parameter, whole and split; AdamW's int8 takes 2 bytes and two scales per block, Muon's half of it."""
+    spec = kind(1e-3, moment_dtype=moment_dtype, master_dtype=master_dtype)
+    opt = build(spec, num_steps=100, params=INFOS)
+    state = jax.eval_shape(opt.init, random(0))
+    for path, leaf in opt.leaves(state).items():
+        info = BY_PATH[path]
+        assert {name: (x.shape, x.dtype) for name, x in leaf.items()} == {
+            name: (x.shape, x.dtype) for name, x in arrays(spec, info).items()
+        }
+        assert state_bytes(spec, info, info.size) == sum(x.size * x.dtype.itemsize for x in leaf.values())
+        assert state_bytes(spec, info, info.size // 2) * 2 == state_bytes(spec, info, info.size)
+    gate, embed = (BY_PATH[path] for path in ("layers.mlp.gate_DF", "embed.table_VD"))
+    per_moment = {"float32": 4.0, "bfloat16": 2.0, "bfloat16_sr": 2.0, "int8": 1 + 4 / 128}[moment_dtype]
+    master = 4 if master_dtype == "float32" else 0
+    moments = 1 if kind is Muon else 2
+    assert state_bytes(spec, gate, gate.size) == (moments * per_moment + master) * gate.size
+    of_embed = 2 * (4 if moment_dtype == "int8" else per_moment)
+    assert state_bytes(spec, embed, embed.size) == (of_embed + master) * embed.size
+
+
+def test_masters_follow_the_float32_run_and_parameters_are_them_rounded() -> None:
+    """Twenty updates by the same gradients: the masters are float32's parameters, moments are equal, bit for bit."""
+    full, rounded = optimizer(), optimizer(master_dtype="float32")
+    want, got = random(0), jax.tree.map(lambda x: x.astype(jnp.bfloat16), random(0))
+    want_state, state = full.init(want), rounded.init(random(0))
+    assert not np.array_equal(np.float32(got["final_norm"]["scale_D"]), want["final_norm"]["scale_D"])
+    update_full, update_rounded = (jax.jit(lambda p, s, g, k, o=o: o.update(g, s, p, k)) for o in (full, rounded))
+    for k in range(20):
+        grads = random(k + 1)
+        want, want_state, _ = update_full(want, want_state, grads, k)
+        got, state, _ = update_rounded(got, state, grads, k)
+    assert np.abs(want["final_norm"]["scale_D"] - random(0)["final_norm"]["scale_D"]).max() > 1e-2
+    assert_equal((state.master, state.mu, state.nu), (want, want_state.mu, want_state.nu))
+    assert_equal(got, jax.tree.map(lambda x: x.astype(jnp.bfloat16), want))
+    assert {x.dtype.name for x in jax.tree.leaves(got)} == {"bfloat16"}
+
+
+def test_small_updates_are_lost_to_nearest_and_kept_on_average_by_chance() -> None:
+    """1000 updates of 1e-5 move weights of 1 by 0.01; each rounding varies by 2^-8 / 2 at most, 2^-9 sqrt(1000) in all.
+
+    The mean over 4096 weights is then within six times a 64th of that.
+    """
+    infos = {"w": ParamInfo("w", (4096,), "D", "ones")}
+
+    def moved(rounding: Any) -> np.ndarray:
+        spec = AdamW(1e-5, warmup_steps=0, weight_decay=0.0, clip_norm=None, param_rounding=rounding)
+        spec = dataclasses.replace(spec, schedule=dataclasses.replace(spec.schedule, final_fraction=1.0))
+        opt = build(spec, num_steps=1000, params=infos)
+        params = {"w": jnp.ones(4096, jnp.bfloat16)}
+
+        def one(k: jax.Array, carry: tuple[Any, Moments]) -> tuple[Any, Moments]:
+            return opt.update({"w": jnp.ones(4096)}, carry[1], carry[0], k)[:2]
+
+        last = jax.jit(lambda p: jax.lax.fori_loop(0, 1000, one, (p, opt.init(p))))(params)[0]["w"]
+        return np.asarray(last, np.float64)
+
+    assert (moved("nearest") == 1.0).all()
+    np.testing.assert_allclose(1 - moved("stochastic").mean(), 0.01, atol=6 * 2.0**-9 * np.sqrt(1000) / 64)
+
+
+@pytest.mark.parametrize("moment_dtype", ["bfloat16_sr", "int8"])
+def test_a_second_moment_falls_at_any_rate(moment_dtype: Any) -> None:
+    """From 100 times too large it comes down to g^2 at b2=0.999 within 7000 updates; bf16 to nearest never would."""
+    info = ParamInfo("layers.w_DF", (1, 32, 128), "YDF", "normal", 1.0)
+    spec = AdamW(1e-3, warmup_steps=0, clip_norm=None, b2=0.999, moment_dtype=moment_dtype)
+    opt = build(spec, num_steps=7000, params={"w": info})
+    g = jnp.exp(jnp.asarray(np.random.default_rng(0).standard_normal(info.shape), jnp.float32))
+    strong = build(dataclasses.replace(spec, b2=0.0), num_steps=7000, params={"w": info})
+
+    @jax.jit
+    def run() -> Moments:
+        params = {"w": jnp.ones(info.shape)}
+        _, state, _ = strong.update({"w": 10 * g}, strong.init(params), params, 0)
+
+        def one(k: jax.Array, carry: tuple[Any, Moments]) -> tuple[Any, Moments]:
+            return opt.update({"w": g}, carry[1], carry[0], k)[:2]
+
+        return jax.lax.fori_loop(0, 7000, one, (params, state))[1]
+
+    state = run()
+    got = np.asarray(load(spec, info, opt.leaves(state)["layers.w_DF"], "nu") / g**2, np.float64)
+    assert abs(got.mean() - (1 + 99 * 0.999**7000)) < 0.05
+    assert np.quantile(got, 0.95) < (1.2 if moment_dtype == "bfloat16_sr" else 2.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param_dtype", "message"),
+    [
+        ({"master_dtype": "float32"}, "float32", r"master_dtype=float32 with layout.param_dtype=float32: such"),
+        ({"param_rounding": "stochastic"}, "float32", r"param_rounding=stochastic with layout.param_dtype=float32: "),
+    ],
+)
+def test_what_would_do_nothing_is_refused(fields: dict[str, Any], param_dtype: Any, message: str) -> None:
+    """Masters and rounding by chance need bfloat16 parameters, and say so; with those they are taken."""
+    opt = build(AdamW(1e-3, **fields), num_steps=100, params=INFOS)
+    for dtype in (param_dtype, "bfloat16"):
+        layout = make_layout(LayoutSpec(param_dtype=dtype), MeshSpec(), tuple(BY_PATH.values()))
+        if dtype == param_dtype:
+            with pytest.raises(ValueError, match=message):
+                opt.check_layout(layout)
+        else:
+            opt.check_layout(layout)
+
+
+def test_both_ways_to_keep_small_updates_at_once_are_refused() -> None:
+    """Parameters with masters are those rounded to nearest."""
+    with pytest.raises(ValueError, match=r"param_rounding=stochastic with optimizer.master_dtype=float32: the masters"):
+        AdamW(1e-3, master_dtype="float32", param_rounding="stochastic")

@@ -1,0 +1,250 @@
+"""`python -m jtrain.plan`: what it prints and writes, the command that it offers, and every refusal."""
+
+import dataclasses
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jtrain import config
+from jtrain.layout import make_layout
+from jtrain.plan.__main__ import check_good, main, parse_bytes
+from jtrain.plan.aot import CompiledStep
+from jtrain.plan.cost import cost, step_time
+from jtrain.plan.memory import MemoryPlan, memory
+from jtrain.plan.network import make_machine
+from jtrain.plan.report import Parts
+from jtrain.plan.sheet import Sheet, classes, to_json
+from jtrain.plan.topology import topology_of
+from jtrain_kernels.device import from_name
+
+TINY = ("tiny", "--device", "h200", "--count", "8")
+
+
+def test_a_plan_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The sheet says what is asked of it, and the JSON has the form that scripts rely on, bytes as the formula has."""
+    file = tmp_path / "plan.json"
+    argv = [*TINY, "--host-memory", "128GiB", "--price", "2", "--tokens", "1e9", "--json", str(file)]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    for part in ("params", "grads", "optimizer", "activations", "loss", "temporaries", "host memory", "all-reduce"):
+        assert part in text, part
+    for part in ("tokens/s", "MFU", "assumed: 65% of peak", "largest batch that fits", "1,000,000,000 tokens at a"):
+        assert part in text, part
+    for part in ("goodput of 90%", "$", "J per token", "40 bytes a parameter", "mesh.data=8 (the config: 1)"):
+        assert part in text, part
+
+    found = json.loads(file.read_text())
+    assert list(found) == ["config", "device", "count", "formula", "compiler", "step", "cost"]
+    assert (found["config"], found["device"], found["count"], found["compiler"]) == ("tiny", "h200", 8, None)
+    run_config = config.load("tiny")
+    config.for_devices(run_config, 8)
+    run = config.build(run_config)
+    layout = make_layout(run.layout, run.mesh, run.model.param_infos())
+    plan = memory(run.model, layout, run.optimizer, global_batch=16, seq_len=256)
+    assert found["formula"]["peak_bytes"] == plan.total_bytes > 10**7
+    assert found["formula"]["argument_bytes"] == plan.argument_bytes
+    assert found["step"]["step_s"] == pytest.approx(sum(found["step"]["parts_s"].values()))
+    assert found["cost"]["usd"] == pytest.approx(2 * found["cost"]["device_hours"])
+
+
+def test_classes_hold_every_byte_once() -> None:
+    """The classes add up to the peak; the host's are beside it."""
+    names = [field.name for field in dataclasses.fields(MemoryPlan) if field.name != "moment"]
+    plan = MemoryPlan(**{name: 10**index for index, name in enumerate(names)}, moment="layer")
+    found = classes(plan)
+    assert list(found) == ["params", "grads", "optimizer", "activations", "loss", "batch", "temporaries", "host"]
+    assert sum(size for name, size in found.items() if name != "host") == plan.total_bytes
+    assert found["host"] == plan.host_bytes > 0
+    assert found["loss"] == plan.loss > 0
+
+
+def test_a_search_offers_a_command_that_launches(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it prints is a config that builds, on all the devices, and not what the config says anyway."""
+    assert main([*TINY, "--search"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("python -m jtrain.launch"))
+    words = shlex.split(line)
+    assert words[:4] == ["python", "-m", "jtrain.launch", "--config=tiny"]
+    sets = [word for before, word in itertools.pairwise(words) if before == "--set"]
+    assert sets
+    assert "layout.offload.params=none" not in sets
+    assert config.build(config.load("tiny", (), sets)).mesh.size == 8
+
+
+def test_a_search_that_finds_nothing_says_the_nearest_miss(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 2, one message, with what would fit."""
+    assert main(["llama8b", "--device", "h100", "--count", "1", "--search"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"nothing fits into 1 x h100: the nearest miss takes .* It would fit with any of: .*--co", error)
+
+
+def test_a_config_that_does_not_fit_is_shown_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The sheet is there, the exit code is 2, and what is offered fits."""
+    assert main(["llama8b", "--device", "h100", "--count", "1"]) == 2
+    out, error = capsys.readouterr()
+    assert "DOES NOT FIT: 2" in out
+    assert "no batch fits" in out
+    assert "llama8b does not fit 1 x h100" in error
+    assert "--set mesh.data=4" in error
+
+
+def test_what_a_run_measured_is_beside_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The highest memory of any step, and the median step."""
+    lines = [
+        {"step": step, "step_time_ms": ms, "tokens_per_s": 4096e3 / ms, "device_memory_peak_gib": gib}
+        for step, ms, gib in ((1, 900.0, 1.5), (2, 200.0, 2.5), (3, 210.0, 2.5))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [{"eval": 1}, *lines]))
+    file = tmp_path / "plan.json"
+    assert main([*TINY, "--measured", str(tmp_path), "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "measured GiB" in out
+    assert "2.50" in out
+    assert "predicted/measured" in out
+    measured = json.loads(file.read_text())["measured"]
+    assert measured["peak_bytes"] == 2.5 * 2**30
+    assert measured["step_s"] == pytest.approx(0.210)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["tiny"], r"a plan is of a machine\. Give --device, one of a100, h100"),
+        (["tiny", "--device", "cpu"], r"--device cpu: nobody publishes its peaks"),
+        (["tiny", "--device", "h2"], r"No device is called 'h2'\. Did you mean"),
+        ([*TINY, "--host-memory", "12qb"], r"--host-memory 12qb: expected a size such as 128GiB"),
+        ([*TINY, "--host-memory", "0GiB"], r"--host-memory 0GiB: expected a size"),
+        ([*TINY, "--goodput", "1.5"], r"--goodput 1\.5 must be a share above 0 and at most 1"),
+        ([*TINY, "--efficiency", "0"], r"--efficiency 0\.0 must be a share"),
+        ([*TINY, "--network", "-1"], r"--network -1\.0 must be above 0"),
+        ([*TINY, "--top", "0"], r"--top 0 must be at least 1"),
+        ([*TINY, "--tokens", "0"], r"--tokens 0\.0 must be at least 1"),
+        ([*TINY, "--measured", "/nowhere"], r"--measured /nowhere: there is no /nowhere/metrics\.jsonl"),
+        (["tiny", "--device", "h200", "--count", "12"], r"--count 12: hosts have 8 x h200 each"),
+        (["tiny", "--device", "h200", "--count", "32"], r"data\.global_batch=16 does not split evenly.*32 shards"),
+        (
+            ["tiny", "--with", "tensor", "--device", "h200", "--count", "2"],
+            r"2 devices are not a multiple of mesh\.tensor=4 = 4",
+        ),
+        ([*TINY, "--set", "layout.offload.optimizer=1.5"], r"layout\.offload\.optimizer=1\.5 must be a share from 0"),
+        ([*TINY, "--set", "layout.offload.params=maybe"], r"layout\.offload\.params"),
+        (
+            ["tiny", "--device", "tpu7x", "--count", "8", "--set", "layout.offload.optimizer=1.0"],
+            r"for tpu7x nobody publishes how fast it is reached",
+        ),
+        (["tiny", "--device", "tpu7x", "--count", "1", "--compile"], r"--count 1: a tpu7x has 2 devices\. Use 2"),
+        (["tiny", "--device", "a100", "--count", "8", "--compile"], r"there is no such machine.*v5p:4x4x8"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value[1:]),
+)
+def test_bad_input_is_one_message_and_exit_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """On stderr, with the way out."""
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert re.search(message, error), error
+
+
+@pytest.mark.aot
+def test_a_slice_that_does_not_exist_lists_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """Sixty chips of a v5p are a whole number of hosts, but no slice."""
+    argv = ["tiny", "--device", "v5p", "--count", "60", "--set", "data.global_batch=60", "--compile"]
+    assert main(argv) == 2
+    assert re.search(r"--topology v5p:3x4x5: there is no such machine .*v5p:4x4x8", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("128GiB", 128 * 2**30), ("2TB", 2 * 10**12), ("1.5 GiB", 3 * 2**29), ("1000", 1000), ("64MB", 64 * 10**6)],
+)
+def test_sizes_have_units(text: str, size: int) -> None:
+    """GB and GiB are two things."""
+    assert parse_bytes("--host-memory", text) == size
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "name"),
+    [
+        ("h200", 16, "h200:16"),
+        ("v5p", 4, "v5p:2x2x1"),
+        ("v5p", 8, "v5p:2x2x2"),
+        ("v5p", 128, "v5p:4x4x8"),
+        ("v5p", 512, "v5p:8x8x8"),
+        ("v5e", 8, "v5e:2x4"),
+        ("v6e", 256, "v6e:16x16"),
+        ("tpu7x", 8, "tpu7x:2x2x1"),
+    ],
+)
+def test_a_machine_has_the_name_that_its_compiler_knows(device: str, count: int, name: str) -> None:
+    """The most cubic slice."""
+    assert topology_of(from_name(device), count) == name
+
+
+def compiled_sheet(**said: Any) -> Sheet:
+    """The tiny config on one H200, with a compiler that says these bytes."""
+    run = config.build(config.load("tiny"))
+    layout = make_layout(run.layout, run.mesh, run.model.param_infos())
+    batch: dict[str, Any] = dict(global_batch=16, seq_len=256)
+    plan = memory(run.model, layout, run.optimizer, **batch)
+    machine = make_machine("h200", 1)
+    timed = step_time(run.model, layout, run.optimizer, plan, machine, **batch)
+    nothing: dict[str, Any] = {"int": 0, "float": 0.0}
+    said["peak_bytes"] = int(plan.total_bytes * said.pop("peak_over_formula"))
+    for field in dataclasses.fields(CompiledStep):
+        said.setdefault(field.name, nothing.get(getattr(field.type, "__name__", ""), ()))
+    compiled = CompiledStep(**said)
+    parts = Parts(run.model, layout, run.optimizer, **batch)
+    spent = cost(timed, machine, tokens=10**6, goodput=0.9)
+    return Sheet("tiny", parts, machine, plan, timed, spent, 0.9, largest_rows=1, compiled=compiled)
+
+
+@pytest.mark.parametrize(("peak_over_formula", "good"), [(0.92, True), (1.08, True), (0.88, False), (1.2, False)])
+def test_a_plan_that_the_compiler_contradicts_is_not_called_good(peak_over_formula: float, good: bool) -> None:
+    """Ten percent apart, either way."""
+    sheet = compiled_sheet(peak_over_formula=peak_over_formula, temp_bytes=5, argument_bytes=7, compile_s=2.0)
+    assert to_json(sheet)["compiler"]["peak_bytes"] == int(sheet.plan.total_bytes * peak_over_formula)
+    assert list(to_json(sheet)["compiler"]) == [
+        "argument_bytes", "temp_bytes", "host_argument_bytes", "peak_bytes", "compile_s",
+    ]  # fmt: skip
+    if good:
+        check_good(sheet)
+    else:
+        with pytest.raises(ValueError, match=r"not a good plan: the formula says [\d.]+ GiB .* more than 10% apart"):
+            check_good(sheet)
+
+
+def test_help_needs_no_jax() -> None:
+    """It answers at once, so nothing that imports jax may be imported before the arguments are parsed."""
+    code = "import sys; from jtrain.plan.__main__ import parser; parser(); print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_surveys_tables_are_regenerated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Every strategy saves, what combines them trains the largest model, and more memory a larger one."""
+    file = tmp_path / "table.json"
+    assert main(["table", "--json", str(file)]) == 0
+    assert "I. Devices that train a model" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    sizes = {row["model"]: row for row in found["table_1"]}
+    assert sizes["7B"]["survey_devices_of_80_gb"] == 4
+    assert sizes["70B"]["survey_devices_of_80_gb"] == 35
+    needed = [row["devices_of_80_gb"] for row in found["table_1"]]
+    assert needed == sorted(needed)
+    assert all(row["devices_of_80_gb"] <= 2 * row["survey_devices_of_80_gb"] for row in found["table_1"])
+    rows = {row["strategy"]: row for row in found["table_2"]}
+    assert rows["data parallel"]["saved"] == 0
+    assert 0 < rows["ZeRO-1"]["saved"] < rows["ZeRO-2"]["saved"] < rows["ZeRO-3"]["saved"] < 1
+    assert rows["offload: optimizer"]["host_bytes"] > 40 * 2**30
+    assert rows["offload: optimizer"]["time"] > 1
+    assert rows["remat: full"]["time"] > 1
+    largest = [row["largest"]["80 GB"] for row in found["table_2"]]
+    assert max(largest) == rows["the same, all three, bf16, 8 bits"]["largest"]["80 GB"] > 10 * largest[0] > 10**9
+    assert all(row["largest"]["141 GB"] > row["largest"]["80 GB"] for row in found["table_2"])
