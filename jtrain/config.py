@@ -24,6 +24,8 @@ from jtrain.data import PackedText
 from jtrain.layout import LayoutSpec, OffloadSpec, check_batch, make_layout
 from jtrain.mesh import BATCH_AXES, MeshSpec, shard_size
 from jtrain.metrics import MetricsSpec
+from jtrain.model.residuals import offloaded_names
+from jtrain.model.stream import check_scanned
 from jtrain.model.transformer import SAVEABLE, Transformer
 from jtrain.optim import AdamW, Muon
 from jtrain.step import check_offload
@@ -202,8 +204,13 @@ def validate(run: Run) -> None:
     Raises:
       ValueError: names the fields, the numbers and the way out.
     """
-    # Heads, widths and vocabulary over the mesh. How much is offloaded may still depend on the devices.
-    make_layout(dataclasses.replace(run.layout, offload=OffloadSpec()), run.mesh, run.model.param_infos())
+    offload = run.layout.offload
+    if {offload.params, offload.activations} - {"none", 0}:
+        check_scanned(run.model.scan_layers)
+    if "as_needed" in (offload.optimizer, offload.params, offload.activations):
+        offload = OffloadSpec()  # how much it is depends on the devices
+    # Heads, widths and vocabulary over the mesh; names of activations out of what is kept.
+    offloaded_names(make_layout(dataclasses.replace(run.layout, offload=offload), run.mesh, run.model.param_infos()))
     check_offload(run.layout, run.optimizer)
     check_batch(run.layout, run.mesh, global_batch=run.data.global_batch, seq_len=run.data.seq_len)
     if unknown := [name for name in run.layout.remat_save if name not in SAVEABLE]:

@@ -46,8 +46,8 @@ class CompiledStep:
     """What the compiler says of one train step; bytes are per device.
 
     argument_bytes: the state and the batch, on the device; host_argument_bytes: in host memory.
-    temp_bytes: everything else that is alive at some time, without what outputs take beyond the donated state.
-    peak_bytes: arguments, temporaries and outputs at the worst moment, on the device.
+    temp_bytes: everything else, as the compiler packed it into one block that is there for the whole step.
+    peak_bytes: all that the program allocates on the device: both, and outputs beyond the donated state.
     rings: `Layout.rings` of the machine.
     traffic, host_copies: every collective of a step, and every copy to or from host memory, loops counted.
     lower_s, compile_s: seconds.
@@ -124,23 +124,15 @@ def compile_step(
         program = lowered.compile()
     compiled_at = time.perf_counter()
     memory = program.memory_analysis()
-    without_aliases = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    peak = memory.peak_memory_in_bytes
-    if devices[0].platform == "cpu":
-        peak = 0  # XLA:CPU reports one without temporaries
-    whole = without_aliases + memory.temp_size_in_bytes
-    if peak and (memory.host_argument_size_in_bytes or memory.host_temp_size_in_bytes):
-        # XLA's peak holds what is in host memory as well; less that, it is an upper bound, and so is the sum.
-        peak = min(whole, peak - memory.host_argument_size_in_bytes)
     text = program.as_text()
     return CompiledStep(
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
+        temp_bytes=memory.total_allocation_bytes - memory.indefinite_allocations,
         host_argument_bytes=memory.host_argument_size_in_bytes,
         host_temp_bytes=memory.host_temp_size_in_bytes,
-        peak_bytes=peak or whole,
+        peak_bytes=memory.total_allocation_bytes,
         rings=along_torus(layout, mesh).rings,
         traffic=tuple(traffic(text, layout.mesh.shape)),
         host_copies=tuple(host_copies(text)),

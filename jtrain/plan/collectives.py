@@ -14,7 +14,8 @@ from typing import Literal
 
 from jtrain.layout import Layout, ParamLayout, check_batch, itemsize, unsplit_axes
 from jtrain.mesh import BATCH_AXES
-from jtrain.model.transformer import SAVEABLE, Transformer
+from jtrain.model.residuals import kept_names
+from jtrain.model.transformer import Transformer
 from jtrain.model.unembedding import num_parts
 
 type Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
@@ -67,15 +68,6 @@ def collectives(model: Transformer, layout: Layout, *, global_batch: int, seq_le
         _activations(found, model, layout, elements=tokens * model.d_model)
     _scalars(found, layout)
     return found.result()
-
-
-def kept_activations(layout: Layout) -> tuple[str, ...] | None:
-    """Names that a layer keeps for its backward pass besides its input; None if it keeps all and recomputes nothing."""
-    spec = layout.spec
-    if spec.remat == "none":
-        # Weights are gathered again, so what was computed from them is kept by name.
-        return SAVEABLE if spec.zero_stage == 3 and layout.mesh.data > 1 else None
-    return spec.remat_save
 
 
 def splits_embeddings(layout: Layout) -> bool:
@@ -173,7 +165,7 @@ def _activations(found: _Found, model: Transformer, layout: Layout, *, elements:
     # Each layer gathers before attention and before the mlp, and scatters after both; transposed, the backward pass
     # does the opposite as often. The embedding scatters, so its backward pass gathers.
     gathers, scatters = 4 * layers + spec.microbatches, 4 * layers + spec.microbatches
-    kept = kept_activations(layout)
+    kept = kept_names(layout)
     if kept is not None:
         gathers += 2 * layers
         if "attention_out" not in kept:  # what follows the mlp's scatter is never recomputed

@@ -12,7 +12,7 @@ from jtrain.layout import Layout, itemsize
 from jtrain.mesh import BATCH_AXES
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
-from jtrain.plan.collectives import Collective, collectives, kept_activations
+from jtrain.plan.collectives import Collective, collectives
 from jtrain.plan.memory import MemoryPlan
 from jtrain.plan.network import Machine, seconds
 from jtrain.plan.published import SECONDS_PER_DAY
@@ -154,7 +154,7 @@ def step_time(
         tokens * per_token / mesh.tensor / (peak * assume.matmul), spec.microbatches * passes * weights / hbm
     )
     scores = model.num_layers * model.num_heads / mesh.tensor * tokens * seq_len / 2
-    recomputed = (kept := kept_activations(layout)) is not None and "attention" not in kept
+    recomputed = (kept := kept_names(layout)) is not None and "attention" not in kept
     scores_s = scores * (SCORE_BYTES_FORWARD * (1 + recomputed) + SCORE_BYTES_BACKWARD) / hbm
     accumulator = sum(layout.local_size(p.accumulator, p.info.shape) for p in layout.params)
     grad = itemsize(spec.param_dtype)
@@ -227,7 +227,7 @@ def _forward_flops(model: Transformer, layout: Layout, seq_len: int) -> tuple[_F
         "mlp_up": 2 * width * model.d_ff,
     }
     down = 2 * width * model.d_ff
-    kept = kept_activations(layout)
+    kept = kept_names(layout)
     again = 0 if kept is None else model.num_layers * sum(flops for name, flops in of.items() if name not in kept)
     layers = model.num_layers * (sum(of.values()) + down)
     return _Forward(layers, model.num_layers * of["attention"], 2 * width * model.vocab_size), again
