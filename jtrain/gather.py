@@ -222,6 +222,38 @@ def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
     return jax.lax.psum(grad.astype(layout.spec.reduce_dtype), axes).astype(jnp.float32)
 
 
+def own_shard(layout: Layout, p: ParamLayout, mesh: Mesh, param: Array) -> Array:
+    """Of a parameter that is whole over `data`, the part whose optimizer state each device holds."""
+    if p.param == p.optimizer:
+        return param
+    dim = p.data_dim
+    assert dim is not None
+
+    def local(whole: Array) -> Array:
+        size = whole.shape[dim] // layout.mesh.data
+        return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index("data") * size, size, dim)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=p.param, out_specs=p.optimizer, check_vma=False)(param)
+
+
+def whole_again(layout: Layout, p: ParamLayout, mesh: Mesh, shard: Array) -> Array:
+    """The parameter that `own_shard` cut, whole over `data`.
+
+    Gathered in front, then put in its place: a gather straight into the donated parameter makes XLA:TPU copy all
+    parameters when the step begins, and keep the copies to its end.
+    """
+    if p.param == p.optimizer:
+        return shard
+    dim = p.data_dim
+    assert dim is not None
+
+    def local(shard: Array) -> Array:
+        parts = gather_data(shard, 0, layout.rings).reshape(layout.mesh.data, *shard.shape)
+        return jnp.moveaxis(parts, 0, dim).reshape(*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
+
+    return jax.shard_map(local, mesh=mesh, in_specs=p.optimizer, out_specs=p.param, check_vma=False)(shard)
+
+
 def psum_batch(layout: Layout, x: Array) -> Array:
     """The sum over devices that hold different tokens."""
     return jax.lax.psum(x, tuple(axis for axis in (*BATCH_AXES, "context") if layout.mesh.shape[axis] > 1))

@@ -30,7 +30,17 @@ from jaxtyping import Array, Float, UInt
 
 from jtrain.compiler import compiler_options
 from jtrain.dims import IGNORE, Batch, ParamInfo
-from jtrain.gather import along_torus, finish_gradient, param_tree, placement_of, psum_batch, trained_part, with_whole
+from jtrain.gather import (
+    along_torus,
+    finish_gradient,
+    own_shard,
+    param_tree,
+    placement_of,
+    psum_batch,
+    trained_part,
+    whole_again,
+    with_whole,
+)
 from jtrain.layout import Layout, LayoutSpec, ParamLayout
 from jtrain.mesh import BATCH_AXES
 from jtrain.model.param import Params, init_param, init_params
@@ -231,7 +241,7 @@ def _make_update(
             if not _streams(p):
                 here = to_device(param[path]) if p.param_memory == "pinned_host" else param[path]
                 # The update reads and writes only this device's shard of the parameters, then gathers them again.
-                param[path] = jax.lax.with_sharding_constraint(here, NamedSharding(mesh, p.optimizer))
+                param[path] = own_shard(layout, p, mesh, here)
             if not on_host[path]:
                 new = optimizer.update_param(scalars, p.info, grad[path], param[path], leaves[path])
                 param[path], leaves[path] = new
@@ -244,8 +254,7 @@ def _make_update(
         for p in layout.params:
             path = p.info.path
             if not _streams(p):
-                here = jax.lax.with_sharding_constraint(param[path], NamedSharding(mesh, p.optimizer))
-                here = jax.lax.with_sharding_constraint(here, NamedSharding(mesh, p.param))
+                here = whole_again(layout, p, mesh, param[path])
                 param[path] = to_host(here) if p.param_memory == "pinned_host" else here
         return nested(optimizer.params, param), optimizer.state(leaves), scalars.metrics
 

@@ -223,7 +223,7 @@ def test_a_bad_set_is_refused(text: str, message: str) -> None:
         (("mesh.data=8", "layout.microbatches=4"), r"is 2 sequences each, .*microbatches=4.*multiple of 32"),
         (("layout.remat=named", "layout.remat_save=('attn',)"), r"remat_save names attn, .*There are: attention_q"),
         (("layout.remat=named",), r"Set both or neither"),
-        (("layout.remat=full", "layout.offload.activations=0.5"), r"activations=0\.5 moves nothing: .*keeps layer_input"),
+        (("layout.remat=full", "layout.offload.activations=0.5"), r"activations=0\.5 moves nothing: .*layer_input"),
         (("model.scan_layers=False", "layout.offload.params=as_needed"), r"scan_layers=False with layout\.offload"),
         (("model.attention_chunk=0",), r"model\.attention_chunk=0 must be at least 1"),
         (("data.seq_len=254", "mesh.tensor=4"), r"data\.seq_len=254 .*tensor=4 = 4 shards\. .*252, 256"),

@@ -4,8 +4,9 @@
 
 Sequences of 4096, two per device, full remat, everything sharded over 128 chips, gradients summed in bfloat16; the
 options are those that training on v5p uses (`jtrain.compiler`). Nothing runs: the compiler of the extra [aot] says what
-it would allocate and send. Without `--maxtext-python` (or PEER_MAXTEXT_PYTHON) MaxText's figures are the recorded ones.
-Its network figures are always: it writes no program that could be read.
+it would allocate and send. Temporaries are the block that it packs them into. libtpu's `temp_size_in_bytes` is that for
+MaxText, and for jtrain 1.4 times of it (NOTES.md). Without `--maxtext-python` (or PEER_MAXTEXT_PYTHON) MaxText's
+figures are the recorded ones; its network figures are always: it writes no program that could be read.
 """
 
 import argparse

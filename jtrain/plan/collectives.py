@@ -135,7 +135,7 @@ def _parameter(found: _Found, model: Transformer, layout: Layout, p: ParamLayout
         if spec.zero_stage == 1:
             found.over_data("gradients", "reduce-scatter", spec.reduce_dtype, whole, 1)
         if spec.zero_stage in (1, 2):
-            found.add("updated parameters", "all-gather", ("data",), spec.param_dtype, whole, 1)
+            found.over_data("updated parameters", "all-gather", spec.param_dtype, whole, 1)
     local = layout.local_size(p.optimizer, p.info.shape)
     found.add("gradients", "all-reduce", unsplit_axes(p.optimizer, mesh.shape), spec.reduce_dtype, local, 1)
     for axis in mesh.shape:

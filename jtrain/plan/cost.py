@@ -10,6 +10,7 @@ import math
 
 from jtrain.layout import Layout, itemsize
 from jtrain.mesh import BATCH_AXES
+from jtrain.model.residuals import kept_names
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
 from jtrain.plan.collectives import Collective, collectives

@@ -107,10 +107,10 @@ class _Step:
     def _hoisted(self) -> int:
         """Copies that XLA makes once for all layers or microbatches, because they are the same for all of them.
 
-        XLA:TPU casts parameters before the loop over microbatches, not in it. XLA:GPU gathers along an array's slowest
-        dimension only, so it lays out anew the parameters whose last dimension is the one that is split.
+        XLA:TPU casts parameters before all loops, not in them. XLA:GPU gathers along an array's slowest dimension only,
+        so it lays out anew the parameters whose last dimension is the one that is split.
         """
-        if self.platform == "tpu" and self.casts and self.layout.spec.microbatches > 1:
+        if self.platform == "tpu" and self.casts:
             matrices = [p for p in self.layout.params if p.info.is_matrix]
             return self.compute * sum(self.layout.local_size(p.param, p.info.shape) for p in matrices)
         if self.platform == "gpu" and self.gathers:
@@ -259,12 +259,22 @@ class _Step:
         )
 
     def update(self) -> Moment:
-        """All gradients, float32 for the optimizer, once more where they are only now split over `data`."""
+        """All gradients, float32 for the optimizer, once more where they are only now split over `data`.
+
+        Under stages 1 and 2 then the new parameters, gathered before they take the place of the old ones.
+        """
         spec = self.layout.spec
         gradients = self._carried() or self._found(layers=True) + self._found(layers=False)
-        if spec.zero_stage == 1 and self.layout.mesh.data > 1:
-            gradients += _F32 * sum(self.layout.local_size(p.optimizer, p.info.shape) for p in self.layout.params)
+        weights = 0
+        if spec.zero_stage in (1, 2) and self.layout.mesh.data > 1:
+            shards = _F32 * sum(self.layout.local_size(p.optimizer, p.info.shape) for p in self.layout.params)
+            whole = [p for p in self.layout.params if p.param != p.optimizer]
+            gathered = self.param * sum(self.layout.local_size(p.param, p.info.shape) for p in whole)
+            if spec.zero_stage == 1:
+                gradients += shards
+            if shards + gathered > gradients:
+                gradients, weights = shards, gathered
         streams = spec.offload.share("optimizer") > 0 or (copies_weights(self.layout) and not self.gathers)
         largest = max(self.layout.local_size(p.optimizer, p.info.shape) for p in self.layout.params)
         slices = 4 * _F32 * min(SLICE_ELEMENTS, largest) if streams else 0
-        return Moment("update", gradients=gradients, workspace=slices)
+        return Moment("update", gradients=gradients, weights=weights, workspace=slices)

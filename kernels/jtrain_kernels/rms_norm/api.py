@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rms_norm(x: Float[Array, "*rest C"], scale_C: Float[Array, "C"], eps: float) -> Float[Array, "*rest C"]:
+def rms_norm(x: Float[Array, "*rest C"], scale_C: Float[Array, " C"], eps: float) -> Float[Array, "*rest C"]:
     """`x / sqrt(mean(x^2) + eps) * scale`, computed in float32, back in x's dtype (arXiv:1910.07467)."""
     x32 = x.astype(jnp.float32)
     return (x32 * _inverse_rms(x32, eps) * _broadcast(scale_C, x.ndim)).astype(x.dtype)
@@ -18,7 +18,7 @@ def _inverse_rms(x32: Float[Array, "*rest C"], eps: float) -> Float[Array, "*res
     return jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
 
 
-def _broadcast(scale_C: Float[Array, "C"], ndim: int) -> Float[Array, "..."]:
+def _broadcast(scale_C: Float[Array, " C"], ndim: int) -> Float[Array, "..."]:
     return scale_C.astype(jnp.float32).reshape((1,) * (ndim - 1) + scale_C.shape)
 
 
