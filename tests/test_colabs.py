@@ -27,13 +27,16 @@ def test_a_notebook_defines_nothing_and_carries_no_output(path: Path) -> None:
     assert not [cell for cell in cells if cell.cell_type == "code" and (cell.outputs or cell.execution_count)]
 
 
-def run(name: str, folder: Path, patch: pytest.MonkeyPatch, *, steps: tuple[int, int]) -> dict[str, Any]:
-    """Outputs by cell, with the second number of `steps` in the place of the first."""
+def run(
+    name: str, folder: Path, patch: pytest.MonkeyPatch, *, steps: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """Outputs by cell, with the second number of `steps`, if it trains any, in the place of the first."""
     notebook = nbformat.read(ROOT / "colabs" / name, as_version=4)
-    settings = next(cell for cell in notebook.cells if cell.get("id") == "settings")
-    shipped, fewer = (f"steps = {number}\n" for number in steps)
-    assert shipped in settings.source
-    settings.source = settings.source.replace(shipped, fewer)
+    if steps is not None:
+        settings = next(cell for cell in notebook.cells if cell.get("id") == "settings")
+        shipped, fewer = (f"steps = {number}\n" for number in steps)
+        assert shipped in settings.source
+        settings.source = settings.source.replace(shipped, fewer)
     patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]))
     patch.setenv("XLA_FLAGS", "")  # one device, as a reader has
     patch.setenv("IPYTHONDIR", str(folder / "ipython"))
@@ -75,3 +78,17 @@ def test_data_is_mixed_packed_prepared_and_changed(tmp_path: Path, monkeypatch: 
     changed = text_of(outputs["change"])
     assert "step 12: the mixture was 'linear" in changed
     assert "step 12: topics 0.0167 -> 0.0000" in changed
+
+
+def test_a_plan_is_printed_drawn_and_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cell runs; the sheet fits, both pictures came out, what was found is sorted, and the run picks."""
+    outputs = run("plan.ipynb", tmp_path, monkeypatch)
+    *sheet, code = [output["data"]["text/plain"] for output in outputs["sheet"] if "data" in output]  # rich's displays
+    assert any("of the memory, worst in the moment" in text for text in sheet)
+    assert code == "0"
+    for cell in ("strategies", "search"):
+        assert any("image/png" in output.get("data", {}) for output in outputs[cell])
+    seconds = [float(line.split()[0]) for line in text_of(outputs["search"]).splitlines()[1:]]
+    assert len(seconds) == 5
+    assert seconds == sorted(seconds)
+    assert "layout.auto on " in text_of(outputs["auto"])

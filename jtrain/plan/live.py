@@ -227,7 +227,7 @@ class _Step:
         if self.seq_len > self._chunk:
             attention += self.q + self.q * _F32 // self.compute
         needed = both + max(self._mlp(), 2 * self.f + attention)
-        return needed - min(_VECTOR_MEMORY_BYTES, 3 * needed // 4)
+        return needed - min(_VECTOR_MEMORY_BYTES, needed // 2)
 
     @property
     def _heads(self) -> int:
@@ -239,8 +239,11 @@ class _Step:
 
     @property
     def _score(self) -> int:
-        """Bytes per pair of query and key."""
-        return 2 * (_F32 + self.compute)
+        """Bytes per pair of query and key: probabilities and their gradient, float32 and in the compute dtype.
+
+        XLA:TPU has one of the former at a time.
+        """
+        return (_F32 if self.platform == "tpu" else 2 * _F32) + 2 * self.compute
 
     def embedding(self) -> Moment:
         """A scatter of the residual stream's gradient into the table's, float32; then it is summed over devices."""
