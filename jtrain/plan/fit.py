@@ -19,10 +19,10 @@ from jtrain_kernels.device import Platform, from_device
 GIB = 2**30
 
 MARGIN = {"gpu": 1.15, "tpu": 1.15, "cpu": 1.5}
-"""Platform -> how far the estimate may be over what is there, for a run that fits must not be refused. It was at most a
-tenth over what compilers allocate for H200 and v5p (`python -m jtrain.bench plan_accuracy`), an eighth for small shapes,
-of which a TPU keeps much in its vector memory; XLA:CPU widens bfloat16 here and there, and nobody fitted the estimate to
-it. Settings that are offered instead have to fit by the estimate as it stands."""
+"""Platform -> how far the estimate may be over what is there, for a run that fits must not be refused. It was at most
+a tenth over what compilers allocate for H200 and v5p (`python -m jtrain.bench plan_accuracy`), an eighth for small
+shapes, of which a TPU keeps much in its vector memory; XLA:CPU widens bfloat16 here and there, and nobody fitted the
+estimate to it. Settings that are offered instead have to fit by the estimate as it stands."""
 
 
 def available_bytes(devices: Sequence[jax.Device]) -> int | None:
