@@ -252,9 +252,11 @@ def check_good(sheet: "Sheet") -> None:
             platform=sheet.machine.device.platform,
             host=there is not None,
         )
-        # More devices are asked for by --count here: the mesh follows.
-        here = [way for way in ways if "mesh.data=" not in way]
-        listed = ", or any of:\n" + "\n".join(here) if here else ", --host-memory SIZE or a larger --count."
+        # Devices are asked for by --count here: the mesh follows.
+        mesh = parts.layout.mesh
+        others = mesh.size // mesh.replica // mesh.data
+        ways = [re.sub(r"--set mesh\.data=(\d+)", lambda m: f"--count {int(m[1]) * others}", way) for way in ways]
+        listed = ", or any of:\n" + "\n".join(ways) if ways else ", --host-memory SIZE or a larger --count."
         raise ValueError(
             f"{sheet.config} does not fit {sheet.machine}: {takes / 2**30:.1f} of "
             f"{sheet.machine.hbm_bytes / 2**30:.1f} GiB per device. Add --search{listed}"

@@ -242,7 +242,7 @@ def _time_table(sheet: Sheet) -> tuple[str, Table]:
     table.add_row("step", f"{timed.step_s:,.4g}", "", "", style="bold")
     if measured is not None and measured.step_s is not None:
         ratio = f"predicted/measured {timed.step_s / measured.step_s:.2f}"
-        table.add_row(f"measured in {measured.workdir}", f"{measured.step_s:,.4g}", ratio, "")
+        table.add_row("measured", f"{measured.step_s:,.4g}", ratio, "")
     return f"{timed.tokens_per_s:,.0f} tokens/s, MFU {timed.mfu:.1%}, predicted, not measured", table
 
 
