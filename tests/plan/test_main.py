@@ -233,6 +233,28 @@ def test_a_plan_that_the_compiler_contradicts_is_not_called_good(peak_over_formu
             check_good(sheet)
 
 
+@pytest.mark.aot
+def test_the_compiler_confirms_what_a_search_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The first point is compiled for that machine, and its bytes stand beside the formula's."""
+    file = tmp_path / "plan.json"
+    argv = ["tiny", "--device", "h200", "--count", "1", "--search", "--compile", "--top", "1", "--json", str(file)]
+    assert main(argv) == 0
+    assert "the fastest that the compiler confirms:" in capsys.readouterr().out
+    written = json.loads(file.read_text())
+    assert written["compiler"]["argument_bytes"] == written["formula"]["argument_bytes"]
+    assert written["compiler"]["peak_bytes"] == pytest.approx(written["formula"]["peak_bytes"], rel=0.1)
+
+
+def test_a_search_of_which_the_compiler_confirms_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what it said of each; here of two, ten times what the formula says."""
+    said = compiled_sheet(peak_over_formula=10.0).compiled
+    monkeypatch.setattr("jtrain.plan.__main__.compile_point", lambda *_: said)
+    assert main(["tiny", "--device", "h200", "--count", "1", "--search", "--compile", "--top", "2"]) == 2
+    assert re.search(r"the compiler confirms none of the first 2: it says 3\.\d, 3\.\d GiB", capsys.readouterr().err)
+
+
 def test_help_needs_no_jax() -> None:
     """It answers at once, so nothing that imports jax may be imported before the arguments are parsed."""
     code = "import sys; from jtrain.plan.__main__ import parser; parser(); print('jax' in sys.modules)"
