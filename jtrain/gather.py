@@ -214,11 +214,17 @@ def _ring_groups(rings: tuple[int, ...]) -> list[list[list[int]] | None]:
 
 
 def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
-    """The finished gradient, float32, split as the optimizer state is."""
+    """The finished gradient, split as the optimizer state is: float32, or if nothing is left to sum, as it was found.
+
+    The optimizer computes in float32 either way; bfloat16 gradients of a whole model once more in float32 would take
+    twice their bytes.
+    """
     if layout.spec.zero_stage == 1 and _splits_data(layout, p):
         assert p.data_dim is not None
         grad = scatter_data(grad.astype(layout.spec.reduce_dtype), p.data_dim, layout.rings)
     axes = unsplit_axes(p.optimizer, layout.mesh.shape)
+    if not axes:
+        return grad
     return jax.lax.psum(grad.astype(layout.spec.reduce_dtype), axes).astype(jnp.float32)
 
 
