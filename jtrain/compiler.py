@@ -14,15 +14,21 @@ _SPARSE_CORES = {
 """The sparse cores drive the collectives, beside the matmuls. Without these options every collective of a step is
 synchronous on these chips; `xla_tpu_enable_async_collective_fusion`, which v5e has for it, they refuse."""
 
+_KEEP_SUMS_SPLIT = {"xla_disable_hlo_passes": "while-loop-all-reduce-code-motion"}
+"""Of any TPU. The pass takes sums of gradients out of the loop over microbatches, so that what ZeRO-2 splits is whole
+again (of a Qwen3 8B's embeddings over 8 chips 1.8 GiB more), and it fails where parameters are bfloat16."""
+
 OPTIONS = {"v5p": _SPARSE_CORES, "v6e": _SPARSE_CORES, "tpu7x": _SPARSE_CORES}
-"""Name of a chip in `jtrain_kernels.device` -> its options; generations refuse each other's, so there is no default."""
+"""Name of a chip in `jtrain_kernels.device` -> its own options; generations refuse each other's."""
 
 
-def compiler_options(mesh: Mesh) -> dict[str, bool]:
-    """What `jax.jit` is given for a step on these devices; empty for one device, and for chips not in the table.
+def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
+    """What `jax.jit` is given for a step on these devices; empty but for several TPUs.
 
     The options change which instructions run beside which, never what is computed.
     """
     device = mesh.devices.flat[0]
-    spec = from_device(device) if device.platform == "tpu" and mesh.size > 1 else None
-    return dict(OPTIONS.get(spec.name, {})) if spec is not None else {}
+    if device.platform != "tpu" or mesh.size == 1:
+        return {}
+    spec = from_device(device)
+    return _KEEP_SUMS_SPLIT | (OPTIONS.get(spec.name, {}) if spec is not None else {})

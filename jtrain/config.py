@@ -24,10 +24,12 @@ from jtrain.data import PackedText
 from jtrain.layout import LayoutSpec, OffloadSpec, check_batch, make_layout
 from jtrain.mesh import BATCH_AXES, MeshSpec, shard_size
 from jtrain.metrics import MetricsSpec
+from jtrain.model.param import map_params
 from jtrain.model.residuals import offloaded_names
 from jtrain.model.stream import check_scanned
 from jtrain.model.transformer import SAVEABLE, Transformer
-from jtrain.optim import AdamW, Muon
+from jtrain.optim import AdamW, Muon, check_layout
+from jtrain.optim import build as build_optimizer
 from jtrain.profile.spec import ProfileSpec
 from jtrain.step import check_offload
 
@@ -68,6 +70,9 @@ class Run:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be in [0, 2**32).")
 
+
+ADDED = {"optimizer.master_dtype": "'none'", "optimizer.param_rounding": "'nearest'"}
+"""Fields that older runs did not have -> as text, the value that does what was done then."""
 
 MAY_CHANGE_ON_RESUME = {
     "mesh.": "a layout is not a model",
@@ -213,8 +218,12 @@ def validate(run: Run) -> None:
     if "as_needed" in (offload.optimizer, offload.params, offload.activations):
         offload = OffloadSpec()  # how much it is depends on the devices
     # Heads, widths and vocabulary over the mesh; names of activations out of what is kept.
-    offloaded_names(make_layout(dataclasses.replace(run.layout, offload=offload), run.mesh, run.model.param_infos()))
+    infos = run.model.param_infos()
+    layout = make_layout(dataclasses.replace(run.layout, offload=offload), run.mesh, infos)
+    offloaded_names(layout)
     check_offload(run.layout, run.optimizer)
+    check_layout(run.optimizer, layout)
+    build_optimizer(run.optimizer, num_steps=run.num_steps, params=map_params(lambda info: info, infos))
     check_batch(run.layout, run.mesh, global_batch=run.data.global_batch, seq_len=run.data.seq_len)
     if unknown := [name for name in run.layout.remat_save if name not in SAVEABLE]:
         raise ValueError(
@@ -242,8 +251,12 @@ def check_vocabulary(model: Transformer, vocab_size: int) -> None:
 
 
 def differences(there: str, here: str) -> list[str]:
-    """What makes two flat texts two runs: `path: a there, b here`, without what MAY_CHANGE_ON_RESUME allows."""
+    """What makes two flat texts two runs: `path: a there, b here`, without what MAY_CHANGE_ON_RESUME allows.
+
+    A field that an older version did not have is a difference, but for those of ADDED.
+    """
     old, new = leaves.parse(there), leaves.parse(here)
+    old = {path: text for path, text in ADDED.items() if path in new} | old
     return [
         f"{path}: {old.get(path, 'absent')} there, {new.get(path, 'absent')} here"
         for path in dict.fromkeys([*old, *new])

@@ -199,13 +199,14 @@ class Layout:
         total = sum(sizes.values())
         matrices = {p.info.path for p in self.params if p.info.is_matrix}
         movable = {key: size for key, size in sizes.items() if key[0] in matrices}
-        budget = self.spec.offload.share("optimizer") * total
+        share = self.spec.offload.share("optimizer")
+        budget = share * total
         if self.spec.offload.update == "device":
-            return largest_first(budget, movable)
+            return _moved("optimizer", share, total, largest_first(budget, movable), movable)
         together: dict[str, int] = {}  # the host's cores update all of a parameter's state, or none
         for (path, _), size in movable.items():
             together[path] = together.get(path, 0) + size
-        chosen = largest_first(budget, together)
+        chosen = _moved("optimizer", share, total, largest_first(budget, together), together)
         return frozenset(key for key in movable if key[0] in chosen)
 
 
@@ -220,6 +221,21 @@ def largest_first[K](budget_bytes: float, sizes: Mapping[K, int]) -> frozenset[K
     return frozenset(chosen)
 
 
+def _moved[K](name: str, share: float, total: int, chosen: frozenset[K], sizes: Mapping[K, int]) -> frozenset[K]:
+    """What is chosen.
+
+    Raises:
+      ValueError: a share is asked for, and nothing is chosen.
+    """
+    if share > 0 and not chosen and sizes:
+        smallest = min(sizes.values()) / total
+        raise ValueError(
+            f"layout.offload.{name}={share:g} moves nothing: the smallest array is {smallest:.1%} of the bytes. "
+            f"Set layout.offload.{name} to at least that, or to `none`."
+        )
+    return chosen
+
+
 def make_layout(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> Layout:
     """Decides where every array of a model lives.
 
@@ -229,7 +245,8 @@ def make_layout(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) 
     """
     shares = {name: spec.offload.share(name) for name in ("optimizer", "params", "activations")}
     stacked = {info.path: info.size for info in infos if info.is_matrix and info.dims.startswith("Y")}
-    on_host = largest_first(shares["params"] * sum(stacked.values()), stacked)
+    total = sum(stacked.values())
+    on_host = _moved("params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked)
     for axis in ("stage", "expert", "context"):
         if mesh.shape[axis] != 1:
             raise ValueError(

@@ -92,7 +92,7 @@ def _settle(run_config: Any, devices: Sequence[jax.Device], workdir: Path | None
         return [f"{said}: the smallest that fits, {_text(picked)}"]
     points = search(job, [run.mesh])
     if not points:
-        raise no_point(job, lambda job: [run.mesh])
+        raise no_point(job, lambda job: [run.mesh], fixed=True)
     best = points[0]
     config.set_values(run_config, layout_settings(best.spec))
     nominal = " (nominal: a CPU's peaks are not published)" if machine.device.platform == "cpu" else ""
@@ -171,6 +171,7 @@ def _text(settings: dict[str, object]) -> str:
     shown = {path: value for path, value in settings.items() if not path.startswith("mesh.")}
     if len(shown) > 3:
         may_be_empty = ("layout.remat_save", "layout.offload.")
-        empty = [path for path, value in shown.items() if value in ("none", ()) and path.startswith(may_be_empty)]
+        defaults = [path for path, value in shown.items() if value in ("none", (), "device")]
+        empty = [path for path in defaults if path.startswith(may_be_empty)]
         shown = {path: value for path, value in shown.items() if path not in empty}
     return " ".join(f"{path}={value}" for path, value in shown.items())

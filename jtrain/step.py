@@ -26,8 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Float
 
+from jtrain.batch_hash import hash_block
 from jtrain.compiler import compiler_options
 from jtrain.dims import IGNORE, Batch, ParamInfo
 from jtrain.gather import (
@@ -57,8 +58,8 @@ from jtrain.offload import (
     to_device,
     to_host,
 )
-from jtrain.optim import AdamW, Moments, Muon, Optimizer, Update
-from jtrain.optim.state import arrays, by_path, nested
+from jtrain.optim import AdamW, Moments, Muon, Optimizer, Update, check_layout
+from jtrain.optim.state import arrays, by_muon, by_path, nested
 
 BATCH_SPEC = P(BATCH_AXES, "context")
 """How [B, L] arrays are split; devices along `tensor` hold the same tokens."""
@@ -113,7 +114,7 @@ def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainSta
     Raises:
       ValueError: the optimizer's state cannot be laid out or offloaded so, or these devices have no host memory.
     """
-    optimizer.check_layout(layout)
+    check_layout(optimizer.spec, layout)
     check_offload(layout.spec, optimizer.spec)
     on_host = host_state(layout, optimizer)
     layouts = {p.info.path: p for p in layout.params}
@@ -227,7 +228,7 @@ def _make_update(
     kept_on_host = host_state(layout, optimizer)
     on_host: dict[str, frozenset[str]] = {
         p.info.path: frozenset(name for path, name in kept_on_host if path == p.info.path)
-        | ({"param"} if _streams(p) else frozenset())
+        | ({"param"} if _streams(p, optimizer) else frozenset())
         for p in layout.params
     }
     streaming = [p for p in layout.params if on_host[p.info.path]]
@@ -238,7 +239,7 @@ def _make_update(
         leaves = optimizer.leaves(state.opt_state)
         for p in layout.params:
             path = p.info.path
-            if not _streams(p):
+            if not _streams(p, optimizer):
                 here = to_device(param[path]) if p.param_memory == "pinned_host" else param[path]
                 # The update reads and writes only this device's shard of the parameters, then gathers them again.
                 param[path] = own_shard(layout, p, mesh, here)
@@ -253,7 +254,7 @@ def _make_update(
                 leaves[path] = new
         for p in layout.params:
             path = p.info.path
-            if not _streams(p):
+            if not _streams(p, optimizer):
                 here = whole_again(layout, p, mesh, param[path])
                 param[path] = to_host(here) if p.param_memory == "pinned_host" else here
         return nested(optimizer.params, param), optimizer.state(leaves), scalars.metrics
@@ -261,12 +262,12 @@ def _make_update(
     return update
 
 
-def _streams(p: ParamLayout) -> bool:
-    """Whether the parameter itself streams through the update.
+def _streams(p: ParamLayout, optimizer: Optimizer) -> bool:
+    """Whether the parameter itself streams through the update, slice by slice of each device's shard.
 
-    Where it is gathered afterwards it cannot: it is on the device then, whole.
+    Where it is gathered afterwards it cannot: it is on the device then, whole. Nor where Muon takes whole matrices.
     """
-    return p.param_memory == "pinned_host" and p.param == p.optimizer
+    return p.param_memory == "pinned_host" and p.param == p.optimizer and not by_muon(optimizer.spec, p.info)
 
 
 def _streamed_update(
@@ -310,10 +311,12 @@ def _streamed_update(
         return new if "param" in on_host[p.info.path] else new | {"param": to_device(new["param"])}
 
     def local(scalars: Update, grads: dict[str, Array], states: dict[str, Arrays]) -> dict[str, Arrays]:
-        if layout.spec.offload.update == "host":
-            return {p.info.path: by_host(p, scalars, grads[p.info.path], states[p.info.path]) for p in layouts}
-        leaves = [leaf(p, scalars, grads[p.info.path], states[p.info.path]) for p in layouts]
-        return {p.info.path: new for p, new in zip(layouts, streamed(leaves, scalars.grad_norm), strict=True)}
+        # The host's cores update what has its state there; a parameter that is there alone streams.
+        cores = [p for p in layouts if layout.spec.offload.update == "host" and on_host[p.info.path] - {"param"}]
+        found = {p.info.path: by_host(p, scalars, grads[p.info.path], states[p.info.path]) for p in cores}
+        others = [p for p in layouts if p not in cores]
+        leaves = [leaf(p, scalars, grads[p.info.path], states[p.info.path]) for p in others]
+        return found | {p.info.path: new for p, new in zip(others, streamed(leaves, scalars.grad_norm), strict=True)}
 
     specs = {p.info.path: p.optimizer for p in layouts}
     return jax.shard_map(local, mesh=mesh, in_specs=(P(), specs, specs), out_specs=specs, check_vma=False)(
@@ -378,7 +381,7 @@ def _local_gradients(model: Transformer, layout: Layout, params: Params, batch: 
         grads = jax.tree.map(lambda p, g: finish_gradient(layout, p, g), layouts, grads)
         loss = jax.lax.psum(loss, tuple(axis for axis, size in layout.mesh.shape.items() if size > 1))
     with jax.named_scope("batch"):
-        hash_2 = psum_batch(layout, _hash_block(layout, batch))
+        hash_2 = psum_batch(layout, hash_block(batch))
     return grads, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}
 
 
@@ -386,30 +389,3 @@ def _microbatches(layout: Layout, batch: Batch) -> Batch:
     """One device's rows in the parts that it computes one after another."""
     with jax.named_scope("batch"):
         return jax.tree.map(lambda x: x.reshape(layout.spec.microbatches, -1, *x.shape[1:]), batch)
-
-
-def _hash_block(layout: Layout, batch: Batch) -> UInt[Array, "2"]:
-    """This device's term of a hash of the global batch: add the terms modulo 2^32.
-
-    Each place of the batch is mixed with its global index, so the sum depends on what stands where but not on how it
-    is split. It is computed from what the step was fed, not from what the loader meant to feed.
-    """
-    rows, cols = batch.token_BL.shape
-    row = jnp.arange(rows) + rows * jax.lax.axis_index(BATCH_AXES)
-    col = jnp.arange(cols) + cols * jax.lax.axis_index("context")
-    index_BL = row[:, None] * (cols * layout.mesh.context) + col[None, :]
-
-    def one(seed: int) -> Array:
-        h = jnp.full((rows, cols), seed, jnp.uint32)
-        for x_BL in (index_BL, batch.token_BL, batch.target_BL, batch.position_BL, batch.segment_BL):
-            h = _mix(h ^ x_BL.astype(jnp.uint32))
-        return jnp.sum(h, dtype=jnp.uint32)
-
-    return jnp.stack([one(0x9E3779B9), one(0x85EBCA6B)])
-
-
-def _mix(h: Array) -> Array:
-    """Murmur3's 32-bit finaliser: every input bit changes half of the output bits."""
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)

@@ -122,7 +122,7 @@ def use_unified_memory(environ: MutableMapping[str, str], *, topology: str | Non
         device_bytes = min(size for _, size in gpus)
         fraction = 1 + HOST_SHARE * host_memory_bytes() / len(gpus) / device_bytes
         environ[names[0]] = f"{fraction:.2f}"
-    elif float(environ[given]) <= 1:
+    elif not _above_one(environ[given]):
         raise ValueError(
             f"{field}, but {given}={environ[given]} keeps JAX within the GPU's memory. Unset it, or set more than 1."
         )
@@ -130,12 +130,22 @@ def use_unified_memory(environ: MutableMapping[str, str], *, topology: str | Non
     environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
+def _above_one(text: str) -> bool:
+    try:
+        return float(text) > 1
+    except ValueError:
+        return False
+
+
 def nvidia_gpus() -> list[tuple[str, int]]:
     """Name and bytes of memory of each NVIDIA GPU, as the driver's own tool says: JAX may not be asked yet."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode:  # a driver without a GPU: there are none
+        return []
+    lines = done.stdout.splitlines()
     fields = [line.rpartition(",") for line in lines if line.strip()]
     return [(name.strip(), int(mib) << 20) for name, _, mib in fields]
 

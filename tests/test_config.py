@@ -365,6 +365,15 @@ def test_a_field_that_an_older_run_did_not_have_is_a_difference() -> None:
     assert config.differences(older, text_of()) == ["model.z_loss: absent there, 0.0 here"]
 
 
+def test_a_run_begun_before_masters_and_rounding_goes_on() -> None:
+    """Their defaults do what was done then; anything else is another run."""
+    older = "".join(line for line in text_of().splitlines(keepends=True) if not line.startswith(tuple(config.ADDED)))
+    assert older != text_of()
+    assert config.differences(older, text_of()) == []
+    other = text_of("optimizer.param_rounding=stochastic", "layout.param_dtype=bfloat16")
+    assert config.differences(older, other)[-1:] == ["optimizer.param_rounding: 'nearest' there, 'stochastic' here"]
+
+
 def test_a_new_workdir_holds_no_run(tmp_path: Path) -> None:
     config.check_same_run(tmp_path, text_of())
 

@@ -16,7 +16,7 @@ ROWS = (
     ("mesh",),
     ("layout",),
     ("data", "model", "optim", "offload"),
-    ("gather", "compiler"),
+    ("gather", "compiler", "batch_hash"),
     ("step",),
     ("pipeline",),
     ("checkpoint", "metrics", "guard", "profile", "plan", "hf"),

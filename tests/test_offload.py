@@ -221,6 +221,34 @@ def test_parameters_and_state_together_stay_on_the_host() -> None:
     assert float(sums["nats"]) / int(sums["tokens"]) == pytest.approx(want.losses[0], rel=1e-6)
 
 
+@pytest.mark.parametrize("axes", ({}, {"data": 2}), ids=str)
+def test_muon_takes_whole_matrices_out_of_host_memory(axes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters may wait on the host, but no shard or slice of one is orthogonalised for itself."""
+    monkeypatch.setattr(offload, "SLICE_ELEMENTS", 64)
+    fields: dict[str, Any] = {"optimizer": Muon(3e-3, warmup_steps=2), "zero_stage": 3 if axes else 0}
+    want, got = trained(axes, **fields), trained(axes, offload=OffloadSpec(params=1.0), **fields)
+    assert len([name for name in on_host(got) if name.startswith("params.layers.")]) == 7
+    for name, x in want.last.items():
+        np.testing.assert_allclose(got.last[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_the_hosts_cores_take_only_what_has_its_state_there() -> None:
+    """Parameters are on the host, a third of the state: the rest of the update is the device's, to the same bits."""
+    got = trained({}, zero_stage=0, offload=OffloadSpec(optimizer=0.3, params=1.0, update="host"))
+    states = {name for name in on_host(got) if name.startswith("opt_state.")}
+    assert 0 < len(states) < 18
+    assert_same_bits(got, plain((), zero_stage=0))
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"), (("optimizer", OffloadSpec(optimizer=0.001)), ("params", OffloadSpec(params=0.01)))
+)
+def test_a_share_below_the_smallest_array_is_refused(name: str, spec: OffloadSpec) -> None:
+    """It would move nothing, and say nothing."""
+    with pytest.raises(ValueError, match=rf"layout.offload.{name}=0.0+1 moves nothing: the smallest array is"):
+        setting({}, offload=spec).like()
+
+
 @pytest.mark.parametrize(("saved_share", "resumed_share"), ((1.0, "none"), ("none", 1.0)))
 def test_a_checkpoint_does_not_know_what_was_offloaded(saved_share: Any, resumed_share: Any, tmp_path: Path) -> None:
     """Two steps, a save, two more under the other setting: the bits of four steps under one."""

@@ -49,9 +49,10 @@ class Writer:
 
     def save(self, path: Path, state: Any, *, force: bool) -> None:
         """Waits for the previous save; returns when every array is on the host. Raises its error, or this one's."""
-        save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), state)
+        tree = _nested(state)
+        save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
         # `state` is files.STATE: Orbax makes a directory of each keyword.
-        arrays = ocp.args.PyTreeSave(state, save_args=save_args)
+        arrays = ocp.args.PyTreeSave(tree, save_args=save_args)
         self._orbax.save(path, args=ocp.args.Composite(state=arrays), force=force)
 
     def check(self) -> None:
@@ -72,13 +73,37 @@ class Writer:
 
 def restore(path: Path, like: Any, *, only_some: bool = False) -> Any:
     """The arrays below `path`, with the shapes, dtypes and shardings of `like`; each device reads only its part."""
+    tree = _nested(like)
     args = ocp.args.PyTreeRestore(
-        item=like,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(like),
+        item=tree,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
         partial_restore=only_some,
     )
     with ocp.Checkpointer(_handler()) as reader:
-        return jax.block_until_ready(reader.restore(path, args=args))
+        found = jax.block_until_ready(reader.restore(path, args=args))
+    arrays = dict(_by_keys(found))
+    return jax.tree.unflatten(jax.tree.structure(like), [arrays[keys] for keys, _ in _by_keys(like)])
+
+
+def _by_keys(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """Every leaf with the keys that lead to it."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    simple = jax.tree_util.keystr
+    return [(tuple(simple((key,), simple=True) for key in path), leaf) for path, leaf in flat]
+
+
+def _nested(tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree in nested dicts: without branches that hold nothing, which Orbax counts as content.
+
+    So a checkpoint of a state that had fewer kinds of arrays is one of a state that has none of the new ones.
+    """
+    nested: dict[str, Any] = {}
+    for (*parents, last), leaf in _by_keys(tree):
+        branch = nested
+        for key in parents:
+            branch = branch.setdefault(key, {})
+        branch[last] = leaf
+    return nested
 
 
 def leaves(tree: Any) -> dict[str, files.Leaf]:

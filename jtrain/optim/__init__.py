@@ -5,7 +5,7 @@ Update k (0-based, `step` = completed updates) uses `learning_rate(k)`; the bias
 can drift after a restore.
 """
 
-from jtrain.optim.optimizer import Optimizer, Update, build
+from jtrain.optim.optimizer import Optimizer, Update, build, check_layout
 from jtrain.optim.schedule import Cosine, StepsOrFraction, WarmupStableDecay
 from jtrain.optim.spec import AdamW, Muon
 from jtrain.optim.state import Moments, ParamTree, state_bytes
@@ -21,5 +21,6 @@ __all__ = [
     "Update",
     "WarmupStableDecay",
     "build",
+    "check_layout",
     "state_bytes",
 ]

@@ -111,28 +111,6 @@ class Optimizer:
         }
         return Moments(**fields)
 
-    def check_layout(self, layout: Layout) -> None:
-        """Refuses a layout that this state cannot have.
-
-        Raises:
-          ValueError: a dtype of parameters for which an option of the optimizer would do nothing; a mesh whose shards
-            cut blocks of int8.
-        """
-        self.spec.check_param_dtype(layout.spec.param_dtype)
-        for p in layout.params:
-            split = blocks(self.spec, p.info)
-            axis = None if split is None else p.optimizer[len(p.info.shape) + split.dim]
-            if split is None or axis is None:
-                continue
-            length, shards = p.info.shape[split.dim], layout.mesh.shape[axis]
-            if length // shards % split.length:
-                raise ValueError(
-                    f"optimizer.moment_dtype=int8 keeps {p.info.path} in blocks of {split.length} along "
-                    f"{FIELDS[split.letter]}={length}, and mesh.{axis}={shards} would cut them: a shard has "
-                    f"{length // shards}. Set mesh.{axis} to a divisor of {length // split.length}, or "
-                    "optimizer.moment_dtype=bfloat16_sr."
-                )
-
     def init(self, params: ParamTree) -> Moments:
         """Zeros, and masters as `params`, which are unrounded then: draw them in f32, and round them afterwards.
 
@@ -204,8 +182,8 @@ class Optimizer:
         the layout: elementwise, every operation rounded for itself (`jtrain.optim.rounding.apart`).
 
         With params and state donated it runs in place, if they come in the order in which they are returned: JAX pairs
-        buffers of one shape by their order, and another order costs a copy of each. Non-finite gradients give
-        non-finite parameters: look at `grad_norm`.
+        buffers of one shape by their order, and another order costs a copy of each. Whether gradients were finite is
+        for `grad_norm` to say: parameters may come out finite, and wrong, where they were not.
 
         Args:
           grads: f32 or bf16, already averaged over the global batch.
@@ -255,6 +233,29 @@ class Optimizer:
     def _with(self, name: str) -> ParamTree:
         """The parameters of which the state has this array."""
         return kept(self.params, lambda info: name in arrays(self.spec, info))
+
+
+def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
+    """Refuses a layout that the state cannot have.
+
+    Raises:
+      ValueError: a dtype of parameters for which an option of the optimizer would do nothing; a mesh whose shards
+        cut blocks of int8.
+    """
+    spec.check_param_dtype(layout.spec.param_dtype)
+    for p in layout.params:
+        split = blocks(spec, p.info)
+        axis = None if split is None else p.optimizer[len(p.info.shape) + split.dim]
+        if split is None or axis is None:
+            continue
+        length, shards = p.info.shape[split.dim], layout.mesh.shape[axis]
+        if length // shards % split.length:
+            raise ValueError(
+                f"optimizer.moment_dtype=int8 keeps {p.info.path} in blocks of {split.length} along "
+                f"{FIELDS[split.letter]}={length}, and mesh.{axis}={shards} would cut them: a shard has "
+                f"{length // shards}. Set mesh.{axis} to a divisor of {length // split.length}, or "
+                "optimizer.moment_dtype=bfloat16_sr."
+            )
 
 
 def build(spec: AdamW | Muon, *, num_steps: int, params: ParamTree) -> Optimizer:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import shlex
@@ -21,10 +22,27 @@ if TYPE_CHECKING:
     from jtrain.plan.cost import Assumptions
     from jtrain.plan.network import Machine
     from jtrain.plan.search import Job, Point
-    from jtrain.plan.sheet import Measured, Sheet
+    from jtrain.plan.sheet import Sheet
 
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}iB": 1024**k for k, p in enumerate("KMGT", 1)}
+
+
+TOP = 3
+"""Points of a search that are compiled."""
+
+
+def refuse_options(args: argparse.Namespace, *, keep: tuple[str, ...], why: str) -> None:
+    """Refuses options that would do nothing.
+
+    Raises:
+      ValueError: the first of them.
+    """
+    plain = vars(parser().parse_args([args.config]))
+    for name, value in vars(args).items():
+        if name not in keep and value != plain[name]:
+            option = {"fiddlers": "with", "sets": "set"}.get(name, name).replace("_", "-")
+            raise ValueError(f"{args.config} --{option}: {why}. Leave --{option} out.")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--compile", action="store_true", help="compile the real step for that machine (minutes)")
     parser.add_argument("--measured", type=Path, metavar="WORKDIR", help="what a run there measured, beside the plan")
     parser.add_argument("--search", action="store_true", help="find the fastest mesh, ZeRO stage, offload and remat")
-    parser.add_argument("--top", type=int, default=3, metavar="K", help="points of a search to compile (default: 3)")
+    parser.add_argument("--top", type=int, metavar="K", help="points of a search to compile (default: 3)")
     parser.add_argument("--tokens", type=float, metavar="N", help="tokens to train on (default: the config's steps)")
     parser.add_argument("--price", type=float, metavar="USD", help="of one device for an hour")
     parser.add_argument("--network", type=float, metavar="GBIT", help="Gbit/s of one device beyond its links")
@@ -79,6 +97,9 @@ def assumptions(args: argparse.Namespace) -> "Assumptions":
     for option, value in (("--efficiency", args.efficiency), ("--goodput", args.goodput)):
         if value is not None and not 0 < value <= 1:
             raise ValueError(f"{option} {value} must be a share above 0 and at most 1.")
+    for option, value in (("--tokens", args.tokens), ("--price", args.price), ("--network", args.network)):
+        if value is not None and not (0 < value < math.inf):
+            raise ValueError(f"{option} {value} must be a number above 0.")
     return dataclasses.replace(Assumptions(), **{name: value for name, value in given.items() if value is not None})
 
 
@@ -94,8 +115,6 @@ def machine_of(args: argparse.Namespace, default_count: int) -> "Machine":
     if args.device is None:
         names = [spec.name for spec in DEVICES.values() if spec.peak_bf16_flops]
         raise ValueError(f"a plan is of a machine. Give --device, one of {', '.join(names)}, and --count.")
-    if args.network is not None and args.network <= 0:
-        raise ValueError(f"--network {args.network} must be above 0, in Gbit/s.")
     return make_machine(
         args.device,
         default_count if args.count is None else args.count,
@@ -104,40 +123,17 @@ def machine_of(args: argparse.Namespace, default_count: int) -> "Machine":
     )
 
 
-def measured(workdir: Path) -> "Measured":
-    """What the run of a workdir measured: the highest memory, the median step.
-
-    Raises:
-      ValueError: there is no metrics.jsonl with train steps.
-    """
-    import statistics
-
-    from jtrain.plan.sheet import Measured
-
-    file = workdir / "metrics.jsonl"
-    if not file.is_file():
-        raise ValueError(f"--measured {workdir}: there is no {file}. Give the workdir of a run.")
-    lines = [line for text in file.read_text().splitlines() if "step_time_ms" in (line := json.loads(text))]
-    if not lines:
-        raise ValueError(f"--measured {workdir}: {file} holds no train step yet. Let the run log one.")
-    peaks = [line["device_memory_peak_gib"] for line in lines if line["device_memory_peak_gib"] is not None]
-    return Measured(
-        str(workdir),
-        peak_bytes=int(max(peaks) * 2**30) if peaks else None,
-        step_s=statistics.median(line["step_time_ms"] for line in lines) / 1e3,
-        tokens_per_s=statistics.median(line["tokens_per_s"] for line in lines),
-    )
-
-
 def largest_rows(job: "Job", point: "Point") -> int:
     """Sequences per device that fit at a time, with as many microbatches; 0 if not even one."""
-    from jtrain.plan.search import evaluate
+    from jtrain.plan.search import evaluate, fits
+
+    job = dataclasses.replace(job, memory_share=1.0)
 
     shards = point.mesh.replica * point.mesh.data * point.mesh.expert * point.spec.microbatches
 
     def fit(rows: int) -> bool:
         larger = dataclasses.replace(job, global_batch=rows * shards)
-        return evaluate(larger, point.spec, point.mesh, timed=False).plan.total_bytes <= job.machine.hbm_bytes
+        return fits(larger, evaluate(larger, point.spec, point.mesh, timed=False).plan, host_known=False)
 
     if not fit(1):
         return 0
@@ -173,10 +169,13 @@ def compile_point(args: argparse.Namespace, run: "Run", job: "Job", point: "Poin
     )
 
 
-def sheet_of(args: argparse.Namespace, run: "Run", job: "Job", point: "Point", compiled: Any) -> "Sheet":
+def sheet_of(
+    args: argparse.Namespace, run: "Run", job: "Job", point: "Point", compiled: Any, given: dict[str, str]
+) -> "Sheet":
     """Everything about one point."""
     from jtrain.layout import make_layout
     from jtrain.plan.cost import cost
+    from jtrain.plan.measured import measured
     from jtrain.plan.report import Parts
     from jtrain.plan.sheet import Sheet
 
@@ -196,7 +195,7 @@ def sheet_of(args: argparse.Namespace, run: "Run", job: "Job", point: "Point", c
         goodput,
         largest_rows(job, point),
         compiled=compiled,
-        measured=None if args.measured is None else measured(args.measured),
+        measured=None if args.measured is None else measured(args.measured, given),
     )
 
 
@@ -209,6 +208,7 @@ def command(args: argparse.Namespace, given: dict[str, str], settings: dict[str,
     words = ["python", "-m", "jtrain.launch", f"--config={args.config}"]
     for fiddler in args.fiddlers:
         words += ["--with", fiddler]
+    settings = settings | {"layout.auto": False}  # or the launch would decide once more
     decided = [f"{path}={value}" for path, value in settings.items() if repr(value) != given[path]]
     for text in [*args.sets, *decided]:
         words += ["--set", text]
@@ -232,6 +232,14 @@ def check_good(sheet: "Sheet") -> None:
             "to be relied on. Set layout.remat=full or more layout.microbatches for a margin, and report it."
         )
     takes = sheet.plan.total_bytes if sheet.compiled is None else sheet.compiled.peak_bytes
+    there = sheet.machine.host_bytes_per_device
+    if there is not None and sheet.plan.host_bytes > there:
+        needed = math.ceil(sheet.plan.host_bytes * sheet.machine.devices_per_host / 2**30)
+        raise ValueError(
+            f"{sheet.config} does not fit {sheet.machine}: {sheet.plan.host_bytes / 2**30:.1f} GiB of host memory per "
+            f"device, but its share of the host is {there / 2**30:.1f}. Give --host-memory {needed}GiB if there is as "
+            "much, or set smaller shares of layout.offload."
+        )
     if takes > sheet.machine.hbm_bytes:
         parts = sheet.parts
         ways = ways_out(
@@ -242,10 +250,16 @@ def check_good(sheet: "Sheet") -> None:
             seq_len=parts.seq_len,
             limit=sheet.machine.hbm_bytes,
             platform=sheet.machine.device.platform,
+            host=there is not None,
         )
+        # Devices are asked for by --count here: the mesh follows.
+        mesh = parts.layout.mesh
+        others = mesh.size // mesh.replica // mesh.data
+        ways = [re.sub(r"--set mesh\.data=(\d+)", lambda m: f"--count {int(m[1]) * others}", way) for way in ways]
+        listed = ", or any of:\n" + "\n".join(ways) if ways else ", --host-memory SIZE or a larger --count."
         raise ValueError(
             f"{sheet.config} does not fit {sheet.machine}: {takes / 2**30:.1f} of "
-            f"{sheet.machine.hbm_bytes / 2**30:.1f} GiB per device. Add --search, or any of:\n" + "\n".join(ways)
+            f"{sheet.machine.hbm_bytes / 2**30:.1f} GiB per device. Add --search{listed}"
         )
 
 
@@ -261,8 +275,8 @@ def confirm(
 
     said: dict[int, Any] = {}
     good: list[int] = []
-    for index, point in enumerate(points[: args.top]):
-        console.print(f"compiling {index + 1} of {min(args.top, len(points))} ...", highlight=False)
+    for index, point in enumerate(points[: args.top or TOP]):
+        console.print(f"compiling {index + 1} of {min(args.top or TOP, len(points))} ...", highlight=False)
         compiled = said[index] = compile_point(args, run, job, point)
         apart = abs(point.plan.total_bytes / compiled.peak_bytes - 1)
         if compiled.peak_bytes <= job.machine.hbm_bytes and apart <= TOLERANCE:
@@ -292,7 +306,7 @@ def search_command(
     if not points:
         raise no_point(job, over)
     said, best = confirm(args, run, job, points, console) if args.compile else ({}, 0)
-    title, table = search_table(job, points[: max(10, args.top)], said)
+    title, table = search_table(job, points[: max(10, args.top or TOP)], said)
     console.print(title, style="bold", highlight=False)
     console.print(table)
     console.print(f"the fastest{' that the compiler confirms' if said else ''}:", style="bold")
@@ -304,7 +318,10 @@ def execute(args: argparse.Namespace) -> int:
     """What the parsed arguments ask for; returns the exit code."""
     os.environ.update(AOT_ENVIRONMENT)  # a plan is of another machine, so none of this one's devices are looked for
     verb.start_jax(os.environ)
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ValueError(f"--json {args.json}: there is no folder {args.json.absolute().parent}. Make it first.")
     if args.config == "table":
+        refuse_options(args, keep=("config", "json"), why="the tables are of fixed models and machines")
         from jtrain.plan.table import table_command  # lazy, as below: with jax and flax over a second
 
         return table_command(args.json)
@@ -314,13 +331,22 @@ def execute(args: argparse.Namespace) -> int:
     from jtrain.plan.search import SLACK, Job, evaluate, resolve_as_needed
     from jtrain.plan.sheet import print_sheet, to_json
 
-    if args.top < 1:
+    if args.top is not None and not (args.search and args.compile):
+        raise ValueError(f"--top {args.top} says how many points of a search to compile. Add --search --compile.")
+    if args.top is not None and args.top < 1:
         raise ValueError(f"--top {args.top} must be at least 1.")
     run_config = config.load(args.config, args.fiddlers, args.sets)
     given = leaves.parse(leaves.flat(run_config))
     machine = machine_of(args, config.mesh_size(run_config))
-    notes = config.for_devices(run_config, machine.count)
+    if args.search:  # which finds the mesh
+        axes = ("replica", "stage", "data", "expert", "context", "tensor")
+        config.set_values(run_config, {f"mesh.{axis}": 1 for axis in axes} | {"layout.microbatches": 1})
+        notes = []
+    else:
+        notes = config.for_devices(run_config, machine.count)
     run = config.build(run_config)
+    if run.layout.offload.unified_memory:
+        verb.use_unified_memory(os.environ, topology=f"{args.device}:{machine.count}")
     assume = assumptions(args)
     job = Job(
         run.model,
@@ -345,7 +371,7 @@ def execute(args: argparse.Namespace) -> int:
         compiled = compile_point(args, run, job, point) if args.compile else None
     if notes:
         notes = [f"for --count {machine.count}: {', '.join(notes)}"]
-    sheet = sheet_of(args, run, job, point, compiled)
+    sheet = sheet_of(args, run, job, point, compiled, given)
     print_sheet(sheet, console, [*notes, str(assume)])
     if args.json is not None:
         args.json.write_text(json.dumps(to_json(sheet), indent=1) + "\n")

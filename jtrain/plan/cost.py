@@ -237,21 +237,21 @@ def _forward_flops(model: Transformer, layout: Layout, seq_len: int) -> tuple[_F
 def _update(
     layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions, hbm: float
 ) -> tuple[float, float]:
-    """Seconds of the optimizer, and of the copies of its offloaded state (both directions at once)."""
+    """Seconds of the optimizer, and of the copies of what it updates in host memory (both directions at once)."""
     spec = layout.spec
     elements = sum(layout.local_size(p.optimizer, p.info.shape) for p in layout.params)
     state = plan.optimizer + plan.host_optimizer
     # Gradients are read twice, for the norm and for the update; parameters and state are read and written.
     device_s = (elements * (2 * _F32 + 2 * itemsize(spec.param_dtype)) + 2 * state) / hbm
-    if not plan.host_optimizer:
+    if not plan.host_argument_bytes:
         return device_s, 0.0
     link = _host_link(machine, assume)
-    if spec.offload.update == "device":
-        return device_s, plan.host_optimizer / link
+    if spec.offload.update == "device" or not plan.host_optimizer:
+        return device_s, plan.host_argument_bytes / link
     share = plan.host_optimizer / state
     on_host_s = elements * share * CPU_ADAM_S_PER_PARAM * machine.devices_per_host
     # Gradients go down, parameters come back.
-    copies_s = elements * share * (_F32 + itemsize(spec.param_dtype)) / link
+    copies_s = (elements * share * (_F32 + itemsize(spec.param_dtype)) + plan.host_parameters) / link
     return device_s * (1 - share) + on_host_s, copies_s
 
 

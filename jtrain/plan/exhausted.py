@@ -71,7 +71,7 @@ def is_exhausted(error: BaseException) -> bool:
 
 
 def held_bytes(names: Mapping[Any, list[str]], device: jax.Device) -> dict[str, int]:
-    """Bytes of every array alive on `device`, by name; arrays that nobody named are counted as `other arrays`.
+    """Bytes of every array alive in the memory of `device`, by name; those that nobody named are `other arrays`.
 
     Arrays have no names of their own: they are told apart by shape, dtype and sharding. Where several of the state
     look alike all of them are alive, or none is, but while it is made; then the first names are taken.
@@ -83,7 +83,7 @@ def held_bytes(names: Mapping[Any, list[str]], device: jax.Device) -> dict[str, 
     held: collections.Counter[str] = collections.Counter()
     for array in jax.live_arrays():
         shards = [s for s in array.addressable_shards if s.device == device] if not array.is_deleted() else []
-        if not shards:
+        if not shards or array.sharding.memory_kind == "pinned_host":
             continue
         called = left.get(_kind(array))
         name = "other arrays" if not called else called[0] if len(called) == 1 else called.popleft()
@@ -108,10 +108,11 @@ def _names(state: TrainState, batch: jax.ShapeDtypeStruct) -> dict[Any, list[str
 
 
 def _arrays(state: TrainState) -> list[tuple[str, Any]]:
-    """Every array of a state with its path, as in a checkpoint."""
+    """Every array of a state in device memory with its path, as in a checkpoint."""
     return [
         (jax.tree_util.keystr(path, simple=True, separator="."), array)
         for path, array in jax.tree_util.tree_leaves_with_path(state)
+        if array.sharding.memory_kind != "pinned_host"
     ]
 
 

@@ -14,15 +14,16 @@ from jtrain.mesh import BATCH_AXES, MeshSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
 from jtrain.plan.memory import MemoryPlan, memory
+from jtrain.plan.search import SLACK
 from jtrain_kernels.device import Platform, from_device
 
 GIB = 2**30
 
-MARGIN = {"gpu": 1.15, "tpu": 1.35, "cpu": 1.5}
-"""Platform -> how far the estimate may be over what is there, for a run that fits must not be refused. Compilers were
-seen within a tenth of it on H200; on v5p it is up to a third too high for small shapes, of which the chip keeps much in
-its vector memory; XLA:CPU widens bfloat16 here and there, and nobody fitted the estimate to it. Settings that are
-offered instead have to fit by the estimate as it stands."""
+MARGIN = {"gpu": 1.15, "tpu": 1.15, "cpu": 1.5}
+"""Platform -> how far the estimate may be over what is there, for a run that fits must not be refused. It was at most
+a tenth over what compilers allocate for H200 and v5p (`python -m jtrain.bench plan_accuracy`), an eighth for small
+shapes, of which a TPU keeps much in its vector memory; XLA:CPU widens bfloat16 here and there, and nobody fitted the
+estimate to it. Settings that are offered instead have to fit by the estimate as it stands."""
 
 
 def available_bytes(devices: Sequence[jax.Device]) -> int | None:
@@ -98,24 +99,29 @@ def ways_out(
     platform: Platform,
     limit: int,
     asked: Layout | None = None,
+    host: bool = True,
 ) -> list[str]:
     """Up to four lines, each with settings of the layout that need at most `limit` bytes per device, the least first.
 
     Args:
       asked: as in `check_fits`.
+      host: the host's memory is known, so that some of it can be used.
     """
     ways: list[str] = []
     infos = tuple(p.info for p in layout.params)
-    offloads = platform != "cpu" and not isinstance(optimizer, Muon)
-    for change in _changes(layout, asked or layout, global_batch=global_batch, offloads=offloads):
+    offloads = host and platform != "cpu" and not isinstance(optimizer, Muon)
+    offloads &= not layout.spec.offload.unified_memory
+    can = {"offloads": offloads, "scanned": model.scan_layers}
+    for change in _changes(layout, asked or layout, global_batch=global_batch, **can):
         try:
             other = make_layout(change.layout, change.mesh, infos)
             sizes: dict[str, Any] = dict(global_batch=change.global_batch, seq_len=seq_len, platform=platform)
             needed = memory(model, other, optimizer, **sizes).total_bytes
         except ValueError:
             continue  # does not split evenly
-        if needed <= limit:
-            ways.append(f"  {change.text}  ({needed / GIB:.1f} GiB)")
+        on_host = "as_needed" in change.text  # which leaves some room, and takes no more than it needs
+        if needed <= limit * (1 - SLACK if on_host else 1):
+            ways.append(f"  {change.text}  ({'down to ' if on_host else ''}{needed / GIB:.1f} GiB)")
         if len(ways) == 4:
             break
     return ways
@@ -129,11 +135,14 @@ class _Change:
     global_batch: int
 
 
-def _changes(layout: Layout, asked: Layout, *, global_batch: int, offloads: bool) -> Iterator[_Change]:
+def _changes(
+    layout: Layout, asked: Layout, *, global_batch: int, offloads: bool, scanned: bool
+) -> Iterator[_Change]:
     """Other settings in the order of how little they change: on these devices first, then on more of them.
 
     Args:
       offloads: host memory is another memory, and what the optimizer keeps can go there.
+      scanned: layers are looped over, so that their parameters can be fetched one by one.
     """
     spec, mesh = layout.spec, layout.mesh
     stages = [stage for stage in (0, 1, 2, 3) if stage >= spec.zero_stage]
@@ -144,7 +153,7 @@ def _changes(layout: Layout, asked: Layout, *, global_batch: int, offloads: bool
         parts = sorted({spec.microbatches, max(1, batch // shards)})
         on_host: list[tuple[str, ...]] = [()]
         if offloads and data == mesh.data:
-            on_host += [("optimizer",), ("optimizer", "params")]
+            on_host += [("optimizer",), *([("optimizer", "params")] if scanned else [])]
         for names, stage, remat, microbatches in itertools.product(on_host, stages, remats, parts):
             save = spec.remat_save if remat == "named" else ()
             offload: Any = dataclasses.replace(spec.offload, **dict.fromkeys(names, 1.0))

@@ -32,6 +32,7 @@ class MemoryPlan:
     workspace: what one layer's backward pass holds besides, or the embedding's gradient, or slices of an update.
     moment: which of these it is: `loss`, `layer`, `embedding` or `update`.
     host_parameters, host_optimizer, host_activations: in host memory, per device; not in the others.
+    host_copies: there too, under layout.offload.update=host: XLA's host programs write results beside their arguments.
     """
 
     parameters: int
@@ -46,10 +47,15 @@ class MemoryPlan:
     host_parameters: int = 0
     host_optimizer: int = 0
     host_activations: int = 0
+    host_copies: int = 0
+
+    @property
+    def host_argument_bytes(self) -> int:
+        return self.host_parameters + self.host_optimizer
 
     @property
     def host_bytes(self) -> int:
-        return self.host_parameters + self.host_optimizer + self.host_activations
+        return self.host_argument_bytes + self.host_activations + self.host_copies
 
     @property
     def argument_bytes(self) -> int:
@@ -92,7 +98,7 @@ def memory(
     spec, mesh = layout.spec, layout.mesh
     rows = check_batch(spec, mesh, global_batch=global_batch, seq_len=seq_len)
     parameters, host_parameters = _parameters(layout, platform)
-    state, host_state = _state(layout, optimizer, platform)
+    state, host_state, host_copies = _state(layout, optimizer, platform)
     shards = math.prod(mesh.shape[axis] for axis in (*BATCH_AXES, "context"))
     step_count = 512 if platform == "tpu" else 4
     batch = 4 * 4 * global_batch * seq_len // shards + step_count  # four int32 arrays, and the step
@@ -111,6 +117,7 @@ def memory(
         moment=worst.name,
         host_parameters=host_parameters,
         host_optimizer=host_state,
+        host_copies=host_copies,
         host_activations=model.num_layers * tokens * sum(per_token[name] for name in offloaded_names(layout)),
     )
 
@@ -124,8 +131,8 @@ def _parameters(layout: Layout, platform: Platform) -> tuple[int, int]:
     return held["device"], held["pinned_host"]
 
 
-def _state(layout: Layout, optimizer: AdamW | Muon, platform: Platform) -> tuple[int, int]:
-    """Bytes of this device's share of the optimizer's state, in its memory and in the host's."""
+def _state(layout: Layout, optimizer: AdamW | Muon, platform: Platform) -> tuple[int, int, int]:
+    """Bytes of this device's share of the optimizer's state, in its memory and in the host's; and of copies there."""
     kept = [(p, arrays(optimizer, p.info)) for p in layout.params]
     on_host = layout.host_state(
         {(p.info.path, name): math.prod(x.shape) * x.dtype.itemsize for p, named in kept for name, x in named.items()}
@@ -135,4 +142,9 @@ def _state(layout: Layout, optimizer: AdamW | Muon, platform: Platform) -> tuple
         for name, x in named.items():
             elements = local_elements(layout, p.optimizer, x.shape, platform)
             held[(p.info.path, name) in on_host] += elements * x.dtype.itemsize
-    return held[0], held[1]
+    if layout.spec.offload.update == "device":
+        return held[0], held[1], 0
+    # The state once more; gradients, float32, and parameters before and after.
+    paths = {path for path, _ in on_host}
+    elements = sum(layout.local_size(p.optimizer, p.info.shape) for p, _ in kept if p.info.path in paths)
+    return held[0], held[1], held[1] + elements * (4 + 2 * itemsize(layout.spec.param_dtype))

@@ -125,8 +125,10 @@ def _memory_table(plan: MemoryPlan, compiled: CompiledStep | None, available: in
         table.add_row("available", gib(available), *(["", ""] if compiled else []))
     if plan.host_bytes or (compiled and compiled.host_argument_bytes):
         said = compiled.host_argument_bytes if compiled else 0
-        ratio = f"{plan.host_bytes / said:.3f}" if said else "-"
-        table.add_row("host memory", gib(plan.host_bytes), *([gib(said), ratio] if compiled else []))
+        ratio = f"{plan.host_argument_bytes / said:.3f}" if said else "-"
+        host = plan.host_argument_bytes
+        table.add_row("host memory, arguments", gib(host), *([gib(said), ratio] if compiled else []))
+        table.add_row("host memory, all", gib(plan.host_bytes), *(["", ""] if compiled else []))
     return title, table
 
 

@@ -14,8 +14,9 @@ from typing import Any
 from jtrain.dims import ParamInfo
 from jtrain.layout import LayoutSpec, OffloadSpec, check_batch, make_layout
 from jtrain.mesh import MeshSpec
+from jtrain.model.stream import check_scanned
 from jtrain.model.transformer import SAVEABLE, Transformer
-from jtrain.optim import AdamW, Muon
+from jtrain.optim import AdamW, Muon, check_layout
 from jtrain.plan.cost import Assumptions, StepTime, step_time
 from jtrain.plan.memory import MemoryPlan, memory
 from jtrain.plan.network import Machine
@@ -59,8 +60,12 @@ class Job:
 
     @property
     def offloadable(self) -> tuple[str, ...]:
-        """What can be on the host, in the order of how seldom it is copied. Muon's state cannot: it takes matrices."""
-        return _FIELDS[1:] if isinstance(self.optimizer, Muon) else _FIELDS
+        """What can be on the host, in the order of how seldom it is copied.
+
+        Muon's state cannot: it takes matrices. Nor can what only a loop over layers fetches, if that is unrolled.
+        """
+        can = _FIELDS if self.model.scan_layers else _FIELDS[:1]
+        return tuple(name for name in can if name != "optimizer" or not isinstance(self.optimizer, Muon))
 
     @property
     def budget_bytes(self) -> int:
@@ -92,7 +97,7 @@ def layout_settings(spec: LayoutSpec) -> dict[str, object]:
     """Config path -> value of what `layout.auto` picks."""
     names = ("zero_stage", "remat", "remat_save", "microbatches")
     found: dict[str, object] = {f"layout.{name}": getattr(spec, name) for name in names}
-    return found | {f"layout.offload.{name}": getattr(spec.offload, name) for name in _FIELDS}
+    return found | {f"layout.offload.{name}": getattr(spec.offload, name) for name in (*_FIELDS, "update")}
 
 
 def evaluate(job: Job, spec: LayoutSpec, mesh: MeshSpec, *, timed: bool = True) -> Point:
@@ -102,18 +107,25 @@ def evaluate(job: Job, spec: LayoutSpec, mesh: MeshSpec, *, timed: bool = True) 
       ValueError: a dimension or the batch does not split evenly.
     """
     layout = make_layout(spec, mesh, job.infos)
+    check_layout(job.optimizer, layout)
     sizes = {"global_batch": job.global_batch, "seq_len": job.seq_len}
     plan = memory(job.model, layout, job.optimizer, **sizes, platform=job.machine.device.platform)
     took = step_time(job.model, layout, job.optimizer, plan, job.machine, **sizes, assume=job.assume) if timed else None
     return Point(spec, mesh, plan, took)
 
 
-def fits(job: Job, plan: MemoryPlan) -> bool:
-    """Whether a plan fits into the device and its share of the host."""
+def fits(job: Job, plan: MemoryPlan, *, host_known: bool = True) -> bool:
+    """Whether a plan fits into the device and its share of the host.
+
+    Args:
+      host_known: where nobody said how much memory the host has, nothing is put there; else as much as is needed.
+    """
     if plan.total_bytes > job.budget_bytes:
         return False
     there = job.machine.host_bytes_per_device
-    return not plan.host_bytes or (there is not None and plan.host_bytes <= there)
+    if there is None:
+        return not (plan.host_bytes and host_known)
+    return plan.host_bytes <= there
 
 
 def meshes(job: Job) -> Iterator[MeshSpec]:
@@ -183,7 +195,7 @@ def _frugal(job: Job, over: Iterable[MeshSpec]) -> Iterator[Point]:
         # One microbatch needs no accumulator, most of them the smallest activations.
         for parts, fields in itertools.product({1, most}, ((), job.offloadable[:1], job.offloadable)):
             shares = dict.fromkeys(_FIELDS, 0.0) | dict.fromkeys(fields, 1.0)
-            spec = dataclasses.replace(base, microbatches=parts, offload=_offload(base, shares))
+            spec = dataclasses.replace(base, microbatches=parts, offload=_offload(job, base, shares))
             try:
                 yield evaluate(job, spec, mesh, timed=False)
             except ValueError:
@@ -217,14 +229,19 @@ def what_would_fit(job: Job, over: Callable[[Job], Iterable[MeshSpec]]) -> list[
     return ways
 
 
-def no_point(job: Job, over: Callable[[Job], Iterable[MeshSpec]]) -> ValueError:
-    """What to say where nothing fits: the nearest miss, and what would make it fit."""
+def no_point(job: Job, over: Callable[[Job], Iterable[MeshSpec]], *, fixed: bool = False) -> ValueError:
+    """What to say where nothing fits: the nearest miss, and what would make it fit.
+
+    Args:
+      fixed: the machine is the one that is here.
+    """
     miss = nearest_miss(job, over(job))
     settings = " ".join(f"{path}={value}" for path, value in miss.settings.items())
     largest = sorted(miss.plan.classes().items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in largest)
-    ways = what_would_fit(job, over)
-    out = "It would fit with any of: " + "; ".join(ways) if ways else "Set a smaller model, or another --device."
+    ways = [way for way in what_would_fit(job, over) if way.startswith("--set") or not fixed]
+    otherwise = "Set a smaller model, or use more devices" if fixed else "Set a smaller model, or another --device"
+    out = "It would fit with any of: " + "; ".join(ways) if ways else otherwise
     return ValueError(
         f"nothing fits into {job.machine}: the nearest miss takes {miss.plan.total_bytes / 2**30:.1f} GiB per device "
         f"({parts}), but {job.budget_bytes / 2**30:.1f} of {job.machine.hbm_bytes / 2**30:.1f} GiB may be used "
@@ -241,13 +258,15 @@ def resolve_as_needed(job: Job, mesh: MeshSpec) -> LayoutSpec:
       ValueError: it does not fit with all of them on the host.
     """
     open_fields = [name for name in _FIELDS if getattr(job.spec.offload, name) == "as_needed"]
-    spec = dataclasses.replace(job.spec, offload=_offload(job.spec, dict.fromkeys(open_fields, 0.0)))
+    spec = dataclasses.replace(job.spec, offload=_offload(job, job.spec, dict.fromkeys(open_fields, 0.0)))
+    if "activations" in open_fields or "params" in open_fields:
+        check_scanned(job.model.scan_layers)
     if not open_fields or fits(job, evaluate(job, spec, mesh, timed=False).plan):
         return spec
     for name in open_fields:
         if (shared := _smallest_share(job, spec, mesh, name)) is not None:
             return shared
-        spec = dataclasses.replace(spec, offload=_offload(spec, {name: 1.0}))
+        spec = dataclasses.replace(spec, offload=_offload(job, spec, {name: 1.0}))
     plan = evaluate(job, spec, mesh, timed=False).plan
     there = job.machine.host_bytes_per_device
     held = "an unknown number (--host-memory says it)" if there is None else f"{there / 2**30:.1f}"
@@ -273,20 +292,22 @@ def _series(job: Job, over: Iterable[MeshSpec]) -> Iterator[list[Point]]:
                 remat=remat,
                 remat_save=kept or (),
                 microbatches=1,
-                offload=_offload(job.spec, dict.fromkeys(_FIELDS, 0.0)),
+                offload=_offload(job, job.spec, dict.fromkeys(_FIELDS, 0.0)),
                 auto=False,
             )
             try:
                 rows = check_batch(base, mesh, global_batch=job.global_batch, seq_len=job.seq_len)
-                specs = [dataclasses.replace(base, microbatches=parts) for parts in _divisors(rows)]
-                yield [evaluate(job, spec, mesh) for spec in specs]
+                check_layout(job.optimizer, make_layout(base, mesh, job.infos))
             except ValueError:
                 continue  # does not split evenly
+            # What is not known of the machine is not a layout that does not fit: it is raised.
+            specs = [dataclasses.replace(base, microbatches=parts) for parts in _divisors(rows)]
+            yield [evaluate(job, spec, mesh) for spec in specs]
 
 
 def _with_host(job: Job, miss: Point) -> Iterator[Point]:
     """Ways to make a miss fit by the host: of each combination the smallest share of what is copied most often."""
-    everything = _offload(miss.spec, dict.fromkeys(job.offloadable, 1.0))
+    everything = _offload(job, miss.spec, dict.fromkeys(job.offloadable, 1.0))
     most = evaluate(job, dataclasses.replace(miss.spec, offload=everything), miss.mesh, timed=False).plan
     if most.total_bytes > job.budget_bytes:
         return
@@ -297,7 +318,7 @@ def _with_host(job: Job, miss: Point) -> Iterator[Point]:
             if miss.plan.total_bytes - sum(saves[name] for name in fields) > job.budget_bytes:
                 continue  # not even all of them
             *whole, last = fields
-            spec = dataclasses.replace(miss.spec, offload=_offload(miss.spec, dict.fromkeys(whole, 1.0)))
+            spec = dataclasses.replace(miss.spec, offload=_offload(job, miss.spec, dict.fromkeys(whole, 1.0)))
             if (shared := _smallest_share(job, spec, miss.mesh, last)) is not None:
                 yield evaluate(job, shared, miss.mesh)
 
@@ -306,7 +327,7 @@ def _smallest_share(job: Job, spec: LayoutSpec, mesh: MeshSpec, field: str) -> L
     """`spec` with the smallest share of `field` on the host that fits; None if even all of it does not help."""
 
     def with_share(share: float) -> LayoutSpec:
-        return dataclasses.replace(spec, offload=_offload(spec, {field: share}))
+        return dataclasses.replace(spec, offload=_offload(job, spec, {field: share}))
 
     def fits_device(share: float) -> bool:
         try:
@@ -324,13 +345,17 @@ def _smallest_share(job: Job, spec: LayoutSpec, mesh: MeshSpec, field: str) -> L
     return found if fits(job, evaluate(job, found, mesh, timed=False).plan) else None
 
 
-def _offload(spec: LayoutSpec, shares: dict[str, float]) -> OffloadSpec:
-    """The spec's offload with these shares instead; 0 is `none`. What is not named keeps its share."""
-    was = spec.offload
-    named: dict[str, Any] = {name: shares.get(name, getattr(was, name)) or "none" for name in _FIELDS}
-    unified = was.unified_memory and set(named.values()) == {"none"}
+def _offload(job: Job, spec: LayoutSpec, shares: dict[str, float]) -> OffloadSpec:
+    """The spec's offload with these shares instead; 0 is `none`. What is not named keeps its share.
+
+    Where state is updated is the job's, wherever there is any on the host; so is unified memory, where nothing is.
+    """
+    asked = job.spec.offload
+    named: dict[str, Any] = {name: shares.get(name, getattr(spec.offload, name)) or "none" for name in _FIELDS}
     return OffloadSpec(
-        **named, update="device" if named["optimizer"] == "none" else was.update, unified_memory=unified
+        **named,
+        update="device" if named["optimizer"] == "none" else asked.update,
+        unified_memory=asked.unified_memory and set(named.values()) == {"none"},
     )
 
 

@@ -88,7 +88,7 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
         | {
             "argument_bytes": sheet.plan.argument_bytes,
             "temp_bytes": sheet.plan.temp_bytes,
-            "host_argument_bytes": sheet.plan.host_bytes,
+            "host_argument_bytes": sheet.plan.host_argument_bytes,
             "peak_bytes": sheet.plan.total_bytes,
             "parameters": sheet.params,
             "survey_bytes": survey_bytes(sheet.params) // sheet.machine.count,
@@ -218,13 +218,16 @@ def _bytes_table(sheet: Sheet) -> tuple[str, Table]:
     add("arguments", plan.argument_bytes, compiled.argument_bytes if compiled else None)
     add("temporaries, all", plan.temp_bytes, compiled.temp_bytes if compiled else None)
     add("peak", plan.total_bytes, compiled.peak_bytes if compiled else None, measured.peak_bytes if measured else None)
-    add("host memory", plan.host_bytes, compiled.host_argument_bytes if compiled else None)
+    add("host memory, arguments", plan.host_argument_bytes, compiled.host_argument_bytes if compiled else None)
+    add("host memory, all", plan.host_bytes)
     add(f"memory of a {machine.device.name}", machine.hbm_bytes)
     if machine.host_bytes_per_device is not None:
         add("host memory, a device's share", machine.host_bytes_per_device)
     add(f"the survey's {SURVEY_BYTES_PER_PARAMETER} bytes a parameter", survey_bytes(sheet.params) // machine.count)
-    verdict = "fits" if plan.total_bytes <= machine.hbm_bytes else "DOES NOT FIT"
-    share = plan.total_bytes / machine.hbm_bytes
+    takes = compiled.peak_bytes if compiled else plan.total_bytes
+    there = machine.host_bytes_per_device
+    verdict = "fits" if takes <= machine.hbm_bytes and (there is None or plan.host_bytes <= there) else "DOES NOT FIT"
+    share = takes / machine.hbm_bytes
     return f"{verdict}: {share:.0%} of the memory, worst in the moment `{plan.moment}`", table
 
 
@@ -239,7 +242,7 @@ def _time_table(sheet: Sheet) -> tuple[str, Table]:
     table.add_row("step", f"{timed.step_s:,.4g}", "", "", style="bold")
     if measured is not None and measured.step_s is not None:
         ratio = f"predicted/measured {timed.step_s / measured.step_s:.2f}"
-        table.add_row(f"measured in {measured.workdir}", f"{measured.step_s:,.4g}", ratio, "")
+        table.add_row("measured", f"{measured.step_s:,.4g}", ratio, "")
     return f"{timed.tokens_per_s:,.0f} tokens/s, MFU {timed.mfu:.1%}, predicted, not measured", table
 
 

@@ -72,3 +72,18 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, bits_of: BitsOf) -> N
         again, _ = step(again, batch)
     assert bits_of(again) == bits_of(state)
     assert sum(a != b for a, b in zip(first, bits_of(state), strict=True)) > 20
+
+
+def test_a_checkpoint_from_before_scales_and_masters_is_one_without(
+    tmp_path: Path, make_like: MakeLike, fill: Fill, bits_of: BitsOf
+) -> None:
+    """As it was written then: only the two moments, and nothing in the place of what came later."""
+    like = make_like({"data": 8}, zero_stage=3)
+    state = fill(like, 3)
+    moments = {"mu": state.opt_state.mu, "nu": state.opt_state.nu}
+    older: Any = {"step": state.step, "params": state.params, "opt_state": moments}
+    with Checkpoints(tmp_path, CheckpointSpec()) as checkpoints:
+        checkpoints.save(3, older, {"next": 3}, "seed: int = 0\n")
+        checkpoints.wait()
+        restored, _ = checkpoints.restore(3, like)
+    assert bits_of(restored) == bits_of(state)

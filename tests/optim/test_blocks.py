@@ -11,7 +11,7 @@ import pytest
 from jtrain.dims import ParamInfo
 from jtrain.layout import LayoutSpec, make_layout
 from jtrain.mesh import MeshSpec
-from jtrain.optim import AdamW, Muon, build
+from jtrain.optim import AdamW, Muon, build, check_layout
 from jtrain.optim.blocks import Blocks, blocks_of, decode, encode
 from jtrain.optim.rounding import Noise
 
@@ -182,7 +182,7 @@ def test_a_mesh_that_cuts_blocks_is_refused(kind: type[AdamW]) -> None:
     opt = build(kind(1e-3, moment_dtype="int8"), num_steps=100, params=infos)
 
     def check(zero_stage: Any, **axes: int) -> None:
-        opt.check_layout(make_layout(LayoutSpec(zero_stage=zero_stage), MeshSpec(**axes), tuple(infos.values())))
+        check_layout(opt.spec, make_layout(LayoutSpec(zero_stage=zero_stage), MeshSpec(**axes), tuple(infos.values())))
 
     with pytest.raises(
         ValueError,

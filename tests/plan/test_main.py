@@ -25,6 +25,7 @@ from jtrain.plan.topology import topology_of
 from jtrain_kernels.device import from_name
 
 TINY = ("tiny", "--device", "h200", "--count", "8")
+LLAMA8B = ("llama8b", "--device", "h200", "--count", "1", "--set", "data.global_batch=8")
 
 
 def test_a_plan_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_a_config_that_does_not_fit_is_shown_and_refused(capsys: pytest.CaptureF
     assert "DOES NOT FIT: 2" in out
     assert "no batch fits" in out
     assert "llama8b does not fit 1 x h100" in error
-    assert "--set mesh.data=4" in error
+    assert "--count 4" in error
 
 
 def test_what_a_run_measured_is_beside_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -122,9 +123,21 @@ def test_what_a_run_measured_is_beside_the_plan(capsys: pytest.CaptureFixture[st
         ([*TINY, "--host-memory", "0GiB"], r"--host-memory 0GiB: expected a size"),
         ([*TINY, "--goodput", "1.5"], r"--goodput 1\.5 must be a share above 0 and at most 1"),
         ([*TINY, "--efficiency", "0"], r"--efficiency 0\.0 must be a share"),
-        ([*TINY, "--network", "-1"], r"--network -1\.0 must be above 0"),
-        ([*TINY, "--top", "0"], r"--top 0 must be at least 1"),
-        ([*TINY, "--tokens", "0"], r"--tokens 0\.0 must be at least 1"),
+        ([*TINY, "--network", "-1"], r"--network -1\.0 must be a number above 0"),
+        ([*TINY, "--top", "2"], r"--top 2 says how many points of a search to compile\. Add --search --compile"),
+        ([*TINY, "--search", "--compile", "--top", "0"], r"--top 0 must be at least 1"),
+        (["table", "--device", "h200"], r"table --device: the tables are of fixed models and machines"),
+        ([*TINY, "--tokens", "nan"], r"--tokens nan must be a number above 0"),
+        ([*TINY, "--price", "-3"], r"--price -3\.0 must be a number above 0"),
+        ([*TINY, "--json", "/nowhere/plan.json"], r"--json /nowhere/plan\.json: there is no folder /nowhere"),
+        ([*TINY, "--set", "optimizer.master_dtype=float32"], r"master_dtype=float32 with layout\.param_dtype=float32"),
+        ([*TINY, "--set", "layout.offload.unified_memory=True"], r"unified_memory=True, but this is H200"),
+        ([*TINY, "--search", "--set", "layout.compute_dtype=float32"], r"no peak is published for it on h200"),
+        (
+            [*LLAMA8B, "--host-memory", "16GiB", "--set", "layout.offload.optimizer=1.0"],
+            r"59\.8 GiB of host memory per device, but its share of the host is 16\.0\. Give --host-memory 60GiB",
+        ),
+        ([*TINY, "--tokens", "0"], r"--tokens 0\.0 must be a number above 0"),
         ([*TINY, "--measured", "/nowhere"], r"--measured /nowhere: there is no /nowhere/metrics\.jsonl"),
         (["tiny", "--device", "h200", "--count", "12"], r"--count 12: hosts have 8 x h200 each"),
         (["tiny", "--device", "h200", "--count", "32"], r"data\.global_batch=16 does not split evenly.*32 shards"),
@@ -248,3 +261,16 @@ def test_the_surveys_tables_are_regenerated(capsys: pytest.CaptureFixture[str], 
     largest = [row["largest"]["80 GB"] for row in found["table_2"]]
     assert max(largest) == rows["the same, all three, bf16, 8 bits"]["largest"]["80 GB"] > 10 * largest[0] > 10**9
     assert all(row["largest"]["141 GB"] > row["largest"]["80 GB"] for row in found["table_2"])
+
+
+def test_a_search_finds_the_mesh_whatever_the_config_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four devices, a config for eight along `tensor`; the command builds, and leaves nothing to be decided again."""
+    offload = ("layout.offload.update=host", "layout.offload.optimizer=1.0")
+    sets = ("mesh.tensor=8", "mesh.data=1", "layout.auto=True", *offload)
+    options = [word for one in sets for word in ("--set", one)]
+    assert main(["llama1b", "--device", "h200", "--count", "4", "--search", *options]) == 0
+    command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("python -m jtrain.launch"))
+    chosen = [word for word in shlex.split(command) if "=" in word]
+    run = config.build(config.load("llama1b", (), [word for word in chosen if not word.startswith("--config")]))
+    assert run.mesh.size == 4
+    assert not run.layout.auto

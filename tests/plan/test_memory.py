@@ -159,7 +159,7 @@ def test_host_memory_is_a_way_out() -> None:
     model = Transformer(**LLAMA8B)
     lay = layout_of(model, {}, remat="full")
     sizes: dict[str, Any] = dict(global_batch=1, seq_len=4096, available=80 * 10**9)
-    with pytest.raises(ValueError, match=r"\n  --set layout\.offload\.optimizer=as_needed +\(\d"):
+    with pytest.raises(ValueError, match=r"\n  --set layout\.offload\.optimizer=as_needed +\(down to \d"):
         check_fits(model, lay, AdamW(peak_lr=1e-3), **sizes, platform="gpu")
     with pytest.raises(ValueError, match="Any of these") as error:
         check_fits(model, lay, AdamW(peak_lr=1e-3), **sizes, platform="cpu")
