@@ -227,7 +227,7 @@ class _Step:
         if self.seq_len > self._chunk:
             attention += self.q + self.q * _F32 // self.compute
         needed = both + max(self._mlp(), 2 * self.f + attention)
-        return needed - min(_VECTOR_MEMORY_BYTES, needed // 2)
+        return needed - min(_VECTOR_MEMORY_BYTES, needed // 3)
 
     @property
     def _heads(self) -> int:
