@@ -183,20 +183,22 @@ def test_a_unit_that_kills_every_worker_is_named(name: str, field: str, tmp_path
         prepare([recipe], tmp_path / "out", workers=1, stream=io.StringIO())
 
 
-def test_a_full_disk_is_one_message_and_the_next_call_goes_on(unbroken: dict[str, bytes], tmp_path: Path) -> None:
+@pytest.mark.parametrize("unit_bytes", [2048, 1 << 20])
+def test_a_full_disk_is_one_message_and_the_next_call_goes_on(unit_bytes: int, tmp_path: Path) -> None:
     """A limit on file sizes stands for the disk: the write fails in the same way, in the parent or in a worker."""
-    for unit_bytes in (2048, 1 << 20):
-        process = start(tmp_path, instant="limited", unit_bytes=unit_bytes)
-        _, erred = process.communicate(timeout=60)
-        assert process.returncode == 2
-        assert re.fullmatch(
-            r"error: --out \S+/out: the disk is full, or a limit on the size of files is reached \(.*\); [\d,]+ MiB "
-            r"are free\. Make room and run the same command again: it goes on where this one stopped\.\n",
-            erred,
-        )
-        assert not list((tmp_path / "out").rglob("*.tmp"))
-    finish(start(tmp_path))
-    assert contents(tmp_path / "out") == unbroken
+    write_lines(tmp_path, lines=600)
+    process = start(tmp_path, instant="limited", unit_bytes=unit_bytes)
+    _, erred = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert re.fullmatch(
+        r"error: --out \S+/out: the disk is full, or a limit on the size of files is reached \(.*\); [\d,]+ MiB "
+        r"are free\. Make room and run the same command again: it goes on where this one stopped\.\n",
+        erred,
+    )
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+    finish(start(tmp_path, unit_bytes=unit_bytes))
+    prepare(recipes_of(tmp_path), tmp_path / "unbroken", workers=1, stream=io.StringIO(), unit_bytes=unit_bytes)
+    assert contents(tmp_path / "out") == contents(tmp_path / "unbroken")
 
 
 def test_after_a_full_disk_what_was_done_is_not_done_again(unbroken: dict[str, bytes], tmp_path: Path) -> None:
