@@ -72,6 +72,11 @@ def single_device(run: fdl.Config[Run]) -> None:
     run.data.global_batch = 8
 
 
+def profile(run: fdl.Config[Run]) -> None:
+    """Traces five steps once clocks and caches are warm: profile/20/report.html."""
+    run.profile.steps = (20, 25)
+
+
 def debug(run: fdl.Config[Run]) -> None:
     """Five steps of two narrow layers on bytes: every code path of this config, on a laptop."""
     run.num_steps = 5

@@ -67,6 +67,11 @@ def mixture() -> fdl.Config[Run]:
     )
 
 
+def profile(run: fdl.Config[Run]) -> None:
+    """Traces five steps once clocks and caches are warm: profile/20/report.html."""
+    run.profile.steps = (20, 25)
+
+
 def debug(run: fdl.Config[Run]) -> None:
     """Five steps of two narrow layers: whether everything runs, in seconds."""
     run.num_steps = 5

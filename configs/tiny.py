@@ -64,6 +64,11 @@ def tensor(run: fdl.Config[Run]) -> None:
     run.mesh.tensor = 4
 
 
+def profile(run: fdl.Config[Run]) -> None:
+    """Traces five steps once clocks and caches are warm: profile/20/report.html."""
+    run.profile.steps = (20, 25)
+
+
 def debug(run: fdl.Config[Run]) -> None:
     """Five steps of two narrow layers: whether everything runs, in seconds."""
     run.num_steps = 5

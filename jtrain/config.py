@@ -30,6 +30,7 @@ from jtrain.model.stream import check_scanned
 from jtrain.model.transformer import SAVEABLE, Transformer
 from jtrain.optim import AdamW, Muon, check_layout
 from jtrain.optim import build as build_optimizer
+from jtrain.profile.spec import ProfileSpec
 from jtrain.step import check_offload
 
 
@@ -61,6 +62,7 @@ class Run:
     checkpoint: CheckpointSpec = dataclasses.field(default_factory=CheckpointSpec)
     eval: EvalSpec = dataclasses.field(default_factory=EvalSpec)
     metrics: MetricsSpec = dataclasses.field(default_factory=MetricsSpec)
+    profile: ProfileSpec = dataclasses.field(default_factory=ProfileSpec)
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -95,6 +97,7 @@ MAY_CHANGE_ON_RESUME = {
     "data.lookahead_steps": "how the data is read, not what it is",
     "data.context_order": "where positions lie, not what they are",
     "metrics.": "what a run leaves behind, not what it computes",
+    "profile.": "what a run leaves behind, not what it computes",
 }
 """Prefix of a path -> why a rerun in the same workdir may change it. Everything else makes it another run; `num_steps`
 too, because the schedule reads it."""
@@ -231,6 +234,7 @@ def validate(run: Run) -> None:
             f"eval.every_steps={run.eval.every_steps} evaluates on held-out documents, but data.eval_fraction=0 holds "
             "none out. Set eval.every_steps=None, or data.eval_fraction above 0."
         )
+    run.profile.check_length(run.num_steps)
 
 
 def check_vocabulary(model: Transformer, vocab_size: int) -> None:

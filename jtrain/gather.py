@@ -39,7 +39,9 @@ def placement_of(layout: Layout) -> Placement:
     def fetch(path: str, tree: Any) -> Any:
         if isinstance(tree, dict):
             return {key: fetch(f"{path}.{key}", value) for key, value in tree.items()}
-        return _fetch(layout, layouts[path], tree)
+        # A profile finds by these names which weight of which layer a collective is for.
+        with jax.named_scope(path.replace(".", "/")):
+            return _fetch(layout, layouts[path], tree)
 
     return Placement(
         fetch=fetch,

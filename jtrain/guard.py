@@ -19,7 +19,7 @@ class StopRequest:
     """While it is entered, SIGINT and SIGTERM only set a flag, so that the loop can finish its step and save.
 
         with StopRequest() as stop:
-            while not agree(stop.requested): ...
+            while not agree(stop.requested)[0]: ...
 
     The first Ctrl-C asks, the second says that the state is being saved, the third raises KeyboardInterrupt. SIGTERM
     asks however often it comes. The handlers that were there before are back after the `with` block.
@@ -59,21 +59,22 @@ class StopRequest:
             _say("Still saving the checkpoint. Ctrl-C once more to stop at once and lose the steps since the last one.")
 
 
-def agree(flag: bool) -> bool:
-    """True in every process at the same step if `flag` is true in any of them.
+def agree(*flags: bool) -> tuple[bool, ...]:
+    """Of each flag: true in every process at the same step if it is true in any of them.
 
     A signal reaches processes at different times, and one that stops alone leaves the others waiting in a collective.
     Every process must call this at the same steps. With one process it is free. With several it is an all-gather of
-    one byte that queues behind the steps already dispatched: the host waits for the device, so call it where the loop
-    reads metrics anyway, not before each dispatch.
+    a byte per flag that queues behind the steps already dispatched: the host waits for the device, so call it where
+    the loop reads metrics anyway, not before each dispatch.
     """
     import jax  # lazy: signals need none
 
     if jax.process_count() == 1:
-        return flag
+        return flags
     from jax.experimental import multihost_utils
 
-    return bool(np.any(multihost_utils.process_allgather(np.bool_(flag))))
+    everywhere = np.asarray(multihost_utils.process_allgather(np.asarray(flags, np.bool_)))
+    return tuple(bool(flag) for flag in everywhere.any(axis=0))
 
 
 def same_everywhere(text: str) -> bool:

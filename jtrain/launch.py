@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jtrain import verb
 from jtrain.plan import AOT_ENVIRONMENT
+from jtrain.profile.goodput import process_start_s
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,7 +82,8 @@ def launch(args: argparse.Namespace) -> int:
     for line in settle.settle(run_config, devices=jax.devices(), workdir=workdir):
         if jax.process_index() == 0:
             print(line, flush=True)
-    return loop.train(config.build(run_config), workdir=workdir, config_text=leaves.flat(run_config))
+    text = leaves.flat(run_config)
+    return loop.train(config.build(run_config), workdir=workdir, config_text=text, started_s=process_start_s())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The loop: the only module that changes anything or reads a clock.
+"""The loop: the only module that changes anything; `watch.py` times it.
 
 Invariants:
 - Step n is dispatched before the metrics of step n - 1 are read, so the device never waits for the host.
@@ -7,17 +7,10 @@ Invariants:
 - Every process takes every decision (save, stop, evaluate) at the same step.
 """
 
-import contextlib
 import dataclasses
-import datetime
 import json
 import math
-import platform
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +24,17 @@ from jtrain.data import Fed, Prefetch, TextDataset, host_rows, open_dataset, pre
 from jtrain.data.budget import budget
 from jtrain.guard import StopRequest, agree, check_finite, same_everywhere
 from jtrain.layout import Layout, make_layout
-from jtrain.mesh import BATCH_AXES, make_mesh
-from jtrain.metrics import Metrics, TrainLine
+from jtrain.mesh import make_mesh
+from jtrain.metrics import Metrics
 from jtrain.model.param import map_params
 from jtrain.optim import Optimizer, build
 from jtrain.plan.exhausted import explained
 from jtrain.plan.fit import available_bytes, check_fits
-from jtrain.plan.flops import flops_per_token, mfu
+from jtrain.plan.flops import flops_per_token
 from jtrain.plan.report import Parts, print_plan
 from jtrain.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step
-from jtrain_kernels import device
+from jtrain.watch import Watch
+from jtrain.workdir import write_run_files
 from jtrain_kernels.host_memory import keep_freed_memory
 
 DONE = 0
@@ -48,19 +42,21 @@ STOPPED = 75
 """Exit codes: the run is complete; stopped when asked to, after a good save (EX_TEMPFAIL: run again)."""
 
 
-def train(run: Run, *, workdir: Path, config_text: str) -> int:
+def train(run: Run, *, workdir: Path, config_text: str, started_s: float | None = None) -> int:
     """Trains from the newest checkpoint of `workdir`, or from the start, to the end; returns the exit code.
 
     Args:
       run: a checked config, built.
-      workdir: made if missing; gets config.txt, run.json, metrics.jsonl, tensorboard/ and checkpoints/.
+      workdir: made if missing; gets config.txt, run.json, metrics.jsonl, goodput.json, tensorboard/, checkpoints/ and
+        profile/.
       config_text: the flat config, kept in the workdir and in every checkpoint.
+      started_s: when this attempt began, in seconds since the epoch; None for now.
 
     Raises:
       ValueError: the run cannot be: it does not fit, the workdir is another run's, there is no data ...
       NotFinite, MemoryExhausted: a loss or gradient stopped being a number; a device's memory was too small after all.
     """
-    started_s = time.perf_counter()
+    started_s = time.time() if started_s is None else started_s
     devices = jax.devices()
     if devices[0].platform == "cpu":
         keep_freed_memory()
@@ -78,12 +74,13 @@ def train(run: Run, *, workdir: Path, config_text: str) -> int:
         print_plan(parts, available=available, platform=devices[0].platform)
         print(dataset.describe())
         print(budget(dataset, rows=len(host_rows(mesh, run.data.global_batch))).line(), flush=True)
-        _write_run_files(workdir, config_text, mesh)
+        write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
 
     with (
         explained(parts, optimizer, mesh, available=available),
         Checkpoints(workdir, run.checkpoint) as checkpoints,
         StopRequest() as stop,
+        Watch(run, layout, mesh, workdir, started_s=started_s, source_names=dataset.names) as watch,
     ):
         start_step = checkpoints.latest_step() or 0
         if checkpoints.latest_step() is None:
@@ -100,10 +97,13 @@ def train(run: Run, *, workdir: Path, config_text: str) -> int:
         ):
             if start_step:
                 metrics.say(f"resumed from step {start_step}")
-            loop = Loop(run, layout, optimizer, mesh, dataset, checkpoints, metrics, config_text, workdir)
+            loop = Loop(run, layout, optimizer, mesh, dataset, checkpoints, metrics, watch, config_text, workdir)
+            watch.begin(start_step, metrics, loop.train_step)
             step = loop.run_steps(state, start_step, fed, stop)
-            checkpoints.wait()
-            seconds = time.perf_counter() - started_s
+            with watch.outside("checkpoint"):
+                checkpoints.wait()
+            watch.end()
+            seconds = time.time() - started_s
             if loop.data_ended:
                 metrics.say(
                     f"done: the data ended after {step} of {run.num_steps} steps (data.epochs={run.data.epochs}), in "
@@ -160,17 +160,6 @@ def _check_fits(run: Run, layout: Layout, devices: list[jax.Device], *, availabl
     check_fits(run.model, layout, run.optimizer, **sizes, platform=devices[0].platform, asked=asked)
 
 
-@dataclasses.dataclass
-class _Interval:
-    """What happened since the last logged line, evaluations and saves left out."""
-
-    since_s: float
-    steps: int = 0
-    tokens: int = 0
-    wait_ms: float = 0.0
-    outside_s: float = 0.0
-
-
 class Loop:
     """Runs the steps of one attempt."""
 
@@ -183,6 +172,7 @@ class Loop:
         dataset: TextDataset,
         checkpoints: Checkpoints,
         metrics: Metrics,
+        watch: Watch,
         config_text: str,
         workdir: Path,
     ) -> None:
@@ -192,14 +182,10 @@ class Loop:
         self.dataset = dataset
         self.checkpoints = checkpoints
         self.metrics = metrics
+        self.watch = watch
         self.config_text = config_text
         self.train_step = make_train_step(run.model, optimizer, layout, mesh)
         self.eval_step = make_eval_step(run.model, layout, mesh)
-        self.flops = flops_per_token(run.model, seq_len=run.data.seq_len)
-        self.data_ranks = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-        self.peak_flops = _peak_flops(mesh, run.layout.compute_dtype)
-        self.interval = _Interval(time.perf_counter())
-        self.compiling = True
         self.data_ended = False
 
     def run_steps(self, state: TrainState, start_step: int, batches: Prefetch, stop: StopRequest) -> int:
@@ -216,35 +202,41 @@ class Loop:
         self.data_ended = fed is None and step < num_steps
         while step < num_steps and fed is not None:
             here = fed
-            state, results = self.train_step(state, share_batch(here.batch, self.mesh))
-            # The device works on this step from here on; meanwhile the host gets ready to save, and looks at the one
-            # before.
-            self.checkpoints.prepare()
-            if unread is not None:
-                self._report(*unread)
-            for text in here.said:
-                self._note(step, text)
-            step += 1
-            unread = (step, results, here)
-            fed = self._next(batches, step) if step < num_steps else None
-            self.data_ended = fed is None and step < num_steps
-            # Among several processes this waits for the step: milliseconds, but schedulers kill soon after they warn.
-            stopping = agree(stop.requested)
+            with self.watch.step(step + 1):
+                batch = share_batch(here.batch, self.mesh)
+                state, results = self.watch.dispatch(state, batch)
+                # The device works on this step from here on; meanwhile the host gets ready to save, and looks at the
+                # one before.
+                self.checkpoints.prepare()
+                if unread is not None:
+                    self._report(*unread)
+                for text in here.said:
+                    self._note(step, text)
+                step += 1
+                unread = (step, results, here)
+                fed = self._next(batches, step) if step < num_steps else None
+                if fed is not None:
+                    self.watch.data_waited(fed.wait_ms, results)
+                self.data_ended = fed is None and step < num_steps
+                # Among several processes this waits for the step: milliseconds, but schedulers kill soon after they
+                # warn.
+                with self.watch.device_wait():
+                    stopping, window_asked = agree(stop.requested, self.watch.window_requested)
+                self.watch.wait_in_window(results)
             last = step == num_steps or stopping or self.data_ended
             # A state that is saved or evaluated is first known to be finite.
             if last or _due(step, save_every) or _due(step, evaluate_every):
                 self._report(*unread)
                 unread = None
-            if _due(step, evaluate_every) or (
-                evaluate_every is not None and (step == num_steps or self.data_ended)
-            ):
-                with self._timed_out():
+            if _due(step, evaluate_every) or (evaluate_every is not None and (step == num_steps or self.data_ended)):
+                with self.watch.outside("evaluation"):
                     self._evaluate(step, state)
             if last or _due(step, save_every):
-                with self._timed_out():
+                with self.watch.outside("checkpoint"):
                     self.checkpoints.save(step, state, self._agreed(here.state()), self.config_text)
                 saved = step
             self.checkpoints.check()
+            self.watch.after(step, results, asked=window_asked, last=last, arguments=(state, batch))
             if stopping:
                 self.data_ended = False
                 break
@@ -254,7 +246,8 @@ class Loop:
     def _next(self, batches: Prefetch, step: int) -> Fed | None:
         """The next batch; None after the last. What the data plane said before an error is kept."""
         try:
-            return next(batches, None)
+            with jax.profiler.TraceAnnotation("jtrain:data_wait"):
+                return next(batches, None)
         except Exception:
             for text in batches.said:
                 self._note(step, text)
@@ -283,52 +276,13 @@ class Loop:
 
     def _report(self, step: int, results: Any, fed: Fed) -> None:
         """Waits for a step's results, checks them, and logs them if it is their turn."""
-        values = jax.device_get(results)
+        with self.watch.device_wait():
+            values = jax.device_get(results)
         hash_hex = "".join(f"{word:08x}" for word in np.asarray(values["batch_hash"]).tolist())
         loss, norm = float(values["loss_nats"]), float(values["grad_norm"])
         last = self.checkpoints.latest_step() if not math.isfinite(loss + norm) else None
         check_finite(step, {"loss_nats": loss, "grad_norm": norm}, batch_hash=hash_hex, last_checkpoint_step=last)
-        interval = self.interval
-        interval.steps += 1
-        interval.tokens += int(values["tokens"])
-        interval.wait_ms += fed.wait_ms
-        now_s = time.perf_counter()
-        if not self.run.metrics.is_logged(step, self.run.num_steps):
-            if self.compiling:
-                self.compiling, self.interval = False, _Interval(now_s)  # the step's compilation is no step time
-            return
-        self.compiling = False
-        seconds = now_s - interval.since_s - interval.outside_s
-        tokens_per_s = interval.tokens / seconds
-        positions_per_s = interval.steps * self.run.data.global_batch * self.run.data.seq_len / seconds
-        self.metrics.train(
-            TrainLine(
-                step=step,
-                loss_nats=loss,
-                grad_norm=norm,
-                learning_rate=float(values["learning_rate"]),
-                tokens=int(values["tokens"]),
-                tokens_per_s=tokens_per_s,
-                step_time_ms=1e3 * seconds / interval.steps,
-                data_wait_ms=interval.wait_ms / interval.steps,
-                batch_hash=hash_hex,
-                mfu=mfu(
-                    self.flops,
-                    tokens_per_s=positions_per_s,
-                    num_devices=self.mesh.devices.size,
-                    peak_flops=self.peak_flops,
-                ),
-                device_memory_peak_gib=_memory_peak_gib(self.mesh),
-                data_fill=fed.stats.fill,
-                data_cost_spread=fed.stats.spread(self.data_ranks),
-                data_drift=fed.stats.drift,
-                data_skipped=fed.stats.skipped,
-                data_tokens=fed.stats.tokens(self.dataset.names),
-                data_queue={loader.name: loader.queued for loader in fed.stats.loaders},
-                data_memory_mib={loader.name: loader.memory_bytes / 2**20 for loader in fed.stats.loaders},
-            )
-        )
-        self.interval = _Interval(now_s)
+        self.watch.step_done(step, values, fed, hash_hex=hash_hex)
 
     def _evaluate(self, step: int, state: TrainState) -> None:
         """The mean cross entropy over the held-out batches."""
@@ -339,62 +293,6 @@ class Loop:
             tokens += int(sums["tokens"])
         self.metrics.evaluation(step, nats / max(tokens, 1))
 
-    @contextlib.contextmanager
-    def _timed_out(self) -> Iterator[None]:
-        """Around what is no training: its time is kept out of the step time."""
-        before_s = time.perf_counter()
-        yield
-        self.interval.outside_s += time.perf_counter() - before_s
-
 
 def _due(step: int, every_steps: int | None) -> bool:
     return every_steps is not None and step % every_steps == 0
-
-
-def _peak_flops(mesh: Mesh, compute_dtype: str) -> float | None:
-    """Peak of one device in FLOP/s; None where it is unknown, as of a CPU."""
-    spec = device.from_device(mesh.devices.flat[0])
-    return None if spec is None else spec.peak_flops(compute_dtype)
-
-
-def _memory_peak_gib(mesh: Mesh) -> float | None:
-    """Most bytes ever in use on any of this process's devices; None where they do not say, as on a CPU."""
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in mesh.local_devices]
-    known = [peak for peak in peaks if peak is not None]
-    return max(known) / 2**30 if known else None
-
-
-def _write_run_files(workdir: Path, config_text: str, mesh: Mesh) -> None:
-    """config.txt and run.json: what runs, with what, since when."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    facts = {
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": sys.orig_argv,
-        "commit": git_commit(),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in _VERSIONS},
-        "devices": {"kind": mesh.devices.flat[0].device_kind, "count": mesh.devices.size},
-        "processes": jax.process_count(),
-        "mesh": dict(mesh.shape),
-    }
-    for name, text in (("run.json", json.dumps(facts, indent=1) + "\n"), ("config.txt", config_text)):
-        # Renamed when whole: half a config.txt would be taken for another run's.
-        new = workdir / f"{name}.new"
-        new.write_text(text)
-        new.replace(workdir / name)
-
-
-_VERSIONS = ("jtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
-
-
-def git_commit() -> str | None:
-    """The commit of jtrain's checkout, with `+changes` if files differ from it; None outside of one."""
-
-    def git(*command: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), *command], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None

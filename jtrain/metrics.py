@@ -12,7 +12,9 @@ from typing import IO, Any, Literal, Protocol, cast, runtime_checkable
 FILE = "metrics.jsonl"
 EVENTS = "tensorboard"
 
-type Reduced = Literal["this step", "mean since the last line", "highest so far", "held-out batches"]
+type Reduced = Literal[
+    "this step", "mean since the last line", "last 1000 steps", "highest so far", "so far", "held-out batches"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,21 @@ TRAIN_METRICS = (
     Metric("data_tokens", "tokens", "this step", "by source; those that gave none are left out"),
     Metric("data_queue", "runs", "this step", "asked of each Source Loader of process 0 and not yet read"),
     Metric("data_memory_mib", "MiB", "this step", "resident in each Source Loader of process 0, shared pages included"),
+    Metric("step_time_p50_ms", "ms", "last 1000 steps", "half of the steps are no longer; evaluations, saves left out"),
+    Metric("step_time_p90_ms", "ms", "last 1000 steps", "nine steps of ten are no longer"),
+    Metric("step_time_p99_ms", "ms", "last 1000 steps", "99 steps of 100 are no longer"),
+    Metric(
+        "straggler_score",
+        "",
+        "mean since the last line",
+        "of each host and device, 1 as quick as the quickest: share of a step that would be left, were it so; of "
+        "devices by their clocks, where those are known",
+    ),
+    Metric("clock_mhz", "MHz", "mean since the last line", "of a device's cores; null where nothing says"),
+    Metric("power_w", "W", "mean since the last line", "of a device; null where nothing says"),
+    Metric("joules_per_token", "J/token", "mean since the last line", "of all devices; null where nothing says"),
+    Metric("host_rss_mib", "MiB", "this step", "resident in process 0, shared pages included; null where /proc is not"),
+    Metric("compile_count", "programs", "so far", "train steps compiled by this attempt; 1 unless an argument changed"),
 )
 """What every line of a train step holds, in this order."""
 
@@ -81,6 +98,15 @@ class TrainLine:
     data_tokens: dict[str, int]
     data_queue: dict[str, int]
     data_memory_mib: dict[str, float]
+    step_time_p50_ms: float
+    step_time_p90_ms: float
+    step_time_p99_ms: float
+    straggler_score: dict[str, float]
+    clock_mhz: float | None
+    power_w: float | None
+    joules_per_token: float | None
+    host_rss_mib: float | None
+    compile_count: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +194,12 @@ class Metrics:
         self._write({"step": step, "eval_loss_nats": eval_loss_nats}, "eval")
         if self._progress is not None:
             self._progress.say(f"step {step}/{self._progress.num_steps}  eval loss {eval_loss_nats:.4f} nats")
+
+    def goodput(self, step: int, seconds_by_category: dict[str, float]) -> None:
+        """Shows in TensorBoard where the run's wall time went so far; goodput.json holds it."""
+        if self._events is not None:
+            for name, seconds in seconds_by_category.items():
+                self._events.add_scalar(f"goodput/{name}_s", seconds, step)
 
     def say(self, text: str) -> None:
         """Prints a line of text, above the bar if there is one."""

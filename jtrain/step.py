@@ -209,7 +209,7 @@ def make_train_step(
         grads, metrics = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
             params, opt_state, norms = update(grads, state)
-        return TrainState(state.step + 1, params, opt_state), metrics | norms
+            return TrainState(state.step + 1, params, opt_state), metrics | norms
 
     # Said, not inferred: a state that came back laid out otherwise would compile the second step anew.
     state_shardings = shardings_of(abstract_state(layout, optimizer, mesh))
@@ -352,34 +352,40 @@ def _local_gradients(model: Transformer, layout: Layout, params: Params, batch: 
     """One device's part: its gradients as the optimizer wants them, and the global batch's metrics."""
     spec = layout.spec
     placement = placement_of(layout)
-    num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
-    # Dividing each microbatch by the whole batch's count, not by its own, is what makes accumulation exact.
-    weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
+    with jax.named_scope("batch"):
+        num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
+        # Dividing each microbatch by the whole batch's count, not by its own, is what makes accumulation exact.
+        weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
 
     def objective(trained: Params, part: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
         total, nats = model.loss(with_whole(layout, trained, params), part, placement)
-        return total * weight, nats * weight
+        with jax.named_scope("loss"):
+            return total * weight, nats * weight
 
     def microbatch(carry: tuple[Params, Array], part: Batch) -> tuple[tuple[Params, Array], None]:
         (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained, part)
-        return (jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[0], grads), carry[1] + loss), None
+        with jax.named_scope("reduce_gradients"):
+            return (jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[0], grads), carry[1] + loss), None
 
     trained = trained_part(layout, params)
     if spec.microbatches == 1:
         (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained, batch)
     else:
         parts = _microbatches(layout, batch)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
+        with jax.named_scope("reduce_gradients"):
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
         (grads, loss), _ = jax.lax.scan(microbatch, (zeros, jnp.zeros((), jnp.float32)), parts)
 
     with jax.named_scope("reduce_gradients"):
         layouts = param_tree(layout, lambda p: p)
         grads = jax.tree.map(lambda p, g: finish_gradient(layout, p, g), layouts, grads)
         loss = jax.lax.psum(loss, tuple(axis for axis, size in layout.mesh.shape.items() if size > 1))
-    hash_2 = psum_batch(layout, hash_block(batch))
+    with jax.named_scope("batch"):
+        hash_2 = psum_batch(layout, hash_block(batch))
     return grads, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}
 
 
 def _microbatches(layout: Layout, batch: Batch) -> Batch:
     """One device's rows in the parts that it computes one after another."""
-    return jax.tree.map(lambda x: x.reshape(layout.spec.microbatches, -1, *x.shape[1:]), batch)
+    with jax.named_scope("batch"):
+        return jax.tree.map(lambda x: x.reshape(layout.spec.microbatches, -1, *x.shape[1:]), batch)

@@ -74,6 +74,9 @@ def start_jax(environ: MutableMapping[str, str], *, emulate_devices: int | None 
         jax.config.update("jax_compilation_cache_dir", str(user_cache / "jtrain" / "xla"))
         # jax's own default leaves out what compiles in under a second: of `tiny`, everything but the step.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        # A program of another version of the code may be the same but for the names of its ops' scopes, which traces
+        # are read by.
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
 
 def use_unified_memory(environ: MutableMapping[str, str], *, topology: str | None = None) -> None:

@@ -263,7 +263,8 @@ def test_an_unknown_config_is_refused(name: str, message: str) -> None:
 
 def test_an_unknown_fiddler_is_refused() -> None:
     """The base function is none, and neither is an import of the file."""
-    with pytest.raises(ValueError, match=r"no fiddler zero. Did you mean zero3\? It has: zero3, tensor, debug"):
+    said = r"no fiddler zero. Did you mean zero3\? It has: zero3, tensor, profile, debug"
+    with pytest.raises(ValueError, match=said):
         config.load("tiny", ["zero"])
     with pytest.raises(ValueError, match="no fiddler tiny"):
         config.load("tiny", ["tiny"])

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 ROWS = (
-    ("dims", "durable", "leaves", "verb"),  # these import nothing of ours
+    ("dims", "durable", "leaves", "program", "verb", "workdir"),  # these import nothing of ours
     ("mesh",),
     ("layout",),
     ("data", "model", "optim", "offload"),
@@ -21,6 +21,7 @@ ROWS = (
     ("pipeline",),
     ("checkpoint", "metrics", "guard", "profile", "plan", "hf"),
     ("config",),
+    ("watch",),
     ("loop", "settle"),
     ("launch", "generate", "bench"),
 )

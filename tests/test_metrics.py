@@ -49,6 +49,15 @@ LINE = TrainLine(
     data_tokens={"web": 4000, "code": 96},
     data_queue={"loader-0": 2},
     data_memory_mib={"loader-0": 40.5},
+    step_time_p50_ms=330.0,
+    step_time_p90_ms=335.0,
+    step_time_p99_ms=340.0,
+    straggler_score={"host 0": 1.0, "device 0": 1.0},
+    clock_mhz=None,
+    power_w=None,
+    joules_per_token=None,
+    host_rss_mib=900.5,
+    compile_count=1,
 )
 
 
@@ -155,7 +164,7 @@ metrics = Metrics(Path(sys.argv[1]), MetricsSpec(), num_steps=10**9, start_step=
 step = 0
 while True:
     step += 1
-    data = (1.0, 1.0, 0.0, 0, {}, {}, {})
+    data = (1.0, 1.0, 0.0, 0, {}, {}, {}, 1.0, 1.0, 1.0, {}, None, None, None, 900.5, 1)
     metrics.train(TrainLine(step, 1 / step, 1.0, 1e-3, 1, 1.0, 1.0, 0.0, "ff" * 8, None, None, *data))
     print(step, flush=True)
 """

@@ -32,7 +32,7 @@ def benchmarks() -> dict[str, str]:
 
 def report(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     """What `--json` writes: the rows, and what one needs to know to measure them again."""
-    from jtrain.loop import git_commit  # lazy: it imports jax and the rest
+    from jtrain.workdir import git_commit  # lazy: it imports jax
 
     return {
         "name": name,

@@ -209,7 +209,8 @@ class Transformer(nnx.Module):
                 x_BLD = _embed(fetch("embed_VD", table), batch.token_BL, tensor, ops.embedding_lookup)
             else:
                 x_BLD = _embed(table, batch.token_BL, tensor, placement.lookup)
-        cos_BLR, sin_BLR = self.rope.tables(batch.position_BL, self.head_dim)
+        with jax.named_scope("rope"):
+            cos_BLR, sin_BLR = self.rope.tables(batch.position_BL, self.head_dim)
         block_def, _ = nnx.split(self.layers)
 
         def layer(x_BLD: Array, weights: Params, shared: tuple[Array, Array, Array]) -> Array:

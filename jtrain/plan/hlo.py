@@ -2,16 +2,23 @@
 
 import collections
 import dataclasses
-import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-import numpy as np
-
-from jtrain.plan.program import Instruction, Visit, array_bytes, called, done_of, elements, visits
-
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
+from jtrain.program import (
+    KINDS,
+    Instruction,
+    Visit,
+    array_bytes,
+    axes_of,
+    called,
+    done_of,
+    elements,
+    groups_of,
+    visits,
+    whole_arrays,
+    wire_bytes,
+)
 
 _HOST = "S(5)"
 """The memory space of pinned host memory, on TPUs and GPUs."""
@@ -42,10 +49,8 @@ class Traffic:
     hidden_bytes: int
 
     def on_wire(self, array_bytes: int) -> int:
-        """What one device sends of that: on a ring (n - 1) / n, twice for an all-reduce; all of it if permuted."""
-        if self.kind == "collective-permute":
-            return array_bytes
-        return (2 if self.kind == "all-reduce" else 1) * array_bytes * (self.group - 1) // self.group
+        """What one device sends of that."""
+        return wire_bytes(self.kind, array_bytes, self.group)
 
     @property
     def wire_bytes(self) -> int:
@@ -104,10 +109,10 @@ def traffic(hlo: str, mesh_shape: Mapping[str, int]) -> list[Traffic]:
         if kind not in KINDS:
             continue
         times = _known(visit, kind)
-        groups = _permuted(instruction.line) if kind == "collective-permute" else _groups(instruction.line, mesh_shape)
+        groups = groups_of(instruction, mesh_shape)
         group = max(len(g) for g in groups) if groups else 1
-        for dtype, size in _whole_arrays(instruction, kind, group):
-            key = (kind, _axes(groups, mesh_shape), group, dtype)
+        for dtype, size in whole_arrays(instruction, kind, group):
+            key = (kind, axes_of(groups, mesh_shape), group, dtype)
             _add(total, key, visit, times, size)
     return [Traffic(*key, *_sums(total, key)) for key in sorted({key[:-1] for key in total}, key=str)]
 
@@ -182,55 +187,3 @@ def _host_move(instruction: Instruction, around: list[Instruction]) -> tuple[_Di
         return "to host", array_bytes(result)
     written = [one for one in given[1:2] if _HOST not in one]  # in place
     return ("to host", array_bytes(written[0])) if written else None
-
-
-def _whole_arrays(instruction: Instruction, kind: str, group: int) -> Iterator[tuple[str, int]]:
-    """(dtype, bytes) of each array: see `Traffic.array_bytes`."""
-    type_ = instruction.type
-    if type_.startswith("((") or instruction.opcode in ("all-gather-start", "collective-permute-start"):
-        type_ = elements(type_)[1]  # (operands, results, ...): each an array or a tuple of arrays
-    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_)
-    if kind == "all-to-all":  # a tuple of one piece per device is one array
-        yield arrays[0][0], array_bytes(type_)
-        return
-    for dtype, dims in arrays:
-        yield dtype, array_bytes(f"{dtype}[{dims}]") * (group if kind == "reduce-scatter" else 1)
-
-
-def _groups(line: str, mesh_shape: Mapping[str, int]) -> list[list[int]]:
-    """The devices that communicate with each other, by their index in the mesh."""
-    size = math.prod(mesh_shape.values())
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\S+)? ?\{([^}]*)\}", line):
-        shape = {name: int(n) for name, n in re.findall(r"'?(\w+)'?=(\d+)", named[1])}
-        names = re.findall(r"'(\w+)'", named[2])
-        return _along(shape, names)
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        ids = np.arange(size).reshape([int(n) for n in iota[3].split(",")])
-        if iota[4]:
-            ids = ids.transpose([int(n) for n in iota[4].split(",")])
-        return ids.reshape(int(iota[1]), int(iota[2])).tolist()
-    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line):
-        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
-    return [list(range(size))]
-
-
-def _along(shape: Mapping[str, int], axes: list[str]) -> list[list[int]]:
-    """Groups of devices that differ only in their place along `axes`."""
-    ids = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))
-    inside = [index for index, name in enumerate(shape) if name in axes]
-    outside = [index for index, name in enumerate(shape) if name not in axes]
-    return ids.transpose([*outside, *inside]).reshape(-1, math.prod(shape[name] for name in axes)).tolist()
-
-
-def _permuted(line: str) -> list[list[int]]:
-    """Sender and receiver of each pair."""
-    pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line)
-    return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])] if pairs else []
-
-
-def _axes(groups: list[list[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """Axes along which members of a group differ."""
-    places = [np.unravel_index(np.asarray(group), tuple(mesh_shape.values())) for group in groups]
-    return tuple(
-        axis for index, axis in enumerate(mesh_shape) if any(len(set(place[index].tolist())) > 1 for place in places)
-    )

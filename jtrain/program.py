@@ -9,6 +9,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
+
 _ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 _ITEMSIZE |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8}
 _ITEMSIZE |= dict.fromkeys(("f8e4m3", "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "f8e8m0fnu"), 1)
@@ -53,7 +57,7 @@ class Visit:
 
 def visits(hlo: str) -> Iterator[Visit]:
     """Every instruction that the entry reaches, once per place that it is called from."""
-    computations, entry = _computations(hlo)
+    computations, entry = read(hlo)
     multiplies: dict[str, bool] = {}
 
     def visit(name: str, times: int | None, asynchronous: bool, hidden: bool) -> Iterator[Visit]:
@@ -129,7 +133,7 @@ def elements(type_: str) -> list[str]:
     return parts
 
 
-def _computations(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
+def read(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
     """Instructions of each computation by its name, and the name of the entry."""
     found: dict[str, list[Instruction]] = {}
     entry = ""
@@ -181,3 +185,65 @@ def _trip_count(line: str, computations: Mapping[str, list[Instruction]]) -> int
             compared |= "direction=LT" in instruction.line
             pending += called(instruction.line)
     return bounds[0] if len(bounds) == 1 and compared else None
+
+
+def whole_arrays(instruction: Instruction, kind: str, group: int) -> Iterator[tuple[str, int]]:
+    """(dtype, bytes) of each whole array: an all-gather's result, a reduce-scatter's operand, an all-reduce's sum."""
+    type_ = instruction.type
+    if type_.startswith("((") or instruction.opcode in ("all-gather-start", "collective-permute-start"):
+        type_ = elements(type_)[1]  # (operands, results, ...): each an array or a tuple of arrays
+    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_)
+    if kind == "all-to-all":  # a tuple of one piece per device is one array
+        yield arrays[0][0], array_bytes(type_)
+        return
+    for dtype, dims in arrays:
+        yield dtype, array_bytes(f"{dtype}[{dims}]") * (group if kind == "reduce-scatter" else 1)
+
+
+def wire_bytes(kind: str, array_bytes: int, group: int) -> int:
+    """What one device sends of a whole array: on a ring (n - 1) / n, twice for an all-reduce; all of it if permuted."""
+    if kind == "collective-permute":
+        return array_bytes
+    return (2 if kind == "all-reduce" else 1) * array_bytes * (group - 1) // group
+
+
+def groups_of(instruction: Instruction, mesh_shape: Mapping[str, int]) -> list[list[int]]:
+    """The devices that communicate with each other in a collective, by their index in the mesh."""
+    line = instruction.line
+    if instruction.opcode.startswith("collective-permute"):
+        return _permuted(line)
+    size = math.prod(mesh_shape.values())
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\S+)? ?\{([^}]*)\}", line):
+        shape = {name: int(n) for name, n in re.findall(r"'?(\w+)'?=(\d+)", named[1])}
+        names = re.findall(r"'(\w+)'", named[2])
+        return _along(shape, names)
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        ids = np.arange(size).reshape([int(n) for n in iota[3].split(",")])
+        if iota[4]:
+            ids = ids.transpose([int(n) for n in iota[4].split(",")])
+        return ids.reshape(int(iota[1]), int(iota[2])).tolist()
+    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line):
+        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+    return [list(range(size))]
+
+
+def _along(shape: Mapping[str, int], axes: list[str]) -> list[list[int]]:
+    """Groups of devices that differ only in their place along `axes`."""
+    ids = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))
+    inside = [index for index, name in enumerate(shape) if name in axes]
+    outside = [index for index, name in enumerate(shape) if name not in axes]
+    return ids.transpose([*outside, *inside]).reshape(-1, math.prod(shape[name] for name in axes)).tolist()
+
+
+def _permuted(line: str) -> list[list[int]]:
+    """Sender and receiver of each pair."""
+    pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line)
+    return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])] if pairs else []
+
+
+def axes_of(groups: list[list[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
+    """Axes along which members of a group differ."""
+    places = [np.unravel_index(np.asarray(group), tuple(mesh_shape.values())) for group in groups]
+    return tuple(
+        axis for index, axis in enumerate(mesh_shape) if any(len(set(place[index].tolist())) > 1 for place in places)
+    )

@@ -1,0 +1,1 @@
+"""Where the time goes: traces with clocks, goodput with causes."""

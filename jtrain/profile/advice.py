@@ -1,0 +1,168 @@
+"""What to try next: a few rules, each with the seconds at stake and the setting that it is about, largest first."""
+
+import collections
+import statistics
+
+from jtrain.profile import figures
+from jtrain.profile.figures import comm_name, mean_step, per_step, seconds, share, size
+from jtrain.profile.records import Breakdown, CommRow, StepBreakdown
+
+LEAST = {
+    "exposed_communication": 0.05,
+    "data_wait": 0.02,
+    "clocks": 0.03,
+    "utilisation": 0.15,
+    "instruction": 0.10,
+    "host": 0.03,
+    "idle": 0.05,
+}
+"""Share of a step from which on a part is worth a line; below it the gain is within what runs differ by."""
+
+SLOW_DEVICE = 0.05
+"""A device that computes so much longer than the median one holds all others back."""
+
+SLOW_CLOCK = 0.02
+"""A clock so far below the median one explains a slow device."""
+
+MORE_BYTES = 0.10
+"""A collective that sends so much more than planned is another one than was planned."""
+
+
+def advise(breakdown: Breakdown) -> list[str]:
+    """One line per rule that applies, with what it costs per step and the setting to change; empty if none does."""
+    step = mean_step(breakdown)
+    found: list[tuple[float, str]] = []
+    rules = {
+        "exposed_communication": _communication,
+        "data_wait": _data_wait,
+        "clocks": _clocks,
+        "utilisation": _utilisation,
+        "instruction": _instruction,
+        "host": _host,
+        "idle": _idle,
+    }
+    for key, rule in rules.items():
+        lost = step.parts.get(key) or 0.0
+        if lost >= LEAST[key] * step.duration_s and (line := rule(breakdown, step)):
+            part = next(part for part in figures.PARTS if part.key == key)
+            cost = f"{part.name}: {seconds(lost)}, {share(lost, step.duration_s)} of the step"
+            found.append((lost, f"{cost[0].upper()}{cost[1:]}. {line}"))
+    found += _slow_device(breakdown) + _more_bytes(breakdown, step)
+    return [line for _, line in sorted(found, key=lambda pair: -pair[0])]
+
+
+def _communication(breakdown: Breakdown, step: StepBreakdown) -> str | None:
+    if not breakdown.communication:
+        return None
+    row = max(breakdown.communication, key=lambda row: row.exposed_s)
+    said = (
+        f"Most of it is {comm_name(row)}: {seconds(row.exposed_s)} of {seconds(row.total_s)} exposed, "
+        f"{size(row.wire_bytes)} in {row.count:,.3g} calls"
+    )
+    return f"{said}: {_less_communication(row)}."
+
+
+def _less_communication(row: CommRow) -> str:
+    """The setting that a collective of this kind over these axes answers to."""
+    if "tensor" in row.axes:
+        return "activations cross this axis in every layer; try half the mesh.tensor and twice the mesh.data"
+    if "context" in row.axes:
+        return "try half the mesh.context and twice the mesh.data, if a sequence still fits a device"
+    if row.kind == "all-gather":
+        return (
+            "each microbatch gathers the parameters again; try fewer layout.microbatches, or layout.zero_stage=2, "
+            "which keeps parameters whole on each device"
+        )
+    return "gradients are summed in layout.reduce_dtype (bfloat16 halves float32's bytes), once per layout.microbatches"
+
+
+def _data_wait(breakdown: Breakdown, step: StepBreakdown) -> str:
+    return (
+        "Set data.prepared to a folder of `python -m jtrain.data prepare`, so that nothing is tokenised in training; "
+        "or more data.max_loaders or data.lookahead_steps."
+    )
+
+
+def _clocks(breakdown: Breakdown, step: StepBreakdown) -> str:
+    cause = max(step.clocks_lost_s, key=lambda name: step.clocks_lost_s[name], default="other")
+    lost = step.clocks_lost_s.get(cause, 0.0)
+    watts = figures.mean(device.mean_w for device in figures.by_device(breakdown))
+    if cause == "power":
+        draws = "" if watts is None else f" at {watts:,.0f} W"
+        return (
+            f"{seconds(lost)} of it by the power limit{draws}: `nvidia-smi --power-limit` sets it, as far as the board "
+            "allows; a lower one trades tokens/s for J per token."
+        )
+    if cause == "thermal":
+        hot = [value for track in breakdown.clocks for value in track.temperature_c if value is not None]
+        degrees = f", at up to {max(hot):.0f} °C" if hot else ""
+        return f"{seconds(lost)} of it by heat{degrees}: more cooling; `nvidia-smi --power-limit` makes less of it."
+    return (
+        f"{seconds(lost)} of it for no reason that the driver names: `nvidia-smi --lock-gpu-clocks` holds a clock, if "
+        "one is allowed to; the throttle reasons over the steps show when."
+    )
+
+
+def _utilisation(breakdown: Breakdown, step: StepBreakdown) -> str | None:
+    if step.parts.get("theoretical") is None:
+        return None  # this part then holds the math as well: nothing is known to be lost
+    by_place: dict[str, float] = collections.defaultdict(float)
+    for op in breakdown.ops:
+        by_place[figures.where(op)] += per_step(breakdown, op.lost.get("utilisation", 0.0))
+    place = max(by_place, key=lambda name: by_place[name], default="")
+    most = f"Most of it in {place}, {seconds(by_place[place])}. " if place else ""
+    return (
+        f"{most}Larger matrices at a time fill the device better; try half the layout.microbatches, "
+        "which doubles the activations, or a larger model.loss_chunk_tokens where it is the loss."
+    )
+
+
+def _instruction(breakdown: Breakdown, step: StepBreakdown) -> str:
+    factor = step.chain.get("instruction")
+    times = "" if factor is None else f"The device computes {factor:.2f} times the model's FLOPs. "
+    return (
+        f"{times}layout.remat=full recomputes all of the forward pass, a third more; layout.remat=named with "
+        "layout.remat_save, or none, recomputes less for more memory: `python -m jtrain.plan --search` says what fits."
+    )
+
+
+def _host(breakdown: Breakdown, step: StepBreakdown) -> str:
+    return "Try a larger metrics.log_every_steps, or longer steps by a larger data.global_batch."
+
+
+def _idle(breakdown: Breakdown, step: StepBreakdown) -> str:
+    return "Gaps between kernels: fewer layout.microbatches make longer ones, model.scan_layers=True fewer launches."
+
+
+def _slow_device(breakdown: Breakdown) -> list[tuple[float, str]]:
+    devices = figures.by_device(breakdown)
+    if len(devices) < 2:
+        return []
+    slow = max(devices, key=lambda device: device.compute_s)
+    median_s = statistics.median(device.compute_s for device in devices)
+    lost = slow.compute_s - median_s
+    if median_s <= 0 or lost < SLOW_DEVICE * median_s:
+        return []
+    said = f"Device {slow.device} computes {seconds(lost)} longer per step than the median one ({lost / median_s:.1%})"
+    clocks = [device.mean_mhz for device in devices if device.mean_mhz is not None]
+    usual = statistics.median(clocks) if clocks else None
+    if usual and slow.mean_mhz is not None and slow.mean_mhz < (1 - SLOW_CLOCK) * usual:
+        why = f"its clock is {slow.mean_mhz:,.0f} MHz against {usual:,.0f}: look at its power limit and cooling"
+    else:
+        why = "its clock does not explain it: data.balance=True gives all ranks about the same work"
+    return [(lost, f"{said}, and all wait for it; {why}.")]
+
+
+def _more_bytes(breakdown: Breakdown, step: StepBreakdown) -> list[tuple[float, str]]:
+    found = []
+    for row in breakdown.communication:
+        if row.planned_bytes and row.wire_bytes > (1 + MORE_BYTES) * row.planned_bytes and row.exposed_s:
+            found.append(
+                (
+                    row.exposed_s * (1 - row.planned_bytes / row.wire_bytes),
+                    f"{comm_name(row)} sends {size(row.wire_bytes)} where the plan has {size(row.planned_bytes)}, "
+                    f"{row.wire_bytes / row.planned_bytes:.2f} times as much, and {seconds(row.exposed_s)} of it is "
+                    "exposed: the compiler sends something wider or again; see layout.reduce_dtype and layout.remat.",
+                )
+            )
+    return found

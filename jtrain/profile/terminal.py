@@ -1,0 +1,143 @@
+"""A breakdown in the terminal: the page's tables and sentences, without its pictures but for bars of blocks."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jtrain.profile import figures
+from jtrain.profile.figures import comm_name, mean_step, per_step, rate, seconds, share, size
+from jtrain.profile.records import Breakdown
+
+BAR = 30
+"""Characters of a whole step."""
+
+TOP_OPS = 15
+
+
+def new_console() -> Console:
+    """The terminal, or 110 columns where there is none."""
+    return Console(width=None if Console().is_terminal else 110)
+
+
+def new_table(left: Sequence[str], right: Sequence[str]) -> Table:
+    """A plain table: `left` columns of text, `right` ones of numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, collapse_padding=True)
+    for name in left:
+        table.add_column(Text(name), overflow="fold")
+    for name in right:
+        table.add_column(Text(name), justify="right", no_wrap=True)
+    return table
+
+
+def bar(start: float, length: float, width: int = BAR) -> str:
+    """A waterfall's bar in text; start and length are shares of `width` characters, and a little is a thin line."""
+    first, last = round(start * width), round((start + length) * width)
+    return " " * first + ("█" * (last - first) or "▏" * (length > 0))
+
+
+def print_breakdown(breakdown: Breakdown, console: Console) -> None:
+    """Everything that the page shows, the top ops by lost time, and clocks as means."""
+    steps = figures.steps_line(breakdown)
+    kind = f"{breakdown.num_devices} × {breakdown.device_kind} ({breakdown.platform})"
+    _title(console, f"{steps[0].upper() + steps[1:]} on {kind}")
+    _say(console, figures.headline(breakdown))
+    _say(console, _known_by(breakdown))
+    for title, table in (
+        ("where a step's time went", _parts(breakdown)),
+        ("communication, per step and device", _communication(breakdown)),
+        (f"ops by lost time, per step and device: {_top(breakdown)}", _ops(breakdown)),
+        ("devices, mean over the steps", _devices(breakdown)),
+        ("memory of one device", _memory(breakdown)),
+    ):
+        if table.row_count:
+            _title(console, title)
+            console.print(table)
+    for title, lines in (
+        ("what to try next", breakdown.advice),
+        ("what could not be known, and why", breakdown.notes),
+    ):
+        if lines:
+            _title(console, title)
+            for line in lines:
+                _say(console, f"- {line}")
+
+
+def _title(console: Console, words: str) -> None:
+    console.print(Text(words, style="bold"))
+
+
+def _say(console: Console, words: str) -> None:
+    console.print(Text(words))
+
+
+def _known_by(breakdown: Breakdown) -> str:
+    step = mean_step(breakdown)
+    joules = figures.joules_per_token(breakdown)
+    energy = "J per token unknown" if joules is None else f"{joules:.4g} J per token"
+    known = {what: step.mfu.get(key) for key, what in figures.MFU.items()}
+    mfu = ", ".join(f"{share(value, 1.0)} {what}" for what, value in known.items() if value is not None) or "unknown"
+    lost = ", ".join(f"{cause} {seconds(value)}" for cause, value in step.clocks_lost_s.items()) or "unknown"
+    return (
+        f"{figures.tokens_per_s(breakdown):,.0f} tokens/s, {energy}; MFU {mfu}\n"
+        f"computing: {figures.chain_line(step)}\n"
+        f"lost to clocks by cause: {lost}\n"
+        f"{share(breakdown.coverage, 1.0)} of device time has a layer and a phase"
+    )
+
+
+def _parts(breakdown: Breakdown) -> Table:
+    step = mean_step(breakdown)
+    table = new_table(("part", "from the step's start to its end"), ("time", "share"))
+    at = 0.0
+    for part in figures.parts_of(step):
+        took = step.parts.get(part.key)
+        length = (took or 0.0) / step.duration_s
+        table.add_row(part.name, bar(at, length), seconds(took), share(took, step.duration_s))
+        at += length
+    table.add_row(
+        "step", bar(0.0, 1.0), seconds(step.duration_s), share(step.duration_s, step.duration_s), style="bold"
+    )
+    return table
+
+
+def _communication(breakdown: Breakdown) -> Table:
+    table = new_table(("collective",), ("exposed", "in all", "sent", "planned", "sent/planned", "bandwidth"))
+    for row in breakdown.communication:
+        ratio = f"{row.wire_bytes / row.planned_bytes:.2f}" if row.planned_bytes else "unknown"
+        sizes = size(row.wire_bytes), size(row.planned_bytes), ratio, rate(row.bytes_per_s)
+        table.add_row(comm_name(row), seconds(row.exposed_s), seconds(row.total_s), *sizes)
+    return table
+
+
+def _top(breakdown: Breakdown) -> str:
+    return f"the first {min(TOP_OPS, len(breakdown.ops))} of {len(breakdown.ops)}"
+
+
+def _ops(breakdown: Breakdown) -> Table:
+    duration_s = mean_step(breakdown).duration_s
+    table = new_table(("op", "where", "most lost by"), ("lost", "of step", "in all", "clock"))
+    for op in sorted(breakdown.ops, key=lambda op: -op.lost_s)[:TOP_OPS]:
+        lost = per_step(breakdown, op.lost_s)
+        words = op.name, figures.where(op), figures.main_cause(op) or "nothing"
+        clock = figures.number(op.mean_mhz, "MHz")
+        table.add_row(*words, seconds(lost), share(lost, duration_s), seconds(per_step(breakdown, op.total_s)), clock)
+    return table
+
+
+def _devices(breakdown: Breakdown) -> Table:
+    table = new_table(("device",), ("computing", "communication", "exposed", "SM clock", "power"))
+    for device in figures.by_device(breakdown):
+        times = device.compute_s, device.communication_s, device.exposed_communication_s
+        clock = figures.number(device.mean_mhz, "MHz"), figures.number(device.mean_w, "W")
+        table.add_row(str(device.device), *map(seconds, times), *clock)
+    return table
+
+
+def _memory(breakdown: Breakdown) -> Table:
+    table = new_table(("class", "who says it"), ("bytes",))
+    for row in breakdown.memory:
+        table.add_row(row.name, "planned" if row.source == "plan" else "allocator", size(row.bytes))
+    return table

@@ -1,0 +1,164 @@
+"""A breakdown as a run on four H200s would give it: five steps, 24 ops, power-capped half way through."""
+
+import dataclasses
+import itertools
+import math
+import random
+
+from jtrain.profile.records import Breakdown, ClockTrack, CommRow, Kind, MemoryRow, OpRow, Phase, StepBreakdown
+
+STEPS, DEVICES, TOKENS = 5, 4, 131_072
+STEP_S = 1.2
+
+SHARES = {
+    "theoretical": 0.46,
+    "instruction": 0.12,
+    "utilisation": 0.12,
+    "overlap": 0.02,
+    "clocks": 0.08,
+    "exposed_communication": 0.13,
+    "data_wait": 0.02,
+    "host": 0.02,
+    "idle": 0.03,
+}
+
+OPS: tuple[tuple[str, str, Kind, Phase, str, float], ...] = (
+    ("fusion.12", "fusion", "compute", "forward", "layers/attention", 0.06),
+    ("gemm_fusion_dot.3", "custom-call", "compute", "forward", "layers/mlp", 0.13),
+    ("gemm_fusion_dot.9", "custom-call", "compute", "backward", "layers/mlp", 0.27),
+    ("flash_attention.2", "custom-call", "compute", "forward", "layers/attention", 0.05),
+    ("flash_attention_bwd.2", "custom-call", "compute", "backward", "layers/attention", 0.11),
+    ("gemm_fusion_dot.21", "custom-call", "compute", "backward", "loss", 0.06),
+    ("loop_add_fusion.4", "fusion", "compute", "optimizer", "optimizer", 0.02),
+    ("all-gather.7", "all-gather", "communication", "forward", "layers/mlp", 0.09),
+    ("all-gather.8", "all-gather", "communication", "backward", "layers/mlp", 0.09),
+    ("reduce-scatter.2", "reduce-scatter", "communication", "backward", "layers/mlp", 0.12),
+)
+
+
+def step(number: int, *, duration_s: float = STEP_S, shares: dict[str, float] = SHARES) -> StepBreakdown:
+    """One step whose parts sum to it and whose chain multiplies to its busy seconds."""
+    parts: dict[str, float | None] = {name: duration_s * part for name, part in shares.items()}
+    reached = list(itertools.accumulate(duration_s * part for part in list(shares.values())[:5]))
+    chain: dict[str, float | None] = {"theoretical_s": reached[0]}
+    names = ("instruction", "utilisation", "overlap", "frequency")
+    chain |= {name: after / before for name, before, after in zip(names, reached, reached[1:], strict=False)}
+    chain["compute_s"] = reached[-1]
+    clocks = duration_s * shares["clocks"]
+    return StepBreakdown(
+        step=number,
+        duration_s=duration_s,
+        parts=parts,
+        chain=chain,
+        clocks_lost_s={"power": clocks * 0.75, "thermal": clocks * 0.2, "other": clocks * 0.05},
+        energy_j=2500.0 * duration_s,
+        mfu={"spec": 0.46, "clock": 0.5, "reference": 0.48},
+        devices=[
+            {"device": d, "busy_s": duration_s * 0.8, "communication_s": 0.3, "exposed_communication_s": 0.156}
+            for d in range(DEVICES)
+        ],
+    )
+
+
+def op(name: str, opcode: str, kind: Kind, phase: Phase, layer: str, seconds: float) -> OpRow:
+    """All executions of an op: `seconds` per step and device."""
+    total = seconds * STEPS * DEVICES
+    theoretical = None if kind == "communication" else total * 0.6
+    lost = total - (theoretical or 0.0)
+    links = {"instruction": 0.2, "utilisation": 0.5, "overlap": 0.1, "clocks": 0.2, "exposed": 0.0}
+    if kind == "communication":
+        lost, links = lost * 0.6, dict.fromkeys(links, 0.0) | {"exposed": 1.0}
+    return OpRow(
+        name=name,
+        opcode=opcode,
+        kind=kind,
+        phase=phase,
+        layer=layer,
+        count=32 * STEPS * DEVICES,
+        total_s=total,
+        theoretical_s=theoretical,
+        lost_s=lost,
+        lost={link: lost * part for link, part in links.items()},
+        mean_mhz=None if kind == "communication" else 1680.0,
+        multiplier=None if kind == "communication" else 0.93,
+    )
+
+
+def track(device: int, *, points: int = 300) -> ClockTrack:
+    """A clock that falls from 1,980 to about 1,600 MHz when the power cap holds."""
+    draw = random.Random(device)
+    time_s = [STEPS * STEP_S * i / (points - 1) for i in range(points)]
+    capped = [t > 0.4 * STEPS * STEP_S + 0.1 * device for t in time_s]
+    mhz: list[float | None] = [1600.0 + draw.choice((-15, 0, 15)) if cap else 1980.0 for cap in capped]
+    mhz[7] = None  # a query that the driver refused
+    return ClockTrack(
+        device=device,
+        source="nvml",
+        time_s=time_s,
+        sm_mhz=mhz,
+        mem_mhz=[2619.0] * points,
+        power_w=[640.0 + 60 * math.sin(9 * t) for t in time_s],
+        temperature_c=[48.0 + 14 * (1 - math.exp(-t / 2)) for t in time_s],
+        reasons=[
+            "power_cap" + (",sw_thermal" if t > 5 else "") if cap else "" for t, cap in zip(time_s, capped, strict=True)
+        ],
+    )
+
+
+def breakdown() -> Breakdown:
+    """The whole example."""
+    ops = sorted((op(*row) for row in OPS), key=lambda row: -row.lost_s)
+    small = [op(f"fusion.{i}", "fusion", "compute", "forward", "layers/norm", 0.001) for i in range(100, 114)]
+    return Breakdown(
+        platform="cuda",
+        device_kind="NVIDIA H200",
+        num_devices=DEVICES,
+        tokens_per_step=TOKENS,
+        steps=[step(20 + i, duration_s=STEP_S + 0.01 * i) for i in range(STEPS)],
+        ops=[*ops, *small],
+        communication=[
+            CommRow("all-gather", ("data",), 128.0, 14 * 2**30, 14 * 2**30, 0.18, 0.05, 14 * 2**30 / 0.18),
+            CommRow("reduce-scatter", ("data",), 64.0, 9 * 2**30, 7 * 2**30, 0.12, 0.1, 9 * 2**30 / 0.12),
+            CommRow("all-reduce", ("data", "tensor"), 2.0, 4096, None, 0.002, 0.0, None),
+        ],
+        clocks=[track(d) for d in range(DEVICES)],
+        memory=[
+            MemoryRow("params", 16 * 2**30, "plan"),
+            MemoryRow("optimizer", 48 * 2**30, "plan"),
+            MemoryRow("activations", 21 * 2**30, "plan"),
+            MemoryRow("in use", 91 * 2**30, "allocator"),
+        ],
+        coverage=0.9931,
+        advice=["Exposed communication is 13.0 % of the step: set layout.microbatches."],
+        notes=["device 0: no temperature of the memory: this driver refuses it (Not Supported)."],
+    )
+
+
+def unknown() -> Breakdown:
+    """What is left where nobody knows a peak, a clock or an energy: an emulated run on CPUs."""
+    parts: dict[str, float | None] = dict.fromkeys(SHARES, 0.0)
+    parts |= {"theoretical": None, "instruction": None, "clocks": None, "utilisation": 0.9, "idle": 0.3}
+    bare = StepBreakdown(
+        step=3,
+        duration_s=1.2,
+        parts=parts,
+        chain=dict.fromkeys(("theoretical_s", "instruction", "utilisation", "overlap", "frequency"))
+        | {"compute_s": 0.9},
+        clocks_lost_s={"power": 0.0, "thermal": 0.0, "other": 0.0},
+        energy_j=None,
+        mfu=dict.fromkeys(("spec", "clock", "reference")),
+        devices=[],
+    )
+    row = dataclasses.replace(op(*OPS[0]), theoretical_s=None, mean_mhz=None, multiplier=None)
+    return dataclasses.replace(
+        breakdown(),
+        platform="cpu",
+        device_kind="cpu",
+        steps=[bare],
+        ops=[row],
+        communication=[],
+        clocks=[],
+        memory=[],
+        advice=[],
+        notes=["no peak of this device is known: the theoretical time, the chain and MFU are unknown."],
+    )

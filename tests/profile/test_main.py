@@ -1,0 +1,184 @@
+import dataclasses
+import json
+import shutil
+import statistics
+from pathlib import Path
+
+import pytest
+
+from jtrain.profile import breakdown as breakdowns
+from jtrain.profile import report
+from jtrain.profile.__main__ import find, main
+from jtrain.profile.records import Breakdown
+from tests.profile import example
+from tests.profile.traced import traced
+from tests.test_launch import python
+
+
+def left(workdir: Path, step: int, breakdown: Breakdown) -> Path:
+    """What a window leaves in a workdir when it has been read."""
+    folder = workdir / "profile" / str(step)
+    folder.mkdir(parents=True)
+    breakdowns.write_json(breakdown, folder / "breakdown.json")
+    report.write(breakdown, folder / "report.html")
+    return folder
+
+
+def test_a_workdir_is_shown_with_the_newest_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--step chooses another; --json writes what breakdown.json holds; the last line says where the page is."""
+    old, new = example.unknown(), example.breakdown()
+    left(tmp_path, 2, old)
+    folder = left(tmp_path, 20, new)
+
+    assert main([str(tmp_path), "--json", str(tmp_path / "out.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "Steps 20 to 24" in shown
+    assert shown.splitlines()[-1] == f"with pictures: {folder / 'report.html'}"
+    assert json.loads((tmp_path / "out.json").read_text()) == json.loads((folder / "breakdown.json").read_text())
+
+    assert main([str(tmp_path), "--step", "2"]) == 0
+    assert "Step 3 on 4 × cpu" in capsys.readouterr().out
+    assert main([str(folder)]) == 0
+    assert "Steps 20 to 24" in capsys.readouterr().out
+
+
+def test_two_workdirs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Equal but for a step that takes 100 ms more: the first line says it, the JSON has every op."""
+    a, b = example.breakdown(), example.breakdown()
+    steps = [
+        dataclasses.replace(step, duration_s=step.duration_s + 0.1, parts=step.parts | {"host": 0.124})
+        for step in b.steps
+    ]
+    left(tmp_path / "a", 20, a)
+    left(tmp_path / "b", 40, dataclasses.replace(b, steps=steps))
+    file = tmp_path / "compared.json"
+
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json", str(file)]) == 0
+
+    shown = capsys.readouterr().out
+    assert "A step of B is slower: 1.220 s -> 1.320 s (+8.2%)." in shown
+    assert "Because of host +99.60 ms." in shown
+    assert len(json.loads(file.read_text())["ops"]) == len(a.ops)
+
+
+def test_a_window_that_nobody_has_read_yet_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run ended before its window was made into files: both are made, and the same profile compares as equal."""
+    folder = tmp_path / "profile" / "10"
+    shutil.copytree(traced(data=8), folder)
+
+    assert main([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "Steps 11 to 13 on 8 × cpu (cpu)" in shown
+    assert (folder / "breakdown.json").exists()
+    assert (folder / "report.html").exists()
+
+    assert main(["compare", str(tmp_path), str(folder)]) == 0
+    assert "A step of B is no slower" in capsys.readouterr().out
+
+
+def test_a_real_window_opens_in_perfetto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On every device and in every step the middle of the phases is in order, and all ops lie within the steps."""
+    folder = tmp_path / "profile" / "10"
+    shutil.copytree(traced(data=8), folder)
+
+    assert main(["export", str(tmp_path), "--perfetto"]) == 0
+
+    assert capsys.readouterr().out.startswith(f"{folder / 'perfetto.json'}: ")
+    events = json.loads((folder / "perfetto.json").read_text())["traceEvents"]
+    named = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    assert named == {0: "host"} | {i + 1: f"device {i}: cpu" for i in range(8)}
+    steps = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (0, 0)]
+    assert [e["name"] for e in steps] == ["step 11", "step 12", "step 13"]
+    end = steps[-1]["ts"] + steps[-1]["dur"]
+    for device in range(8):
+        for step in (11, 12, 13):
+            here = [e for e in events if (e["pid"], e["tid"]) == (device + 1, 2) and e["args"].get("step") == step]
+            middle = [
+                statistics.median(e["ts"] for e in here if e["args"]["phase"] == phase)
+                for phase in ("forward", "backward", "optimizer")
+            ]
+            assert middle == sorted(middle)
+    assert all(e["ts"] >= 0 and e["ts"] + e["dur"] <= end for e in events if e["ph"] == "X" and e["pid"])
+
+
+def test_no_such_workdir(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line on stderr, and 2; the same for `compare` and `export`."""
+    missing = str(tmp_path / "nowhere")
+    for words in ([missing], ["compare", missing, missing], ["export", missing, "--perfetto"]):
+        assert main(words) == 2
+        out, err = capsys.readouterr()
+        assert (out, err) == ("", f"error: {missing} is no directory. Give the workdir of a run, such as runs/tiny.\n")
+
+
+def test_a_workdir_without_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says how to get one."""
+    assert main([str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {tmp_path} holds no profile: there is no {tmp_path}/profile/<step>.")
+    assert "--set profile.steps=(20,25)" in err
+    assert err.count("\n") == 1
+
+
+def test_a_step_without_a_window(tmp_path: Path) -> None:
+    """It says which there are."""
+    left(tmp_path, 2, example.breakdown())
+    left(tmp_path, 20, example.breakdown())
+    with pytest.raises(ValueError, match="has windows after the steps 2, 20"):
+        find(tmp_path, 3)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
+def test_a_breakdown_that_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float) -> None:
+    """Whatever is missing at its end, it is one line that names the file, and 2."""
+    file = left(tmp_path, 20, example.breakdown()) / "breakdown.json"
+    text = file.read_text()
+    file.write_text(text[: int(share * len(text))])
+
+    assert main([str(tmp_path)]) == 2
+
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {file} ")
+    assert err.count("\n") == 1
+
+
+def test_a_window_that_left_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run killed in its window leaves a folder without a trace: one line, and 2."""
+    (tmp_path / "profile" / "20").mkdir(parents=True)
+    assert main([str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+def test_export_names_its_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --perfetto it is a mistake of usage, which argparse says."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["export", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "--perfetto" in capsys.readouterr().err
+
+
+def test_help_and_a_report_need_no_jax(tmp_path: Path) -> None:
+    """--help of all three answers without jax, numpy or rich; to print a profile takes no jax either."""
+    code = (
+        "import sys; from jtrain.profile import __main__ as m; "
+        "[p().format_help() for p in (m.parser, m.compare_parser, m.export_parser)]; "
+        "print({'jax', 'numpy', 'rich'} & set(sys.modules))"
+    )
+    done = python("-c", code)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
+
+    left(tmp_path, 20, example.breakdown())
+    code = "import sys; from jtrain.profile.__main__ import main; main([sys.argv[1]]); print('jax' in sys.modules)"
+    assert python("-c", code, str(tmp_path)).stdout.splitlines()[-1] == "False"
+
+
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    """`python -m jtrain.profile` in a process of its own: exit codes reach the shell."""
+    left(tmp_path, 20, example.breakdown())
+    shown = python("-m", "jtrain.profile", str(tmp_path))
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "where a step's time went" in shown.stdout
+    refused = python("-m", "jtrain.profile", str(tmp_path / "profile"))
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1

@@ -1,0 +1,191 @@
+"""Real runs, watched: a window by its steps, one by a signal, and the ledger over a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jtrain import metrics
+from jtrain.checkpoint import files
+from jtrain.profile import goodput
+
+ROOT = Path(__file__).parents[2]
+
+
+def flags(workdir: Path, *sets: str) -> list[str]:
+    shared = ("metrics.log_every_steps=1", "checkpoint.every_steps=10", "eval.every_steps=20", "profile.clocks=none")
+    asked = [flag for text in (*shared, *sets) for flag in ("--set", text)]
+    return ["--config=tiny", "--with", "debug", *asked, "--workdir", str(workdir)]
+
+
+def start(workdir: Path, *sets: str, devices: int = 1) -> subprocess.Popen[str]:
+    mesh = [f"mesh.data={devices}", "layout.zero_stage=3"] if devices > 1 else []
+    command = [sys.executable, "-m", "jtrain.launch", *flags(workdir, *mesh, *sets)]
+    command += ["--emulate-devices", str(devices)]
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, env=os.environ | {"XLA_FLAGS": ""}, **pipes)
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+def train_lines(workdir: Path) -> list[dict[str, Any]]:
+    path = workdir / metrics.FILE
+    return [line for line in metrics.read(path) if "loss_nats" in line] if path.exists() else []
+
+
+def wait_for_step(process: subprocess.Popen[str], workdir: Path, step: int) -> None:
+    end_s = time.monotonic() + 200
+    while len(train_lines(workdir)) < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end_s, "the run did not get there"
+        time.sleep(0.005)
+
+
+def ledger(workdir: Path, *, since_s: float) -> dict[str, Any]:
+    """goodput.json, whose categories are the wall time: its own, and that of a clock outside."""
+    file = workdir / goodput.FILE
+    summary = json.loads(file.read_text())
+    assert list(summary["categories"]) == list(goodput.CATEGORIES)
+    assert min(summary["categories"].values()) >= 0
+    total_s = sum(summary["categories"].values())
+    assert total_s == pytest.approx(summary["wall_s"], abs=1e-4)
+    assert total_s == pytest.approx(file.stat().st_mtime - since_s, rel=0.01)
+    return summary
+
+
+def assert_window(folder: Path, steps: list[int], *, num_devices: int) -> None:
+    """A trace of these steps with its report, whose parts are the steps' times."""
+    assert len(list(folder.rglob("*.xplane.pb"))) == 1
+    assert "<svg" in (folder / "report.html").read_text()
+    breakdown = json.loads((folder / "breakdown.json").read_text())
+    assert [step["step"] for step in breakdown["steps"]] == steps
+    assert breakdown["num_devices"] == num_devices
+    for step in breakdown["steps"]:
+        parts = [seconds for seconds in step["parts"].values() if seconds is not None]
+        assert sum(parts) == pytest.approx(step["duration_s"], rel=0.01)
+        assert len(step["devices"]) == num_devices
+
+
+def test_a_run_traces_its_window_and_accounts_for_its_time(tmp_path: Path) -> None:
+    """Four steps on four devices, a report beside them, and no second of the run unaccounted for."""
+    began_s = time.time()
+    output = ended(start(tmp_path, "num_steps=30", "profile.steps=(10,14)", devices=4))
+    assert_window(tmp_path / "profile" / "10", [11, 12, 13, 14], num_devices=4)
+    assert f"profile after step 10: {tmp_path / 'profile' / '10' / 'report.html'}" in output
+    assert "\ngoodput " in output
+
+    summary = ledger(tmp_path, since_s=began_s)
+    spent = summary["categories"]
+    assert summary["notes"] == []
+    for name in ("startup", "compile", "compute", "exposed_communication", "checkpoint", "evaluation", "idle"):
+        assert spent[name] > 0, name
+    assert spent["redone"] == 0
+    assert summary["goodput"] == pytest.approx(spent["compute"] / summary["wall_s"])
+
+    lines = train_lines(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    for line in lines:
+        assert list(line) == [metric.name for metric in metrics.TRAIN_METRICS]
+        assert line["compile_count"] == 1
+        assert line["straggler_score"] == {"host 0": 1.0}
+        assert line["host_rss_mib"] > 100
+        assert 0 < line["step_time_p50_ms"] <= line["step_time_p90_ms"] <= line["step_time_p99_ms"]
+
+
+def test_a_signal_opens_a_window_in_a_running_job(tmp_path: Path) -> None:
+    """SIGUSR1 traces the five steps that follow; the run goes on to its end."""
+    process = start(tmp_path, "num_steps=100")
+    wait_for_step(process, tmp_path, 5)
+    process.send_signal(signal.SIGUSR1)
+    output = ended(process)
+    (folder,) = (path for path in (tmp_path / "profile").iterdir() if path.name.isdecimal())
+    first = int(folder.name)
+    assert 5 <= first < 95
+    assert_window(folder, list(range(first + 1, first + 6)), num_devices=1)
+    assert "report.html" in output
+    assert len(train_lines(tmp_path)) == 100
+
+
+def test_a_killed_run_accounts_for_what_it_lost(tmp_path: Path) -> None:
+    """SIGKILL some steps past a save: the steps since that save are redone, nothing else is.
+
+    The second between the attempts is idle, and so is what the kill left unwritten.
+    """
+    began_s = time.time()
+    process = start(tmp_path, "num_steps=200")
+    while not (saved := files.steps(tmp_path / "checkpoints")):
+        wait_for_step(process, tmp_path, len(train_lines(tmp_path)))
+        time.sleep(0.005)
+    wait_for_step(process, tmp_path, saved[-1] + 5)
+    process.kill()
+    process.communicate()
+    killed_s = time.time()
+    (first,) = goodput.read_events(tmp_path / goodput.EVENTS)
+    time.sleep(1.0)
+    output = ended(start(tmp_path, "num_steps=200"))
+
+    resumed = int(output.partition("resumed from step ")[2].split()[0])
+    assert resumed < first.last_step, "steps must be done again, or this proves little"
+    summary = ledger(tmp_path, since_s=began_s)
+    assert summary["categories"]["redone"] > 0
+    assert summary["categories"]["idle"] > 1.0
+    assert summary["attempts"][0]["end"] <= killed_s
+    assert summary["attempts"][0]["end"] == pytest.approx(first.end_s)
+
+    events = [json.loads(line) for line in (tmp_path / goodput.EVENTS).read_text().splitlines()]
+    second = events[[event["event"] for event in events].index("start", 1) :]
+    assert second[0]["step"] == resumed
+    again = {event["step"] for event in second[1:] if event["seconds"].get("redone")}
+    assert again == set(range(resumed + 1, first.last_step + 1))
+    for event in second[1:]:
+        assert not (event["step"] in again and event["seconds"].get("compute")), event
+
+
+def test_a_second_attempt_says_why_it_cannot_trace_a_window_of_the_past(tmp_path: Path) -> None:
+    """Stopped before the window was over: the next attempt begins in it, where it would trace its own compilation."""
+    sets = ("num_steps=2000", "profile.steps=(20,1900)")
+    process = start(tmp_path, *sets)
+    wait_for_step(process, tmp_path, 25)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=240)
+    assert process.returncode == 75
+    stopped = train_lines(tmp_path)[-1]["step"]
+    assert_window(tmp_path / "profile" / "20", list(range(21, stopped + 1)), num_devices=1)
+    (tmp_path / "profile" / "20" / "breakdown.json").unlink()
+
+    process = start(tmp_path, *sets)
+    wait_for_step(process, tmp_path, stopped + 1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=240)
+    said = f"profile.steps=(20, 1900) is over: this attempt began at step {stopped}, whose first step compiles."
+    assert said in output
+
+
+def test_two_processes_open_one_window_together(tmp_path: Path) -> None:
+    """Process 0 traces its devices, the other goes along; each host has its score."""
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHON": sys.executable}
+    sets = ("num_steps=20", "mesh.data=2", "profile.steps=(10,13)")
+    command = ["bash", str(ROOT / "launch" / "local.sh"), "-n", "2", *flags(tmp_path, *sets), "--emulate-devices", "1"]
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    began_s = time.time()
+    ended(subprocess.Popen(command, env=environment, **pipes))
+    (trace,) = (tmp_path / "profile" / "10").rglob("*.xplane.pb")
+    assert trace.stat().st_size > 0
+    assert (tmp_path / "profile" / "10" / "report.html").exists()
+    lines = train_lines(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    for line in lines:
+        assert set(line["straggler_score"]) == {"host 0", "host 1"}
+        assert max(line["straggler_score"].values()) == 1.0
+        assert min(line["straggler_score"].values()) >= 0
+    ledger(tmp_path, since_s=began_s)

@@ -1,0 +1,83 @@
+"""A window of a real run: a tiny model on the eight emulated devices, traced as the loop traces."""
+
+import functools
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jtrain.dims import Batch
+from jtrain.layout import LayoutSpec, make_layout
+from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.model.param import map_params
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW, build
+from jtrain.plan.collectives import collectives
+from jtrain.plan.flops import flops_per_token
+from jtrain.profile.trace import Window, compiled_text
+from jtrain.step import BATCH_SPEC, init_state, make_train_step
+
+SIZES: dict[str, Any] = dict(
+    num_layers=2, d_model=32, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=64, vocab_size=64, z_loss=1e-4
+)
+ROWS, COLS = 32, 16
+STEPS = (11, 12, 13)
+WAIT_S = 0.004
+"""Slept before each step but the first, as if data were late."""
+
+MODULE = "jit_train_step"
+PEAKS: dict[str, Any] = dict(flops=None, hbm_bytes_per_s=None, ref_mhz=None, max_mhz=None)
+
+
+@functools.cache
+def traced(data: int = 8, tensor: int = 1, zero_stage: Any = 3, microbatches: int = 1) -> Path:
+    """The folder of a window of three steps, with rematerialisation and the loop over layers scanned."""
+    spec = MeshSpec(data=data, tensor=tensor)
+    mesh = make_mesh(spec, jax.devices()[: spec.size])
+    model = Transformer(**SIZES)
+    infos = model.param_infos()
+    layout_spec = LayoutSpec(zero_stage=zero_stage, remat="full", microbatches=microbatches, compute_dtype="float32")
+    layout = make_layout(layout_spec, spec, infos)
+    optimizer = build(AdamW(peak_lr=3e-3, warmup_steps=4), num_steps=20, params=map_params(lambda i: i, infos))
+    token = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (ROWS, COLS), np.int32)
+    position = np.tile(np.arange(COLS, dtype=np.int32), (ROWS, 1))
+    batch = jax.tree.map(
+        lambda x: jax.device_put(x, NamedSharding(mesh, BATCH_SPEC)),
+        Batch(token, np.roll(token, -1, 1), position, np.ones_like(token)),
+    )
+    planned = collectives(model, layout, global_batch=ROWS, seq_len=COLS)
+    window = Window(
+        Path(tempfile.mkdtemp(prefix="jtrain-traced-")),
+        facts={
+            "platform": "cpu",
+            "device_kind": jax.devices()[0].device_kind,
+            "num_devices": spec.size,
+            "tokens_per_step": ROWS * COLS,
+            "mesh": spec.shape,
+            "peaks": PEAKS,
+            "planned": [dict(kind=c.kind, axes=c.axes, wire_bytes=c.wire_bytes) for c in planned],
+            "memory": [dict(name="params", bytes=1, source="plan")],
+            "step_flops": flops_per_token(model, seq_len=COLS).total_flops * ROWS * COLS,
+            "module": MODULE,
+        },
+    )
+    # The cache of compiled programs leaves names out of its key: it may hold this one with the names of older scopes.
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    step = make_train_step(model, optimizer, layout, mesh)
+    state, metrics = step(init_state(layout, optimizer, mesh, seed=0), batch)
+    jax.block_until_ready((state, metrics))
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
+    window.start()
+    for index in STEPS:
+        if index != STEPS[0]:
+            with jax.profiler.TraceAnnotation("jtrain:data_wait"):
+                time.sleep(WAIT_S)
+        with window.step(index):
+            state, metrics = step(state, batch)
+            jax.block_until_ready((state, metrics))
+    window.stop(compiled_text(MODULE))
+    return window.folder
