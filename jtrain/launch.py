@@ -5,6 +5,7 @@ python -m jtrain.launch --config=tiny
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +57,8 @@ def launch(args: argparse.Namespace) -> int:
         raise ValueError(f"--topology {args.topology} compiles for a machine that is not here. Add --dry-run.")
     if args.topology is not None:
         os.environ.update(AOT_ENVIRONMENT)
+    # Who asks for a trace before there is a step must not end the run: from then on the loop listens.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     verb.start_jax(os.environ, emulate_devices=args.emulate_devices)
 
     import jax  # lazy, as below: with jax, flax and the rest, over a second

@@ -236,7 +236,7 @@ class Loop:
                     self.checkpoints.save(step, state, self._agreed(here.state()), self.config_text)
                 saved = step
             self.checkpoints.check()
-            self.watch.after(step, results, asked=window_asked, last=last, arguments=(state, batch))
+            self.watch.after(step, results, asked=window_asked, last=last)
             if stopping:
                 self.data_ended = False
                 break

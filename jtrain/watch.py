@@ -27,6 +27,7 @@ from jtrain.plan.memory import memory
 from jtrain.profile import goodput, light
 from jtrain.profile.clocks import spec_mhz
 from jtrain.profile.sampler import Sampler
+from jtrain.profile.trace import compiled_text
 from jtrain.profile.windows import FOLDER, Windows
 from jtrain_kernels import device
 
@@ -258,19 +259,18 @@ class Watch:
         else:
             self._ledger.step_done(step)
 
-    def after(self, step: int, results: Mapping[str, jax.Array], *, asked: bool, last: bool, arguments: Any) -> None:
+    def after(self, step: int, results: Mapping[str, jax.Array], *, asked: bool, last: bool) -> None:
         """After `step`: opens a window, or closes it and has it read; says what came of earlier ones.
 
         Args:
           results: of the step, which may still run.
           asked: whether any process wants a window.
           last: no step follows.
-          arguments: what the train step would be called with now, to find its program.
         """
         said: list[str | None] = []
         if self._windows.closes(step, last=last):
             with self.outside("idle"):
-                said.append(self._windows.close(lambda: self._programs(arguments), self._sampler.save))
+                said.append(self._windows.close(lambda: compiled_text(MODULE), self._sampler.save))
                 self._sampler.fast(False)
         if not last and self._windows.opens(step, asked=asked):
             with self.device_wait():
@@ -301,10 +301,6 @@ class Watch:
         elif self._ledger.current != "compile":
             self._ledger.move(seconds, "compile")
 
-    def _programs(self, arguments: Any) -> dict[str, str]:
-        """The compiled text of the train step. It is in jax's memory: nothing compiles anew."""
-        return {MODULE: self._train_step.lower(*arguments).compile().as_text()}
-
     def _peak_flops(self) -> float | None:
         """Peak of one device in FLOP/s; None where it is unknown, as of a CPU."""
         return None if self._spec is None else self._spec.peak_flops(self._run.layout.compute_dtype)
@@ -327,6 +323,10 @@ class Watch:
             "tokens_per_step": tokens,
             "step_flops": self._flops.total_flops * tokens,
             "module": MODULE,
+            "settings": {
+                f"layout.{name}": getattr(run.layout, name)
+                for name in ("zero_stage", "microbatches", "remat", "reduce_dtype")
+            },
             "mesh": dict(self._mesh.shape),
             "peaks": {
                 "flops": self._peak_flops(),

@@ -120,11 +120,11 @@ def matrices(run: Trained, *fields: str) -> set[str]:
     return {name for name in found if "scale_D" not in name}
 
 
-LAYOUTS: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
+LAYOUTS: tuple[Any, ...] = (
     ({}, dict(zero_stage=0)),
-    ({}, dict(zero_stage=0, microbatches=2, remat="full")),
-    ({"data": 8}, dict(zero_stage=0)),
-    ({"data": 8}, dict(zero_stage=3)),
+    pytest.param({}, dict(zero_stage=0, microbatches=2, remat="full"), marks=pytest.mark.slow),
+    pytest.param({"data": 8}, dict(zero_stage=0), marks=pytest.mark.slow),
+    pytest.param({"data": 8}, dict(zero_stage=3), marks=pytest.mark.slow),
     ({"data": 2, "tensor": 4}, dict(zero_stage=3, microbatches=2)),
 )
 
@@ -140,7 +140,7 @@ def test_state_in_host_memory_gives_the_same_bits(axes: dict[str, int], fields: 
     assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("zero_stage", (1, 2))
+@pytest.mark.parametrize("zero_stage", (pytest.param(1, marks=pytest.mark.slow), 2))
 def test_state_split_under_whole_parameters_differs_by_rounding_alone(zero_stage: int) -> None:
     """Stages 1 and 2 slice whole parameters, and XLA:CPU contracts other multiply-adds where it fuses the slice.
 
@@ -168,11 +168,16 @@ def test_a_part_of_the_state_is_the_largest_arrays_that_fit() -> None:
     assert_same_bits(got, plain((("data", 2), ("tensor", 4)), zero_stage=3, microbatches=2))
 
 
-STATES: tuple[tuple[AdamW, dict[str, Any], tuple[str, ...]], ...] = (
-    (AdamW(3e-3, warmup_steps=2, moment_dtype="bfloat16_sr"), {}, ("mu", "nu")),
+STATES: tuple[Any, ...] = (
+    pytest.param(AdamW(3e-3, warmup_steps=2, moment_dtype="bfloat16_sr"), {}, ("mu", "nu"), marks=pytest.mark.slow),
     (AdamW(3e-3, warmup_steps=2, moment_dtype="int8"), {}, ("mu", "nu", "mu_scale", "nu_scale")),
     (AdamW(3e-3, warmup_steps=2, master_dtype="float32"), {"param_dtype": "bfloat16"}, ("mu", "nu", "master")),
-    (AdamW(3e-3, warmup_steps=2, param_rounding="stochastic"), {"param_dtype": "bfloat16"}, ("mu", "nu")),
+    pytest.param(
+        AdamW(3e-3, warmup_steps=2, param_rounding="stochastic"),
+        {"param_dtype": "bfloat16"},
+        ("mu", "nu"),
+        marks=pytest.mark.slow,
+    ),
 )
 
 

@@ -108,7 +108,7 @@ class _Blind(Watch):
     def data_waited(self, wait_ms: float, running: Any) -> None:
         pass
 
-    def after(self, step: int, results: Any, *, asked: bool, last: bool, arguments: Any) -> None:
+    def after(self, step: int, results: Any, *, asked: bool, last: bool) -> None:
         pass
 
     def end(self) -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import statistics
+from collections.abc import Mapping
 
 from jtrain.profile import figures
 from jtrain.profile.figures import comm_name, mean_step, per_step, seconds, share, size
@@ -59,21 +60,25 @@ def _communication(breakdown: Breakdown, step: StepBreakdown) -> str | None:
         f"Most of it is {comm_name(row)}: {seconds(row.exposed_s)} of {seconds(row.total_s)} exposed, "
         f"{size(row.wire_bytes)} in {row.count:,.3g} calls"
     )
-    return f"{said}: {_less_communication(row)}."
+    return f"{said}: {_less_communication(row, breakdown.settings)}."
 
 
-def _less_communication(row: CommRow) -> str:
-    """The setting that a collective of this kind over these axes answers to."""
+def _less_communication(row: CommRow, settings: Mapping[str, str | int]) -> str:
+    """The setting that a collective of this kind over these axes answers to, and that is not there yet."""
     if "tensor" in row.axes:
         return "activations cross this axis in every layer; try half the mesh.tensor and twice the mesh.data"
     if "context" in row.axes:
         return "try half the mesh.context and twice the mesh.data, if a sequence still fits a device"
-    if row.kind == "all-gather":
+    microbatches = settings.get("layout.microbatches", 1)
+    if row.kind == "all-gather" and settings.get("layout.zero_stage") == 3:
+        fewer = f"fewer than layout.microbatches={microbatches}, or " if microbatches != 1 else ""
         return (
-            "each microbatch gathers the parameters again; try fewer layout.microbatches, or layout.zero_stage=2, "
-            "which keeps parameters whole on each device"
+            f"each microbatch gathers the parameters again; try {fewer}layout.zero_stage=2, which keeps parameters "
+            "whole on each device"
         )
-    return "gradients are summed in layout.reduce_dtype (bfloat16 halves float32's bytes), once per layout.microbatches"
+    if row.kind != "all-gather" and settings.get("layout.reduce_dtype") != "bfloat16":
+        return "layout.reduce_dtype=bfloat16 halves the bytes in which gradients are summed"
+    return "more tokens per device and step hide it: try a larger data.global_batch"
 
 
 def _data_wait(breakdown: Breakdown, step: StepBreakdown) -> str:
@@ -111,18 +116,22 @@ def _utilisation(breakdown: Breakdown, step: StepBreakdown) -> str | None:
         by_place[figures.where(op)] += per_step(breakdown, op.lost.get("utilisation", 0.0))
     place = max(by_place, key=lambda name: by_place[name], default="")
     most = f"Most of it in {place}, {seconds(by_place[place])}. " if place else ""
+    fewer = "half the layout.microbatches, which doubles the activations, or " if _accumulates(breakdown) else ""
     return (
-        f"{most}Larger matrices at a time fill the device better; try half the layout.microbatches, "
-        "which doubles the activations, or a larger model.loss_chunk_tokens where it is the loss."
+        f"{most}Larger matrices at a time fill the device better; try {fewer}a larger model.loss_chunk_tokens where it "
+        "is the loss."
     )
 
 
-def _instruction(breakdown: Breakdown, step: StepBreakdown) -> str:
+def _instruction(breakdown: Breakdown, step: StepBreakdown) -> str | None:
+    remat = breakdown.settings.get("layout.remat")
+    if remat == "none":
+        return None
     factor = step.chain.get("instruction")
     times = "" if factor is None else f"The device computes {factor:.2f} times the model's FLOPs. "
     return (
-        f"{times}layout.remat=full recomputes all of the forward pass, a third more; layout.remat=named with "
-        "layout.remat_save, or none, recomputes less for more memory: `python -m jtrain.plan --search` says what fits."
+        f"{times}layout.remat={remat} recomputes the forward pass; layout.remat=named with more layout.remat_save, or "
+        "none, recomputes less for more memory: `python -m jtrain.plan --search` says what fits."
     )
 
 
@@ -131,7 +140,12 @@ def _host(breakdown: Breakdown, step: StepBreakdown) -> str:
 
 
 def _idle(breakdown: Breakdown, step: StepBreakdown) -> str:
-    return "Gaps between kernels: fewer layout.microbatches make longer ones, model.scan_layers=True fewer launches."
+    fewer = "fewer layout.microbatches make longer ones, " if _accumulates(breakdown) else ""
+    return f"Gaps between kernels: {fewer}a larger data.global_batch makes each of them longer."
+
+
+def _accumulates(breakdown: Breakdown) -> bool:
+    return breakdown.settings.get("layout.microbatches", 1) != 1
 
 
 def _slow_device(breakdown: Breakdown) -> list[tuple[float, str]]:

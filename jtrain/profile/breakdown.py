@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jtrain.durable import write_whole
-from jtrain.profile import attribution, records, samples
+from jtrain.profile import attribution, live, records, samples
 from jtrain.profile.chain import chain
 from jtrain.profile.ops import is_recomputed, read_ops
 from jtrain.profile.records import Breakdown, CommRow, MemoryRow, Op, OpRow, Peaks, StepBreakdown, Trace
@@ -50,8 +50,10 @@ def analyse(folder: Path) -> Breakdown:
     from jtrain.profile.advice import advise  # reads a Breakdown, so it comes after this module
 
     trace, ops = load(folder)
-    found = break_down(trace, ops, read_facts(folder), aligned_samples(folder, trace))
-    return dataclasses.replace(found, advice=advise(found))
+    facts = read_facts(folder)
+    found = break_down(trace, ops, facts, aligned_samples(folder, trace))
+    alive = live.track(trace, (folder / f"{facts['module']}.hlo.txt").read_text(), ops)
+    return dataclasses.replace(found, advice=advise(found), live=alive)
 
 
 def load(folder: Path) -> tuple[Trace, dict[str, Op]]:
@@ -106,7 +108,7 @@ def annotate(folder: Path) -> None:
 
 
 def break_down(trace: Trace, ops: Mapping[str, Op], facts: dict[str, Any], sampled: Mapping[int, Samples]) -> Breakdown:
-    """The breakdown, without advice.
+    """The breakdown, without advice and memory over time.
 
     Args:
       facts: as `trace.Window` takes them.
@@ -130,7 +132,9 @@ def break_down(trace: Trace, ops: Mapping[str, Op], facts: dict[str, Any], sampl
         communication=_comm_rows(events, facts, len(trace.steps) * trace.num_devices),
         clocks=attribution.tracks(dict(sampled), start_ns, end_ns),
         memory=[MemoryRow(**row) for row in facts["memory"]],
+        live=None,
         coverage=_coverage(events),
+        settings=facts["settings"],
         advice=[],
         notes=_notes(trace, events, facts, peaks, sampled),
     )
@@ -367,6 +371,8 @@ def read_json(file: Path) -> Breakdown:
         for name, row in rows.items():
             values[name] = [row(**of) for of in values[name]]
         values["communication"] = [CommRow(**(of | {"axes": tuple(of["axes"])})) for of in values["communication"]]
+        if values["live"] is not None:
+            values["live"] = records.LiveTrack(**values["live"])
         return Breakdown(**values)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} lacks a field or has one too many ({error}). {again}") from error

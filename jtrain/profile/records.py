@@ -189,10 +189,23 @@ class MemoryRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class LiveTrack:
+    """Temporaries of one device alive while each op of a step runs, by what made them: see `jtrain.profile.live`.
+
+    time_s: of each point, from the step's start; bytes: class -> as many values.
+    """
+
+    step: int
+    time_s: list[float]
+    bytes: dict[str, list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Breakdown:
     """Everything that a report shows; breakdown.json is its `dataclasses.asdict`.
 
     coverage: share of device time whose op has a layer and a phase.
+    settings: fields of the config that advice is about, `layout.remat` and others, with their values.
     notes: what could not be known, and why.
     """
 
@@ -205,7 +218,9 @@ class Breakdown:
     communication: list[CommRow]
     clocks: list[ClockTrack]
     memory: list[MemoryRow]
+    live: LiveTrack | None
     coverage: float
+    settings: dict[str, str | int]
     advice: list[str]
     notes: list[str]
     version: int = 1

@@ -11,6 +11,7 @@ from jtrain.durable import write_whole
 from jtrain.profile import figures
 from jtrain.profile.figures import comm_name, mean_step, per_step, rate, seconds, share, size
 from jtrain.profile.records import Breakdown, OpRow, StepBreakdown
+from jtrain.profile.report_html.live_chart import live_chart
 from jtrain.profile.report_html.markup import cell, data, options, rect, row, section, svg, table, text
 from jtrain.profile.report_html.timeline import timeline
 
@@ -44,7 +45,7 @@ def page(breakdown: Breakdown) -> str:
         _ops(breakdown),
         section("clocks", "Clocks, power and temperature over the steps", timeline(breakdown)),
         section("devices", "Devices, mean over the steps", _devices(breakdown)),
-        section("memory", "Memory of one device by class", _memory(breakdown)),
+        section("memory", "Memory of one device", _memory(breakdown), live_chart(breakdown.live)),
         section("notes", "What could not be known, and why", _listed(breakdown.notes, "Nothing was missing.")),
     )
     return (

@@ -18,18 +18,8 @@ from jtrain.durable import write_whole
 
 FACTS = "facts.json"
 
-_FACTS = (
-    "platform",
-    "device_kind",
-    "num_devices",
-    "tokens_per_step",
-    "mesh",
-    "peaks",
-    "planned",
-    "memory",
-    "step_flops",
-)
-_FACTS += ("module",)
+_FACTS = ("platform", "device_kind", "num_devices", "tokens_per_step", "mesh", "peaks", "planned", "memory")
+_FACTS += ("step_flops", "module", "settings")
 
 
 class Window:
@@ -39,7 +29,8 @@ class Window:
       folder: of this window alone; made if missing.
       facts: platform, device_kind, num_devices, tokens_per_step; mesh ({axis: devices}); peaks (fields of `Peaks`);
         planned ([{kind, axes, wire_bytes}], of one device and step); memory ([{name, bytes, source}], of one device);
-        step_flops (model FLOPs of a step on all devices, or None); module (name of the step's HLO module).
+        step_flops (model FLOPs of a step on all devices, or None); module (name of the step's HLO module);
+        settings ({field of the config: value}, those that advice is about).
     """
 
     def __init__(self, folder: Path, *, facts: dict[str, Any]) -> None:

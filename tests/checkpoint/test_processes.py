@@ -39,7 +39,7 @@ def state(step):
                    "whole": put(rng.standard_normal((8, 256), np.float32), whole)},
     }
 
-said = {"agree": [agree(False), agree(jax.process_index() == 1), agree(True)]}
+said = {"agree": [*agree(False), *agree(jax.process_index() == 1), *agree(True)]}
 checkpoints = Checkpoints(Path(sys.argv[1]), CheckpointSpec(keep_last=2))
 said["first"] = checkpoints.latest_step()
 for step in (1, 2, 3):

@@ -5,7 +5,17 @@ import itertools
 import math
 import random
 
-from jtrain.profile.records import Breakdown, ClockTrack, CommRow, Kind, MemoryRow, OpRow, Phase, StepBreakdown
+from jtrain.profile.records import (
+    Breakdown,
+    ClockTrack,
+    CommRow,
+    Kind,
+    LiveTrack,
+    MemoryRow,
+    OpRow,
+    Phase,
+    StepBreakdown,
+)
 
 STEPS, DEVICES, TOKENS = 5, 4, 131_072
 STEP_S = 1.2
@@ -128,7 +138,18 @@ def breakdown() -> Breakdown:
             MemoryRow("activations", 21 * 2**30, "plan"),
             MemoryRow("in use", 91 * 2**30, "allocator"),
         ],
+        live=LiveTrack(
+            22,
+            [0.0, 0.3, 0.6, 0.9, 1.2],
+            {
+                "made by the forward pass": [2**30, 14 * 2**30, 21 * 2**30, 9 * 2**30, 0],
+                "made by the backward pass": [0, 0, 3 * 2**30, 12 * 2**30, 6 * 2**30],
+                "made by the update": [0, 0, 0, 0, 2 * 2**30],
+                "other": [0, 0, 0, 0, 0],
+            },
+        ),
         coverage=0.9931,
+        settings={"layout.zero_stage": 3, "layout.microbatches": 4, "layout.remat": "full"},
         advice=["Exposed communication is 13.0 % of the step: set layout.microbatches."],
         notes=["device 0: no temperature of the memory: this driver refuses it (Not Supported)."],
     )
@@ -159,6 +180,7 @@ def unknown() -> Breakdown:
         communication=[],
         clocks=[],
         memory=[],
+        live=None,
         advice=[],
         notes=["no peak of this device is known: the theoretical time, the chain and MFU are unknown."],
     )

@@ -95,6 +95,7 @@ FACTS: dict[str, Any] = {
     ],
     "memory": [dict(name="params", bytes=3, source="plan")],
     "step_flops": 4 * 10**12,
+    "settings": {},
     "module": MODULE,
 }
 

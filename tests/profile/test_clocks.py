@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -170,10 +171,11 @@ def amdsmi_get_gpu_metrics_info(handle):
 '''
 
 
-def test_amd_reads_gpu_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amd_reads_gpu_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mean of the dies; N/A is unknown; residencies become ns; energy that shrinks is dropped; a refusal is noted."""
-    (tmp_path / "amdsmi.py").write_text(AMDSMI)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    stand_in = types.ModuleType("amdsmi")
+    exec(AMDSMI, stand_in.__dict__)
+    monkeypatch.setitem(sys.modules, "amdsmi", stand_in)
     source = Amd([0, 1])
     assert (source.devices, source.max_mhz) == ((0, 1), 2100.0)
     first, second, third = (source.read(0, slow=True) for _ in range(3))

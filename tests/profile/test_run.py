@@ -105,6 +105,10 @@ def test_a_run_traces_its_window_and_accounts_for_its_time(tmp_path: Path) -> No
 def test_a_signal_opens_a_window_in_a_running_job(tmp_path: Path) -> None:
     """SIGUSR1 traces the five steps that follow; the run goes on to its end."""
     process = start(tmp_path, "num_steps=100")
+    while not (tmp_path / "config.txt").exists():  # long before the first step: too early, and no reason to end
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.005)
+    process.send_signal(signal.SIGUSR1)
     wait_for_step(process, tmp_path, 5)
     process.send_signal(signal.SIGUSR1)
     output = ended(process)

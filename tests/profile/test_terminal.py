@@ -112,6 +112,21 @@ def test_advice_names_the_seconds_and_the_setting() -> None:
     assert len(found) == 4
 
 
+def test_advice_does_not_name_what_is_set_already() -> None:
+    """Without recomputation, with one microbatch and bfloat16 gradients those are no way out; a larger batch is."""
+    breakdown = example.breakdown()
+    settings: dict[str, str | int] = {"layout.zero_stage": 1, "layout.microbatches": 1, "layout.remat": "none"}
+    settings["layout.reduce_dtype"] = "bfloat16"
+    found = advice.advise(dataclasses.replace(breakdown, settings=settings))
+    assert "try a larger data.global_batch" in found[0]
+    assert not any("layout.remat" in line or "microbatches" in line for line in found[:2])
+    assert "layout.microbatches=4" in advice.advise(_gathering(breakdown))[0]
+
+
+def _gathering(breakdown: Breakdown) -> Breakdown:
+    return dataclasses.replace(breakdown, communication=breakdown.communication[:1])
+
+
 def test_advice_blames_a_slow_device_on_its_clock() -> None:
     """Device 3 at 1,400 MHz, for which the others wait, is named with its clock; without a clock, its work is."""
     breakdown = example.breakdown()

@@ -63,6 +63,7 @@ def traced(data: int = 8, tensor: int = 1, zero_stage: Any = 3, microbatches: in
             "memory": [dict(name="params", bytes=1, source="plan")],
             "step_flops": flops_per_token(model, seq_len=COLS).total_flops * ROWS * COLS,
             "module": MODULE,
+            "settings": {"layout.remat": "full", "layout.microbatches": microbatches},
         },
     )
     # The cache of compiled programs leaves names out of its key: it may hold this one with the names of older scopes.

@@ -1,0 +1,146 @@
+"""What a GPU's clock does to the same matmuls: random against zero inputs, steady against changing allocations.
+
+Needs a GPU, and refuses without one. Each minute of matmuls is watched as a run is, by the sampler in a process of its
+own; seconds lost to the clock are those of `jtrain.profile.attribution`, b = 1. Zeros toggle no bits and draw less
+power, so they run at a higher clock. Allocations: weights are copied before each step as FSDP gathers them, into
+buffers of one size, or of sizes that change from step to step (Chopper, arXiv 2512.08242, section 6).
+"""
+
+import argparse
+import dataclasses
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jtrain.bench import Row, row
+from jtrain.profile import attribution, samples
+from jtrain.profile.clocks import spec_mhz
+from jtrain.profile.records import Peaks
+from jtrain.profile.sampler import Sampler
+from jtrain_kernels import device
+
+SIZE = 8192
+"""Of the square matrices: 1.1 TFLOP each product, 1.4 ms at the peak."""
+
+PRODUCTS = 32
+"""In one call: long enough that launching it costs nothing."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each of the four soaks (default: 60)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Soak:
+    """What one soak came to; None where the driver does not say. lost_s: seconds lost to clocks, by cause."""
+
+    flops_per_s: float
+    mean_mhz: float | None
+    mean_w: float | None
+    joules_per_tflop: float | None
+    lost_s: dict[str, float]
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """TFLOP/s, clock, power, energy and seconds lost of each soak, the second of a pair against the first.
+
+    Raises:
+      ValueError: the first device is no GPU.
+    """
+    gpu = jax.devices()[0]
+    spec = device.from_device(gpu)
+    if gpu.platform != "gpu" or spec is None:
+        raise ValueError(
+            f"gpu_clocks needs a GPU's clocks, but the device here is {gpu.device_kind!r}. Run the same command on one."
+        )
+    random = jax.random.normal(jax.random.key(0), (SIZE, SIZE), jnp.bfloat16)
+    peaks = Peaks(spec.peak_bf16_flops, spec.hbm_bytes_per_s, spec_mhz(spec), None)
+    rows: list[Row] = []
+    for first, second, work in (
+        ("zeros", "random numbers", [_multiply(jnp.zeros_like(random)), _multiply(random)]),
+        ("one size", "sizes that change", [_gathered(random, [0]), _gathered(random, range(0, 4096, 512))]),
+    ):
+        base, other = (soak(one, args.seconds, peaks) for one in work)
+        rows += _rows(f"{gpu.device_kind}: {second} against {first}", base, other)
+    return rows
+
+
+def soak(work: Callable[[int], Any], seconds: float, peaks: Peaks) -> Soak:
+    """Calls `work` with 0, 1, ... for so long, after a warm-up of a tenth, and says what it came to."""
+    _for(work, 0.1 * seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        with Sampler(Path(folder), source="auto", platform="gpu", devices=[0]) as sampler:
+            start_ns = time.time_ns()
+            calls = _for(work, seconds)
+            end_ns = time.time_ns()
+            sampler.save(Path(folder), start_ns, end_ns)
+        found = samples.load(Path(folder))[0]
+    return summarise(found, calls * PRODUCTS * 2.0 * SIZE**3, start_ns, end_ns, peaks)
+
+
+def summarise(found: samples.Samples, flops: float, start_ns: int, end_ns: int, peaks: Peaks) -> Soak:
+    """The figures of `flops` computed from start to end, on the clock that `found` says."""
+    seconds = (end_ns - start_ns) * 1e-9
+    mhz, watts = (float(found.mean(name, start_ns, end_ns)) for name in ("sm_mhz", "power_w"))
+    reference = attribution.reference_mhz(peaks, {0: found})
+    lost_s = seconds * (1.0 - float(attribution.multipliers(mhz, 1.0, reference)))
+    joules = attribution.energy_j(found, start_ns, end_ns)
+    return Soak(
+        flops_per_s=flops / seconds,
+        mean_mhz=None if math.isnan(mhz) else mhz,
+        mean_w=None if math.isnan(watts) else watts,
+        joules_per_tflop=None if joules is None else joules / (flops * 1e-12),
+        lost_s=attribution.split(lost_s, found, start_ns, end_ns, reference),
+    )
+
+
+def _rows(what: str, base: Soak, other: Soak) -> list[Row]:
+    rows = [row(f"{what}, matmuls", other.flops_per_s * 1e-12, "TFLOP/s", baseline=base.flops_per_s * 1e-12)]
+    for name, unit in (("mean_mhz", "MHz"), ("mean_w", "W"), ("joules_per_tflop", "J/TFLOP")):
+        rows.append(row(f"{what}, {name}", getattr(other, name), unit, baseline=getattr(base, name)))
+    for cause, lost_s in other.lost_s.items():
+        rows.append(row(f"{what}, lost to clocks by {cause}", lost_s, "s", baseline=base.lost_s[cause]))
+    return rows
+
+
+def _for(work: Callable[[int], Any], seconds: float) -> int:
+    """Two calls are in flight at a time, so that the device never waits for the host; returns how many there were."""
+    end_s, calls, before = time.monotonic() + seconds, 0, None
+    while time.monotonic() < end_s:
+        now = work(calls)
+        if before is not None:
+            jax.block_until_ready(before)
+        before, calls = now, calls + 1
+    jax.block_until_ready(before)
+    return calls
+
+
+@jax.jit
+def _products(x: jax.Array, w: jax.Array) -> jax.Array:
+    # Scaled, so that random numbers stay of one size however often they are multiplied.
+    return jax.lax.fori_loop(0, PRODUCTS, lambda _, y: (y @ w * SIZE**-0.5).astype(x.dtype), x)
+
+
+def _multiply(x: jax.Array) -> Callable[[int], Any]:
+    return lambda call: _products(x, x)
+
+
+def _gathered(x: jax.Array, extra_rows: Any) -> Callable[[int], Any]:
+    """Copies the weight into a new buffer before each call, with so many rows more, in turn."""
+    extra = list(extra_rows)
+    gather = jax.jit(lambda w, more: jnp.concatenate([w, jnp.zeros((more, SIZE), w.dtype)]), static_argnums=1)
+    order = np.random.default_rng(0).permutation(len(extra))
+
+    def work(call: int) -> jax.Array:
+        whole = gather(x, extra[order[call % len(extra)]])
+        return _products(x, whole[:SIZE])
+
+    return work
