@@ -43,6 +43,10 @@ def run(main: Callable[[], int]) -> int:
         return 2
 
 
+THREADS_PER_DEVICE = 4
+"""Of XLA's pool, for each emulated device."""
+
+
 def start_jax(environ: MutableMapping[str, str], *, emulate_devices: int | None = None) -> None:
     """Chooses jax's platform and its compile cache; call it before anything computes.
 
@@ -63,6 +67,11 @@ def start_jax(environ: MutableMapping[str, str], *, emulate_devices: int | None 
         # XLA reads the last of repeated flags, when its first client starts.
         flag = f"--xla_force_host_platform_device_count={emulate_devices}"
         environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {flag}".strip()
+        # XLA:CPU has a thread per device, and a device that meets two collectives at once blocks two: the last device
+        # then finds none, all wait for it, and XLA ends the process after 40 s. NPROC is the size of that pool.
+        threads = THREADS_PER_DEVICE * emulate_devices
+        if not environ.get("NPROC"):
+            environ["NPROC"] = str(max(threads, len(os.sched_getaffinity(0))))
 
     import jax  # lazy: 0.6 s
 

@@ -19,6 +19,7 @@ KNOWN_SKIPS: dict[str, str] = {
 assert "jax" not in sys.modules, "the emulated devices must be set up before jax is imported"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["NPROC"] = "32"  # as jtrain.verb.THREADS_PER_DEVICE says why
 # Compiling for TPUs without one (the extra [aot]): ask no metadata server, and let several processes hold libtpu.
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"

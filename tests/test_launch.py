@@ -177,6 +177,14 @@ def test_emulated_devices_are_there(tmp_path: Path) -> None:
     assert done.stdout.split()[:2] == ["3", "cpu"], done.stderr
 
 
+def test_emulated_devices_have_threads_to_wait_in() -> None:
+    """Four each: with one each, devices that wait in two collectives at once leave none for the last one."""
+    code = START.format(devices=4) + "from pathlib import Path\n"
+    code += "print(sum('XLAExecute' in f.read_text() for f in Path('/proc/self/task').glob('*/comm')))"
+    done = python("-c", code, env={"NPROC": ""})
+    assert int(done.stdout.split()[-1]) >= 16, done.stderr
+
+
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU")
 def test_without_an_accelerator_the_cpu_is_chosen_in_silence() -> None:
     """Though plugins for TPU and CUDA are installed ([aot]): they would look for hardware, at length, on stderr."""

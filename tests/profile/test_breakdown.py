@@ -243,7 +243,7 @@ def analysed(**run: int) -> Breakdown:
     return analyse(traced(**run))
 
 
-RUNS: tuple[dict[str, int], ...] = (dict(data=8), dict(data=2, tensor=4, zero_stage=2, microbatches=2))
+RUNS: tuple[dict[str, int], ...] = (dict(data=8), dict(data=2, tensor=2, zero_stage=2, microbatches=2))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
@@ -255,7 +255,7 @@ def test_a_traced_step_sums_to_its_duration_and_every_op_finds_its_layer_and_pha
         assert sum(part or 0.0 for part in step.parts.values()) == pytest.approx(step.duration_s, rel=1e-6)
         assert step.chain["instruction"] is not None
         assert 1.2 < step.chain["instruction"] < 2.0, "a third of the matrices' forward again, and whole scores"
-        assert {device["device"] for device in step.devices} == set(range(8))
+        assert {device["device"] for device in step.devices} == set(range(found.num_devices))
     assert (found.steps[0].parts["data_wait"] or 0.0) == 0.0
     assert all((step.parts["data_wait"] or 0.0) >= WAIT_S for step in found.steps[1:])
     assert found.coverage >= 0.99
@@ -284,7 +284,7 @@ def test_executed_collectives_are_the_planned_ones_byte_by_byte(run: dict[str, i
         hoisted = 0
         if run.get("microbatches", 1) > 1 and (row.kind, row.axes) == ("all-gather", ("tensor",)):
             # XLA gathers the unembedding in front of the loop over microbatches, once for both.
-            hoisted = SIZES["d_model"] * SIZES["vocab_size"] * 4 * 3 // 4
+            hoisted = SIZES["d_model"] * SIZES["vocab_size"] * 4 // 2
         assert row.wire_bytes + hoisted == pytest.approx(row.planned_bytes, abs=200), row
 
 

@@ -155,7 +155,8 @@ def test_every_chart_and_control_has_a_name(page: browser.Page, tmp_path: Path) 
     names = page.value("[...document.querySelectorAll('svg')].map(s => s.ariaLabel)")
     assert len(names) > 60
     assert all(names)
-    for expected in ("exposed communication: 158.6 ms, 13.0% of the step", "SM clock in MHz", "power in W", "°C"):
+    parts = ("exposed communication: 158.6 ms, 13.0% of the step", "temporaries over step 22, up to 24.00 GiB")
+    for expected in (*parts, "SM clock in MHz", "power in W", "°C"):
         assert any(expected in name for name in names), expected
     unnamed = "[...document.querySelectorAll('select, input')].filter(c => !c.labels.length && !c.ariaLabel).length"
     assert page.value(unnamed) == 0
