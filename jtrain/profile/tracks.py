@@ -47,7 +47,8 @@ def annotate(xplane: Path, samples: Mapping[int, Samples], peaks: Peaks, sensiti
       ValueError: the file is truncated, or says nowhere when it began.
     """
     data = xplane.read_bytes()
-    planes = _read(xplane, data)
+    profile = _read(xplane, data)  # must outlive its planes, which only point into it
+    planes = list(profile.planes)
     if not samples or any(line.name == COUNTERS for plane in planes for line in plane.lines):
         return
     began_ns, ended_ns = _extent(xplane, planes)
@@ -78,11 +79,11 @@ def annotate(xplane: Path, samples: Mapping[int, Samples], peaks: Peaks, sensiti
     away.rename(xplane)
 
 
-def _read(xplane: Path, data: bytes) -> list[Any]:
+def _read(xplane: Path, data: bytes) -> Any:
     from jax.profiler import ProfileData
 
     try:
-        return list(ProfileData.from_serialized_xspace(data).planes)
+        return ProfileData.from_serialized_xspace(data)
     except Exception as error:  # whatever the protobuf library makes of half a file
         raise ValueError(f"{xplane} is truncated or no trace. Trace again.") from error
 

@@ -80,7 +80,8 @@ def _read_file(file: Path, module: str) -> tuple[tuple[StepSpan, ...], list[_Eve
 
     cut = f"{file} is truncated or no trace: a run that is killed inside a window leaves such a file. Trace again."
     try:
-        planes = list(ProfileData.from_file(str(file)).planes)
+        profile = ProfileData.from_file(str(file))  # must outlive its planes, which only point into it
+        planes = list(profile.planes)
     except Exception as error:  # whatever the protobuf library makes of half a file
         raise ValueError(cut) from error
     with warnings.catch_warnings():

@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = dict(  # Llama 3.1 8B's ratios
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("zero_stage", (2, 3))
+@pytest.mark.parametrize("zero_stage", (pytest.param(2, marks=pytest.mark.slow), 3))
 @pytest.mark.parametrize(("topology", "data"), (("v5p:2x2x1", 4), ("h200:8", 8)))
 def test_the_step_compiles_for_machines_not_here(topology: str, data: int, zero_stage: int) -> None:
     """Argument bytes are the formula's; so is what is gathered and scattered, in bfloat16 and float32."""

@@ -162,6 +162,7 @@ def test_a_killed_run_accounts_for_what_it_lost(tmp_path: Path) -> None:
         assert not (event["step"] in again and event["seconds"].get("compute")), event
 
 
+@pytest.mark.slow
 def test_a_second_attempt_says_why_it_cannot_trace_a_window_of_the_past(tmp_path: Path) -> None:
     """Stopped before the window was over: the next attempt begins in it, where it would trace its own compilation."""
     sets = ("num_steps=2000", "profile.steps=(20,1900)")
@@ -182,6 +183,7 @@ def test_a_second_attempt_says_why_it_cannot_trace_a_window_of_the_past(tmp_path
     assert said in output
 
 
+@pytest.mark.slow
 def test_two_processes_open_one_window_together(tmp_path: Path) -> None:
     """Process 0 traces its devices, the other goes along; each host has its score."""
     environment = os.environ | {"XLA_FLAGS": "", "PYTHON": sys.executable}

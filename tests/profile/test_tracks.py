@@ -1,6 +1,7 @@
 """What is written into a trace is what real XProf shows, and nothing else in the trace changes."""
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -119,14 +120,23 @@ def test_xprofs_viewer_draws_clock_and_power_as_counters(tmp_path: Path) -> None
     assert joules == pytest.approx([0.6, 0.6])
 
 
+EVENTS = """
+import pickle, sys
+from jax.profiler import ProfileData
+profile = ProfileData.from_file(sys.argv[1])  # must outlive its planes, which only point into it
+plane = profile.find_plane_with_name(sys.argv[2])
+found = [
+    (event.name, event.start_ns, event.duration_ns, dict(event.stats))
+    for line in plane.lines if line.name == sys.argv[3] for event in line.events
+]
+sys.stdout.buffer.write(pickle.dumps(found))
+"""
+
+
 def events(file: Path, plane_name: str, line_name: str) -> list[tuple[str, float, float, dict[Any, Any]]]:
-    plane = ProfileData.from_file(str(file)).find_plane_with_name(plane_name)
-    return [
-        (event.name, event.start_ns, event.duration_ns, dict(event.stats))
-        for line in plane.lines
-        if line.name == line_name
-        for event in line.events
-    ]
+    """All events of a line, as a process of its own reads them."""
+    command = [sys.executable, "-c", EVENTS, str(file), plane_name, line_name]
+    return pickle.loads(subprocess.run(command, capture_output=True, check=True).stdout)
 
 
 @pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")
@@ -138,9 +148,10 @@ def test_a_real_trace_keeps_every_event(tmp_path: Path) -> None:
     (file,) = tmp_path.rglob("*.xplane.pb")
 
     def everything() -> list[Any]:
+        profile = ProfileData.from_file(str(file))
         return [
             (plane.name, line.name, event.name, event.start_ns, event.duration_ns, dict(event.stats))
-            for plane in ProfileData.from_file(str(file)).planes
+            for plane in profile.planes
             if not plane.name.startswith("/device:CUSTOM:clocks")
             for line in plane.lines
             for event in line.events
@@ -148,8 +159,8 @@ def test_a_real_trace_keeps_every_event(tmp_path: Path) -> None:
 
     before = everything()
     assert len(before) > 10
-    environment = ProfileData.from_file(str(file)).find_plane_with_name("Task Environment")
-    began = dict(environment.stats)["profile_start_time"]
+    profile = ProfileData.from_file(str(file))
+    began = dict(profile.find_plane_with_name("Task Environment").stats)["profile_start_time"]
     times = int(began) + np.arange(5) * 1000
     clocks = {0: make(0, "cpu", epoch_ns=times, sm_mhz=np.full(5, 2000.0))}
     tracks.annotate(file, clocks, PEAKS, {})

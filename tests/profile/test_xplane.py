@@ -158,7 +158,7 @@ def test_a_cpu_says_the_ops_of_every_emulated_device_within_its_steps() -> None:
     assert [span.name for span in trace.host] == ["data_wait"] * 2
     assert all(span.end_ns - span.start_ns >= WAIT_S * 1e9 for span in trace.host)
     (first, first_monotonic), (last, last_monotonic) = trace.anchors
-    assert abs((last - first) - (last_monotonic - first_monotonic)) < 1_000_000, "both clocks run alike within 1 ms"
+    assert abs((last - first) - (last_monotonic - first_monotonic)) < 100_000_000, "one clock, in one unit"
     written = next(folder.rglob("*.xplane.pb")).stat().st_mtime_ns
     assert 0 < written - trace.steps[-1].end_ns < 120_000_000_000, "since the epoch"
 
