@@ -133,9 +133,9 @@ def test_names_that_mean_nothing_are_refused_before_anything_is_traced() -> None
     """Ops and implementations, with the nearest; an argument must be an array or a plain value."""
     with (
         pytest.raises(
-            ValueError, match=r"kernels: no op is called 'rms'\. Did you mean rms_norm\? There are: .*swiglu"
+            ValueError, match=r"kernels: no op is called 'rms_nrm'\. Did you mean rms_norm\? There are: .*swiglu"
         ),
-        registry.on(H200, forced={"rms": "xla"}),
+        registry.on(H200, forced={"rms_nrm": "xla"}),
     ):
         pass
     with (
