@@ -188,7 +188,7 @@ def test_the_shorter_search_is_the_full_one(schedule: Schedule) -> None:
 
 
 def test_a_search_that_is_too_large_says_so() -> None:
-    with pytest.raises(ValueError, match="more than 100 states. Check fewer ranks"):
+    with pytest.raises(ValueError, match=r"more than 100 states\. Check fewer ranks"):
         check(GATHER, reduced=False, max_states=100)
 
 
@@ -233,7 +233,7 @@ def test_what_cannot_be_scheduled_is_refused(
 
 
 def test_rows_that_do_not_split_are_refused() -> None:
-    with pytest.raises(ValueError, match="10 rows do not split evenly into 2 ranks x 2 pieces.*that do: 8, 12"):
+    with pytest.raises(ValueError, match=r"10 rows do not split evenly into 2 ranks x 2 pieces.*that do: 8, 12"):
         make_schedule("all_gather_matmul", "bidirectional", 2).piece_rows(10)
 
 

@@ -54,7 +54,7 @@ def check(schedule: Schedule, *, reduced: bool = True, max_states: int = 1_000_0
     machine = Machine(schedule, _algebra())
     commuting = Commuting(machine)
     start = machine.start()
-    came_from: dict[State[Symbol], tuple[State[Symbol], Event] | None] = {start: None}
+    came_from: dict[State, tuple[State, Event] | None] = {start: None}
     waiting = [start]
     while waiting:
         state = waiting.pop()
@@ -83,7 +83,7 @@ def check(schedule: Schedule, *, reduced: bool = True, max_states: int = 1_000_0
     return Checked(len(came_from))
 
 
-def _check_end(machine: Machine[Symbol], state: State[Symbol]) -> None:
+def _check_end(machine: Machine[Symbol], state: State) -> None:
     schedule = machine.schedule
     if not machine.is_finished(state):
         stuck = [
@@ -119,8 +119,8 @@ def _algebra() -> Algebra[Symbol]:
 
 def _history(
     machine: Machine[Symbol],
-    came_from: dict[State[Symbol], tuple[State[Symbol], Event] | None],
-    state: State[Symbol],
+    came_from: dict[State, tuple[State, Event] | None],
+    state: State,
 ) -> list[str]:
     lines: list[str] = []
     before = came_from[state]

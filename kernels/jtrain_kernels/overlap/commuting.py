@@ -32,7 +32,7 @@ class Commuting:
         self._programs = machine.schedule.programs
         self._num_ranks = machine.schedule.num_ranks
 
-    def commutes(self, state: State[Any], event: Event) -> bool:
+    def commutes(self, state: State, event: Event) -> bool:
         """Whether `event` may be taken as the only one to come next."""
         doing = self._doing(state, event)
         touched = self._touches(doing)
@@ -40,7 +40,7 @@ class Commuting:
             return True
         return not any(_conflict(touched, self._touches(other)) for other in self._without(state, doing))
 
-    def _doing(self, state: State[Any], event: Event) -> _Doing:
+    def _doing(self, state: State, event: Event) -> _Doing:
         rank = event.where
         if rank >= self._num_ranks:
             number = rank - self._num_ranks
@@ -64,7 +64,7 @@ class Commuting:
             return {(sender, send.source): False}
         return {(send.peer, send.target): True, send.peer: False}
 
-    def _without(self, state: State[Any], held: _Doing) -> set[_Doing]:
+    def _without(self, state: State, held: _Doing) -> set[_Doing]:
         """Everything that could happen while `held` does not."""
         machine = self._machine
         counters, signals = list(state.counters), list(state.signals)

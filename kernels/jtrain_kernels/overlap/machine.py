@@ -7,7 +7,7 @@ after the `Send`. What a value is, is left to the caller: arrays to execute a sc
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jtrain_kernels.overlap.schedule import Barrier, Compute, Instruction, Place, Reduce, Release, Schedule, Send, Wait
 
@@ -48,7 +48,7 @@ type _Signal = tuple[int, Place, str, int]
 """(whose, place, until, peer), as its `Wait` names it."""
 
 
-class State[V](NamedTuple):
+class State(NamedTuple):
     """Of all ranks; hashable if values are.
 
     counters: of the program of each rank: the next instruction; -1 before it has entered.
@@ -58,7 +58,7 @@ class State[V](NamedTuple):
     """
 
     counters: tuple[int, ...]
-    memory: tuple[V | None, ...]
+    memory: tuple[Any, ...]
     signals: tuple[int, ...]
     flights: frozenset[int]
 
@@ -114,7 +114,7 @@ class Machine[V]:
         for signal in signals:
             self._signal.setdefault(signal, len(self._signal))
 
-    def start(self) -> State[V]:
+    def start(self) -> State:
         """Before any rank has entered."""
         memory: list[V | None] = [None] * len(self._cell)
         if self._gathers:
@@ -124,12 +124,12 @@ class Machine[V]:
                     memory[self._cell[rank, Place("shard", piece)]] = self._algebra.shard(rank, piece)
         return State((-1,) * self._num_ranks, tuple(memory), (0,) * len(self._signal), frozenset())
 
-    def value(self, state: State[V], rank: int, place: Place) -> V | None:
+    def value(self, state: State, rank: int, place: Place) -> V | None:
         """What lies there."""
         cell = self._cell.get((rank, place))
         return None if cell is None else state.memory[cell]
 
-    def is_finished(self, state: State[V]) -> bool:
+    def is_finished(self, state: State) -> bool:
         """Whether all ranks have left and nothing is under way.
 
         Raises:
@@ -142,7 +142,7 @@ class Machine[V]:
                 raise ProtocolError(Fault.LOST_SIGNAL, f"rank {rank} never took `{until}` of {_name(place)}, {peer=}")
         return True
 
-    def events(self, state: State[V]) -> list[Event]:
+    def events(self, state: State) -> list[Event]:
         """All that may happen next."""
         found: list[Event] = []
         for rank, counter in enumerate(state.counters):
@@ -158,11 +158,11 @@ class Machine[V]:
         """Index in `State.signals` of what `rank` waits for."""
         return self._signal[rank, place, until, peer]
 
-    def has_been_read(self, state: State[V], number: int) -> bool:
+    def has_been_read(self, state: State, number: int) -> bool:
         """Whether the source of a copy under way has been read."""
         return state.memory[self._cell[number]] is not None
 
-    def describe(self, state: State[V], event: Event) -> str:
+    def describe(self, state: State, event: Event) -> str:
         """One line about what happens."""
         rank = event.where
         if rank >= self._num_ranks:
@@ -173,7 +173,7 @@ class Machine[V]:
         counter = state.counters[rank]
         return f"rank {rank}: {'enters' if counter < 0 else self._programs[rank][counter]}"
 
-    def happen(self, state: State[V], event: Event) -> State[V]:
+    def happen(self, state: State, event: Event) -> State:
         """The state after.
 
         Raises:
@@ -185,17 +185,17 @@ class Machine[V]:
         counter = state.counters[rank]
         return self._advance(state if counter < 0 else self._run(state, rank, counter), rank)
 
-    def _has_left(self, state: State[V], rank: int) -> bool:
+    def _has_left(self, state: State, rank: int) -> bool:
         return state.counters[rank] == len(self._programs[rank])
 
-    def _may_run(self, state: State[V], rank: int, instruction: Instruction) -> bool:
+    def _may_run(self, state: State, rank: int, instruction: Instruction) -> bool:
         if isinstance(instruction, Wait):
             return state.signals[self.signal(rank, instruction.place, instruction.until, instruction.peer)] > 0
         if isinstance(instruction, Barrier):
             return all(state.counters[peer] >= 0 for peer in instruction.peers)
         return True
 
-    def _run(self, state: State[V], rank: int, counter: int) -> State[V]:
+    def _run(self, state: State, rank: int, counter: int) -> State:
         instruction = self._programs[rank][counter]
         if isinstance(instruction, Wait):
             return self._signalled(state, (rank, instruction.place, instruction.until, instruction.peer), -1)
@@ -214,7 +214,7 @@ class Machine[V]:
             return self._write(state, rank, instruction.into, total)
         return state
 
-    def _advance(self, state: State[V], rank: int) -> State[V]:
+    def _advance(self, state: State, rank: int) -> State:
         counters = list(state.counters)
         counters[rank] += 1
         state = state._replace(counters=tuple(counters))
@@ -226,7 +226,7 @@ class Machine[V]:
                     raise ProtocolError(Fault.OVERWRITTEN, what)
         return state
 
-    def _fly(self, state: State[V], number: int) -> State[V]:
+    def _fly(self, state: State, number: int) -> State:
         sender, send = self.sends[number]
         wire = state.memory[self._cell[number]]
         if wire is None:
@@ -240,19 +240,19 @@ class Machine[V]:
         state = self._put(state, self._cell[number], None)._replace(flights=state.flights - {number})
         return self._signalled(state, (send.peer, send.target, "arrived", sender), 1)
 
-    def _check_present(self, state: State[V], rank: int, what: str) -> None:
+    def _check_present(self, state: State, rank: int, what: str) -> None:
         if state.counters[rank] < 0:
             raise ProtocolError(Fault.TOO_EARLY, f"{what} came before rank {rank} had entered")
         if self._has_left(state, rank):
             raise ProtocolError(Fault.LOST_SIGNAL, f"{what} came after rank {rank} had left")
 
-    def _read(self, state: State[V], rank: int, place: Place) -> V:
+    def _read(self, state: State, rank: int, place: Place) -> V:
         value = state.memory[self._cell[rank, place]]
         if value is None:
             raise ProtocolError(Fault.TOO_EARLY, f"{_name(place)} of rank {rank} was empty when it was read")
         return value
 
-    def _write(self, state: State[V], rank: int, place: Place, value: V) -> State[V]:
+    def _write(self, state: State, rank: int, place: Place, value: V) -> State:
         for number in state.flights:
             sender, send = self.sends[number]
             if sender == rank and send.source == place and not self.has_been_read(state, number):
@@ -260,10 +260,10 @@ class Machine[V]:
                 raise ProtocolError(Fault.OVERWRITTEN, what)
         return self._put(state, self._cell[rank, place], value)
 
-    def _put(self, state: State[V], cell: int, value: V | None) -> State[V]:
+    def _put(self, state: State, cell: int, value: V | None) -> State:
         return state._replace(memory=(*state.memory[:cell], value, *state.memory[cell + 1 :]))
 
-    def _signalled(self, state: State[V], signal: _Signal, change: int) -> State[V]:
+    def _signalled(self, state: State, signal: _Signal, change: int) -> State:
         signals = list(state.signals)
         signals[self._signal[signal]] += change
         return state._replace(signals=tuple(signals))
