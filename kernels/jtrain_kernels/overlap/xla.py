@@ -31,7 +31,8 @@ class Plan(NamedTuple):
     axis_name: str
     axis_size: int
     swizzle: Swizzle
-    parts: int
+    parts: int = 1
+    torus: tuple[int, ...] = ()
 
     def schedule(self, op: OpName) -> Schedule:
         return _schedule(op, self)
@@ -39,7 +40,7 @@ class Plan(NamedTuple):
 
 @functools.cache
 def _schedule(op: OpName, plan: Plan) -> Schedule:
-    return make_schedule(op, plan.swizzle, plan.axis_size, parts=plan.parts)
+    return make_schedule(op, plan.swizzle, plan.axis_size, parts=plan.parts, torus=plan.torus)
 
 
 def _dot(x_BRK: Array, kernel: Array, kernel_dim: int, dtype: jax.typing.DTypeLike) -> Float[Array, "B _ _"]:
