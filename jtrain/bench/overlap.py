@@ -17,6 +17,7 @@ from jtrain.plan import AOT_ENVIRONMENT
 
 TOPOLOGIES = {"v5p": "v5p:2x2x2", "h200": "h200:8"}
 SETTINGS = (
+    "mesh.data=1",
     "mesh.tensor=8",
     "layout.zero_stage=0",
     "layout.remat=named",

@@ -154,14 +154,14 @@ def test_small_matmuls_are_not_split_and_the_choice_says_why() -> None:
 
 
 def test_there_is_a_size_below_which_overlapping_loses() -> None:
-    """On every GPU and TPU, with the shapes of llama8b; 10 to 200 GFLOP on an H100, whose peers fell back at 100."""
+    """On every GPU and TPU, with the shapes of llama8b; near the 100 GFLOP at which others fall back on an H100."""
     work = Work(ranks=8, rows=8, contracted=4096, columns=1792 * 2, sent_bytes=4096 * 2)
     for name in ("h100", "h200", "b200", "v5e", "v5p", "v6e", "tpu7x"):
         spec = device.from_name(name)
         swizzle = "full_mesh" if spec.platform == "gpu" else "bidirectional"
         assert plain_s(spec, work) < overlapped_s(spec, work, swizzle, 1)
-        assert 0 < smallest_gflop(spec, work, swizzle, 1) < 500
-    assert 10 < smallest_gflop(device.from_name("h100"), work, "full_mesh", 1) < 200
+        assert 0 < smallest_gflop(spec, work, swizzle, 1) < 1000
+    assert 50 < smallest_gflop(device.from_name("h100"), work, "full_mesh", 1) < 300
 
 
 def test_swizzles_follow_the_links() -> None:
