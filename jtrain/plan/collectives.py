@@ -43,6 +43,8 @@ class Collective:
     @property
     def wire_bytes(self) -> int:
         """Bytes that one device sends per step, on a ring: (n - 1) / n of the array, twice for an all-reduce."""
+        if self.kind == "collective-permute":
+            return self.array_bytes
         passes = 2 if self.kind == "all-reduce" else 1
         return passes * self.array_bytes * (self.group - 1) // self.group
 
@@ -191,7 +193,7 @@ def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] 
         times += layers * ("attention_out" not in kept)
     n = layout.mesh.tensor
     dtype = layout.spec.compute_dtype
-    found.add("activations", "collective-permute", ("tensor",), dtype, elements // n, times * (n - 1))
+    found.add("activations", "collective-permute", ("tensor",), dtype, elements // n, times * (n - 1), group=2)
 
 
 def _scalars(found: _Found, layout: Layout) -> None:

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jtrain_kernels import device, registry
+from jtrain_kernels import compat, device, registry
 from jtrain_kernels.overlap import api, xla
 from jtrain_kernels.overlap.cost import Work, overlapped_s, plain_s, smallest_gflop
 from jtrain_kernels.overlap.xla import Plan
@@ -34,7 +34,7 @@ def inputs(dtype: str) -> tuple[Array, ...]:
     return tuple(jnp.asarray(draw.standard_normal(shape), dtype) for shape in shapes)
 
 
-def chain(x: Any, up: Any, gate: Any, down: Any, ops: Any) -> Any:
+def chain(ops: Any, x: Any, up: Any, gate: Any, down: Any) -> Any:
     """Gather, two matmuls, a product, and back: a feed-forward layer."""
     u, g = ops[0](x, up, gate)
     return ops[1](u * g, down)
@@ -47,7 +47,7 @@ def sharded(ops: Any, last: P) -> Any:
 
     def local(x: Array, up: Array, gate: Array, down: Array, weight: Array) -> Any:
         def objective(args: Any) -> tuple[Array, Array]:
-            y = chain(*args, ops)
+            y = chain(ops, *args)
             # A whole output is on all ranks: each has its share of the objective.
             share = 1 if last == P(None, "t") else 1 / N
             return jnp.sum((y * weight).astype(jnp.float32)) * share, y
@@ -183,3 +183,34 @@ def test_rows_that_do_not_split_are_refused_when_forced() -> None:
     message = "kernels.matmul_reduce_scatter=permute: 30 rows do not split evenly over 8 devices"
     with pytest.raises(ValueError, match=message):
         registry.choose(api.MATMUL_REDUCE_SCATTER, device.from_name("cpu"), avals, forced="permute")
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("chip", ("v5p:2x2x2", "h200:8"))
+def test_what_travels_is_beside_matmuls_as_compiled(chip: str) -> None:
+    """A feed-forward layer of llama8b, forward and backward, over 8 chips: nine tenths of the bytes, all permutes."""
+    from jtrain.plan.aot import topology_devices
+    from jtrain.plan.hlo import overlap, traffic
+
+    mesh = Mesh(np.array(topology_devices(chip)), ("t",))
+    plan = Plan("t", 8, "full_mesh" if chip.startswith("h200") else "bidirectional")
+    ops = with_plan(plan, False)
+
+    def local(x: Array, up: Array, gate: Array, down: Array, dy: Array) -> Any:
+        y, backward = jax.vjp(lambda *args: chain(ops, *args), x, up, gate, down)
+        return y, backward(dy)
+
+    specs = (P(None, "t"), P(None, "t"), P(None, "t"), P("t"))
+    step = jax.shard_map(local, mesh=mesh, in_specs=(*specs, specs[0]), out_specs=(specs[0], specs), check_vma=False)
+    shapes = ((1, 8192, 4096), (4096, 14336), (4096, 14336), (14336, 4096), (1, 8192, 4096))
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, (*specs, specs[0]), strict=True)
+    ]
+    with compat.no_compile_cache():
+        text = jax.jit(step).lower(*arguments).compile().as_text()
+    rows = traffic(text or "", {"t": 8})
+    assert {row.kind for row in rows} == {"collective-permute"}
+    sent = overlap(rows)
+    assert sent.wire_bytes == 5 * 8192 * 4096 * 2 * 7 // 8  # two gathers, one again, two scatters
+    assert sent.hidden_bytes >= 0.9 * sent.wire_bytes

@@ -4,6 +4,7 @@ Nothing but tiles is in vector memory, so sizes are those of HBM. Each send has 
 no two messages can be taken for one another; the checker has shown for the schedule that no place is written too early.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float
 from jtrain_kernels.overlap import shmem
 from jtrain_kernels.overlap.emit import by_rank, piece_of
 from jtrain_kernels.overlap.schedule import Barrier, Compute, Instruction, Place, Release, Schedule, Send, Wait
+from jtrain_kernels.overlap.xla import Kernels, Plan, gather_backward, scatter_backward
 
 TILES = (512, 512, 1024)
 """Rows, columns and contraction of a tile: 4.5 MB of vector memory in bfloat16, each operand there twice."""
@@ -76,6 +78,32 @@ def overlapped(
         interpret=interpret,
     )
     return call(x_RK, kernel_KN)[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def all_gather_matmul(x_BRK: Float[Array, "1 _ K"], kernels: Kernels, plan: Plan) -> Kernels:
+    """As `xla.all_gather_matmul`, of which the backward pass is; kernels side by side are one."""
+    y_RN = overlapped(
+        plan.schedule("all_gather_matmul"),
+        x_BRK[0],
+        jnp.concatenate([kernel.astype(x_BRK.dtype) for kernel in kernels], axis=1),
+        axis_name=plan.axis_name,
+    )
+    ends = itertools.accumulate(kernel.shape[1] for kernel in kernels[:-1])
+    return tuple(part[None] for part in jnp.split(y_RN, list(ends), axis=1))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul_reduce_scatter(x_BRK: Float[Array, "1 _ K"], kernel_KN: Float[Array, "K N"], plan: Plan) -> Array:
+    """As `xla.matmul_reduce_scatter`, of which the backward pass is."""
+    schedule = plan.schedule("matmul_reduce_scatter")
+    return overlapped(schedule, x_BRK[0], kernel_KN.astype(x_BRK.dtype), axis_name=plan.axis_name)[None]
+
+
+all_gather_matmul.defvjp(lambda x, kernels, plan: (all_gather_matmul(x, kernels, plan), (x, kernels)), gather_backward)
+matmul_reduce_scatter.defvjp(
+    lambda x, kernel, plan: (matmul_reduce_scatter(x, kernel, plan), (x, kernel)), scatter_backward
+)
 
 
 def _tile(size: int, most: int, unit: int) -> int:
