@@ -1,12 +1,12 @@
 """A schedule as JAX: each send a `ppermute`, each computation whatever the caller makes of a piece.
 
-All ranks run one traced program, rank 0's; what differs between ranks, which rows a piece is, is looked up by rank.
-Waits and barriers are the data's own dependences, so XLA may keep several permutes in flight while it multiplies.
+All ranks run one traced program, rank 0's; what differs between ranks, which rows a piece is, is worked out from the
+rank. Waits and barriers are the data's own dependences, so XLA may keep permutes in flight while it multiplies.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,61 +16,120 @@ from jtrain_kernels.overlap.schedule import Compute, Place, Reduce, Schedule, Se
 
 
 class Piece(NamedTuple):
-    """A piece of the result on each rank.
+    """A piece of the result.
 
     number: which one it is of this rank.
-    value: what was computed of it: rows, [B, rows, N], or a tuple of such.
+    value: its rows, [B, rows, N].
     """
 
     number: Int[Array, ""]
-    value: Any
+    value: Array
 
 
-def emit(
+def gather[C](
     schedule: Schedule,
     axis_name: str,
-    shard: Float[Array, "B _ _"] | None,
-    compute: Callable[[Int[Array, ""], Array | None], Any],
+    shard: Float[Array, "B _ _"],
+    visit: Callable[[C, Int[Array, ""], Array], C],
+    carry: C,
+) -> C:
+    """Brings every piece of x by every rank, its own first; inside `shard_map` over `axis_name`.
+
+    Around rings it is a loop, in whose body a permute and the matmuls of what arrived before have only each other to
+    run beside. Written out, XLA:TPU was seen to send the first half of all pieces at once and to wait for them.
+
+    Args:
+      shard: this rank's rows, [B, rows of a shard, K].
+      visit: (what was carried so far, number of a piece, its rows) -> what is carried on.
+    """
+    rank = jax.lax.axis_index(axis_name)
+    rows = jnp.split(shard, schedule.pieces_per_rank, axis=1)
+    if schedule.swizzle in ("ring", "bidirectional") and schedule.num_ranks > 1:
+        return _around(schedule, axis_name, rows, visit, carry)
+    memory = {Place("shard", index): piece for index, piece in enumerate(rows)}  # of rank 0: owner 0
+    arriving: dict[Place, deque[Array]] = {}
+    for step, instruction in enumerate(schedule.programs[0]):
+        if isinstance(instruction, Send):
+            _permute(schedule, step, axis_name, memory[instruction.source], arriving)
+        elif isinstance(instruction, Wait) and instruction.until == "arrived":
+            memory[instruction.place] = arriving[instruction.place].popleft()
+        elif isinstance(instruction, Compute):
+            carry = visit(carry, _number(schedule, step, rank), memory[Place("shard", instruction.piece)])
+    return carry
+
+
+def _around[C](
+    schedule: Schedule,
+    axis_name: str,
+    rows: list[Array],
+    visit: Callable[[C, Int[Array, ""], Array], C],
+    carry: C,
+) -> C:
+    """Every piece goes on to the same neighbour at every turn."""
+    n, each = schedule.num_ranks, schedule.pieces_per_rank
+    sends: dict[int, Send] = {}  # of a rank's own pieces, the first turn
+    for instruction in schedule.programs[0]:
+        if isinstance(instruction, Send) and schedule.owner(instruction.piece) == 0:
+            sends[instruction.piece] = instruction
+    pairs = [[(rank, (rank + send.peer) % n) for rank in range(n)] for _, send in sorted(sends.items())]
+
+    def visited(carry: C, turn: Int[Array, ""] | int, rows: list[Array]) -> C:
+        rank = jax.lax.axis_index(axis_name)
+        for index, piece in enumerate(rows):
+            back = sends[index].peer
+            carry = visit(carry, (rank - turn * back) % n * each + index, piece)
+        return carry
+
+    def one(turn: Int[Array, ""], state: tuple[C, list[Array]]) -> tuple[C, list[Array]]:
+        carry, rows = state
+        ahead = [jax.lax.ppermute(piece, axis_name, pair) for piece, pair in zip(rows, pairs, strict=True)]
+        return visited(carry, turn, rows), ahead
+
+    carry, rows = jax.lax.fori_loop(0, n - 1, one, (carry, rows))
+    return visited(carry, n - 1, rows)
+
+
+def reduce(
+    schedule: Schedule,
+    axis_name: str,
+    compute: Callable[[Int[Array, ""]], Float[Array, "B _ N"]],
     *,
     wire_dtype: jax.typing.DTypeLike,
 ) -> list[Piece]:
-    """What the schedule leaves in each output of this rank, its own first; inside `shard_map` over `axis_name`.
+    """Sums of pieces over ranks: this rank's own, or of an all-reduce all; inside `shard_map` over `axis_name`.
 
     Args:
-      shard: this rank's rows where the op gathers, [B, rows of a shard, K]; else None.
-      compute: what is computed of a piece, by its number, and its gathered rows or None where the op does not gather.
+      compute: what this rank adds to a piece, by its number.
       wire_dtype: of partial sums while they travel; they are added in the dtype that `compute` returns.
     """
     rank = jax.lax.axis_index(axis_name)
-    program = schedule.programs[0]
-    memory: dict[Place, Any] = {}
+    memory: dict[Place, Array] = {}
     arriving: dict[Place, deque[Array]] = {}
-    outputs: dict[Place, Array] = {}
-    if shard is not None:
-        for index, rows in enumerate(jnp.split(shard, schedule.pieces_per_rank, axis=1)):
-            memory[Place("shard", index)] = rows  # of rank 0: owner 0
-    for step, instruction in enumerate(program):
+    outputs: dict[Place, Int[Array, ""]] = {}
+    for step, instruction in enumerate(schedule.programs[0]):
         if isinstance(instruction, Send):
-            value = memory[instruction.source]
-            if schedule.op != "all_gather_matmul":
-                value = value.astype(wire_dtype)
-            same = [other[step] for other in schedule.programs]
-            pairs = [(sender, send.peer) for sender, send in enumerate(same) if isinstance(send, Send)]
-            target = next(send.target for send in same if isinstance(send, Send) and send.peer == 0)
-            arriving.setdefault(target, deque()).append(jax.lax.ppermute(value, axis_name, pairs))
+            _permute(schedule, step, axis_name, memory[instruction.source].astype(wire_dtype), arriving)
         elif isinstance(instruction, Wait) and instruction.until == "arrived":
             memory[instruction.place] = arriving[instruction.place].popleft()
             if instruction.place.kind == "output":
                 outputs[instruction.place] = _number(schedule, step, rank)
         elif isinstance(instruction, Compute):
             number = _number(schedule, step, rank)
-            memory[instruction.into] = compute(number, memory.get(Place("shard", instruction.piece)))
+            memory[instruction.into] = compute(number)
             if instruction.into.kind == "output":
                 outputs[instruction.into] = number
         elif isinstance(instruction, Reduce):
             into = memory[instruction.into]
             memory[instruction.into] = into + memory.pop(instruction.slot).astype(into.dtype)
     return [Piece(outputs[place], memory[place]) for place in sorted(outputs)]
+
+
+def _permute(schedule: Schedule, step: int, axis_name: str, value: Array, arriving: dict[Place, deque[Array]]) -> None:
+    """What all ranks send at this step; what reaches rank 0 waits in `arriving` where rank 0 looks for it."""
+    same = [program[step] for program in schedule.programs]
+    pairs = [(sender, send.peer) for sender, send in enumerate(same) if isinstance(send, Send)]
+    target = next(send.target for send in same if isinstance(send, Send) and send.peer == 0)
+    arriving.setdefault(target, deque()).append(jax.lax.ppermute(value, axis_name, pairs))
 
 
 def _number(schedule: Schedule, step: int, rank: Int[Array, ""]) -> Int[Array, ""]:
@@ -107,10 +166,6 @@ def rows_of(x_BRK: Float[Array, "B _ K"], number: Int[Array, ""], each: int) -> 
     return jax.lax.dynamic_slice_in_dim(x_BRK, number * each, each, axis=1)
 
 
-def joined(pieces: Sequence[tuple[Int[Array, ""], Array]]) -> Float[Array, "B _ _"]:
-    """All rows, from all pieces: number and rows of each."""
-    batch, each, columns = pieces[0][1].shape
-    whole = jax.lax.empty((batch, len(pieces) * each, columns), pieces[0][1].dtype)
-    for number, rows in pieces:
-        whole = jax.lax.dynamic_update_slice_in_dim(whole, rows, number * each, axis=1)
-    return whole
+def put(whole_BRN: Float[Array, "B _ _"], number: Int[Array, ""], rows: Array) -> Float[Array, "B _ _"]:
+    """All rows, with those of a piece written."""
+    return jax.lax.dynamic_update_slice_in_dim(whole_BRN, rows, number * rows.shape[1], axis=1)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jtrain_kernels.overlap.emit import emit, joined, rows_of
+from jtrain_kernels.overlap.emit import gather, put, reduce, rows_of
 from jtrain_kernels.overlap.schedule import OpName, Schedule, make_schedule
 from jtrain_kernels.overlap.swizzle import Swizzle
 
@@ -58,12 +58,12 @@ def _kernel_part(x_BRK: Array, dy_BRN: Array) -> Float[Array, "K N"]:
 def all_gather_matmul(x_BRK: Float[Array, "B _ K"], kernels: Kernels, plan: Plan) -> Kernels:
     """`gathered x @ kernel` of each kernel [K, N], x gathered along its rows, once for all: [B, ranks * R, N] each."""
 
-    def compute(number: Array, rows: Array | None) -> Kernels:
-        assert rows is not None
-        return tuple(_dot(rows, kernel, 0, x_BRK.dtype) for kernel in kernels)
+    def visit(outputs: Kernels, number: Array, rows: Array) -> Kernels:
+        return tuple(put(y, number, _dot(rows, k, 0, y.dtype)) for y, k in zip(outputs, kernels, strict=True))
 
-    pieces = emit(plan.schedule("all_gather_matmul"), plan.axis_name, x_BRK, compute, wire_dtype=x_BRK.dtype)
-    return tuple(joined([(piece.number, piece.value[i]) for piece in pieces]) for i in range(len(kernels)))
+    shape = x_BRK.shape[0], x_BRK.shape[1] * plan.axis_size
+    outputs = tuple(jax.lax.empty((*shape, kernel.shape[1]), x_BRK.dtype) for kernel in kernels)
+    return gather(plan.schedule("all_gather_matmul"), plan.axis_name, x_BRK, visit, outputs)
 
 
 def _gather_forward(x_BRK: Array, kernels: Kernels, plan: Plan) -> tuple[Kernels, tuple[Array, Kernels]]:
@@ -75,14 +75,12 @@ def gather_backward(plan: Plan, saved: tuple[Array, Kernels], dys: Kernels) -> t
     x_BRK, kernels = saved
     schedule = plan.schedule("all_gather_matmul")
     each = schedule.piece_rows(dys[0].shape[1])
-    totals: list[Array] = []
 
-    def kernel_parts(number: Array, rows: Array | None) -> None:
-        assert rows is not None
-        parts = [_kernel_part(rows, rows_of(dy, number, each)) for dy in dys]
-        totals[:] = [a + b for a, b in zip(totals, parts, strict=True)] if totals else parts
+    def kernel_parts(totals: Kernels, number: Array, rows: Array) -> Kernels:
+        return tuple(t + _kernel_part(rows, rows_of(dy, number, each)) for t, dy in zip(totals, dys, strict=True))
 
-    emit(schedule, plan.axis_name, x_BRK, kernel_parts, wire_dtype=x_BRK.dtype)
+    zeros = tuple(jnp.zeros(kernel.shape, jnp.float32) for kernel in kernels)
+    totals = gather(schedule, plan.axis_name, x_BRK, kernel_parts, zeros)
 
     def rows(number: Array) -> Array:
         products = [_dot(rows_of(dy, number, each), k, 1, jnp.float32) for dy, k in zip(dys, kernels, strict=True)]
@@ -100,10 +98,15 @@ def _reduced(op: OpName, plan: Plan, rows: Callable[[Array], Array], dtype: jnp.
 
     rows: what this rank adds to a piece, by its number, float32.
     """
-    pieces = emit(plan.schedule(op), plan.axis_name, None, lambda number, _: rows(number), wire_dtype=dtype)
+    schedule = plan.schedule(op)
+    pieces = reduce(schedule, plan.axis_name, rows, wire_dtype=dtype)
     if op == "matmul_reduce_scatter":
         return jnp.concatenate([piece.value.astype(dtype) for piece in pieces], axis=1)
-    return joined([(piece.number, piece.value.astype(dtype)) for piece in pieces])
+    batch, each, columns = pieces[0].value.shape
+    whole = jax.lax.empty((batch, each * schedule.num_pieces, columns), dtype)
+    for piece in pieces:
+        whole = put(whole, piece.number, piece.value.astype(dtype))
+    return whole
 
 
 def _sum(op: OpName, x_BRK: Array, kernel_KN: Array, plan: Plan) -> Array:
@@ -136,16 +139,15 @@ def scatter_backward(plan: Plan, saved: tuple[Array, Array], dy_BRN: Array) -> t
     x_BRK, kernel_KN = saved
     schedule = plan.schedule("all_gather_matmul")
     each = schedule.piece_rows(x_BRK.shape[1])
-    total: list[Array] = []
 
-    def compute(number: Array, dy: Array | None) -> Array:
-        assert dy is not None
-        part = _kernel_part(rows_of(x_BRK, number, each), dy)
-        total[:] = [total[0] + part] if total else [part]
-        return _dot(dy, kernel_KN, 1, x_BRK.dtype)
+    def visit(carry: tuple[Array, Array], number: Array, dy: Array) -> tuple[Array, Array]:
+        dx, total = carry
+        dx = put(dx, number, _dot(dy, kernel_KN, 1, dx.dtype))
+        return dx, total + _kernel_part(rows_of(x_BRK, number, each), dy)
 
-    pieces = emit(schedule, plan.axis_name, dy_BRN, compute, wire_dtype=dy_BRN.dtype)
-    return joined([(piece.number, piece.value) for piece in pieces]), total[0].astype(kernel_KN.dtype)
+    start = jax.lax.empty(x_BRK.shape, x_BRK.dtype), jnp.zeros(kernel_KN.shape, jnp.float32)
+    dx_BRK, total = gather(schedule, plan.axis_name, dy_BRN, visit, start)
+    return dx_BRK, total.astype(kernel_KN.dtype)
 
 
 def reduce_backward(plan: Plan, saved: tuple[Array, Array], dy_BRN: Array) -> tuple[Array, Array]:
