@@ -9,9 +9,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jtrain_kernels.overlap.tiles import THREADS
 
 
 class Fabric(Protocol):
@@ -27,8 +30,20 @@ class Fabric(Protocol):
         """Blocks of one rank, and of the whole grid, on a chip of that many cores: no more than run at once."""
         ...
 
+    def grid(self, blocks: int) -> dict[str, Any]:
+        """Arguments of `plgpu.kernel` for a grid of so many."""
+        ...
+
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of an array or of counters of which each rank has one of `shape`."""
+        """Of an array of which each rank has one of `shape`."""
+        ...
+
+    def counter_inputs(self, blocks: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        """What the kernel needs besides to count with; nothing where the chip has counters of its own."""
+        ...
+
+    def counters(self, shape: tuple[int, ...], given: Any) -> Any:
+        """Counters, `shape` of them for each rank, 0 when the kernel starts; `given` is their input or None."""
         ...
 
     def rank(self) -> jax.Array: ...
@@ -52,7 +67,7 @@ class Fabric(Protocol):
     def signal_self(self, counters: Any, at: tuple[Any, ...]) -> None: ...
 
     def wait(self, counters: Any, at: tuple[Any, ...], value: Any) -> None:
-        """Until a counter of this rank has `value`; counters start at 0 in every call and only grow."""
+        """Until a counter of this rank has `value`; they only grow."""
         ...
 
 
@@ -69,8 +84,17 @@ class Devices:
     def blocks(self, num_cores: int) -> tuple[int, int]:
         return num_cores, num_cores
 
+    def grid(self, blocks: int) -> dict[str, Any]:
+        return {"grid": (blocks,), "grid_names": ("block",)}
+
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
+
+    def counter_inputs(self, blocks: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        return ()
+
+    def counters(self, shape: tuple[int, ...], given: Any) -> Any:
+        return pl.get_global(plgpu.SemaphoreType.REGULAR(self.shape(shape)))
 
     def rank(self) -> jax.Array:
         return lax.axis_index(self.axis)
@@ -104,8 +128,17 @@ class Shared:
         each = num_cores // self.num_ranks
         return each, each * self.num_ranks
 
+    def grid(self, blocks: int) -> dict[str, Any]:
+        return {"grid": (blocks,), "grid_names": ("block",)}
+
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (self.num_ranks, *shape)
+
+    def counter_inputs(self, blocks: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        return ()
+
+    def counters(self, shape: tuple[int, ...], given: Any) -> Any:
+        return pl.get_global(plgpu.SemaphoreType.REGULAR(self.shape(shape)))
 
     def rank(self) -> jax.Array:
         return lax.rem(lax.axis_index("block"), self.num_ranks)
@@ -127,6 +160,33 @@ class Shared:
 
     def wait(self, counters: Any, at: tuple[Any, ...], value: Any) -> None:
         pl.semaphore_wait(counters.at[(self.rank(), *at)], value, decrement=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpreted(Shared):
+    """`Shared` for `plgpu.InterpretGPUParams`, which has no semaphores: every warpgroup counts in a cell of its own.
+
+    One cluster of blocks, because those alone run at the same time there. Not for a GPU: nothing orders the counting.
+    """
+
+    def grid(self, blocks: int) -> dict[str, Any]:
+        return {"grid": (1,), "grid_names": ("all",), "cluster": (blocks,), "cluster_names": ("block",)}
+
+    def counter_inputs(self, blocks: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros((*self.shape(shape), blocks * THREADS), jnp.int32) for shape in shapes)
+
+    def counters(self, shape: tuple[int, ...], given: Any) -> Any:
+        return given
+
+    def signal(self, counters: Any, at: tuple[Any, ...], peer: jax.Array) -> None:
+        cell = (peer, *at, lax.axis_index("block") * THREADS + lax.axis_index("wg"))
+        counters[cell] = counters[cell] + 1
+
+    def wait(self, counters: Any, at: tuple[Any, ...], value: Any) -> None:
+        def read(_: Any) -> jax.Array:
+            return jnp.sum(counters[(self.rank(), *at, slice(None))])
+
+        lax.while_loop(lambda count: count < value, read, jnp.int32(-1))
 
 
 def when(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:

@@ -5,8 +5,8 @@ schedule's own order; what one needs of the other goes through counters in memor
 
 | stream | made of | waits for |
 |---|---|---|
-| jobs (computing blocks) | Compute with the Reduces and the Send of the same sum | rows that arrived, slots that landed |
-| moves (sending blocks) | Sends of what lies in memory: gathered rows, finished output | the same, or a job of its own |
+| jobs (computing blocks) | Compute with the Reduces and the Send of the same sum | rows and slots that came |
+| moves (sending blocks) | Sends of what lies in memory: gathered rows, finished output | the same, or a job |
 
 A job keeps its sum in registers from the first product to the send, so the schedule's accumulators take no memory here
 and nobody waits for "sent". A slot is used once per call, so nothing is released either.
@@ -18,6 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jtrain_kernels.overlap.schedule import Barrier, Compute, Place, Reduce, Schedule, Send, Wait
+from jtrain_kernels.overlap.tiles import CANDIDATES, DTYPES, TileConfig, does_not_fit
 
 OWN = -1
 """In place of a peer: the sum stays here, in the output."""
@@ -59,6 +60,15 @@ class GpuProgram:
         """Most sums that a job adds."""
         return max(len(job.slots) for jobs in self.jobs for job in jobs)
 
+    def keeping_own(self) -> "GpuProgram":
+        """With moves of each rank's own pieces to itself, after all others: what was gathered lies in one place."""
+        each = self.schedule.pieces_per_rank
+        moves = tuple(
+            (*moves, *(Move(piece, rank) for piece in range(rank * each, (rank + 1) * each)))
+            for rank, moves in enumerate(self.moves)
+        )
+        return dataclasses.replace(self, moves=moves)
+
     def job_table(self) -> np.ndarray:
         """int32 [rank, turn, 4 + max_slots]: piece, peer, slot there, number of slots, slots."""
         wide = self.max_slots
@@ -89,7 +99,7 @@ def gpu_program(schedule: Schedule) -> GpuProgram:
     if any(isinstance(i, Wait) and i.until == "released" for program in schedule.programs for i in program):
         raise ValueError(
             f"{schedule.op}: the schedule uses slots again, for which a GPU's blocks do not wait. Make it with "
-            "slots_per_channel=None."
+            "slot_rounds=None."
         )
     streams = [_streams(schedule, rank) for rank in range(schedule.num_ranks)]
     jobs, moves, arrivals = (tuple(s[i] for s in streams) for i in range(3))
@@ -126,3 +136,53 @@ def _streams(schedule: Schedule, rank: int) -> tuple[tuple[Job, ...], tuple[Move
             case _:
                 raise AssertionError(instruction)
     return tuple(jobs), tuple(moves), tuple(arrivals)
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapConfig:
+    """How a fused kernel is cut.
+
+    tiles: of the matmul.
+    sending_blocks: of the grid; 0 where the schedule has no moves, as for reduce-scatter.
+    """
+
+    tiles: TileConfig
+    sending_blocks: int = 8
+
+
+def default_config(program: GpuProgram, m: int, n: int, k: int, sending_blocks: int = 8) -> OverlapConfig:
+    """The largest tiles that fit; three stages instead of four where partial sums come back through shared memory.
+
+    Args:
+      program: of the op.
+      m: rows of one sequence, of all ranks together.
+      n, k: columns of the result and length of the sum, of one device.
+      sending_blocks: where the schedule has moves.
+    """
+    stages, rows = (3 if program.max_slots else 4), m // program.schedule.num_pieces
+    found = [dataclasses.replace(tiles, stages=stages) for tiles in CANDIDATES]
+    fits = [tiles for tiles in found if does_not_fit(rows, n, k, DTYPES[0], tiles) is None]
+    return OverlapConfig((fits or found)[0], sending_blocks if program.moves[0] else 0)
+
+
+def op_does_not_fit(
+    program: GpuProgram, m: int, n: int, k: int, dtype: str, num_cores: int, config: OverlapConfig
+) -> str | None:
+    """Why a cut does not fit an op, one sentence; None if it does.
+
+    Args:
+      program: of the op.
+      m: rows of one sequence, of all ranks together (gathered, or before they are scattered).
+      n, k: columns of the result and length of the sum, of one device.
+      dtype: of x and the kernel.
+      num_cores: of one rank.
+      config: see there.
+    """
+    pieces = program.schedule.num_pieces
+    if m % pieces:
+        return f"{m} rows do not split into {pieces} pieces"
+    if reason := does_not_fit(m // pieces, n, k, dtype, config.tiles):
+        return f"each of {pieces} pieces has {reason}" if reason.startswith("m=") else reason
+    if program.moves[0] and not 0 < config.sending_blocks < num_cores:
+        return f"sending_blocks={config.sending_blocks} must be above 0 and below the {num_cores} blocks of a rank"
+    return None

@@ -7,7 +7,6 @@ memory. The design is that of JAX's Pallas Mosaic GPU guide and CUTLASS's persis
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,80 +18,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
-from jtrain_kernels.device import DeviceSpec
-
-DTYPES = ("bfloat16", "float16")
-"""What wgmma multiplies here; sums are float32."""
-
-SHARED_BYTES = 232_448
-"""Shared memory that one block may have: Hopper and Blackwell data-centre chips (opt-in limit)."""
-
-WARPGROUPS = 2
-"""That multiply; a third one loads."""
-
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232
-"""Per thread, after the loading warpgroup has handed its own over: 128 * (40 + 2 * 232) <= 65536."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TileConfig:
-    """How a matmul is cut.
-
-    tile_m, tile_n: the result's tile of one block; each of two warpgroups has half the columns.
-    tile_k: depth of one stage. stages: pairs of tiles in flight.
-    out_rows, out_columns: a piece of the result that a warpgroup writes out at once, from one of two buffers.
-    group: tiles of a column that follow each other before the next column, so that operands stay in L2.
-    """
-
-    tile_m: int = 128
-    tile_n: int = 256
-    tile_k: int = 64
-    stages: int = 4
-    out_rows: int = 64
-    out_columns: int = 64
-    group: int = 8
-
-    @property
-    def warpgroup_n(self) -> int:
-        return self.tile_n // WARPGROUPS
-
-    def shared_bytes(self, itemsize: int, out_itemsize: int) -> int:
-        """What one block takes of shared memory, without barriers (at most 1 KiB)."""
-        operands = self.stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
-        return operands + 2 * WARPGROUPS * self.out_rows * self.out_columns * out_itemsize
-
-    def pieces(self) -> list[tuple[int, int]]:
-        """First row and column, within a warpgroup's half of a tile, of each piece that is written."""
-        return list(
-            itertools.product(range(0, self.tile_m, self.out_rows), range(0, self.warpgroup_n, self.out_columns))
-        )
-
-
-def unsupported(device: DeviceSpec, m: int, n: int, k: int, dtype: str, config: TileConfig) -> str | None:
-    """Why this chip or shape has no kernel here, one sentence; None if it has.
-
-    Args:
-      device: by `jtrain_kernels.device`.
-      m, n, k: rows and columns of the result, and what is summed over, of one device.
-      dtype: of both operands.
-      config: the tiles; every size must be a multiple of its own.
-    """
-    if device.compute_capability is None or device.compute_capability[0] != 9:
-        return f"{device.name} has no wgmma: this kernel is for Hopper (compute capability 9.0)"
-    if dtype not in DTYPES:
-        return f"operands are {dtype}; wgmma here takes {' or '.join(DTYPES)}"
-    for name, size, tile in (("m", m, config.tile_m), ("n", n, config.tile_n), ("k", k, config.tile_k)):
-        if size % tile or not size:
-            return f"{name}={size} is no multiple of tile_{name}={tile}"
-    if (need := config.shared_bytes(2, 2) + 1024) > SHARED_BYTES:
-        return f"tiles of {config} need {need} bytes of shared memory, a block has {SHARED_BYTES}"
-    return None
+from jtrain_kernels.overlap.tiles import (
+    COMPUTE_REGISTERS,
+    MEMORY_REGISTERS,
+    THREADS,
+    WARPGROUPS,
+    TileConfig,
+    does_not_fit,
+)
 
 
 def transforms(columns: int, itemsize: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """Layout of a tile in shared memory, by which neither TMA nor wgmma meets bank conflicts."""
     swizzle = plgpu.find_swizzle(columns * itemsize * 8)
-    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
 def scratch(config: TileConfig, dtype: Any, out_dtype: Any) -> dict[str, Any]:
@@ -200,23 +140,25 @@ def multiply(
                 plgpu.barrier_arrive(free.at[lax.rem((i + 1) * steps - 1, config.stages)])
                 return acc_ref[...]
 
-            acc = pl.run_scoped(sum_up, plgpu.ACC((config.tile_m, config.warpgroup_n), jnp.float32))
+            acc = pl.run_scoped(sum_up, plgpu.WGMMAAccumulatorRef((config.tile_m, config.warpgroup_n), jnp.float32))
             do.before_store(i, tile)
-            for count, (row, column) in enumerate(config.pieces()):
+            pieces = config.pieces()
+            for count, (row, column) in enumerate(pieces):
+                buffer = lax.rem(i * len(pieces) + count, 2)
                 piece = (row, wg * config.warpgroup_n + column)
                 sums = acc[row : row + config.out_rows, column : column + config.out_columns]
                 sums = do.add(tile, piece, sums)
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of two pieces the older one has left
-                out_smem[wg, count % 2] = sums.astype(out_smem.dtype)
+                out_smem[wg, buffer] = sums.astype(out_smem.dtype)
                 plgpu.commit_smem()
-                do.store(tile, piece, out_smem.at[wg, count % 2])
+                do.store(tile, piece, out_smem.at[wg, buffer])
 
 
 def matmul(
     a_MK: Float[jax.Array, "M K"],
     b_KN: Float[jax.Array, "K N"],
     *,
-    device: DeviceSpec,
+    num_cores: int,
     config: TileConfig | None = None,
     interpret: Any = None,
 ) -> Float[jax.Array, "M N"]:
@@ -225,21 +167,21 @@ def matmul(
     Args:
       a_MK: bfloat16 or float16.
       b_KN: the same dtype.
-      device: whose number of cores is the grid; nothing here asks for a live device.
+      num_cores: of the device, a Hopper chip: the most blocks of the grid. No live device is asked.
       config: see `TileConfig`; sizes must be multiples of the tiles.
       interpret: `plgpu.InterpretGPUParams()` runs it on a CPU.
 
     Raises:
-      ValueError: the chip, dtype or shape has no kernel here, with the reason.
+      ValueError: the tiles do not fit the shapes or the dtype, with the reason.
     """
     config = config or TileConfig()
     (m, k), (k2, n) = a_MK.shape, b_KN.shape
     if k != k2 or a_MK.dtype != b_KN.dtype:
         raise ValueError(f"a is {a_MK.dtype}[{m}, {k}] and b {b_KN.dtype}[{k2}, {n}]: they do not multiply here.")
-    if reason := unsupported(device, m, n, k, str(a_MK.dtype), config):
+    if reason := does_not_fit(m, n, k, str(a_MK.dtype), config):
         raise ValueError(f"mosaic_gpu matmul: {reason}. Choose other tiles, or kernels.<op>=xla.")
     tiles_m, tiles_n = m // config.tile_m, n // config.tile_n
-    blocks = min(math.prod((tiles_m, tiles_n)), device.num_cores or 1)
+    blocks = min(math.prod((tiles_m, tiles_n)), num_cores)
 
     def body(a_ref: Any, b_ref: Any, out_ref: Any) -> None:
         block = lax.axis_index("block")
@@ -266,7 +208,7 @@ def matmul(
         out_type=jax.ShapeDtypeStruct((m, n), a_MK.dtype),
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=THREADS,
         thread_name="wg",
         kernel_name="jtrain_hopper_matmul",
         interpret=interpret,

@@ -23,74 +23,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.overlap import hopper
 from jtrain_kernels.overlap.fabric import Fabric, when
-from jtrain_kernels.overlap.gpu_program import OWN, GpuProgram
-from jtrain_kernels.overlap.hopper import WARPGROUPS, TileConfig
-
-SENDERS = WARPGROUPS + 1
-"""Warpgroups of a sending block; each copies its share of a block of rows."""
-
-BOX_ROWS, BOX_COLUMNS, BOXES, AHEAD = 32, 256, 4, 2
-"""A sender's copies: rows and most columns of one; how many are in flight, and how many of them are being read."""
-
-
-@dataclasses.dataclass(frozen=True)
-class OverlapConfig:
-    """How a fused kernel is cut.
-
-    tiles: of the matmul; None: `default_tiles`.
-    sending_blocks: of the grid; 0 where the schedule has no moves, as for reduce-scatter.
-    """
-
-    tiles: TileConfig
-    sending_blocks: int = 8
-
-
-def default_config(program: GpuProgram, sending_blocks: int = 8) -> OverlapConfig:
-    """Four stages, or three where partial sums are read back through shared memory as well."""
-    return OverlapConfig(TileConfig(stages=3 if program.max_slots else 4), sending_blocks if program.moves[0] else 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Of one call: what every block computes its tiles from; rows and columns in tiles."""
-
-    rows: int
-    columns: int
-    steps: int
-    width: int
-    jobs: int
-    moves: int
-    arrivals: int
-
-    @property
-    def tiles(self) -> int:
-        return self.rows * self.columns
-
-
-def unsupported(
-    device: DeviceSpec, program: GpuProgram, m: int, n: int, k: int, dtype: str, config: OverlapConfig
-) -> str | None:
-    """Why there is no kernel, one sentence; None if there is one.
-
-    Args:
-      device: of every rank.
-      program: of the op.
-      m: rows of x of all ranks together (gathered, or before they are scattered).
-      n, k: columns of the result and length of the sum, of one device.
-      dtype: of x and the kernel.
-      config: see there.
-    """
-    if m % program.schedule.num_pieces:
-        return f"{m} rows do not split into {program.schedule.num_pieces} pieces"
-    piece = m // program.schedule.num_pieces
-    if reason := hopper.unsupported(device, piece, n, k, dtype, config.tiles):
-        return f"of each of the {program.schedule.num_pieces} pieces {reason}" if "m=" in reason else reason
-    if program.moves[0] and not 0 < config.sending_blocks < (device.num_cores or 0) // 2:
-        return f"sending_blocks={config.sending_blocks} must be above 0 and below half of {device.num_cores} cores"
-    return None
+from jtrain_kernels.overlap.gpu_call import Call, Sizes
+from jtrain_kernels.overlap.gpu_program import OWN, GpuProgram, OverlapConfig, default_config, op_does_not_fit
+from jtrain_kernels.overlap.sending import SENDERS, send
+from jtrain_kernels.overlap.tiles import THREADS, WARPGROUPS
 
 
 def fused(
@@ -99,35 +37,47 @@ def fused(
     x: jax.Array,
     kernel: jax.Array,
     *,
-    device: DeviceSpec,
+    num_cores: int,
     config: OverlapConfig | None = None,
-) -> jax.Array:
+    keep_gathered: bool = False,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
     """One op of a schedule, on one rank's blocks (or, with `Shared`, on all ranks' at once).
 
     Args:
       program: `gpu_program(make_schedule(...))`.
       fabric: how ranks reach each other.
-      x: [rows, k] of this rank: its shard's rows for all-gather-matmul, all rows otherwise.
+      x: [sequences, rows, k] of this rank: its shard's rows for all-gather-matmul, all rows otherwise.
       kernel: [k, n] of this rank.
-      device: whose cores and shared memory the grid is for.
+      num_cores: of the device, a Hopper chip: the most blocks of the grid. No live device is asked.
       config: None: `default_config`.
+      keep_gathered: of all-gather-matmul: also copies this rank's own rows to where the others' arrive.
+      interpret: `plgpu.InterpretGPUParams()` runs it on a CPU; with the fabric `Interpreted`.
 
     Returns:
-      [rows, n]: all rows, or for reduce-scatter this rank's.
+      [sequences, rows, n]: all rows, or for reduce-scatter this rank's. And what arrived from other ranks: with
+      `keep_gathered` the gathered x.
 
     Raises:
-      ValueError: the chip, dtype or shapes have no kernel, with the reason.
+      ValueError: the cut does not fit the shapes or the dtype, with the reason.
     """
-    schedule, config = program.schedule, config or default_config(program)
+    schedule = program.schedule
     gathers = schedule.op == "all_gather_matmul"
-    (own_rows, k), n = x.shape[-2:], kernel.shape[-1]
+    (batch, own_rows, k), n = x.shape[-3:], kernel.shape[-1]
     m = own_rows * schedule.num_ranks if gathers else own_rows
-    if reason := unsupported(device, program, m, n, k, str(x.dtype), config):
-        raise ValueError(f"{schedule.op}: no mosaic_gpu kernel: {reason}. Choose other tiles, or kernels=xla.")
-    piece_rows, tiles = schedule.piece_rows(m), config.tiles
+    if kernel.shape[-2] != k or kernel.dtype != x.dtype:
+        raise ValueError(f"x is {x.dtype}{x.shape} and the kernel {kernel.dtype}{kernel.shape}: they do not multiply.")
+    blocks, grid = fabric.blocks(num_cores)
+    config = config or default_config(program, m, n, k)
+    if reason := op_does_not_fit(program, m, n, k, str(x.dtype), blocks, config):
+        raise ValueError(f"mosaic_gpu {schedule.op}: {reason}. Choose other tiles, or kernels.{schedule.op}=xla.")
+    of_one, tiles = schedule.piece_rows(m) // config.tiles.tile_m, config.tiles
     width = k if gathers else n
+    if keep_gathered:
+        program = program.keeping_own()
     sizes = Sizes(
-        rows=piece_rows // tiles.tile_m,
+        rows=batch * of_one,
+        of_one=of_one,
         columns=n // tiles.tile_n,
         steps=k // tiles.tile_k,
         width=width,
@@ -137,22 +87,24 @@ def fused(
     )
     out_rows = m // schedule.num_ranks if schedule.op == "matmul_reduce_scatter" else m
     # What peers write: gathered rows, or the partial sums that land here. An array of none would have no address.
-    inbox_rows = m if gathers else max(schedule.num_slots, 1) * piece_rows
-    blocks, grid = fabric.blocks(device.num_cores or 0)
+    inbox_rows = batch * (m if gathers else max(schedule.num_slots, 1) * of_one * tiles.tile_m)
     body = _Kernel(program, fabric, config, sizes, blocks)
-    out, _ = plgpu.kernel(
+    tables = [jnp.asarray(make()) for make in (program.job_table, program.move_table, program.arrival_table)]
+    flat = x.reshape(*x.shape[:-3], batch * own_rows, k)
+    out, inbox = plgpu.kernel(
         body.run,
         out_type=[
-            jax.ShapeDtypeStruct(fabric.shape((out_rows, n)), x.dtype),
+            jax.ShapeDtypeStruct(fabric.shape((batch * out_rows, n)), x.dtype),
             jax.ShapeDtypeStruct(fabric.shape((inbox_rows, width)), x.dtype),
         ],
-        grid=(grid,),
-        grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
+        **fabric.grid(grid),
+        num_threads=THREADS,
         thread_name="wg",
         kernel_name=f"jtrain_{schedule.op}",
-    )(x, kernel, *(jnp.asarray(t()) for t in (program.job_table, program.move_table, program.arrival_table)))
-    return out
+        interpret=interpret,
+    )(flat, kernel, *tables, *fabric.counter_inputs(grid, *body.counter_shapes))
+    inbox = inbox.reshape(*x.shape[:-3], batch, -1, width)
+    return out.reshape(*x.shape[:-3], batch, out_rows, n), inbox
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,52 +120,26 @@ class _Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kernel:
+class _Kernel(Call):
     """The kernel's body; every method runs on the GPU."""
 
-    program: GpuProgram
-    fabric: Fabric
-    config: OverlapConfig
-    sizes: Sizes
-    blocks: int
-
-    @property
-    def gathers(self) -> bool:
-        return self.program.schedule.op == "all_gather_matmul"
-
-    @property
-    def passes_on(self) -> bool:
-        return bool(self.sizes.moves)
-
-    def run(self, x: Any, kernel: Any, jobs: Any, moves: Any, arrivals: Any, out: Any, inbox: Any) -> None:
-        pieces, sizes = self.program.schedule.num_pieces, self.sizes
-        # Of each block of rows of each piece: warpgroups that have delivered their part of it.
-        rows_here = pl.get_global(plgpu.SemaphoreType.REGULAR(self.fabric.shape((pieces, sizes.rows))))
-        # Of each tile of each slot: the same.
-        slots = max(self.program.schedule.num_slots, 1)
-        landed = pl.get_global(plgpu.SemaphoreType.REGULAR(self.fabric.shape((slots, sizes.rows, sizes.columns))))
+    def run(self, x: Any, kernel: Any, jobs: Any, moves: Any, arrivals: Any, *rest: Any) -> None:
+        *given, out, inbox = rest
+        shapes = self.counter_shapes
+        rows_here, landed = (self.fabric.counters(s, g) for s, g in zip(shapes, given or (None, None), strict=True))
         x, kernel, out_ = (self.fabric.mine(ref) for ref in (x, kernel, out))
         block, senders = self.fabric.block(self.blocks), self.config.sending_blocks
 
         def compute() -> None:
             self._compute(block - senders, x, kernel, jobs, out_, inbox, rows_here, landed)
 
-        def send() -> None:
-            self._send(block, x, moves, arrivals, out, inbox, rows_here)
+        def pass_on() -> None:
+            send(self, block, x, moves, arrivals, out, inbox, rows_here)
 
         if senders:
-            when(block < senders, send, compute)
+            when(block < senders, pass_on, compute)
         else:
             compute()
-
-    def _first_row(self, piece: Any) -> Any:
-        """Of a piece among this rank's own rows, in tiles."""
-        return lax.rem(piece, self.program.schedule.pieces_per_rank) * self.sizes.rows
-
-    def _owner(self, piece: Any) -> Any:
-        return lax.div(piece, self.program.schedule.pieces_per_rank)
-
-    # ------------------------------------------------------------------------------------------- computing blocks
 
     def _compute(
         self, block: Any, x: Any, kernel: Any, jobs: Any, out: Any, inbox: Any, rows_here: Any, landed: Any
@@ -236,20 +162,20 @@ class _Kernel:
         def ready(at: _Tile) -> None:
             if self.gathers:
 
-                @pl.when(self._owner(at.piece) != rank)
+                @pl.when(self.owner(at.piece) != rank)
                 def _wait() -> None:
                     fabric.wait(rows_here, (at.piece, at.row), SENDERS)
 
         def load(at: _Tile, step: Any, a_smem: Any, b_smem: Any, barrier: Any) -> None:
             def from_own() -> None:
-                first = self._first_row(at.piece) if self.gathers else at.piece * sizes.rows
-                hopper.load_a(x, first + at.row, step, tiles, a_smem, barrier)
+                row = self.own_row(at.piece, at.row) if self.gathers else self.row(at.piece, at.row)
+                hopper.load_a(x, row, step, tiles, a_smem, barrier)
 
             def from_inbox() -> None:
-                hopper.load_a(inbox_mine, at.piece * sizes.rows + at.row, step, tiles, a_smem, barrier)
+                hopper.load_a(inbox_mine, self.row(at.piece, at.row), step, tiles, a_smem, barrier)
 
             if self.gathers:
-                when(self._owner(at.piece) == rank, from_own, from_inbox)
+                when(self.owner(at.piece) == rank, from_own, from_inbox)
             else:
                 from_own()
             hopper.load_b(kernel, at.column, step, tiles, b_smem, barrier)
@@ -285,18 +211,15 @@ class _Kernel:
                     fabric.wait(landed, (jobs[rank, at.turn, 4 + j], at.row, at.column), WARPGROUPS)
 
         def store(at: _Tile, piece: tuple[Any, Any], smem: Any) -> None:
-            where = (at.row, at.column)
+            scatters = self.program.schedule.op == "matmul_reduce_scatter"
 
             def keep() -> None:
-                first = at.piece if self.program.schedule.op != "matmul_reduce_scatter" else lax.rem(
-                    at.piece, self.program.schedule.pieces_per_rank
-                )
-                rows, columns = hopper.piece_of((first * sizes.rows + at.row, at.column), piece, tiles)
-                plgpu.copy_smem_to_gmem(smem, out.at[rows, columns])
+                row = self.own_row(at.piece, at.row) if scatters else self.row(at.piece, at.row)
+                plgpu.copy_smem_to_gmem(smem, out.at[hopper.piece_of((row, at.column), piece, tiles)])
 
             def give() -> None:
-                rows, columns = hopper.piece_of((at.slot * sizes.rows + where[0], where[1]), piece, tiles)
-                plgpu.copy_smem_to_gmem(smem, fabric.of(inbox, at.peer).at[rows, columns])
+                where = hopper.piece_of((at.slot * sizes.rows + at.row, at.column), piece, tiles)
+                plgpu.copy_smem_to_gmem(smem, fabric.of(inbox, at.peer).at[where])
 
             if self.gathers:
                 keep()
@@ -332,89 +255,3 @@ class _Kernel:
             extra["in_smem"] = plgpu.SMEM((WARPGROUPS, tiles.out_rows, tiles.out_columns), dtype, transforms=layout)
             extra["in_barrier"] = plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS)
         pl.run_scoped(body, **hopper.scratch(tiles, dtype, dtype), **extra, collective_axes="wg")
-
-    # --------------------------------------------------------------------------------------------- sending blocks
-
-    def _send(self, block: Any, x: Any, moves: Any, arrivals: Any, out: Any, inbox: Any, rows_here: Any) -> None:
-        sizes, fabric = self.sizes, self.fabric
-        rank, wg = fabric.rank(), lax.axis_index("wg")
-        place = inbox if self.gathers else out
-        mine = fabric.mine(place)
-        columns = next(c for c in (BOX_COLUMNS, 128, 64) if sizes.width % c == 0)
-        rows_of_boxes = self.config.tiles.tile_m // BOX_ROWS
-        boxes = rows_of_boxes * (sizes.width // columns)
-        share = lax.div(boxes - wg + SENDERS - 1, SENDERS)
-        mine_chunks = lax.div(sizes.rows - block + self.config.sending_blocks - 1, self.config.sending_blocks)
-
-        def wait(piece: Any, row: Any, is_own: Any) -> None:
-            if self.gathers:  # its own rows are there from the start
-                pl.when(~is_own)(lambda: fabric.wait(rows_here, (piece, row), SENDERS))
-            else:  # what it sums itself is there tile by tile
-                value = jnp.where(is_own, WARPGROUPS * sizes.columns, SENDERS)
-                fabric.wait(rows_here, (piece, row), value)
-
-        def body(box_smem: Any, box_barrier: Any) -> None:
-            def copy(piece: Any, row: Any, peer: Any, is_own: Any) -> None:
-                def box(first: Any, i: Any) -> tuple[Any, Any]:
-                    number = wg + i * SENDERS
-                    down, across = lax.rem(number, rows_of_boxes), lax.div(number, rows_of_boxes)
-                    start = first * self.config.tiles.tile_m + down * BOX_ROWS
-                    return pl.ds(start, BOX_ROWS), pl.ds(across * columns, columns)
-
-                there = piece * sizes.rows + row
-
-                def read(i: Any) -> None:
-                    at = wg * BOXES + lax.rem(i, BOXES)
-
-                    def copy_from(ref: Any, first: Any) -> None:
-                        plgpu.copy_gmem_to_smem(ref.at[box(first, i)], box_smem.at[at], box_barrier.at[at])
-
-                    if self.gathers:
-                        own = self._first_row(piece) + row
-                        when(is_own, lambda: copy_from(x, own), lambda: copy_from(mine, there))
-                    else:
-                        copy_from(mine, there)
-
-                @pl.loop(0, jnp.minimum(share, AHEAD))
-                def _begin(i: Any) -> None:
-                    read(i)
-
-                @pl.loop(0, share)
-                def _box(i: Any) -> None:
-                    @pl.when(i + AHEAD < share)
-                    def _next() -> None:
-                        plgpu.wait_smem_to_gmem(BOXES - AHEAD - 1, wait_read_only=True)
-                        read(i + AHEAD)
-
-                    at = wg * BOXES + lax.rem(i, BOXES)
-                    plgpu.barrier_wait(box_barrier.at[at])
-                    plgpu.copy_smem_to_gmem(box_smem.at[at], fabric.of(place, peer).at[box(there, i)])
-
-                plgpu.wait_smem_to_gmem(0)
-                fabric.signal(rows_here, (piece, row), peer)
-
-            @pl.loop(0, sizes.moves)
-            def _move(turn: Any) -> None:
-                piece, peer = moves[rank, turn, 0], moves[rank, turn, 1]
-                is_own = self._owner(piece) == rank
-
-                @pl.loop(0, mine_chunks)
-                def _rows(i: Any) -> None:
-                    row = block + i * self.config.sending_blocks
-                    wait(piece, row, is_own)
-                    copy(piece, row, peer, is_own)
-
-        pl.run_scoped(
-            body,
-            box_smem=plgpu.SMEM((SENDERS * BOXES, BOX_ROWS, columns), x.dtype),
-            box_barrier=plgpu.Barrier(num_arrivals=1, num_barriers=SENDERS * BOXES),
-            collective_axes="wg",
-        )
-        if not self.gathers:  # nobody computes with what arrives, so it is waited for here
-
-            @pl.loop(0, sizes.arrivals)
-            def _arrival(turn: Any) -> None:
-                @pl.loop(0, mine_chunks)
-                def _rows(i: Any) -> None:
-                    row = block + i * self.config.sending_blocks
-                    fabric.wait(rows_here, (arrivals[rank, turn], row), SENDERS)

@@ -179,12 +179,13 @@ def _gather(trees: Trees, rank: int, pieces: list[int], kind: Literal["shard", "
 
 
 class _Mailboxes:
-    """Which slot of its parent each partial sum lands in: `per_channel` slots for each pair of ranks, in turn.
+    """Which slot of its parent each partial sum lands in.
 
     groups: pieces in the order in which they are reduced.
+    rounds: of how many successive moments the partial sums have slots of their own, for each pair of ranks.
     """
 
-    def __init__(self, trees: Trees, groups: list[list[int]], per_channel: int | None) -> None:
+    def __init__(self, trees: Trees, groups: list[list[int]], rounds: int | None) -> None:
         self.num_slots = 0
         self._slot: dict[tuple[int, int], int] = {}  # (sender, piece) -> slot of its parent
         self._reuses: set[tuple[int, int]] = set()  # of those, which find a slot that was filled before
@@ -192,15 +193,21 @@ class _Mailboxes:
         for receiver in range(trees.num_ranks):
             used = 0
             for sender in sorted(range(trees.num_ranks), key=lambda rank: trees.grid.relative(rank, receiver)):
-                steps = [step for pieces in groups for step in reversed(trees.by_time(sender, pieces))]
-                sent = [piece for step in steps for piece in step if trees.parent(sender, piece) == receiver]
-                count = len(sent) if per_channel is None else min(per_channel, len(sent))
-                for turn, piece in enumerate(sent):
-                    self._slot[sender, piece] = used + turn % count
-                    if turn >= count:
-                        self._reuses.add((sender, piece))
-                        self._reused.add((sender, sent[turn - count]))
-                used += count
+                moments = [step for pieces in groups for step in reversed(trees.by_time(sender, pieces))]
+                sent = [[piece for piece in step if trees.parent(sender, piece) == receiver] for step in moments]
+                sent = [step for step in sent if step]
+                width = max(map(len, sent), default=0)
+                count = len(sent) if rounds is None else min(rounds, len(sent))
+                last: dict[int, int] = {}  # slot -> the piece that it held last
+                for turn, step in enumerate(sent):
+                    for index, piece in enumerate(step):
+                        slot = used + turn % count * width + index
+                        self._slot[sender, piece] = slot
+                        if slot in last:
+                            self._reuses.add((sender, piece))
+                            self._reused.add((sender, last[slot]))
+                        last[slot] = piece
+                used += count * width
             self.num_slots = max(self.num_slots, used)
 
     def slot(self, sender: int, piece: int) -> Place:
@@ -282,7 +289,7 @@ def make_schedule(
     *,
     torus: tuple[int, ...] = (),
     parts: int = 1,
-    slots_per_channel: int | None = None,
+    slot_rounds: int | None = None,
 ) -> Schedule:
     """The schedule of an op.
 
@@ -290,24 +297,30 @@ def make_schedule(
       torus: sizes of the torus's dimensions, the last one's neighbours being ranks r and r + 1; only of that swizzle.
       parts: each piece is split into so many, for a finer overlap. An all-reduce sums one part while it gathers the
         one before, so with one part its gathering is not hidden.
-      slots_per_channel: landing places that a rank has for the partial sums of each of its peers, in turn; the sender
-        waits until one is released. None: each has a place of its own, and none is ever waited for.
+      slot_rounds: partial sums that a peer sends one after the other land in so many slots in turn, and it waits until
+        one is released. None: each has a slot of its own, and none is ever waited for.
 
     Raises:
-      ValueError: no such op or swizzle; sizes of the torus that do not hold the ranks; a count below 1.
+      ValueError: no such op or swizzle; sizes of the torus that do not hold the ranks; a count below 1; a torus with
+        slots of one round.
     """
     if op not in OPS:
         raise ValueError(f"There is no overlapped op {op!r}. There are: {', '.join(OPS)}.")
-    if num_ranks < 1 or parts < 1 or (slots_per_channel is not None and slots_per_channel < 1):
+    if num_ranks < 1 or parts < 1 or (slot_rounds is not None and slot_rounds < 1):
         raise ValueError(
-            f"{op}: num_ranks={num_ranks}, parts={parts} and slots_per_channel={slots_per_channel} must be at least 1."
+            f"{op}: num_ranks={num_ranks}, parts={parts} and slot_rounds={slot_rounds} must be at least 1."
+        )
+    if swizzle == "torus" and slot_rounds == 1:
+        raise ValueError(
+            f"{op}: slot_rounds=1 deadlocks on a torus, where what two rings bring meets: each waits for the other's "
+            "slot. Set slot_rounds to 2 or more, or to None."
         )
     trees = make_trees(swizzle, num_ranks, torus, parts)
     by_part = [trees.pieces(part) for part in range(parts)]
     everything = sorted(piece for pieces in by_part for piece in pieces)
     gathers = op == "all_gather_matmul"
     groups = by_part if op == "matmul_all_reduce" else [everything]
-    mailboxes = _Mailboxes(trees, [] if gathers else groups, slots_per_channel)
+    mailboxes = _Mailboxes(trees, [] if gathers else groups, slot_rounds)
     num_accumulators = 0 if gathers or num_ranks == 1 else 2 * trees.pieces_per_rank
     programs: list[tuple[Instruction, ...]] = []
     for rank in range(num_ranks):
