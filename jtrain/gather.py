@@ -46,6 +46,7 @@ def placement_of(layout: Layout) -> Placement:
     return Placement(
         fetch=fetch,
         tensor=layout.mesh.tensor,
+        tensor_overlap=spec.tensor_overlap,
         remat=spec.remat,
         remat_save=spec.remat_save,
         regather=spec.zero_stage == 3 and layout.mesh.data > 1,

@@ -105,6 +105,8 @@ class LayoutSpec:
     param_dtype: of parameters between steps.
     compute_dtype: of matmuls and activations; softmax, norms and the loss are float32 always.
     reduce_dtype: in which gradients are summed over devices.
+    tensor_overlap: collectives over `tensor` travel piece by piece while a layer's matmuls compute, unless the kernels'
+      cost model says that it loses.
     offload: what is kept in the host's memory.
     kernels: implementations of ops to take whatever `jtrain_kernels.registry` would choose: (("attention", "cudnn"),).
     auto: zero_stage, remat, remat_save, microbatches and offload are picked by `jtrain.plan.search` so that the run
@@ -119,6 +121,7 @@ class LayoutSpec:
     param_dtype: Dtype = "float32"
     compute_dtype: Dtype = "bfloat16"
     reduce_dtype: Dtype = "float32"
+    tensor_overlap: bool = False
     offload: OffloadSpec = OffloadSpec()
     kernels: tuple[tuple[str, str], ...] = ()
     auto: bool = False
@@ -244,8 +247,8 @@ def make_layout(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) 
     """Decides where every array of a model lives.
 
     Raises:
-      ValueError: a dimension does not split evenly over its axis; an axis that nothing uses yet is over 1; or a share
-        to offload is not resolved to a number.
+      ValueError: a dimension does not split evenly over its axis; an axis that nothing uses yet is over 1, or one that
+        an option is for is 1; or a share to offload is not resolved to a number.
     """
     shares = {name: spec.offload.share(name) for name in ("optimizer", "params", "activations")}
     stacked = {info.path: info.size for info in infos if info.is_matrix and info.dims.startswith("Y")}
@@ -257,6 +260,11 @@ def make_layout(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) 
                 f"mesh.{axis}={mesh.shape[axis]}: no layout splits anything over `{axis}` yet, so its devices would "
                 f"repeat each other's work. Set mesh.{axis}=1 and use mesh.data, mesh.tensor or mesh.replica."
             )
+    if spec.tensor_overlap and mesh.tensor == 1:
+        raise ValueError(
+            "layout.tensor_overlap=True with mesh.tensor=1: nothing travels over `tensor` that could hide. Set "
+            "mesh.tensor to 2 or more, or layout.tensor_overlap=False."
+        )
     layouts: list[ParamLayout] = []
     for info in infos:
         dims: dict[str, int | None] = {"data": None, "tensor": None}

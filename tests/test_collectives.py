@@ -101,3 +101,18 @@ def test_along_a_torus_each_dimension_has_its_collective(zero_stage: int) -> Non
         return sum(c.wire_bytes for c in collectives(model, lay, global_batch=ROWS, seq_len=COLS))
 
     assert wire((2, 2, 2)) == wire(())
+
+
+KEPT = ("attention_q", "attention_k", "attention_v", "attention_out")
+
+
+@pytest.mark.parametrize(("remat", "kept"), [("none", ()), ("full", ()), ("named", KEPT)], ids=str)
+def test_overlapped_projections_permute_what_the_closed_form_says(remat: str, kept: tuple[str, ...]) -> None:
+    """Byte by byte; in how many pieces is the kernels' choice."""
+    axes, layout = dict(tensor=2), layout_of(0, 2, tensor_overlap=True, remat=remat, remat_save=kept)
+    got, want = (
+        {key: size for key, (_, size) in table.items()}
+        for table in (compiled(axes, SIZES, **layout), predicted(axes, SIZES, **layout))
+    )
+    assert got == want
+    assert ("collective-permute", ("tensor",), 2, "f32") in got

@@ -1,9 +1,7 @@
 """The decoder-only transformer: embedding, a scanned stack of blocks, norm, cross entropy.
 
 Everything here sees one device's block of each array: it runs inside a fully-manual `jax.shard_map`, where the only
-communication is what is written out. Over `tensor`, the residual stream is split by sequence (arXiv:2205.05198,
-section 4.2.2): `gather_sequence` before a layer's matmuls, `scatter_sequence` after them, each the other's transpose.
-On one device, without a mesh, both do nothing.
+communication is what is written out. Over `tensor`, the residual stream is split by sequence: see `tensor.py`.
 """
 
 import dataclasses
@@ -25,6 +23,7 @@ from jtrain.model.norm import RMSNorm
 from jtrain.model.param import Params, param_infos, weight
 from jtrain.model.rope import RopeSpec
 from jtrain.model.stream import Layer, check_scanned, scan_layers
+from jtrain.model.tensor import TensorAxis, scatter_sequence
 from jtrain.model.unembedding import loss_in_parts
 
 SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_gate", "mlp_up")
@@ -40,6 +39,7 @@ class Placement:
 
     fetch: brings the parameters below a path into the form that computes: whole over `data`, in the compute dtype.
     tensor: devices along the `tensor` axis.
+    tensor_overlap: what travels over it hides behind the layers' matmuls.
     remat: what a block keeps for its backward pass: everything, its input only, or that and `remat_save`.
     regather: fetched weights are dropped after use and fetched again by the backward pass.
     streams: some of the layers' weights come from host memory, and are dropped after use too.
@@ -50,6 +50,7 @@ class Placement:
 
     fetch: Callable[[str, Any], Any]
     tensor: int = 1
+    tensor_overlap: bool = False
     remat: Literal["none", "full", "named"] = "none"
     remat_save: tuple[str, ...] = ()
     regather: bool = False
@@ -100,15 +101,13 @@ class Block(nnx.Module):
         sin_BLR: Float[Array, "B L R"],
         segment_BL: Int[Array, "B L"],
         *,
-        tensor: int,
+        tensor: TensorAxis,
     ) -> Float[Array, "B _ D"]:
         with jax.named_scope("attention"):
-            h_BLD = gather_sequence(self.attention_norm(x_BLD), tensor)
-            h_BLD = self.attention(h_BLD, cos_BLR, sin_BLR, segment_BL)
-            x_BLD = checkpoint_name(x_BLD + scatter_sequence(h_BLD, tensor), "attention_out")
+            h_BLD = self.attention(self.attention_norm(x_BLD), cos_BLR, sin_BLR, segment_BL, tensor)
+            x_BLD = checkpoint_name(x_BLD + h_BLD, "attention_out")
         with jax.named_scope("mlp"):
-            h_BLD = gather_sequence(self.mlp_norm(x_BLD), tensor)
-            return x_BLD + scatter_sequence(self.mlp(h_BLD), tensor)
+            return x_BLD + self.mlp(self.mlp_norm(x_BLD), tensor)
 
 
 class Transformer(nnx.Module):
@@ -212,10 +211,11 @@ class Transformer(nnx.Module):
         with jax.named_scope("rope"):
             cos_BLR, sin_BLR = self.rope.tables(batch.position_BL, self.head_dim)
         block_def, _ = nnx.split(self.layers)
+        axis = TensorAxis(tensor, placement.tensor_overlap)
 
         def layer(x_BLD: Array, weights: Params, shared: tuple[Array, Array, Array]) -> Array:
             block = nnx.merge(block_def, fetch("layers", weights))
-            return block(checkpoint_name(x_BLD, LAYER_INPUT), *shared, tensor=tensor)
+            return block(checkpoint_name(x_BLD, LAYER_INPUT), *shared, tensor=axis)
 
         kept = checkpointed(layer, placement, scanned=self.scan_layers)
         unroll = 1 if self.scan_layers else self.num_layers
@@ -288,16 +288,6 @@ def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
         policy = policies.save_only_these_names(*kept)
     # Inside a loop XLA cannot merge the recomputation with the first computation; unrolled it would, undoing it.
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
-
-
-def gather_sequence(x_BLD: Float[Array, "B _ D"], tensor: int) -> Float[Array, "B L D"]:
-    """All positions of a residual stream split by sequence over `tensor`."""
-    return jax.lax.all_gather(x_BLD, "tensor", axis=1, tiled=True) if tensor > 1 else x_BLD
-
-
-def scatter_sequence(x_BLD: Float[Array, "B L D"], tensor: int) -> Float[Array, "B _ D"]:
-    """This device's positions of the sum of every device's partial x over `tensor`."""
-    return jax.lax.psum_scatter(x_BLD, "tensor", scatter_dimension=1, tiled=True) if tensor > 1 else x_BLD
 
 
 def local_sequence(x_BL: Int[Array, "B L"], tensor: int) -> Int[Array, "B _"]:

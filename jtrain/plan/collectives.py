@@ -18,7 +18,7 @@ from jtrain.model.residuals import kept_names
 from jtrain.model.transformer import Transformer
 from jtrain.model.unembedding import num_parts
 
-type Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+type Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Collective:
     @property
     def wire_bytes(self) -> int:
         """Bytes that one device sends per step, on a ring: (n - 1) / n of the array, twice for an all-reduce."""
+        if self.kind == "collective-permute":
+            return self.array_bytes
         passes = 2 if self.kind == "all-reduce" else 1
         return passes * self.array_bytes * (self.group - 1) // self.group
 
@@ -166,13 +168,32 @@ def _activations(found: _Found, model: Transformer, layout: Layout, *, elements:
     # does the opposite as often. The embedding scatters, so its backward pass gathers.
     gathers, scatters = 4 * layers + spec.microbatches, 4 * layers + spec.microbatches
     kept = kept_names(layout)
+    dtype = spec.compute_dtype
+    if spec.tensor_overlap:
+        _permutes(found, layout, layers, kept, elements=elements)
+        gathers, scatters, kept = spec.microbatches, spec.microbatches, None
     if kept is not None:
         gathers += 2 * layers
         if "attention_out" not in kept:  # what follows the mlp's scatter is never recomputed
             scatters += layers
-    dtype = spec.compute_dtype
     found.add("activations", "all-gather", ("tensor",), dtype, elements, gathers)
     found.add("activations", "reduce-scatter", ("tensor",), dtype, elements, scatters)
+
+
+def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] | None, *, elements: int) -> None:
+    """What the layers' overlapped projections send: each gathers or scatters once, n - 1 of n parts.
+
+    Forward two gather and two scatter. Backward each of the first gathers its input again and scatters, and each of the
+    others gathers: a layer keeps no gathered input. What is recomputed besides is what has no name that is kept.
+    """
+    times = 10 * layers
+    if kept is not None:
+        times += layers * (not {"attention_q", "attention_k", "attention_v"} <= set(kept))
+        times += layers * (not {"mlp_gate", "mlp_up"} <= set(kept))
+        times += layers * ("attention_out" not in kept)
+    n = layout.mesh.tensor
+    dtype = layout.spec.compute_dtype
+    found.add("activations", "collective-permute", ("tensor",), dtype, elements // n, times * (n - 1), group=2)
 
 
 def _scalars(found: _Found, layout: Layout) -> None:

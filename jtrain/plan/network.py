@@ -174,13 +174,15 @@ def collective_s(kind: Kind, array_bytes: int, over: Ring, *, count: int = 1, ef
 
     Args:
       array_bytes: sum of the whole arrays: all-gathers' results, reduce-scatters' operands, what all-reduces sum, what
-        a device gives to all-to-alls.
+        a device gives to all-to-alls and permutes.
       efficiency: share of the peak speed that is reached.
     """
     if over.devices == 1:
         return 0.0
     passes = 2 if kind == "all-reduce" else 1
     wire_bytes = passes * array_bytes * (over.devices - 1) / over.devices
+    if kind == "collective-permute":
+        wire_bytes = float(array_bytes)
     if kind == "all-to-all" and over.torus_hops is not None:
         wire_bytes = max(wire_bytes, array_bytes * over.torus_hops / 2)  # half the way round is the farthest
     return wire_bytes / (over.bytes_per_s * efficiency) + count * over.latency_s(kind)

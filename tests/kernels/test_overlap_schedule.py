@@ -28,10 +28,10 @@ from jtrain_kernels.overlap.schedule import (
 from jtrain_kernels.overlap.swizzle import SWIZZLES, Swizzle
 
 
-def schedules(num_ranks: int, torus: tuple[int, ...]) -> list[Schedule]:
-    """All of so many ranks, with one part and two, with slots of their own and slots used again."""
+def schedules(num_ranks: int, torus: tuple[int, ...] = (), all_parts: tuple[int, ...] = (1,)) -> list[Schedule]:
+    """All of so many ranks, with slots of their own and slots used again."""
     found: list[Schedule] = []
-    for op, swizzle, parts in itertools.product(OPS, SWIZZLES, (1, 2)):
+    for op, swizzle, parts in itertools.product(OPS, SWIZZLES, all_parts):
         if swizzle == "torus" and not torus:
             continue
         least = 2 if swizzle == "torus" else 1
@@ -45,18 +45,27 @@ def name(schedule: Schedule) -> str:
     return f"{schedule.op}-{schedule.swizzle}-{schedule.num_ranks}-{schedule.pieces_per_rank}-{schedule.num_slots}"
 
 
-SMALL = [s for n, torus in ((1, ()), (2, ()), (3, ()), (4, (2, 2))) for s in schedules(n, torus)]
-LARGE = [make_schedule(op, swizzle, 8) for op in OPS for swizzle in SWIZZLES if swizzle != "torus"]
+SMALL = [*schedules(1), *schedules(2, all_parts=(1, 2)), *schedules(3)]
+SMALL += [make_schedule(op, "torus", 4, torus=(2, 2), slot_rounds=2) for op in OPS]
+LARGE = [*schedules(3, all_parts=(2,)), *schedules(4, (2, 2), (1, 2))]
+LARGE += [make_schedule(op, swizzle, 8) for op in OPS for swizzle in SWIZZLES if swizzle != "torus"]
 LARGE += [make_schedule(op, "torus", 6, torus=(2, 3)) for op in OPS]
 
 
-@pytest.mark.parametrize("schedule", SMALL + LARGE, ids=name)
+@pytest.mark.parametrize("schedule", SMALL, ids=name)
 def test_no_order_of_events_breaks_a_schedule(schedule: Schedule) -> None:
-    """Every state of up to four ranks, and of eight, is visited: no deadlock, overwritten slot or lost signal."""
+    """Every state is visited: no deadlock, overwritten slot or lost signal."""
     assert isinstance(check(schedule), Checked)
 
 
-@pytest.mark.parametrize("schedule", [s for s in SMALL if s.num_ranks > 1] + LARGE, ids=name)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", LARGE, ids=name)
+def test_no_order_of_events_breaks_a_large_schedule(schedule: Schedule) -> None:
+    """The same of more parts, and of up to eight ranks."""
+    assert isinstance(check(schedule), Checked)
+
+
+@pytest.mark.parametrize("schedule", [s for s in SMALL if s.num_ranks > 1], ids=name)
 def test_the_executor_computes_the_matmul(schedule: Schedule) -> None:
     """Small integers are exact in float32, so the result is the product's, bit for bit, in any order of events."""
     n, each = schedule.num_ranks, 2 * schedule.pieces_per_rank
@@ -137,7 +146,7 @@ PLANTED = {
     "scatter: no wait for what arrives": (without(SCATTER, waits("arrived")), {Fault.TOO_EARLY}),
     "scatter: no wait for a released slot": (
         without(SCATTER, waits("released")),
-        {Fault.OVERWRITTEN, Fault.LOST_SIGNAL},
+        {Fault.OVERWRITTEN, Fault.LOST_SIGNAL, Fault.WRONG_RESULT},
     ),
     "scatter: no slot released": (without(SCATTER, is_a(Release)), {Fault.DEADLOCK}),
     "scatter: a sum left out": (without(SCATTER, is_a(Reduce)), {Fault.OVERWRITTEN, Fault.WRONG_RESULT}),
@@ -209,8 +218,6 @@ def test_rows_of_a_piece_follow_its_owner() -> None:
 @pytest.mark.parametrize(
     ("op", "swizzle", "num_ranks", "more", "message"),
     [
-        ("matmul", "ring", 2, {}, "no overlapped op 'matmul'. There are: all_gather_matmul"),
-        ("all_gather_matmul", "star", 2, {}, "no swizzle 'star'. There are: ring"),
         ("all_gather_matmul", "ring", 0, {}, "num_ranks=0, parts=1"),
         ("all_gather_matmul", "ring", 4, {"torus": (2, 2)}, "swizzle=ring with torus=.2, 2."),
         ("all_gather_matmul", "torus", 4, {}, "the swizzle torus needs the sizes"),
@@ -227,7 +234,7 @@ def test_rows_of_a_piece_follow_its_owner() -> None:
 def test_what_cannot_be_scheduled_is_refused(
     op: OpName, swizzle: Swizzle, num_ranks: int, more: dict[str, object], message: str
 ) -> None:
-    make: Callable[..., Schedule] = getattr(make_schedule, "__wrapped__", make_schedule)
+    make: Callable[..., Schedule] = make_schedule
     with pytest.raises(ValueError, match=message):
         make(op, swizzle, num_ranks, **more)
 

@@ -73,6 +73,22 @@ def _gather_permute(
     return xla.all_gather_matmul(x, _kernels(kernels), plan)
 
 
+def _gather_tpu(
+    x: Array, axis_name: str, axis_size: int, swizzle: int, parts: int, **kernels: Array
+) -> tuple[Array, ...]:
+    from jtrain_kernels.overlap import pallas_tpu  # lazy: Pallas is 0.9 s that only its kernels need
+
+    plan = xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts)
+    return pallas_tpu.all_gather_matmul(x, _kernels(kernels), plan)
+
+
+def _scatter_tpu(x: Array, kernel: Array, axis_name: str, axis_size: int, swizzle: int, parts: int) -> Array:
+    from jtrain_kernels.overlap import pallas_tpu  # lazy: Pallas is 0.9 s that only its kernels need
+
+    plan = xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts)
+    return pallas_tpu.matmul_reduce_scatter(x, kernel, plan)
+
+
 def _gather_plain(x: Array, axis_name: str, axis_size: int, **kernels: Array) -> tuple[Array, ...]:
     del axis_size
     whole = jax.lax.all_gather(x, axis_name, axis=1, tiled=True)
@@ -152,6 +168,23 @@ def _supports(op: OpName) -> Callable[[DeviceSpec, Avals], str | None]:
     return supports
 
 
+def _tpu_supports(op: OpName) -> Callable[[DeviceSpec, Avals], str | None]:
+    def supports(device: DeviceSpec, avals: Avals) -> str | None:
+        x = _shape(avals, "x")
+        if device.platform != "tpu":
+            return "it is for TPUs"
+        if _ranks(avals) == 1:
+            return "one device has nothing to send"
+        if x.shape[0] != 1:
+            return f"it takes one sequence at a time, not {x.shape[0]}"
+        odd = [
+            n for n in (x.shape[2], *(_shape(avals, k).shape[1] for k in avals if k.startswith("kernel"))) if n % 128
+        ]
+        return f"{odd[0]} is not a multiple of 128" if odd else _supports(op)(device, avals)
+
+    return supports
+
+
 def _permute_s(op: OpName) -> Callable[[DeviceSpec, Avals], float | None]:
     def cost_s(device: DeviceSpec, avals: Avals) -> float | None:
         config = _configs(op)(device, avals)[0]
@@ -164,11 +197,19 @@ def _plain_s(op: OpName) -> Callable[[DeviceSpec, Avals], float | None]:
     return lambda device, avals: plain_s(device, _work(op, avals))
 
 
-def _op(op: OpName, permute: Callable[..., object], plain: Callable[..., object], case: Avals) -> Op:
+def _op(
+    op: OpName,
+    permute: Callable[..., object],
+    plain: Callable[..., object],
+    tpu: Callable[..., object] | None,
+    case: Avals,
+) -> Op:
+    kernel = () if tpu is None else (Implementation("pallas_tpu", tpu, _tpu_supports(op), configs=_configs(op)),)
     return Op(
         op,
         (
             mosaic_op.IMPLEMENTATIONS[op],
+            *kernel,
             Implementation("permute", permute, _supports(op), _permute_s(op), _configs(op)),
             Implementation("xla", plain, cost_s=_plain_s(op)),
         ),
@@ -183,7 +224,7 @@ def _bf16(*shape: int) -> jax.ShapeDtypeStruct:
 _UP = {"x": _bf16(1, 1024, 4096), "kernel_0": _bf16(4096, 1792), "kernel_1": _bf16(4096, 1792)}
 _DOWN = {"x": _bf16(1, 8192, 1792), "kernel": _bf16(1792, 4096)}
 
-ALL_GATHER_MATMUL = _op("all_gather_matmul", _gather_permute, _gather_plain, _UP)
-MATMUL_REDUCE_SCATTER = _op("matmul_reduce_scatter", _scatter_permute, _scatter_plain, _DOWN)
-MATMUL_ALL_REDUCE = _op("matmul_all_reduce", _reduce_permute, _reduce_plain, _DOWN)
+ALL_GATHER_MATMUL = _op("all_gather_matmul", _gather_permute, _gather_plain, _gather_tpu, _UP)
+MATMUL_REDUCE_SCATTER = _op("matmul_reduce_scatter", _scatter_permute, _scatter_plain, _scatter_tpu, _DOWN)
+MATMUL_ALL_REDUCE = _op("matmul_all_reduce", _reduce_permute, _reduce_plain, None, _DOWN)
 OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE)

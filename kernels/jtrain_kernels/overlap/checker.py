@@ -5,7 +5,6 @@ one is looked at (`commuting`), or all, which a few ranks already make millions.
 """
 
 import dataclasses
-import itertools
 from typing import NamedTuple
 
 from jtrain_kernels.overlap.commuting import Commuting
@@ -60,11 +59,11 @@ def check(schedule: Schedule, *, reduced: bool = True, max_states: int = 1_000_0
         state = waiting.pop()
         events = machine.events(state)
         last: Event | None = None
-        alone = list(itertools.islice((e for e in events if reduced and commuting.commutes(state, e)), 1))
+        alone = commuting.first(state, events) if reduced else None
         try:
             if not events:
                 _check_end(machine, state)
-            for event in alone or events:
+            for event in events if alone is None else [alone]:
                 last = event
                 after = machine.happen(state, event)
                 if after not in came_from:

@@ -31,14 +31,24 @@ class Commuting:
         self._machine = machine
         self._programs = machine.schedule.programs
         self._num_ranks = machine.schedule.num_ranks
+        self._touched: dict[_Doing, dict[Any, bool]] = {}
 
-    def commutes(self, state: State, event: Event) -> bool:
-        """Whether `event` may be taken as the only one to come next."""
-        doing = self._doing(state, event)
-        touched = self._touches(doing)
-        if not touched:
-            return True
-        return not any(_conflict(touched, self._touches(other)) for other in self._without(state, doing))
+    def first(self, state: State, events: list[Event]) -> Event | None:
+        """One of the events that commutes, if any does."""
+        doing = {event: self._doing(state, event) for event in events}
+        for event in events:  # those that touch nothing are the cheap ones
+            if not self._touches(doing[event]):
+                return event
+        for event in events:
+            if not self._meets(state, doing[event]):
+                return event
+        return None
+
+    def _meets(self, state: State, held: _Doing) -> bool:
+        """Whether something that could happen without it touches what it touches."""
+        run = _Run(self._machine, state, held)
+        touched = self._touches(held)
+        return any(_conflict(touched, self._touches(other)) for other in run.everything())
 
     def _doing(self, state: State, event: Event) -> _Doing:
         rank = event.where
@@ -50,6 +60,11 @@ class Commuting:
 
     def _touches(self, doing: _Doing) -> dict[Any, bool]:
         """Places of ranks, and ranks as they enter -> whether it is changed."""
+        if doing not in self._touched:
+            self._touched[doing] = self._find_touched(doing)
+        return self._touched[doing]
+
+    def _find_touched(self, doing: _Doing) -> dict[Any, bool]:
         if doing.what == "enter":
             return {doing.who: True}
         if doing.what == "run":
@@ -64,56 +79,66 @@ class Commuting:
             return {(sender, send.source): False}
         return {(send.peer, send.target): True, send.peer: False}
 
-    def _without(self, state: State, held: _Doing) -> set[_Doing]:
-        """Everything that could happen while `held` does not."""
-        machine = self._machine
-        counters, signals = list(state.counters), list(state.signals)
-        done: set[_Doing] = set()
 
-        def copy(number: int, was_read: bool) -> None:
-            sender, send = machine.sends[number]
-            if not was_read:
-                if (read := _Doing("read", number, 0)) == held:
-                    return
-                done.add(read)
-                signals[machine.signal(sender, send.source, "sent", send.peer)] += 1
-            if (land := _Doing("land", number, 0)) != held:
-                done.add(land)
-                signals[machine.signal(send.peer, send.target, "arrived", sender)] += 1
+class _Run:
+    """Everything that could happen while `held` does not; signals and counters only."""
 
-        def step(rank: int) -> bool:
-            counter = counters[rank]
-            if counter == len(self._programs[rank]):
-                return False
-            doing = _Doing("enter" if counter < 0 else "run", rank, counter)
-            if doing == held:
-                return False
-            if counter >= 0:
-                instruction = self._programs[rank][counter]
-                if isinstance(instruction, Barrier) and any(counters[peer] < 0 for peer in instruction.peers):
-                    return False
-                if isinstance(instruction, Wait):
-                    index = machine.signal(rank, instruction.place, instruction.until, instruction.peer)
-                    if not signals[index]:
-                        return False
-                    signals[index] -= 1
-                elif isinstance(instruction, Release):
-                    signals[machine.signal(instruction.peer, instruction.slot, "released", rank)] += 1
-                elif isinstance(instruction, Send):
-                    copy(machine.send_number[rank, counter], False)
-            done.add(doing)
-            counters[rank] += 1
-            return True
+    def __init__(self, machine: Machine[Any], state: State, held: _Doing) -> None:
+        self._machine = machine
+        self._programs = machine.schedule.programs
+        self._held = held
+        self._state = state
+        self._counters, self._signals = list(state.counters), list(state.signals)
+        self._done: list[_Doing] = []
 
-        for number in state.flights:
-            copy(number, machine.has_been_read(state, number))
+    def everything(self) -> list[_Doing]:
+        for number in self._state.flights:
+            self._copy(number, self._machine.has_been_read(self._state, number))
         moved = True
         while moved:
             moved = False
-            for rank in range(self._num_ranks):
-                while step(rank):
+            for rank in range(len(self._programs)):
+                while self._step(rank):
                     moved = True
-        return done
+        return self._done
+
+    def _copy(self, number: int, was_read: bool) -> None:
+        sender, send = self._machine.sends[number]
+        if not was_read:
+            read = _Doing("read", number, 0)
+            if read == self._held:
+                return
+            self._done.append(read)
+            self._signals[self._machine.signal(sender, send.source, "sent", send.peer)] += 1
+        land = _Doing("land", number, 0)
+        if land != self._held:
+            self._done.append(land)
+            self._signals[self._machine.signal(send.peer, send.target, "arrived", sender)] += 1
+
+    def _step(self, rank: int) -> bool:
+        """One instruction of a rank, if it can go on."""
+        counter = self._counters[rank]
+        if counter == len(self._programs[rank]):
+            return False
+        doing = _Doing("enter" if counter < 0 else "run", rank, counter)
+        if doing == self._held:
+            return False
+        if counter >= 0:
+            instruction = self._programs[rank][counter]
+            if isinstance(instruction, Barrier) and any(self._counters[peer] < 0 for peer in instruction.peers):
+                return False
+            if isinstance(instruction, Wait):
+                index = self._machine.signal(rank, instruction.place, instruction.until, instruction.peer)
+                if not self._signals[index]:
+                    return False
+                self._signals[index] -= 1
+            elif isinstance(instruction, Release):
+                self._signals[self._machine.signal(instruction.peer, instruction.slot, "released", rank)] += 1
+            elif isinstance(instruction, Send):
+                self._copy(self._machine.send_number[rank, counter], False)
+        self._done.append(doing)
+        self._counters[rank] += 1
+        return True
 
 
 def _conflict(first: dict[Any, bool], second: dict[Any, bool]) -> bool:

@@ -16,7 +16,7 @@ _EFFICIENCY = 0.75
 _ALONE_S = {"gpu": 20e-6, "tpu": 5e-6, "cpu": 0.0}
 """Of one collective, whatever its size: launch and synchronisation."""
 
-_PIECE_S = {"gpu": 20e-6, "tpu": 1.5e-6, "cpu": 0.0}
+_PIECE_S = {"gpu": 12e-6, "tpu": 1.5e-6, "cpu": 0.0}
 """Of one piece: a permute's launch and its signal; on a GPU a NCCL kernel, which also holds multiprocessors."""
 
 _NOMINAL_FLOPS, _NOMINAL_BYTES_PER_S = 1e12, 1e10

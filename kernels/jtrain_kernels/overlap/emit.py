@@ -80,11 +80,26 @@ def _number(schedule: Schedule, step: int, rank: Int[Array, ""]) -> Int[Array, "
         instruction = program[step]
         assert isinstance(instruction, Wait | Compute)
         found.append(instruction.place.number if isinstance(instruction, Wait) else instruction.piece)
+    return piece_of(found, schedule, rank)
+
+
+def piece_of(numbers: Sequence[int], schedule: Schedule, rank: Int[Array, ""]) -> Int[Array, ""]:
+    """This rank's of the pieces `numbers`, one per rank."""
     n, each = schedule.num_ranks, schedule.pieces_per_rank
-    owner, index = divmod(found[0], each)
-    if found == [(r + owner) % n * each + index for r in range(n)]:
-        return (rank + owner) % n * each + index  # a table would be one more access to memory
-    return jnp.asarray(found, jnp.int32)[rank]
+    owner, index = divmod(numbers[0], each)
+    if list(numbers) == [(r + owner) % n * each + index for r in range(n)]:
+        return (rank + owner) % n * each + index
+    return by_rank(numbers, rank)
+
+
+def by_rank(numbers: Sequence[int], rank: Int[Array, ""]) -> Int[Array, ""]:
+    """This rank's of `numbers`, one per rank, by arithmetic alone: a kernel has no table to look it up in."""
+    n = len(numbers)
+    if all(number == (numbers[0] + r) % n for r, number in enumerate(numbers)):
+        return (rank + numbers[0]) % n
+    if n == 1:
+        return jnp.int32(numbers[0])
+    return jnp.where(rank < n // 2, by_rank(numbers[: n // 2], rank), by_rank(numbers[n // 2 :], rank - n // 2))
 
 
 def rows_of(x_BRK: Float[Array, "B _ K"], number: Int[Array, ""], each: int) -> Float[Array, "B _ K"]:

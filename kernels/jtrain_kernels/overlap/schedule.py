@@ -301,11 +301,9 @@ def make_schedule(
         one is released. None: each has a slot of its own, and none is ever waited for.
 
     Raises:
-      ValueError: no such op or swizzle; sizes of the torus that do not hold the ranks; a count below 1; a torus with
+      ValueError: sizes of the torus that do not hold the ranks; a count below 1; a torus with
         slots of one round.
     """
-    if op not in OPS:
-        raise ValueError(f"There is no overlapped op {op!r}. There are: {', '.join(OPS)}.")
     if num_ranks < 1 or parts < 1 or (slot_rounds is not None and slot_rounds < 1):
         raise ValueError(
             f"{op}: num_ranks={num_ranks}, parts={parts} and slot_rounds={slot_rounds} must be at least 1."

@@ -71,10 +71,8 @@ def _routes(swizzle: Swizzle, num_ranks: int, torus: tuple[int, ...]) -> tuple[G
     """One tree for each piece of a shard.
 
     Raises:
-      ValueError: no such swizzle; or the torus does not hold the ranks.
+      ValueError: the torus does not hold the ranks.
     """
-    if swizzle not in SWIZZLES:
-        raise ValueError(f"There is no swizzle {swizzle!r}. There are: {', '.join(SWIZZLES)}.")
     if (swizzle == "torus") != bool(torus):
         raise ValueError(
             f"swizzle={swizzle} with torus={torus}: the swizzle torus needs the sizes of its dimensions, and no other "
@@ -137,7 +135,7 @@ def make_trees(swizzle: Swizzle, num_ranks: int, torus: tuple[int, ...], parts: 
     """The trees of a swizzle, for each of `parts` parts of every shard.
 
     Raises:
-      ValueError: no such swizzle; or the torus does not hold the ranks.
+      ValueError: the torus does not hold the ranks.
     """
     grid, routes = _routes(swizzle, num_ranks, torus)
     return Trees(grid, routes, parts)

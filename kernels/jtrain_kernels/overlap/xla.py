@@ -31,7 +31,8 @@ class Plan(NamedTuple):
     axis_name: str
     axis_size: int
     swizzle: Swizzle
-    parts: int
+    parts: int = 1
+    torus: tuple[int, ...] = ()
 
     def schedule(self, op: OpName) -> Schedule:
         return _schedule(op, self)
@@ -39,7 +40,7 @@ class Plan(NamedTuple):
 
 @functools.cache
 def _schedule(op: OpName, plan: Plan) -> Schedule:
-    return make_schedule(op, plan.swizzle, plan.axis_size, parts=plan.parts)
+    return make_schedule(op, plan.swizzle, plan.axis_size, parts=plan.parts, torus=plan.torus)
 
 
 def _dot(x_BRK: Array, kernel: Array, kernel_dim: int, dtype: jax.typing.DTypeLike) -> Float[Array, "B _ _"]:
@@ -69,7 +70,8 @@ def _gather_forward(x_BRK: Array, kernels: Kernels, plan: Plan) -> tuple[Kernels
     return all_gather_matmul(x_BRK, kernels, plan), (x_BRK, kernels)
 
 
-def _gather_backward(plan: Plan, saved: tuple[Array, Kernels], dys: Kernels) -> tuple[Array, Kernels]:
+def gather_backward(plan: Plan, saved: tuple[Array, Kernels], dys: Kernels) -> tuple[Array, Kernels]:
+    """Of all_gather_matmul: gradients of its arguments, which were saved."""
     x_BRK, kernels = saved
     schedule = plan.schedule("all_gather_matmul")
     each = schedule.piece_rows(dys[0].shape[1])
@@ -90,7 +92,7 @@ def _gather_backward(plan: Plan, saved: tuple[Array, Kernels], dys: Kernels) -> 
     return dx_BRK, tuple(total.astype(kernel.dtype) for total, kernel in zip(totals, kernels, strict=True))
 
 
-all_gather_matmul.defvjp(_gather_forward, _gather_backward)
+all_gather_matmul.defvjp(_gather_forward, gather_backward)
 
 
 def _reduced(op: OpName, plan: Plan, rows: Callable[[Array], Array], dtype: jnp.dtype) -> Float[Array, "B _ _"]:
@@ -129,7 +131,8 @@ def _reduce_forward(x_BRK: Array, kernel_KN: Array, plan: Plan) -> tuple[Array, 
     return matmul_all_reduce(x_BRK, kernel_KN, plan), (x_BRK, kernel_KN)
 
 
-def _scatter_backward(plan: Plan, saved: tuple[Array, Array], dy_BRN: Array) -> tuple[Array, Array]:
+def scatter_backward(plan: Plan, saved: tuple[Array, Array], dy_BRN: Array) -> tuple[Array, Array]:
+    """Of matmul_reduce_scatter."""
     x_BRK, kernel_KN = saved
     schedule = plan.schedule("all_gather_matmul")
     each = schedule.piece_rows(x_BRK.shape[1])
@@ -145,11 +148,12 @@ def _scatter_backward(plan: Plan, saved: tuple[Array, Array], dy_BRN: Array) -> 
     return joined([(piece.number, piece.value) for piece in pieces]), total[0].astype(kernel_KN.dtype)
 
 
-def _reduce_backward(plan: Plan, saved: tuple[Array, Array], dy_BRN: Array) -> tuple[Array, Array]:
+def reduce_backward(plan: Plan, saved: tuple[Array, Array], dy_BRN: Array) -> tuple[Array, Array]:
+    """Of matmul_all_reduce."""
     # As the transpose of `psum`: every rank's dy is its own share of the objective's gradient.
     shard = jax.lax.psum_scatter(dy_BRN, plan.axis_name, scatter_dimension=1, tiled=True)
-    return _scatter_backward(plan, saved, shard)
+    return scatter_backward(plan, saved, shard)
 
 
-matmul_reduce_scatter.defvjp(_scatter_forward, _scatter_backward)
-matmul_all_reduce.defvjp(_reduce_forward, _reduce_backward)
+matmul_reduce_scatter.defvjp(_scatter_forward, scatter_backward)
+matmul_all_reduce.defvjp(_reduce_forward, reduce_backward)
