@@ -5,6 +5,7 @@ import itertools
 import random
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -174,7 +175,10 @@ def test_where_the_kernels_run_and_why_not_elsewhere(device: str, change: dict[s
             x: Any = avals["x"]
             avals["x"] = type(x)((1, change["rows"], x.shape[2]), x.dtype)
         got = own.supports(from_name(device), avals)
-        if reason is None:
+        if jax.__version_info__ < (0, 12) and device != "b200" and device != "v5p":
+            assert got is not None
+            assert f"JAX {jax.__version__} copies only to a peer that the host can name" in got
+        elif reason is None:
             assert got is None
             assert own.cost_s(from_name(device), avals) is None
             assert own.configs(from_name(device), avals)[0]["num_cores"] == 132

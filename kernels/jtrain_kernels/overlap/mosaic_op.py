@@ -7,6 +7,7 @@
 | matmul_all_reduce | the same after a reduce-scatter of dy | the same |
 
 What it costs is unknown until it was measured on several GPUs, so the cost model never chooses it: force it, or tune.
+Descriptors of copies are made for each of at most 8 peers (JAX's Mosaic GPU), which is what one switch joins here.
 """
 
 import functools
@@ -165,6 +166,10 @@ def _supports(op: OpName) -> Callable[[DeviceSpec, Avals], str | None]:
         assert isinstance(size, int)
         if reason := unsupported(device):
             return reason
+        if size > 1 and jax.__version_info__ < (0, 12):
+            return (
+                f"JAX {jax.__version__} copies only to a peer that the host can name; from 0.12 on a table may name it"
+            )
         if size > device.linked:
             return f"{size} ranks write into each other's memory, but links join {device.linked} {device.name}"
         n = sum(kernel.shape[1] for kernel in kernels if isinstance(kernel, jax.ShapeDtypeStruct))
