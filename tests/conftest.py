@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[1]
 
 KNOWN_SKIPS: dict[str, str] = {
     "this machine has a GPU": "what happens without an accelerator is tested where there is none",
-    "JAX 0.11 copies only to a peer": "the fused GPU kernels need 0.12, and say so in 0.11, which is tested",
 }
 """Part of a skip's reason -> why it is fine that a machine skips it. Under CI=true any other skip fails the run."""
 

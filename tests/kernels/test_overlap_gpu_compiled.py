@@ -50,12 +50,6 @@ def compiled(op: OpName, topology: str, axes: dict[str, int], *, rows: int, mode
     return aot.compile_for(mesh, function, *args, forced=dict.fromkeys((GATHER, SCATTER, REDUCE), "mosaic_gpu"))
 
 
-needs_named_peers = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="JAX 0.11 copies only to a peer that the host can name"
-)
-
-
-@needs_named_peers
 @pytest.mark.parametrize(
     ("op", "kernels", "temp_bytes"),
     (
@@ -77,7 +71,6 @@ def test_llama8b_layers_compile_for_eight_h200_forwards_and_backwards(
     assert 150_000 < report.scratch_bytes < 232_448
 
 
-@needs_named_peers
 def test_one_axis_of_a_larger_mesh_and_another_chip_compile_too() -> None:
     """Of two H100 along `tensor`, beside two along `data`."""
     report = compiled(GATHER, "h100:4", {"data": 2, "tensor": 2}, rows=1024, model=512, hidden=512)

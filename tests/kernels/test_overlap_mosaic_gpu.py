@@ -104,8 +104,8 @@ def test_a_copy_to_the_wrong_rank_is_seen() -> None:
     from jtrain_kernels.overlap.fabric import Interpreted
 
     class Lost(Interpreted):
-        def of(self, ref: Any, peer: jax.Array) -> Any:
-            return self.mine(ref)
+        def to_peer(self, copy: Any, ref: Any, peer: jax.Array, offsets: tuple[int, ...]) -> None:
+            copy(self.mine(ref))
 
     got, _, _, _ = carried_out("all_gather_matmul", "full_mesh", 2, Lost(2))
     assert np.isnan(np.asarray(got, np.float32)).any()

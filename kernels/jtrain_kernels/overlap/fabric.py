@@ -56,8 +56,11 @@ class Fabric(Protocol):
         """This rank's."""
         ...
 
-    def of(self, ref: Any, peer: jax.Array) -> Any:
-        """The same array of a peer, to be written."""
+    def to_peer(self, copy: Callable[[Any], None], ref: Any, peer: jax.Array, offsets: tuple[int, ...]) -> None:
+        """Calls `copy` with the same array of a peer, to be written.
+
+        offsets: of all peers that there are, each (peer - rank) % num_ranks.
+        """
         ...
 
     def signal(self, counters: Any, at: tuple[Any, ...], peer: jax.Array) -> None:
@@ -105,8 +108,17 @@ class Devices:
     def mine(self, ref: Any) -> Any:
         return ref
 
-    def of(self, ref: Any, peer: jax.Array) -> Any:
-        return plgpu.remote_ref(ref, {self.axis: peer})
+    def to_peer(self, copy: Callable[[Any], None], ref: Any, peer: jax.Array, offsets: tuple[int, ...]) -> None:
+        # TMA writes through a descriptor that the host makes before the launch, so the host must be able to name the
+        # peer too: by its offset, one branch for each. Naming it by what a table holds works from JAX 0.12 on, for at
+        # most 8 devices in a mesh and without NVSHMEM.
+        rank, size = self.rank(), jnp.int32(self.num_ranks)
+        for offset in offsets:
+            named = lax.rem(rank + jnp.int32(offset), size)
+
+            @pl.when(peer == named)
+            def _copy(named: Any = named) -> None:
+                copy(plgpu.remote_ref(ref, {self.axis: named}))
 
     def signal(self, counters: Any, at: tuple[Any, ...], peer: jax.Array) -> None:
         pl.semaphore_signal(counters.at[at], device_id={self.axis: peer})
@@ -149,8 +161,8 @@ class Shared:
     def mine(self, ref: Any) -> Any:
         return ref.at[self.rank()]
 
-    def of(self, ref: Any, peer: jax.Array) -> Any:
-        return ref.at[peer]
+    def to_peer(self, copy: Callable[[Any], None], ref: Any, peer: jax.Array, offsets: tuple[int, ...]) -> None:
+        copy(ref.at[peer])
 
     def signal(self, counters: Any, at: tuple[Any, ...], peer: jax.Array) -> None:
         pl.semaphore_signal(counters.at[(peer, *at)])

@@ -60,6 +60,14 @@ class GpuProgram:
         """Most sums that a job adds."""
         return max(len(job.slots) for jobs in self.jobs for job in jobs)
 
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """How far after a rank, around, those are that it writes to."""
+        size = self.schedule.num_ranks
+        both = zip(self.jobs, self.moves, strict=True)
+        peers = ((rank, turn.peer) for rank, streams in enumerate(both) for stream in streams for turn in stream)
+        return tuple(sorted({(peer - rank) % size for rank, peer in peers if peer not in (OWN, rank)}))
+
     def keeping_own(self) -> "GpuProgram":
         """With moves of each rank's own pieces to itself, after all others: what was gathered lies in one place."""
         each = self.schedule.pieces_per_rank

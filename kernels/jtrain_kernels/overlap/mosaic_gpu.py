@@ -219,7 +219,11 @@ class _Kernel(Call):
 
             def give() -> None:
                 where = hopper.piece_of((at.slot * sizes.rows + at.row, at.column), piece, tiles)
-                plgpu.copy_smem_to_gmem(smem, fabric.of(inbox, at.peer).at[where])
+
+                def copy(ref: Any) -> None:
+                    plgpu.copy_smem_to_gmem(smem, ref.at[where])
+
+                fabric.to_peer(copy, inbox, at.peer, self.program.offsets)
 
             if self.gathers:
                 keep()

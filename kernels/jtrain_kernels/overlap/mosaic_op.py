@@ -7,7 +7,6 @@
 | matmul_all_reduce | the same after a reduce-scatter of dy | the same |
 
 What it costs is unknown until it was measured on several GPUs, so the cost model never chooses it: force it, or tune.
-Descriptors of copies are made for each of at most 8 peers (JAX's Mosaic GPU), which is what one switch joins here.
 """
 
 import functools

@@ -85,7 +85,8 @@ def send(call: Call, block: Any, x: Any, moves: Any, arrivals: Any, out: Any, in
                 def copy_to(ref: Any) -> None:
                     plgpu.copy_smem_to_gmem(box_smem.at[at], ref.at[box(there, i)])
 
-                when(peer == rank, lambda: copy_to(mine), lambda: copy_to(fabric.of(place, peer)))
+                pl.when(peer == rank)(lambda: copy_to(mine))  # only where what was gathered is kept
+                pl.when(peer != rank)(lambda: fabric.to_peer(copy_to, place, peer, call.program.offsets))
 
             plgpu.wait_smem_to_gmem(0)
 
