@@ -6,7 +6,7 @@ counter has a leading rank dimension: the same tables, waits and copies, without
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jtrain_kernels.overlap.tiles import THREADS
 
 
+@runtime_checkable
 class Fabric(Protocol):
     """Of one rank, inside of a kernel whose grid's only axis is `block`.
 
