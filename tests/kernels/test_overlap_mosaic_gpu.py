@@ -69,8 +69,8 @@ def carried_out(op: OpName, swizzle: Swizzle, ranks: int, fabric: Any, batch: in
     ("op", "swizzle", "ranks", "batch"),
     (
         ("all_gather_matmul", "full_mesh", 2, 2),
-        ("matmul_reduce_scatter", "ring", 3, 1),
         ("matmul_all_reduce", "full_mesh", 2, 1),
+        pytest.param("matmul_reduce_scatter", "ring", 3, 1, marks=pytest.mark.slow),
         pytest.param("all_gather_matmul", "bidirectional", 3, 1, marks=pytest.mark.slow),
         pytest.param("matmul_reduce_scatter", "full_mesh", 4, 2, marks=pytest.mark.slow),
         pytest.param("matmul_all_reduce", "ring", 3, 1, marks=pytest.mark.slow),
@@ -82,21 +82,17 @@ def test_the_fused_kernels_give_the_product_on_virtual_ranks(
     """The kernels' own bodies, tables, waits and copies; only counters are emulated, each by a cell per warpgroup.
 
     Memory is NaN until it is written, so a tile that is used before it came shows. A sum that travels is rounded to
-    bfloat16 once per hop, by at most 2^-9 of a partial sum, which is of the size of the largest result.
+    bfloat16 once per hop, by at most 2^-9 of a partial sum, which is of the size of the largest result. What is kept of
+    x gathered is x, bit for bit, on every rank.
     """
     from jtrain_kernels.overlap.fabric import Interpreted
 
-    got, want, _, _ = carried_out(op, swizzle, ranks, Interpreted(ranks), batch)
+    keep = op == "all_gather_matmul"
+    got, want, inbox, gathered = carried_out(op, swizzle, ranks, Interpreted(ranks), batch, keep_gathered=keep)
+    if keep:
+        np.testing.assert_array_equal(np.asarray(inbox, np.float64), np.stack([gathered] * ranks))
     hops = 1 if op == "all_gather_matmul" else ranks
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=hops * 2**-8 * np.abs(want).max())
-
-
-def test_what_was_gathered_can_be_kept() -> None:
-    """Bit for bit, on every rank."""
-    from jtrain_kernels.overlap.fabric import Interpreted
-
-    _, _, inbox, gathered = carried_out("all_gather_matmul", "full_mesh", 2, Interpreted(2), keep_gathered=True)
-    np.testing.assert_array_equal(np.asarray(inbox, np.float64), np.stack([gathered] * 2))
 
 
 def test_a_copy_to_the_wrong_rank_is_seen() -> None:
@@ -118,14 +114,14 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_is_compiled() -> Non
     from jtrain_kernels.overlap.mosaic_gpu import fused
 
     program = gpu_program(make_schedule("all_gather_matmul", "full_mesh", 2))
-    x, kernel = jnp.zeros((2, 1, 64, 64), jnp.bfloat16), jnp.zeros((2, 64, 100), jnp.bfloat16)
+    x, kernel = jnp.zeros((2, 1, 128, 64), jnp.bfloat16), jnp.zeros((2, 64, 100), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"mosaic_gpu all_gather_matmul: n=100 is no multiple.*all_gather_matmul=xla"):
         fused(program, Shared(2), x, kernel, num_cores=132)
-    with pytest.raises(ValueError, match=r"x is bfloat16\(2, 1, 64, 64\) and the kernel float32"):
+    with pytest.raises(ValueError, match=r"x is bfloat16\(2, 1, 128, 64\) and the kernel float32"):
         fused(program, Shared(2), x, kernel.astype(jnp.float32), num_cores=132)
     with pytest.raises(ValueError, match=r"mosaic_gpu matmul: m=64 is no multiple of tile_m=128"):
-        hopper.matmul(x[0, 0], kernel[0, :, :64], num_cores=132)
-    with pytest.raises(ValueError, match=r"a is bfloat16\[64, 64\] and b bfloat16\[100, 64\]: they do not multiply"):
+        hopper.matmul(x[0, 0, :64], kernel[0, :, :64], num_cores=132)
+    with pytest.raises(ValueError, match=r"a is bfloat16\[128, 64\] and b bfloat16\[100, 64\]: they do not multiply"):
         hopper.matmul(x[0, 0], kernel[0].T, num_cores=132)
 
 
