@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jtrain_kernels import registry
 from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.linear.api import linear
-from jtrain_kernels.overlap import xla
+from jtrain_kernels.overlap import mosaic_op, xla
 from jtrain_kernels.overlap.cost import Work, overlapped_s, plain_s
 from jtrain_kernels.overlap.schedule import OpName
 from jtrain_kernels.overlap.swizzle import SWIZZLES, Swizzle
@@ -212,6 +212,7 @@ def _op(
     return Op(
         op,
         (
+            mosaic_op.IMPLEMENTATIONS[op],
             *kernel,
             Implementation("permute", permute, _supports(op), _permute_s(op), _configs(op)),
             Implementation("xla", plain, cost_s=_plain_s(op)),
