@@ -82,6 +82,7 @@ def launch(args: argparse.Namespace) -> int:
         loop.dry_run(config.build(run_config), topology=args.topology)
         return 0
     verb.join_processes(os.environ)
+    verb.compile_collectives_anew()
     for line in settle.settle(run_config, devices=jax.devices(), workdir=workdir):
         if jax.process_index() == 0:
             print(line, flush=True)

@@ -43,10 +43,6 @@ def run(main: Callable[[], int]) -> int:
         return 2
 
 
-THREADS_PER_DEVICE = 4
-"""Of XLA's pool, for each emulated device."""
-
-
 def start_jax(environ: MutableMapping[str, str], *, emulate_devices: int | None = None) -> None:
     """Chooses jax's platform and its compile cache; call it before anything computes.
 
@@ -67,11 +63,6 @@ def start_jax(environ: MutableMapping[str, str], *, emulate_devices: int | None 
         # XLA reads the last of repeated flags, when its first client starts.
         flag = f"--xla_force_host_platform_device_count={emulate_devices}"
         environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {flag}".strip()
-        # XLA:CPU has a thread per device, and a device that meets two collectives at once blocks two: the last device
-        # then finds none, all wait for it, and XLA ends the process after 40 s. NPROC is the size of that pool.
-        threads = THREADS_PER_DEVICE * emulate_devices
-        if not environ.get("NPROC"):
-            environ["NPROC"] = str(max(threads, len(os.sched_getaffinity(0))))
 
     import jax  # lazy: 0.6 s
 
@@ -86,6 +77,19 @@ def start_jax(environ: MutableMapping[str, str], *, emulate_devices: int | None 
         # A program of another version of the code may be the same but for the names of its ops' scopes, which traces
         # are read by.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+
+
+def compile_collectives_anew() -> None:
+    """Takes no program out of the compile cache where CPUs communicate; once all processes have joined.
+
+    XLA:CPU runs collectives that do not depend on each other in one order on all devices, by an edge between them; a
+    program that was written to the cache and read again has lost those edges. Devices then wait for each other in
+    different collectives until XLA ends the process (seen with jaxlib 0.12.0.1: bench/NOTES.md).
+    """
+    import jax
+
+    if jax.default_backend() == "cpu" and jax.device_count() > 1:
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def use_unified_memory(environ: MutableMapping[str, str], *, topology: str | None = None) -> None:

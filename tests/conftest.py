@@ -19,7 +19,6 @@ KNOWN_SKIPS: dict[str, str] = {
 assert "jax" not in sys.modules, "the emulated devices must be set up before jax is imported"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-os.environ["NPROC"] = "32"  # as jtrain.verb.THREADS_PER_DEVICE says why
 # Compiling for TPUs without one (the extra [aot]): ask no metadata server, and let several processes hold libtpu.
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
@@ -39,11 +38,10 @@ _unknown_skips: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps compiled programs between runs, for the tests and for the processes that they start."""
+    """Keeps compiled programs between runs for the processes that tests start; see `verb.compile_collectives_anew`."""
     assert config.cache is not None
-    folder = str(config.cache.mkdir("jax"))
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-    jax.config.update("jax_compilation_cache_dir", folder)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("jax"))
+    jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:

@@ -66,12 +66,9 @@ def traced(data: int = 8, tensor: int = 1, zero_stage: Any = 3, microbatches: in
             "settings": {"layout.remat": "full", "layout.microbatches": microbatches},
         },
     )
-    # The cache of compiled programs leaves names out of its key: it may hold this one with the names of older scopes.
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     step = make_train_step(model, optimizer, layout, mesh)
     state, metrics = step(init_state(layout, optimizer, mesh, seed=0), batch)
     jax.block_until_ready((state, metrics))
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
     window.start()
     for index in STEPS:
         if index != STEPS[0]:
