@@ -185,6 +185,7 @@ def test_rows_that_do_not_split_are_refused_when_forced() -> None:
         registry.choose(api.MATMUL_REDUCE_SCATTER, device.from_name("cpu"), avals, forced="permute")
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("chip", ("v5p:2x2x2", "h200:8"))
 def test_what_travels_is_beside_matmuls_as_compiled(chip: str) -> None:

@@ -91,6 +91,7 @@ def test_sizes_without_a_tile_are_refused() -> None:
         emulated(make_schedule("all_gather_matmul", "ring", 4), "eager", tiles=(16, 16, 20))
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("chip", ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"))
 def test_the_kernels_compile_for_tpus(chip: str) -> None:
