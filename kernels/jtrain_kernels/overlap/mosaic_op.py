@@ -165,10 +165,6 @@ def _supports(op: OpName) -> Callable[[DeviceSpec, Avals], str | None]:
         assert isinstance(size, int)
         if reason := unsupported(device):
             return reason
-        if size > 1 and jax.__version_info__ < (0, 12):
-            return (
-                f"JAX {jax.__version__} copies only to a peer that the host can name; from 0.12 on a table may name it"
-            )
         if size > device.linked:
             return f"{size} ranks write into each other's memory, but links join {device.linked} {device.name}"
         n = sum(kernel.shape[1] for kernel in kernels if isinstance(kernel, jax.ShapeDtypeStruct))
