@@ -46,6 +46,7 @@ def placement_of(layout: Layout) -> Placement:
     return Placement(
         fetch=fetch,
         tensor=layout.mesh.tensor,
+        context=ops.RowSplit(layout.mesh.context, spec.context_attention, layout.context_order),
         remat=spec.remat,
         remat_save=spec.remat_save,
         regather=spec.zero_stage == 3 and layout.mesh.data > 1,

@@ -59,11 +59,12 @@ class Attention(nnx.Module):
         cos_BLR: Float[Array, "B L R"],
         sin_BLR: Float[Array, "B L R"],
         segment_BL: Int[Array, "B L"],
+        context: ops.RowSplit,
     ) -> Float[Array, "B L D"]:
         """Partial sums over this device's heads: add them over `tensor`."""
         q_BLNH, k_BLKH, v_BLKH = self.project(x_BLD, cos_BLR, sin_BLR)
         q_BLNH = checkpoint_name(q_BLNH, "attention_q")
         k_BLKH = checkpoint_name(k_BLKH, "attention_k")
         v_BLKH = checkpoint_name(v_BLKH, "attention_v")
-        y_BLNH = ops.attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=self.chunk)
+        y_BLNH = ops.context_attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, split=context, chunk=self.chunk)
         return ops.linear(y_BLNH, self.o_NHD[...], num_in=2)

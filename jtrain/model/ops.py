@@ -1,6 +1,7 @@
 """The ops a model is made of; the only importer of the kernels package's ops."""
 
 from jtrain_kernels.attention.api import attention
+from jtrain_kernels.attention.context import RowSplit, context_attention
 from jtrain_kernels.embedding_lookup.api import embedding_lookup
 from jtrain_kernels.linear.api import linear
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
@@ -11,7 +12,9 @@ from jtrain_kernels.swiglu.api import swiglu
 
 __all__ = [
     "NO_COLUMN",
+    "RowSplit",
     "attention",
+    "context_attention",
     "embedding_lookup",
     "linear",
     "linear_cross_entropy",

@@ -40,6 +40,7 @@ class Placement:
 
     fetch: brings the parameters below a path into the form that computes: whole over `data`, in the compute dtype.
     tensor: devices along the `tensor` axis.
+    context: how the positions lie over the `context` axis.
     remat: what a block keeps for its backward pass: everything, its input only, or that and `remat_save`.
     regather: fetched weights are dropped after use and fetched again by the backward pass.
     streams: some of the layers' weights come from host memory, and are dropped after use too.
@@ -50,6 +51,7 @@ class Placement:
 
     fetch: Callable[[str, Any], Any]
     tensor: int = 1
+    context: ops.RowSplit = ops.RowSplit(1)
     remat: Literal["none", "full", "named"] = "none"
     remat_save: tuple[str, ...] = ()
     regather: bool = False
@@ -101,10 +103,11 @@ class Block(nnx.Module):
         segment_BL: Int[Array, "B L"],
         *,
         tensor: int,
+        context: ops.RowSplit,
     ) -> Float[Array, "B _ D"]:
         with jax.named_scope("attention"):
             h_BLD = gather_sequence(self.attention_norm(x_BLD), tensor)
-            h_BLD = self.attention(h_BLD, cos_BLR, sin_BLR, segment_BL)
+            h_BLD = self.attention(h_BLD, cos_BLR, sin_BLR, segment_BL, context)
             x_BLD = checkpoint_name(x_BLD + scatter_sequence(h_BLD, tensor), "attention_out")
         with jax.named_scope("mlp"):
             h_BLD = gather_sequence(self.mlp_norm(x_BLD), tensor)
@@ -215,7 +218,7 @@ class Transformer(nnx.Module):
 
         def layer(x_BLD: Array, weights: Params, shared: tuple[Array, Array, Array]) -> Array:
             block = nnx.merge(block_def, fetch("layers", weights))
-            return block(checkpoint_name(x_BLD, LAYER_INPUT), *shared, tensor=tensor)
+            return block(checkpoint_name(x_BLD, LAYER_INPUT), *shared, tensor=tensor, context=placement.context)
 
         kept = checkpointed(layer, placement, scanned=self.scan_layers)
         unroll = 1 if self.scan_layers else self.num_layers

@@ -23,8 +23,9 @@ def attention(
     segment_BM: Int[Array, "B M"],
     *,
     chunk: int,
+    window: int | None = None,
 ) -> Float[Array, "B L N H"]:
-    """Softmax attention of each query to the keys of its own segment at its own index or before.
+    """Softmax attention of each query to the keys of its own segment at its own index or before, at most `window`.
 
     In plain JAX it holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes, on a TPU those to
     `chunk` keys; the backward pass computes them again from q, k, v and the log-partition of each query. Scores are
@@ -34,7 +35,7 @@ def attention(
     What the backward pass needs of the result carries the checkpoint name "attention".
 
     Raises:
-      ValueError: chunk is not positive, K does not divide N, or L is not M; or a forced implementation cannot run.
+      ValueError: chunk or window is not positive, K does not divide N, or L is not M; or a forced implementation cannot run.
     """
     L, N = q_BLNH.shape[1:3]
     M, K = k_BMKH.shape[1:3]
@@ -44,6 +45,8 @@ def attention(
         raise ValueError(f"attention: num_heads={N} is no multiple of num_kv_heads={K}.")
     if chunk < 1:
         raise ValueError(f"attention: chunk={chunk} must be at least 1.")
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window={window} must be at least 1, the query's own key; None for all before it.")
     return registry.call(
         ATTENTION,
         q_BLNH=q_BLNH,
@@ -52,6 +55,7 @@ def attention(
         segment_BL=segment_BL,
         segment_BM=segment_BM,
         chunk=chunk,
+        window=window if window is not None and window < M else None,
         causal=True,
     )
 
@@ -66,7 +70,7 @@ def passes_for(*shapes: jax.ShapeDtypeStruct | Array, chunk: int, causal: bool) 
       ValueError: a forced implementation cannot run, or has no passes.
     """
     names = ("q_BLNH", "k_BMKH", "v_BMKH", "segment_BL", "segment_BM")
-    avals = registry.avals_of(dict(zip(names, shapes, strict=True), chunk=chunk, causal=causal))
+    avals = registry.avals_of(dict(zip(names, shapes, strict=True), chunk=chunk, window=None, causal=causal))
     name = registry.select(ATTENTION, avals).implementation.name
     if name not in PASSES:
         raise ValueError(
@@ -126,16 +130,17 @@ def _call(
     segment_BM: Array,
     *,
     chunk: int,
+    window: int | None,
     causal: bool,
 ) -> Float[Array, "B L N H"]:
-    return _attention(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, name, Mask(causal), chunk)
+    return _attention(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, name, Mask(causal, window), chunk)
 
 
 def _llama8b() -> registry.Avals:
     query, key = (jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16) for heads in (32, 8))
     segment = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
     arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKH=key, segment_BL=segment, segment_BM=segment)
-    return dict(arrays, chunk=512, causal=True)
+    return dict(arrays, chunk=512, window=None, causal=True)
 
 
 ATTENTION = registry.Op(

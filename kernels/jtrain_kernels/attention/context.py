@@ -12,7 +12,7 @@ from jtrain_kernels.attention.ring import Ring, ring_attention
 
 
 @dataclasses.dataclass(frozen=True)
-class ContextSplit:
+class RowSplit:
     """How a row lies over the devices along a mesh axis, and how its attention is computed.
 
     size: devices, c.
@@ -52,28 +52,34 @@ def context_attention(
     v_BLKH: Float[Array, "B L K H"],
     segment_BL: Int[Array, "B L"],
     *,
-    split: ContextSplit,
+    split: RowSplit,
     chunk: int,
+    window: int | None = None,
 ) -> Float[Array, "B L N H"]:
     """As `attention`, of this device's positions to those of all devices along `split.axis`; under shard_map.
 
     Raises:
-      ValueError: positions or heads do not divide over the devices.
+      ValueError: positions or heads do not divide over the devices; or a window is to go round a ring.
     """
     if split.size == 1:
-        return attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=chunk)
+        return attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=chunk, window=window)
     if split.order == "zigzag" and q_BLNH.shape[1] % 2:
         raise ValueError(
             f"attention: a device has L={q_BLNH.shape[1]} positions, which zig-zag cannot halve. Set data.seq_len to a "
             f"multiple of 2 * mesh.context = {2 * split.size}, or data.context_order=contiguous."
         )
     if split.by == "ring":
+        if window is not None:
+            raise ValueError(
+                f"attention: window={window} with layout.context_attention=ring: its blocks know nothing of distances. "
+                "Set layout.context_attention=ulysses."
+            )
         return _by_ring(q_BLNH, k_BLKH, v_BLKH, segment_BL, split, chunk)
-    return _by_heads(q_BLNH, k_BLKH, v_BLKH, segment_BL, split, chunk)
+    return _by_heads(q_BLNH, k_BLKH, v_BLKH, segment_BL, split, chunk, window)
 
 
 def _by_ring(
-    q_BLNH: Array, k_BLKH: Array, v_BLKH: Array, segment_BL: Array, split: ContextSplit, chunk: int
+    q_BLNH: Array, k_BLKH: Array, v_BLKH: Array, segment_BL: Array, split: RowSplit, chunk: int
 ) -> Float[Array, "B L N H"]:
     own = passes_for(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=chunk, causal=True)
     half = [jax.ShapeDtypeStruct((2 * x.shape[0], x.shape[1] // 2, *x.shape[2:]), x.dtype) for x in
@@ -84,7 +90,13 @@ def _by_ring(
 
 
 def _by_heads(
-    q_BLNH: Array, k_BLKH: Array, v_BLKH: Array, segment_BL: Array, split: ContextSplit, chunk: int
+    q_BLNH: Array,
+    k_BLKH: Array,
+    v_BLKH: Array,
+    segment_BL: Array,
+    split: RowSplit,
+    chunk: int,
+    window: int | None,
 ) -> Float[Array, "B L N H"]:
     N, K, c = q_BLNH.shape[2], k_BLKH.shape[2], split.size
     repeats = 1 if K % c == 0 else c // K
@@ -102,11 +114,11 @@ def _by_heads(
     k_BLKH, v_BLKH = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BLKH, v_BLKH))
     segment_BM = _in_order(jax.lax.all_gather(segment_BL, split.axis, axis=1, tiled=True), split)
     q, k, v = map(all_positions, (q_BLNH, k_BLKH, v_BLKH))
-    y = _as_split(attention(q, k, v, segment_BM, segment_BM, chunk=chunk), split)
+    y = _as_split(attention(q, k, v, segment_BM, segment_BM, chunk=chunk, window=window), split)
     return jax.lax.all_to_all(y, split.axis, split_axis=1, concat_axis=2, tiled=True)
 
 
-def _in_order(x_BM: Array, split: ContextSplit) -> Array:
+def _in_order(x_BM: Array, split: RowSplit) -> Array:
     """Of positions as the devices have them, the first first."""
     if split.order == "contiguous":
         return x_BM
@@ -114,7 +126,7 @@ def _in_order(x_BM: Array, split: ContextSplit) -> Array:
     return jnp.concatenate([part_BZL[:, :, 0], part_BZL[:, ::-1, 1]], axis=1).reshape(x_BM.shape)
 
 
-def _as_split(x_BM: Array, split: ContextSplit) -> Array:
+def _as_split(x_BM: Array, split: RowSplit) -> Array:
     """The inverse of `_in_order`."""
     if split.order == "contiguous":
         return x_BM
