@@ -18,7 +18,7 @@ from jtrain.model.residuals import kept_names
 from jtrain.model.transformer import Transformer
 from jtrain.model.unembedding import num_parts
 
-type Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+type Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Collective:
     group: its devices; fewer than the axes have where `Layout.rings` takes an axis in turns.
     count: arrays per step.
     array_bytes: sum over the arrays of the whole array: an all-gather's result, a reduce-scatter's operand, what an
-      all-reduce sums, what a device gives to an all-to-all.
+      all-reduce sums, what a device gives to an all-to-all or sends in a collective-permute.
     """
 
     purpose: str
@@ -43,6 +43,8 @@ class Collective:
     @property
     def wire_bytes(self) -> int:
         """Bytes that one device sends per step, on a ring: (n - 1) / n of the array, twice for an all-reduce."""
+        if self.kind == "collective-permute":
+            return self.array_bytes
         passes = 2 if self.kind == "all-reduce" else 1
         return passes * self.array_bytes * (self.group - 1) // self.group
 
@@ -57,7 +59,7 @@ def collectives(model: Transformer, layout: Layout, *, global_batch: int, seq_le
     found = _Found(layout)
     for p in layout.params:
         _parameter(found, model, layout, p)
-    tokens = rows * seq_len
+    tokens = rows * seq_len // layout.mesh.context
     if splits_embeddings(layout):
         _split_embeddings(found, model, layout, tokens=tokens)
     elif layout.mesh.tensor > 1:
@@ -66,6 +68,8 @@ def collectives(model: Transformer, layout: Layout, *, global_batch: int, seq_le
             found.add("unembedding", kind, ("tensor",), layout.spec.compute_dtype, kernel, microbatches)
     if layout.mesh.tensor > 1:
         _activations(found, model, layout, elements=tokens * model.d_model)
+    if layout.mesh.context > 1:
+        _context(found, model, layout, tokens=tokens)
     _scalars(found, layout)
     return found.result()
 
@@ -173,6 +177,31 @@ def _activations(found: _Found, model: Transformer, layout: Layout, *, elements:
     dtype = spec.compute_dtype
     found.add("activations", "all-gather", ("tensor",), dtype, elements, gathers)
     found.add("activations", "reduce-scatter", ("tensor",), dtype, elements, scatters)
+
+
+def _context(found: _Found, model: Transformer, layout: Layout, *, tokens: int) -> None:
+    """What attention over `context` sends: see `jtrain_kernels.attention`; `tokens` of one device."""
+    spec, mesh = layout.spec, layout.mesh
+    layers = spec.microbatches * model.num_layers
+    query, key = (tokens * heads // mesh.tensor * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
+    kept, axes = kept_names(layout), ("context",)
+    again = layers if kept is not None else 0
+    if spec.context_attention == "ulysses":
+        kv_heads = model.num_kv_heads // mesh.tensor
+        key *= 1 if kv_heads % mesh.context == 0 else mesh.context // kv_heads
+        for elements in (query, key):  # queries and the result; keys and values
+            found.add("heads for positions", "all-to-all", axes, spec.compute_dtype, elements, 2 * (2 * layers + again))
+        found.add("segments", "all-gather", axes, "int32", tokens * mesh.context, layers + again, size=4)
+        return
+    passes = 2 * layers + (again if kept is not None and "attention" not in kept else 0)
+    hops = mesh.context - 1
+    for dtype, elements, count in (
+        (spec.compute_dtype, key, 2 * hops * passes),
+        ("int32", tokens, hops * passes),
+        ("float32", key, 2 * mesh.context * layers),
+    ):
+        size = 4 if dtype == "int32" else None
+        found.add("keys and values", "collective-permute", axes, dtype, elements, count, size=size, group=2)
 
 
 def _scalars(found: _Found, layout: Layout) -> None:

@@ -31,7 +31,7 @@ def test_attention_is_its_formula_in_any_chunk(dtype: str, chunk: int) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize(("chunk", "window"), [(4, 1), (4, 6), (7, 5), (16, 3), (4, 16)])
+@pytest.mark.parametrize(("chunk", "window"), [(4, 2), (4, 6), (7, 5), (16, 3)])
 def test_a_window_is_its_formula_in_any_chunk(dtype: str, chunk: int, window: int) -> None:
     """Value and gradients where windows end inside a chunk, at its end, chunks away, or nowhere."""
     segment = jnp.asarray(SEGMENTS)

@@ -1,7 +1,7 @@
 """Attention over rows split over devices is attention over whole rows."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,17 @@ from jax.sharding import PartitionSpec as P
 
 from jtrain_kernels.attention.context import RowSplit, context_attention
 from jtrain_kernels.attention.reference import attention_reference
-from tests.kernels.gradients import agree_with, dtypes, normal
+from tests.kernels.gradients import agree_with, normal
 
 B, L, N, K, H = 3, 32, 4, 2, 8
 SEGMENTS = np.asarray([[1] * 32, [1] * 7 + [2] * 18 + [3] * 4 + [0] * 3, [0] * 32], np.int32)
 """One document; three and padding, of which one lies on every device; nothing but padding."""
 
 SPLITS = [
-    RowSplit(size, by, order)
-    for by, order, size in (
-        ("ring", "zigzag", 2),
-        ("ring", "zigzag", 4),
-        ("ring", "zigzag", 8),
-        ("ulysses", "zigzag", 4),
-        ("ulysses", "contiguous", 2),
-    )
+    RowSplit(2, "ring"),
+    RowSplit(4, "ring"),
+    RowSplit(4, "ulysses", "zigzag"),
+    RowSplit(2, "ulysses", "contiguous"),
 ]
 
 
@@ -41,7 +37,7 @@ def mesh_of(split: RowSplit) -> Mesh:
     return Mesh(np.asarray(jax.devices()[: split.size]), ("context",), axis_types=(AxisType.Auto,))
 
 
-def over_devices(split: RowSplit, segment: np.ndarray = SEGMENTS, chunk: int = 4, window: int | None = None) -> Callable[..., jax.Array]:
+def over_devices(split: RowSplit, segment: np.ndarray = SEGMENTS, chunk: int = 16, window: int | None = None) -> Callable[..., jax.Array]:
     """Attention of whole rows in their order, computed over the devices of a split."""
     order = order_of(split, segment.shape[1])
     local = jax.shard_map(
@@ -62,13 +58,14 @@ def inputs(num_heads: int = N, num_kv_heads: int = K) -> tuple[np.ndarray, ...]:
     return normal(0, B, L, num_heads, H), normal(1, B, L, num_kv_heads, H), normal(2, B, L, num_kv_heads, H)
 
 
-@dtypes
-@pytest.mark.parametrize("split", SPLITS, ids=lambda s: f"{s.by}-{s.size}-{s.order}")
+@pytest.mark.parametrize(
+    ("split", "dtype"), [*((split, "float32") for split in SPLITS), (RowSplit(4, "ring"), "bfloat16")], ids=str
+)
 def test_split_rows_are_whole_rows(split: RowSplit, dtype: str) -> None:
     """Value and gradients of q, k and v by the formula in float64, with documents that end anywhere, grouped heads.
 
     The tolerances are those of attention on one device: partial results are joined in float32, and in bfloat16 each
-    of at most 8 of them is rounded once, by 2^-9 of itself.
+    of the 4 is rounded once, by 2^-9 of itself.
     """
     segment = jnp.asarray(SEGMENTS)
     agree_with(
@@ -84,10 +81,9 @@ def test_a_device_has_an_early_and_a_late_part() -> None:
         np.testing.assert_array_equal(order_of(split, L), context_order(L, split.size, split.order))
 
 
-@pytest.mark.parametrize("by", ["ring", "ulysses"])
-def test_a_query_sees_neither_later_tokens_nor_other_documents(by: Literal["ring", "ulysses"]) -> None:
-    """Changing a key and value moves exactly the queries that may see it, wherever they are."""
-    run = jax.jit(over_devices(RowSplit(4, by)))
+def test_a_query_sees_neither_later_tokens_nor_other_documents() -> None:
+    """Changing a key and value moves exactly the queries that may see it, on whichever device they are."""
+    run = jax.jit(over_devices(RowSplit(4)))
     q, k, v = (jnp.asarray(x) for x in inputs())
     at = 9  # in the second document of the second row, indices 7..24
     before, after = run(q, k, v), run(q, k.at[1, at].add(1.0), v.at[1, at].add(1.0))

@@ -1,5 +1,6 @@
 """Causal, segment-aware attention by the implementation that suits the device."""
 
+import functools
 from functools import partial
 
 import jax
@@ -8,11 +9,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jtrain_kernels import registry
-from jtrain_kernels.attention import xla
+from jtrain_kernels.attention import cudnn, splash, tokamax, xla
 from jtrain_kernels.attention.mask import Mask, Passes
 
-PASSES = {"xla": xla.PASSES}
+PASSES = {"cudnn": cudnn.PASSES, "tokamax": tokamax.PASSES, "splash": splash.PASSES, "xla": xla.PASSES}
 """Implementation -> how it computes."""
+
+type _Config = tuple[tuple[str, int], ...]
 
 
 def attention(
@@ -71,13 +74,21 @@ def passes_for(*shapes: jax.ShapeDtypeStruct | Array, chunk: int, causal: bool) 
     """
     names = ("q_BLNH", "k_BMKH", "v_BMKH", "segment_BL", "segment_BM")
     avals = registry.avals_of(dict(zip(names, shapes, strict=True), chunk=chunk, window=None, causal=causal))
-    name = registry.select(ATTENTION, avals).implementation.name
+    choice = registry.select(ATTENTION, avals)
+    name = choice.implementation.name
     if name not in PASSES:
         raise ValueError(
             f"kernels.attention={name}: it has no passes that a ring could put together. There are: "
             f"{', '.join(PASSES)}. Force one of them, or set layout.context_attention=ulysses."
         )
-    return PASSES[name]
+    return configured(name, tuple(sorted(choice.config.items())))
+
+
+@functools.cache
+def configured(name: str, config: _Config) -> Passes:
+    """The passes of an implementation with a configuration; the same object whenever it is asked for."""
+    passes = PASSES[name]
+    return Passes(partial(passes.forward, **dict(config)), partial(passes.backward, **dict(config)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -87,11 +98,11 @@ def _attention(
     v_BMKH: Array,
     segment_BL: Array,
     segment_BM: Array,
-    name: str,
+    passes: Passes,
     mask: Mask,
     chunk: int,
 ) -> Float[Array, "B L N H"]:
-    return _vjp_forward(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, name, mask, chunk)[0]
+    return _vjp_forward(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, passes, mask, chunk)[0]
 
 
 def _vjp_forward(
@@ -100,20 +111,20 @@ def _vjp_forward(
     v_BMKH: Array,
     segment_BL: Array,
     segment_BM: Array,
-    name: str,
+    passes: Passes,
     mask: Mask,
     chunk: int,
 ) -> tuple[Array, tuple[Array, ...]]:
     given = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM
-    result = PASSES[name].forward(*given, mask=mask, chunk=chunk)
+    result = passes.forward(*given, mask=mask, chunk=chunk)
     y_BLNH, lse_BNL = (checkpoint_name(x, "attention") for x in result)
     return y_BLNH, (*given, y_BLNH, lse_BNL)
 
 
 def _vjp_backward(
-    name: str, mask: Mask, chunk: int, saved: tuple[Array, ...], dy_BLNH: Array
+    passes: Passes, mask: Mask, chunk: int, saved: tuple[Array, ...], dy_BLNH: Array
 ) -> tuple[Array, Array, Array, None, None]:
-    dq, dk, dv = PASSES[name].backward(*saved, dy_BLNH, mask=mask, chunk=chunk)
+    dq, dk, dv = passes.backward(*saved, dy_BLNH, mask=mask, chunk=chunk)
     q_BLNH, k_BMKH, v_BMKH = saved[:3]
     return dq.astype(q_BLNH.dtype), dk.astype(k_BMKH.dtype), dv.astype(v_BMKH.dtype), None, None
 
@@ -132,8 +143,10 @@ def _call(
     chunk: int,
     window: int | None,
     causal: bool,
+    **config: int,
 ) -> Float[Array, "B L N H"]:
-    return _attention(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, name, Mask(causal, window), chunk)
+    passes = configured(name, tuple(sorted(config.items())))
+    return _attention(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, passes, Mask(causal, window), chunk)
 
 
 def _llama8b() -> registry.Avals:
@@ -145,7 +158,12 @@ def _llama8b() -> registry.Avals:
 
 ATTENTION = registry.Op(
     "attention",
-    (registry.Implementation("xla", partial(_call, "xla")),),
+    (
+        registry.Implementation("cudnn", partial(_call, "cudnn"), cudnn.supports),
+        registry.Implementation("tokamax", partial(_call, "tokamax"), tokamax.supports, configs=tokamax.configs),
+        registry.Implementation("splash", partial(_call, "splash"), splash.supports, configs=splash.configs),
+        registry.Implementation("xla", partial(_call, "xla")),
+    ),
     cases={"llama8b": _llama8b()},
 )
 OPS = (ATTENTION,)
