@@ -108,8 +108,8 @@ class LayoutSpec:
     compute_dtype: of matmuls and activations; softmax, norms and the loss are float32 always.
     reduce_dtype: in which gradients are summed over devices.
     offload: what is kept in the host's memory.
-    context_attention: over `context`, `ring` sends keys and values round, while blocks of scores are computed
-      (arXiv:2310.01889); `ulysses` exchanges positions for heads and back (arXiv:2309.14509), at most num_heads devices.
+    context_attention: over `context`, `ring` sends keys and values round while blocks of scores are computed
+      (arXiv:2310.01889); `ulysses` exchanges positions for heads and back (arXiv:2309.14509).
     kernels: implementations of ops to take whatever `jtrain_kernels.registry` would choose: (("attention", "cudnn"),).
     auto: zero_stage, remat, remat_save, microbatches and offload are picked by `jtrain.plan.search` so that the run
       fits with the least predicted time; what the config says of them is replaced, and config.txt holds what was
@@ -267,7 +267,7 @@ def make_layout(
         if mesh.shape[axis] != 1:
             raise ValueError(
                 f"mesh.{axis}={mesh.shape[axis]}: no layout splits anything over `{axis}` yet, so its devices would "
-                f"repeat each other's work. Set mesh.{axis}=1 and use mesh.data, mesh.context, mesh.tensor or mesh.replica."
+                f"repeat each other's work. Set mesh.{axis}=1 and use mesh.data, mesh.tensor or mesh.replica."
             )
     layouts: list[ParamLayout] = []
     for info in infos:
@@ -307,9 +307,9 @@ def _check_context(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...
         over = f" / mesh.tensor={mesh.tensor}" if mesh.tensor > 1 else ""
         raise ValueError(
             f"layout.context_attention=ulysses gives each of mesh.context={mesh.context} devices a part of the heads, "
-            f"but model.num_heads={size['N']}{over} is {heads} and model.num_kv_heads={size['K']}{over} is {kv_heads}. "
-            "mesh.context must divide the former, and divide or be a multiple of the latter: change it, or set "
-            "layout.context_attention=ring."
+            f"but model.num_heads={size['N']}{over} is {heads}, and model.num_kv_heads={size['K']}{over} is "
+            f"{kv_heads}. mesh.context must divide the former, and divide or be a multiple of the latter: change it, "
+            "or set layout.context_attention=ring."
         )
 
 
@@ -324,8 +324,8 @@ def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len:
     if mesh.context > 1 and seq_len % (2 * mesh.context):
         below = seq_len - seq_len % (2 * mesh.context)
         raise ValueError(
-            f"data.seq_len={seq_len} over mesh.context={mesh.context}: each device has an early and a late part of a row, "
-            f"so it must be a multiple of {2 * mesh.context}. Nearest: {below}, {below + 2 * mesh.context}."
+            f"data.seq_len={seq_len} over mesh.context={mesh.context}: each device has an early and a late part of a "
+            f"row, so it must be a multiple of {2 * mesh.context}. Nearest: {below}, {below + 2 * mesh.context}."
         )
     if rows % spec.microbatches:
         shards = global_batch // rows

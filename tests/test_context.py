@@ -35,7 +35,12 @@ def test_compiled_collectives_are_the_closed_form(axes: dict[str, int], layout: 
 @pytest.mark.parametrize(
     ("axes", "layout", "order", "message"),
     [
-        (dict(context=2), RING, "contiguous", r"ring with data\.context_order=contiguous: .*Set data\.context_order=zig"),
+        (
+            dict(context=2),
+            RING,
+            "contiguous",
+            r"ring with data\.context_order=contiguous: .*Set data\.context_order=zig",
+        ),
         (dict(context=8), ULYSSES, "zigzag", r"mesh\.context=8 devices .*num_heads=4 is 4 and .*Set|change it"),
         (dict(context=4, tensor=2), ULYSSES, "zigzag", r"model\.num_heads=4 / mesh\.tensor=2 is 2"),
     ],

@@ -151,7 +151,11 @@ def test_named_remat_qk_norm_and_tied_embeddings_keep_the_model() -> None:
 @pytest.mark.parametrize(
     ("axes", "order", "layout"),
     [
-        (dict(data=2, context=4), "zigzag", dict(zero_stage=3, microbatches=2, remat="named", remat_save=("attention",))),
+        (
+            dict(data=2, context=4),
+            "zigzag",
+            dict(zero_stage=3, microbatches=2, remat="named", remat_save=("attention",)),
+        ),
         (dict(context=2, tensor=2), "zigzag", dict(remat="full")),
         (dict(data=2, context=2, tensor=2), "zigzag", dict(zero_stage=2, context_attention="ulysses")),
         (dict(replica=2, context=4), "contiguous", dict(context_attention="ulysses", microbatches=2)),

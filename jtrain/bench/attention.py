@@ -69,7 +69,9 @@ def run(args: argparse.Namespace) -> list[Row]:
     device = jax.devices()[0]
     spec = live(device)
     if spec.compute_capability is None:
-        raise ValueError(f"attention needs an NVIDIA GPU, but the device here is {device.device_kind!r}: run it on one.")
+        raise ValueError(
+            f"attention needs an NVIDIA GPU, but the device here is {device.device_kind!r}: run it on one."
+        )
     rows: list[Row] = []
     for index, shape in enumerate(SHAPES):
         arrays = _arrays(shape)

@@ -1,7 +1,7 @@
 """The ops a model is made of; the only importer of the kernels package's ops."""
 
 from jtrain_kernels.attention.api import attention
-from jtrain_kernels.attention.context import RowSplit, context_attention
+from jtrain_kernels.attention.context import WHOLE_ROWS, RowSplit, context_attention
 from jtrain_kernels.embedding_lookup.api import embedding_lookup
 from jtrain_kernels.linear.api import linear
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
@@ -12,6 +12,7 @@ from jtrain_kernels.swiglu.api import swiglu
 
 __all__ = [
     "NO_COLUMN",
+    "WHOLE_ROWS",
     "RowSplit",
     "attention",
     "context_attention",

@@ -51,7 +51,7 @@ class Placement:
 
     fetch: Callable[[str, Any], Any]
     tensor: int = 1
-    context: ops.RowSplit = ops.RowSplit(1)
+    context: ops.RowSplit = ops.WHOLE_ROWS
     remat: Literal["none", "full", "named"] = "none"
     remat_save: tuple[str, ...] = ()
     regather: bool = False

@@ -29,7 +29,9 @@ SPLITS = [
 def order_of(split: RowSplit, length: int) -> np.ndarray:
     """Which positions of a whole row the devices have, one device after the other, by the split itself."""
     mesh = mesh_of(split)
-    positions = jax.shard_map(lambda: split.position_L(length // split.size), mesh=mesh, in_specs=(), out_specs=P("context"))
+    positions = jax.shard_map(
+        lambda: split.position_L(length // split.size), mesh=mesh, in_specs=(), out_specs=P("context")
+    )
     return np.asarray(positions())
 
 
@@ -37,7 +39,9 @@ def mesh_of(split: RowSplit) -> Mesh:
     return Mesh(np.asarray(jax.devices()[: split.size]), ("context",), axis_types=(AxisType.Auto,))
 
 
-def over_devices(split: RowSplit, segment: np.ndarray = SEGMENTS, chunk: int = 16, window: int | None = None) -> Callable[..., jax.Array]:
+def over_devices(
+    split: RowSplit, segment: np.ndarray = SEGMENTS, chunk: int = 16, window: int | None = None
+) -> Callable[..., jax.Array]:
     """Attention of whole rows in their order, computed over the devices of a split."""
     order = order_of(split, segment.shape[1])
     local = jax.shard_map(
@@ -68,9 +72,7 @@ def test_split_rows_are_whole_rows(split: RowSplit, dtype: str) -> None:
     of the 4 is rounded once, by 2^-9 of itself.
     """
     segment = jnp.asarray(SEGMENTS)
-    agree_with(
-        over_devices(split), lambda q, k, v: attention_reference(q, k, v, segment, segment), inputs(), dtype
-    )
+    agree_with(over_devices(split), lambda q, k, v: attention_reference(q, k, v, segment, segment), inputs(), dtype)
 
 
 def test_a_device_has_an_early_and_a_late_part() -> None:

@@ -1,4 +1,4 @@
-"""Splash attention as it is called here, interpreted on a CPU: the passes are the formula, and those of a ring add up."""
+"""Splash attention as it is called here, interpreted on a CPU; and what each implementation cannot do."""
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,9 @@ def shapes(L: int = 1024, H: int = 128, dtype: str = "bfloat16", *, causal: bool
 )
 def test_what_an_implementation_cannot_do_it_says(name: str, chip: str, avals: registry.Avals, reason: str) -> None:
     """Forced, it is an error with the reason and what there is; nothing falls back."""
-    with pytest.raises(ValueError, match=rf"kernels\.attention={name}: .*{reason}.*There are: cudnn, tokamax, splash, xla"):
+    with pytest.raises(
+        ValueError, match=rf"kernels\.attention={name}: .*{reason}.*There are: cudnn, tokamax, splash, xla"
+    ):
         registry.choose(ATTENTION, device.from_name(chip), avals, forced=name)
 
 

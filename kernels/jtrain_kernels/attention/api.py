@@ -38,7 +38,8 @@ def attention(
     What the backward pass needs of the result carries the checkpoint name "attention".
 
     Raises:
-      ValueError: chunk or window is not positive, K does not divide N, or L is not M; or a forced implementation cannot run.
+      ValueError: chunk or window is not positive, K does not divide N, or L is not M; or a forced implementation
+        cannot run.
     """
     L, N = q_BLNH.shape[1:3]
     M, K = k_BMKH.shape[1:3]

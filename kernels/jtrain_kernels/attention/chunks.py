@@ -216,4 +216,3 @@ def _after(results: tuple[Array, ...], *arrays: Array) -> tuple[Array, ...]:
     """
     token = sum(x[(0,) * x.ndim].astype(jnp.float32) for x in results)
     return tuple(jnp.where(jnp.isnan(token), jnp.nan, x).astype(x.dtype) for x in arrays)
-

@@ -46,6 +46,10 @@ class RowSplit:
         return position_L + jnp.where(position_L < half, index * half, late)
 
 
+WHOLE_ROWS = RowSplit(1)
+"""Every device has all positions of its rows."""
+
+
 def context_attention(
     q_BLNH: Float[Array, "B L N H"],
     k_BLKH: Float[Array, "B L K H"],

@@ -29,7 +29,7 @@ def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN computes attention in bfloat16 or float16, not in {query.dtype}"
     largest = _LARGEST_HEAD[device.compute_capability[0]]
-    if H > largest or H % 8:
+    if largest < H or H % 8:
         return f"cuDNN takes heads of a multiple of 8 up to {largest} on {device.name}, but head_dim={H}"
     if L % 2 or M % 2:
         return f"cuDNN takes an even number of positions beside a mask, but there are {L} queries and {M} keys"
@@ -51,7 +51,9 @@ def forward(
     """See `Passes`."""
     del chunk
     arrays = q_BLNH, k_BMKH, v_BMKH
-    y_BLNH, lse_BNL = compat.cudnn_attention(*arrays, bias=_bias(segment_BL, segment_BM, q_BLNH), **_statics(mask, q_BLNH))
+    y_BLNH, lse_BNL = compat.cudnn_attention(
+        *arrays, bias=_bias(segment_BL, segment_BM, q_BLNH), **_statics(mask, q_BLNH)
+    )
     if mask.causal:
         return y_BLNH, lse_BNL
     # Where a query sees none of these keys, all have the mask's value, and its sum is no number to join with.

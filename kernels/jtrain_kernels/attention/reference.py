@@ -14,7 +14,7 @@ def attention_reference(
     *,
     window: int | None = None,
 ) -> Float[Array, "B L N H"]:
-    """`softmax(q k / sqrt(H)) v` over earlier keys of the query's segment, at most `window`; every score exists, in q's dtype."""
+    """`softmax(q k / sqrt(H)) v` over a query's segment up to it, at most `window` keys; every score exists."""
     (L, N, H), (M, K) = q_BLNH.shape[1:], k_BMKH.shape[1:3]
     k_BMNH, v_BMNH = jnp.repeat(k_BMKH, N // K, axis=2), jnp.repeat(v_BMKH, N // K, axis=2)
     s_BNLM = jnp.einsum("blnh,bmnh->bnlm", q_BLNH, k_BMNH) * H**-0.5

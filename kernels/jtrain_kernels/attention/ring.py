@@ -178,5 +178,5 @@ class _Pair:
 def _joined(one: _Result, other: _Result) -> _Result:
     """Softmax over both sets of keys; `one` has at least one key (arXiv:2112.05682, section 2)."""
     lse_BNL = jnp.logaddexp(one[1], other[1])
-    weights = (jnp.exp(lse - lse_BNL).transpose(0, 2, 1)[..., None] for _, lse in (one, other))
-    return sum(y * weight for (y, _), weight in zip((one, other), weights, strict=True)), lse_BNL  # pyright: ignore
+    first, second = (y * jnp.exp(lse - lse_BNL).swapaxes(1, 2)[..., None] for y, lse in (one, other))
+    return first + second, lse_BNL

@@ -42,7 +42,9 @@ def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[st
     """Blocks and stages of the forward kernel and of the backward kernels; tokamax's own heuristic first."""
     del device
     wide = avals["q_BLNH"].shape[3] > 128
-    first = dict(block_q=64, block_kv=64 if wide else 128, stages=2, block_backward=64, stages_backward=1 if wide else 2)
+    first = dict(
+        block_q=64, block_kv=64 if wide else 128, stages=2, block_backward=64, stages_backward=1 if wide else 2
+    )
     if wide:
         return [first]
     others = [dict(block_q=128), dict(block_q=128, block_kv=64), dict(stages=3), dict(block_backward=128)]
