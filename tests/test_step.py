@@ -148,18 +148,20 @@ def test_named_remat_qk_norm_and_tied_embeddings_keep_the_model() -> None:
     assert_same(got, want)
 
 
+NAMED: dict[str, Any] = dict(remat="named", remat_save=("attention",))
+SPLIT_SEQUENCES = [
+    (dict(data=2, context=2), "zigzag", dict(zero_stage=3) | NAMED),
+    (dict(data=2, context=4), "zigzag", dict(zero_stage=3, microbatches=2) | NAMED),
+    (dict(context=2, tensor=2), "zigzag", dict(remat="full")),
+    (dict(data=2, context=2, tensor=2), "zigzag", dict(zero_stage=2, context_attention="ulysses")),
+    (dict(replica=2, context=4), "contiguous", dict(context_attention="ulysses", microbatches=2)),
+]
+"""The first is the cheapest that has a ring, a gather of weights and remat; the others take a minute each."""
+
+
 @pytest.mark.parametrize(
     ("axes", "order", "layout"),
-    [
-        (
-            dict(data=2, context=4),
-            "zigzag",
-            dict(zero_stage=3, microbatches=2, remat="named", remat_save=("attention",)),
-        ),
-        (dict(context=2, tensor=2), "zigzag", dict(remat="full")),
-        (dict(data=2, context=2, tensor=2), "zigzag", dict(zero_stage=2, context_attention="ulysses")),
-        (dict(replica=2, context=4), "contiguous", dict(context_attention="ulysses", microbatches=2)),
-    ],
+    [SPLIT_SEQUENCES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in SPLIT_SEQUENCES[1:])],
     ids=str,
 )
 def test_split_sequences_are_whole_ones(axes: dict[str, int], order: Any, layout: dict[str, Any]) -> None:
