@@ -53,7 +53,12 @@ RMS_NORM = registry.Op(
             "x": jax.ShapeDtypeStruct((1, 8192, 4096), jnp.bfloat16),
             "scale_C": jax.ShapeDtypeStruct((4096,), jnp.float32),
             "eps": 1e-5,
-        }
+        },
+        "tiny": {
+            "x": jax.ShapeDtypeStruct((2, 128, 64), jnp.float32),
+            "scale_C": jax.ShapeDtypeStruct((64,), jnp.float32),
+            "eps": 1e-5,
+        },
     },
 )
 OPS = (RMS_NORM,)
