@@ -220,7 +220,8 @@ def validate(run: Run) -> None:
         offload = OffloadSpec()  # how much it is depends on the devices
     # Heads, widths and vocabulary over the mesh; names of activations out of what is kept.
     infos = run.model.param_infos()
-    layout = make_layout(dataclasses.replace(run.layout, offload=offload), run.mesh, infos)
+    spec, order = dataclasses.replace(run.layout, offload=offload), run.data.context_order
+    layout = make_layout(spec, run.mesh, infos, context_order=order)
     offloaded_names(layout)
     check_offload(run.layout, run.optimizer)
     registry.check(dict(run.layout.kernels))

@@ -47,6 +47,7 @@ def placement_of(layout: Layout) -> Placement:
         fetch=fetch,
         tensor=layout.mesh.tensor,
         tensor_overlap=spec.tensor_overlap,
+        context=ops.RowSplit(layout.mesh.context, spec.context_attention, layout.context_order),
         remat=spec.remat,
         remat_save=spec.remat_save,
         regather=spec.zero_stage == 3 and layout.mesh.data > 1,

@@ -32,6 +32,8 @@ type Dtype = Literal["float32", "bfloat16"]
 type Share = float | Literal["none", "as_needed"]
 """From 0.0 to 1.0; `as_needed` is the smallest that makes the run fit."""
 
+type ContextOrder = Literal["contiguous", "zigzag"]
+
 type MemoryKind = Literal["device", "pinned_host"]
 """As XLA names them."""
 
@@ -108,6 +110,8 @@ class LayoutSpec:
     tensor_overlap: collectives over `tensor` travel piece by piece while a layer's matmuls compute, unless the kernels'
       cost model says that it loses.
     offload: what is kept in the host's memory.
+    context_attention: over `context`, `ring` sends keys and values round while blocks of scores are computed
+      (arXiv:2310.01889); `ulysses` exchanges positions for heads and back (arXiv:2309.14509).
     kernels: implementations of ops to take whatever `jtrain_kernels.registry` would choose: (("attention", "cudnn"),).
     auto: zero_stage, remat, remat_save, microbatches and offload are picked by `jtrain.plan.search` so that the run
       fits with the least predicted time; what the config says of them is replaced, and config.txt holds what was
@@ -123,6 +127,7 @@ class LayoutSpec:
     reduce_dtype: Dtype = "float32"
     tensor_overlap: bool = False
     offload: OffloadSpec = OffloadSpec()
+    context_attention: Literal["ring", "ulysses"] = "ring"
     kernels: tuple[tuple[str, str], ...] = ()
     auto: bool = False
 
@@ -136,6 +141,8 @@ class LayoutSpec:
                 f"layout.remat={self.remat!r} with layout.remat_save={self.remat_save!r}: names are what remat=named "
                 "keeps, and only that. Set both or neither."
             )
+        if self.context_attention not in ("ring", "ulysses"):
+            raise ValueError(f"layout.context_attention={self.context_attention!r} must be `ring` or `ulysses`.")
         if len(dict(self.kernels)) < len(self.kernels):
             raise ValueError(f"layout.kernels={self.kernels!r} names an op twice. Keep one implementation for each.")
 
@@ -185,12 +192,14 @@ class Layout:
 
     rings: how the devices along `data` lie in a torus, one number per dimension, the slowest first: collectives over
       `data` go along one after the other. Empty where they are one collective; `jtrain.gather.along_torus` fills it.
+    context_order: which positions of a row the devices along `context` have: see `jtrain.data.place.context_order`.
     """
 
     spec: LayoutSpec
     mesh: MeshSpec
     params: tuple[ParamLayout, ...]
     rings: tuple[int, ...] = ()
+    context_order: ContextOrder = "zigzag"
 
     def local_size(self, spec: P, shape: tuple[int, ...]) -> int:
         """Elements that one device holds of an array of `shape` under `spec`."""
@@ -243,18 +252,22 @@ def _moved[K](name: str, share: float, total: int, chosen: frozenset[K], sizes: 
     return chosen
 
 
-def make_layout(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> Layout:
+def make_layout(
+    spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], *, context_order: ContextOrder = "zigzag"
+) -> Layout:
     """Decides where every array of a model lives.
 
     Raises:
       ValueError: a dimension does not split evenly over its axis; an axis that nothing uses yet is over 1, or one that
-        an option is for is 1; or a share to offload is not resolved to a number.
+        an option is for is 1; attention cannot be split over `context` so; or a share to offload is not resolved to a
+        number.
     """
+    _check_context(spec, mesh, infos, context_order)
     shares = {name: spec.offload.share(name) for name in ("optimizer", "params", "activations")}
     stacked = {info.path: info.size for info in infos if info.is_matrix and info.dims.startswith("Y")}
     total = sum(stacked.values())
     on_host = _moved("params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked)
-    for axis in ("stage", "expert", "context"):
+    for axis in ("stage", "expert"):
         if mesh.shape[axis] != 1:
             raise ValueError(
                 f"mesh.{axis}={mesh.shape[axis]}: no layout splits anything over `{axis}` yet, so its devices would "
@@ -278,7 +291,35 @@ def make_layout(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) 
                 dims[axis] = index
         memory: MemoryKind = "pinned_host" if info.path in on_host else "device"
         layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory))
-    return Layout(spec, mesh, tuple(layouts))
+    return Layout(spec, mesh, tuple(layouts), context_order=context_order)
+
+
+def _check_context(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], order: ContextOrder) -> None:
+    """Refuses what attention over `context` cannot do, or not evenly.
+
+    Raises:
+      ValueError: see there.
+    """
+    if mesh.context == 1:
+        return
+    if spec.context_attention == "ring":
+        if order != "zigzag":
+            raise ValueError(
+                f"layout.context_attention=ring with data.context_order={order}: under a causal mask the last of "
+                f"mesh.context={mesh.context} devices would have all of the work at the end. Set "
+                "data.context_order=zigzag, or layout.context_attention=ulysses."
+            )
+        return
+    size = {letter: n for info in infos for letter, n in zip(info.dims, info.shape, strict=True)}
+    heads, kv_heads = size["N"] // mesh.tensor, size["K"] // mesh.tensor
+    if heads % mesh.context or (kv_heads % mesh.context and mesh.context % kv_heads):
+        over = f" / mesh.tensor={mesh.tensor}" if mesh.tensor > 1 else ""
+        raise ValueError(
+            f"layout.context_attention=ulysses gives each of mesh.context={mesh.context} devices a part of the heads, "
+            f"but model.num_heads={size['N']}{over} is {heads}, and model.num_kv_heads={size['K']}{over} is "
+            f"{kv_heads}. mesh.context must divide the former, and divide or be a multiple of the latter: change it, "
+            "or set layout.context_attention=ring."
+        )
 
 
 def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len: int) -> int:
@@ -289,6 +330,12 @@ def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len:
     """
     rows = shard_size("data.global_batch", global_batch, mesh.shape, BATCH_AXES)
     shard_size("data.seq_len", seq_len, mesh.shape, ("context", "tensor"))
+    if mesh.context > 1 and seq_len % (2 * mesh.context):
+        below = seq_len - seq_len % (2 * mesh.context)
+        raise ValueError(
+            f"data.seq_len={seq_len} over mesh.context={mesh.context}: each device has an early and a late part of a "
+            f"row, so it must be a multiple of {2 * mesh.context}. Nearest: {below}, {below + 2 * mesh.context}."
+        )
     if rows % spec.microbatches:
         shards = global_batch // rows
         raise ValueError(

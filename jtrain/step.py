@@ -387,7 +387,7 @@ def _local_gradients(model: Transformer, layout: Layout, params: Params, batch: 
         grads = jax.tree.map(lambda p, g: finish_gradient(layout, p, g), layouts, grads)
         loss = jax.lax.psum(loss, tuple(axis for axis, size in layout.mesh.shape.items() if size > 1))
     with jax.named_scope("batch"):
-        hash_2 = psum_batch(layout, hash_block(batch))
+        hash_2 = psum_batch(layout, hash_block(batch, placement.context.position_L(batch.token_BL.shape[1])))
     return grads, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}
 
 

@@ -60,11 +60,12 @@ class Attention(nnx.Module):
         sin_BLR: Float[Array, "B L R"],
         segment_BL: Int[Array, "B L"],
         tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
+        context: ops.RowSplit = ops.WHOLE_ROWS,
     ) -> Float[Array, "B _ D"]:
-        """Of this device's positions; in between, its heads of all of them."""
+        """Of this device's positions; in between, its heads of all of them that it has along `context`."""
         q_BLNH, k_BLKH, v_BLKH = self.project(x_BLD, cos_BLR, sin_BLR, tensor)
         q_BLNH = checkpoint_name(q_BLNH, "attention_q")
         k_BLKH = checkpoint_name(k_BLKH, "attention_k")
         v_BLKH = checkpoint_name(v_BLKH, "attention_v")
-        y_BLNH = ops.attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=self.chunk)
+        y_BLNH = ops.context_attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, split=context, chunk=self.chunk)
         return tensor.project_out(y_BLNH, self.o_NHD[...])

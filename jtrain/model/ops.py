@@ -1,6 +1,7 @@
 """The ops a model is made of; the only importer of the kernels package's ops."""
 
 from jtrain_kernels.attention.api import attention
+from jtrain_kernels.attention.context import WHOLE_ROWS, RowSplit, context_attention
 from jtrain_kernels.embedding_lookup.api import embedding_lookup
 from jtrain_kernels.linear.api import linear
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
@@ -12,8 +13,11 @@ from jtrain_kernels.swiglu.api import swiglu
 
 __all__ = [
     "NO_COLUMN",
+    "WHOLE_ROWS",
+    "RowSplit",
     "all_gather_matmul",
     "attention",
+    "context_attention",
     "embedding_lookup",
     "linear",
     "linear_cross_entropy",

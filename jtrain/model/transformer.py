@@ -40,6 +40,7 @@ class Placement:
     fetch: brings the parameters below a path into the form that computes: whole over `data`, in the compute dtype.
     tensor: devices along the `tensor` axis.
     tensor_overlap: what travels over it hides behind the layers' matmuls.
+    context: how the positions lie over the `context` axis.
     remat: what a block keeps for its backward pass: everything, its input only, or that and `remat_save`.
     regather: fetched weights are dropped after use and fetched again by the backward pass.
     streams: some of the layers' weights come from host memory, and are dropped after use too.
@@ -51,6 +52,7 @@ class Placement:
     fetch: Callable[[str, Any], Any]
     tensor: int = 1
     tensor_overlap: bool = False
+    context: ops.RowSplit = ops.WHOLE_ROWS
     remat: Literal["none", "full", "named"] = "none"
     remat_save: tuple[str, ...] = ()
     regather: bool = False
@@ -102,9 +104,10 @@ class Block(nnx.Module):
         segment_BL: Int[Array, "B L"],
         *,
         tensor: TensorAxis,
+        context: ops.RowSplit,
     ) -> Float[Array, "B _ D"]:
         with jax.named_scope("attention"):
-            h_BLD = self.attention(self.attention_norm(x_BLD), cos_BLR, sin_BLR, segment_BL, tensor)
+            h_BLD = self.attention(self.attention_norm(x_BLD), cos_BLR, sin_BLR, segment_BL, tensor, context)
             x_BLD = checkpoint_name(x_BLD + h_BLD, "attention_out")
         with jax.named_scope("mlp"):
             return x_BLD + self.mlp(self.mlp_norm(x_BLD), tensor)
@@ -215,7 +218,7 @@ class Transformer(nnx.Module):
 
         def layer(x_BLD: Array, weights: Params, shared: tuple[Array, Array, Array]) -> Array:
             block = nnx.merge(block_def, fetch("layers", weights))
-            return block(checkpoint_name(x_BLD, LAYER_INPUT), *shared, tensor=axis)
+            return block(checkpoint_name(x_BLD, LAYER_INPUT), *shared, tensor=axis, context=placement.context)
 
         kept = checkpointed(layer, placement, scanned=self.scan_layers)
         unroll = 1 if self.scan_layers else self.num_layers

@@ -29,7 +29,7 @@ class Collective:
     group: its devices; fewer than the axes have where `Layout.rings` takes an axis in turns.
     count: arrays per step.
     array_bytes: sum over the arrays of the whole array: an all-gather's result, a reduce-scatter's operand, what an
-      all-reduce sums, what a device gives to an all-to-all.
+      all-reduce sums, what a device gives to an all-to-all or sends in a collective-permute.
     """
 
     purpose: str
@@ -59,7 +59,7 @@ def collectives(model: Transformer, layout: Layout, *, global_batch: int, seq_le
     found = _Found(layout)
     for p in layout.params:
         _parameter(found, model, layout, p)
-    tokens = rows * seq_len
+    tokens = rows * seq_len // layout.mesh.context
     if splits_embeddings(layout):
         _split_embeddings(found, model, layout, tokens=tokens)
     elif layout.mesh.tensor > 1:
@@ -68,6 +68,8 @@ def collectives(model: Transformer, layout: Layout, *, global_batch: int, seq_le
             found.add("unembedding", kind, ("tensor",), layout.spec.compute_dtype, kernel, microbatches)
     if layout.mesh.tensor > 1:
         _activations(found, model, layout, elements=tokens * model.d_model)
+    if layout.mesh.context > 1:
+        _context(found, model, layout, tokens=tokens)
     _scalars(found, layout)
     return found.result()
 
@@ -194,6 +196,31 @@ def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] 
     n = layout.mesh.tensor
     dtype = layout.spec.compute_dtype
     found.add("activations", "collective-permute", ("tensor",), dtype, elements // n, times * (n - 1), group=2)
+
+
+def _context(found: _Found, model: Transformer, layout: Layout, *, tokens: int) -> None:
+    """What attention over `context` sends: see `jtrain_kernels.attention`; `tokens` of one device."""
+    spec, mesh = layout.spec, layout.mesh
+    layers = spec.microbatches * model.num_layers
+    query, key = (tokens * heads // mesh.tensor * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
+    kept, axes = kept_names(layout), ("context",)
+    again = layers if kept is not None else 0
+    if spec.context_attention == "ulysses":
+        kv_heads = model.num_kv_heads // mesh.tensor
+        key *= 1 if kv_heads % mesh.context == 0 else mesh.context // kv_heads
+        for elements in (query, key):  # queries and the result; keys and values
+            found.add("heads for positions", "all-to-all", axes, spec.compute_dtype, elements, 2 * (2 * layers + again))
+        found.add("segments", "all-gather", axes, "int32", tokens * mesh.context, layers + again, size=4)
+        return
+    passes = 2 * layers + (again if kept is not None and "attention" not in kept else 0)
+    hops = mesh.context - 1
+    for dtype, elements, count in (
+        (spec.compute_dtype, key, 2 * hops * passes),
+        ("int32", tokens, hops * passes),
+        ("float32", key, 2 * mesh.context * layers),
+    ):
+        size = 4 if dtype == "int32" else None
+        found.add("keys and values", "collective-permute", axes, dtype, elements, count, size=size, group=2)
 
 
 def _scalars(found: _Found, layout: Layout) -> None:

@@ -145,7 +145,7 @@ def step_time(
     assert device.hbm_bytes_per_s is not None
     hbm = device.hbm_bytes_per_s * assume.memory
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    tokens = global_batch // shards * seq_len  # of one device, or of one group along `tensor`
+    tokens = global_batch // shards * seq_len // mesh.context  # of one device, or of one group along `tensor`
 
     flops, again = _forward_flops(model, layout, seq_len)
     per_token = 3 * flops.layers + 0.5 * flops.attention + again + 3 * flops.unembedding
@@ -234,9 +234,7 @@ def _forward_flops(model: Transformer, layout: Layout, seq_len: int) -> tuple[_F
     return _Forward(layers, model.num_layers * of["attention"], 2 * width * model.vocab_size), again
 
 
-def _update(
-    layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions, hbm: float
-) -> tuple[float, float]:
+def _update(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions, hbm: float) -> tuple[float, float]:
     """Seconds of the optimizer, and of the copies of what it updates in host memory (both directions at once)."""
     spec = layout.spec
     elements = sum(layout.local_size(p.optimizer, p.info.shape) for p in layout.params)
@@ -296,8 +294,11 @@ def _network(
 
 
 def _beside_the_layers(one: Collective, layout: Layout) -> bool:
-    """Whether the layers' products can go on meanwhile: weights are fetched ahead, gradients leave behind."""
-    if one.purpose.startswith("parameters"):
+    """Whether the layers' products can go on meanwhile.
+
+    Weights are fetched ahead, gradients leave behind, and a ring's keys come while the last ones are used.
+    """
+    if one.purpose.startswith("parameters") or one.kind == "collective-permute":
         return True
     over_data = one.axes == ("data",) and one.kind == "reduce-scatter"
     return over_data and one.purpose in ("gradients", "unembedding") and layout.spec.zero_stage >= 2

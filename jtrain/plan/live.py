@@ -55,10 +55,11 @@ class _Step:
 
     def __init__(self, model: Transformer, layout: Layout, *, rows: int, seq_len: int, platform: Platform) -> None:
         spec, mesh = layout.spec, layout.mesh
-        self.model, self.layout, self.rows, self.seq_len = model, layout, rows, seq_len
+        self.model, self.layout, self.rows = model, layout, rows
+        self.seq_len = seq_len // mesh.context  # of this device
         self.platform: Platform = platform
         self.param, self.compute, self.reduce = map(itemsize, (spec.param_dtype, spec.compute_dtype, spec.reduce_dtype))
-        self.tokens, tensor = rows * seq_len, mesh.tensor
+        self.tokens, tensor = rows * self.seq_len, mesh.tensor
         self.h = self.tokens * model.d_model * self.compute
         self.x = self.h // tensor
         self.q = self.tokens * model.num_heads // tensor * model.head_dim * self.compute
@@ -190,7 +191,7 @@ class _Step:
             weights=weights,
             activations=self.model.num_layers * self._kept() + self._back_from_host(),
             loss=self._unembedding_gradient(),
-            workspace=self._tpu_workspace() if self.platform == "tpu" else self._workspace(),
+            workspace=(self._tpu_workspace() if self.platform == "tpu" else self._workspace()) + self._over_context(),
         )
 
     def _mlp(self) -> int:
@@ -228,6 +229,17 @@ class _Step:
             attention += self.q + self.q * _F32 // self.compute
         needed = both + max(self._mlp(), 2 * self.f + attention)
         return needed - min(_VECTOR_MEMORY_BYTES, needed // 3)
+
+    def _over_context(self) -> int:
+        """Of a ring, the keys and values of two devices, and their gradients, float32; the queries' too; and copies of
+        what a hop pairs. Of an exchange of heads, what was exchanged.
+        """
+        if self.layout.mesh.context == 1:
+            return 0
+        if self.layout.spec.context_attention == "ulysses":
+            return 3 * self.q + 4 * self.k
+        wide = _F32 // self.compute
+        return 6 * self.k + 4 * self.k * wide + 3 * self.q + self.q * wide
 
     @property
     def _heads(self) -> int:

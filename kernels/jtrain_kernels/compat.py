@@ -5,6 +5,7 @@ Works with 0.11.2 and 0.12.0. Pallas itself is imported inside functions: 0.9 s 
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -92,3 +93,49 @@ def no_compile_cache() -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()
+
+
+def splash_backward(kernel: Any, residuals: tuple[Any, ...], dy: Any) -> tuple[Any, Any, Any]:
+    """Gradients of q, k and v of splash attention for residuals of one's own: those of a ring are of all its keys.
+
+    Args:
+      kernel: of `make_splash_mha`, with blocks for the backward pass.
+      residuals: q, k, v, segment ids, result and log-partition.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    q, k, v, segments, y, lse = residuals
+    order = ("save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function")
+    statics = [kernel.kwargs[name] for name in (*order, "attn_logits_soft_cap", "interpret")]
+    saved = (q, k, v, segments, None, y, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
+    return splash._splash_attention_bwd(*statics, saved, dy)[3:6]
+
+
+def cudnn_attention(*arrays: Any, bias: Any, causal: bool, scale: float, window: int | None) -> Any:
+    """cuDNN's fused attention, BLNH, without JAX's look at the device that is here; `bias` gets no gradient.
+
+    Args:
+      arrays: q, k, v for (y, lse); with them lse, y, dy for (dq, dk, dv).
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    q, k, v, *saved = arrays
+    none = jax.numpy.zeros(0, q.dtype)
+    has_bias = bias is not None
+    # From 0.12 on there is a function of the scores too.
+    parameters = inspect.signature(cudnn.dot_product_attention).parameters
+    new = {"score_mod": None} if "score_mod" in parameters else {}
+    statics = dict(
+        scale=scale,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(has_bias, False),
+        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=window,
+        **new,
+    )
+    given = (q, k, v, bias if has_bias else none, *(none,) * 6)
+    if saved:
+        return cudnn._dot_product_attention_bwd_p_wrapper.bind(*given, *saved, **statics)[:3]
+    return cudnn._dot_product_attention_fwd_p_wrapper.bind(*given, **statics, is_training=True)
