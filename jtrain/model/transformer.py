@@ -25,7 +25,7 @@ from jtrain.model.norm import RMSNorm
 from jtrain.model.param import Params, param_infos, weight
 from jtrain.model.rope import RopeSpec
 from jtrain.model.stream import Layer, check_scanned, scan_layers
-from jtrain.model.unembedding import loss_in_parts
+from jtrain.model.unembedding import loss_in_parts, unembedding_loss
 
 SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_gate", "mlp_up")
 """Activations of a block that `layout.remat=named` may keep for the backward pass instead of recomputing."""
@@ -227,14 +227,10 @@ class Transformer(nnx.Module):
             return norm(x_BLD)
 
     def unembed(self, params: Params, placement: Placement) -> Float[Array, "D V"]:
-        """The whole unembedding matrix, in the compute dtype."""
+        """This device's columns of the unembedding matrix, V / tensor, in the compute dtype."""
         if self.tie_embeddings:
-            kernel_DV = placement.fetch("embed_VD", params["embed_VD"]).T
-        else:
-            kernel_DV = placement.fetch("unembed_DV", params["unembed_DV"])
-        if placement.tensor > 1:
-            kernel_DV = jax.lax.all_gather(kernel_DV, "tensor", axis=1, tiled=True)
-        return kernel_DV
+            return placement.fetch("embed_VD", params["embed_VD"]).T
+        return placement.fetch("unembed_DV", params["unembed_DV"])
 
     def loss(self, params: Params, batch: Batch, placement: Placement) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Sums over this device's tokens, float32: the objective (with z-loss), and the cross entropy in nats.
@@ -244,23 +240,12 @@ class Transformer(nnx.Module):
         """
         x_BLD = self.hidden(params, batch, placement)
         with jax.named_scope("loss"):
-            target_BL = local_sequence(batch.target_BL, placement.tensor)
+            sizes: Any = dict(tensor=placement.tensor, chunk_tokens=self.loss_chunk_tokens, z_loss=self.z_loss)
             if placement.lookup is not None:
                 path = "embed_VD" if self.tie_embeddings else "unembed_DV"
-                return loss_in_parts(
-                    x_BLD,
-                    params[path],
-                    target_BL,
-                    functools.partial(placement.fetch, path),
-                    tied=self.tie_embeddings,
-                    tensor=placement.tensor,
-                    chunk_tokens=self.loss_chunk_tokens,
-                    z_loss=self.z_loss,
-                )
-            kernel_DV = self.unembed(params, placement)
-            return ops.linear_cross_entropy(
-                x_BLD, kernel_DV, target_BL, chunk_tokens=self.loss_chunk_tokens, z_loss=self.z_loss
-            )
+                fetch = functools.partial(placement.fetch, path)
+                return loss_in_parts(x_BLD, params[path], batch.target_BL, fetch, tied=self.tie_embeddings, **sizes)
+            return unembedding_loss(x_BLD, self.unembed(params, placement), batch.target_BL, **sizes)
 
     def logits(self, params: Params, batch: Batch, *, dtype: str = "float32") -> Float[Array, "B L V"]:
         """All logits, float32, on one device without a mesh: for parity checks and for sampling."""
@@ -298,14 +283,6 @@ def gather_sequence(x_BLD: Float[Array, "B _ D"], tensor: int) -> Float[Array, "
 def scatter_sequence(x_BLD: Float[Array, "B L D"], tensor: int) -> Float[Array, "B _ D"]:
     """This device's positions of the sum of every device's partial x over `tensor`."""
     return jax.lax.psum_scatter(x_BLD, "tensor", scatter_dimension=1, tiled=True) if tensor > 1 else x_BLD
-
-
-def local_sequence(x_BL: Int[Array, "B L"], tensor: int) -> Int[Array, "B _"]:
-    """This device's positions of an array that every device along `tensor` holds whole."""
-    if tensor == 1:
-        return x_BL
-    size = x_BL.shape[1] // tensor
-    return jax.lax.dynamic_slice_in_dim(x_BL, jax.lax.axis_index("tensor") * size, size, axis=1)
 
 
 def _embed(
