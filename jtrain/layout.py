@@ -106,6 +106,7 @@ class LayoutSpec:
     compute_dtype: of matmuls and activations; softmax, norms and the loss are float32 always.
     reduce_dtype: in which gradients are summed over devices.
     offload: what is kept in the host's memory.
+    kernels: implementations of ops to take whatever `jtrain_kernels.registry` would choose: (("attention", "cudnn"),).
     auto: zero_stage, remat, remat_save, microbatches and offload are picked by `jtrain.plan.search` so that the run
       fits with the least predicted time; what the config says of them is replaced, and config.txt holds what was
       picked.
@@ -119,6 +120,7 @@ class LayoutSpec:
     compute_dtype: Dtype = "bfloat16"
     reduce_dtype: Dtype = "float32"
     offload: OffloadSpec = OffloadSpec()
+    kernels: tuple[tuple[str, str], ...] = ()
     auto: bool = False
 
     def __post_init__(self) -> None:
@@ -131,6 +133,8 @@ class LayoutSpec:
                 f"layout.remat={self.remat!r} with layout.remat_save={self.remat_save!r}: names are what remat=named "
                 "keeps, and only that. Set both or neither."
             )
+        if len(dict(self.kernels)) < len(self.kernels):
+            raise ValueError(f"layout.kernels={self.kernels!r} names an op twice. Keep one implementation for each.")
 
 
 @dataclasses.dataclass(frozen=True)

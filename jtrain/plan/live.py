@@ -156,8 +156,8 @@ class _Step:
         """The logits of a chunk, float32, their exponentials, and their gradient in the compute dtype.
 
         The loss computes its gradient at once, so the unembedding's is there, float32, and so is that of the hidden
-        states. Whole, or a part of the vocabulary at a time. Over `tensor` a device has its columns and, chunk by chunk,
-        the states of all; where its columns come in parts, all of them.
+        states. Whole, or a part of the vocabulary at a time. Over `tensor` a device has its columns and,
+        chunk by chunk, the states of all; where its columns come in parts, all of them.
         """
         model, tensor = self.model, self.layout.mesh.tensor
         chunk = min(model.loss_chunk_tokens, self.tokens // tensor)

@@ -160,3 +160,17 @@ def from_device(device: Device) -> DeviceSpec | None:
     # The longest match: "TPU v5" is part of "TPU v5 lite", and "H100" of nothing else.
     found = [spec for spec in DEVICES.values() if spec.platform != "cpu" and spec.kind in device.device_kind]
     return max(found, key=lambda spec: len(spec.kind), default=None)
+
+
+def live(device: Device) -> DeviceSpec:
+    """The spec of a device that is there; of one that is not in `DEVICES`, what it says of itself, without peaks."""
+    spec = from_device(device)
+    if spec is not None:
+        return spec
+    platform: Platform = "tpu" if device.platform == "tpu" else "gpu"
+    capability = str(getattr(device, "compute_capability", "")).split(".")
+    return DeviceSpec(
+        device.device_kind, platform, device.device_kind, None, None, None, None, None,
+        num_cores=getattr(device, "core_count", None),
+        compute_capability=(int(capability[0]), int(capability[1])) if len(capability) == 2 else None,
+    )  # fmt: skip

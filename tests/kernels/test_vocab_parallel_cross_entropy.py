@@ -135,7 +135,7 @@ def test_the_unembedding_is_never_gathered() -> None:
 def test_targets_of_this_device_alone_are_refused() -> None:
     """With both lengths."""
     loss = split(whole_columns(4, 0.0), 4)
-    with pytest.raises(ValueError, match="x has 4 positions on each of 4 devices along `tensor`.* 4 targets, not 16"):
+    with pytest.raises(ValueError, match=r"x has 4 positions on each of 4 devices along `tensor`.* 4 targets, not 16"):
         loss(jnp.zeros((B, L, D)), jnp.zeros((D, V)), jnp.zeros((B, 4), jnp.int32))
 
 

@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from jtrain_kernels import registry
+from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.linear.cpu import transposed
 from jtrain_kernels.linear.reference import contract
+from jtrain_kernels.linear_cross_entropy.chunking import CANDIDATES, best_chunk, predict
 from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Vocab
 
 
@@ -16,7 +19,7 @@ def linear_cross_entropy(
     unembed_DV: Float[Array, "D V"],
     target_BL: Int[Array, "B L"],
     *,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     z_loss: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Cross entropy of `x @ unembed` and its gradient, holding the logits of `chunk_tokens` tokens at a time.
@@ -29,7 +32,8 @@ def linear_cross_entropy(
     Args:
       x_BLD: last hidden states; the matmuls run in their dtype, the softmax and all sums in float32.
       target_BL: next-token ids in [0, V), or -1 where there is nothing to predict.
-      chunk_tokens: tokens whose logits exist at a time.
+      chunk_tokens: tokens whose logits exist at a time; None takes what was measured on the device, or else what
+        `chunking` predicts to be the best.
       z_loss: coefficient of the squared log-partition (arXiv:2204.02311, section 5).
 
     Returns:
@@ -42,9 +46,15 @@ def linear_cross_entropy(
 
     Source: the gradient in the forward pass is Liger Kernel's, arXiv:2410.10989, section 3.2.
     """
-    x_ZCD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), chunk_tokens)
-    target_ZC = in_chunks(target_BL.reshape(-1), chunk_tokens, fill=IGNORE)
-    return _loss(x_ZCD, unembed_DV, target_ZC, z_loss, Vocab())
+    return registry.call(
+        LINEAR_CROSS_ENTROPY,
+        x_BLD=x_BLD,
+        unembed_DV=unembed_DV,
+        target_BL=target_BL,
+        chunk_tokens=chunk_tokens,
+        z_loss=z_loss,
+        axis=None,
+    )
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -53,7 +63,7 @@ def vocab_parallel_linear_cross_entropy(
     target_BL: Int[Array, "B L"],
     *,
     axis: str,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     z_loss: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`linear_cross_entropy` inside a `shard_map` whose `axis` splits both positions and vocabulary: W = V / n.
@@ -78,22 +88,43 @@ def vocab_parallel_linear_cross_entropy(
 
     Source: the split is Megatron-LM's vocab-parallel cross entropy, arXiv:1909.08053, section 3.
     """
-    n, (B, L, D) = jax.lax.axis_size(axis), x_BLD.shape
+    n, L = jax.lax.axis_size(axis), x_BLD.shape[1]
     if target_BL.shape[1] != n * L:
         raise ValueError(
             f"vocab_parallel_linear_cross_entropy: x has {L} positions on each of {n} devices along `{axis}`, but "
             f"there are {target_BL.shape[1]} targets, not {n * L}. Give the targets of all positions."
         )
-    x_ZcD = in_chunks(x_BLD.reshape(-1, D), chunk_tokens)
+    return registry.call(
+        LINEAR_CROSS_ENTROPY,
+        x_BLD=x_BLD,
+        unembed_DV=unembed_DW,
+        target_BL=target_BL,
+        chunk_tokens=chunk_tokens,
+        z_loss=z_loss,
+        axis=axis,
+    )
+
+
+def _xla(
+    x_BLD: Array,
+    unembed_DV: Array,
+    target_BL: Array,
+    chunk_tokens: int | None,
+    z_loss: float,
+    axis: str | None,
+    chunk: int,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    size, vocab = chunk if chunk_tokens is None else chunk_tokens, Vocab(axis)
+    x_ZcD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), size)
     # In a chunk, as the all-gather brings them: device by device.
-    target_Tn = target_BL.reshape(B, n, L).swapaxes(1, 2).reshape(-1, n)
-    target_Zcn = in_chunks(target_Tn, chunk_tokens, fill=IGNORE)
+    target_Tn = target_BL.reshape(target_BL.shape[0], -1, x_BLD.shape[1]).swapaxes(1, 2)
+    target_Zcn = in_chunks(target_Tn.reshape(x_BLD.shape[0] * x_BLD.shape[1], -1), size, fill=IGNORE)
     target_ZC = target_Zcn.swapaxes(1, 2).reshape(target_Zcn.shape[0], -1)
-    return _loss(x_ZcD, unembed_DW, target_ZC, z_loss, Vocab(axis))
+    return _loss(x_ZcD, unembed_DV, target_ZC, z_loss, vocab)
 
 
-def in_chunks(x: Shaped[Array, "T *rest"], chunk_tokens: int, *, fill: int = 0) -> Shaped[Array, "Z C *rest"]:
-    """Tokens in chunks of at most so many; the last is filled up with `fill`.
+def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> Shaped[Array, "..."]:
+    """[tokens, ...] as [chunks, tokens of a chunk, ...], at most `chunk_tokens`; the last is filled up with `fill`.
 
     Raises:
       ValueError: chunk_tokens is not positive.
@@ -174,3 +205,47 @@ def _backward(
 
 
 _loss.defvjp(_forward, _backward)
+
+
+def _sizes(avals: registry.Avals) -> dict[str, int]:
+    """What `chunking` takes of an op's arguments."""
+    x, unembed, target = avals["x_BLD"], avals["unembed_DV"], avals["target_BL"]
+    assert isinstance(x, jax.ShapeDtypeStruct)
+    assert isinstance(unembed, jax.ShapeDtypeStruct)
+    assert isinstance(target, jax.ShapeDtypeStruct)
+    (rows, length, width), shards = x.shape, target.shape[1] // x.shape[1]
+    sizes = dict(tokens=rows * length, d_model=width, vocab=unembed.shape[1] * shards)
+    return sizes | dict(itemsize=x.dtype.itemsize, shards=shards)
+
+
+def _configs(device: DeviceSpec, avals: registry.Avals) -> tuple[dict[str, int], ...]:
+    """Sizes of chunks, the predicted best first; the one that is asked for, alone."""
+    if isinstance(asked := avals["chunk_tokens"], int):
+        return ({"chunk": asked},)
+    sizes = _sizes(avals)
+    best, _ = best_chunk(device, **sizes)
+    others = [size for size in CANDIDATES if size != best and size <= sizes["tokens"]]
+    return tuple({"chunk": size} for size in (best, *others))
+
+
+def _cost_s(device: DeviceSpec, avals: registry.Avals) -> float | None:
+    (config, *_) = _configs(device, avals)
+    predicted = predict(device, config["chunk"], **_sizes(avals))
+    return None if predicted is None else predicted.seconds
+
+
+LINEAR_CROSS_ENTROPY = registry.Op(
+    "linear_cross_entropy",
+    (registry.Implementation("xla", _xla, cost_s=_cost_s, configs=_configs),),
+    cases={
+        "llama8b": {
+            "x_BLD": jax.ShapeDtypeStruct((2, 8192, 4096), jnp.bfloat16),
+            "unembed_DV": jax.ShapeDtypeStruct((4096, 128256), jnp.bfloat16),
+            "target_BL": jax.ShapeDtypeStruct((2, 8192), jnp.int32),
+            "chunk_tokens": None,
+            "z_loss": 0.0,
+            "axis": None,
+        }
+    },
+)
+OPS = (LINEAR_CROSS_ENTROPY,)

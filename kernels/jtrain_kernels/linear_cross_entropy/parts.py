@@ -52,6 +52,8 @@ def linear_cross_entropy_in_parts(
     x_SCD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), chunk_tokens)
     target_SC, own_SC = (in_chunks(t.reshape(-1), chunk_tokens, fill=IGNORE) for t in (target_BL, own_BL))
     return _loss(x_SCD, parts, column_ZW, target_SC, own_SC, fetch, z_loss, vocab)
+
+
 def _logits(x_CD: Array, kernel_DW: Array, column_W: Array) -> Float[Array, "C W"]:
     logits_CW = contract(x_CD, kernel_DW, 1, 0, jnp.float32)
     return jnp.where(column_W == NO_COLUMN, -jnp.inf, logits_CW)
