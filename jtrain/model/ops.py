@@ -4,6 +4,7 @@ from jtrain_kernels.attention.api import attention
 from jtrain_kernels.embedding_lookup.api import embedding_lookup
 from jtrain_kernels.linear.api import linear
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy, vocab_parallel_linear_cross_entropy
+from jtrain_kernels.linear_cross_entropy.chunking import best_chunk
 from jtrain_kernels.linear_cross_entropy.parts import NO_COLUMN, linear_cross_entropy_in_parts
 from jtrain_kernels.rms_norm.api import rms_norm
 from jtrain_kernels.rope.api import rope
@@ -12,6 +13,7 @@ from jtrain_kernels.swiglu.api import swiglu
 __all__ = [
     "NO_COLUMN",
     "attention",
+    "best_chunk",
     "embedding_lookup",
     "linear",
     "linear_cross_entropy",

@@ -123,7 +123,7 @@ class Transformer(nnx.Module):
       z_loss: coefficient of the squared log-partition added to the training objective (arXiv:2204.02311, section 5);
         the reported loss is without it.
       scan_layers: compile one layer and loop over it; False unrolls, which compiles longer.
-      loss_chunk_tokens: tokens whose logits exist at a time.
+      loss_chunk_tokens: tokens whose logits exist at a time; `auto` is what is predicted to be the best on the devices.
       attention_chunk: queries whose scores exist at a time.
     """
 
@@ -143,14 +143,16 @@ class Transformer(nnx.Module):
         tie_embeddings: bool = False,
         z_loss: float = 0.0,
         scan_layers: bool = True,
-        loss_chunk_tokens: int = 1024,
+        loss_chunk_tokens: int | Literal["auto"] = 1024,
         attention_chunk: int = 512,
     ) -> None:
         sizes = {"num_layers": num_layers, "d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         sizes |= {"head_dim": head_dim, "d_ff": d_ff, "vocab_size": vocab_size}
         sizes |= {"loss_chunk_tokens": loss_chunk_tokens, "attention_chunk": attention_chunk}
         for name, size in sizes.items():
-            if size < 1:
+            if name == "loss_chunk_tokens" and size == "auto":
+                continue
+            if not isinstance(size, int) or size < 1:
                 raise ValueError(f"model.{name}={size} must be at least 1.")
         if num_heads % num_kv_heads:
             raise ValueError(
@@ -240,12 +242,27 @@ class Transformer(nnx.Module):
         """
         x_BLD = self.hidden(params, batch, placement)
         with jax.named_scope("loss"):
-            sizes: Any = dict(tensor=placement.tensor, chunk_tokens=self.loss_chunk_tokens, z_loss=self.z_loss)
+            chunk = None if self.loss_chunk_tokens == "auto" else self.loss_chunk_tokens
+            sizes: Any = dict(tensor=placement.tensor, chunk_tokens=chunk, z_loss=self.z_loss)
             if placement.lookup is not None:
                 path = "embed_VD" if self.tie_embeddings else "unembed_DV"
                 fetch = functools.partial(placement.fetch, path)
                 return loss_in_parts(x_BLD, params[path], batch.target_BL, fetch, tied=self.tie_embeddings, **sizes)
             return unembedding_loss(x_BLD, self.unembed(params, placement), batch.target_BL, **sizes)
+
+    @property
+    def loss_chunk(self) -> int:
+        """Tokens whose logits exist at a time.
+
+        Raises:
+          ValueError: it is still `auto`.
+        """
+        if self.loss_chunk_tokens == "auto":
+            raise ValueError(
+                "model.loss_chunk_tokens=auto has to be settled first: it depends on the devices. `jtrain.plan` and "
+                "`jtrain.launch` do; else set a number."
+            )
+        return self.loss_chunk_tokens
 
     def logits(self, params: Params, batch: Batch, *, dtype: str = "float32") -> Float[Array, "B L V"]:
         """All logits, float32, on one device without a mesh: for parity checks and for sampling."""

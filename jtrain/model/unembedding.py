@@ -23,7 +23,7 @@ def unembedding_loss(
     target_BL: Int[Array, "B L"],
     *,
     tensor: int,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     z_loss: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`ops.linear_cross_entropy` of this device's positions, with its block of the vocabulary, V / tensor columns.
@@ -46,7 +46,7 @@ def loss_in_parts(
     *,
     tied: bool,
     tensor: int,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     z_loss: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """As `unembedding_loss`; no device ever holds more than a part of its columns and of their gradient.

@@ -161,7 +161,7 @@ def _split_vocabulary(found: _Found, model: Transformer, layout: Layout, *, toke
     spec, n = layout.spec, layout.mesh.tensor
     in_parts = splits_embeddings(layout) and num_parts(model.vocab_size, n) > 1
     own = tokens if in_parts else tokens // n
-    chunk = min(model.loss_chunk_tokens, own)
+    chunk = min(model.loss_chunk, own)
     chunks = -(-own // chunk)
     times = spec.microbatches if in_parts else spec.microbatches * chunks
     states = tokens if in_parts else chunk * n

@@ -160,7 +160,7 @@ class _Step:
         chunk by chunk, the states of all; where its columns come in parts, all of them.
         """
         model, tensor = self.model, self.layout.mesh.tensor
-        chunk = min(model.loss_chunk_tokens, self.tokens // tensor)
+        chunk = min(model.loss_chunk, self.tokens // tensor)
         parts = num_parts(model.vocab_size, tensor) if splits_embeddings(self.layout) else 1
         columns = -(-model.vocab_size // tensor // parts)
         kernel = model.d_model * columns

@@ -123,6 +123,13 @@ def _xla(
     return _loss(x_ZcD, unembed_DV, target_ZC, z_loss, vocab)
 
 
+def chosen_chunk(x_BLD: Float[Array, "B _ D"], columns: int, target_BL: Int[Array, "B L"], axis: str | None) -> int:
+    """Tokens of a chunk where none are asked for, for a device with so many columns of the unembedding."""
+    unembed = jax.ShapeDtypeStruct((x_BLD.shape[2], columns), x_BLD.dtype)
+    arguments = dict(x_BLD=x_BLD, unembed_DV=unembed, target_BL=target_BL, chunk_tokens=None, z_loss=0.0, axis=axis)
+    return registry.select(LINEAR_CROSS_ENTROPY, registry.avals_of(arguments)).config["chunk"]
+
+
 def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> Shaped[Array, "..."]:
     """[tokens, ...] as [chunks, tokens of a chunk, ...], at most `chunk_tokens`; the last is filled up with `fill`.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jtrain_kernels.linear.reference import contract
-from jtrain_kernels.linear_cross_entropy.api import in_chunks
+from jtrain_kernels.linear_cross_entropy.api import chosen_chunk, in_chunks
 from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Vocab
 
 type Fetch = Callable[[Any], Float[Array, "D W"]]
@@ -25,7 +25,7 @@ def linear_cross_entropy_in_parts(
     target_BL: Int[Array, "B L"],
     *,
     fetch: Fetch,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     z_loss: float = 0.0,
     axis: str | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -46,6 +46,9 @@ def linear_cross_entropy_in_parts(
 
     Everything else is as in `linear_cross_entropy`.
     """
+    if chunk_tokens is None:
+        width = jax.eval_shape(fetch, jax.tree.map(lambda part: part[0], parts)).shape[1] * column_ZW.shape[0]
+        chunk_tokens = chosen_chunk(x_BLD, width, target_BL, axis)
     vocab = Vocab(axis)
     own_BL = vocab.own_targets(target_BL)
     x_BLD = vocab.gather(x_BLD, 1)
