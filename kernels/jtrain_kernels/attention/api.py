@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jtrain_kernels import registry
 from jtrain_kernels.attention import pairs
 
 
@@ -43,15 +42,7 @@ def attention(
         raise ValueError(f"attention: num_heads={N} is no multiple of num_kv_heads={K}.")
     if chunk < 1:
         raise ValueError(f"attention: chunk={chunk} must be at least 1.")
-    return registry.call(
-        ATTENTION,
-        q_BLNH=q_BLNH,
-        k_BMKH=k_BMKH,
-        v_BMKH=v_BMKH,
-        segment_BL=segment_BL,
-        segment_BM=segment_BM,
-        chunk=chunk,
-    )
+    return _attention(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, chunk)
 
 
 def _heads_first(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B K G L H"]:
@@ -217,16 +208,3 @@ def _after(results: tuple[Array, ...], *arrays: Array) -> tuple[Array, ...]:
 
 
 _attention.defvjp(_vjp_forward, _vjp_backward)
-
-
-def _llama8b() -> registry.Avals:
-    key, segment = (
-        jax.ShapeDtypeStruct((1, 8192, 8, 128), jnp.bfloat16),
-        jax.ShapeDtypeStruct((1, 8192), jnp.int32),
-    )
-    query = jax.ShapeDtypeStruct((1, 8192, 32, 128), jnp.bfloat16)
-    return dict(q_BLNH=query, k_BMKH=key, v_BMKH=key, segment_BL=segment, segment_BM=segment, chunk=512)
-
-
-ATTENTION = registry.Op("attention", (registry.Implementation("xla", _attention),), cases={"llama8b": _llama8b()})
-OPS = (ATTENTION,)
