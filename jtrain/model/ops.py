@@ -6,7 +6,7 @@ from jtrain_kernels.linear.api import linear
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from jtrain_kernels.linear_cross_entropy.chunking import best_chunk
 from jtrain_kernels.linear_cross_entropy.parts import NO_COLUMN, linear_cross_entropy_in_parts
-from jtrain_kernels.rms_norm.api import rms_norm
+from jtrain_kernels.rms_norm.api import rms_norm, rms_norm_branch
 from jtrain_kernels.rope.api import rope
 from jtrain_kernels.swiglu.api import swiglu
 
@@ -19,6 +19,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_in_parts",
     "rms_norm",
+    "rms_norm_branch",
     "rope",
     "swiglu",
     "vocab_parallel_linear_cross_entropy",

@@ -103,11 +103,13 @@ class Block(nnx.Module):
         tensor: int,
     ) -> Float[Array, "B _ D"]:
         with jax.named_scope("attention"):
-            h_BLD = gather_sequence(self.attention_norm(x_BLD), tensor)
+            x_BLD, h_BLD = self.attention_norm.branch(x_BLD)
+            h_BLD = gather_sequence(h_BLD, tensor)
             h_BLD = self.attention(h_BLD, cos_BLR, sin_BLR, segment_BL)
             x_BLD = checkpoint_name(x_BLD + scatter_sequence(h_BLD, tensor), "attention_out")
         with jax.named_scope("mlp"):
-            h_BLD = gather_sequence(self.mlp_norm(x_BLD), tensor)
+            x_BLD, h_BLD = self.mlp_norm.branch(x_BLD)
+            h_BLD = gather_sequence(h_BLD, tensor)
             return x_BLD + scatter_sequence(self.mlp(h_BLD), tensor)
 
 

@@ -122,12 +122,14 @@ def test_the_unembedding_is_never_gathered() -> None:
     loss = split(lambda x, w, t: whole_columns(chunk, 0.0)(x, w, t)[0], n)
     step = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=(x.sharding, w.sharding))
     text = step.lower(x, w, abstract((1, tokens), jnp.int32)).compile().as_text()
+    assert text is not None
     sent = re.findall(r"= f32\[([\d,]+)\]\S* (all-gather|reduce-scatter|all-to-all|all-reduce)\(", text)
-    assert sorted(sent) == [
+    assert set(sent) == {
         (f"{chunk},{width}", "reduce-scatter"),
         (f"{n * chunk},{width}", "all-gather"),
         (f"{n},3,{n * chunk}", "all-gather"),
-    ]
+    }
+    assert len(sent) == 3
     assert f"[{width},{vocab // n}]" in text
     assert f"[{width},{vocab}]" not in text
 
