@@ -244,7 +244,7 @@ class Transformer(nnx.Module):
         """
         x_BLD = self.hidden(params, batch, placement)
         with jax.named_scope("loss"):
-            chunk = None if self.loss_chunk_tokens == "auto" else self.loss_chunk_tokens
+            chunk = self.loss_chunk_tokens if isinstance(self.loss_chunk_tokens, int) else None
             sizes: Any = dict(tensor=placement.tensor, chunk_tokens=chunk, z_loss=self.z_loss)
             if placement.lookup is not None:
                 path = "embed_VD" if self.tie_embeddings else "unembed_DV"
@@ -259,7 +259,7 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: it is still `auto`.
         """
-        if self.loss_chunk_tokens == "auto":
+        if not isinstance(self.loss_chunk_tokens, int):
             raise ValueError(
                 "model.loss_chunk_tokens=auto has to be settled first: it depends on the devices. `jtrain.plan` and "
                 "`jtrain.launch` do; else set a number."

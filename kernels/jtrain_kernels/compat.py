@@ -5,6 +5,7 @@ Works with 0.11.2 and 0.12.0. Pallas itself is imported inside functions: 0.9 s 
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -87,9 +88,9 @@ def mend_jax_triton() -> None:
     takes three arguments.
     """
     from jax._src.interpreters import partial_eval
-    from jax_triton import triton_lib
 
-    rule = partial_eval.dce_rules.get(triton_lib.triton_kernel_call_p)
+    triton_lib: Any = importlib.import_module("jax_triton.triton_lib")
+    rule: Any = partial_eval.dce_rules.get(triton_lib.triton_kernel_call_p)
     default = partial_eval._default_dce_rule
     if rule is None or len(inspect.signature(rule).parameters) == len(inspect.signature(default).parameters):
         return

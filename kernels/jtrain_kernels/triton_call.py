@@ -4,6 +4,7 @@
 has derivatives, batching or an interpreter on CPUs: an op brings its own `custom_vjp`.
 """
 
+import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ def triton_call(
     programs: int,
     warps: int,
     capability: int,
-    **constants: float,
+    **constants: int | float,
 ) -> list[jax.Array]:
     """Runs a `triton.jit` kernel: pointers to arrays, pointers to results, and constants by name.
 
@@ -51,8 +52,7 @@ def triton_call(
       programs: of the one-dimensional grid.
       capability: of the device to compile for, which need not be here; 0 asks the one that is.
     """
-    import jax_triton
-
+    jax_triton: Any = importlib.import_module("jax_triton")
     compat.mend_jax_triton()
     version = tuple(int(part) for part in importlib.metadata.version("jax-triton").split(".")[:2])
     called = jax_triton.triton_call(

@@ -158,7 +158,7 @@ def _loss(x_ZcD: Array, unembed_DW: Array, target_ZC: Array, z_loss: float, voca
     return total, nats
 
 
-def _sums(summary: tuple[Array, Array, Array], z_loss: float) -> Float[Array, "2"]:
+def _sums(summary: tuple[Array, ...], z_loss: float) -> Float[Array, "2"]:
     """[objective, nats] of one chunk."""
     lse_c, picked_c, target_c = summary
     valid_c = target_c != IGNORE

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class _NotYet:
-    constexpr = int
+    constexpr, tensor = int, Any
 
 
 tl: Any = _NotYet
@@ -17,12 +17,12 @@ _CONSTANTS = ("rows", "width", "block", "stride")
 
 
 def backward(
-    dy: Any,
-    x: Any,
-    inverse: Any,
-    scale: Any,
-    dx: Any,
-    parts: Any,
+    dy: tl.tensor,
+    x: tl.tensor,
+    inverse: tl.tensor,
+    scale: tl.tensor,
+    dx: tl.tensor,
+    parts: tl.tensor,
     rows: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
@@ -48,13 +48,13 @@ def backward(
 
 
 def backward_with_residual(
-    dy: Any,
-    x: Any,
-    residual: Any,
-    inverse: Any,
-    scale: Any,
-    dx: Any,
-    parts: Any,
+    dy: tl.tensor,
+    x: tl.tensor,
+    residual: tl.tensor,
+    inverse: tl.tensor,
+    scale: tl.tensor,
+    dx: tl.tensor,
+    parts: tl.tensor,
     rows: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
