@@ -27,7 +27,7 @@ def refusal(device: DeviceSpec) -> str | None:
         return f"Triton needs compute capability 8.0, and a {device.name} has {major}.{minor}"
     missing = [name for name in ("jax_triton", "triton") if importlib.util.find_spec(name) is None]
     if missing:
-        return f"{' and '.join(missing)} is not installed ({INSTALL})"
+        return f"not installed: {', '.join(missing)} ({INSTALL})"
     return None
 
 

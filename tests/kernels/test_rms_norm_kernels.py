@@ -95,7 +95,7 @@ def test_triton_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     h200, find_spec = DEVICES["h200"], triton.triton_call.importlib.util.find_spec
     monkeypatch.setattr(triton.triton_call.importlib.util, "find_spec", lambda name: None)
     reason = triton.refusal(h200, avals((8, 128))["x"], residual=False)
-    assert reason == "jax_triton and triton is not installed (pip install 'jtrain[cuda]')"
+    assert reason == "not installed: jax_triton, triton (pip install 'jtrain[cuda]')"
     monkeypatch.setattr(triton.triton_call.importlib.util, "find_spec", lambda name: find_spec("jax"))
     assert triton.refusal(h200, avals((8, 128))["x"], residual=False) is None
     assert "rows of 32768 do not fit into registers" in str(triton.refusal(h200, avals((8, 32768))["x"], residual=True))
@@ -134,11 +134,10 @@ for dtype in (torch.float32, torch.bfloat16):
     x64, scale64 = x.double().requires_grad_(), scale.double().requires_grad_()
     y = x64 * torch.rsqrt((x64 * x64).mean(-1, keepdim=True) + 1e-5) * scale64
     want, dscale = torch.autograd.grad(y, (x64, scale64), dy.double())
-    inverse = torch.rsqrt((x.float() ** 2).mean(-1) + 1e-5)
     alone, with_residual = kernels.kernels()
     for kernel, given, add in ((alone, (dy, x), 0), (with_residual, (dy, x, stream), 1)):
         dx, parts = torch.full_like(x, float("nan")), torch.full((4, width), float("nan"))
-        kernel[(4,)](*given, inverse, scale, dx, parts, rows=rows, width=width, block=128, stride=4)
+        kernel[(4,)](*given, scale, dx, parts, rows=rows, width=width, block=128, stride=4, eps=1e-5)
         right = want + add * stream.double()
         pairs = (dx.double(), right), (parts.sum(0).double(), dscale)
         errors[f"{str(dtype)[6:]} {add}"] = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
@@ -207,15 +206,18 @@ def test_tpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("device", ("h100", "h200", "b200"))
+@pytest.mark.parametrize("device", ("h100", "h200"))
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_gpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
-    """x once more for its mean square, by XLA and saved from the forward pass otherwise; XLA everything twice."""
+    """Each array once, and a seventh of one for 264 programs' sums; XLA x and dy again for every mean.
+
+    Not for a B200: Triton 3.7 writes PTX 9.1 for it, and the assembler in JAX's CUDA plugin knows 9.0.
+    """
     pytest.importorskip("jax_triton", reason="jax-triton is not installed")
     report = backward_of(op, device, "triton")
     assert aot.failures(report) == ()
     assert any("triton_kernel_call" in name for name in report.calls), report.calls
-    assert arrays_moved(report) <= least(op) + 1.15
+    assert arrays_moved(report) <= least(op) + 0.15
     assert arrays_moved(backward_of(op, device, "xla")) >= least(op) + 2
 
 

@@ -72,7 +72,8 @@ class OnePass:
         eps: float,
         residual: Float[Array, "*rest C"] | None = None,
     ) -> tuple[Float[Array, "*rest C"], Float[Array, " C"]]:
-        """dx (with `residual` added in float32, if there is one) and dscale."""
+        """dx (with `residual` added in float32, if there is one) and dscale. `inverse` is computed again."""
+        del inverse  # costs nothing where the row is in registers, and after remat nobody else needs it
         width = x.shape[-1]
         rows = x.size // width
         given = [dy, x] if residual is None else [dy, x, residual]
@@ -80,7 +81,6 @@ class OnePass:
         dx_TC, parts_PC = triton_call.triton_call(
             kernel,
             *(a.reshape(rows, width) for a in given),
-            inverse.reshape(rows),
             scale_C.astype(jnp.float32),
             results=[
                 jax.ShapeDtypeStruct((rows, width), x.dtype),
@@ -93,6 +93,6 @@ class OnePass:
             width=width,
             block=_power_of_two(width),
             stride=self.programs,
+            eps=eps,
         )
-        del eps  # is in `inverse`
         return dx_TC.reshape(x.shape), jnp.sum(parts_PC, axis=0).astype(scale_C.dtype)

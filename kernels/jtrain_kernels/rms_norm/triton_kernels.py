@@ -13,13 +13,12 @@ class _NotYet:
 tl: Any = _NotYet
 """`triton.language`, once `kernels` was called: Triton looks its names up in a kernel's module."""
 
-_CONSTANTS = ("rows", "width", "block", "stride")
+_CONSTANTS = ("rows", "width", "block", "stride", "eps")
 
 
 def backward(
     dy: tl.tensor,
     x: tl.tensor,
-    inverse: tl.tensor,
     scale: tl.tensor,
     dx: tl.tensor,
     parts: tl.tensor,
@@ -27,6 +26,7 @@ def backward(
     width: tl.constexpr,
     block: tl.constexpr,
     stride: tl.constexpr,
+    eps: tl.constexpr,
 ) -> None:
     """dx of every `stride`-th row, and this program's part of dscale."""
     program = tl.program_id(0)
@@ -37,8 +37,9 @@ def backward(
     first = tl.zeros([1], tl.int64)  # an array may have more than 2^31 elements
     for row in range(program, rows, stride):
         at = column + width * (row + first)
-        factor = tl.load(inverse + row)
-        unit = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+        unit = value * factor
         given = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         dunit = given * scales
         mean = tl.sum(dunit * unit, axis=0) / width
@@ -51,7 +52,6 @@ def backward_with_residual(
     dy: tl.tensor,
     x: tl.tensor,
     residual: tl.tensor,
-    inverse: tl.tensor,
     scale: tl.tensor,
     dx: tl.tensor,
     parts: tl.tensor,
@@ -59,6 +59,7 @@ def backward_with_residual(
     width: tl.constexpr,
     block: tl.constexpr,
     stride: tl.constexpr,
+    eps: tl.constexpr,
 ) -> None:
     """The same, and the gradient of the residual stream added to dx."""
     program = tl.program_id(0)
@@ -69,8 +70,9 @@ def backward_with_residual(
     first = tl.zeros([1], tl.int64)  # an array may have more than 2^31 elements
     for row in range(program, rows, stride):
         at = column + width * (row + first)
-        factor = tl.load(inverse + row)
-        unit = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+        unit = value * factor
         given = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         dunit = given * scales
         mean = tl.sum(dunit * unit, axis=0) / width
