@@ -38,6 +38,7 @@ def compiled(topology: str, mesh: dict[str, int], **layout: Any) -> str:
         return lowered(topology_devices(topology), mesh, **layout).compile().as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("mesh", (dict(data=4), dict(data=2, tensor=2)), ids=str)
 def test_a_step_for_tpus_runs_the_kernels_that_are_forced(mesh: dict[str, int]) -> None:
