@@ -167,7 +167,7 @@ class _Step:
         loss = kernel * (self.compute + _F32) + 2 * self.x
         if parts > 1:
             loss += chunk * columns * (2 * _F32 + self.compute)
-            loss += self._unembedding_gradient() + kernel * self.reduce + self.h * _F32 // self.compute
+            loss += self._unembedding_gradient() + kernel * self.reduce + 2 * self.h * _F32 // self.compute
         else:
             loss += chunk * tensor * columns * (2 * _F32 + self.compute)
         if tensor > 1:

@@ -38,5 +38,5 @@ def test_a_loop_is_refused() -> None:
     loop = jax.jit(lambda x: jax.lax.fori_loop(0, 100, lambda i, x: jnp.sin(x) + i, x))
     text = loop.lower(jnp.ones(1000)).compile().as_text()
     assert text is not None
-    with pytest.raises(ValueError, match="is a (while|call): bytes are counted only where nothing loops"):
+    with pytest.raises(ValueError, match=r"is a (while|call): bytes are counted only where nothing loops"):
         passes(text)
