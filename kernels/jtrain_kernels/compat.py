@@ -75,7 +75,9 @@ def lowering_for(mesh: Mesh | AbstractMesh, device: DeviceSpec) -> AbstractConte
     """Around lowering for GPUs that are not here: Pallas and jax-triton read the device's kind and cores from it."""
     if device.platform != "gpu":
         return contextlib.nullcontext()
-    abstract = AbstractDevice(device_kind=f"NVIDIA {device.kind}", num_cores=device.num_cores, platform="gpu")
+    # Word for word the devices' own kind, or shard_map finds another mesh than its own.
+    kind = mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else f"NVIDIA {device.kind}"
+    abstract = AbstractDevice(device_kind=kind, num_cores=device.num_cores, platform="gpu")
     return jax.sharding.use_abstract_mesh(
         AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=abstract)
     )

@@ -151,7 +151,12 @@ _CASES: dict[str, registry.Avals] = {
         "x": jax.ShapeDtypeStruct((1, 8192, 4096), jnp.bfloat16),
         "scale_C": jax.ShapeDtypeStruct((4096,), jnp.float32),
         "eps": 1e-5,
-    }
+    },
+    "tiny": {
+        "x": jax.ShapeDtypeStruct((2, 128, 64), jnp.float32),
+        "scale_C": jax.ShapeDtypeStruct((64,), jnp.float32),
+        "eps": 1e-5,
+    },
 }
 
 RMS_NORM = registry.Op("rms_norm", _implementations(residual=False), cases=_CASES)
