@@ -111,7 +111,7 @@ def test_triton_fills_the_device_and_its_registers() -> None:
 
 
 def test_a_kernel_that_nobody_measured_runs_only_where_it_is_forced() -> None:
-    """The cost model predicts XLA's passes; a prediction of a kernel's would have to count the fusions that it ends."""
+    """Nothing is predicted: a prediction would have to count the fusions that a kernel ends."""
     for device in ("v5p", "h200"):
         choice = registry.choose(RMS_NORM, from_name(device), RMS_NORM.cases["llama8b"])
         assert choice.implementation.name == "xla"

@@ -104,24 +104,13 @@ def _gradients(
     return dx.astype(x.dtype), dscale_C.astype(scale_C.dtype)
 
 
-def _moved_s(device: DeviceSpec, avals: registry.Avals, *, arrays: int) -> float | None:
-    """Seconds of so many arrays like x."""
-    x = avals["x"]
-    assert isinstance(x, jax.ShapeDtypeStruct)
-    if device.hbm_bytes_per_s is None:
-        return None
-    return arrays * x.size * x.dtype.itemsize / (0.85 * device.hbm_bytes_per_s)
-
-
 def _implementations(*, residual: bool) -> tuple[registry.Implementation, ...]:
-    """Of the op with or without a residual stream; the forward pass is the same, so it is not in the costs.
+    """Of the op with or without a residual stream; all have XLA's forward pass.
 
-    XLA's cost is what its fusions read and write, in arrays like x: x and dy once more than needed. A kernel needs each
-    once, but none has run on hardware yet, and around it XLA cannot fuse: so nothing is predicted for it, and it runs
+    Nothing is predicted for any: no hardware has run the kernels yet, and around one XLA cannot fuse. A kernel runs
     where it is forced or was measured to be faster.
     """
     call = branch_by if residual else norm_by
-    least = 4 if residual else 3  # arrays: dy, x and dx, and the residual's gradient
 
     def supports(refusal: Callable[..., str | None]) -> Callable[[DeviceSpec, registry.Avals], str | None]:
         return lambda device, avals: refusal(device, avals["x"], residual=residual)
@@ -138,11 +127,7 @@ def _implementations(*, residual: bool) -> tuple[registry.Implementation, ...]:
             supports=supports(triton.refusal),
             configs=triton.configs,
         ),
-        registry.Implementation(
-            "xla",
-            lambda x, scale_C, eps: call(x, scale_C, eps, _gradients),
-            cost_s=partial(_moved_s, arrays=least + 2),
-        ),
+        registry.Implementation("xla", lambda x, scale_C, eps: call(x, scale_C, eps, _gradients)),
     )
 
 
