@@ -6,7 +6,7 @@ from jtrain.model import unembedding
 from tests.test_step import SIZES, assert_same, trained
 
 
-@pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
+@pytest.mark.parametrize("tied", (True, pytest.param(False, marks=pytest.mark.slow)), ids=("tied", "untied"))
 def test_columns_in_parts_on_each_device_are_the_same_model(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three parts of a device's columns, which do not divide them: losses, gradients and weights of one device."""
     sizes = SIZES | {"tie_embeddings": tied}
