@@ -79,7 +79,7 @@ def test_compiled_collectives_are_the_closed_form(axes: dict[str, int], zero_sta
 @pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_a_large_vocabulary_comes_in_parts(axes: dict[str, int], tied: bool) -> None:
-    """Three parts, which do not divide the vocabulary: each gathered twice, its gradient scattered once."""
+    """Three parts, which do not divide it, or two of each of two devices: gathered twice, gradients scattered once."""
     sizes = SIZES | dict(vocab_size=40_000, tie_embeddings=tied, num_layers=2)
     layout = layout_of(3, 2)
     got = compiled(axes, sizes, **layout)

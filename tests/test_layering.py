@@ -21,7 +21,7 @@ ROWS = (
     ("pipeline",),
     ("checkpoint", "metrics", "guard", "profile", "plan", "hf"),
     ("config",),
-    ("watch",),
+    ("loss_chunk", "watch"),
     ("loop", "settle"),
     ("launch", "generate", "bench"),
 )

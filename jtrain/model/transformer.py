@@ -24,7 +24,7 @@ from jtrain.model.param import Params, param_infos, weight
 from jtrain.model.rope import RopeSpec
 from jtrain.model.stream import Layer, check_scanned, scan_layers
 from jtrain.model.tensor import TensorAxis, scatter_sequence
-from jtrain.model.unembedding import loss_in_parts
+from jtrain.model.unembedding import loss_in_parts, unembedding_loss
 
 SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_gate", "mlp_up")
 """Activations of a block that `layout.remat=named` may keep for the backward pass instead of recomputing."""
@@ -107,10 +107,12 @@ class Block(nnx.Module):
         context: ops.RowSplit,
     ) -> Float[Array, "B _ D"]:
         with jax.named_scope("attention"):
-            h_BLD = self.attention(self.attention_norm(x_BLD), cos_BLR, sin_BLR, segment_BL, tensor, context)
+            x_BLD, h_BLD = self.attention_norm.branch(x_BLD)
+            h_BLD = self.attention(h_BLD, cos_BLR, sin_BLR, segment_BL, tensor, context)
             x_BLD = checkpoint_name(x_BLD + h_BLD, "attention_out")
         with jax.named_scope("mlp"):
-            return x_BLD + self.mlp(self.mlp_norm(x_BLD), tensor)
+            x_BLD, h_BLD = self.mlp_norm.branch(x_BLD)
+            return x_BLD + self.mlp(h_BLD, tensor)
 
 
 class Transformer(nnx.Module):
@@ -125,7 +127,7 @@ class Transformer(nnx.Module):
       z_loss: coefficient of the squared log-partition added to the training objective (arXiv:2204.02311, section 5);
         the reported loss is without it.
       scan_layers: compile one layer and loop over it; False unrolls, which compiles longer.
-      loss_chunk_tokens: tokens whose logits exist at a time.
+      loss_chunk_tokens: tokens whose logits exist at a time; `auto` is what is predicted to be the best on the devices.
       attention_chunk: queries whose scores exist at a time.
     """
 
@@ -145,14 +147,16 @@ class Transformer(nnx.Module):
         tie_embeddings: bool = False,
         z_loss: float = 0.0,
         scan_layers: bool = True,
-        loss_chunk_tokens: int = 1024,
+        loss_chunk_tokens: int | Literal["auto"] = 1024,
         attention_chunk: int = 512,
     ) -> None:
         sizes = {"num_layers": num_layers, "d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         sizes |= {"head_dim": head_dim, "d_ff": d_ff, "vocab_size": vocab_size}
         sizes |= {"loss_chunk_tokens": loss_chunk_tokens, "attention_chunk": attention_chunk}
         for name, size in sizes.items():
-            if size < 1:
+            if name == "loss_chunk_tokens" and size == "auto":
+                continue
+            if not isinstance(size, int) or size < 1:
                 raise ValueError(f"model.{name}={size} must be at least 1.")
         if num_heads % num_kv_heads:
             raise ValueError(
@@ -230,14 +234,10 @@ class Transformer(nnx.Module):
             return norm(x_BLD)
 
     def unembed(self, params: Params, placement: Placement) -> Float[Array, "D V"]:
-        """The whole unembedding matrix, in the compute dtype."""
+        """This device's columns of the unembedding matrix, V / tensor, in the compute dtype."""
         if self.tie_embeddings:
-            kernel_DV = placement.fetch("embed_VD", params["embed_VD"]).T
-        else:
-            kernel_DV = placement.fetch("unembed_DV", params["unembed_DV"])
-        if placement.tensor > 1:
-            kernel_DV = jax.lax.all_gather(kernel_DV, "tensor", axis=1, tiled=True)
-        return kernel_DV
+            return placement.fetch("embed_VD", params["embed_VD"]).T
+        return placement.fetch("unembed_DV", params["unembed_DV"])
 
     def loss(self, params: Params, batch: Batch, placement: Placement) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Sums over this device's tokens, float32: the objective (with z-loss), and the cross entropy in nats.
@@ -247,23 +247,27 @@ class Transformer(nnx.Module):
         """
         x_BLD = self.hidden(params, batch, placement)
         with jax.named_scope("loss"):
-            target_BL = local_sequence(batch.target_BL, placement.tensor)
+            chunk = self.loss_chunk_tokens if isinstance(self.loss_chunk_tokens, int) else None
+            sizes: Any = dict(tensor=placement.tensor, chunk_tokens=chunk, z_loss=self.z_loss)
             if placement.lookup is not None:
                 path = "embed_VD" if self.tie_embeddings else "unembed_DV"
-                return loss_in_parts(
-                    x_BLD,
-                    params[path],
-                    target_BL,
-                    functools.partial(placement.fetch, path),
-                    tied=self.tie_embeddings,
-                    tensor=placement.tensor,
-                    chunk_tokens=self.loss_chunk_tokens,
-                    z_loss=self.z_loss,
-                )
-            kernel_DV = self.unembed(params, placement)
-            return ops.linear_cross_entropy(
-                x_BLD, kernel_DV, target_BL, chunk_tokens=self.loss_chunk_tokens, z_loss=self.z_loss
+                fetch = functools.partial(placement.fetch, path)
+                return loss_in_parts(x_BLD, params[path], batch.target_BL, fetch, tied=self.tie_embeddings, **sizes)
+            return unembedding_loss(x_BLD, self.unembed(params, placement), batch.target_BL, **sizes)
+
+    @property
+    def loss_chunk(self) -> int:
+        """Tokens whose logits exist at a time.
+
+        Raises:
+          ValueError: it is still `auto`.
+        """
+        if not isinstance(self.loss_chunk_tokens, int):
+            raise ValueError(
+                "model.loss_chunk_tokens=auto has to be settled first: it depends on the devices. `jtrain.plan` and "
+                "`jtrain.launch` do; else set a number."
             )
+        return self.loss_chunk_tokens
 
     def logits(self, params: Params, batch: Batch, *, dtype: str = "float32") -> Float[Array, "B L V"]:
         """All logits, float32, on one device without a mesh: for parity checks and for sampling."""
@@ -293,12 +297,6 @@ def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
 
 
-def local_sequence(x_BL: Int[Array, "B L"], tensor: int) -> Int[Array, "B _"]:
-    """This device's positions of an array that every device along `tensor` holds whole."""
-    if tensor == 1:
-        return x_BL
-    size = x_BL.shape[1] // tensor
-    return jax.lax.dynamic_slice_in_dim(x_BL, jax.lax.axis_index("tensor") * size, size, axis=1)
 
 
 def _embed(

@@ -62,11 +62,8 @@ def collectives(model: Transformer, layout: Layout, *, global_batch: int, seq_le
     tokens = rows * seq_len // layout.mesh.context
     if splits_embeddings(layout):
         _split_embeddings(found, model, layout, tokens=tokens)
-    elif layout.mesh.tensor > 1:
-        kernel, microbatches = model.d_model * model.vocab_size, layout.spec.microbatches
-        for kind in ("all-gather", "reduce-scatter"):
-            found.add("unembedding", kind, ("tensor",), layout.spec.compute_dtype, kernel, microbatches)
     if layout.mesh.tensor > 1:
+        _split_vocabulary(found, model, layout, tokens=tokens)
         _activations(found, model, layout, elements=tokens * model.d_model)
     if layout.mesh.context > 1:
         _context(found, model, layout, tokens=tokens)
@@ -152,14 +149,30 @@ def _split_embeddings(found: _Found, model: Transformer, layout: Layout, *, toke
     spec, mesh = layout.spec, layout.mesh
     found.add("token ids", "all-gather", ("data",), "int32", mesh.data * tokens, spec.microbatches, size=4)
     found.add("embedding", "all-to-all", ("data",), spec.compute_dtype, tokens * model.d_model, 2 * spec.microbatches)
-    parts = num_parts(model.vocab_size)
+    parts = num_parts(model.vocab_size, mesh.tensor)
     local = model.d_model * -(-model.vocab_size // mesh.tensor // parts)  # of one part, whole over data
     count = spec.microbatches * parts
     fetches = count * (2 if parts > 1 else 1)  # for the loss, then again for its gradient
     found.over_data("unembedding", "all-gather", spec.compute_dtype, local, fetches)
     found.over_data("unembedding", "reduce-scatter", spec.reduce_dtype, local, count)
-    found.add("unembedding", "all-gather", ("tensor",), spec.compute_dtype, local * mesh.tensor, fetches)
-    found.add("unembedding", "reduce-scatter", ("tensor",), spec.compute_dtype, local * mesh.tensor, count)
+
+
+def _split_vocabulary(found: _Found, model: Transformer, layout: Layout, *, tokens: int) -> None:
+    """The loss over `tensor`: hidden states, three numbers of each token's logits, and the gradient of the former.
+
+    In chunks of tokens, the last filled up; where columns come in parts, all at once, for each part needs all states.
+    """
+    spec, n = layout.spec, layout.mesh.tensor
+    in_parts = splits_embeddings(layout) and num_parts(model.vocab_size, n) > 1
+    own = tokens if in_parts else tokens // n
+    chunk = min(model.loss_chunk, own)
+    chunks = -(-own // chunk)
+    times = spec.microbatches if in_parts else spec.microbatches * chunks
+    states = tokens if in_parts else chunk * n
+    known = chunks * chunk if in_parts else chunk * n
+    for kind in ("all-gather", "reduce-scatter"):
+        found.add("loss", kind, ("tensor",), spec.compute_dtype, states * model.d_model, times)
+    found.add("loss", "all-gather", ("tensor",), "float32", 3 * n * known, times)
 
 
 def _activations(found: _Found, model: Transformer, layout: Layout, *, elements: int) -> None:

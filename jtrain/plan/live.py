@@ -89,10 +89,10 @@ class _Step:
         return local_elements(self.layout, p.accumulator, p.info.shape, self.platform)
 
     def _unembedding_gradient(self) -> int:
-        """From the loss until the end of the backward pass: float32 and whole, or a shard of it."""
-        kernel = self.model.d_model * self.model.vocab_size
-        if splits_embeddings(self.layout) and num_parts(self.model.vocab_size) > 1:
-            return kernel // self.layout.mesh.data // self.layout.mesh.tensor * self.param
+        """From the loss until the end of the backward pass: this device's columns, float32 and whole, or a shard."""
+        kernel = self.model.d_model * self.model.vocab_size // self.layout.mesh.tensor
+        if splits_embeddings(self.layout) and num_parts(self.model.vocab_size, self.layout.mesh.tensor) > 1:
+            return kernel // self.layout.mesh.data * self.param
         return kernel * _F32
 
     # Weights -----------------------------------------------------------------------------------------------------
@@ -157,16 +157,22 @@ class _Step:
         """The logits of a chunk, float32, their exponentials, and their gradient in the compute dtype.
 
         The loss computes its gradient at once, so the unembedding's is there, float32, and so is that of the hidden
-        states. Whole, or a part of the vocabulary at a time.
+        states. Whole, or a part of the vocabulary at a time. Over `tensor` a device has its columns and,
+        chunk by chunk, the states of all; where its columns come in parts, all of them.
         """
         model, tensor = self.model, self.layout.mesh.tensor
-        chunk = min(model.loss_chunk_tokens, self.tokens // tensor)
-        parts = num_parts(model.vocab_size) if splits_embeddings(self.layout) else 1
-        columns = -(-model.vocab_size // parts)
+        chunk = min(model.loss_chunk, self.tokens // tensor)
+        parts = num_parts(model.vocab_size, tensor) if splits_embeddings(self.layout) else 1
+        columns = -(-model.vocab_size // tensor // parts)
         kernel = model.d_model * columns
-        loss = kernel * (self.compute + _F32) + chunk * columns * (2 * _F32 + self.compute) + 2 * self.x
+        loss = kernel * (self.compute + _F32) + 2 * self.x
         if parts > 1:
-            loss += self._unembedding_gradient() + kernel * self.reduce + self.x * _F32 // self.compute
+            loss += chunk * columns * (2 * _F32 + self.compute)
+            loss += self._unembedding_gradient() + kernel * self.reduce + 2 * self.h * _F32 // self.compute
+        else:
+            loss += chunk * tensor * columns * (2 * _F32 + self.compute)
+        if tensor > 1:
+            loss += 2 * (self.h if parts > 1 else chunk * tensor * model.d_model * self.compute)
         return Moment(
             "loss",
             gradients=self._carried(),

@@ -5,6 +5,7 @@ Works with 0.11.2 and 0.12.0. Pallas itself is imported inside functions: 0.9 s 
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -80,6 +81,22 @@ def lowering_for(mesh: Mesh | AbstractMesh, device: DeviceSpec) -> AbstractConte
     return jax.sharding.use_abstract_mesh(
         AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=abstract)
     )
+
+
+def mend_jax_triton() -> None:
+    """Lets dead code be dropped around kernels of jax-triton 0.4.1 under JAX 0.12, whose rules take one argument more.
+
+    Without it whatever is differentiated or rematerialised around them fails. Not needed once jax-triton's own rule
+    takes three arguments.
+    """
+    from jax._src.interpreters import partial_eval
+
+    triton_lib: Any = importlib.import_module("jax_triton.triton_lib")
+    rule: Any = partial_eval.dce_rules.get(triton_lib.triton_kernel_call_p)
+    default = partial_eval._default_dce_rule
+    if rule is None or len(inspect.signature(rule).parameters) == len(inspect.signature(default).parameters):
+        return
+    partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = lambda used, live, eqn: rule(used, eqn)
 
 
 @contextlib.contextmanager
