@@ -29,6 +29,8 @@ FIELDS |= {"D": "model.d_model"}
 
 type Dtype = Literal["float32", "bfloat16"]
 
+type MatmulDtype = Literal["compute", "fp8_current", "fp8_delayed"]
+
 type Share = float | Literal["none", "as_needed"]
 """From 0.0 to 1.0; `as_needed` is the smallest that makes the run fit."""
 
@@ -105,6 +107,9 @@ class LayoutSpec:
     param_dtype: of parameters between steps.
     compute_dtype: of matmuls and activations; softmax, norms and the loss are float32 always.
     reduce_dtype: in which gradients are summed over devices.
+    matmul_dtype: of the operands of the layers' weight products in training: `compute` is compute_dtype; `fp8_current`
+      and `fp8_delayed` round them to 8-bit floats (e4m3, gradients e5m2), each tensor scaled by its own largest number
+      or by the largest of the steps before. Evaluation and what is exported compute in compute_dtype.
     offload: what is kept in the host's memory.
     auto: zero_stage, remat, remat_save, microbatches and offload are picked by `jtrain.plan.search` so that the run
       fits with the least predicted time; what the config says of them is replaced, and config.txt holds what was
@@ -118,12 +123,17 @@ class LayoutSpec:
     param_dtype: Dtype = "float32"
     compute_dtype: Dtype = "bfloat16"
     reduce_dtype: Dtype = "float32"
+    matmul_dtype: MatmulDtype = "compute"
     offload: OffloadSpec = OffloadSpec()
     auto: bool = False
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"layout.zero_stage={self.zero_stage!r} must be 0, 1, 2 or 3.")
+        if self.matmul_dtype not in ("compute", "fp8_current", "fp8_delayed"):
+            raise ValueError(
+                f"layout.matmul_dtype={self.matmul_dtype!r} must be `compute`, `fp8_current` or `fp8_delayed`."
+            )
         if self.microbatches < 1:
             raise ValueError(f"layout.microbatches={self.microbatches} must be at least 1.")
         if (self.remat == "named") != bool(self.remat_save):
