@@ -32,6 +32,7 @@ from jtrain.optim import AdamW, Muon, check_layout
 from jtrain.optim import build as build_optimizer
 from jtrain.profile.spec import ProfileSpec
 from jtrain.step import check_offload
+from jtrain_kernels import registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +223,7 @@ def validate(run: Run) -> None:
     layout = make_layout(dataclasses.replace(run.layout, offload=offload), run.mesh, infos)
     offloaded_names(layout)
     check_offload(run.layout, run.optimizer)
+    registry.check(dict(run.layout.kernels))
     check_layout(run.optimizer, layout)
     build_optimizer(run.optimizer, num_steps=run.num_steps, params=map_params(lambda info: info, infos))
     check_batch(run.layout, run.mesh, global_batch=run.data.global_batch, seq_len=run.data.seq_len)

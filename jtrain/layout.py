@@ -111,6 +111,7 @@ class LayoutSpec:
       and `fp8_delayed` round them to 8-bit floats (e4m3, gradients e5m2), each tensor scaled by its own largest number
       or by the largest of the steps before. Evaluation and what is exported compute in compute_dtype.
     offload: what is kept in the host's memory.
+    kernels: implementations of ops to take whatever `jtrain_kernels.registry` would choose: (("attention", "cudnn"),).
     auto: zero_stage, remat, remat_save, microbatches and offload are picked by `jtrain.plan.search` so that the run
       fits with the least predicted time; what the config says of them is replaced, and config.txt holds what was
       picked.
@@ -125,6 +126,7 @@ class LayoutSpec:
     reduce_dtype: Dtype = "float32"
     matmul_dtype: MatmulDtype = "compute"
     offload: OffloadSpec = OffloadSpec()
+    kernels: tuple[tuple[str, str], ...] = ()
     auto: bool = False
 
     def __post_init__(self) -> None:
@@ -141,6 +143,8 @@ class LayoutSpec:
                 f"layout.remat={self.remat!r} with layout.remat_save={self.remat_save!r}: names are what remat=named "
                 "keeps, and only that. Set both or neither."
             )
+        if len(dict(self.kernels)) < len(self.kernels):
+            raise ValueError(f"layout.kernels={self.kernels!r} names an op twice. Keep one implementation for each.")
 
 
 @dataclasses.dataclass(frozen=True)

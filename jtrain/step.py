@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jtrain.batch_hash import hash_block
-from jtrain.compiler import compiler_options
+from jtrain.compiler import compiler_options, kernels_for
 from jtrain.dims import IGNORE, Batch, ParamInfo
 from jtrain.gather import (
     along_torus,
@@ -220,11 +220,12 @@ def make_train_step(
     update = _make_update(optimizer, layout, mesh)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, seen, metrics = gradients(state.params, state.scaling, batch)
-        with jax.named_scope("optimizer"):
-            params, opt_state, norms = update(grads, state)
-            scaling = advanced(state.scaling, seen)
-            return TrainState(state.step + 1, params, opt_state, scaling), metrics | norms
+        with kernels_for(layout, mesh):
+            grads, seen, metrics = gradients(state.params, state.scaling, batch)
+            with jax.named_scope("optimizer"):
+                params, opt_state, norms = update(grads, state)
+                scaling = advanced(state.scaling, seen)
+                return TrainState(state.step + 1, params, opt_state, scaling), metrics | norms
 
     # Said, not inferred: a state that came back laid out otherwise would compile the second step anew.
     state_shardings = shardings_of(abstract_state(layout, optimizer, mesh))
@@ -360,7 +361,12 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
 
     params_spec = param_tree(layout, lambda p: p.param)
     sums = jax.shard_map(local, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=P(), check_vma=False)
-    return jax.jit(sums, compiler_options=compiler_options(mesh))
+
+    def eval_step(params: Params, batch: Batch) -> Metrics:
+        with kernels_for(layout, mesh):
+            return sums(params, batch)
+
+    return jax.jit(eval_step, compiler_options=compiler_options(mesh))
 
 
 def _local_gradients(

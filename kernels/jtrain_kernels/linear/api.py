@@ -3,8 +3,10 @@
 import math
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jtrain_kernels import registry
 from jtrain_kernels.linear.cpu import kernel_gradient_cpu
 from jtrain_kernels.linear.reference import contract
 
@@ -23,6 +25,10 @@ def linear(x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1)
             f"linear: the last {num_in} dimensions of x {x.shape} must equal the first {num_in} of kernel "
             f"{kernel.shape}. Set num_in to the number of dimensions to contract."
         )
+    return registry.call(LINEAR, x=x, kernel=kernel, num_in=num_in)
+
+
+def _xla(x: Array, kernel: Array, num_in: int) -> Float[Array, "..."]:
     in_dims, out_dims = kernel.shape[:num_in], kernel.shape[num_in:]
     lead = x.shape[: x.ndim - num_in]
     y_TO = _matmul(x.reshape(-1, math.prod(in_dims)), kernel.reshape(math.prod(in_dims), math.prod(out_dims)))
@@ -51,3 +57,16 @@ def _backward(saved: tuple[Array, Array], dy_TO: Array) -> tuple[Array, Array]:
 
 
 _matmul.defvjp(_forward, _backward)
+
+LINEAR = registry.Op(
+    "linear",
+    (registry.Implementation("xla", _xla),),
+    cases={
+        "llama8b": {
+            "x": jax.ShapeDtypeStruct((1, 8192, 4096), jnp.bfloat16),
+            "kernel": jax.ShapeDtypeStruct((4096, 14336), jnp.float32),
+            "num_in": 1,
+        }
+    },
+)
+OPS = (LINEAR,)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jtrain_kernels import registry
 from jtrain_kernels.linear.cpu import transposed
 from jtrain_kernels.linear.reference import contract
 
@@ -44,6 +45,19 @@ def linear_cross_entropy(
 
     Source: the gradient in the forward pass is Liger Kernel's, arXiv:2410.10989, section 3.2.
     """
+    return registry.call(
+        LINEAR_CROSS_ENTROPY,
+        x_BLD=x_BLD,
+        unembed_DV=unembed_DV,
+        target_BL=target_BL,
+        chunk_tokens=chunk_tokens,
+        z_loss=z_loss,
+    )
+
+
+def _xla(
+    x_BLD: Array, unembed_DV: Array, target_BL: Array, chunk_tokens: int, z_loss: float
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     x_ZCD, target_ZC = in_chunks(x_BLD, target_BL, chunk_tokens)
     return _loss(x_ZCD, unembed_DV, target_ZC, z_loss)
 
@@ -131,3 +145,18 @@ def _backward(z_loss: float, saved: tuple[Array, Array], cotangents: tuple[Array
 
 
 _loss.defvjp(_forward, _backward)
+
+LINEAR_CROSS_ENTROPY = registry.Op(
+    "linear_cross_entropy",
+    (registry.Implementation("xla", _xla),),
+    cases={
+        "llama8b": {
+            "x_BLD": jax.ShapeDtypeStruct((2, 8192, 4096), jnp.bfloat16),
+            "unembed_DV": jax.ShapeDtypeStruct((4096, 128256), jnp.bfloat16),
+            "target_BL": jax.ShapeDtypeStruct((2, 8192), jnp.int32),
+            "chunk_tokens": 2048,
+            "z_loss": 0.0,
+        }
+    },
+)
+OPS = (LINEAR_CROSS_ENTROPY,)

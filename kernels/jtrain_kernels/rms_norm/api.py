@@ -6,10 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jtrain_kernels import registry
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+
 def rms_norm(x: Float[Array, "*rest C"], scale_C: Float[Array, " C"], eps: float) -> Float[Array, "*rest C"]:
     """`x / sqrt(mean(x^2) + eps) * scale`, computed in float32, back in x's dtype (arXiv:1910.07467)."""
+    return registry.call(RMS_NORM, x=x, scale_C=scale_C, eps=eps)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _xla(x: Array, scale_C: Array, eps: float) -> Float[Array, "*rest C"]:
     x32 = x.astype(jnp.float32)
     return (x32 * _inverse_rms(x32, eps) * _broadcast(scale_C, x.ndim)).astype(x.dtype)
 
@@ -23,7 +29,7 @@ def _broadcast(scale_C: Float[Array, " C"], ndim: int) -> Float[Array, "..."]:
 
 
 def _forward(x: Array, scale_C: Array, eps: float) -> tuple[Array, tuple[Array, Array]]:
-    return rms_norm(x, scale_C, eps), (x, scale_C)
+    return _xla(x, scale_C, eps), (x, scale_C)
 
 
 def _backward(eps: float, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
@@ -37,4 +43,22 @@ def _backward(eps: float, saved: tuple[Array, Array], dy: Array) -> tuple[Array,
     return dx.astype(x.dtype), dscale_C.astype(scale_C.dtype)
 
 
-rms_norm.defvjp(_forward, _backward)
+_xla.defvjp(_forward, _backward)
+
+RMS_NORM = registry.Op(
+    "rms_norm",
+    (registry.Implementation("xla", _xla),),
+    cases={
+        "llama8b": {
+            "x": jax.ShapeDtypeStruct((1, 8192, 4096), jnp.bfloat16),
+            "scale_C": jax.ShapeDtypeStruct((4096,), jnp.float32),
+            "eps": 1e-5,
+        },
+        "tiny": {
+            "x": jax.ShapeDtypeStruct((2, 128, 64), jnp.float32),
+            "scale_C": jax.ShapeDtypeStruct((64,), jnp.float32),
+            "eps": 1e-5,
+        },
+    },
+)
+OPS = (RMS_NORM,)
