@@ -36,8 +36,12 @@ def test_value_and_gradients_are_those_of_operands_rounded_by_ml_dtypes(
     """
     a, w = normal(0, *x).astype(np.float64), normal(1, *kernel).astype(np.float64)
     a2, w2 = a.reshape(-1, int(np.prod(kernel[:num_in]))), w.reshape(int(np.prod(kernel[:num_in])), -1)
-    dy = 1e-6 * normal(2, a2.shape[0], w2.shape[1]).astype(np.float64)
-    a8, w8, dy8 = rounded(a2, ml_dtypes.float8_e4m3fn), rounded(w2, ml_dtypes.float8_e4m3fn), rounded(dy, GRADIENT)
+    dy = 2.0**-20 * normal(2, a2.shape[0], w2.shape[1]).astype(np.float64)
+    a8, w8, dy8 = (
+        rounded(a2, ml_dtypes.float8_e4m3fn),
+        rounded(w2, ml_dtypes.float8_e4m3fn),
+        rounded(dy, ml_dtypes.float8_e5m2),
+    )
     want = (a8 @ w8, dy8 @ w8.T, a8.T @ dy8)
     plain = (a2 @ w2, dy @ w2.T, a2.T @ dy)
 

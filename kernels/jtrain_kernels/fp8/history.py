@@ -22,11 +22,11 @@ MARGIN = 1
 and 32 in e5m2), not precision."""
 
 FIRST_X = 64.0
-"""What the largest activation is taken for while none was seen: clipped above 128, which leaves normalised ones whole;
+"""What the largest activation is taken for while none was seen: clipped above 224, which leaves normalised ones whole;
 rounded coarser below 2^-7."""
 
 FIRST_GRADIENT = 128.0
-"""The same of a gradient, times `unit`: exact from 2^-21 to 256 units."""
+"""The same of a gradient, times `unit`: rounded as any other from 2^-21 to 256 units."""
 
 
 def empty(num_layers: int) -> Float[Array, "Y 3 S"]:
