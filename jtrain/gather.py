@@ -39,6 +39,8 @@ def placement_of(layout: Layout) -> Placement:
     def fetch(path: str, tree: Any) -> Any:
         if isinstance(tree, dict):
             return {key: fetch(f"{path}.{key}", value) for key, value in tree.items()}
+        if isinstance(tree, ops.Fp8Kernel):
+            return dataclasses.replace(tree, value=fetch(path, tree.value))
         # A profile finds by these names which weight of which layer a collective is for.
         with jax.named_scope(path.replace(".", "/")):
             return _fetch(layout, layouts[path], tree)

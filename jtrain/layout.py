@@ -29,6 +29,8 @@ FIELDS |= {"D": "model.d_model"}
 
 type Dtype = Literal["float32", "bfloat16"]
 
+type MatmulDtype = Literal["compute", "fp8_current", "fp8_delayed"]
+
 type Share = float | Literal["none", "as_needed"]
 """From 0.0 to 1.0; `as_needed` is the smallest that makes the run fit."""
 
@@ -109,6 +111,9 @@ class LayoutSpec:
     reduce_dtype: in which gradients are summed over devices.
     tensor_overlap: collectives over `tensor` travel piece by piece while a layer's matmuls compute, unless the kernels'
       cost model says that it loses.
+    matmul_dtype: of the operands of the layers' weight products in training: `compute` is compute_dtype; `fp8_current`
+      and `fp8_delayed` round them to 8-bit floats (e4m3, gradients e5m2), each tensor scaled by its own largest number
+      or by the largest of the steps before. Evaluation and what is exported compute in compute_dtype.
     offload: what is kept in the host's memory.
     context_attention: over `context`, `ring` sends keys and values round while blocks of scores are computed
       (arXiv:2310.01889); `ulysses` exchanges positions for heads and back (arXiv:2309.14509).
@@ -126,6 +131,7 @@ class LayoutSpec:
     compute_dtype: Dtype = "bfloat16"
     reduce_dtype: Dtype = "float32"
     tensor_overlap: bool = False
+    matmul_dtype: MatmulDtype = "compute"
     offload: OffloadSpec = OffloadSpec()
     context_attention: Literal["ring", "ulysses"] = "ring"
     kernels: tuple[tuple[str, str], ...] = ()
@@ -134,6 +140,10 @@ class LayoutSpec:
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"layout.zero_stage={self.zero_stage!r} must be 0, 1, 2 or 3.")
+        if self.matmul_dtype not in ("compute", "fp8_current", "fp8_delayed"):
+            raise ValueError(
+                f"layout.matmul_dtype={self.matmul_dtype!r} must be `compute`, `fp8_current` or `fp8_delayed`."
+            )
         if self.microbatches < 1:
             raise ValueError(f"layout.microbatches={self.microbatches} must be at least 1.")
         if (self.remat == "named") != bool(self.remat_save):

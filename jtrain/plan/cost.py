@@ -17,6 +17,7 @@ from jtrain.plan.collectives import Collective, collectives
 from jtrain.plan.memory import MemoryPlan
 from jtrain.plan.network import Machine, seconds
 from jtrain.plan.published import SECONDS_PER_DAY
+from jtrain_kernels.device import DeviceSpec
 
 _F32 = 4
 
@@ -126,14 +127,14 @@ def step_time(
     seq_len: int,
     assume: Assumptions = Assumptions(),
 ) -> StepTime:
-    """Predicts one step. Muon's products are not counted.
+    """Predicts one step. Muon's products are not counted, nor the casts of 8-bit matmuls.
 
     Args:
       plan: of the same run: what it says is on the host is what is copied.
 
     Raises:
-      ValueError: no peak is published for the compute dtype, no speed for the host link that an offload needs, or
-        none for the network that the mesh needs.
+      ValueError: no peak is published for the compute dtype or for 8-bit matmuls, no speed for the host link that an
+        offload needs, or none for the network that the mesh needs.
     """
     spec, mesh, device = layout.spec, layout.mesh, machine.device
     peak = device.peak_flops(spec.compute_dtype)
@@ -151,11 +152,11 @@ def step_time(
     per_token = 3 * flops.layers + 0.5 * flops.attention + again + 3 * flops.unembedding
     weights = sum(p.info.size for p in layout.params if p.info.is_matrix) // mesh.tensor * itemsize(spec.compute_dtype)
     passes = 3 + (again > 0)
-    matmul_s = max(
-        tokens * per_token / mesh.tensor / (peak * assume.matmul), spec.microbatches * passes * weights / hbm
-    )
-    scores = model.num_layers * model.num_heads / mesh.tensor * tokens * seq_len / 2
     recomputed = (kept := kept_names(layout)) is not None and "attention" not in kept
+    by_weights = 3 * (flops.layers - flops.attention) + again - recomputed * flops.attention
+    seconds_per_token = (per_token - by_weights) / peak + by_weights / _weights_peak(layout, device, peak)
+    matmul_s = max(tokens * seconds_per_token / mesh.tensor / assume.matmul, spec.microbatches * passes * weights / hbm)
+    scores = model.num_layers * model.num_heads / mesh.tensor * tokens * seq_len / 2
     scores_s = scores * (SCORE_BYTES_FORWARD * (1 + recomputed) + SCORE_BYTES_BACKWARD) / hbm
     accumulator = sum(layout.local_size(p.accumulator, p.info.shape) for p in layout.params)
     grad = itemsize(spec.param_dtype)
@@ -181,6 +182,22 @@ def step_time(
     # What `flops.py` counts, without going through all parameters: a search asks thousands of times.
     model_flops = 3 * (flops.layers + flops.unembedding)
     return dataclasses.replace(timed, mfu=model_flops * timed.tokens_per_s / (mesh.size * peak))
+
+
+def _weights_peak(layout: Layout, device: DeviceSpec, peak: float) -> float:
+    """FLOP/s at which the layers' weights multiply.
+
+    Raises:
+      ValueError: in 8 bits, of which this device has no matmuls.
+    """
+    if layout.spec.matmul_dtype == "compute":
+        return peak
+    if device.peak_fp8_flops is None:
+        raise ValueError(
+            f"layout.matmul_dtype={layout.spec.matmul_dtype}: {device.name} has no 8-bit matmuls. Set "
+            "layout.matmul_dtype=compute."
+        )
+    return device.peak_fp8_flops
 
 
 def cost(timed: StepTime, machine: Machine, *, tokens: int, goodput: float, usd_per_hour: float | None = None) -> Cost:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jtrain_kernels import registry
-from jtrain_kernels.linear.cpu import transposed
+from jtrain_kernels.linear.cpu import kernel_gradient_cpu
 from jtrain_kernels.linear.reference import contract
 
 
@@ -50,17 +50,10 @@ def _backward(saved: tuple[Array, Array], dy_TO: Array) -> tuple[Array, Array]:
     dkernel_IO = jax.lax.platform_dependent(
         x_TI,
         dy_TO,
-        cpu=lambda x, dy: _kernel_gradient_cpu(x, dy, kernel_IO.dtype),
+        cpu=lambda x, dy: kernel_gradient_cpu(x, dy, kernel_IO.dtype),
         default=lambda x, dy: contract(x, dy, 0, 0, kernel_IO.dtype),
     )
     return dx_TI, dkernel_IO
-
-
-def _kernel_gradient_cpu(x_TI: Array, dy_TO: Array, dtype: jnp.dtype) -> Float[Array, "I O"]:
-    """`x^T dy` with the narrower of the two transposed in memory first."""
-    if x_TI.shape[1] <= dy_TO.shape[1]:
-        return contract(transposed(x_TI), dy_TO, 1, 0, dtype)
-    return transposed(contract(transposed(dy_TO), x_TI, 1, 0, dtype))
 
 
 _matmul.defvjp(_forward, _backward)
