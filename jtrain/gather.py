@@ -46,6 +46,7 @@ def placement_of(layout: Layout) -> Placement:
     return Placement(
         fetch=fetch,
         tensor=layout.mesh.tensor,
+        expert=layout.mesh.expert,
         remat=spec.remat,
         remat_save=spec.remat_save,
         regather=spec.zero_stage == 3 and layout.mesh.data > 1,

@@ -2,6 +2,7 @@
 
 from jtrain_kernels.attention.api import attention
 from jtrain_kernels.embedding_lookup.api import embedding_lookup
+from jtrain_kernels.grouped_matmul.api import grouped_matmul
 from jtrain_kernels.linear.api import linear
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
 from jtrain_kernels.linear_cross_entropy.parts import NO_COLUMN, linear_cross_entropy_in_parts
@@ -13,6 +14,7 @@ __all__ = [
     "NO_COLUMN",
     "attention",
     "embedding_lookup",
+    "grouped_matmul",
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_in_parts",

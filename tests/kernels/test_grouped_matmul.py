@@ -1,0 +1,79 @@
+"""Grouped matmul: every implementation against float64, with groups that are empty, small, large, and rows of none."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jtrain_kernels.grouped_matmul.api import grouped_matmul
+from jtrain_kernels.grouped_matmul.reference import grouped_matmul_reference
+from tests.kernels.gradients import agree_with, dtypes, normal
+
+ROWS = 300
+GROUPS = {
+    "even": (75, 75, 75, 75),
+    "empty, one row, blocks and a bit": (0, 1, 270, 29),
+    "the first has all": (300, 0, 0, 0),
+    "the last has all": (0, 0, 0, 300),
+    "rows of no group": (10, 0, 130, 7),
+    "no rows at all but one": (0, 0, 1, 0),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
+def test_each_group_of_rows_has_its_matrix(dtype: str, sizes: tuple[int, ...]) -> None:
+    """Value and both gradients: a sum over up to 300 rows, accumulated in float32."""
+    group_size = jnp.asarray(sizes, jnp.int32)
+    agree_with(
+        lambda x, w: grouped_matmul(x, w, group_size),
+        lambda x, w: grouped_matmul_reference(x, w, group_size),
+        (normal(0, ROWS, 24), normal(1, len(sizes), 24, 40)),
+        dtype,
+    )
+
+
+def test_rows_of_no_group_neither_count_nor_spread() -> None:
+    """Even where they hold nan: zeros come out, and neither gradient sees them."""
+    group_size = jnp.asarray((3, 0, 5), jnp.int32)
+    x, w, dy = normal(0, 140, 8), normal(1, 3, 8, 4), normal(2, 140, 4)
+    y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, group_size), jnp.asarray(x).at[8:].set(jnp.nan), jnp.asarray(w))
+    dx, dw = vjp(jnp.asarray(dy).at[8:].set(jnp.nan))
+    assert not np.any(y[8:])
+    assert not np.any(dx[8:])
+    clean, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, group_size), jnp.asarray(x), jnp.asarray(w))
+    np.testing.assert_array_equal(y, clean)
+    np.testing.assert_array_equal(dw, vjp(jnp.asarray(dy).at[8:].set(0))[1])
+    assert np.any(dw[0])
+    assert not np.any(dw[1]), "a group without rows has no gradient"
+
+
+def test_a_float32_kernel_under_bfloat16_rows_gets_a_float32_gradient() -> None:
+    """Not rounded on its way."""
+    x, w = jnp.asarray(normal(0, 64, 8), jnp.bfloat16), jnp.asarray(normal(1, 2, 8, 4))
+    y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, jnp.asarray((20, 44))), x, w)
+    dx, dw = vjp(jnp.asarray(normal(2, 64, 4), jnp.bfloat16))
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    assert np.any(np.asarray(dw) != np.asarray(dw.astype(jnp.bfloat16), np.float32))
+
+
+def test_only_the_tpu_is_given_a_ragged_dot() -> None:
+    """XLA:CPU and XLA:GPU make it dense: all rows with all matrices. There it is a loop with one product."""
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 16), (3, 16, 24))]
+    sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
+    traced = jax.jit(grouped_matmul).trace(*shapes, sizes)
+    text = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda", "tpu")}
+    assert "ragged_dot" in text["tpu"]
+    assert "while" not in text["tpu"]
+    for platform in ("cpu", "cuda"):
+        assert "ragged_dot" not in text[platform]
+        assert text[platform].count("dot_general") == 1
+        assert "stablehlo.while" in text[platform]
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    """Columns, and the number of groups."""
+    with pytest.raises(ValueError, match=r"x \(5, 3\) and 2 groups do not fit kernel \(2, 4, 6\)"):
+        grouped_matmul(jnp.zeros((5, 3)), jnp.zeros((2, 4, 6)), jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match="3 groups do not fit"):
+        grouped_matmul(jnp.zeros((5, 4)), jnp.zeros((2, 4, 6)), jnp.zeros(3, jnp.int32))
