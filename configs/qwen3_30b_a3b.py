@@ -1,7 +1,7 @@
 """Qwen3 30B-A3B, a mixture of 128 experts: 8 devices of 141 GB and up; more with mesh.data and fewer microbatches.
 
     python -m jtrain.launch --config=qwen3_30b_a3b --dry-run
-    python -m jtrain.launch --config=qwen3_30b_a3b --set data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json
+    python -m jtrain.launch --config=qwen3_30b_a3b --set data.path='/my/*.parquet'
     python -m jtrain.launch --config=qwen3_30b_a3b --set mesh.data=64 --set layout.microbatches=4
 
 Dimensions, and the coefficient of the balancing loss: config.json of Qwen/Qwen3-30B-A3B-Base. Sequences as in the first

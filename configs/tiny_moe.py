@@ -1,4 +1,4 @@
-"""A byte-level mixture of experts: tiny, with eight experts in every layer, two and a shared one of which serve a token.
+"""A byte-level mixture: tiny with eight experts in every layer, of which two serve a token, and a shared one.
 
     python -m jtrain.launch --config=tiny_moe
     python -m jtrain.launch --config=tiny_moe --with experts --emulate-devices 8 --workdir runs/experts

@@ -13,6 +13,7 @@ from jtrain.dims import Batch
 from jtrain.layout import LayoutSpec, make_layout
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
+from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
 from jtrain.plan.collectives import collectives
@@ -84,6 +85,20 @@ def test_a_large_vocabulary_comes_in_parts(axes: dict[str, int], tied: bool) -> 
     layout = layout_of(3, 2)
     got = compiled(axes, sizes, **layout)
     assert got == predicted(axes, sizes, **layout)
+
+
+def test_a_mixtures_collectives_are_the_closed_form() -> None:
+    """All but its rows', which XLA:CPU exchanges in equal blocks: `tests/plan/test_aot.py` has them on accelerators."""
+    axes, sizes = dict(data=2, expert=2, tensor=2), SIZES | dict(moe=MoESpec(num_experts=4, top_k=2), num_layers=2)
+    layout = layout_of(3, 2, remat="full")
+    rows = ("all-to-all", "ragged-all-to-all")
+    got, want = (
+        {key: value for key, value in table.items() if not (key[0] in rows and key[1] == ("expert",))}
+        for table in (compiled(axes, sizes, **layout), predicted(axes, sizes, **layout))
+    )
+    assert got == want
+    assert any(kind == "all-gather" and used == ("expert",) for kind, used, *_ in got)
+    assert ("all-reduce", ("tensor",), 2, "s32") in got
 
 
 @pytest.mark.parametrize("zero_stage", (1, 2, 3))

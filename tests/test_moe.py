@@ -179,7 +179,9 @@ def test_rows_reach_their_experts_and_come_back(counts: Any) -> None:
     used = np.arange(rows)[None, :, None] < count_EX.sum(1)[:, None, None]
     np.testing.assert_array_equal(home, np.where(used, x, 0))
     np.testing.assert_array_equal(there, want)
-    assert np.sum(np.asarray(grad) * x, dtype=np.float64) == pytest.approx(np.sum(dy * want, dtype=np.float64), abs=1e-3)
+    assert np.sum(np.asarray(grad) * x, dtype=np.float64) == pytest.approx(
+        np.sum(dy * want, dtype=np.float64), abs=1e-3
+    )
 
 
 def test_accelerators_exchange_rows_by_one_ragged_all_to_all() -> None:

@@ -40,7 +40,7 @@ _EXPERTS = {
     "normalize_top_k": "norm_topk_prob",
     "balance_loss": "router_aux_loss_coef",
 }
-"""Fields of a mixture -> what says so in config.json. Their load-balancing loss is over a batch and `top_k` times ours."""
+"""Fields of a mixture -> what says so in config.json. Their balancing loss is over a batch, and `top_k` times ours."""
 
 _ONE_EXPERT = "moe_intermediate_size"
 """In a mixture's config.json `intermediate_size` is of dense layers, of which it has none."""

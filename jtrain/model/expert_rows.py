@@ -1,9 +1,9 @@
 """Rows of tokens to their experts and back, in the order of the experts and without any scatter.
 
 A row is a pair of a token and one of its S experts: P = T * S rows, those of an expert next to each other. Over
-`expert` each device has X / n experts: rows go to their expert's device by one ragged all-to-all, which puts them in the
-order of its experts at once, and their results come back by its inverse. Buffers are for the worst case, in which one
-device's experts are chosen by all tokens of all: n * T * min(S, X / n) rows.
+`expert` each device has X / n experts: rows go to their expert's device by one ragged all-to-all, which puts them in
+the order of its experts at once, and their results come back by its inverse. Buffers are for the worst case, in which
+one device's experts are chosen by all tokens of all: n * T * min(S, X / n) rows.
 """
 
 import dataclasses
@@ -136,8 +136,8 @@ class Exchange:
         """The same for the way back: by the device that it goes to and by this device's experts."""
         count_EX = self.count_EX
         first_EX = jnp.cumsum(count_EX, axis=1) - count_EX
-        back = (self._mine(x).reshape(-1) for x in (self._place_EX, count_EX, first_EX))
-        return *back, count_EX[self._me]
+        first, count, place = (self._mine(x).reshape(-1) for x in (self._place_EX, count_EX, first_EX))
+        return first, count, place, count_EX[self._me]
 
 
 def exchange_of(count_X: Int[Array, " X"]) -> Exchange:

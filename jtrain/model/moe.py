@@ -1,8 +1,8 @@
 """The feed-forward layer as a mixture of experts: every token is served by the few that its router chooses."""
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 

@@ -35,9 +35,7 @@ def scale(dims: str, shape: tuple[int, ...], *, layers: int = 0) -> nnx.Param[An
     return _param(dims, shape, layers, init="ones", std=0.0)
 
 
-def _param(
-    dims: str, shape: tuple[int, ...], layers: int, *, init: str, std: float, top_k: int = 0
-) -> nnx.Param[Any]:
+def _param(dims: str, shape: tuple[int, ...], layers: int, *, init: str, std: float, top_k: int = 0) -> nnx.Param[Any]:
     if layers:
         dims, shape = "Y" + dims, (layers, *shape)
     # The dtype is the layout's choice: float32 stands in until the values are made.

@@ -182,10 +182,14 @@ def _experts(found: _Found, model: Transformer, moe: MoESpec, layout: Layout, *,
     spec, mesh = layout.spec, layout.mesh
     layers = spec.microbatches * model.num_layers
     again = 0 if kept_names(layout) is None else layers
-    found.add("expert counts", "all-gather", ("expert",), "int32", mesh.expert * moe.num_experts, layers + again, size=4)
+    found.add(
+        "expert counts", "all-gather", ("expert",), "int32", mesh.expert * moe.num_experts, layers + again, size=4
+    )
     # There and back, and the same for gradients; nothing of it has a name to be kept by.
     row_elements = tokens * moe.top_k * model.d_model
-    found.add("rows to experts", "ragged-all-to-all", ("expert",), spec.compute_dtype, row_elements, 4 * layers + 2 * again)
+    found.add(
+        "rows to experts", "ragged-all-to-all", ("expert",), spec.compute_dtype, row_elements, 4 * layers + 2 * again
+    )
     slots = tokens * moe.top_k
     found.add("routing", "all-gather", ("tensor",), "int32", slots, layers + again, size=4)
     found.add("routing", "all-gather", ("tensor",), "float32", slots, layers + again)

@@ -89,7 +89,9 @@ class Point:
     @property
     def settings(self) -> dict[str, object]:
         """Config path -> value of everything that the search decided."""
-        found: dict[str, object] = {f"mesh.{axis}": getattr(self.mesh, axis) for axis in ("replica", "data", "expert", "tensor")}
+        found: dict[str, object] = {
+            f"mesh.{axis}": getattr(self.mesh, axis) for axis in ("replica", "data", "expert", "tensor")
+        }
         return found | layout_settings(self.spec)
 
 

@@ -1,11 +1,15 @@
 """Grouped matmul: every implementation against float64, with groups that are empty, small, large, and rows of none."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain_kernels.grouped_matmul.api import grouped_matmul
+from jtrain_kernels import registry
+from jtrain_kernels.device import from_name
+from jtrain_kernels.grouped_matmul.api import GROUPED_MATMUL, grouped_matmul
 from jtrain_kernels.grouped_matmul.reference import grouped_matmul_reference
 from tests.kernels.gradients import agree_with, dtypes, normal
 
@@ -77,3 +81,21 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         grouped_matmul(jnp.zeros((5, 3)), jnp.zeros((2, 4, 6)), jnp.zeros(2, jnp.int32))
     with pytest.raises(ValueError, match="3 groups do not fit"):
         grouped_matmul(jnp.zeros((5, 4)), jnp.zeros((2, 4, 6)), jnp.zeros(3, jnp.int32))
+
+
+def test_on_a_hopper_gpu_tokamax_is_predicted_to_win_and_elsewhere_says_why_it_is_not() -> None:
+    """Its kernels are for bfloat16 on that generation, and optional."""
+    case = GROUPED_MATMUL.cases["qwen3_30b_a3b up"]
+    installed = importlib.util.find_spec("tokamax") is not None
+    hopper = registry.choose(GROUPED_MATMUL, from_name("h200"), case)
+    assert hopper.implementation.name == ("tokamax" if installed else "xla")
+    for name, reason in (("b200", "for Hopper GPUs"), ("cpu", "for Hopper GPUs"), ("v5p", "for Hopper GPUs")):
+        choice = registry.choose(GROUPED_MATMUL, from_name(name), case)
+        assert choice.implementation.name == "xla"
+        assert reason in dict(choice.others)["tokamax"]
+    if installed:
+        wide = {"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}
+        odd = {"kernel": jax.ShapeDtypeStruct((128, 2048, 770), jnp.bfloat16)}
+        for changes, message in ((wide, "multiplies bfloat16 with bfloat16, not float32"), (odd, "columns by 128")):
+            with pytest.raises(ValueError, match=rf"kernels\.grouped_matmul=tokamax: .*{message}"):
+                registry.choose(GROUPED_MATMUL, from_name("h200"), {**case, **changes}, forced="tokamax")

@@ -1,6 +1,5 @@
 """Groups of rows, each times a matrix of its own: the experts of a mixture."""
 
-import importlib.util
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jtrain_kernels import registry
 from jtrain_kernels.device import DeviceSpec
-from jtrain_kernels.grouped_matmul import blocked
+from jtrain_kernels.grouped_matmul import blocked, tokamax
 
 _KERNEL_GRADIENT = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -91,24 +90,52 @@ def _kernel_gradient(x_TI: Array, dy_TO: Array, group_size_X: Array, *, block_ro
 def _plain_configs(device: DeviceSpec, avals: registry.Avals) -> list[dict[str, int]]:
     del avals
     # Of a CPU: in its caches, and little waste at a group's end. Of a GPU: enough tiles for its multiprocessors.
-    sizes = (128, 64, 256) if device.platform == "cpu" else (1024, 512, 2048)
+    sizes = (128, 64, 256) if device.platform == "cpu" else (_GPU_BLOCK_ROWS, 512, 2048)
     return [{"block_rows": rows} for rows in sizes]
 
 
 def _plain_cost(device: DeviceSpec, avals: registry.Avals) -> float | None:
-    """On a GPU a loop whose products follow each other; known elsewhere not at all."""
-    return None
+    """On a GPU: a loop of one block after another, each too small for all multiprocessors. Unknown elsewhere."""
+    x, kernel = avals["x"], avals["kernel"]
+    assert isinstance(x, jax.ShapeDtypeStruct)
+    assert isinstance(kernel, jax.ShapeDtypeStruct)
+    if device.platform != "gpu" or device.peak_bf16_flops is None or device.num_cores is None:
+        return None
+    rows, columns, groups = _GPU_BLOCK_ROWS, kernel.shape[2], kernel.shape[0]
+    tiles = max(1, rows // 128 * columns // 128)
+    busy = min(1.0, tiles / device.num_cores)
+    one_s = 2 * rows * kernel.shape[1] * columns / (0.66 * device.peak_bf16_flops * busy) + _STEP_S
+    return (x.shape[0] // rows + groups) * one_s
 
 
-def _tokamax_supports(device: DeviceSpec, avals: registry.Avals) -> str | None:
-    if importlib.util.find_spec("tokamax") is None:
-        return "tokamax is not installed: pip install tokamax"
-    return None
+_GPU_BLOCK_ROWS = 1024
 
+_STEP_S = 2e-5
+"""Of a loop whose length is not known before: the host starts each step's kernels, and reads whether there is another.
+A guess, until it is measured."""
+
+_BF16 = jnp.dtype("bfloat16")
 
 GROUPED_MATMUL = registry.Op(
     "grouped_matmul",
-    (registry.Implementation("xla", _plain, configs=_plain_configs, cost_s=_plain_cost),),
+    (
+        registry.Implementation(
+            "tokamax", tokamax.matmul, supports=tokamax.supports, cost_s=tokamax.cost_s, configs=tokamax.configs
+        ),
+        registry.Implementation("xla", _plain, cost_s=_plain_cost, configs=_plain_configs),
+    ),
+    cases={
+        "qwen3_30b_a3b up": {  # 4096 tokens, 8 experts each, on a device that has all 128
+            "x": jax.ShapeDtypeStruct((32768, 2048), _BF16),
+            "kernel": jax.ShapeDtypeStruct((128, 2048, 768), _BF16),
+            "group_size": jax.ShapeDtypeStruct((128,), jnp.dtype("int32")),
+        },
+        "qwen3_30b_a3b down": {
+            "x": jax.ShapeDtypeStruct((32768, 768), _BF16),
+            "kernel": jax.ShapeDtypeStruct((128, 768, 2048), _BF16),
+            "group_size": jax.ShapeDtypeStruct((128,), jnp.dtype("int32")),
+        },
+    },
 )
 
 OPS = (GROUPED_MATMUL,)

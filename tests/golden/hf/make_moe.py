@@ -54,7 +54,9 @@ def make(folder: Path) -> None:
     (folder / "model.safetensors").chmod(0o644)
     router = torch.stack([logits.view(BATCH, LENGTH, -1) for logits in out.router_logits]).detach()
     top_k = CONFIG.num_experts_per_tok
-    balance = [[load_balancing_loss_func((row,), CONFIG.num_experts, top_k).item() for row in layer] for layer in router]
+    balance = [
+        [load_balancing_loss_func((row,), CONFIG.num_experts, top_k).item() for row in layer] for layer in router
+    ]
     arrays = {
         "tokens": tokens.numpy().astype(np.int32),
         "logits": out.logits.detach().numpy(),
