@@ -207,10 +207,11 @@ class _Step:
     def _mlp(self) -> int:
         """Gate and up, their gradients, or their product in place of the former where they are kept.
 
-        Of a mixture also rows of tokens: as they were sent and as they arrived, and the gradients of both.
+        Of a mixture also rows of tokens and their gradients; where they are sent, one copy more of what arrives.
         """
         kept = self.names is None or {"mlp_gate", "mlp_up"} <= set(self.names)
-        return (3 if kept else 4) * self.f + 2 * (self.pairs + self.rows_x)
+        copies = 2 if self.layout.mesh.expert == 1 else 3
+        return (3 if kept else 4) * self.f + 2 * self.pairs + copies * self.rows_x
 
     def _workspace(self) -> int:
         """In attention, with the mlp's wide arrays: the gradients of its weights are put off until after it.
