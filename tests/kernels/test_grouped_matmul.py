@@ -1,12 +1,15 @@
 """Grouped matmul: every implementation against float64, with groups that are empty, small, large, and rows of none."""
 
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
+from jtrain.plan.aot import no_compile_cache, topology_devices
 from jtrain_kernels import registry
 from jtrain_kernels.device import from_name
 from jtrain_kernels.grouped_matmul.api import GROUPED_MATMUL, grouped_matmul
@@ -99,3 +102,25 @@ def test_on_a_hopper_gpu_tokamax_is_predicted_to_win_and_elsewhere_says_why_it_i
         for changes, message in ((wide, "multiplies bfloat16 with bfloat16, not float32"), (odd, "columns by 128")):
             with pytest.raises(ValueError, match=rf"kernels\.grouped_matmul=tokamax: .*{message}"):
                 registry.choose(GROUPED_MATMUL, from_name("h200"), {**case, **changes}, forced="tokamax")
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_tokamax_compiles_for_an_h200_forward_and_backward() -> None:
+    """Its two kernels are in the program, so nothing fell back; a device that is not here needs no live one."""
+    pytest.importorskip("tokamax")
+    device = topology_devices("h200:1")[0]
+    case = GROUPED_MATMUL.cases["qwen3_30b_a3b up"]
+    shapes = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=SingleDeviceSharding(device))
+        for a in (case["x"], case["kernel"], case["group_size"])
+        if isinstance(a, jax.ShapeDtypeStruct)
+    ]
+
+    def both(x: jax.Array, w: jax.Array, size: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, size), x, w)
+        return y, vjp(y)
+
+    with registry.on(from_name("h200"), forced={"grouped_matmul": "tokamax"}), no_compile_cache():
+        text = jax.jit(both).lower(*shapes).compile().as_text()
+    assert {"ragged_dot_sm90", "ragged_contracting_dim_dot_sm90"} <= set(re.findall(r"ragged\w*_sm90", text))
