@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jtrain.model.expert_rows import buffer_rows, exchange_of, from_rows, order_of, send, send_back, to_rows
 from jtrain.model.moe import MoE
-from jtrain.model.param import init_params, param_infos
+from jtrain.model.param import map_params, param_infos
 from jtrain.model.router import MoESpec, route
 
 SPEC = MoESpec(num_experts=6, top_k=2)
@@ -23,9 +23,11 @@ WIDTH, HIDDEN = 16, 24
 def layer_of(spec: MoESpec) -> tuple[Any, Any]:
     """A layer's function of its parameters and hidden states, and its parameters."""
     module = MoE(d_model=WIDTH, d_ff=HIDDEN, spec=spec, layers=1)
-    params = init_params(param_infos(module), seed=0, dtype="float32")
+    rng = np.random.default_rng(0)
     # Larger than a fresh model's: choices are clear, and float32 and float64 make the same ones.
-    params = jax.tree.map(lambda x: x[0] * 4, params)
+    params = map_params(
+        lambda info: jnp.asarray(4 * info.std * rng.standard_normal(info.shape[1:]), jnp.float32), param_infos(module)
+    )
 
     def apply(params: Any, x: Any, valid: Any) -> Any:
         layer = nnx.merge(nnx.split(module)[0], params)

@@ -108,7 +108,6 @@ def test_on_a_hopper_gpu_tokamax_is_predicted_to_win_and_elsewhere_says_why_it_i
 @pytest.mark.slow
 def test_tokamax_compiles_for_an_h200_forward_and_backward() -> None:
     """Its two kernels are in the program, so nothing fell back; a device that is not here needs no live one."""
-    pytest.importorskip("tokamax")
     device = topology_devices("h200:1")[0]
     case = GROUPED_MATMUL.cases["qwen3_30b_a3b up"]
     shapes = [
@@ -122,5 +121,5 @@ def test_tokamax_compiles_for_an_h200_forward_and_backward() -> None:
         return y, vjp(y)
 
     with registry.on(from_name("h200"), forced={"grouped_matmul": "tokamax"}), no_compile_cache():
-        text = jax.jit(both).lower(*shapes).compile().as_text()
+        text = jax.jit(both).lower(*shapes).compile().as_text() or ""
     assert {"ragged_dot_sm90", "ragged_contracting_dim_dot_sm90"} <= set(re.findall(r"ragged\w*_sm90", text))
