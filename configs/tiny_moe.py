@@ -1,9 +1,9 @@
 """A byte-level mixture: tiny with eight experts in every layer, of which two serve a token, and a shared one.
 
-    python -m jtrain.launch --config=tiny_moe
-    python -m jtrain.launch --config=tiny_moe --with experts --emulate-devices 8 --workdir runs/experts
+python -m jtrain.launch --config=tiny_moe
+python -m jtrain.launch --config=tiny_moe --with experts --emulate-devices 8 --workdir runs/experts
 
-Measured: TODO
+Coefficients of the router's losses: arXiv:2101.03961, section 2.2, and arXiv:2202.08906, section 2.2.
 """
 
 import fiddle as fdl
