@@ -5,6 +5,9 @@ Peaks are the makers' for dense matrix products, per device as JAX counts device
 
 import dataclasses
 import difflib
+import functools
+import importlib.metadata
+from collections.abc import Mapping
 from typing import Literal, Protocol, runtime_checkable
 
 type Platform = Literal["cpu", "gpu", "tpu"]
@@ -134,6 +137,16 @@ DEVICES = {
 }  # fmt: skip
 """Every device known by name."""
 
+ENTRY_POINTS = "jtrain_kernels"
+"""Group of the entry points by which other distributions bring chips and kernels; each names a module."""
+
+
+@functools.cache
+def known() -> Mapping[str, DeviceSpec]:
+    """`DEVICES`, and those that other distributions bring: `DEVICES`, a tuple, of each entry point's module."""
+    modules = [entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)]
+    return DEVICES | {spec.name: spec for module in modules for spec in getattr(module, "DEVICES", ())}
+
 
 @runtime_checkable
 class Device(Protocol):
@@ -160,13 +173,13 @@ def from_name(name: str) -> DeviceSpec:
       ValueError: no such device, with the names there are.
     """
     plain = name.strip().lower()
-    kinds = {f"{maker}{spec.kind}".lower(): spec for spec in DEVICES.values() for maker in ("", "NVIDIA ")}
-    spec = DEVICES.get(ALIASES.get(plain, plain), kinds.get(plain))
+    kinds = {f"{maker}{spec.kind}".lower(): spec for spec in known().values() for maker in ("", "NVIDIA ")}
+    spec = known().get(ALIASES.get(plain, plain), kinds.get(plain))
     if spec is not None:
         return spec
-    near = difflib.get_close_matches(name, DEVICES, n=1)
+    near = difflib.get_close_matches(name, known(), n=1)
     hint = f"Did you mean {near[0]}? " if near else ""
-    raise ValueError(f"No device is called {name!r}. {hint}There are: {', '.join(DEVICES)}.")
+    raise ValueError(f"No device is called {name!r}. {hint}There are: {', '.join(known())}.")
 
 
 def from_device(device: Device) -> DeviceSpec | None:
@@ -174,7 +187,7 @@ def from_device(device: Device) -> DeviceSpec | None:
     if device.platform == "cpu":
         return DEVICES["cpu"]
     # The longest match: "TPU v5" is part of "TPU v5 lite", and "H100" of nothing else.
-    found = [spec for spec in DEVICES.values() if spec.platform != "cpu" and spec.kind in device.device_kind]
+    found = [spec for spec in known().values() if spec.platform != "cpu" and spec.kind in device.device_kind]
     return max(found, key=lambda spec: len(spec.kind), default=None)
 
 

@@ -4,8 +4,8 @@ Order of choice: forced > tuned > cost model > reference. A forced implementatio
 choice says why it was made and why each other lost, so nothing falls back in silence.
 
 An op's `api.py` has its public functions and `OPS`, a tuple of `Op`, the plain JAX form last; its function calls
-`registry.call(OP, name=argument, ...)`. Implementations that are not in this repository come through the entry point
-group `jtrain_kernels` (`jtrain_kernels.examples.new_backend` is a whole one, in one file).
+`registry.call(OP, name=argument, ...)`. Chips and implementations that are not in this repository come through the
+entry point group `jtrain_kernels`; `jtrain_kernels.examples.new_backend` is a whole back end in one file.
 """
 
 import dataclasses
@@ -22,13 +22,12 @@ from typing import Any
 import jax
 
 from jtrain_kernels import tuned
-from jtrain_kernels.device import DeviceSpec, live
+from jtrain_kernels.device import ENTRY_POINTS, DeviceSpec, live
 
 type Avals = Mapping[str, jax.ShapeDtypeStruct | int | float | bool | str | None]
 """An op's arguments by name: arrays as shapes (of one device's block), statics as they are."""
 
 REFERENCE = "xla"
-ENTRY_POINTS = "jtrain_kernels"
 
 
 def cost_unknown(device: DeviceSpec, avals: Avals) -> float | None:
@@ -99,17 +98,27 @@ class Choice:
     others: tuple[tuple[str, str], ...]
 
 
-def choose(op: Op, device: DeviceSpec, avals: Avals, *, forced: str | None = None) -> Choice:
+def choose(
+    op: Op,
+    device: DeviceSpec,
+    avals: Avals,
+    *,
+    forced: str | None = None,
+    measured: Mapping[tuple[str, str, str], tuned.Entry] | None = None,
+) -> Choice:
     """The implementation of `op` for these arguments on `device`.
 
     The cost model decides only between predictions: where the reference has none, it stays.
+
+    Args:
+      measured: what was tuned; by default what is committed for the device.
 
     Raises:
       ValueError: the forced implementation does not exist or cannot run; or nothing can.
     """
     found = {i.name: i for i in implementations(op)}
     reasons = {name: i.supports(device, avals) for name, i in found.items()}
-    entry = tuned.find(op.name, device.name, avals)
+    entry = (tuned.load(device.name) if measured is None else measured).get(tuned.key(op.name, avals))
 
     def chosen(name: str, because: str, losers: Callable[[str], str]) -> Choice:
         is_tuned = entry is not None and entry.implementation == name
@@ -193,9 +202,14 @@ def check(forced: Mapping[str, str]) -> None:
 def select(op: Op, avals: Avals) -> Choice:
     """The choice where code is being traced: for the device of `on`, else for the default backend's."""
     target: _Target | None = _target.value
-    if target is None:
-        return choose(op, live(jax.devices()[0]), avals)
-    return choose(op, target.device, avals, forced=dict(target.forced).get(op.name))
+    forced = dict(target.forced).get(op.name) if target is not None else None
+    return choose(op, device(), avals, forced=forced)
+
+
+def device() -> DeviceSpec:
+    """What is traced now is for this device: that of `on`, else the default backend's first."""
+    target: _Target | None = _target.value
+    return live(jax.devices()[0]) if target is None else target.device
 
 
 def call(op: Op, /, **arguments: Any) -> Any:
@@ -230,14 +244,14 @@ def implementations(op: Op) -> tuple[Implementation, ...]:
 def plugins() -> Mapping[str, tuple[Implementation, ...]]:
     """Op -> implementations brought by other distributions through the entry point group `jtrain_kernels`.
 
-    Each entry point names a mapping of op to `Implementation`.
+    Each entry point names a module, whose `IMPLEMENTATIONS` maps an op's name to an `Implementation`.
 
     Raises:
       ValueError: two implementations of an op have one name.
     """
     found: dict[str, tuple[Implementation, ...]] = {}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        for name, implementation in entry.load().items():
+        for name, implementation in getattr(entry.load(), "IMPLEMENTATIONS", {}).items():
             taken = [i.name for i in (*found.get(name, ()), *find(name).implementations)]
             if implementation.name in taken:
                 raise ValueError(

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +49,27 @@ def dtype(avals: Mapping[str, Any]) -> str:
     return " ".join(dict.fromkeys(str(x.dtype) for _, x in sorted(avals.items()) if hasattr(x, "dtype")))
 
 
-def find(op: str, device: str, avals: Mapping[str, Any]) -> Entry | None:
-    """The entry for these arguments, if any."""
-    return load(device).get((op, bucket(avals), dtype(avals)))
+def key(op: str, avals: Mapping[str, Any]) -> tuple[str, str, str]:
+    """By what an entry for these arguments is found."""
+    return op, bucket(avals), dtype(avals)
 
 
 @functools.cache
 def load(device: str) -> Mapping[tuple[str, str, str], Entry]:
-    """All entries of a device."""
-    path = FOLDER / f"{device}.json"
-    if not path.exists():
+    """The entries that are committed for a device."""
+    return read(FOLDER / f"{device}.json")
+
+
+def read(file: Path) -> Mapping[tuple[str, str, str], Entry]:
+    """The entries of a file; none where there is no file."""
+    if not file.exists():
         return {}
-    entries = [Entry(**fields) for fields in json.loads(path.read_text())]
+    entries = [Entry(**fields) for fields in json.loads(file.read_text())]
     return {(e.op, e.bucket, e.dtype): e for e in entries}
+
+
+def write(file: Path, entries: Iterable[Entry]) -> None:
+    """Adds entries to a file, in the place of older ones for the same arguments."""
+    known = dict(read(file)) | {(e.op, e.bucket, e.dtype): e for e in entries}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps([dataclasses.asdict(known[k]) for k in sorted(known)], indent=1) + "\n")
