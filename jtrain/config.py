@@ -72,7 +72,7 @@ class Run:
             raise ValueError(f"seed={self.seed} must be in [0, 2**32).")
 
 
-ADDED = {"optimizer.master_dtype": "'none'", "optimizer.param_rounding": "'nearest'"}
+ADDED = {"model.moe": "None", "optimizer.master_dtype": "'none'", "optimizer.param_rounding": "'nearest'"}
 """Fields that older runs did not have -> as text, the value that does what was done then."""
 
 MAY_CHANGE_ON_RESUME = {

@@ -50,6 +50,7 @@ def placement_of(layout: Layout) -> Placement:
         tensor=layout.mesh.tensor,
         tensor_overlap=spec.tensor_overlap,
         context=ops.RowSplit(layout.mesh.context, spec.context_attention, layout.context_order),
+        expert=layout.mesh.expert,
         remat=spec.remat,
         remat_save=spec.remat_save,
         regather=spec.zero_stage == 3 and layout.mesh.data > 1,

@@ -1,6 +1,7 @@
 """Where every array lives: sharding, dtype and bytes of parameters, gradients and optimizer state.
 
-The rule is one table, `SPLITS`: which mesh axis splits which dimension. `tensor` always splits its dimensions.
+The rule is one table, `SPLITS`: which mesh axis splits which dimension. `tensor` always splits its dimensions, and
+`expert` the experts of a mixture.
 `data` splits D, as far as the ZeRO stage says (arXiv:1910.02054): optimizer state from stage 1, gradients from stage
 2, parameters from stage 3. Norm scales are whole on every device at every stage: they are a ten-thousandth of a
 model, and gathering them would cost a collective each.
@@ -20,11 +21,11 @@ from jax.sharding import PartitionSpec as P
 from jtrain.dims import ParamInfo
 from jtrain.mesh import AXES, BATCH_AXES, MeshSpec, shard_size
 
-SPLITS = {"N": "tensor", "K": "tensor", "F": "tensor", "V": "tensor", "D": "data"}
+SPLITS = {"N": "tensor", "K": "tensor", "F": "tensor", "V": "tensor", "D": "data", "X": "expert"}
 """Dimension letter -> the mesh axis that may split it."""
 
 FIELDS = {"N": "model.num_heads", "K": "model.num_kv_heads", "F": "model.d_ff", "V": "model.vocab_size"}
-FIELDS |= {"D": "model.d_model"}
+FIELDS |= {"D": "model.d_model", "X": "model.moe.num_experts"}
 """Dimension letter -> the config field that sizes it, for messages."""
 
 type Dtype = Literal["float32", "bfloat16"]
@@ -146,6 +147,11 @@ class LayoutSpec:
             )
         if self.microbatches < 1:
             raise ValueError(f"layout.microbatches={self.microbatches} must be at least 1.")
+        if self.tensor_overlap and self.matmul_dtype != "compute":
+            raise ValueError(
+                f"layout.tensor_overlap=True with layout.matmul_dtype={self.matmul_dtype}: the overlapped products take "
+                "no 8-bit operands. Set one of the two."
+            )
         if (self.remat == "named") != bool(self.remat_save):
             raise ValueError(
                 f"layout.remat={self.remat!r} with layout.remat_save={self.remat_save!r}: names are what remat=named "
@@ -161,7 +167,7 @@ class LayoutSpec:
 class ParamLayout:
     """Where one parameter, its gradient and its optimizer state live.
 
-    data_dim, tensor_dim: index into `info.shape` of the dimension those axes may split, None if none.
+    data_dim, tensor_dim, expert_dim: index into `info.shape` of the dimension those axes may split, None if none.
     param_memory: where the parameter is between its uses. Where its optimizer state is, array by array, depends on what
       the optimizer keeps: `Layout.host_state`.
     """
@@ -171,10 +177,13 @@ class ParamLayout:
     data_dim: int | None
     tensor_dim: int | None
     param_memory: MemoryKind = "device"
+    expert_dim: int | None = None
 
     def spec(self, *, over_data: bool) -> P:
-        """The partition over `tensor`, and if asked over `data`."""
+        """The partition over `tensor` and `expert`, and if asked over `data`."""
         axes: list[str | None] = [None] * len(self.info.shape)
+        if self.expert_dim is not None:
+            axes[self.expert_dim] = "expert"
         if self.tensor_dim is not None:
             axes[self.tensor_dim] = "tensor"
         if over_data and self.data_dim is not None:
@@ -277,7 +286,10 @@ def make_layout(
     stacked = {info.path: info.size for info in infos if info.is_matrix and info.dims.startswith("Y")}
     total = sum(stacked.values())
     on_host = _moved("params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked)
-    for axis in ("stage", "expert"):
+    unused = ["stage"]
+    if not any(info.is_experts for info in infos):
+        unused.append("expert")
+    for axis in unused:
         if mesh.shape[axis] != 1:
             raise ValueError(
                 f"mesh.{axis}={mesh.shape[axis]}: no layout splits anything over `{axis}` yet, so its devices would "
@@ -288,19 +300,26 @@ def make_layout(
             "layout.tensor_overlap=True with mesh.tensor=1: nothing travels over `tensor` that could hide. Set "
             "mesh.tensor to 2 or more, or layout.tensor_overlap=False."
         )
+    if mesh.context != 1 and any(info.is_experts for info in infos):
+        raise ValueError(
+            f"mesh.context={mesh.context} with model.moe: a router counts the choices of whole sequences, and no device "
+            "has one. Set mesh.context=1 and use mesh.tensor or mesh.expert."
+        )
     layouts: list[ParamLayout] = []
     for info in infos:
-        dims: dict[str, int | None] = {"data": None, "tensor": None}
+        dims: dict[str, int | None] = {"data": None, "tensor": None, "expert": None}
         if info.is_matrix:
             for index, letter in enumerate(info.dims):
                 axis = SPLITS.get(letter)
                 # Stage 0 splits nothing over data, so it asks nothing of D.
                 if axis is None or (axis == "data" and spec.zero_stage == 0):
                     continue
+                if axis == "expert" and not info.is_experts:
+                    continue  # a router scores all experts on every device
                 shard_size(FIELDS[letter], info.shape[index], mesh.shape, (axis,))
                 dims[axis] = index
         memory: MemoryKind = "pinned_host" if info.path in on_host else "device"
-        layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory))
+        layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory, dims["expert"]))
     return Layout(spec, mesh, tuple(layouts), context_order=context_order)
 
 

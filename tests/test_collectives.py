@@ -13,6 +13,7 @@ from jtrain.dims import Batch
 from jtrain.layout import LayoutSpec, make_layout
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
+from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
 from jtrain.plan.collectives import collectives
@@ -84,6 +85,28 @@ def test_a_large_vocabulary_comes_in_parts(axes: dict[str, int], tied: bool) -> 
     layout = layout_of(3, 2)
     got = compiled(axes, sizes, **layout)
     assert got == predicted(axes, sizes, **layout)
+
+
+def test_a_mixtures_collectives_are_the_closed_form() -> None:
+    """All but its rows', which XLA:CPU exchanges in equal blocks: `tests/plan/test_aot.py` has them on accelerators.
+
+    Of an expert's three axes the partitioner may sum a norm's scalar over two at once: 4 bytes each.
+    """
+    axes, sizes = dict(data=2, expert=2, tensor=2), SIZES | dict(moe=MoESpec(num_experts=4, top_k=2), num_layers=2)
+    layout = layout_of(3, 2, remat="full")
+    found, formula = compiled(axes, sizes, **layout), predicted(axes, sizes, **layout)
+    rows, sums = ("all-to-all", "ragged-all-to-all"), [0, 0]
+    got, want = {}, {}
+    for index, (table, kept) in enumerate(((found, got), (formula, want))):
+        for key, (count, size) in table.items():
+            if (key[0], key[3]) == ("all-reduce", "f32"):
+                sums[index] += size
+            elif not (key[0] in rows and key[1] == ("expert",)):
+                kept[key] = count, size
+    assert got == want
+    assert abs(sums[0] - sums[1]) <= 4 * 3 * 2 < sums[0]
+    assert any(kind == "all-gather" and used == ("expert",) for kind, used, *_ in got)
+    assert ("all-reduce", ("tensor",), 2, "s32") in got
 
 
 @pytest.mark.parametrize("zero_stage", (1, 2, 3))

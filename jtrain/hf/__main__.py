@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line; no jax is imported to read it."""
     parser = argparse.ArgumentParser(
         prog="python -m jtrain.hf",
-        description="Exports checkpoints to Hugging Face Llama and Qwen3 directories, and imports those.",
+        description="Exports checkpoints to Hugging Face Llama, Qwen3 and Qwen3-MoE directories, and imports those.",
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{export,import}")

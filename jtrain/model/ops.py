@@ -10,6 +10,7 @@ from jtrain_kernels.fp8.formats import unsupported as fp8_unsupported
 from jtrain_kernels.fp8.history import empty as no_amax
 from jtrain_kernels.fp8.history import pushed as amax_pushed
 from jtrain_kernels.fp8.history import scales as amax_scales
+from jtrain_kernels.grouped_matmul.api import grouped_matmul
 from jtrain_kernels.linear.api import linear as linear_in_dtype
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from jtrain_kernels.linear_cross_entropy.chunking import best_chunk
@@ -32,6 +33,7 @@ __all__ = [
     "context_attention",
     "embedding_lookup",
     "fp8_unsupported",
+    "grouped_matmul",
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_in_parts",

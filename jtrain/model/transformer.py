@@ -13,17 +13,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jtrain.dims import Batch, ParamInfo
 from jtrain.model import ops
 from jtrain.model.attention import Attention
 from jtrain.model.mlp import SwiGLU
+from jtrain.model.moe import MoE
 from jtrain.model.norm import RMSNorm
 from jtrain.model.param import Params, param_infos, weight
 from jtrain.model.rope import RopeSpec
-from jtrain.model.stream import Layer, check_scanned, scan_layers
-from jtrain.model.tensor import TensorAxis, scatter_sequence
+from jtrain.model.router import MoESpec, RouterLosses
+from jtrain.model.stream import Layer, Stream, check_scanned, scan_layers
+from jtrain.model.tensor import TensorAxis, gather_sequence, scatter_sequence
 from jtrain.model.unembedding import loss_in_parts, unembedding_loss
 
 SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_gate", "mlp_up")
@@ -38,8 +40,8 @@ class Placement:
     """What a forward pass has to know of the layout.
 
     fetch: brings the parameters below a path into the form that computes: whole over `data`, in the compute dtype.
-    tensor: devices along the `tensor` axis.
-    tensor_overlap: what travels over it hides behind the layers' matmuls.
+    tensor, expert: devices along these axes.
+    tensor_overlap: what travels over `tensor` hides behind the layers' matmuls.
     context: how the positions lie over the `context` axis.
     remat: what a block keeps for its backward pass: everything, its input only, or that and `remat_save`.
     regather: fetched weights are dropped after use and fetched again by the backward pass.
@@ -59,6 +61,7 @@ class Placement:
     streams: bool = False
     offload: tuple[str, ...] = ()
     lookup: Callable[[Array, Array], Array] | None = None
+    expert: int = 1
 
 
 def single_device(dtype: str) -> Placement:
@@ -67,7 +70,7 @@ def single_device(dtype: str) -> Placement:
 
 
 class Block(nnx.Module):
-    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`; the mlp is one of experts if `moe` says so."""
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class Block(nnx.Module):
         norm_eps: float,
         qk_norm: bool,
         attention_chunk: int,
+        moe: MoESpec | None,
         layers: int,
     ) -> None:
         self.attention_norm = RMSNorm("D", d_model, eps=norm_eps, layers=layers)
@@ -94,7 +98,10 @@ class Block(nnx.Module):
             layers=layers,
         )
         self.mlp_norm = RMSNorm("D", d_model, eps=norm_eps, layers=layers)
-        self.mlp = SwiGLU(d_model=d_model, d_ff=d_ff, layers=layers)
+        if moe is None:
+            self.mlp = SwiGLU(d_model=d_model, d_ff=d_ff, layers=layers)
+        else:
+            self.mlp = MoE(d_model=d_model, d_ff=d_ff, spec=moe, layers=layers)
 
     def __call__(
         self,
@@ -105,14 +112,36 @@ class Block(nnx.Module):
         *,
         tensor: TensorAxis,
         context: ops.RowSplit,
-    ) -> Float[Array, "B _ D"]:
+        expert: int = 1,
+    ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
         with jax.named_scope("attention"):
             x_BLD, h_BLD = self.attention_norm.branch(x_BLD)
             h_BLD = self.attention(h_BLD, cos_BLR, sin_BLR, segment_BL, tensor, context)
             x_BLD = checkpoint_name(x_BLD + h_BLD, "attention_out")
         with jax.named_scope("mlp"):
+            valid_BL = local_sequence(segment_BL, tensor.size) > 0
             x_BLD, h_BLD = self.mlp_norm.branch(x_BLD)
-            return x_BLD + self.mlp(h_BLD, tensor)
+            h_BLD, losses = self.feed_forward(h_BLD, valid_BL, tensor=tensor, expert=expert)
+            return x_BLD + h_BLD, losses
+
+    def feed_forward(
+        self,
+        x_BLD: Float[Array, "B _ D"],
+        valid_BL: Bool[Array, "B _"],
+        *,
+        tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
+        expert: int = 1,
+    ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
+        """Of this device's positions; in between, its block of F of all of them. And a router's losses of its own.
+
+        Args:
+          valid_BL: of the same positions as x; false for padding, which goes to no expert.
+        """
+        if isinstance(self.mlp, SwiGLU):
+            return self.mlp(x_BLD, tensor), None
+        routing, losses = self.mlp.route(x_BLD, valid_BL, tensor=tensor.size)
+        h_BLD = self.mlp(gather_sequence(x_BLD, tensor.size), routing, expert=expert)
+        return scatter_sequence(h_BLD, tensor.size), losses
 
 
 class Transformer(nnx.Module):
@@ -120,6 +149,7 @@ class Transformer(nnx.Module):
 
     Args:
       num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff, vocab_size: sizes Y, D, N, K, H, F, V.
+      moe: a mixture of experts of `d_ff` each in the place of every feed-forward layer; None for a dense model.
       rope: rotary positions.
       norm_eps: added to the mean square in every norm.
       qk_norm: normalise queries and keys per head (Qwen3).
@@ -141,6 +171,7 @@ class Transformer(nnx.Module):
         head_dim: int,
         d_ff: int,
         vocab_size: int,
+        moe: MoESpec | None = None,
         rope: RopeSpec = RopeSpec(),  # noqa: B008 - frozen
         norm_eps: float = 1e-5,
         qk_norm: bool = False,
@@ -172,6 +203,7 @@ class Transformer(nnx.Module):
         self.head_dim = head_dim
         self.d_ff = d_ff
         self.vocab_size = vocab_size
+        self.moe = moe
         self.rope = rope
         self.norm_eps = norm_eps
         self.qk_norm = qk_norm
@@ -190,6 +222,7 @@ class Transformer(nnx.Module):
             norm_eps=norm_eps,
             qk_norm=qk_norm,
             attention_chunk=attention_chunk,
+            moe=moe,
             layers=num_layers,
         )
         self.final_norm = RMSNorm("D", d_model, eps=norm_eps)
@@ -200,12 +233,23 @@ class Transformer(nnx.Module):
         """Every parameter, sorted by path."""
         return param_infos(self)
 
+    @property
+    def active_d_ff(self) -> int:
+        """Hidden width of the feed-forward layers that one token goes through."""
+        return self.d_ff if self.moe is None else self.d_ff * (self.moe.top_k + self.moe.shared_experts)
+
     def hidden(self, params: Params, batch: Batch, placement: Placement) -> Float[Array, "B _ D"]:
         """Hidden states after the last norm, [B, L / tensor, D] in the compute dtype.
 
         Raises:
           ValueError: layers are unrolled, and something of theirs is in host memory.
         """
+        return self._forward(params, batch, placement)[0]
+
+    def _forward(
+        self, params: Params, batch: Batch, placement: Placement
+    ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
+        """As `hidden`, and the sums of all layers' routers' losses, if they have any."""
         fetch, tensor = placement.fetch, placement.tensor
         if placement.streams or placement.offload:
             check_scanned(self.scan_layers)
@@ -220,18 +264,22 @@ class Transformer(nnx.Module):
         block_def, _ = nnx.split(self.layers)
         axis = TensorAxis(tensor, placement.tensor_overlap)
 
-        def layer(x_BLD: Array, weights: Params, shared: tuple[Array, Array, Array]) -> Array:
+        def layer(carry: Stream, weights: Params, shared: tuple[Array, Array, Array]) -> Stream:
+            x_BLD, before = carry
             block = nnx.merge(block_def, fetch("layers", weights))
-            return block(checkpoint_name(x_BLD, LAYER_INPUT), *shared, tensor=axis, context=placement.context)
+            x_BLD = checkpoint_name(x_BLD, LAYER_INPUT)
+            x_BLD, losses = block(x_BLD, *shared, tensor=axis, context=placement.context, expert=placement.expert)
+            return x_BLD, jax.tree.map(jnp.add, before, losses)
 
         kept = checkpointed(layer, placement, scanned=self.scan_layers)
         unroll = 1 if self.scan_layers else self.num_layers
         shared = (cos_BLR, sin_BLR, batch.segment_BL)
         with jax.named_scope("layers"):
-            x_BLD = scan_layers(kept, x_BLD, params["layers"], shared, unroll=unroll)
+            losses = None if self.moe is None else RouterLosses(*jnp.zeros((2,)))
+            x_BLD, losses = scan_layers(kept, (x_BLD, losses), params["layers"], shared, unroll=unroll)
         with jax.named_scope("final_norm"):
             norm = nnx.merge(nnx.split(self.final_norm)[0], fetch("final_norm", params["final_norm"]))
-            return norm(x_BLD)
+            return norm(x_BLD), losses
 
     def unembed(self, params: Params, placement: Placement) -> Float[Array, "D V"]:
         """This device's columns of the unembedding matrix, V / tensor, in the compute dtype."""
@@ -240,12 +288,23 @@ class Transformer(nnx.Module):
         return placement.fetch("unembed_DV", params["unembed_DV"])
 
     def loss(self, params: Params, batch: Batch, placement: Placement) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Sums over this device's tokens, float32: the objective (with z-loss), and the cross entropy in nats.
+        """Sums over this device's tokens, float32: the objective, and the cross entropy in nats.
 
+        The objective has the z-loss in it, and of a mixture of experts its router's losses, the mean over layers.
         Divide by the number of valid targets of the whole global batch, so that any split of it gives the same loss.
         Only the first is differentiable.
         """
-        x_BLD = self.hidden(params, batch, placement)
+        x_BLD, losses = self._forward(params, batch, placement)
+        total, nats = self._cross_entropy(params, x_BLD, batch, placement)
+        if self.moe is None or losses is None:
+            return total, nats
+        of_router = self.moe.balance_loss * losses.balance + self.moe.router_z_loss * losses.z
+        return total + of_router / self.num_layers, nats
+
+    def _cross_entropy(
+        self, params: Params, x_BLD: Float[Array, "B _ D"], batch: Batch, placement: Placement
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """As `loss`, without the router's."""
         with jax.named_scope("loss"):
             chunk = self.loss_chunk_tokens if isinstance(self.loss_chunk_tokens, int) else None
             sizes: Any = dict(tensor=placement.tensor, chunk_tokens=chunk, z_loss=self.z_loss)
@@ -297,6 +356,14 @@ def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
 
 
+
+
+def local_sequence(x_BL: Int[Array, "B L"], tensor: int) -> Int[Array, "B _"]:
+    """This device's positions of an array that every device along `tensor` holds whole."""
+    if tensor == 1:
+        return x_BL
+    size = x_BL.shape[1] // tensor
+    return jax.lax.dynamic_slice_in_dim(x_BL, jax.lax.axis_index("tensor") * size, size, axis=1)
 
 
 def _embed(

@@ -15,10 +15,13 @@ from typing import Literal
 from jtrain.layout import Layout, ParamLayout, check_batch, itemsize, unsplit_axes
 from jtrain.mesh import BATCH_AXES
 from jtrain.model.residuals import kept_names
+from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.model.unembedding import num_parts
 
-type Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
+type Kind = Literal[
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Collective:
     group: its devices; fewer than the axes have where `Layout.rings` takes an axis in turns.
     count: arrays per step.
     array_bytes: sum over the arrays of the whole array: an all-gather's result, a reduce-scatter's operand, what an
-      all-reduce sums, what a device gives to an all-to-all or sends in a collective-permute.
+      all-reduce sums, what a device gives to an all-to-all or sends in a collective-permute; to a ragged all-to-all if
+      all experts are chosen alike.
     """
 
     purpose: str
@@ -67,6 +71,8 @@ def collectives(model: Transformer, layout: Layout, *, global_batch: int, seq_le
         _activations(found, model, layout, elements=tokens * model.d_model)
     if layout.mesh.context > 1:
         _context(found, model, layout, tokens=tokens)
+    if model.moe is not None:
+        _experts(found, model, model.moe, layout, rows=rows, tokens=tokens)
     _scalars(found, layout)
     return found.result()
 
@@ -121,8 +127,7 @@ def _parameter(found: _Found, model: Transformer, layout: Layout, p: ParamLayout
     """One parameter's gathers, the sums of its gradient, and its term of the gradient's norm."""
     spec, mesh = layout.spec, layout.mesh
     stacked = p.info.dims.startswith("Y")
-    over_tensor = mesh.tensor if p.tensor_dim is not None else 1
-    whole = p.info.size // over_tensor  # all layers, whole over data
+    whole = layout.local_size(p.spec(over_data=False), p.info.shape)  # all layers, whole over data
     # A tied table is used twice, as embedding and as unembedding.
     uses = model.num_layers if stacked else 2 if model.tie_embeddings and p.info.path == "embed_VD" else 1
     one = whole // uses if stacked else whole
@@ -234,6 +239,26 @@ def _context(found: _Found, model: Transformer, layout: Layout, *, tokens: int) 
     ):
         size = 4 if dtype == "int32" else None
         found.add("keys and values", "collective-permute", axes, dtype, elements, count, size=size, group=2)
+
+
+def _experts(found: _Found, model: Transformer, moe: MoESpec, layout: Layout, *, rows: int, tokens: int) -> None:
+    """What `jtrain.model.router` and `jtrain.model.expert_rows` send."""
+    spec, mesh = layout.spec, layout.mesh
+    layers = spec.microbatches * model.num_layers
+    again = 0 if kept_names(layout) is None else layers
+    found.add(
+        "expert counts", "all-gather", ("expert",), "int32", mesh.expert * moe.num_experts, layers + again, size=4
+    )
+    # There and back, and the same for gradients; nothing of it has a name to be kept by.
+    row_elements = tokens * moe.top_k * model.d_model
+    found.add(
+        "rows to experts", "ragged-all-to-all", ("expert",), spec.compute_dtype, row_elements, 4 * layers + 2 * again
+    )
+    slots = tokens * moe.top_k
+    found.add("routing", "all-gather", ("tensor",), "int32", slots, layers + again, size=4)
+    found.add("routing", "all-gather", ("tensor",), "float32", slots, layers + again)
+    found.add("routing", "reduce-scatter", ("tensor",), "float32", slots, layers)
+    found.add("routing", "all-reduce", ("tensor",), "int32", rows * moe.num_experts, layers + again, size=4)
 
 
 def _scalars(found: _Found, layout: Layout) -> None:

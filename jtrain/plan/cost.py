@@ -150,7 +150,9 @@ def step_time(
 
     flops, again = _forward_flops(model, layout, seq_len)
     per_token = 3 * flops.layers + 0.5 * flops.attention + again + 3 * flops.unembedding
-    weights = sum(p.info.size for p in layout.params if p.info.is_matrix) // mesh.tensor * itemsize(spec.compute_dtype)
+    shards_of = {p.info.path: mesh.expert if p.info.is_experts else 1 for p in layout.params}
+    weights = sum(p.info.size // shards_of[p.info.path] for p in layout.params if p.info.is_matrix)
+    weights = weights // mesh.tensor * itemsize(spec.compute_dtype)
     passes = 3 + (again > 0)
     recomputed = (kept := kept_names(layout)) is not None and "attention" not in kept
     by_weights = 3 * (flops.layers - flops.attention) + again - recomputed * flops.attention
@@ -241,10 +243,10 @@ def _forward_flops(model: Transformer, layout: Layout, seq_len: int) -> tuple[_F
         "attention_v": 2 * width * model.num_kv_heads * model.head_dim,
         "attention": 2 * heads * seq_len,
         "attention_out": 2 * heads * width,
-        "mlp_gate": 2 * width * model.d_ff,
-        "mlp_up": 2 * width * model.d_ff,
+        "mlp_gate": 2 * width * model.active_d_ff,
+        "mlp_up": 2 * width * model.active_d_ff,
     }
-    down = 2 * width * model.d_ff
+    down = 2 * width * model.active_d_ff + (2 * width * model.moe.num_experts if model.moe else 0)  # and the router
     kept = kept_names(layout)
     again = 0 if kept is None else model.num_layers * sum(flops for name, flops in of.items() if name not in kept)
     layers = model.num_layers * (sum(of.values()) + down)

@@ -9,7 +9,14 @@ import dataclasses
 from typing import Literal
 
 from jtrain.layout import Layout, ParamLayout, itemsize
-from jtrain.model.residuals import copies_weights, kept_names, named_bytes, offloaded_names
+from jtrain.model.residuals import (
+    copies_weights,
+    kept_names,
+    named_bytes,
+    offloaded_names,
+    rows_per_token,
+    wide_per_token,
+)
 from jtrain.model.transformer import LAYER_INPUT, Transformer
 from jtrain.model.unembedding import num_parts
 from jtrain.offload import SLICE_ELEMENTS
@@ -51,6 +58,7 @@ class _Step:
     x: the residual stream, split by sequence over `tensor`; h: the same, gathered, as matmuls read it.
     q, k: queries (and attention's result), and keys or values; lse: attention's log-partition.
     f: one of the mlp's wide arrays.
+    pairs, rows_x: rows of tokens before and after they are sent to their experts; 0 for a dense model.
     """
 
     def __init__(self, model: Transformer, layout: Layout, *, rows: int, seq_len: int, platform: Platform) -> None:
@@ -64,7 +72,9 @@ class _Step:
         self.x = self.h // tensor
         self.q = self.tokens * model.num_heads // tensor * model.head_dim * self.compute
         self.k = self.tokens * model.num_kv_heads // tensor * model.head_dim * self.compute
-        self.f = self.tokens * model.d_ff // tensor * self.compute
+        self.f = self.tokens * wide_per_token(layout) // tensor * self.compute
+        self.pairs = self.h * (model.moe.top_k if model.moe else 0)
+        self.rows_x = self.h * rows_per_token(layout)
         self.lse = self.tokens * model.num_heads // tensor * _F32
         self.casts = spec.param_dtype != spec.compute_dtype
         self.reduces = spec.zero_stage >= 2 and mesh.data > 1  # every layer's gradient, at once
@@ -99,7 +109,7 @@ class _Step:
 
     def _whole(self, p: ParamLayout) -> int:
         """Elements of a parameter, all layers, whole over `data`."""
-        return p.info.size // (self.layout.mesh.tensor if p.tensor_dim is not None else 1)
+        return self.layout.local_size(p.spec(over_data=False), p.info.shape)
 
     def _one_layer(self) -> int:
         """Elements of one layer's matrices, whole over `data`."""
@@ -140,7 +150,8 @@ class _Step:
         """
         if self.names is None:
             before_norm = self.q + self.k if self.model.qk_norm else 0
-            return 2 * self.x + 2 * self.h + 3 * self.q + 2 * self.k + self.lse + 3 * self.f + before_norm
+            of_rows = self.rows_x + self.pairs  # as the experts read them, and their results
+            return 2 * self.x + 2 * self.h + 3 * self.q + 2 * self.k + self.lse + 3 * self.f + before_norm + of_rows
         on_device = [name for name in (LAYER_INPUT, *self.names) if name not in offloaded_names(self.layout)]
         return sum(self._named(name) for name in on_device)
 
@@ -201,9 +212,13 @@ class _Step:
         )
 
     def _mlp(self) -> int:
-        """Gate and up, their gradients, or their product in place of the former where they are kept."""
+        """Gate and up, their gradients, or their product in place of the former where they are kept.
+
+        Of a mixture also rows of tokens and their gradients; where they are sent, one copy more of what arrives.
+        """
         kept = self.names is None or {"mlp_gate", "mlp_up"} <= set(self.names)
-        return (3 if kept else 4) * self.f
+        copies = 2 if self.layout.mesh.expert == 1 else 3
+        return (3 if kept else 4) * self.f + 2 * self.pairs + copies * self.rows_x
 
     def _workspace(self) -> int:
         """In attention, with the mlp's wide arrays: the gradients of its weights are put off until after it.

@@ -187,7 +187,7 @@ def collective_s(kind: Kind, array_bytes: int, over: Ring, *, count: int = 1, ef
         return array_bytes / (over.bytes_per_s * efficiency) + count * over.latency_s(kind)
     passes = 2 if kind == "all-reduce" else 1
     wire_bytes = passes * array_bytes * (over.devices - 1) / over.devices
-    if kind == "all-to-all" and over.torus_hops is not None:
+    if kind.endswith("all-to-all") and over.torus_hops is not None:
         wire_bytes = max(wire_bytes, array_bytes * over.torus_hops / 2)  # half the way round is the farthest
     return wire_bytes / (over.bytes_per_s * efficiency) + count * over.latency_s(kind)
 
