@@ -149,8 +149,8 @@ class LayoutSpec:
             raise ValueError(f"layout.microbatches={self.microbatches} must be at least 1.")
         if self.tensor_overlap and self.matmul_dtype != "compute":
             raise ValueError(
-                f"layout.tensor_overlap=True with layout.matmul_dtype={self.matmul_dtype}: the overlapped products take "
-                "no 8-bit operands. Set one of the two."
+                f"layout.tensor_overlap=True with layout.matmul_dtype={self.matmul_dtype}: the overlapped products "
+                "take no 8-bit operands. Set one of the two."
             )
         if (self.remat == "named") != bool(self.remat_save):
             raise ValueError(
@@ -302,8 +302,8 @@ def make_layout(
         )
     if mesh.context != 1 and any(info.is_experts for info in infos):
         raise ValueError(
-            f"mesh.context={mesh.context} with model.moe: a router counts the choices of whole sequences, and no device "
-            "has one. Set mesh.context=1 and use mesh.tensor or mesh.expert."
+            f"mesh.context={mesh.context} with model.moe: a router counts the choices of whole sequences, and no "
+            "device has one. Set mesh.context=1 and use mesh.tensor or mesh.expert."
         )
     layouts: list[ParamLayout] = []
     for info in infos:

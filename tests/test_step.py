@@ -70,8 +70,8 @@ def trained(
     state = init_state(lay, opt, mesh, seed=0)
     step = make_train_step(model, opt, lay, mesh)
     evaluate = make_eval_step(model, lay, mesh)
-    order = context_order(packed_batch().token_BL.shape[1], mesh_spec.context, lay.context_order)
-    batch = jax.tree.map(lambda x: jax.device_put(x[:, order], NamedSharding(mesh, BATCH_SPEC)), packed_batch())
+    columns = context_order(packed_batch().token_BL.shape[1], mesh_spec.context, lay.context_order)
+    batch = jax.tree.map(lambda x: jax.device_put(x[:, columns], NamedSharding(mesh, BATCH_SPEC)), packed_batch())
     sums = evaluate(state.params, batch)
     first = jax.device_get(state.params)
     losses, hashes, gradient = [], [], None

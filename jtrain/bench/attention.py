@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         reasons = {name: i.supports(spec, avals) for name, i in found.items()}
         names = [name for name, reason in reasons.items() if reason is None and args.only in (None, name)]
         if not names:
-            raise ValueError(f"--only {args.only}: {reasons.get(args.only, 'no such implementation')}.")
+            raise ValueError(f"--only {args.only}: {reasons.get(str(args.only), 'no such implementation')}.")
         best: dict[str, float] = {}
         for name in names:
             what = f"{shape}: {name}"
@@ -156,7 +156,5 @@ def seconds(fn: Callable[..., Any], arrays: tuple[jax.Array, ...], calls: int) -
     """Of one call, as the mean of several back to back."""
     jax.block_until_ready(fn(*arrays))
     start_s = time.perf_counter()
-    for _ in range(calls):
-        result = fn(*arrays)
-    jax.block_until_ready(result)
+    jax.block_until_ready([fn(*arrays) for _ in range(calls)])
     return (time.perf_counter() - start_s) / calls

@@ -105,7 +105,7 @@ def compile_for(
     with registry.on(spec, forced=forced), compat.lowering_for(mesh, spec), compat.no_compile_cache():
         with _shared_memory() as shared:
             lowered = jax.jit(function).lower(*args)
-        program = lowered.compile(compiler_options=dict(options or {}))
+        program: Any = lowered.compile(compiler_options=dict(options or {}))
     memory, text = program.memory_analysis(), program.as_text()
     found = kernels(program.runtime_executable().serialize()) if spec.platform == "gpu" else ()
     calls = collections.Counter[str]()

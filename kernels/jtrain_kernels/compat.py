@@ -52,7 +52,8 @@ def gpu_interpret(**options: Any) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     warn = _known(plgpu.InterpretGPUParams, {"on_race": "warn"})
-    return plgpu.InterpretGPUParams(**({"detect_races": True} | warn | options))
+    given: dict[str, Any] = {"detect_races": True} | warn | options
+    return plgpu.InterpretGPUParams(**given)
 
 
 def gpu_races_found() -> bool:
@@ -125,7 +126,8 @@ def splash_backward(kernel: Any, residuals: tuple[Any, ...], dy: Any) -> tuple[A
     order = ("save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function")
     statics = [kernel.kwargs[name] for name in (*order, "attn_logits_soft_cap", "interpret")]
     saved = (q, k, v, segments, None, y, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
-    return splash._splash_attention_bwd(*statics, saved, dy)[3:6]
+    gradients: Any = splash._splash_attention_bwd
+    return gradients(*statics, saved, dy)[3:6]
 
 
 def cudnn_attention(*arrays: Any, bias: Any, causal: bool, scale: float, window: int | None) -> Any:

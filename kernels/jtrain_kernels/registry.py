@@ -121,8 +121,8 @@ def choose(
     entry = (tuned.load(device.name) if measured is None else measured).get(tuned.key(op.name, avals))
 
     def chosen(name: str, because: str, losers: Callable[[str], str]) -> Choice:
-        is_tuned = entry is not None and entry.implementation == name
-        config = entry.config if is_tuned else next(iter(found[name].configs(device, avals)))
+        tuned_for = entry is not None and entry.implementation == name
+        config = entry.config if entry is not None and tuned_for else next(iter(found[name].configs(device, avals)))
         others = tuple((n, f"it cannot run: {r}" if r else losers(n)) for n, r in reasons.items() if n != name)
         return Choice(found[name], config, because, others)
 

@@ -79,10 +79,10 @@ def test_what_was_measured_beats_what_is_predicted() -> None:
     assert (got.implementation.name, dict(got.config)) == ("cudnn", {"tile": 2})
     assert got.because == "it was the fastest measured on h200 for factor=2 x=128x64: 3 us"
     assert got.others == (("xla", "cudnn was measured to be faster"),)
-    near: registry.Avals = AVALS | {"x": jax.ShapeDtypeStruct((65, 64), jnp.bfloat16)}
+    near: registry.Avals = dict(AVALS) | {"x": jax.ShapeDtypeStruct((65, 64), jnp.bfloat16)}
     assert registry.choose(op, H200, near, measured=entry("cudnn")).implementation.name == "cudnn"
     for other in (jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), jax.ShapeDtypeStruct((100, 64), jnp.float32)):
-        got = registry.choose(op, H200, AVALS | {"x": other}, measured=entry("cudnn"))
+        got = registry.choose(op, H200, dict(AVALS) | {"x": other}, measured=entry("cudnn"))
         assert got.implementation.name == "xla"
     assert registry.choose(op, V5P, AVALS, measured=entry("cudnn")).implementation.name == "xla"
 
@@ -237,7 +237,7 @@ def test_the_benchmark_refuses_what_it_cannot_mean(tmp_path: Path) -> None:
 
 def test_rms_norm_is_unchanged_by_its_registration() -> None:
     """One call through the registry is one call of its only form, under jit and grad."""
-    x, scale = normal(0, 4, 16), normal(1, 16)
+    x, scale = jnp.asarray(normal(0, 4, 16)), jnp.asarray(normal(1, 16))
     got = jax.jit(jax.grad(lambda x: rms_norm(x, scale, 1e-6).sum()))(x)
     with registry.on(V5P, forced={"rms_norm": "xla"}):
         want = jax.jit(jax.grad(lambda x: rms_norm(x, scale, 1e-6).sum()))(x)

@@ -1,5 +1,7 @@
 """Splash attention as it is called here, interpreted on a CPU; and what each implementation cannot do."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from jtrain_kernels.attention.mask import Mask
 from tests.kernels.gradients import normal
 
 L, N, K, H = 256, 2, 1, 128
-BLOCKS = dict(chunk=64, block_q=128, block_kv=128, interpret=True)
+BLOCKS: dict[str, Any] = dict(chunk=64, block_q=128, block_kv=128, interpret=True)
 SEGMENT = np.asarray([[1] * 100 + [2] * 90 + [0] * 66], np.int32)
 OTHER = np.asarray([[5] * 60 + [1] * 196], np.int32)
 """Keys of which the first document sees some and the others none."""

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import importlib.util
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from jtrain.model.param import map_params
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
-from jtrain.plan import aot
 from jtrain.plan.aot import compile_step, topology_devices
 from jtrain.plan.collectives import collectives
 from jtrain.plan.memory import memory
@@ -96,7 +96,7 @@ def test_gpus_come_in_whole_hosts() -> None:
 
 def test_a_missing_compiler_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra [aot] is optional."""
-    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs the compiler libtpu, which is not installed: pip install"):
         topology_devices("v5p:2x2x1")
     with pytest.raises(ValueError, match=r"needs the compiler jax_plugins.xla_cuda13, which is not installed: pip"):

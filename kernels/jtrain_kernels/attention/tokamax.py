@@ -83,7 +83,7 @@ def forward(
         # A persistent kernel would ask the device that is here for its cores.
         config=sm90.Config(block_q=block_q, block_kv=block_kv, num_stages=stages, persistent=False),
     )
-    each = jax.vmap(lambda q, k, v, first, end: kernel(q, k, v, None, None, first, end))
+    each: Any = jax.vmap(lambda q, k, v, first, end: kernel(q, k, v, None, None, first, end))
     y_BLNH, (top_BNL, total_BNL) = each(q_BLNH, k_BMKH, v_BMKH, *_ranges(segment_BL, segment_BM, mask))
     return y_BLNH, top_BNL + jnp.log(total_BNL)
 
