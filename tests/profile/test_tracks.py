@@ -124,19 +124,23 @@ EVENTS = """
 import pickle, sys
 from jax.profiler import ProfileData
 profile = ProfileData.from_file(sys.argv[1])  # must outlive its planes, which only point into it
-plane = profile.find_plane_with_name(sys.argv[2])
 found = [
-    (event.name, event.start_ns, event.duration_ns, dict(event.stats))
-    for line in plane.lines if line.name == sys.argv[3] for event in line.events
+    (plane.name, line.name, event.name, event.start_ns, event.duration_ns, dict(event.stats))
+    for plane in profile.planes for line in plane.lines for event in line.events
 ]
 sys.stdout.buffer.write(pickle.dumps(found))
 """
 
 
-def events(file: Path, plane_name: str, line_name: str) -> list[tuple[str, float, float, dict[Any, Any]]]:
-    """All events of a line, as a process of its own reads them."""
-    command = [sys.executable, "-c", EVENTS, str(file), plane_name, line_name]
+def everything(file: Path) -> list[Any]:
+    """All events of a trace with their planes and lines, as a process of its own reads them."""
+    command = [sys.executable, "-c", EVENTS, str(file)]
     return pickle.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+
+
+def events(file: Path, plane: str, line: str) -> list[tuple[str, float, float, dict[Any, Any]]]:
+    """Those of one line."""
+    return [tuple(rest) for of, on, *rest in everything(file) if (of, on) == (plane, line)]
 
 
 @pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")
@@ -147,24 +151,14 @@ def test_a_real_trace_keeps_every_event(tmp_path: Path) -> None:
         work(jnp.ones((64, 64))).block_until_ready()
     (file,) = tmp_path.rglob("*.xplane.pb")
 
-    def everything() -> list[Any]:
-        profile = ProfileData.from_file(str(file))
-        return [
-            (plane.name, line.name, event.name, event.start_ns, event.duration_ns, dict(event.stats))
-            for plane in profile.planes
-            if not plane.name.startswith("/device:CUSTOM:clocks")
-            for line in plane.lines
-            for event in line.events
-        ]
-
-    before = everything()
+    before = everything(file)
     assert len(before) > 10
     profile = ProfileData.from_file(str(file))
     began = dict(profile.find_plane_with_name("Task Environment").stats)["profile_start_time"]
     times = int(began) + np.arange(5) * 1000
     clocks = {0: make(0, "cpu", epoch_ns=times, sm_mhz=np.full(5, 2000.0))}
     tracks.annotate(file, clocks, PEAKS, {})
-    assert everything() == before
+    assert [event for event in everything(file) if not event[0].startswith("/device:CUSTOM:clocks")] == before
     counters = events(file, "/device:CUSTOM:clocks:0", "_counters_")
     assert [(start, stats["counter_value"]) for _, start, _, stats in counters] == [
         (i * 1000, 2000.0) for i in range(5)
