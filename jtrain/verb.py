@@ -82,9 +82,9 @@ def start_jax(environ: MutableMapping[str, str], *, emulate_devices: int | None 
 def compile_collectives_anew() -> None:
     """Takes no program out of the compile cache where CPUs communicate; once all processes have joined.
 
-    XLA:CPU runs collectives that do not depend on each other in one order on all devices, by an edge between them; a
-    program that was written to the cache and read again has lost those edges. Devices then wait for each other in
-    different collectives until XLA ends the process (seen with jaxlib 0.12.0.1: bench/NOTES.md).
+    With a program that was written to the cache and read again, devices were seen to wait for each other in different
+    collectives until XLA ended the process; compiled anew it never was (jaxlib 0.12.0.1: bench/NOTES.md). It looks as
+    if the order of collectives that do not depend on each other is lost on the way.
     """
     import jax
 

@@ -102,7 +102,6 @@ class Watch:
     def begin(self, start_step: int, metrics: Metrics, train_step: Any) -> None:
         """The state after `start_step` is there, and steps of `train_step` follow, if any are left."""
         self._metrics = metrics
-        self._train_step = train_step
         self._compilations = light.Compilations(train_step, ("state", "batch"))
         writes = jax.process_index() == 0 and start_step < self._run.num_steps
         self._ledger = goodput.Ledger(self._workdir, start_step=start_step, started_s=self._started_s, writes=writes)
