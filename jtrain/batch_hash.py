@@ -2,22 +2,24 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, UInt
+from jaxtyping import Array, Int, UInt
 
 from jtrain.dims import Batch
 from jtrain.mesh import BATCH_AXES
 
 
-def hash_block(batch: Batch) -> UInt[Array, "2"]:
+def hash_block(batch: Batch, column_L: Int[Array, " L"]) -> UInt[Array, "2"]:
     """This device's term of a hash of the global batch: add the terms modulo 2^32.
 
     Each place of the batch is mixed with its global index, so the sum depends on what stands where but not on how it
     is split. It is computed from what the step was fed, not from what the loader meant to feed.
+
+    Args:
+      column_L: where in the whole row this device's positions are.
     """
     rows, cols = batch.token_BL.shape
     row = jnp.arange(rows) + rows * jax.lax.axis_index(BATCH_AXES)
-    col = jnp.arange(cols) + cols * jax.lax.axis_index("context")
-    index_BL = row[:, None] * (cols * jax.lax.axis_size("context")) + col[None, :]
+    index_BL = row[:, None] * (cols * jax.lax.axis_size("context")) + column_L[None, :]
 
     def one(seed: int) -> Array:
         h = jnp.full((rows, cols), seed, jnp.uint32)

@@ -1,8 +1,12 @@
-"""Compiler options that a step needs on some chips, for plans and for training alike."""
+"""What a step is compiled with on some chips, for plans and for training alike: options, and kernels."""
+
+from contextlib import AbstractContextManager
 
 from jax.sharding import Mesh
 
-from jtrain_kernels.device import from_device
+from jtrain.layout import Layout
+from jtrain_kernels import registry
+from jtrain_kernels.device import from_device, live
 
 _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
@@ -32,3 +36,8 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
         return {}
     spec = from_device(device)
     return _KEEP_SUMS_SPLIT | (OPTIONS.get(spec.name, {}) if spec is not None else {})
+
+
+def kernels_for(layout: Layout, mesh: Mesh) -> AbstractContextManager[None]:
+    """Ops traced within are for the mesh's devices, be they here or not, with the kernels that the layout forces."""
+    return registry.on(live(mesh.devices.flat[0]), forced=dict(layout.spec.kernels))

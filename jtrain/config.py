@@ -32,6 +32,7 @@ from jtrain.optim import AdamW, Muon, check_layout
 from jtrain.optim import build as build_optimizer
 from jtrain.profile.spec import ProfileSpec
 from jtrain.step import check_offload
+from jtrain_kernels import registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Run:
             raise ValueError(f"seed={self.seed} must be in [0, 2**32).")
 
 
-ADDED = {"optimizer.master_dtype": "'none'", "optimizer.param_rounding": "'nearest'"}
+ADDED = {"model.moe": "None", "optimizer.master_dtype": "'none'", "optimizer.param_rounding": "'nearest'"}
 """Fields that older runs did not have -> as text, the value that does what was done then."""
 
 MAY_CHANGE_ON_RESUME = {
@@ -219,9 +220,11 @@ def validate(run: Run) -> None:
         offload = OffloadSpec()  # how much it is depends on the devices
     # Heads, widths and vocabulary over the mesh; names of activations out of what is kept.
     infos = run.model.param_infos()
-    layout = make_layout(dataclasses.replace(run.layout, offload=offload), run.mesh, infos)
+    spec, order = dataclasses.replace(run.layout, offload=offload), run.data.context_order
+    layout = make_layout(spec, run.mesh, infos, context_order=order)
     offloaded_names(layout)
     check_offload(run.layout, run.optimizer)
+    registry.check(dict(run.layout.kernels))
     check_layout(run.optimizer, layout)
     build_optimizer(run.optimizer, num_steps=run.num_steps, params=map_params(lambda info: info, infos))
     check_batch(run.layout, run.mesh, global_batch=run.data.global_batch, seq_len=run.data.seq_len)

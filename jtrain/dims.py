@@ -7,8 +7,8 @@
 | M | key positions | G | N / K, query heads per key head |
 | D | model width | H | head size |
 | F | feed-forward hidden | V | vocabulary |
-| Y | stacked layers | X, C | experts, capacity |
-| R | rotated pairs of a head, H / 2 | | |
+| Y | stacked layers | X | experts of a layer |
+| R | rotated pairs of a head, H / 2 | S | experts that serve one token |
 
 `axis` always means a mesh axis, `dim` an array dimension.
 """
@@ -46,7 +46,8 @@ class ParamInfo:
     """What one parameter is, wherever it will live.
 
     `dims` has one letter per dimension of `shape`; a leading `Y` stacks the layers. `init` is `ones` or a normal
-    of standard deviation `std`, drawn from the seed and `path` alone.
+    of standard deviation `std`, drawn from the seed and `path` alone. Of a stack of experts (`X` in front), `top_k`
+    serve a token; 0 elsewhere.
     """
 
     path: str
@@ -54,6 +55,7 @@ class ParamInfo:
     dims: str
     init: Literal["normal", "ones"]
     std: float = 0.0
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.dims) == len(self.shape), (self.path, self.dims, self.shape)
@@ -66,3 +68,15 @@ class ParamInfo:
     def is_matrix(self) -> bool:
         """True for what one layer multiplies with; False for norm scales."""
         return len(self.dims.removeprefix("Y")) > 1
+
+    @property
+    def is_experts(self) -> bool:
+        """True for a matrix of each of X experts; False for a router, whose X are outputs."""
+        return self.dims.removeprefix("Y").startswith("X")
+
+    @property
+    def active_size(self) -> int:
+        """Elements that one token is multiplied with."""
+        if not self.is_experts:
+            return self.size
+        return self.size // self.shape[self.dims.index("X")] * self.top_k

@@ -39,6 +39,8 @@ def placement_of(layout: Layout) -> Placement:
     def fetch(path: str, tree: Any) -> Any:
         if isinstance(tree, dict):
             return {key: fetch(f"{path}.{key}", value) for key, value in tree.items()}
+        if isinstance(tree, ops.Fp8Kernel):
+            return dataclasses.replace(tree, value=fetch(path, tree.value))
         # A profile finds by these names which weight of which layer a collective is for.
         with jax.named_scope(path.replace(".", "/")):
             return _fetch(layout, layouts[path], tree)
@@ -46,6 +48,9 @@ def placement_of(layout: Layout) -> Placement:
     return Placement(
         fetch=fetch,
         tensor=layout.mesh.tensor,
+        tensor_overlap=spec.tensor_overlap,
+        context=ops.RowSplit(layout.mesh.context, spec.context_attention, layout.context_order),
+        expert=layout.mesh.expert,
         remat=spec.remat,
         remat_save=spec.remat_save,
         regather=spec.zero_stage == 3 and layout.mesh.data > 1,

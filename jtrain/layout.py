@@ -1,6 +1,7 @@
 """Where every array lives: sharding, dtype and bytes of parameters, gradients and optimizer state.
 
-The rule is one table, `SPLITS`: which mesh axis splits which dimension. `tensor` always splits its dimensions.
+The rule is one table, `SPLITS`: which mesh axis splits which dimension. `tensor` always splits its dimensions, and
+`expert` the experts of a mixture.
 `data` splits D, as far as the ZeRO stage says (arXiv:1910.02054): optimizer state from stage 1, gradients from stage
 2, parameters from stage 3. Norm scales are whole on every device at every stage: they are a ten-thousandth of a
 model, and gathering them would cost a collective each.
@@ -20,17 +21,21 @@ from jax.sharding import PartitionSpec as P
 from jtrain.dims import ParamInfo
 from jtrain.mesh import AXES, BATCH_AXES, MeshSpec, shard_size
 
-SPLITS = {"N": "tensor", "K": "tensor", "F": "tensor", "V": "tensor", "D": "data"}
+SPLITS = {"N": "tensor", "K": "tensor", "F": "tensor", "V": "tensor", "D": "data", "X": "expert"}
 """Dimension letter -> the mesh axis that may split it."""
 
 FIELDS = {"N": "model.num_heads", "K": "model.num_kv_heads", "F": "model.d_ff", "V": "model.vocab_size"}
-FIELDS |= {"D": "model.d_model"}
+FIELDS |= {"D": "model.d_model", "X": "model.moe.num_experts"}
 """Dimension letter -> the config field that sizes it, for messages."""
 
 type Dtype = Literal["float32", "bfloat16"]
 
+type MatmulDtype = Literal["compute", "fp8_current", "fp8_delayed"]
+
 type Share = float | Literal["none", "as_needed"]
 """From 0.0 to 1.0; `as_needed` is the smallest that makes the run fit."""
+
+type ContextOrder = Literal["contiguous", "zigzag"]
 
 type MemoryKind = Literal["device", "pinned_host"]
 """As XLA names them."""
@@ -105,7 +110,15 @@ class LayoutSpec:
     param_dtype: of parameters between steps.
     compute_dtype: of matmuls and activations; softmax, norms and the loss are float32 always.
     reduce_dtype: in which gradients are summed over devices.
+    tensor_overlap: collectives over `tensor` travel piece by piece while a layer's matmuls compute, unless the kernels'
+      cost model says that it loses.
+    matmul_dtype: of the operands of the layers' weight products in training: `compute` is compute_dtype; `fp8_current`
+      and `fp8_delayed` round them to 8-bit floats (e4m3, gradients e5m2), each tensor scaled by its own largest number
+      or by the largest of the steps before. Evaluation and what is exported compute in compute_dtype.
     offload: what is kept in the host's memory.
+    context_attention: over `context`, `ring` sends keys and values round while blocks of scores are computed
+      (arXiv:2310.01889); `ulysses` exchanges positions for heads and back (arXiv:2309.14509).
+    kernels: implementations of ops to take whatever `jtrain_kernels.registry` would choose: (("attention", "cudnn"),).
     auto: zero_stage, remat, remat_save, microbatches and offload are picked by `jtrain.plan.search` so that the run
       fits with the least predicted time; what the config says of them is replaced, and config.txt holds what was
       picked.
@@ -118,26 +131,43 @@ class LayoutSpec:
     param_dtype: Dtype = "float32"
     compute_dtype: Dtype = "bfloat16"
     reduce_dtype: Dtype = "float32"
+    tensor_overlap: bool = False
+    matmul_dtype: MatmulDtype = "compute"
     offload: OffloadSpec = OffloadSpec()
+    context_attention: Literal["ring", "ulysses"] = "ring"
+    kernels: tuple[tuple[str, str], ...] = ()
     auto: bool = False
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"layout.zero_stage={self.zero_stage!r} must be 0, 1, 2 or 3.")
+        if self.matmul_dtype not in ("compute", "fp8_current", "fp8_delayed"):
+            raise ValueError(
+                f"layout.matmul_dtype={self.matmul_dtype!r} must be `compute`, `fp8_current` or `fp8_delayed`."
+            )
         if self.microbatches < 1:
             raise ValueError(f"layout.microbatches={self.microbatches} must be at least 1.")
+        if self.tensor_overlap and self.matmul_dtype != "compute":
+            raise ValueError(
+                f"layout.tensor_overlap=True with layout.matmul_dtype={self.matmul_dtype}: the overlapped products "
+                "take no 8-bit operands. Set one of the two."
+            )
         if (self.remat == "named") != bool(self.remat_save):
             raise ValueError(
                 f"layout.remat={self.remat!r} with layout.remat_save={self.remat_save!r}: names are what remat=named "
                 "keeps, and only that. Set both or neither."
             )
+        if self.context_attention not in ("ring", "ulysses"):
+            raise ValueError(f"layout.context_attention={self.context_attention!r} must be `ring` or `ulysses`.")
+        if len(dict(self.kernels)) < len(self.kernels):
+            raise ValueError(f"layout.kernels={self.kernels!r} names an op twice. Keep one implementation for each.")
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamLayout:
     """Where one parameter, its gradient and its optimizer state live.
 
-    data_dim, tensor_dim: index into `info.shape` of the dimension those axes may split, None if none.
+    data_dim, tensor_dim, expert_dim: index into `info.shape` of the dimension those axes may split, None if none.
     param_memory: where the parameter is between its uses. Where its optimizer state is, array by array, depends on what
       the optimizer keeps: `Layout.host_state`.
     """
@@ -147,10 +177,13 @@ class ParamLayout:
     data_dim: int | None
     tensor_dim: int | None
     param_memory: MemoryKind = "device"
+    expert_dim: int | None = None
 
     def spec(self, *, over_data: bool) -> P:
-        """The partition over `tensor`, and if asked over `data`."""
+        """The partition over `tensor` and `expert`, and if asked over `data`."""
         axes: list[str | None] = [None] * len(self.info.shape)
+        if self.expert_dim is not None:
+            axes[self.expert_dim] = "expert"
         if self.tensor_dim is not None:
             axes[self.tensor_dim] = "tensor"
         if over_data and self.data_dim is not None:
@@ -178,12 +211,14 @@ class Layout:
 
     rings: how the devices along `data` lie in a torus, one number per dimension, the slowest first: collectives over
       `data` go along one after the other. Empty where they are one collective; `jtrain.gather.along_torus` fills it.
+    context_order: which positions of a row the devices along `context` have: see `jtrain.data.place.context_order`.
     """
 
     spec: LayoutSpec
     mesh: MeshSpec
     params: tuple[ParamLayout, ...]
     rings: tuple[int, ...] = ()
+    context_order: ContextOrder = "zigzag"
 
     def local_size(self, spec: P, shape: tuple[int, ...]) -> int:
         """Elements that one device holds of an array of `shape` under `spec`."""
@@ -236,37 +271,84 @@ def _moved[K](name: str, share: float, total: int, chosen: frozenset[K], sizes: 
     return chosen
 
 
-def make_layout(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> Layout:
+def make_layout(
+    spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], *, context_order: ContextOrder = "zigzag"
+) -> Layout:
     """Decides where every array of a model lives.
 
     Raises:
-      ValueError: a dimension does not split evenly over its axis; an axis that nothing uses yet is over 1; or a share
-        to offload is not resolved to a number.
+      ValueError: a dimension does not split evenly over its axis; an axis that nothing uses yet is over 1, or one that
+        an option is for is 1; attention cannot be split over `context` so; or a share to offload is not resolved to a
+        number.
     """
+    _check_context(spec, mesh, infos, context_order)
     shares = {name: spec.offload.share(name) for name in ("optimizer", "params", "activations")}
     stacked = {info.path: info.size for info in infos if info.is_matrix and info.dims.startswith("Y")}
     total = sum(stacked.values())
     on_host = _moved("params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked)
-    for axis in ("stage", "expert", "context"):
+    unused = ["stage"]
+    if not any(info.is_experts for info in infos):
+        unused.append("expert")
+    for axis in unused:
         if mesh.shape[axis] != 1:
             raise ValueError(
                 f"mesh.{axis}={mesh.shape[axis]}: no layout splits anything over `{axis}` yet, so its devices would "
                 f"repeat each other's work. Set mesh.{axis}=1 and use mesh.data, mesh.tensor or mesh.replica."
             )
+    if spec.tensor_overlap and mesh.tensor == 1:
+        raise ValueError(
+            "layout.tensor_overlap=True with mesh.tensor=1: nothing travels over `tensor` that could hide. Set "
+            "mesh.tensor to 2 or more, or layout.tensor_overlap=False."
+        )
+    if mesh.context != 1 and any(info.is_experts for info in infos):
+        raise ValueError(
+            f"mesh.context={mesh.context} with model.moe: a router counts the choices of whole sequences, and no "
+            "device has one. Set mesh.context=1 and use mesh.tensor or mesh.expert."
+        )
     layouts: list[ParamLayout] = []
     for info in infos:
-        dims: dict[str, int | None] = {"data": None, "tensor": None}
+        dims: dict[str, int | None] = {"data": None, "tensor": None, "expert": None}
         if info.is_matrix:
             for index, letter in enumerate(info.dims):
                 axis = SPLITS.get(letter)
                 # Stage 0 splits nothing over data, so it asks nothing of D.
                 if axis is None or (axis == "data" and spec.zero_stage == 0):
                     continue
+                if axis == "expert" and not info.is_experts:
+                    continue  # a router scores all experts on every device
                 shard_size(FIELDS[letter], info.shape[index], mesh.shape, (axis,))
                 dims[axis] = index
         memory: MemoryKind = "pinned_host" if info.path in on_host else "device"
-        layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory))
-    return Layout(spec, mesh, tuple(layouts))
+        layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory, dims["expert"]))
+    return Layout(spec, mesh, tuple(layouts), context_order=context_order)
+
+
+def _check_context(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], order: ContextOrder) -> None:
+    """Refuses what attention over `context` cannot do, or not evenly.
+
+    Raises:
+      ValueError: see there.
+    """
+    if mesh.context == 1:
+        return
+    if spec.context_attention == "ring":
+        if order != "zigzag":
+            raise ValueError(
+                f"layout.context_attention=ring with data.context_order={order}: under a causal mask the last of "
+                f"mesh.context={mesh.context} devices would have all of the work at the end. Set "
+                "data.context_order=zigzag, or layout.context_attention=ulysses."
+            )
+        return
+    size = {letter: n for info in infos for letter, n in zip(info.dims, info.shape, strict=True)}
+    heads, kv_heads = size["N"] // mesh.tensor, size["K"] // mesh.tensor
+    if heads % mesh.context or (kv_heads % mesh.context and mesh.context % kv_heads):
+        over = f" / mesh.tensor={mesh.tensor}" if mesh.tensor > 1 else ""
+        raise ValueError(
+            f"layout.context_attention=ulysses gives each of mesh.context={mesh.context} devices a part of the heads, "
+            f"but model.num_heads={size['N']}{over} is {heads}, and model.num_kv_heads={size['K']}{over} is "
+            f"{kv_heads}. mesh.context must divide the former, and divide or be a multiple of the latter: change it, "
+            "or set layout.context_attention=ring."
+        )
 
 
 def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len: int) -> int:
@@ -277,6 +359,12 @@ def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len:
     """
     rows = shard_size("data.global_batch", global_batch, mesh.shape, BATCH_AXES)
     shard_size("data.seq_len", seq_len, mesh.shape, ("context", "tensor"))
+    if mesh.context > 1 and seq_len % (2 * mesh.context):
+        below = seq_len - seq_len % (2 * mesh.context)
+        raise ValueError(
+            f"data.seq_len={seq_len} over mesh.context={mesh.context}: each device has an early and a late part of a "
+            f"row, so it must be a multiple of {2 * mesh.context}. Nearest: {below}, {below + 2 * mesh.context}."
+        )
     if rows % spec.microbatches:
         shards = global_batch // rows
         raise ValueError(

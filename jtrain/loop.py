@@ -119,7 +119,8 @@ def train(run: Run, *, workdir: Path, config_text: str, started_s: float | None 
 
 def plan_parts(run: Run) -> Parts:
     """What a plan has to know of a run."""
-    layout = make_layout(run.layout, run.mesh, run.model.param_infos())
+    infos = run.model.param_infos()
+    layout = make_layout(run.layout, run.mesh, infos, context_order=run.data.context_order)
     return Parts(run.model, layout, run.optimizer, run.data.global_batch, run.data.seq_len)
 
 
@@ -155,7 +156,7 @@ def _check_fits(run: Run, layout: Layout, devices: list[jax.Device], *, availabl
     if run.mesh.size != len(devices) and data and run.data.global_batch % data == 0:
         mesh = dataclasses.replace(run.mesh, replica=1, data=data)
         spec = dataclasses.replace(run.layout, microbatches=run.data.global_batch // data)
-        layout = make_layout(spec, mesh, run.model.param_infos())
+        layout = make_layout(spec, mesh, run.model.param_infos(), context_order=run.data.context_order)
     sizes: dict[str, Any] = dict(global_batch=run.data.global_batch, seq_len=run.data.seq_len, available=available)
     check_fits(run.model, layout, run.optimizer, **sizes, platform=devices[0].platform, asked=asked)
 
@@ -287,7 +288,7 @@ class Loop:
     def _evaluate(self, step: int, state: TrainState) -> None:
         """The mean cross entropy over the held-out batches."""
         nats, tokens = 0.0, 0
-        for batch in self.dataset.eval_batches():
+        for batch in self.dataset.eval_batches(context=self.run.mesh.context):
             sums = jax.device_get(self.eval_step(state.params, put_batch(batch, self.mesh)))
             nats += float(sums["nats"])
             tokens += int(sums["tokens"])

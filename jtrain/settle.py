@@ -1,4 +1,5 @@
-"""What a config leaves to the devices, settled before a run: `layout.auto`, and shares of offload left `as_needed`.
+"""What a config leaves to the devices, settled before a run: `layout.auto`, shares of offload left `as_needed`, and the
+chunks of the loss.
 
 What was picked goes into the config, so config.txt holds it, and a rerun keeps it: it picks anew only where the
 devices, the batch or the rest of the layout are others, or where it would no longer fit.
@@ -15,6 +16,7 @@ import numpy as np
 
 from jtrain import config, leaves
 from jtrain.guard import same_everywhere
+from jtrain.loss_chunk import settle_loss_chunk
 from jtrain.plan.aot import topology_devices
 from jtrain.plan.fit import available_bytes
 from jtrain.plan.network import Machine
@@ -28,7 +30,7 @@ from jtrain.plan.search import (
     resolve_as_needed,
     search,
 )
-from jtrain_kernels.device import DEVICES, DeviceSpec, Host, from_device
+from jtrain_kernels.device import DEVICES, DeviceSpec, Host, from_device, live
 
 _CPU = dataclasses.replace(
     DEVICES["cpu"], peak_bf16_flops=1e12, hbm_bytes_per_s=5e10, link_bytes_per_s=1e10, host=Host(1, None, 1e9)
@@ -61,7 +63,7 @@ def settle(run_config: Any, *, devices: Sequence[jax.Device], workdir: Path | No
       ValueError: nothing fits, with what comes closest; the devices' peaks are unknown; or processes see different
         workdirs and would not train the same.
     """
-    notes = _settle(run_config, devices, workdir)
+    notes = settle_loss_chunk(run_config, live(devices[0])) + _settle(run_config, devices, workdir)
     if notes and not same_everywhere(leaves.flat(run_config)):
         raise ValueError(
             f"{notes[0]}: other processes settled otherwise, as {workdir} is not the same folder for all of them. Set "

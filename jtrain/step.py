@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jtrain.batch_hash import hash_block
-from jtrain.compiler import compiler_options
+from jtrain.compiler import compiler_options, kernels_for
 from jtrain.dims import IGNORE, Batch, ParamInfo
 from jtrain.gather import (
     along_torus,
@@ -45,6 +45,7 @@ from jtrain.gather import (
 from jtrain.layout import Layout, LayoutSpec, ParamLayout
 from jtrain.mesh import BATCH_AXES
 from jtrain.model.param import Params, init_param, init_params
+from jtrain.model.scaling import advanced, check_matmul_dtype, first_scaling, unseen, with_fp8
 from jtrain.model.transformer import Transformer
 from jtrain.offload import (
     Arrays,
@@ -73,11 +74,13 @@ class TrainState:
     """All that a run carries from step to step.
 
     step: completed updates, an int32 scalar. As a pytree it may hold shapes or shardings in the place of arrays.
+    scaling: with layout.matmul_dtype=fp8_delayed, by which 8-bit matmuls are scaled (`jtrain.model.scaling`).
     """
 
     step: Any
     params: Params
     opt_state: Moments
+    scaling: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def check_offload(spec: LayoutSpec, optimizer: AdamW | Muon) -> None:
@@ -125,7 +128,8 @@ def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainSta
             mesh, layouts[info.path].optimizer, "pinned_host" if (info.path, name) in on_host else "device"
         )
     )
-    shardings = TrainState(NamedSharding(mesh, P()), params, opt_state)
+    scaling = jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes.scaling)
+    shardings = TrainState(NamedSharding(mesh, P()), params, opt_state, scaling)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
@@ -135,7 +139,12 @@ def init_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int) -
     What is offloaded is made on the host: zeros there, and drawn values written over them layer by layer.
     """
     like = abstract_state(layout, optimizer, mesh)
-    drawn = TrainState(None, optimizer.params, optimizer.state_map(lambda i, name: i if name == "master" else None))
+    drawn = TrainState(
+        None,
+        optimizer.params,
+        optimizer.state_map(lambda i, name: i if name == "master" else None),
+        jax.tree.map(lambda _: None, like.scaling),
+    )
     leaves, structure = jax.tree.flatten(like)
     infos = jax.tree.leaves(drawn, is_leaf=lambda x: x is None)
     here = [x.sharding.memory_kind != "pinned_host" for x in leaves]
@@ -183,7 +192,8 @@ def _first_state(layout: Layout, optimizer: Optimizer, seed: int) -> TrainState:
     params = init_params(infos, seed=seed, dtype="float32" if masters else layout.spec.param_dtype)
     opt_state = optimizer.init(params)
     params = jax.tree.map(lambda x: x.astype(layout.spec.param_dtype), params)
-    return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
+    scaling = first_scaling(infos) if layout.spec.matmul_dtype == "fp8_delayed" else {}
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, scaling)
 
 
 def make_train_step(
@@ -193,23 +203,29 @@ def make_train_step(
 
     Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, without z-loss), grad_norm
     (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32).
+
+    Raises:
+      ValueError: layout.matmul_dtype is of no use on these devices.
     """
+    check_matmul_dtype(layout.spec, mesh)
     layout = along_torus(layout, mesh)
     gradients = jax.shard_map(
-        lambda params, batch: _local_gradients(model, layout, params, batch),
+        lambda params, scaling, batch: _local_gradients(model, layout, params, scaling, batch),
         mesh=mesh,
-        in_specs=(param_tree(layout, lambda p: p.param), BATCH_SPEC),
-        out_specs=(param_tree(layout, lambda p: p.optimizer), P()),
+        in_specs=(param_tree(layout, lambda p: p.param), P(), BATCH_SPEC),
+        out_specs=(param_tree(layout, lambda p: p.optimizer), P(), P()),
         check_vma=False,  # the sums over axes are written out, one rule for all parameters
     )
 
     update = _make_update(optimizer, layout, mesh)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, metrics = gradients(state.params, batch)
-        with jax.named_scope("optimizer"):
-            params, opt_state, norms = update(grads, state)
-            return TrainState(state.step + 1, params, opt_state), metrics | norms
+        with kernels_for(layout, mesh):
+            grads, seen, metrics = gradients(state.params, state.scaling, batch)
+            with jax.named_scope("optimizer"):
+                params, opt_state, norms = update(grads, state)
+                scaling = advanced(state.scaling, seen)
+                return TrainState(state.step + 1, params, opt_state, scaling), metrics | norms
 
     # Said, not inferred: a state that came back laid out otherwise would compile the second step anew.
     state_shardings = shardings_of(abstract_state(layout, optimizer, mesh))
@@ -345,44 +361,63 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
 
     params_spec = param_tree(layout, lambda p: p.param)
     sums = jax.shard_map(local, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=P(), check_vma=False)
-    return jax.jit(sums, compiler_options=compiler_options(mesh))
+
+    def eval_step(params: Params, batch: Batch) -> Metrics:
+        with kernels_for(layout, mesh):
+            return sums(params, batch)
+
+    return jax.jit(eval_step, compiler_options=compiler_options(mesh))
 
 
-def _local_gradients(model: Transformer, layout: Layout, params: Params, batch: Batch) -> tuple[Params, Metrics]:
-    """One device's part: its gradients as the optimizer wants them, and the global batch's metrics."""
+def _local_gradients(
+    model: Transformer, layout: Layout, params: Params, scaling: dict[str, Any], batch: Batch
+) -> tuple[Params, dict[str, Any], Metrics]:
+    """One device's part: its gradients as the optimizer wants them, and of the global batch what its 8-bit matmuls saw
+    and the metrics.
+    """
     spec = layout.spec
     placement = placement_of(layout)
+    infos = tuple(p.info for p in layout.params)
     with jax.named_scope("batch"):
         num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
         # Dividing each microbatch by the whole batch's count, not by its own, is what makes accumulation exact.
         weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
 
-    def objective(trained: Params, part: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        total, nats = model.loss(with_whole(layout, trained, params), part, placement)
+    def objective(trained: Params, seen: Any, part: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        weights = with_whole(layout, trained, params)
+        if spec.matmul_dtype != "compute":
+            weights = with_fp8(weights, infos, scaling, seen, weight)
+        total, nats = model.loss(weights, part, placement)
         with jax.named_scope("loss"):
             return total * weight, nats * weight
 
-    def microbatch(carry: tuple[Params, Array], part: Batch) -> tuple[tuple[Params, Array], None]:
-        (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained, part)
+    differentiate = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+
+    def microbatch(carry: Any, part: Batch) -> tuple[Any, None]:
+        (_, loss), (grads, seen) = differentiate(trained, unseen(scaling), part)
         with jax.named_scope("reduce_gradients"):
-            return (jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[0], grads), carry[1] + loss), None
+            grads = jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[0], grads)
+            return (grads, jax.tree.map(jnp.maximum, carry[1], seen), carry[2] + loss), None
 
     trained = trained_part(layout, params)
     if spec.microbatches == 1:
-        (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(trained, batch)
+        (_, loss), (grads, seen) = differentiate(trained, unseen(scaling), batch)
     else:
         parts = _microbatches(layout, batch)
         with jax.named_scope("reduce_gradients"):
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
-        (grads, loss), _ = jax.lax.scan(microbatch, (zeros, jnp.zeros((), jnp.float32)), parts)
+        carry = (zeros, unseen(scaling), jnp.zeros((), jnp.float32))
+        (grads, seen, loss), _ = jax.lax.scan(microbatch, carry, parts)
 
+    axes = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
     with jax.named_scope("reduce_gradients"):
         layouts = param_tree(layout, lambda p: p)
         grads = jax.tree.map(lambda p, g: finish_gradient(layout, p, g), layouts, grads)
-        loss = jax.lax.psum(loss, tuple(axis for axis, size in layout.mesh.shape.items() if size > 1))
+        seen = jax.tree.map(lambda amax_Y3: jax.lax.pmax(amax_Y3, axes), seen)
+        loss = jax.lax.psum(loss, axes)
     with jax.named_scope("batch"):
-        hash_2 = psum_batch(layout, hash_block(batch))
-    return grads, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}
+        hash_2 = psum_batch(layout, hash_block(batch, placement.context.position_L(batch.token_BL.shape[1])))
+    return grads, seen, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}
 
 
 def _microbatches(layout: Layout, batch: Batch) -> Batch:

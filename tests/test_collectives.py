@@ -13,6 +13,7 @@ from jtrain.dims import Batch
 from jtrain.layout import LayoutSpec, make_layout
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
+from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
 from jtrain.plan.collectives import collectives
@@ -81,11 +82,33 @@ def test_compiled_collectives_are_the_closed_form(axes: dict[str, int], zero_sta
 @pytest.mark.parametrize("tied", (False, True), ids=("untied", "tied"))
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_a_large_vocabulary_comes_in_parts(axes: dict[str, int], tied: bool) -> None:
-    """Three parts, which do not divide the vocabulary: each gathered twice, its gradient scattered once."""
+    """Three parts, which do not divide it, or two of each of two devices: gathered twice, gradients scattered once."""
     sizes = SIZES | dict(vocab_size=40_000, tie_embeddings=tied, num_layers=2)
     layout = layout_of(3, 2)
     got = compiled(axes, sizes, **layout)
     assert got == predicted(axes, sizes, **layout)
+
+
+def test_a_mixtures_collectives_are_the_closed_form() -> None:
+    """All but its rows', which XLA:CPU exchanges in equal blocks: `tests/plan/test_aot.py` has them on accelerators.
+
+    Of an expert's three axes the partitioner may sum a norm's scalar over two at once: 4 bytes each.
+    """
+    axes, sizes = dict(data=2, expert=2, tensor=2), SIZES | dict(moe=MoESpec(num_experts=4, top_k=2), num_layers=2)
+    layout = layout_of(3, 2, remat="full")
+    found, formula = compiled(axes, sizes, **layout), predicted(axes, sizes, **layout)
+    rows, sums = ("all-to-all", "ragged-all-to-all"), [0, 0]
+    got, want = {}, {}
+    for index, (table, kept) in enumerate(((found, got), (formula, want))):
+        for key, (count, size) in table.items():
+            if (key[0], key[3]) == ("all-reduce", "f32"):
+                sums[index] += size
+            elif not (key[0] in rows and key[1] == ("expert",)):
+                kept[key] = count, size
+    assert got == want
+    assert abs(sums[0] - sums[1]) <= 4 * 3 * 2 < sums[0]
+    assert any(kind == "all-gather" and used == ("expert",) for kind, used, *_ in got)
+    assert ("all-reduce", ("tensor",), 2, "s32") in got
 
 
 @pytest.mark.parametrize("zero_stage", (1, 2, 3))
@@ -103,3 +126,22 @@ def test_along_a_torus_each_dimension_has_its_collective(zero_stage: int) -> Non
         return sum(c.wire_bytes for c in collectives(model, lay, global_batch=ROWS, seq_len=COLS))
 
     assert wire((2, 2, 2)) == wire(())
+
+
+KEPT = ("attention_q", "attention_k", "attention_v", "attention_out")
+
+
+@pytest.mark.parametrize(("remat", "kept"), [("none", ()), ("full", ()), ("named", KEPT)], ids=str)
+def test_overlapped_projections_permute_what_the_closed_form_says(remat: str, kept: tuple[str, ...]) -> None:
+    """Byte by byte; in how many pieces is the kernels' choice.
+
+    Of two devices a loop around the ring has one turn, and written out XLA joins what two of them send.
+    """
+    axes, layout = dict(tensor=4), layout_of(0, 2, tensor_overlap=True, remat=remat, remat_save=kept)
+    sizes = SIZES | dict(num_kv_heads=4)
+    got, want = (
+        {key: size for key, (_, size) in table.items()}
+        for table in (compiled(axes, sizes, **layout), predicted(axes, sizes, **layout))
+    )
+    assert got == want
+    assert ("collective-permute", ("tensor",), 2, "f32") in got

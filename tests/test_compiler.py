@@ -2,9 +2,14 @@
 
 import pytest
 
-from jtrain.compiler import compiler_options
+from jtrain.compiler import compiler_options, kernels_for
+from jtrain.layout import LayoutSpec, make_layout
 from jtrain.mesh import MeshSpec, make_mesh
-from jtrain.plan.aot import topology_devices
+from jtrain.model.param import map_params
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW, build
+from jtrain.plan.aot import compile_step, topology_devices
+from jtrain_kernels import registry
 
 
 @pytest.mark.aot
@@ -23,3 +28,28 @@ def test_options_are_those_of_the_chip(topology: str, count: int, sparse_cores: 
     assert any("sparse_core" in name for name in options) == sparse_cores
     assert ("while-loop-all-reduce" in str(options.get("xla_disable_hlo_passes"))) == sums
     assert bool(options) == (sparse_cores or sums)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("topology", "name"), [("v5e:2x2", "v5e"), ("h200:1", "h200")])
+def test_kernels_are_chosen_for_the_devices_of_the_mesh(topology: str, name: str) -> None:
+    """Not for the machine that compiles; and a layout's word is law for them."""
+    mesh_spec = MeshSpec()
+    mesh = make_mesh(mesh_spec, topology_devices(topology)[:1])
+    layout = make_layout(LayoutSpec(kernels=(("rope", "xla"),)), mesh_spec, ())
+    rope = registry.find("rope")
+    with kernels_for(layout, mesh):
+        assert registry.device().name == name
+        assert registry.select(rope, rope.cases["llama8b"]).because == "it is forced"
+    assert registry.device().name == "cpu"
+
+
+@pytest.mark.aot
+def test_a_step_is_traced_within_its_layouts_kernels() -> None:
+    """Forward, backward and update: an implementation that there is not stops it."""
+    model = Transformer(num_layers=1, d_model=32, num_heads=2, num_kv_heads=1, head_dim=16, d_ff=64, vocab_size=64)
+    infos = model.param_infos()
+    optimizer = build(AdamW(peak_lr=1e-3, warmup_steps=1), num_steps=2, params=map_params(lambda info: info, infos))
+    layout = make_layout(LayoutSpec(kernels=(("swiglu", "nowhere"),)), MeshSpec(), infos)
+    with pytest.raises(ValueError, match=r"kernels\.swiglu=nowhere: there is no such implementation"):
+        compile_step(model, layout, optimizer, global_batch=1, seq_len=16, devices=topology_devices("h200:1"))

@@ -21,14 +21,14 @@ ROWS = (
     ("pipeline",),
     ("checkpoint", "metrics", "guard", "profile", "plan", "hf"),
     ("config",),
-    ("watch",),
+    ("loss_chunk", "watch"),
     ("loop", "settle"),
     ("launch", "generate", "bench"),
 )
 """A module imports only rows above its own, and itself. Every `__main__` is on the last row."""
 
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
-KERNEL_IMPORTS = {"jax", "jaxlib", "jax_triton", "jaxtyping", "numpy", "triton", "jtrain_kernels"}
+KERNEL_IMPORTS = {"jax", "jaxlib", "jax_triton", "jaxtyping", "numpy", "tokamax", "triton", "jtrain_kernels"}
 FIDDLE_IMPORTERS = {"config", "leaves", "launch"}
 
 

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from jtrain.data.place import context_order
 from jtrain.dims import IGNORE, Batch
 from jtrain.layout import LayoutSpec, make_layout
 from jtrain.mesh import MeshSpec, make_mesh
@@ -53,18 +54,24 @@ class Trained:
 
 
 def trained(
-    axes: dict[str, int], *, sizes: dict[str, Any] = SIZES, optimizer: AdamW | Muon = ADAMW, **layout: Any
+    axes: dict[str, int],
+    *,
+    sizes: dict[str, Any] = SIZES,
+    optimizer: AdamW | Muon = ADAMW,
+    order: Literal["contiguous", "zigzag"] = "zigzag",
+    **layout: Any,
 ) -> Trained:
     mesh_spec = MeshSpec(**axes)
     mesh = make_mesh(mesh_spec, jax.devices()[: mesh_spec.size])
     model = Transformer(**sizes)
     infos = model.param_infos()
-    lay = make_layout(LayoutSpec(compute_dtype="float32", **layout), mesh_spec, infos)
+    lay = make_layout(LayoutSpec(compute_dtype="float32", **layout), mesh_spec, infos, context_order=order)
     opt = build(optimizer, num_steps=NUM_STEPS, params=map_params(lambda info: info, infos))
     state = init_state(lay, opt, mesh, seed=0)
     step = make_train_step(model, opt, lay, mesh)
     evaluate = make_eval_step(model, lay, mesh)
-    batch = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, BATCH_SPEC)), packed_batch())
+    columns = context_order(packed_batch().token_BL.shape[1], mesh_spec.context, lay.context_order)
+    batch = jax.tree.map(lambda x: jax.device_put(x[:, columns], NamedSharding(mesh, BATCH_SPEC)), packed_batch())
     sums = evaluate(state.params, batch)
     first = jax.device_get(state.params)
     losses, hashes, gradient = [], [], None
@@ -139,6 +146,27 @@ def test_named_remat_qk_norm_and_tied_embeddings_keep_the_model() -> None:
     axes = dict(replica=2, data=2, tensor=2)
     got = trained(axes, sizes=sizes, zero_stage=3, remat="named", remat_save=("attention",), microbatches=2)
     assert_same(got, want)
+
+
+NAMED: dict[str, Any] = dict(remat="named", remat_save=("attention",))
+SPLIT_SEQUENCES = [
+    (dict(data=2, context=2), "zigzag", dict(zero_stage=3) | NAMED),
+    (dict(data=2, context=4), "zigzag", dict(zero_stage=3, microbatches=2) | NAMED),
+    (dict(context=2, tensor=2), "zigzag", dict(remat="full")),
+    (dict(data=2, context=2, tensor=2), "zigzag", dict(zero_stage=2, context_attention="ulysses")),
+    (dict(replica=2, context=4), "contiguous", dict(context_attention="ulysses", microbatches=2)),
+]
+"""The first is the cheapest that has a ring, a gather of weights and remat; the others take a minute each."""
+
+
+@pytest.mark.parametrize(
+    ("axes", "order", "layout"),
+    [SPLIT_SEQUENCES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in SPLIT_SEQUENCES[1:])],
+    ids=str,
+)
+def test_split_sequences_are_whole_ones(axes: dict[str, int], order: Any, layout: dict[str, Any]) -> None:
+    """By a ring or by heads: losses, gradients, weights and the batches' hashes are those of one device."""
+    assert_same(trained(axes, order=order, **layout), on_one_device())
 
 
 def test_muon_is_the_same_on_any_layout() -> None:

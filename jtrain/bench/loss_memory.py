@@ -1,10 +1,11 @@
 """Temporary bytes of the loss and its gradient at 16384 x 4096 x 128256 bf16, compiled for an H200 and a v5p.
 
 Nothing runs: the compilers of the extra [aot] say what they would allocate. The baseline is the same loss with all
-logits at once.
+logits at once; with eight devices along `tensor`, what each puts on the network against a gathered unembedding.
 """
 
 import argparse
+import functools
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -21,28 +22,66 @@ GIB = 2**30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--chunk-tokens", type=int, default=1024, help="tokens whose logits exist at a time")
+    parser.add_argument("--chunk-tokens", type=int, help="tokens whose logits exist at a time; else the predicted best")
     os.environ.update(AOT_ENVIRONMENT)  # jax reads it when it is imported, which no import above does
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     """One row per chip and dtype of the unembedding; its gradient, an output, has the same dtype."""
-    from jtrain.plan.aot import topology_devices
+    from jtrain_kernels.device import live
     from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
+    from jtrain_kernels.linear_cross_entropy.chunking import best_chunk
     from jtrain_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+    from jtrain_kernels.targets import topology_devices
 
     rows = []
     for chip, topology in (("H200", "h200:1"), ("v5p", "v5p:2x2x1")):
         device = topology_devices(topology)[0]
+        chunk = args.chunk_tokens or best_chunk(live(device), tokens=TOKENS, d_model=D, vocab=V)[0]
         whole = temp_bytes(linear_cross_entropy_reference, device, "bfloat16") / GIB
         for dtype in ("float32", "bfloat16"):
-            chunked = temp_bytes(
-                lambda x, w, t: linear_cross_entropy(x, w, t, chunk_tokens=args.chunk_tokens), device, dtype
-            )
-            what = f"{chip}, {args.chunk_tokens} tokens at a time, unembedding {dtype}"
-            rows.append(row(what, chunked / GIB, "GiB", bar="<= 3"))
+            loss = functools.partial(linear_cross_entropy, chunk_tokens=chunk)
+            chunked = temp_bytes(loss, device, dtype)
+            what = f"{chip}, {chunk} tokens at a time, unembedding {dtype}"
+            # The sum of a bfloat16 gradient is float32 until the end: 1.96 GiB that are no output.
+            rows.append(row(what, chunked / GIB, "GiB", bar="<= 2" if dtype == "float32" else "<= 3"))
         rows.append(row(f"{chip}, all logits at once, unembedding bfloat16", whole, "GiB"))
+    split, sent = split_bytes("h200:8", 8)
+    rows.append(row("8 x H200 along tensor, unembedding float32", split / GIB, "GiB", bar="<= 1.5"))
+    gathered = 2 * D * V * 2 * 7 // 8
+    rows.append(row("8 x H200, sent by each", sent / 2**20, "MiB", baseline=gathered / 2**20, bar="<= 0.25"))
     return rows
+
+
+def split_bytes(topology: str, num_devices: int) -> tuple[int, int]:
+    """Temporary bytes of a device, and what it sends, with tokens and a float32 unembedding split over devices."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from jtrain.plan.hlo import traffic
+    from jtrain_kernels import aot
+    from jtrain_kernels.linear_cross_entropy.api import vocab_parallel_linear_cross_entropy
+
+    mesh = aot.virtual_mesh(topology, {"tensor": num_devices})
+
+    def local(x: jax.Array, w: jax.Array, t: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+        def loss(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return vocab_parallel_linear_cross_entropy(x, w, t, axis="tensor", chunk_tokens=None)
+
+        sums, gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, w)
+        return jax.lax.psum(sums, "tensor"), gradients
+
+    specs = P(None, "tensor"), P(None, "tensor"), P()
+    shapes = (
+        jax.ShapeDtypeStruct((1, TOKENS, D), jnp.bfloat16, sharding=NamedSharding(mesh, specs[0])),
+        jax.ShapeDtypeStruct((D, V), jnp.float32, sharding=NamedSharding(mesh, specs[1])),
+        jax.ShapeDtypeStruct((1, TOKENS), jnp.int32, sharding=NamedSharding(mesh, specs[2])),
+    )
+    step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=((P(), P()), specs[:2]), check_vma=False)
+    report = aot.compile_for(mesh, step, *shapes)
+    return report.temp_bytes, sum(t.wire_bytes for t in traffic(report.hlo, dict(mesh.shape)))
 
 
 def temp_bytes(loss: Callable[..., Any], device: "jax.Device", unembed_dtype: str) -> int:

@@ -268,12 +268,15 @@ class Checkpoints:
         ]
         if not lines:
             return
-        what = "optimizer" if all(line.startswith("opt_state") for line in lines) else "model"
+        kinds = {"opt_state": "optimizer", "scaling": "layout.matmul_dtype"}
+        found = {kinds.get(line.partition(".")[0], "model") for line in lines}
+        what = found.pop() if len(found) == 1 else "model"
+        field = what if "." in what else f"{what}.*"
         listed = "".join(f"\n  {line}" for line in lines[:MAX_NAMED_LEAVES])
         more = f"\n  and {len(lines) - MAX_NAMED_LEAVES} more" if len(lines) > MAX_NAMED_LEAVES else ""
         raise CheckpointError(
             f"The checkpoint {self.folder / str(step)} is of another {what}: {len(lines)} of {len(wanted)} leaves "
-            f"differ.{listed}{more}\nSet {what}.* as in {self.folder / str(step) / files.CONFIG}, or choose another "
+            f"differ.{listed}{more}\nSet {field} as in {self.folder / str(step) / files.CONFIG}, or choose another "
             "--workdir."
         )
 

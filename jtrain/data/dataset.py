@@ -175,17 +175,20 @@ class TextDataset:
             "windows": {setup.name: setup.window_bytes for setup in setups},
         }
 
-    def eval_batches(self) -> Iterator[Batch]:
+    def eval_batches(self, *, context: int = 1) -> Iterator[Batch]:
         """The held-out batches: the same list each time, at most `eval_batches`, the last one padded, none repeated.
+
+        Args:
+          context: size of the mesh axis that splits rows.
 
         Raises:
           ValueError: nothing is held out.
         """
         if not self.spec.eval_fraction:
             raise ValueError("data.eval_fraction=0 holds nothing out to evaluate on. Set data.eval_fraction.")
-        return self._take_eval()
+        return self._take_eval(context_order(self.spec.seq_len, context, self.spec.context_order))
 
-    def _take_eval(self) -> Iterator[Batch]:
+    def _take_eval(self, order: Int[np.ndarray, " L"]) -> Iterator[Batch]:
         ids: dict[int, np.ndarray] = {}
 
         def lengths(source: int, first: int, count: int) -> Int[np.ndarray, " read"]:
@@ -217,7 +220,8 @@ class TextDataset:
             fill_rows(rows, plan.pieces, views_of(lambda source, document: ids[document]))
             for number in [number for number in ids if number < state.oldest()[0]]:
                 del ids[number]
-            yield Batch(rows.token_BL, rows.target_BL, rows.position_BL, rows.segment_BL)
+            arrays = rows.token_BL, rows.target_BL, rows.position_BL, rows.segment_BL
+            yield Batch(*(array[:, order] for array in arrays))
 
     @functools.cached_property
     def _eval_records(self) -> list[tuple[int, int]]:

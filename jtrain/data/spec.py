@@ -57,7 +57,7 @@ class PackedText:
     mixture_unit: Literal["tokens", "samples", "rows"] = "tokens"
     packing: Literal["concat", "first_fit", "best_fit"] = "concat"
     balance: bool = True
-    context_order: Literal["contiguous", "zigzag"] = "contiguous"
+    context_order: Literal["contiguous", "zigzag"] = "zigzag"
     epochs: int | None = None
     eval_fraction: float = 0.01
     eval_batches: int = 8

@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line; no jax is imported to read it."""
     parser = argparse.ArgumentParser(
         prog="python -m jtrain.hf",
-        description="Exports checkpoints to Hugging Face Llama and Qwen3 directories, and imports those.",
+        description="Exports checkpoints to Hugging Face Llama, Qwen3 and Qwen3-MoE directories, and imports those.",
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{export,import}")
@@ -108,6 +108,7 @@ def import_(args: argparse.Namespace) -> int:
     from jtrain.hf.mapping import from_hf
     from jtrain.hf.model_config import model_differences, model_from_config
     from jtrain.model.param import map_params
+    from jtrain.model.scaling import first_scaling
     from jtrain.step import TrainState
 
     check_empty(args.workdir)
@@ -124,7 +125,9 @@ def import_(args: argparse.Namespace) -> int:
     params = _onto_device(arrays)
     infos = map_params(lambda info: info, run.model.param_infos())
     optimizer = optim.build(run.optimizer, num_steps=run.num_steps, params=infos)
-    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    delayed = run.layout.matmul_dtype == "fp8_delayed"
+    scaling = first_scaling(run.model.param_infos(), params) if delayed else {}
+    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), scaling)
     config_text = leaves.flat(run_config)
     args.workdir.mkdir(parents=True, exist_ok=True)
     with Checkpoints(args.workdir, run.checkpoint) as checkpoints:

@@ -34,10 +34,17 @@ TABLE = {
     "layers.mlp.gate_DF": ("model.layers.{y}.mlp.gate_proj.weight", "F D"),
     "layers.mlp.up_DF": ("model.layers.{y}.mlp.up_proj.weight", "F D"),
     "layers.mlp.down_FD": ("model.layers.{y}.mlp.down_proj.weight", "D F"),
+    "layers.mlp.router_DX": ("model.layers.{y}.mlp.gate.weight", "X D"),
+    "layers.mlp.gate_XDF": ("model.layers.{y}.mlp.experts.{x}.gate_proj.weight", "F D"),
+    "layers.mlp.up_XDF": ("model.layers.{y}.mlp.experts.{x}.up_proj.weight", "F D"),
+    "layers.mlp.down_XFD": ("model.layers.{y}.mlp.experts.{x}.down_proj.weight", "D F"),
     "final_norm.scale_D": ("model.norm.weight", "D"),
     "unembed_DV": ("lm_head.weight", "V D"),
 }
-"""Our path -> (their name, their dimensions: letters in their order, those written together are one dimension)."""
+"""Our path -> (their name, their dimensions: letters in their order, those written together are one dimension).
+
+A name has the index of its layer, y, and of its expert, x, where we stack those.
+"""
 
 _TIED_HEAD = "lm_head.weight"
 _DERIVED = "rotary_emb.inv_freq"
@@ -48,32 +55,32 @@ _DERIVED = "rotary_emb.inv_freq"
 class Slot:
     """One of their tensors: which part of which of our parameters it is.
 
-    layer: index into the stacked dimension Y, None where the parameter has none.
+    index: into the dimensions that we stack: of its layer and of its expert, as far as the parameter has them.
     shape: as they store it.
     """
 
     name: str
     shape: tuple[int, ...]
     info: ParamInfo
-    layer: int | None
+    index: tuple[int, ...]
     _their_dims: str
 
     @property
     def _our_dims(self) -> str:
-        return self.info.dims.removeprefix("Y")
+        return self.info.dims[len(self.index) :]
 
     @property
     def _permutation(self) -> list[int]:
         return [self._our_dims.index(letter) for letter in self._their_dims.replace(" ", "")]
 
     def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-        """Our array of one layer in their form; contiguous."""
+        """Our array of one layer, or of one expert, in their form; contiguous."""
         return np.ascontiguousarray(np.transpose(ours, self._permutation).reshape(self.shape))
 
     def to_ours(self, theirs: np.ndarray) -> np.ndarray:
         """The inverse of `to_theirs`, as a view."""
         permutation = self._permutation
-        shape = self.info.shape if self.layer is None else self.info.shape[1:]
+        shape = self.info.shape[len(self.index) :]
         return np.transpose(theirs.reshape([shape[i] for i in permutation]), np.argsort(permutation))
 
 
@@ -84,16 +91,19 @@ def slots(model: Transformer) -> list[Slot]:
     before = [path for path in TABLE if path in infos and path.startswith("embed")]
     stacked = [path for path in TABLE if path in infos and infos[path].dims.startswith("Y")]
     after = [path for path in TABLE if path in infos and path not in before and path not in stacked]
-    out = [_slot(infos[path], None) for path in before]
-    out += [_slot(infos[path], y) for y in range(model.num_layers) for path in stacked]
-    return out + [_slot(infos[path], None) for path in after]
+    out = [_slot(infos[path], ()) for path in before]
+    for y in range(model.num_layers):
+        for path in stacked:
+            experts = range(infos[path].shape[1]) if infos[path].is_experts else None
+            out += [_slot(infos[path], (y,) if x is None else (y, x)) for x in experts or (None,)]
+    return out + [_slot(infos[path], ()) for path in after]
 
 
-def _slot(info: ParamInfo, layer: int | None) -> Slot:
+def _slot(info: ParamInfo, index: tuple[int, ...]) -> Slot:
     name, dims = TABLE[info.path]
     size = dict(zip(info.dims, info.shape, strict=True))
     shape = tuple(int(np.prod([size[letter] for letter in group])) for group in dims.split())
-    return Slot(name.format(y=layer), shape, info, layer, dims)
+    return Slot(name.format(**dict(zip("yx", index, strict=False))), shape, info, index, dims)
 
 
 def to_hf(params: Params, model: Transformer, *, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -112,7 +122,7 @@ def to_hf(params: Params, model: Transformer, *, dtype: str) -> Iterator[tuple[s
         leaf: Any = params
         for key in slot.info.path.split("."):
             leaf = leaf[key]
-        ours = np.asarray(leaf if slot.layer is None else leaf[slot.layer])
+        ours = np.asarray(leaf[slot.index] if slot.index else leaf)
         yield slot.name, slot.to_theirs(ours.astype(DTYPES[dtype], copy=False))
 
 
@@ -157,7 +167,7 @@ def from_hf(tensors: Mapping[str, Callable[[], np.ndarray]], model: Transformer,
                 f"tensor {name} has dtype {theirs.dtype}, other layers' have {stacks[path].dtype}, and layers are "
                 "stacked. Convert the directory to one dtype, or import with a dtype given."
             )
-        stacks[path][... if slot.layer is None else slot.layer] = slot.to_ours(theirs)
+        stacks[path][slot.index or ...] = slot.to_ours(theirs)
     return map_params(lambda info: stacks[info.path], model.param_infos())
 
 

@@ -1,16 +1,17 @@
 """config.json to a `Transformer` and back.
 
 Whatever changes the function that a model computes is either read or refused by name. What transformers itself does
-not read for these two architectures is left alone.
+not read for these architectures is left alone.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from jtrain.model.rope import Llama3Scaling, RopeSpec
+from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 """model_type -> the class that it must be."""
 
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -21,6 +22,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, None),
     "quantization_config": (None,),
     "partial_rotary_factor": (1, None),
+    "decoder_sparse_step": (1, None),
 }
 """Field -> the values that mean what our model does; the first is also what leaving it out means."""
 
@@ -31,6 +33,17 @@ _SIZES = {
     "d_ff": "intermediate_size",
     "vocab_size": "vocab_size",
 }
+
+_EXPERTS = {
+    "num_experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "normalize_top_k": "norm_topk_prob",
+    "balance_loss": "router_aux_loss_coef",
+}
+"""Fields of a mixture -> what says so in config.json. Their balancing loss is over a batch, and `top_k` times ours."""
+
+_ONE_EXPERT = "moe_intermediate_size"
+"""In a mixture's config.json `intermediate_size` is of dense layers, of which it has none."""
 
 _COMPARED = {
     **_SIZES,
@@ -61,7 +74,8 @@ def model_from_config(config: Mapping[str, Any]) -> Transformer:
         )
     _check_only(config)
     _check_full_attention(config)
-    sizes = {field: _required(config, key) for field, key in _SIZES.items()}
+    moe = _moe(config) if model_type == "qwen3_moe" else None
+    sizes = {field: _required(config, key) for field, key in _sizes(model_type).items()}
     num_heads = sizes["num_heads"]
     if model_type == "llama":
         num_kv_heads = config.get("num_key_value_heads") or num_heads
@@ -70,11 +84,12 @@ def model_from_config(config: Mapping[str, Any]) -> Transformer:
         num_kv_heads, head_dim = _required(config, "num_key_value_heads"), _required(config, "head_dim")
     return Transformer(
         **sizes,
+        moe=moe,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rope=_rope(config),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        qk_norm=model_type == "qwen3",
+        qk_norm=model_type != "llama",
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
     )
 
@@ -98,7 +113,7 @@ def config_from_model(
     Raises:
       ValueError: the model has a shape that transformers refuses.
     """
-    model_type = "qwen3" if model.qk_norm else "llama"
+    model_type = _model_type(model)
     if model_type == "llama" and model.d_model % model.num_heads:
         raise ValueError(
             f"model.d_model={model.d_model} is not a multiple of model.num_heads={model.num_heads}, which transformers "
@@ -107,7 +122,7 @@ def config_from_model(
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
-        **{key: getattr(model, field) for field, key in _SIZES.items()},
+        **{key: getattr(model, field) for field, key in _sizes(model_type).items()},
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
         "rope_theta": model.rope.theta,
@@ -122,8 +137,11 @@ def config_from_model(
         "eos_token_id": end_id,
         "torch_dtype": dtype,
     }
-    if model_type == "qwen3":
+    if model_type != "llama":
         config |= {"use_sliding_window": False, "sliding_window": None}
+        if model.moe is not None:
+            config |= {key: getattr(model.moe, field) for field, key in _EXPERTS.items()}
+            config |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "intermediate_size": model.d_ff}
     else:
         config |= {"mlp_bias": False, "pretraining_tp": 1}
     if (scaling := model.rope.scaling) is not None:
@@ -146,7 +164,46 @@ def model_differences(theirs: Transformer, ours: Transformer) -> list[str]:
         there, here = getattr(theirs, field), getattr(ours, field)
         if there != here:
             lines.append(f"model.{field}: {there} there ({key}), {here} here")
+    if (theirs.moe is None) != (ours.moe is None):
+        lines.append(f"model.moe: {theirs.moe} there (model_type), {ours.moe} here")
+    elif theirs.moe is not None and ours.moe is not None:
+        for field, key in (("shared_experts", "model_type"), *_EXPERTS.items()):
+            there, here = getattr(theirs.moe, field), getattr(ours.moe, field)
+            if there != here and not field.endswith("_loss"):
+                lines.append(f"model.moe.{field}: {there} there ({key}), {here} here")
     return lines
+
+
+def _model_type(model: Transformer) -> str:
+    """The architecture that a model is.
+
+    Raises:
+      ValueError: none of those that there are.
+    """
+    if model.moe is None:
+        return "qwen3" if model.qk_norm else "llama"
+    if model.moe.shared_experts or not model.qk_norm:
+        raise ValueError(
+            f"model.moe.shared_experts={model.moe.shared_experts} with model.qk_norm={model.qk_norm}: of mixtures only "
+            "Qwen3-MoE can be exported, which has no shared expert and normalises queries and keys. Set "
+            "model.moe.shared_experts=0 and model.qk_norm=True, or keep the checkpoint."
+        )
+    return "qwen3_moe"
+
+
+def _sizes(model_type: str) -> dict[str, str]:
+    return _SIZES | ({"d_ff": _ONE_EXPERT} if model_type == "qwen3_moe" else {})
+
+
+def _moe(config: Mapping[str, Any]) -> MoESpec:
+    if dense := config.get("mlp_only_layers"):
+        raise ValueError(f"config.json: mlp_only_layers={dense} is not supported: every layer must be one of experts.")
+    return MoESpec(
+        num_experts=_required(config, "num_experts"),
+        top_k=_required(config, "num_experts_per_tok"),
+        normalize_top_k=bool(config.get("norm_topk_prob", False)),
+        balance_loss=float(config.get("router_aux_loss_coef", 0.001)),
+    )
 
 
 def _required(config: Mapping[str, Any], key: str) -> Any:
@@ -165,7 +222,7 @@ def _check_only(config: Mapping[str, Any]) -> None:
 
 def _check_full_attention(config: Mapping[str, Any]) -> None:
     window = config.get("sliding_window")
-    if config["model_type"] == "qwen3" and config.get("use_sliding_window") and window is not None:
+    if config["model_type"] != "llama" and config.get("use_sliding_window") and window is not None:
         raise ValueError(
             f"config.json: use_sliding_window=True (sliding_window={window}) is not supported: every layer of our "
             "model attends to the whole document."

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from jtrain.model import ops
 from jtrain.model.norm import RMSNorm
 from jtrain.model.param import weight
+from jtrain.model.tensor import TensorAxis
 
 
 class Attention(nnx.Module):
@@ -41,29 +42,30 @@ class Attention(nnx.Module):
 
     def project(
         self,
-        x_BLD: Float[Array, "B L D"],
+        x_BLD: Float[Array, "B _ D"],
         cos_BLR: Float[Array, "B L R"],
         sin_BLR: Float[Array, "B L R"],
+        tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
     ) -> tuple[Float[Array, "B L N H"], Float[Array, "B L K H"], Float[Array, "B L K H"]]:
         """Queries and keys, rotated to their positions, and values."""
-        q_BLNH = ops.linear(x_BLD, self.q_DNH[...])
-        k_BLKH = ops.linear(x_BLD, self.k_DKH[...])
-        v_BLKH = ops.linear(x_BLD, self.v_DKH[...])
+        q_BLNH, k_BLKH, v_BLKH = tensor.project_in(x_BLD, self.q_DNH[...], self.k_DKH[...], self.v_DKH[...])
         if self.qk_norm:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         return ops.rope(q_BLNH, cos_BLR, sin_BLR), ops.rope(k_BLKH, cos_BLR, sin_BLR), v_BLKH
 
     def __call__(
         self,
-        x_BLD: Float[Array, "B L D"],
+        x_BLD: Float[Array, "B _ D"],
         cos_BLR: Float[Array, "B L R"],
         sin_BLR: Float[Array, "B L R"],
         segment_BL: Int[Array, "B L"],
-    ) -> Float[Array, "B L D"]:
-        """Partial sums over this device's heads: add them over `tensor`."""
-        q_BLNH, k_BLKH, v_BLKH = self.project(x_BLD, cos_BLR, sin_BLR)
+        tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
+        context: ops.RowSplit = ops.WHOLE_ROWS,
+    ) -> Float[Array, "B _ D"]:
+        """Of this device's positions; in between, its heads of all of them that it has along `context`."""
+        q_BLNH, k_BLKH, v_BLKH = self.project(x_BLD, cos_BLR, sin_BLR, tensor)
         q_BLNH = checkpoint_name(q_BLNH, "attention_q")
         k_BLKH = checkpoint_name(k_BLKH, "attention_k")
         v_BLKH = checkpoint_name(v_BLKH, "attention_v")
-        y_BLNH = ops.attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=self.chunk)
-        return ops.linear(y_BLNH, self.o_NHD[...], num_in=2)
+        y_BLNH = ops.context_attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, split=context, chunk=self.chunk)
+        return tensor.project_out(y_BLNH, self.o_NHD[...])

@@ -127,7 +127,8 @@ def extend(
         v_BMKH = jax.lax.dynamic_update_slice_in_dim(v_BMKH, v_BLKH, cache.length, axis=1)
         y_BLNH = _attend(q_BLNH, k_BMKH, v_BMKH, position_BL)
         x_BLD = x_BLD + ops.linear(y_BLNH, block.attention.o_NHD[...], num_in=2)
-        return x_BLD + block.mlp(block.mlp_norm(x_BLD)), (k_BMKH, v_BMKH)
+        y_BLD, _ = block.feed_forward(block.mlp_norm(x_BLD), jnp.ones(token_BL.shape, bool))
+        return x_BLD + y_BLD, (k_BMKH, v_BMKH)
 
     x_BLD = ops.embedding_lookup(params["embed_VD"], token_BL)
     x_BLD, (k_YBMKH, v_YBMKH) = jax.lax.scan(layer, x_BLD, (params["layers"], cache.k_YBMKH, cache.v_YBMKH))

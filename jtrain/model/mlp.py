@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 
 from jtrain.model import ops
 from jtrain.model.param import weight
+from jtrain.model.tensor import TensorAxis
 
 
 class SwiGLU(nnx.Module):
@@ -17,8 +18,8 @@ class SwiGLU(nnx.Module):
         # Each layer adds two branches to the residual stream: 1 / sqrt(2 Y) keeps its variance at any depth.
         self.down_FD = weight("FD", (d_ff, d_model), std=(d_ff * 2 * layers) ** -0.5, layers=layers)
 
-    def __call__(self, x_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        """Partial sums over this device's block of F: add them over `tensor`."""
-        gate_BLF = checkpoint_name(ops.linear(x_BLD, self.gate_DF[...]), "mlp_gate")
-        up_BLF = checkpoint_name(ops.linear(x_BLD, self.up_DF[...]), "mlp_up")
-        return ops.linear(ops.swiglu(gate_BLF, up_BLF), self.down_FD[...])
+    def __call__(self, x_BLD: Float[Array, "B _ D"], tensor: TensorAxis = TensorAxis()) -> Float[Array, "B _ D"]:  # noqa: B008 - frozen
+        """Of this device's positions; in between, its block of F of all of them."""
+        gate_BLF, up_BLF = tensor.project_in(x_BLD, self.gate_DF[...], self.up_DF[...])
+        gate_BLF, up_BLF = checkpoint_name(gate_BLF, "mlp_gate"), checkpoint_name(up_BLF, "mlp_up")
+        return tensor.project_out(ops.swiglu(gate_BLF, up_BLF), self.down_FD[...])

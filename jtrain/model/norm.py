@@ -17,3 +17,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rest C"]) -> Float[Array, "*rest C"]:
         return ops.rms_norm(x, getattr(self, f"scale_{self.dim}")[...], eps=self.eps)
+
+    def branch(self, x: Float[Array, "*rest C"]) -> tuple[Float[Array, "*rest C"], Float[Array, "*rest C"]]:
+        """A residual stream, and its norm for the branch that is added to it."""
+        return ops.rms_norm_branch(x, getattr(self, f"scale_{self.dim}")[...], eps=self.eps)

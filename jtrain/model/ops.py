@@ -1,22 +1,54 @@
 """The ops a model is made of; the only importer of the kernels package's ops."""
 
+from jaxtyping import Array, Float
+
 from jtrain_kernels.attention.api import attention
+from jtrain_kernels.attention.context import WHOLE_ROWS, RowSplit, context_attention
 from jtrain_kernels.embedding_lookup.api import embedding_lookup
-from jtrain_kernels.linear.api import linear
-from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
+from jtrain_kernels.fp8.api import Fp8Kernel, linear_fp8
+from jtrain_kernels.fp8.formats import unsupported as fp8_unsupported
+from jtrain_kernels.fp8.history import empty as no_amax
+from jtrain_kernels.fp8.history import pushed as amax_pushed
+from jtrain_kernels.fp8.history import scales as amax_scales
+from jtrain_kernels.grouped_matmul.api import grouped_matmul
+from jtrain_kernels.linear.api import linear as linear_in_dtype
+from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy, vocab_parallel_linear_cross_entropy
+from jtrain_kernels.linear_cross_entropy.chunking import best_chunk
 from jtrain_kernels.linear_cross_entropy.parts import NO_COLUMN, linear_cross_entropy_in_parts
-from jtrain_kernels.rms_norm.api import rms_norm
+from jtrain_kernels.overlap.api import all_gather_matmul, matmul_reduce_scatter
+from jtrain_kernels.rms_norm.api import rms_norm, rms_norm_branch
 from jtrain_kernels.rope.api import rope
 from jtrain_kernels.swiglu.api import swiglu
 
 __all__ = [
     "NO_COLUMN",
+    "WHOLE_ROWS",
+    "Fp8Kernel",
+    "RowSplit",
+    "all_gather_matmul",
+    "amax_pushed",
+    "amax_scales",
     "attention",
+    "best_chunk",
+    "context_attention",
     "embedding_lookup",
+    "fp8_unsupported",
+    "grouped_matmul",
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_in_parts",
+    "matmul_reduce_scatter",
+    "no_amax",
     "rms_norm",
+    "rms_norm_branch",
     "rope",
     "swiglu",
+    "vocab_parallel_linear_cross_entropy",
 ]
+
+
+def linear(x: Float[Array, "..."], kernel: Array | Fp8Kernel, num_in: int = 1) -> Float[Array, "..."]:
+    """`x` contracted over its last `num_in` dimensions with the first `num_in` of `kernel`, as the kernel asks."""
+    if isinstance(kernel, Fp8Kernel):
+        return linear_fp8(x, kernel, num_in)
+    return linear_in_dtype(x, kernel, num_in)

@@ -21,9 +21,13 @@ type Params = dict[str, Any]
 """Nested dict of arrays; a path like `layers.attention.q_DNH` is its keys joined by dots."""
 
 
-def weight(dims: str, shape: tuple[int, ...], *, std: float, layers: int = 0) -> nnx.Param[Any]:
-    """A matrix drawn from a normal of standard deviation `std`; with `layers`, one per layer, stacked."""
-    return _param(dims, shape, layers, init="normal", std=std)
+def weight(dims: str, shape: tuple[int, ...], *, std: float, layers: int = 0, top_k: int = 0) -> nnx.Param[Any]:
+    """A matrix drawn from a normal of standard deviation `std`; with `layers`, one per layer, stacked.
+
+    Args:
+      top_k: of a stack of experts, how many serve a token.
+    """
+    return _param(dims, shape, layers, init="normal", std=std, top_k=top_k)
 
 
 def scale(dims: str, shape: tuple[int, ...], *, layers: int = 0) -> nnx.Param[Any]:
@@ -31,11 +35,11 @@ def scale(dims: str, shape: tuple[int, ...], *, layers: int = 0) -> nnx.Param[An
     return _param(dims, shape, layers, init="ones", std=0.0)
 
 
-def _param(dims: str, shape: tuple[int, ...], layers: int, *, init: str, std: float) -> nnx.Param[Any]:
+def _param(dims: str, shape: tuple[int, ...], layers: int, *, init: str, std: float, top_k: int = 0) -> nnx.Param[Any]:
     if layers:
         dims, shape = "Y" + dims, (layers, *shape)
     # The dtype is the layout's choice: float32 stands in until the values are made.
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init, std=std)
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init, std=std, top_k=top_k)
 
 
 def param_infos(module: nnx.Module) -> tuple[ParamInfo, ...]:
@@ -43,9 +47,8 @@ def param_infos(module: nnx.Module) -> tuple[ParamInfo, ...]:
     infos: list[ParamInfo] = []
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         meta = variable.get_metadata()
-        infos.append(
-            ParamInfo(".".join(map(str, path)), variable.get_value().shape, meta["dims"], meta["init"], meta["std"])
-        )
+        shape, of = variable.get_value().shape, (meta[name] for name in ("dims", "init", "std", "top_k"))
+        infos.append(ParamInfo(".".join(map(str, path)), shape, *of))
     return tuple(sorted(infos, key=lambda info: info.path))
 
 

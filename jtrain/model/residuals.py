@@ -1,6 +1,7 @@
 """What a layer keeps for its backward pass: names, bytes, and which of them wait in host memory."""
 
 from jtrain.layout import Layout, itemsize, largest_first
+from jtrain.model.expert_rows import buffer_rows
 from jtrain.model.transformer import LAYER_INPUT, SAVEABLE
 
 _F32 = 4
@@ -34,6 +35,7 @@ def named_bytes(layout: Layout) -> dict[str, int]:
     On all devices along `tensor` together: each holds 1 / tensor, by heads, by F, or by positions.
     """
     size = {letter: n for p in layout.params for letter, n in zip(p.info.dims, p.info.shape, strict=True)}
+    wide = wide_per_token(layout)
     compute = itemsize(layout.spec.compute_dtype)
     query, key = size["N"] * size["H"] * compute, size["K"] * size["H"] * compute
     return {
@@ -43,9 +45,28 @@ def named_bytes(layout: Layout) -> dict[str, int]:
         "attention_v": key,
         "attention": query + size["N"] * _F32,  # with the log-partition of each head
         "attention_out": size["D"] * compute,
-        "mlp_gate": size["F"] * compute,
-        "mlp_up": size["F"] * compute,
+        "mlp_gate": wide * compute,
+        "mlp_up": wide * compute,
     }
+
+
+def wide_per_token(layout: Layout) -> int:
+    """Elements per token of one of the mlp's wide arrays, on all devices along `tensor` together.
+
+    Of a mixture: of all its rows, there for the worst case too, and of its shared experts.
+    """
+    wide = 0
+    for info in (p.info for p in layout.params if p.info.path.rpartition(".")[2] in ("gate_DF", "gate_XDF")):
+        wide += info.shape[info.dims.index("F")] * (rows_per_token(layout) if info.is_experts else 1)
+    return wide
+
+
+def rows_per_token(layout: Layout) -> int:
+    """Rows that a device has room for, per token of its own: see `jtrain.model.expert_rows`; 0 without experts."""
+    for info in (p.info for p in layout.params if p.info.is_experts):
+        sizes = dict(num_experts=info.shape[info.dims.index("X")], expert=layout.mesh.expert)
+        return buffer_rows(info.top_k, info.top_k, **sizes)
+    return 0
 
 
 def offloaded_names(layout: Layout) -> tuple[str, ...]:

@@ -17,12 +17,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jtrain.model.param import Params
 
-type Layer = Callable[[Array, Params, Any], Array]
-"""(residual stream, one layer's weights, what all layers share) -> residual stream."""
+type Stream = Any
+"""A pytree of arrays that goes through the layers: the residual stream, and what else they add to."""
+
+type Layer = Callable[[Stream, Params, Any], Stream]
+"""(what goes through, one layer's weights, what all layers share) -> what goes through."""
 
 
 @jax.tree_util.register_dataclass
@@ -38,9 +41,7 @@ class Detached:
     value: Array
 
 
-def scan_layers(
-    layer: Layer, x_BLD: Float[Array, "B _ D"], weights: Params, shared: Any, *, unroll: int
-) -> Float[Array, "B _ D"]:
+def scan_layers(layer: Layer, x: Stream, weights: Params, shared: Any, *, unroll: int) -> Stream:
     """`x = layer(x, weights[y], shared)` for every y of the stacked weights, differentiable in x and weights.
 
     Args:
@@ -52,8 +53,8 @@ def scan_layers(
     leaves = jax.tree.leaves(weights, is_leaf=_is_detached)
     if any(_is_detached(leaf) and _on_host(leaf.value) for leaf in leaves):
         assert unroll == 1, "check_scanned refuses it"
-        return _streamed(layer, x_BLD, weights, shared)
-    return jax.lax.scan(lambda x, w: (layer(x, w, shared), None), x_BLD, weights, unroll=unroll)[0]
+        return _streamed(layer, x, weights, shared)
+    return jax.lax.scan(lambda x, w: (layer(x, w, shared), None), x, weights, unroll=unroll)[0]
 
 
 def check_scanned(scan_layers: bool) -> None:
@@ -70,7 +71,7 @@ def check_scanned(scan_layers: bool) -> None:
         )
 
 
-def _streamed(layer: Layer, x_BLD: Array, weights: Params, shared: Any) -> Array:
+def _streamed(layer: Layer, x: Stream, weights: Params, shared: Any) -> Stream:
     leaves, tree = jax.tree.flatten(weights, is_leaf=_is_detached)
     num_layers = jax.tree.leaves(weights)[0].shape[0]
     steps = jnp.arange(num_layers)
@@ -80,7 +81,7 @@ def _streamed(layer: Layer, x_BLD: Array, weights: Params, shared: Any) -> Array
     near = [None if value is None or _on_host(value) else value for value in values]
     far = [value if value is not None and _on_host(value) else None for value in values]
 
-    def one(x: Array, trained: list[Array], values: list[Array | None], shared: Any) -> Array:
+    def one(x: Stream, trained: list[Array], values: list[Array | None], shared: Any) -> Stream:
         pairs = zip(trained, values, strict=True)
         merged = [t if value is None else Detached(t, value) for t, value in pairs]
         return layer(x, jax.tree.unflatten(tree, merged), shared)
@@ -89,7 +90,7 @@ def _streamed(layer: Layer, x_BLD: Array, weights: Params, shared: Any) -> Array
         slices = jax.tree.map(lambda value: jax.lax.dynamic_index_in_dim(value, index, keepdims=False), stacked)
         return jax.device_put(slices, jax.memory.Space.Device)
 
-    def loop(compute: Callable[..., tuple[Array, Any]], x: Array, trained: Any, near: Any, far: Any) -> Any:
+    def loop(compute: Callable[..., tuple[Stream, Any]], x: Stream, trained: Any, near: Any, far: Any) -> Any:
         def body(carry: Any, now: Any) -> Any:
             (x, held), (y, trained, near) = carry, now
             ahead = fetch(far, jnp.minimum(y + 1, num_layers - 1))
@@ -99,21 +100,21 @@ def _streamed(layer: Layer, x_BLD: Array, weights: Params, shared: Any) -> Array
         return jax.lax.scan(body, (x, fetch(far, 0)), (steps, trained, near))
 
     @jax.custom_vjp
-    def run(x: Array, trained: Any, near: Any, far: Any, shared: Any) -> Array:
+    def run(x: Stream, trained: Any, near: Any, far: Any, shared: Any) -> Stream:
         (x, _), _ = loop(lambda x, trained, values: (one(x, trained, values, shared), None), x, trained, near, far)
         return x
 
-    def forward(x: Array, trained: Any, near: Any, far: Any, shared: Any) -> Any:
+    def forward(x: Stream, trained: Any, near: Any, far: Any, shared: Any) -> Any:
         # Of what a layer was given only its input is kept: the rest is here again in the backward pass.
         keep = (True, False, False, False)
 
-        def compute(x: Array, trained: Any, values: Any) -> tuple[Array, Any]:
+        def compute(x: Stream, trained: Any, values: Any) -> tuple[Stream, Any]:
             return jax.vjp(one, x, trained, values, shared, saveable_args=keep)
 
         (x, held), vjps = loop(compute, x, trained, near, far)
         return x, (vjps, held, trained, near, far, shared)
 
-    def backward(kept: Any, grad: Array) -> Any:
+    def backward(kept: Any, grad: Stream) -> Any:
         vjps, held, trained, near, far, shared = kept
 
         def body(carry: Any, now: Any) -> Any:
@@ -128,7 +129,7 @@ def _streamed(layer: Layer, x_BLD: Array, weights: Params, shared: Any) -> Array
         return grad, trained_grad, None, None, None
 
     run.defvjp(forward, backward)
-    return run(x_BLD, trained, near, far, shared)
+    return run(x, trained, near, far, shared)
 
 
 def _either(near: list[Array | None], held: list[Array | None]) -> list[Array | None]:

@@ -1,9 +1,7 @@
 """The decoder-only transformer: embedding, a scanned stack of blocks, norm, cross entropy.
 
 Everything here sees one device's block of each array: it runs inside a fully-manual `jax.shard_map`, where the only
-communication is what is written out. Over `tensor`, the residual stream is split by sequence (arXiv:2205.05198,
-section 4.2.2): `gather_sequence` before a layer's matmuls, `scatter_sequence` after them, each the other's transpose.
-On one device, without a mesh, both do nothing.
+communication is what is written out. Over `tensor`, the residual stream is split by sequence: see `tensor.py`.
 """
 
 import dataclasses
@@ -15,17 +13,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jtrain.dims import Batch, ParamInfo
 from jtrain.model import ops
 from jtrain.model.attention import Attention
 from jtrain.model.mlp import SwiGLU
+from jtrain.model.moe import MoE
 from jtrain.model.norm import RMSNorm
 from jtrain.model.param import Params, param_infos, weight
 from jtrain.model.rope import RopeSpec
-from jtrain.model.stream import Layer, check_scanned, scan_layers
-from jtrain.model.unembedding import loss_in_parts
+from jtrain.model.router import MoESpec, RouterLosses
+from jtrain.model.stream import Layer, Stream, check_scanned, scan_layers
+from jtrain.model.tensor import TensorAxis, gather_sequence, scatter_sequence
+from jtrain.model.unembedding import loss_in_parts, unembedding_loss
 
 SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_gate", "mlp_up")
 """Activations of a block that `layout.remat=named` may keep for the backward pass instead of recomputing."""
@@ -39,7 +40,9 @@ class Placement:
     """What a forward pass has to know of the layout.
 
     fetch: brings the parameters below a path into the form that computes: whole over `data`, in the compute dtype.
-    tensor: devices along the `tensor` axis.
+    tensor, expert: devices along these axes.
+    tensor_overlap: what travels over `tensor` hides behind the layers' matmuls.
+    context: how the positions lie over the `context` axis.
     remat: what a block keeps for its backward pass: everything, its input only, or that and `remat_save`.
     regather: fetched weights are dropped after use and fetched again by the backward pass.
     streams: some of the layers' weights come from host memory, and are dropped after use too.
@@ -50,12 +53,15 @@ class Placement:
 
     fetch: Callable[[str, Any], Any]
     tensor: int = 1
+    tensor_overlap: bool = False
+    context: ops.RowSplit = ops.WHOLE_ROWS
     remat: Literal["none", "full", "named"] = "none"
     remat_save: tuple[str, ...] = ()
     regather: bool = False
     streams: bool = False
     offload: tuple[str, ...] = ()
     lookup: Callable[[Array, Array], Array] | None = None
+    expert: int = 1
 
 
 def single_device(dtype: str) -> Placement:
@@ -64,7 +70,7 @@ def single_device(dtype: str) -> Placement:
 
 
 class Block(nnx.Module):
-    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`; the mlp is one of experts if `moe` says so."""
 
     def __init__(
         self,
@@ -77,6 +83,7 @@ class Block(nnx.Module):
         norm_eps: float,
         qk_norm: bool,
         attention_chunk: int,
+        moe: MoESpec | None,
         layers: int,
     ) -> None:
         self.attention_norm = RMSNorm("D", d_model, eps=norm_eps, layers=layers)
@@ -91,7 +98,10 @@ class Block(nnx.Module):
             layers=layers,
         )
         self.mlp_norm = RMSNorm("D", d_model, eps=norm_eps, layers=layers)
-        self.mlp = SwiGLU(d_model=d_model, d_ff=d_ff, layers=layers)
+        if moe is None:
+            self.mlp = SwiGLU(d_model=d_model, d_ff=d_ff, layers=layers)
+        else:
+            self.mlp = MoE(d_model=d_model, d_ff=d_ff, spec=moe, layers=layers)
 
     def __call__(
         self,
@@ -100,15 +110,38 @@ class Block(nnx.Module):
         sin_BLR: Float[Array, "B L R"],
         segment_BL: Int[Array, "B L"],
         *,
-        tensor: int,
-    ) -> Float[Array, "B _ D"]:
+        tensor: TensorAxis,
+        context: ops.RowSplit,
+        expert: int = 1,
+    ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
         with jax.named_scope("attention"):
-            h_BLD = gather_sequence(self.attention_norm(x_BLD), tensor)
-            h_BLD = self.attention(h_BLD, cos_BLR, sin_BLR, segment_BL)
-            x_BLD = checkpoint_name(x_BLD + scatter_sequence(h_BLD, tensor), "attention_out")
+            x_BLD, h_BLD = self.attention_norm.branch(x_BLD)
+            h_BLD = self.attention(h_BLD, cos_BLR, sin_BLR, segment_BL, tensor, context)
+            x_BLD = checkpoint_name(x_BLD + h_BLD, "attention_out")
         with jax.named_scope("mlp"):
-            h_BLD = gather_sequence(self.mlp_norm(x_BLD), tensor)
-            return x_BLD + scatter_sequence(self.mlp(h_BLD), tensor)
+            valid_BL = local_sequence(segment_BL, tensor.size) > 0
+            x_BLD, h_BLD = self.mlp_norm.branch(x_BLD)
+            h_BLD, losses = self.feed_forward(h_BLD, valid_BL, tensor=tensor, expert=expert)
+            return x_BLD + h_BLD, losses
+
+    def feed_forward(
+        self,
+        x_BLD: Float[Array, "B _ D"],
+        valid_BL: Bool[Array, "B _"],
+        *,
+        tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
+        expert: int = 1,
+    ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
+        """Of this device's positions; in between, its block of F of all of them. And a router's losses of its own.
+
+        Args:
+          valid_BL: of the same positions as x; false for padding, which goes to no expert.
+        """
+        if isinstance(self.mlp, SwiGLU):
+            return self.mlp(x_BLD, tensor), None
+        routing, losses = self.mlp.route(x_BLD, valid_BL, tensor=tensor.size)
+        h_BLD = self.mlp(gather_sequence(x_BLD, tensor.size), routing, expert=expert)
+        return scatter_sequence(h_BLD, tensor.size), losses
 
 
 class Transformer(nnx.Module):
@@ -116,6 +149,7 @@ class Transformer(nnx.Module):
 
     Args:
       num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff, vocab_size: sizes Y, D, N, K, H, F, V.
+      moe: a mixture of experts of `d_ff` each in the place of every feed-forward layer; None for a dense model.
       rope: rotary positions.
       norm_eps: added to the mean square in every norm.
       qk_norm: normalise queries and keys per head (Qwen3).
@@ -123,7 +157,7 @@ class Transformer(nnx.Module):
       z_loss: coefficient of the squared log-partition added to the training objective (arXiv:2204.02311, section 5);
         the reported loss is without it.
       scan_layers: compile one layer and loop over it; False unrolls, which compiles longer.
-      loss_chunk_tokens: tokens whose logits exist at a time.
+      loss_chunk_tokens: tokens whose logits exist at a time; `auto` is what is predicted to be the best on the devices.
       attention_chunk: queries whose scores exist at a time.
     """
 
@@ -137,20 +171,23 @@ class Transformer(nnx.Module):
         head_dim: int,
         d_ff: int,
         vocab_size: int,
+        moe: MoESpec | None = None,
         rope: RopeSpec = RopeSpec(),  # noqa: B008 - frozen
         norm_eps: float = 1e-5,
         qk_norm: bool = False,
         tie_embeddings: bool = False,
         z_loss: float = 0.0,
         scan_layers: bool = True,
-        loss_chunk_tokens: int = 1024,
+        loss_chunk_tokens: int | Literal["auto"] = 1024,
         attention_chunk: int = 512,
     ) -> None:
         sizes = {"num_layers": num_layers, "d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         sizes |= {"head_dim": head_dim, "d_ff": d_ff, "vocab_size": vocab_size}
         sizes |= {"loss_chunk_tokens": loss_chunk_tokens, "attention_chunk": attention_chunk}
         for name, size in sizes.items():
-            if size < 1:
+            if name == "loss_chunk_tokens" and size == "auto":
+                continue
+            if not isinstance(size, int) or size < 1:
                 raise ValueError(f"model.{name}={size} must be at least 1.")
         if num_heads % num_kv_heads:
             raise ValueError(
@@ -166,6 +203,7 @@ class Transformer(nnx.Module):
         self.head_dim = head_dim
         self.d_ff = d_ff
         self.vocab_size = vocab_size
+        self.moe = moe
         self.rope = rope
         self.norm_eps = norm_eps
         self.qk_norm = qk_norm
@@ -184,6 +222,7 @@ class Transformer(nnx.Module):
             norm_eps=norm_eps,
             qk_norm=qk_norm,
             attention_chunk=attention_chunk,
+            moe=moe,
             layers=num_layers,
         )
         self.final_norm = RMSNorm("D", d_model, eps=norm_eps)
@@ -194,12 +233,23 @@ class Transformer(nnx.Module):
         """Every parameter, sorted by path."""
         return param_infos(self)
 
+    @property
+    def active_d_ff(self) -> int:
+        """Hidden width of the feed-forward layers that one token goes through."""
+        return self.d_ff if self.moe is None else self.d_ff * (self.moe.top_k + self.moe.shared_experts)
+
     def hidden(self, params: Params, batch: Batch, placement: Placement) -> Float[Array, "B _ D"]:
         """Hidden states after the last norm, [B, L / tensor, D] in the compute dtype.
 
         Raises:
           ValueError: layers are unrolled, and something of theirs is in host memory.
         """
+        return self._forward(params, batch, placement)[0]
+
+    def _forward(
+        self, params: Params, batch: Batch, placement: Placement
+    ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
+        """As `hidden`, and the sums of all layers' routers' losses, if they have any."""
         fetch, tensor = placement.fetch, placement.tensor
         if placement.streams or placement.offload:
             check_scanned(self.scan_layers)
@@ -212,55 +262,71 @@ class Transformer(nnx.Module):
         with jax.named_scope("rope"):
             cos_BLR, sin_BLR = self.rope.tables(batch.position_BL, self.head_dim)
         block_def, _ = nnx.split(self.layers)
+        axis = TensorAxis(tensor, placement.tensor_overlap)
 
-        def layer(x_BLD: Array, weights: Params, shared: tuple[Array, Array, Array]) -> Array:
+        def layer(carry: Stream, weights: Params, shared: tuple[Array, Array, Array]) -> Stream:
+            x_BLD, before = carry
             block = nnx.merge(block_def, fetch("layers", weights))
-            return block(checkpoint_name(x_BLD, LAYER_INPUT), *shared, tensor=tensor)
+            x_BLD = checkpoint_name(x_BLD, LAYER_INPUT)
+            x_BLD, losses = block(x_BLD, *shared, tensor=axis, context=placement.context, expert=placement.expert)
+            return x_BLD, jax.tree.map(jnp.add, before, losses)
 
         kept = checkpointed(layer, placement, scanned=self.scan_layers)
         unroll = 1 if self.scan_layers else self.num_layers
         shared = (cos_BLR, sin_BLR, batch.segment_BL)
         with jax.named_scope("layers"):
-            x_BLD = scan_layers(kept, x_BLD, params["layers"], shared, unroll=unroll)
+            losses = None if self.moe is None else RouterLosses(*jnp.zeros((2,)))
+            x_BLD, losses = scan_layers(kept, (x_BLD, losses), params["layers"], shared, unroll=unroll)
         with jax.named_scope("final_norm"):
             norm = nnx.merge(nnx.split(self.final_norm)[0], fetch("final_norm", params["final_norm"]))
-            return norm(x_BLD)
+            return norm(x_BLD), losses
 
     def unembed(self, params: Params, placement: Placement) -> Float[Array, "D V"]:
-        """The whole unembedding matrix, in the compute dtype."""
+        """This device's columns of the unembedding matrix, V / tensor, in the compute dtype."""
         if self.tie_embeddings:
-            kernel_DV = placement.fetch("embed_VD", params["embed_VD"]).T
-        else:
-            kernel_DV = placement.fetch("unembed_DV", params["unembed_DV"])
-        if placement.tensor > 1:
-            kernel_DV = jax.lax.all_gather(kernel_DV, "tensor", axis=1, tiled=True)
-        return kernel_DV
+            return placement.fetch("embed_VD", params["embed_VD"]).T
+        return placement.fetch("unembed_DV", params["unembed_DV"])
 
     def loss(self, params: Params, batch: Batch, placement: Placement) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Sums over this device's tokens, float32: the objective (with z-loss), and the cross entropy in nats.
+        """Sums over this device's tokens, float32: the objective, and the cross entropy in nats.
 
+        The objective has the z-loss in it, and of a mixture of experts its router's losses, the mean over layers.
         Divide by the number of valid targets of the whole global batch, so that any split of it gives the same loss.
         Only the first is differentiable.
         """
-        x_BLD = self.hidden(params, batch, placement)
+        x_BLD, losses = self._forward(params, batch, placement)
+        total, nats = self._cross_entropy(params, x_BLD, batch, placement)
+        if self.moe is None or losses is None:
+            return total, nats
+        of_router = self.moe.balance_loss * losses.balance + self.moe.router_z_loss * losses.z
+        return total + of_router / self.num_layers, nats
+
+    def _cross_entropy(
+        self, params: Params, x_BLD: Float[Array, "B _ D"], batch: Batch, placement: Placement
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """As `loss`, without the router's."""
         with jax.named_scope("loss"):
-            target_BL = local_sequence(batch.target_BL, placement.tensor)
+            chunk = self.loss_chunk_tokens if isinstance(self.loss_chunk_tokens, int) else None
+            sizes: Any = dict(tensor=placement.tensor, chunk_tokens=chunk, z_loss=self.z_loss)
             if placement.lookup is not None:
                 path = "embed_VD" if self.tie_embeddings else "unembed_DV"
-                return loss_in_parts(
-                    x_BLD,
-                    params[path],
-                    target_BL,
-                    functools.partial(placement.fetch, path),
-                    tied=self.tie_embeddings,
-                    tensor=placement.tensor,
-                    chunk_tokens=self.loss_chunk_tokens,
-                    z_loss=self.z_loss,
-                )
-            kernel_DV = self.unembed(params, placement)
-            return ops.linear_cross_entropy(
-                x_BLD, kernel_DV, target_BL, chunk_tokens=self.loss_chunk_tokens, z_loss=self.z_loss
+                fetch = functools.partial(placement.fetch, path)
+                return loss_in_parts(x_BLD, params[path], batch.target_BL, fetch, tied=self.tie_embeddings, **sizes)
+            return unembedding_loss(x_BLD, self.unembed(params, placement), batch.target_BL, **sizes)
+
+    @property
+    def loss_chunk(self) -> int:
+        """Tokens whose logits exist at a time.
+
+        Raises:
+          ValueError: it is still `auto`.
+        """
+        if not isinstance(self.loss_chunk_tokens, int):
+            raise ValueError(
+                "model.loss_chunk_tokens=auto has to be settled first: it depends on the devices. `jtrain.plan` and "
+                "`jtrain.launch` do; else set a number."
             )
+        return self.loss_chunk_tokens
 
     def logits(self, params: Params, batch: Batch, *, dtype: str = "float32") -> Float[Array, "B L V"]:
         """All logits, float32, on one device without a mesh: for parity checks and for sampling."""
@@ -290,14 +356,6 @@ def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
 
 
-def gather_sequence(x_BLD: Float[Array, "B _ D"], tensor: int) -> Float[Array, "B L D"]:
-    """All positions of a residual stream split by sequence over `tensor`."""
-    return jax.lax.all_gather(x_BLD, "tensor", axis=1, tiled=True) if tensor > 1 else x_BLD
-
-
-def scatter_sequence(x_BLD: Float[Array, "B L D"], tensor: int) -> Float[Array, "B _ D"]:
-    """This device's positions of the sum of every device's partial x over `tensor`."""
-    return jax.lax.psum_scatter(x_BLD, "tensor", scatter_dimension=1, tiled=True) if tensor > 1 else x_BLD
 
 
 def local_sequence(x_BL: Int[Array, "B L"], tensor: int) -> Int[Array, "B _"]:

@@ -1,4 +1,4 @@
-"""The loss of an unembedding whose shards are brought together a part of the vocabulary at a time."""
+"""The loss of an unembedding split over `tensor` by columns, and over `data` so that a part of it comes at a time."""
 
 from collections.abc import Callable
 
@@ -9,48 +9,77 @@ from jaxtyping import Array, Float, Int
 from jtrain.model import ops
 
 PART_COLUMNS = 16384
-"""Columns of the unembedding, over all of `tensor`, that exist at a time: with D = 4096 and bfloat16, 0.13 GB."""
+"""Columns of the unembedding that a device has whole over `data` at a time: with D = 4096 and bfloat16, 0.13 GB."""
 
 
-def num_parts(vocab_size: int) -> int:
-    """Parts that a vocabulary comes in."""
-    return -(-vocab_size // PART_COLUMNS)
+def num_parts(vocab_size: int, tensor: int) -> int:
+    """Parts in which each of `tensor` devices takes its block of a vocabulary."""
+    return -(-vocab_size // tensor // PART_COLUMNS)
+
+
+def unembedding_loss(
+    x_BLD: Float[Array, "B _ D"],
+    kernel_DW: Float[Array, "D _"],
+    target_BL: Int[Array, "B L"],
+    *,
+    tensor: int,
+    chunk_tokens: int | None,
+    z_loss: float,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """`ops.linear_cross_entropy` of this device's positions, with its block of the vocabulary, V / tensor columns.
+
+    Args:
+      target_BL: of all positions.
+    """
+    if tensor == 1:
+        return ops.linear_cross_entropy(x_BLD, kernel_DW, target_BL, chunk_tokens=chunk_tokens, z_loss=z_loss)
+    return ops.vocab_parallel_linear_cross_entropy(
+        x_BLD, kernel_DW, target_BL, axis="tensor", chunk_tokens=chunk_tokens, z_loss=z_loss
+    )
 
 
 def loss_in_parts(
     x_BLD: Float[Array, "B _ D"],
     shard: Float[Array, "_ _"],
-    target_BL: Int[Array, "B _"],
+    target_BL: Int[Array, "B L"],
     fetch: Callable[[Array], Array],
     *,
     tied: bool,
     tensor: int,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     z_loss: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """As `ops.linear_cross_entropy`; no device ever holds more than a part of the unembedding and of its gradient.
+    """As `unembedding_loss`; no device ever holds more than a part of its columns and of their gradient.
 
-    A vocabulary of one part is fetched once; of more, each part twice.
+    Columns that are one part are fetched once; of more, each part twice.
 
     Args:
       shard: this device's block: [d, V / tensor], or tied, [V / tensor, d].
+      target_BL: of all positions.
       fetch: makes some columns (tied: rows) of the shard whole over `data`, in the compute dtype.
     """
 
     def whole(part_wd: Array) -> Float[Array, "D W"]:
-        part_Dw = fetch(part_wd).T if tied else fetch(part_wd.T)
-        return jax.lax.all_gather(part_Dw, "tensor", axis=1, tiled=True) if tensor > 1 else part_Dw
+        return fetch(part_wd).T if tied else fetch(part_wd.T)
 
-    shard_Vd = shard if tied else shard.T
-    local, d = shard_Vd.shape
-    parts = num_parts(local * tensor)
+    shard_Wd = shard if tied else shard.T
+    local, d = shard_Wd.shape
+    parts = num_parts(local * tensor, tensor)
     if parts == 1:
-        return ops.linear_cross_entropy(x_BLD, whole(shard_Vd), target_BL, chunk_tokens=chunk_tokens, z_loss=z_loss)
+        return unembedding_loss(
+            x_BLD, whole(shard_Wd), target_BL, tensor=tensor, chunk_tokens=chunk_tokens, z_loss=z_loss
+        )
     missing = -local % parts
-    part_Zwd = jnp.pad(shard_Vd, ((0, missing), (0, 0))).reshape(parts, -1, d)
-    column_TV = jnp.arange(local * tensor).reshape(tensor, local)
-    column_TV = jnp.pad(column_TV, ((0, 0), (0, missing)), constant_values=ops.NO_COLUMN)
-    column_ZW = column_TV.reshape(tensor, parts, -1).swapaxes(0, 1).reshape(parts, -1)
+    part_Zwd = jnp.pad(shard_Wd, ((0, missing), (0, 0))).reshape(parts, -1, d)
+    first = jax.lax.axis_index("tensor") * local if tensor > 1 else 0
+    column_W = jnp.pad(first + jnp.arange(local), (0, missing), constant_values=ops.NO_COLUMN)
     return ops.linear_cross_entropy_in_parts(
-        x_BLD, part_Zwd, column_ZW, target_BL, fetch=whole, chunk_tokens=chunk_tokens, z_loss=z_loss
+        x_BLD,
+        part_Zwd,
+        column_W.reshape(parts, -1),
+        target_BL,
+        fetch=whole,
+        chunk_tokens=chunk_tokens,
+        z_loss=z_loss,
+        axis="tensor" if tensor > 1 else None,
     )

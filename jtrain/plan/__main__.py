@@ -327,6 +327,7 @@ def execute(args: argparse.Namespace) -> int:
         return table_command(args.json)
 
     from jtrain import config, leaves
+    from jtrain.loss_chunk import settle_loss_chunk
     from jtrain.plan.report import new_console
     from jtrain.plan.search import SLACK, Job, evaluate, resolve_as_needed
     from jtrain.plan.sheet import print_sheet, to_json
@@ -344,6 +345,7 @@ def execute(args: argparse.Namespace) -> int:
         notes = []
     else:
         notes = config.for_devices(run_config, machine.count)
+    of_loss = settle_loss_chunk(run_config, machine.device)
     run = config.build(run_config)
     if run.layout.offload.unified_memory:
         verb.use_unified_memory(os.environ, topology=f"{args.device}:{machine.count}")
@@ -372,7 +374,7 @@ def execute(args: argparse.Namespace) -> int:
     if notes:
         notes = [f"for --count {machine.count}: {', '.join(notes)}"]
     sheet = sheet_of(args, run, job, point, compiled, given)
-    print_sheet(sheet, console, [*notes, str(assume)])
+    print_sheet(sheet, console, [*notes, *of_loss, str(assume)])
     if args.json is not None:
         args.json.write_text(json.dumps(to_json(sheet), indent=1) + "\n")
     check_good(sheet)

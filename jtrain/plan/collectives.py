@@ -15,10 +15,13 @@ from typing import Literal
 from jtrain.layout import Layout, ParamLayout, check_batch, itemsize, unsplit_axes
 from jtrain.mesh import BATCH_AXES
 from jtrain.model.residuals import kept_names
+from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.model.unembedding import num_parts
 
-type Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+type Kind = Literal[
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Collective:
     group: its devices; fewer than the axes have where `Layout.rings` takes an axis in turns.
     count: arrays per step.
     array_bytes: sum over the arrays of the whole array: an all-gather's result, a reduce-scatter's operand, what an
-      all-reduce sums, what a device gives to an all-to-all.
+      all-reduce sums, what a device gives to an all-to-all or sends in a collective-permute; to a ragged all-to-all if
+      all experts are chosen alike.
     """
 
     purpose: str
@@ -43,6 +47,8 @@ class Collective:
     @property
     def wire_bytes(self) -> int:
         """Bytes that one device sends per step, on a ring: (n - 1) / n of the array, twice for an all-reduce."""
+        if self.kind == "collective-permute":
+            return self.array_bytes
         passes = 2 if self.kind == "all-reduce" else 1
         return passes * self.array_bytes * (self.group - 1) // self.group
 
@@ -57,15 +63,16 @@ def collectives(model: Transformer, layout: Layout, *, global_batch: int, seq_le
     found = _Found(layout)
     for p in layout.params:
         _parameter(found, model, layout, p)
-    tokens = rows * seq_len
+    tokens = rows * seq_len // layout.mesh.context
     if splits_embeddings(layout):
         _split_embeddings(found, model, layout, tokens=tokens)
-    elif layout.mesh.tensor > 1:
-        kernel, microbatches = model.d_model * model.vocab_size, layout.spec.microbatches
-        for kind in ("all-gather", "reduce-scatter"):
-            found.add("unembedding", kind, ("tensor",), layout.spec.compute_dtype, kernel, microbatches)
     if layout.mesh.tensor > 1:
+        _split_vocabulary(found, model, layout, tokens=tokens)
         _activations(found, model, layout, elements=tokens * model.d_model)
+    if layout.mesh.context > 1:
+        _context(found, model, layout, tokens=tokens)
+    if model.moe is not None:
+        _experts(found, model, model.moe, layout, rows=rows, tokens=tokens)
     _scalars(found, layout)
     return found.result()
 
@@ -120,8 +127,7 @@ def _parameter(found: _Found, model: Transformer, layout: Layout, p: ParamLayout
     """One parameter's gathers, the sums of its gradient, and its term of the gradient's norm."""
     spec, mesh = layout.spec, layout.mesh
     stacked = p.info.dims.startswith("Y")
-    over_tensor = mesh.tensor if p.tensor_dim is not None else 1
-    whole = p.info.size // over_tensor  # all layers, whole over data
+    whole = layout.local_size(p.spec(over_data=False), p.info.shape)  # all layers, whole over data
     # A tied table is used twice, as embedding and as unembedding.
     uses = model.num_layers if stacked else 2 if model.tie_embeddings and p.info.path == "embed_VD" else 1
     one = whole // uses if stacked else whole
@@ -148,14 +154,30 @@ def _split_embeddings(found: _Found, model: Transformer, layout: Layout, *, toke
     spec, mesh = layout.spec, layout.mesh
     found.add("token ids", "all-gather", ("data",), "int32", mesh.data * tokens, spec.microbatches, size=4)
     found.add("embedding", "all-to-all", ("data",), spec.compute_dtype, tokens * model.d_model, 2 * spec.microbatches)
-    parts = num_parts(model.vocab_size)
+    parts = num_parts(model.vocab_size, mesh.tensor)
     local = model.d_model * -(-model.vocab_size // mesh.tensor // parts)  # of one part, whole over data
     count = spec.microbatches * parts
     fetches = count * (2 if parts > 1 else 1)  # for the loss, then again for its gradient
     found.over_data("unembedding", "all-gather", spec.compute_dtype, local, fetches)
     found.over_data("unembedding", "reduce-scatter", spec.reduce_dtype, local, count)
-    found.add("unembedding", "all-gather", ("tensor",), spec.compute_dtype, local * mesh.tensor, fetches)
-    found.add("unembedding", "reduce-scatter", ("tensor",), spec.compute_dtype, local * mesh.tensor, count)
+
+
+def _split_vocabulary(found: _Found, model: Transformer, layout: Layout, *, tokens: int) -> None:
+    """The loss over `tensor`: hidden states, three numbers of each token's logits, and the gradient of the former.
+
+    In chunks of tokens, the last filled up; where columns come in parts, all at once, for each part needs all states.
+    """
+    spec, n = layout.spec, layout.mesh.tensor
+    in_parts = splits_embeddings(layout) and num_parts(model.vocab_size, n) > 1
+    own = tokens if in_parts else tokens // n
+    chunk = min(model.loss_chunk, own)
+    chunks = -(-own // chunk)
+    times = spec.microbatches if in_parts else spec.microbatches * chunks
+    states = tokens if in_parts else chunk * n
+    known = chunks * chunk if in_parts else chunk * n
+    for kind in ("all-gather", "reduce-scatter"):
+        found.add("loss", kind, ("tensor",), spec.compute_dtype, states * model.d_model, times)
+    found.add("loss", "all-gather", ("tensor",), "float32", 3 * n * known, times)
 
 
 def _activations(found: _Found, model: Transformer, layout: Layout, *, elements: int) -> None:
@@ -166,13 +188,77 @@ def _activations(found: _Found, model: Transformer, layout: Layout, *, elements:
     # does the opposite as often. The embedding scatters, so its backward pass gathers.
     gathers, scatters = 4 * layers + spec.microbatches, 4 * layers + spec.microbatches
     kept = kept_names(layout)
+    dtype = spec.compute_dtype
+    if spec.tensor_overlap:
+        _permutes(found, layout, layers, kept, elements=elements)
+        gathers, scatters, kept = spec.microbatches, spec.microbatches, None
     if kept is not None:
         gathers += 2 * layers
         if "attention_out" not in kept:  # what follows the mlp's scatter is never recomputed
             scatters += layers
-    dtype = spec.compute_dtype
     found.add("activations", "all-gather", ("tensor",), dtype, elements, gathers)
     found.add("activations", "reduce-scatter", ("tensor",), dtype, elements, scatters)
+
+
+def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] | None, *, elements: int) -> None:
+    """What the layers' overlapped projections send: each gathers or scatters once, n - 1 of n parts.
+
+    Forward two gather and two scatter. Backward each of the first gathers its input again and scatters, and each of the
+    others gathers: a layer keeps no gathered input. What is recomputed besides is what has no name that is kept.
+    """
+    times = 10 * layers
+    if kept is not None:
+        times += layers * (not {"attention_q", "attention_k", "attention_v"} <= set(kept))
+        times += layers * (not {"mlp_gate", "mlp_up"} <= set(kept))
+        times += layers * ("attention_out" not in kept)
+    n = layout.mesh.tensor
+    dtype = layout.spec.compute_dtype
+    found.add("activations", "collective-permute", ("tensor",), dtype, elements // n, times * (n - 1), group=2)
+
+
+def _context(found: _Found, model: Transformer, layout: Layout, *, tokens: int) -> None:
+    """What attention over `context` sends: see `jtrain_kernels.attention`; `tokens` of one device."""
+    spec, mesh = layout.spec, layout.mesh
+    layers = spec.microbatches * model.num_layers
+    query, key = (tokens * heads // mesh.tensor * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
+    kept, axes = kept_names(layout), ("context",)
+    again = layers if kept is not None else 0
+    if spec.context_attention == "ulysses":
+        kv_heads = model.num_kv_heads // mesh.tensor
+        key *= 1 if kv_heads % mesh.context == 0 else mesh.context // kv_heads
+        for elements in (query, key):  # queries and the result; keys and values
+            found.add("heads for positions", "all-to-all", axes, spec.compute_dtype, elements, 2 * (2 * layers + again))
+        found.add("segments", "all-gather", axes, "int32", tokens * mesh.context, layers + again, size=4)
+        return
+    passes = 2 * layers + (again if kept is not None and "attention" not in kept else 0)
+    hops = mesh.context - 1
+    for dtype, elements, count in (
+        (spec.compute_dtype, key, 2 * hops * passes),
+        ("int32", tokens, hops * passes),
+        ("float32", key, 2 * mesh.context * layers),
+    ):
+        size = 4 if dtype == "int32" else None
+        found.add("keys and values", "collective-permute", axes, dtype, elements, count, size=size, group=2)
+
+
+def _experts(found: _Found, model: Transformer, moe: MoESpec, layout: Layout, *, rows: int, tokens: int) -> None:
+    """What `jtrain.model.router` and `jtrain.model.expert_rows` send."""
+    spec, mesh = layout.spec, layout.mesh
+    layers = spec.microbatches * model.num_layers
+    again = 0 if kept_names(layout) is None else layers
+    found.add(
+        "expert counts", "all-gather", ("expert",), "int32", mesh.expert * moe.num_experts, layers + again, size=4
+    )
+    # There and back, and the same for gradients; nothing of it has a name to be kept by.
+    row_elements = tokens * moe.top_k * model.d_model
+    found.add(
+        "rows to experts", "ragged-all-to-all", ("expert",), spec.compute_dtype, row_elements, 4 * layers + 2 * again
+    )
+    slots = tokens * moe.top_k
+    found.add("routing", "all-gather", ("tensor",), "int32", slots, layers + again, size=4)
+    found.add("routing", "all-gather", ("tensor",), "float32", slots, layers + again)
+    found.add("routing", "reduce-scatter", ("tensor",), "float32", slots, layers)
+    found.add("routing", "all-reduce", ("tensor",), "int32", rows * moe.num_experts, layers + again, size=4)
 
 
 def _scalars(found: _Found, layout: Layout) -> None:

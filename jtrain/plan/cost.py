@@ -17,6 +17,7 @@ from jtrain.plan.collectives import Collective, collectives
 from jtrain.plan.memory import MemoryPlan
 from jtrain.plan.network import Machine, seconds
 from jtrain.plan.published import SECONDS_PER_DAY
+from jtrain_kernels.device import DeviceSpec
 
 _F32 = 4
 
@@ -126,14 +127,14 @@ def step_time(
     seq_len: int,
     assume: Assumptions = Assumptions(),
 ) -> StepTime:
-    """Predicts one step. Muon's products are not counted.
+    """Predicts one step. Muon's products are not counted, nor the casts of 8-bit matmuls.
 
     Args:
       plan: of the same run: what it says is on the host is what is copied.
 
     Raises:
-      ValueError: no peak is published for the compute dtype, no speed for the host link that an offload needs, or
-        none for the network that the mesh needs.
+      ValueError: no peak is published for the compute dtype or for 8-bit matmuls, no speed for the host link that an
+        offload needs, or none for the network that the mesh needs.
     """
     spec, mesh, device = layout.spec, layout.mesh, machine.device
     peak = device.peak_flops(spec.compute_dtype)
@@ -145,17 +146,19 @@ def step_time(
     assert device.hbm_bytes_per_s is not None
     hbm = device.hbm_bytes_per_s * assume.memory
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    tokens = global_batch // shards * seq_len  # of one device, or of one group along `tensor`
+    tokens = global_batch // shards * seq_len // mesh.context  # of one device, or of one group along `tensor`
 
     flops, again = _forward_flops(model, layout, seq_len)
     per_token = 3 * flops.layers + 0.5 * flops.attention + again + 3 * flops.unembedding
-    weights = sum(p.info.size for p in layout.params if p.info.is_matrix) // mesh.tensor * itemsize(spec.compute_dtype)
+    shards_of = {p.info.path: mesh.expert if p.info.is_experts else 1 for p in layout.params}
+    weights = sum(p.info.size // shards_of[p.info.path] for p in layout.params if p.info.is_matrix)
+    weights = weights // mesh.tensor * itemsize(spec.compute_dtype)
     passes = 3 + (again > 0)
-    matmul_s = max(
-        tokens * per_token / mesh.tensor / (peak * assume.matmul), spec.microbatches * passes * weights / hbm
-    )
-    scores = model.num_layers * model.num_heads / mesh.tensor * tokens * seq_len / 2
     recomputed = (kept := kept_names(layout)) is not None and "attention" not in kept
+    by_weights = 3 * (flops.layers - flops.attention) + again - recomputed * flops.attention
+    seconds_per_token = (per_token - by_weights) / peak + by_weights / _weights_peak(layout, device, peak)
+    matmul_s = max(tokens * seconds_per_token / mesh.tensor / assume.matmul, spec.microbatches * passes * weights / hbm)
+    scores = model.num_layers * model.num_heads / mesh.tensor * tokens * seq_len / 2
     scores_s = scores * (SCORE_BYTES_FORWARD * (1 + recomputed) + SCORE_BYTES_BACKWARD) / hbm
     accumulator = sum(layout.local_size(p.accumulator, p.info.shape) for p in layout.params)
     grad = itemsize(spec.param_dtype)
@@ -181,6 +184,22 @@ def step_time(
     # What `flops.py` counts, without going through all parameters: a search asks thousands of times.
     model_flops = 3 * (flops.layers + flops.unembedding)
     return dataclasses.replace(timed, mfu=model_flops * timed.tokens_per_s / (mesh.size * peak))
+
+
+def _weights_peak(layout: Layout, device: DeviceSpec, peak: float) -> float:
+    """FLOP/s at which the layers' weights multiply.
+
+    Raises:
+      ValueError: in 8 bits, of which this device has no matmuls.
+    """
+    if layout.spec.matmul_dtype == "compute":
+        return peak
+    if device.peak_fp8_flops is None:
+        raise ValueError(
+            f"layout.matmul_dtype={layout.spec.matmul_dtype}: {device.name} has no 8-bit matmuls. Set "
+            "layout.matmul_dtype=compute."
+        )
+    return device.peak_fp8_flops
 
 
 def cost(timed: StepTime, machine: Machine, *, tokens: int, goodput: float, usd_per_hour: float | None = None) -> Cost:
@@ -224,19 +243,17 @@ def _forward_flops(model: Transformer, layout: Layout, seq_len: int) -> tuple[_F
         "attention_v": 2 * width * model.num_kv_heads * model.head_dim,
         "attention": 2 * heads * seq_len,
         "attention_out": 2 * heads * width,
-        "mlp_gate": 2 * width * model.d_ff,
-        "mlp_up": 2 * width * model.d_ff,
+        "mlp_gate": 2 * width * model.active_d_ff,
+        "mlp_up": 2 * width * model.active_d_ff,
     }
-    down = 2 * width * model.d_ff
+    down = 2 * width * model.active_d_ff + (2 * width * model.moe.num_experts if model.moe else 0)  # and the router
     kept = kept_names(layout)
     again = 0 if kept is None else model.num_layers * sum(flops for name, flops in of.items() if name not in kept)
     layers = model.num_layers * (sum(of.values()) + down)
     return _Forward(layers, model.num_layers * of["attention"], 2 * width * model.vocab_size), again
 
 
-def _update(
-    layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions, hbm: float
-) -> tuple[float, float]:
+def _update(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions, hbm: float) -> tuple[float, float]:
     """Seconds of the optimizer, and of the copies of what it updates in host memory (both directions at once)."""
     spec = layout.spec
     elements = sum(layout.local_size(p.optimizer, p.info.shape) for p in layout.params)
@@ -296,8 +313,11 @@ def _network(
 
 
 def _beside_the_layers(one: Collective, layout: Layout) -> bool:
-    """Whether the layers' products can go on meanwhile: weights are fetched ahead, gradients leave behind."""
-    if one.purpose.startswith("parameters"):
+    """Whether the layers' products can go on meanwhile.
+
+    Weights are fetched ahead, gradients leave behind, and a ring's keys come while the last ones are used.
+    """
+    if one.purpose.startswith("parameters") or one.kind == "collective-permute":
         return True
     over_data = one.axes == ("data",) and one.kind == "reduce-scatter"
     return over_data and one.purpose in ("gradients", "unembedding") and layout.spec.zero_stage >= 2

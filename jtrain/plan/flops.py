@@ -19,7 +19,7 @@ MFU_DEFINITION = "6 FLOPs per matrix parameter and token (unembedding, not embed
 class TokenFlops:
     """FLOPs of one trained token.
 
-    matmul_params: parameters of matrices that every token is multiplied with.
+    matmul_params: parameters of matrices that a token is multiplied with; of experts those of the `top_k` chosen.
     matmul_flops, attention_flops: forward and backward together.
     """
 
@@ -34,7 +34,7 @@ class TokenFlops:
 
 def flops_per_token(model: Transformer, *, seq_len: int) -> TokenFlops:
     """FLOPs that training on one token of a sequence of `seq_len` takes."""
-    matrices = {info.path: info.size for info in model.param_infos() if info.is_matrix}
+    matrices = {info.path: info.active_size for info in model.param_infos() if info.is_matrix}
     embedding = matrices.pop("embed_VD")
     params = sum(matrices.values()) + (embedding if model.tie_embeddings else 0)
     attention = 6 * model.num_layers * model.num_heads * model.head_dim * seq_len

@@ -34,7 +34,7 @@ class Traffic:
     group: devices that communicate with each other.
     count: arrays. A compiler may join several into one instruction, so instructions are fewer.
     array_bytes: sum over the arrays of the whole array: an all-gather's result, a reduce-scatter's operand, what an
-      all-reduce sums.
+      all-reduce sums; of a ragged all-to-all the smaller of what it is given and has room for.
     async_bytes: of these, in pairs of start and done.
     hidden_bytes: of those, in pairs with a matmul in between.
     """
@@ -106,15 +106,25 @@ def traffic(hlo: str, mesh_shape: Mapping[str, int]) -> list[Traffic]:
     for visit in visits(hlo):
         instruction = visit.instruction
         kind = instruction.opcode.removesuffix("-start")
-        if kind not in KINDS:
+        if kind not in (*KINDS, "ragged-all-to-all"):
             continue
         times = _known(visit, kind)
         groups = groups_of(instruction, mesh_shape)
         group = max(len(g) for g in groups) if groups else 1
         for dtype, size in whole_arrays(instruction, kind, group):
+            if kind == "ragged-all-to-all":
+                size = min(size, _operand_bytes(visit))
             key = (kind, axes_of(groups, mesh_shape), group, dtype)
             _add(total, key, visit, times, size)
     return [Traffic(*key, *_sums(total, key)) for key in sorted({key[:-1] for key in total}, key=str)]
+
+
+def _operand_bytes(visit: Visit) -> int:
+    """Of the first operand. What a ragged all-to-all sends depends on the data: of what it is given and what it may
+    receive, the smaller has no room to spare where all is sent.
+    """
+    name = visit.instruction.operands[0]
+    return next(array_bytes(other.type) for other in visit.around if other.name == name)
 
 
 def host_copies(hlo: str) -> list[HostCopies]:

@@ -9,7 +9,14 @@ import dataclasses
 from typing import Literal
 
 from jtrain.layout import Layout, ParamLayout, itemsize
-from jtrain.model.residuals import copies_weights, kept_names, named_bytes, offloaded_names
+from jtrain.model.residuals import (
+    copies_weights,
+    kept_names,
+    named_bytes,
+    offloaded_names,
+    rows_per_token,
+    wide_per_token,
+)
 from jtrain.model.transformer import LAYER_INPUT, Transformer
 from jtrain.model.unembedding import num_parts
 from jtrain.offload import SLICE_ELEMENTS
@@ -51,19 +58,23 @@ class _Step:
     x: the residual stream, split by sequence over `tensor`; h: the same, gathered, as matmuls read it.
     q, k: queries (and attention's result), and keys or values; lse: attention's log-partition.
     f: one of the mlp's wide arrays.
+    pairs, rows_x: rows of tokens before and after they are sent to their experts; 0 for a dense model.
     """
 
     def __init__(self, model: Transformer, layout: Layout, *, rows: int, seq_len: int, platform: Platform) -> None:
         spec, mesh = layout.spec, layout.mesh
-        self.model, self.layout, self.rows, self.seq_len = model, layout, rows, seq_len
+        self.model, self.layout, self.rows = model, layout, rows
+        self.seq_len = seq_len // mesh.context  # of this device
         self.platform: Platform = platform
         self.param, self.compute, self.reduce = map(itemsize, (spec.param_dtype, spec.compute_dtype, spec.reduce_dtype))
-        self.tokens, tensor = rows * seq_len, mesh.tensor
+        self.tokens, tensor = rows * self.seq_len, mesh.tensor
         self.h = self.tokens * model.d_model * self.compute
         self.x = self.h // tensor
         self.q = self.tokens * model.num_heads // tensor * model.head_dim * self.compute
         self.k = self.tokens * model.num_kv_heads // tensor * model.head_dim * self.compute
-        self.f = self.tokens * model.d_ff // tensor * self.compute
+        self.f = self.tokens * wide_per_token(layout) // tensor * self.compute
+        self.pairs = self.h * (model.moe.top_k if model.moe else 0)
+        self.rows_x = self.h * rows_per_token(layout)
         self.lse = self.tokens * model.num_heads // tensor * _F32
         self.casts = spec.param_dtype != spec.compute_dtype
         self.reduces = spec.zero_stage >= 2 and mesh.data > 1  # every layer's gradient, at once
@@ -88,17 +99,17 @@ class _Step:
         return local_elements(self.layout, p.accumulator, p.info.shape, self.platform)
 
     def _unembedding_gradient(self) -> int:
-        """From the loss until the end of the backward pass: float32 and whole, or a shard of it."""
-        kernel = self.model.d_model * self.model.vocab_size
-        if splits_embeddings(self.layout) and num_parts(self.model.vocab_size) > 1:
-            return kernel // self.layout.mesh.data // self.layout.mesh.tensor * self.param
+        """From the loss until the end of the backward pass: this device's columns, float32 and whole, or a shard."""
+        kernel = self.model.d_model * self.model.vocab_size // self.layout.mesh.tensor
+        if splits_embeddings(self.layout) and num_parts(self.model.vocab_size, self.layout.mesh.tensor) > 1:
+            return kernel // self.layout.mesh.data * self.param
         return kernel * _F32
 
     # Weights -----------------------------------------------------------------------------------------------------
 
     def _whole(self, p: ParamLayout) -> int:
         """Elements of a parameter, all layers, whole over `data`."""
-        return p.info.size // (self.layout.mesh.tensor if p.tensor_dim is not None else 1)
+        return self.layout.local_size(p.spec(over_data=False), p.info.shape)
 
     def _one_layer(self) -> int:
         """Elements of one layer's matrices, whole over `data`."""
@@ -139,7 +150,8 @@ class _Step:
         """
         if self.names is None:
             before_norm = self.q + self.k if self.model.qk_norm else 0
-            return 2 * self.x + 2 * self.h + 3 * self.q + 2 * self.k + self.lse + 3 * self.f + before_norm
+            of_rows = self.rows_x + self.pairs  # as the experts read them, and their results
+            return 2 * self.x + 2 * self.h + 3 * self.q + 2 * self.k + self.lse + 3 * self.f + before_norm + of_rows
         on_device = [name for name in (LAYER_INPUT, *self.names) if name not in offloaded_names(self.layout)]
         return sum(self._named(name) for name in on_device)
 
@@ -156,16 +168,22 @@ class _Step:
         """The logits of a chunk, float32, their exponentials, and their gradient in the compute dtype.
 
         The loss computes its gradient at once, so the unembedding's is there, float32, and so is that of the hidden
-        states. Whole, or a part of the vocabulary at a time.
+        states. Whole, or a part of the vocabulary at a time. Over `tensor` a device has its columns and,
+        chunk by chunk, the states of all; where its columns come in parts, all of them.
         """
         model, tensor = self.model, self.layout.mesh.tensor
-        chunk = min(model.loss_chunk_tokens, self.tokens // tensor)
-        parts = num_parts(model.vocab_size) if splits_embeddings(self.layout) else 1
-        columns = -(-model.vocab_size // parts)
+        chunk = min(model.loss_chunk, self.tokens // tensor)
+        parts = num_parts(model.vocab_size, tensor) if splits_embeddings(self.layout) else 1
+        columns = -(-model.vocab_size // tensor // parts)
         kernel = model.d_model * columns
-        loss = kernel * (self.compute + _F32) + chunk * columns * (2 * _F32 + self.compute) + 2 * self.x
+        loss = kernel * (self.compute + _F32) + 2 * self.x
         if parts > 1:
-            loss += self._unembedding_gradient() + kernel * self.reduce + self.x * _F32 // self.compute
+            loss += chunk * columns * (2 * _F32 + self.compute)
+            loss += self._unembedding_gradient() + kernel * self.reduce + 2 * self.h * _F32 // self.compute
+        else:
+            loss += chunk * tensor * columns * (2 * _F32 + self.compute)
+        if tensor > 1:
+            loss += 2 * (self.h if parts > 1 else chunk * tensor * model.d_model * self.compute)
         return Moment(
             "loss",
             gradients=self._carried(),
@@ -190,13 +208,17 @@ class _Step:
             weights=weights,
             activations=self.model.num_layers * self._kept() + self._back_from_host(),
             loss=self._unembedding_gradient(),
-            workspace=self._tpu_workspace() if self.platform == "tpu" else self._workspace(),
+            workspace=(self._tpu_workspace() if self.platform == "tpu" else self._workspace()) + self._over_context(),
         )
 
     def _mlp(self) -> int:
-        """Gate and up, their gradients, or their product in place of the former where they are kept."""
+        """Gate and up, their gradients, or their product in place of the former where they are kept.
+
+        Of a mixture also rows of tokens and their gradients; where they are sent, one copy more of what arrives.
+        """
         kept = self.names is None or {"mlp_gate", "mlp_up"} <= set(self.names)
-        return (3 if kept else 4) * self.f
+        copies = 2 if self.layout.mesh.expert == 1 else 3
+        return (3 if kept else 4) * self.f + 2 * self.pairs + copies * self.rows_x
 
     def _workspace(self) -> int:
         """In attention, with the mlp's wide arrays: the gradients of its weights are put off until after it.
@@ -228,6 +250,17 @@ class _Step:
             attention += self.q + self.q * _F32 // self.compute
         needed = both + max(self._mlp(), 2 * self.f + attention)
         return needed - min(_VECTOR_MEMORY_BYTES, needed // 3)
+
+    def _over_context(self) -> int:
+        """Of a ring, the keys and values of two devices, and their gradients, float32; the queries' too; and copies of
+        what a hop pairs. Of an exchange of heads, what was exchanged.
+        """
+        if self.layout.mesh.context == 1:
+            return 0
+        if self.layout.spec.context_attention == "ulysses":
+            return 3 * self.q + 4 * self.k
+        wide = _F32 // self.compute
+        return 6 * self.k + 4 * self.k * wide + 3 * self.q + self.q * wide
 
     @property
     def _heads(self) -> int:

@@ -104,7 +104,7 @@ def memory(
     batch = 4 * 4 * global_batch * seq_len // shards + step_count  # four int32 arrays, and the step
 
     worst = worst_moment(model, layout, rows=rows, seq_len=seq_len, platform=platform)
-    tokens, per_token = rows * seq_len // mesh.tensor, named_bytes(layout)
+    tokens, per_token = rows * seq_len // mesh.context // mesh.tensor, named_bytes(layout)
     return MemoryPlan(
         parameters,
         state,

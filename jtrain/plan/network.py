@@ -100,6 +100,10 @@ class Ring:
     def latency_s(self, kind: Kind) -> float:
         """Of one collective, however small."""
         passes = 2 if kind == "all-reduce" else 1
+        if kind == "collective-permute":  # to the next device only, which may be on the next host
+            if self.torus_hops is not None:
+                return NETWORK_HOP_S if self.hosts > 1 else TORUS_HOP_S
+            return nccl_latency_s(kind, "ring", devices=2, hosts=min(self.hosts, 2))
         if self.torus_hops is not None:
             return passes * (self.torus_hops * TORUS_HOP_S + (self.hosts - 1) * NETWORK_HOP_S)
         return nccl_latency_s(kind, "ring", devices=self.devices, hosts=self.hosts)
@@ -174,19 +178,22 @@ def collective_s(kind: Kind, array_bytes: int, over: Ring, *, count: int = 1, ef
 
     Args:
       array_bytes: sum of the whole arrays: all-gathers' results, reduce-scatters' operands, what all-reduces sum, what
-        a device gives to all-to-alls.
+        a device gives to all-to-alls or sends in permutes.
       efficiency: share of the peak speed that is reached.
     """
     if over.devices == 1:
         return 0.0
+    if kind == "collective-permute":
+        return array_bytes / (over.bytes_per_s * efficiency) + count * over.latency_s(kind)
     passes = 2 if kind == "all-reduce" else 1
     wire_bytes = passes * array_bytes * (over.devices - 1) / over.devices
-    if kind == "all-to-all" and over.torus_hops is not None:
+    if kind.endswith("all-to-all") and over.torus_hops is not None:
         wire_bytes = max(wire_bytes, array_bytes * over.torus_hops / 2)  # half the way round is the farthest
     return wire_bytes / (over.bytes_per_s * efficiency) + count * over.latency_s(kind)
 
 
 def seconds(sent: Collective, machine: Machine, mesh: Mapping[str, int], *, efficiency: float = 1.0) -> float:
     """Seconds that all collectives of one purpose take in a step."""
-    over = ring(machine, mesh, sent.axes, sent.group)
+    group = None if sent.kind == "collective-permute" else sent.group  # a pair of them, but all pairs at once
+    over = ring(machine, mesh, sent.axes, group)
     return collective_s(sent.kind, sent.array_bytes, over, count=sent.count, efficiency=efficiency)

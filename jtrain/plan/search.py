@@ -89,7 +89,9 @@ class Point:
     @property
     def settings(self) -> dict[str, object]:
         """Config path -> value of everything that the search decided."""
-        found: dict[str, object] = {f"mesh.{axis}": getattr(self.mesh, axis) for axis in ("replica", "data", "tensor")}
+        found: dict[str, object] = {
+            f"mesh.{axis}": getattr(self.mesh, axis) for axis in ("replica", "data", "expert", "tensor")
+        }
         return found | layout_settings(self.spec)
 
 
@@ -129,16 +131,18 @@ def fits(job: Job, plan: MemoryPlan, *, host_known: bool = True) -> bool:
 
 
 def meshes(job: Job) -> Iterator[MeshSpec]:
-    """Every (replica, data, tensor) of the machine's devices that splits the model and the batch evenly."""
+    """Every (replica, data, expert, tensor) of the machine's devices that splits the model and the batch evenly."""
     model, count = job.model, job.machine.count
     for tensor in _divisors(count):
         if any(size % tensor for size in (model.num_kv_heads, model.d_ff, model.vocab_size, job.seq_len)):
             continue
         if job.global_batch % (count // tensor):
             continue
-        for data in _divisors(count // tensor):
-            if model.d_model % data == 0:
-                yield MeshSpec(replica=count // tensor // data, data=data, tensor=tensor)
+        for data, expert in itertools.product(_divisors(count // tensor), _divisors(count // tensor)):
+            if model.d_model % data or count // tensor % (data * expert):
+                continue
+            if expert == 1 or (model.moe is not None and model.moe.num_experts % expert == 0):
+                yield MeshSpec(replica=count // tensor // data // expert, data=data, expert=expert, tensor=tensor)
 
 
 def search(job: Job, over: Iterable[MeshSpec]) -> list[Point]:

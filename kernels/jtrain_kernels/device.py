@@ -5,6 +5,9 @@ Peaks are the makers' for dense matrix products, per device as JAX counts device
 
 import dataclasses
 import difflib
+import functools
+import importlib.metadata
+from collections.abc import Mapping
 from typing import Literal, Protocol, runtime_checkable
 
 type Platform = Literal["cpu", "gpu", "tpu"]
@@ -32,12 +35,13 @@ class DeviceSpec:
     peak_bf16_flops, peak_fp8_flops: dense FLOP/s; None where nobody publishes one, as for a CPU.
     hbm_bytes: memory of the device; None where it is the host's.
     hbm_bytes_per_s, link_bytes_per_s: to its memory; to its neighbours, one direction, all links together.
-    num_cores: multiprocessors, compute units or TensorCores.
+    num_cores: multiprocessors, compute units or TensorCores (two of a v4 and a v5p, which XLA drives as one).
     compute_capability: of NVIDIA.
     kind: part of what JAX calls `device_kind`.
     linked: most devices that the links join; further ones are reached over the network.
     torus_dims: dimensions of the links' torus; None where a switch joins all with all.
     power_w: what it may draw at most, with its memory; not the host, not cooling.
+    scratch_bytes: on-chip memory that a kernel divides up itself: a thread block's shared memory, a TensorCore's VMEM.
     """
 
     name: str
@@ -54,6 +58,7 @@ class DeviceSpec:
     linked: int = 1
     torus_dims: int | None = None
     power_w: float | None = None
+    scratch_bytes: int | None = None
 
     def peak_flops(self, dtype: str) -> float | None:
         """Dense FLOP/s of matrix products whose operands are `dtype`; None where unknown.
@@ -67,13 +72,17 @@ class DeviceSpec:
 
 _GB = 10**9
 _GIB = 2**30
+_MIB = 2**20
+_HOPPER_SHARED = 227 * 1024
 
 # Sources: NVIDIA A100, H100, H200, B200 and GH200 data sheets (SXM, dense); AMD Instinct MI300X data sheet; Google
 # Cloud's TPU v4, v5e, v5p, v6e and 7x system architecture pages; ICI as in the scaling book, times the links of a chip.
 # Host links: PCIe 4.0 x16 and 5.0 x16 (32 and 64 GB/s each way), NVLink-C2C 900 GB/s both ways together (GH200); of
 # TPUs the scaling book, part 2: 16 GB/s for v4, 15 for v5, 32 for v6e. Networks: a ConnectX-6 (200 Gbit/s, DGX A100)
 # or ConnectX-7 (400 Gbit/s, DGX H100, H200, B200) per GPU; 25 GB/s per TPU host (scaling book, part 2). Power: the data
-# sheets' maximum (of a GH200 with its CPU); TPU v4 192 W (arXiv:2304.01433, table 4). What is not published is None.
+# sheets' maximum (of a GH200 with its CPU); TPU v4 192 W (arXiv:2304.01433, table 4). Scratch: the CUDA programming
+# guide's table of compute capabilities (opt-in, per block), AMD's CDNA 3 white paper (LDS), and for TPUs jax/_src/
+# tpu_info.py. What is not published is None.
 _PCIE4, _PCIE5 = Host(8, 32e9, 25e9), Host(8, 64e9, 50e9)
 DEVICES = {
     spec.name: spec
@@ -81,52 +90,62 @@ DEVICES = {
         DeviceSpec("cpu", "cpu", "cpu", None, None, None, None, None),
         DeviceSpec(
             "a100", "gpu", "A100", 312e12, None, 80 * _GB, 2.039e12, 300e9, 108, (8, 0),
-            host=_PCIE4, linked=8, power_w=400.0,
+            host=_PCIE4, linked=8, power_w=400.0, scratch_bytes=163 * 1024,
         ),
         DeviceSpec(
             "h100", "gpu", "H100", 989.4e12, 1978.9e12, 80 * _GB, 3.35e12, 450e9, 132, (9, 0),
-            host=_PCIE5, linked=8, power_w=700.0,
+            host=_PCIE5, linked=8, power_w=700.0, scratch_bytes=_HOPPER_SHARED,
         ),
         DeviceSpec(
             "h200", "gpu", "H200", 989.4e12, 1978.9e12, 141 * _GB, 4.8e12, 450e9, 132, (9, 0),
-            host=_PCIE5, linked=8, power_w=700.0,
+            host=_PCIE5, linked=8, power_w=700.0, scratch_bytes=_HOPPER_SHARED,
         ),
         DeviceSpec(
             "gh200", "gpu", "GH200", 989.4e12, 1978.9e12, 96 * _GB, 4e12, None, 132, (9, 0),
-            host=Host(1, 450e9), power_w=1000.0,
+            host=Host(1, 450e9), power_w=1000.0, scratch_bytes=_HOPPER_SHARED,
         ),
         DeviceSpec(
             "b200", "gpu", "B200", 2250e12, 4500e12, 180 * _GB, 8e12, 900e9, 148, (10, 0),
-            host=_PCIE5, linked=8, power_w=1000.0,
+            host=_PCIE5, linked=8, power_w=1000.0, scratch_bytes=_HOPPER_SHARED,
         ),
         DeviceSpec(
             "mi300x", "gpu", "MI300X", 1307.4e12, 2614.9e12, 192 * _GB, 5.3e12, 448e9, 304,
-            host=Host(8, 64e9), linked=8, power_w=750.0,
+            host=Host(8, 64e9), linked=8, power_w=750.0, scratch_bytes=64 * 1024,
         ),
         DeviceSpec(
             "v4", "tpu", "TPU v4", 275e12, None, 32 * _GIB, 1.2288e12, 6 * 4.5e10,
-            host=Host(4, 16e9, 6.25e9), linked=4096, torus_dims=3, power_w=192.0,
+            host=Host(4, 16e9, 6.25e9), linked=4096, torus_dims=3, power_w=192.0, num_cores=2, scratch_bytes=16 * _MIB,
         ),
         DeviceSpec(
             "v5e", "tpu", "TPU v5 lite", 197e12, None, 16 * _GIB, 8.1e11, 4 * 4.5e10,
-            host=Host(8, 15e9, 3.125e9), linked=256, torus_dims=2,
+            host=Host(8, 15e9, 3.125e9), linked=256, torus_dims=2, num_cores=1, scratch_bytes=128 * _MIB,
         ),
         DeviceSpec(
             "v5p", "tpu", "TPU v5", 459e12, None, 95 * _GIB, 2.765e12, 6 * 9e10,
-            host=Host(4, 15e9, 6.25e9), linked=8960, torus_dims=3,
+            host=Host(4, 15e9, 6.25e9), linked=8960, torus_dims=3, num_cores=2, scratch_bytes=64 * _MIB,
         ),
         DeviceSpec(
             "v6e", "tpu", "TPU v6 lite", 918e12, None, 32 * _GIB, 1.64e12, 4 * 9e10,
-            host=Host(8, 32e9, 3.125e9), linked=256, torus_dims=2,
+            host=Host(8, 32e9, 3.125e9), linked=256, torus_dims=2, num_cores=1, scratch_bytes=128 * _MIB,
         ),
         DeviceSpec(
             # JAX counts the two halves of a chip: 2307e12, 4614e12, 192 GB, 7.37e12 and six links together.
             "tpu7x", "tpu", "TPU7x", 1153.5e12, 2307e12, 96 * _GB, 3.685e12, 3 * 9e10,
-            host=Host(8), linked=2 * 9216, torus_dims=3,
+            host=Host(8), linked=2 * 9216, torus_dims=3, num_cores=1, scratch_bytes=64 * _MIB,
         ),
     )
 }  # fmt: skip
 """Every device known by name."""
+
+ENTRY_POINTS = "jtrain_kernels"
+"""Group of the entry points by which other distributions bring chips and kernels; each names a module."""
+
+
+@functools.cache
+def known() -> Mapping[str, DeviceSpec]:
+    """`DEVICES`, and those that other distributions bring: `DEVICES`, a tuple, of each entry point's module."""
+    modules = [entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)]
+    return DEVICES | {spec.name: spec for module in modules for spec in getattr(module, "DEVICES", ())}
 
 
 @runtime_checkable
@@ -140,17 +159,27 @@ class Device(Protocol):
     def device_kind(self) -> str: ...
 
 
+ALIASES = {
+    "v5lite": "v5e", "v5litepod": "v5e", "v6lite": "v6e", "trillium": "v6e", "v7x": "tpu7x", "7x": "tpu7x",
+    "ironwood": "tpu7x",
+}  # fmt: skip
+"""Other names in use -> name."""
+
+
 def from_name(name: str) -> DeviceSpec:
-    """The device called `name`.
+    """The device called `name`: a key of `DEVICES`, another name in use, or what JAX calls the kind; any case.
 
     Raises:
       ValueError: no such device, with the names there are.
     """
-    if name in DEVICES:
-        return DEVICES[name]
-    near = difflib.get_close_matches(name, DEVICES, n=1)
+    plain = name.strip().lower()
+    kinds = {f"{maker}{spec.kind}".lower(): spec for spec in known().values() for maker in ("", "NVIDIA ")}
+    spec = known().get(ALIASES.get(plain, plain), kinds.get(plain))
+    if spec is not None:
+        return spec
+    near = difflib.get_close_matches(name, known(), n=1)
     hint = f"Did you mean {near[0]}? " if near else ""
-    raise ValueError(f"No device is called {name!r}. {hint}There are: {', '.join(DEVICES)}.")
+    raise ValueError(f"No device is called {name!r}. {hint}There are: {', '.join(known())}.")
 
 
 def from_device(device: Device) -> DeviceSpec | None:
@@ -158,5 +187,19 @@ def from_device(device: Device) -> DeviceSpec | None:
     if device.platform == "cpu":
         return DEVICES["cpu"]
     # The longest match: "TPU v5" is part of "TPU v5 lite", and "H100" of nothing else.
-    found = [spec for spec in DEVICES.values() if spec.platform != "cpu" and spec.kind in device.device_kind]
+    found = [spec for spec in known().values() if spec.platform != "cpu" and spec.kind in device.device_kind]
     return max(found, key=lambda spec: len(spec.kind), default=None)
+
+
+def live(device: Device) -> DeviceSpec:
+    """The spec of a device that is there; of one that is not in `DEVICES`, what it says of itself, without peaks."""
+    spec = from_device(device)
+    if spec is not None:
+        return spec
+    platform: Platform = "tpu" if device.platform == "tpu" else "gpu"
+    capability = str(getattr(device, "compute_capability", "")).split(".")
+    return DeviceSpec(
+        device.device_kind, platform, device.device_kind, None, None, None, None, None,
+        num_cores=getattr(device, "core_count", None),
+        compute_capability=(int(capability[0]), int(capability[1])) if len(capability) == 2 else None,
+    )  # fmt: skip

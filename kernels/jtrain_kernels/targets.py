@@ -1,8 +1,13 @@
-"""GPUs as XLA's compiler sees them, for compiling where there is none.
+"""Machines to compile for where there are none: topologies of TPUs, and GPUs as XLA's compiler sees them.
 
-Text protos of `stream_executor.GpuTargetConfigProto`, after openxla/xla's `backends/gpu/target_config/specs`. What
-matters is what the compiler decides by: the capability, shared memory, registers and memory size.
+GPUs are text protos of `stream_executor.GpuTargetConfigProto`, after openxla/xla's `backends/gpu/target_config/specs`.
+What matters is what the compiler decides by: the capability, shared memory, registers and memory size.
 """
+
+import importlib.util
+import re
+
+import jax
 
 _TARGET = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -44,3 +49,63 @@ def target_config(name: str) -> str:
     if name not in TARGETS:
         raise ValueError(f"no GPU target called {name!r}. There are: {', '.join(TARGETS)}.")
     return TARGETS[name]
+
+
+TPUS = {
+    "v4": ("v4:2x2x1", "v4:4x4x4"),
+    "v5e": ("v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:8x8", "v5e:16x16"),
+    "v5p": ("v5p:2x2x1", "v5p:2x2x2", "v5p:4x4x4", "v5p:4x4x8", "v5p:8x8x8"),
+    "v6e": ("v6e:2x2", "v6e:2x4", "v6e:4x4", "v6e:16x16"),
+    "tpu7x": ("tpu7x:2x2x1", "tpu7x:4x4x4"),
+}
+"""TPU generation -> topologies of it that libtpu knows, the usual ones."""
+
+GPUS_PER_HOST = 8
+
+INSTALL = "pip install 'jtrain[aot]'"
+
+
+def topology_devices(topology: str) -> list[jax.Device]:
+    """Devices to compile for but not to run on.
+
+    Args:
+      topology: `v5p:4x4x8` for a slice of TPUs, `h200:8` for GPUs, in hosts of eight.
+
+    Raises:
+      ValueError: no such topology, with those that there are; or its compiler is not installed.
+    """
+    from jax.experimental import topologies  # lazy: only a plan for another machine needs it
+
+    kind, _, shape = topology.partition(":")
+    if kind in TARGETS and re.fullmatch(r"[1-9]\d*", shape):
+        _require("jax_plugins.xla_cuda13", topology)
+        per_host = min(int(shape), GPUS_PER_HOST)
+        if int(shape) % per_host:
+            raise ValueError(f"--topology {topology}: hosts have {per_host} GPUs each. Use a multiple of {per_host}.")
+        grid = f"1x{int(shape) // per_host}x{per_host}"
+        return list(
+            topologies.get_topology_desc(platform="cuda", target_config=target_config(kind), topology=grid).devices
+        )
+    if kind not in TPUS or not re.fullmatch(r"\d+x\d+(x\d+)?", shape):
+        raise _unknown(topology)
+    _require("libtpu", topology)
+    try:
+        # As JAX sees a live v4: the two cores of a chip are one device. Later chips are listed as they are seen.
+        chips = {"chip_config_name": "megacore"} if kind == "v4" else {}
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **chips).devices)
+    except Exception as error:  # libtpu raises whatever its C++ raised
+        raise _unknown(topology, reason=str(error).partition("\n")[0][:200]) from error
+
+
+def _require(module: str, topology: str) -> None:
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None or importlib.util.find_spec(module) is None:
+        raise ValueError(f"--topology {topology} needs the compiler {module}, which is not installed: {INSTALL}")
+
+
+def _unknown(topology: str, reason: str = "") -> ValueError:
+    names = [name for names in TPUS.values() for name in names] + [f"{name}:8" for name in TARGETS]
+    said = f" ({reason})" if reason else ""
+    return ValueError(
+        f"--topology {topology}: there is no such machine{said}. There are, among other sizes: {', '.join(names)}."
+    )

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jtrain.data import BatchIterator, PackedText, Source, Staged, TextDataset, open_dataset
+from jtrain.data.place import context_order
 from jtrain.dims import Batch
 
 
@@ -144,6 +145,10 @@ def test_held_out_documents_are_never_trained_on_and_give_a_fixed_list(
     assert len(other_seed) == 2
     for got, expected in zip(other_seed, batches[:2], strict=True):
         same_batch(got, expected)
+    split = next(dataset.eval_batches(context=2))
+    order = context_order(batches[0].token_BL.shape[1], 2, "zigzag")
+    np.testing.assert_array_equal(split.token_BL, batches[0].token_BL[:, order])
+    np.testing.assert_array_equal(split.segment_BL, batches[0].segment_BL[:, order])
 
 
 def test_bad_records_stop_the_run_or_are_skipped_and_counted(texts: list[str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The reference directories that tests/golden/hf/make.py wrote."""
+"""The reference directories that make.py and make_moe.py of tests/golden/hf wrote."""
 
 import dataclasses
 from pathlib import Path
@@ -16,7 +16,7 @@ from jtrain.hf.model_config import model_from_config
 from jtrain.model.transformer import Transformer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
-CASES = ("llama", "llama_tied", "qwen3")
+CASES = ("llama", "llama_tied", "qwen3", "qwen3_moe")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,11 @@ def llama() -> Reference:
 @pytest.fixture
 def llama_tied() -> Reference:
     return load_reference("llama_tied")
+
+
+@pytest.fixture
+def qwen3_moe() -> Reference:
+    return load_reference("qwen3_moe")
 
 
 def load_reference(name: str) -> Reference:

@@ -136,7 +136,7 @@ def test_mistakes_exit_2_with_a_message(given: Given, capsys: pytest.CaptureFixt
     assert run("import", tmp_path, tmp_path / "run", *given.options) == 2
     assert "config.json: no such file" in capsys.readouterr().err
     assert run("import", given.folder, tmp_path / "run", "--config=tinny") == 2
-    assert "Did you mean tiny?" in capsys.readouterr().err
+    assert "Did you mean tiny, tiny_moe?" in capsys.readouterr().err
     assert run("export", tmp_path / "nowhere", tmp_path / "out") == 2
     assert "No checkpoint in" in capsys.readouterr().err
     assert run("export", tmp_path / "nowhere", given.folder) == 2

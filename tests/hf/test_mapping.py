@@ -12,6 +12,7 @@ import pytest
 
 from jtrain.hf.mapping import TABLE, from_hf, slots, to_hf
 from jtrain.model.param import map_params
+from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -22,6 +23,11 @@ def model_of(**changes: Any) -> Transformer:
     sizes: dict[str, Any] = dict(num_layers=3, d_model=20, d_ff=28, vocab_size=32)
     heads: dict[str, Any] = dict(num_heads=6, num_kv_heads=3, head_dim=4)
     return Transformer(**(sizes | heads | changes))
+
+
+def mixture() -> Transformer:
+    """Qwen3-MoE's shape."""
+    return model_of(qk_norm=True, moe=MoESpec(num_experts=5, top_k=2))
 
 
 def params_of(model: Transformer, dtype: str = "float32") -> dict[str, Any]:
@@ -80,9 +86,27 @@ def test_linear_layers_are_outputs_by_inputs_with_heads_flattened() -> None:
     assert theirs["lm_head.weight"][v, d] == params["unembed_DV"][d, v]
 
 
+def test_each_expert_has_its_tensors() -> None:
+    """There and back bitwise, and one number of each matrix by hand."""
+    model = mixture()
+    params = params_of(model)
+    theirs = dict(to_hf(params, model, dtype="float32"))
+    mlp = params["layers"]["mlp"]
+    layer, x, d, f = 1, 3, 7, 11
+    prefix = f"model.layers.{layer}.mlp"
+    assert theirs[f"{prefix}.experts.{x}.gate_proj.weight"][f, d] == mlp["gate_XDF"][layer, x, d, f]
+    assert theirs[f"{prefix}.experts.{x}.up_proj.weight"][f, d] == mlp["up_XDF"][layer, x, d, f]
+    assert theirs[f"{prefix}.experts.{x}.down_proj.weight"][d, f] == mlp["down_XFD"][layer, x, f, d]
+    assert theirs[f"{prefix}.gate.weight"][x, d] == mlp["router_DX"][layer, d, x]
+    assert len([name for name in theirs if ".experts." in name]) == 3 * 3 * 5
+    back = from_hf(readers(theirs), model)
+    for got, want in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
+        assert got.tobytes() == want.tobytes()
+
+
 def test_every_parameter_is_in_the_table() -> None:
     """And the table names nothing that no model has."""
-    infos = (*model_of(qk_norm=True).param_infos(), *model_of().param_infos())
+    infos = (*model_of(qk_norm=True).param_infos(), *model_of().param_infos(), *mixture().param_infos())
     assert {info.path for info in infos} == set(TABLE)
 
 

@@ -1,12 +1,15 @@
 """config.json, read and written: what changes the model is read or refused by name."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from jtrain.hf.model_config import config_from_model, model_differences, model_from_config
 from jtrain.model.rope import Llama3Scaling, RopeSpec
+from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
+from jtrain.plan.flops import flops_per_token
 
 # As published, https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json
 LLAMA_8B: dict[str, Any] = {
@@ -72,6 +75,23 @@ QWEN3_8B: dict[str, Any] = {
     "vocab_size": 151936,
 }
 
+QWEN3_30B_A3B: dict[str, Any] = QWEN3_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+
 V5_ROPE = {"rope_theta": 500000.0, **LLAMA_8B["rope_scaling"]}
 
 
@@ -96,6 +116,17 @@ def test_qwen3_as_published() -> None:
     assert (model.num_layers, model.head_dim, model.qk_norm, model.norm_eps) == (36, 128, True, 1e-6)
     assert model.rope == RopeSpec(1_000_000.0)
     assert sum(info.size for info in model.param_infos()) == 8_190_735_360
+
+
+def test_qwen3_moe_as_published() -> None:
+    """Qwen3-30B-A3B: 30.5 billion parameters, of which a token goes through 3.3 billion less its embedding."""
+    model = model_from_config(QWEN3_30B_A3B)
+    assert (model.num_layers, model.d_model, model.num_kv_heads, model.d_ff) == (48, 2048, 4, 768)
+    assert model.moe == MoESpec(num_experts=128, top_k=8, normalize_top_k=True, balance_loss=1e-3)
+    assert sum(info.size for info in model.param_infos()) == 30_532_122_624
+    active = sum(info.active_size for info in model.param_infos())
+    assert active == 3_353_032_704
+    assert flops_per_token(model, seq_len=4096).matmul_params == active - 151936 * 2048 - (2 * 2048 + 256) * 48 - 2048
 
 
 def test_the_form_of_transformers_5_is_the_same_model() -> None:
@@ -145,6 +176,34 @@ def test_what_the_model_has_not_is_refused_by_name(changes: dict[str, Any], matc
         model_from_config(LLAMA_8B | changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported, only 1"),
+        ({"num_experts": None}, "num_experts=None must be a whole number"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size=None must be a whole number"),
+        ({"num_experts_per_tok": 129}, r"top_k=129 must be from 1 to model\.moe\.num_experts=128"),
+    ],
+    ids=str,
+)
+def test_a_mixture_with_dense_layers_is_refused(changes: dict[str, Any], match: str) -> None:
+    """And one that lacks a size."""
+    with pytest.raises(ValueError, match=match):
+        model_from_config(QWEN3_30B_A3B | changes)
+
+
+def test_a_mixture_that_transformers_has_not_is_not_exported() -> None:
+    """Shared experts, or queries and keys without norms."""
+    sizes: dict[str, Any] = dict(num_layers=1, d_model=8, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=8, vocab_size=8)
+    written: dict[str, Any] = dict(dtype="float32", max_seq_len=8, begin_id=None, end_id=0)
+    moe = MoESpec(num_experts=4, top_k=2)
+    with pytest.raises(ValueError, match=r"shared_experts=1 with model\.qk_norm=True: of mixtures only Qwen3-MoE"):
+        config_from_model(Transformer(**sizes, qk_norm=True, moe=dataclasses.replace(moe, shared_experts=1)), **written)
+    with pytest.raises(ValueError, match=r"shared_experts=0 with model\.qk_norm=False"):
+        config_from_model(Transformer(**sizes, moe=moe), **written)
+
+
 def test_a_sliding_window_in_use_is_refused() -> None:
     """Qwen3 names a window that it does not use; that one is no obstacle."""
     model_from_config(QWEN3_8B | {"sliding_window": 4096})
@@ -152,7 +211,11 @@ def test_a_sliding_window_in_use_is_refused() -> None:
         model_from_config(QWEN3_8B | {"sliding_window": 4096, "use_sliding_window": True})
 
 
-@pytest.mark.parametrize("config", [LLAMA_8B, QWEN3_8B, LLAMA_8B | {"tie_word_embeddings": True}], ids=["l", "q", "t"])
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA_8B, QWEN3_8B, LLAMA_8B | {"tie_word_embeddings": True}, QWEN3_30B_A3B | {"intermediate_size": 768}],
+    ids=["l", "q", "t", "m"],
+)
 def test_written_configs_are_read_back(config: dict[str, Any]) -> None:
     """And say what the published one says, wherever they overlap."""
     model = model_from_config(config)
@@ -183,3 +246,15 @@ def test_differences_are_listed_field_by_field() -> None:
     assert len(lines) == 2
     assert lines[0] == "model.num_layers: 16 there (num_hidden_layers), 32 here"
     assert lines[1].startswith("model.rope: RopeSpec(theta=500000.0, scaling=None) there")
+
+
+def test_differences_of_mixtures_are_listed_too() -> None:
+    """What a token computes; not how the router was trained."""
+    theirs = model_from_config(QWEN3_30B_A3B)
+    other = QWEN3_30B_A3B | {"num_experts_per_tok": 4, "norm_topk_prob": False, "router_aux_loss_coef": 0.5}
+    assert model_differences(model_from_config(other), theirs) == [
+        "model.moe.top_k: 4 there (num_experts_per_tok), 8 here",
+        "model.moe.normalize_top_k: False there (norm_topk_prob), True here",
+    ]
+    dense = [line for line in model_differences(model_from_config(QWEN3_8B), theirs) if "moe" in line]
+    assert dense == [f"model.moe: None there (model_type), {theirs.moe} here"]

@@ -8,6 +8,7 @@ import pytest
 
 from jtrain.hf.mapping import to_hf
 from jtrain.model.rope import RopeSpec
+from jtrain.model.router import route
 from jtrain.model.transformer import Transformer, single_device
 
 LOGITS_ATOL = 1e-4
@@ -65,6 +66,18 @@ def test_the_reference_sees_the_order_of_heads(llama: Any, path: str, axis: int)
     attention[path] = np.flip(attention[path], axis)
     params = {**llama.params, "layers": {**llama.params["layers"], "attention": attention}}
     assert np.abs(logits_of(llama.model, params, llama.batch) - llama.logits).max() > 0.1
+
+
+def test_the_routers_logits_choose_and_balance_as_in_transformers(qwen3_moe: Any) -> None:
+    """Their load-balancing loss of a layer and row is `top_k` times ours per token, for every layer and row."""
+    arrays = np.load(qwen3_moe.folder / "reference.npz")
+    spec, logits_YBLX = qwen3_moe.model.moe, arrays["router_logits"]
+    assert np.ptp(arrays["balance"]) > 0.1
+    for logits_BLX, balance_B in zip(logits_YBLX, arrays["balance"], strict=True):
+        for logits_LX, want in zip(logits_BLX, balance_B, strict=True):
+            valid = np.ones((1, len(logits_LX)), bool)
+            losses = route(jax.numpy.asarray(logits_LX[None]), jax.numpy.asarray(valid), spec, tensor=1)[1]
+            np.testing.assert_allclose(float(losses.balance) / len(logits_LX) * spec.top_k, want, rtol=1e-5)
 
 
 def with_rope(model: Transformer, rope: RopeSpec) -> Transformer:

@@ -30,6 +30,19 @@ def test_attention_is_its_formula_in_any_chunk(dtype: str, chunk: int) -> None:
     )
 
 
+@dtypes
+@pytest.mark.parametrize(("chunk", "window"), [(4, 2), (4, 6), (7, 5), (16, 3)])
+def test_a_window_is_its_formula_in_any_chunk(dtype: str, chunk: int, window: int) -> None:
+    """Value and gradients where windows end inside a chunk, at its end, chunks away, or nowhere."""
+    segment = jnp.asarray(SEGMENTS)
+    agree_with(
+        lambda q, k, v: attention(q, k, v, segment, segment, chunk=chunk, window=window),
+        lambda q, k, v: attention_reference(q, k, v, segment, segment, window=window),
+        inputs(),
+        dtype,
+    )
+
+
 def test_a_query_sees_neither_later_tokens_nor_other_documents() -> None:
     """Changing a key and value moves exactly the queries that may see it."""
     q, k, v = (jnp.asarray(x[1:2]) for x in inputs())
@@ -71,15 +84,18 @@ def test_under_remat_the_named_result_is_not_computed_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "keys", "kv_heads", "chunk", "message"),
+    ("length", "keys", "kv_heads", "sizes", "message"),
     [
-        (16, 16, 2, 0, "chunk=0 must be at least 1"),
-        (16, 16, 3, 4, "num_heads=4 is no multiple of num_kv_heads=3"),
-        (16, 12, 2, 4, "L=16 queries but M=12 keys"),
+        (16, 16, 2, dict(chunk=0), "chunk=0 must be at least 1"),
+        (16, 16, 3, dict(chunk=4), "num_heads=4 is no multiple of num_kv_heads=3"),
+        (16, 12, 2, dict(chunk=4), "L=16 queries but M=12 keys"),
+        (16, 16, 2, dict(chunk=4, window=0), "window=0 must be at least 1, the query's own key"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(length: int, keys: int, kv_heads: int, chunk: int, message: str) -> None:
+def test_shapes_that_do_not_fit_are_refused(
+    length: int, keys: int, kv_heads: int, sizes: dict[str, int], message: str
+) -> None:
     """With the numbers and what would fit."""
     q, k = jnp.zeros((1, length, 4, 8)), jnp.zeros((1, keys, kv_heads, 8))
     with pytest.raises(ValueError, match=message):
-        attention(q, k, k, jnp.ones((1, length), jnp.int32), jnp.ones((1, keys), jnp.int32), chunk=chunk)
+        attention(q, k, k, jnp.ones((1, length), jnp.int32), jnp.ones((1, keys), jnp.int32), **sizes)

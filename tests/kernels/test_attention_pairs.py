@@ -14,34 +14,34 @@ SEGMENTS = np.asarray([[1] * 16, [1] * 7 + [2] * 6 + [0] * 3, [0] * 16], np.int3
 B, L, N, K, H = 3, 16, 4, 2, 8
 
 
-def by_pairs(chunk: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def by_pairs(chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None = None) -> jax.Array:
     """The two passes as one differentiable op: on a TPU `attention` puts them together so."""
     segment = jnp.asarray(SEGMENTS)
 
     @jax.custom_vjp
     def op(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return pairs.forward(chunk, q, k, v, segment, segment)[0]
+        return pairs.forward(chunk, window, q, k, v, segment, segment)[0]
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        y, lse = pairs.forward(chunk, q, k, v, segment, segment)
+        y, lse = pairs.forward(chunk, window, q, k, v, segment, segment)
         return y, (q, k, v, y, lse)
 
     def backward(kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, ...]:
         q, k, v, y, lse = kept
-        return pairs.backward(chunk, q, k, v, segment, segment, y, lse, dy)
+        return pairs.backward(chunk, window, q, k, v, segment, segment, y, lse, dy)
 
     op.defvjp(forward, backward)
     return op(q, k, v)
 
 
 @dtypes
-@pytest.mark.parametrize("chunk", [1, 4, 16])
-def test_pairs_of_chunks_are_the_formula(dtype: str, chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "window"), [(1, None), (4, None), (16, None), (4, 6), (4, 5)])
+def test_pairs_of_chunks_are_the_formula(dtype: str, chunk: int, window: int | None) -> None:
     """Value and the gradients of q, k and v, with chunks that a query sees nothing of, and grouped heads."""
     segment = jnp.asarray(SEGMENTS)
     agree_with(
-        lambda q, k, v: by_pairs(chunk, q, k, v),
-        lambda q, k, v: attention_reference(q, k, v, segment, segment),
+        lambda q, k, v: by_pairs(chunk, q, k, v, window),
+        lambda q, k, v: attention_reference(q, k, v, segment, segment, window=window),
         (normal(0, B, L, N, H), normal(1, B, L, K, H), normal(2, B, L, K, H)),
         dtype,
     )
@@ -57,6 +57,7 @@ def test_scores_too_large_for_exp_are_fine() -> None:
 
 def test_a_tpu_compiles_one_loop_body_whatever_the_length() -> None:
     """The program for a TPU does not grow with the chunks; that for a GPU does."""
+
     def matmuls(platform: str, length: int) -> int:
         q, k = (jax.ShapeDtypeStruct((1, length, n, H), jnp.bfloat16) for n in (N, K))
         segment = jax.ShapeDtypeStruct((1, length), jnp.int32)

@@ -3,9 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain.bench.loss_memory import GIB, temp_bytes
+from jtrain.bench.loss_memory import GIB, split_bytes, temp_bytes
 from jtrain.plan.aot import topology_devices
+from jtrain_kernels.device import DEVICES
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
+from jtrain_kernels.linear_cross_entropy.chunking import best_chunk
 from jtrain_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
 from tests.kernels.gradients import agree_with, dtypes, normal
 
@@ -88,3 +90,27 @@ def test_on_an_accelerator_the_logits_are_never_whole(topology: str) -> None:
 
     assert temp_bytes(chunked, device, "bfloat16") <= 3 * GIB
     assert temp_bytes(linear_cross_entropy_reference, device, "bfloat16") > 10 * GIB
+
+
+@pytest.mark.aot
+def test_on_an_h200_loss_and_gradient_take_two_gib() -> None:
+    """At 16384 x 4096 x 128256, in the chunks that are predicted to be best, by the H200's own compiler.
+
+    A bfloat16 gradient is summed in float32 too, D * V * 4 = 1.96 GiB that are no output then: 2.25 with a chunk's.
+    """
+    device = topology_devices("h200:1")[0]
+    chunk, _ = best_chunk(DEVICES["h200"], tokens=16384, d_model=4096, vocab=128256)
+
+    def chunked(x: jax.Array, w: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return linear_cross_entropy(x, w, t, chunk_tokens=chunk)
+
+    assert temp_bytes(chunked, device, "float32") <= 2 * GIB
+    assert temp_bytes(chunked, device, "bfloat16") <= 2.25 * GIB
+
+
+@pytest.mark.aot
+def test_eight_h200_share_the_vocabulary() -> None:
+    """Each takes an eighth of the logits and of the gradient, and sends a quarter of what gathering would at most."""
+    temp, sent = split_bytes("h200:8", 8)
+    assert temp <= 1.5 * GIB
+    assert 0 < sent < 0.25 * 2 * 4096 * 128256 * 2 * 7 / 8

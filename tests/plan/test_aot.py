@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import importlib.util
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import pytest
 from jtrain.layout import LayoutSpec, make_layout
 from jtrain.mesh import MeshSpec
 from jtrain.model.param import map_params
+from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
-from jtrain.plan import aot
 from jtrain.plan.aot import compile_step, topology_devices
 from jtrain.plan.collectives import collectives
 from jtrain.plan.memory import memory
@@ -49,6 +50,30 @@ def test_the_step_compiles_for_machines_not_here(topology: str, data: int, zero_
     assert got["all-reduce", ("data",), "f32"] < full_size, "no gradient of a matrix is summed whole"
 
 
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "axes"), (("v5p:2x2x1", dict(expert=4)), ("h200:8", dict(data=2, expert=4))))
+def test_a_mixture_compiles_for_machines_not_here(topology: str, axes: Any) -> None:
+    """Rows go to their experts and back by ragged all-to-alls, six times a layer with what remat does again."""
+    sizes: dict[str, Any] = SIZES | dict(d_ff=256, moe=MoESpec(num_experts=32, top_k=4))
+    model = Transformer(**sizes)
+    lay = make_layout(LayoutSpec(zero_stage=3, remat="full"), MeshSpec(**axes), model.param_infos())
+    optimizer = AdamW(peak_lr=1e-3)
+    built = build(optimizer, num_steps=100, params=map_params(lambda info: info, model.param_infos()))
+    batch: dict[str, Any] = dict(global_batch=4 * lay.mesh.size, seq_len=512)
+    program = compile_step(model, lay, built, **batch, devices=topology_devices(topology))
+
+    plan = memory(model, lay, optimizer, **batch, platform="tpu" if topology.startswith("v") else "gpu")
+    assert program.argument_bytes == plan.argument_bytes
+    assert 0.87 < plan.total_bytes / program.peak_bytes < 1.15
+
+    (rows,) = (c for c in collectives(model, lay, **batch) if c.kind == "ragged-all-to-all")
+    assert rows.count == 6 * SIZES["num_layers"]
+    assert rows.array_bytes == rows.count * 4 * 512 * 4 * SIZES["d_model"] * 2
+    (sent,) = (t for t in program.traffic if t.kind == "ragged-all-to-all")
+    assert (sent.axes, sent.dtype, sent.count, sent.array_bytes) == (("expert",), "bf16", rows.count, rows.array_bytes)
+
+
 @pytest.mark.parametrize("topology", ("v5p:3x3x3x3", "v9:2x2", "h200", "h200:0", "v5p:4x4x8:2", "cpu:8"))
 def test_an_unknown_topology_lists_those_that_exist(topology: str) -> None:
     """Nothing is loaded before the name is known to be one."""
@@ -71,7 +96,7 @@ def test_gpus_come_in_whole_hosts() -> None:
 
 def test_a_missing_compiler_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra [aot] is optional."""
-    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs the compiler libtpu, which is not installed: pip install"):
         topology_devices("v5p:2x2x1")
     with pytest.raises(ValueError, match=r"needs the compiler jax_plugins.xla_cuda13, which is not installed: pip"):

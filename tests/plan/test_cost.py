@@ -71,6 +71,18 @@ def test_recomputing_costs_what_is_not_kept() -> None:
     assert full - none == pytest.approx(16 * 4096 * again / (989.4e12 * 0.65))
 
 
+@pytest.mark.parametrize("remat", ("none", "full"))
+def test_8_bit_matmuls_halve_what_the_layers_weights_take(remat: str) -> None:
+    """Attention and the unembedding take what they took; a chip without them is refused."""
+    plain, eight = (predicted({}, remat=remat, matmul_dtype=m).matmul_s for m in ("compute", "fp8_delayed"))
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    products = 3 * layer + (layer - 4096 * 14336 if remat == "full" else 0)
+    saved = 2 * 32 * products * (1 / 989.4e12 - 1 / 1978.9e12)
+    assert plain - eight == pytest.approx(16 * 4096 * saved / 0.65)
+    with pytest.raises(ValueError, match=r"layout\.matmul_dtype=fp8_delayed: v5p has no 8-bit matmuls.*=compute"):
+        predicted({}, device="v5p", matmul_dtype="fp8_delayed")
+
+
 def test_twice_the_devices_take_half_the_compute() -> None:
     """Over data and over tensor alike."""
     one = predicted({}).matmul_s

@@ -1,15 +1,21 @@
-"""Causal, segment-aware attention, a chunk of queries at a time."""
+"""Causal, segment-aware attention by the implementation that suits the device."""
 
-from collections.abc import Callable
+import functools
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jtrain_kernels.attention import pairs
+from jtrain_kernels import registry
+from jtrain_kernels.attention import cudnn, splash, tokamax, xla
+from jtrain_kernels.attention.mask import Mask, Passes
+
+PASSES = {"cudnn": cudnn.PASSES, "tokamax": tokamax.PASSES, "splash": splash.PASSES, "xla": xla.PASSES}
+"""Implementation -> how it computes."""
+
+type _Config = tuple[tuple[str, int], ...]
 
 
 def attention(
@@ -20,19 +26,20 @@ def attention(
     segment_BM: Int[Array, "B M"],
     *,
     chunk: int,
+    window: int | None = None,
 ) -> Float[Array, "B L N H"]:
-    """Softmax attention of each query to the keys of its own segment at its own index or before.
+    """Softmax attention of each query to the keys of its own segment at its own index or before, at most `window`.
 
-    Holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes, on a TPU those to `chunk` keys; the
-    backward pass computes them again from q, k, v and the log-partition of each query. A chunk sees only the keys up to
-    its last query, so of the masked half of the scores hardly any is computed. Scores are scaled by 1 / sqrt(H);
-    softmax in float32, matmuls and result in q's dtype. Query head n uses key head n // (N / K). Segment 0 is padding:
-    its queries attend among themselves, so their rows are finite and of no meaning.
+    In plain JAX it holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes, on a TPU those to
+    `chunk` keys; the backward pass computes them again from q, k, v and the log-partition of each query. Scores are
+    scaled by 1 / sqrt(H); softmax in float32, matmuls and result in q's dtype. Query head n uses key head n // (N / K).
+    Segment 0 is padding: its queries attend among themselves, so their rows are finite and of no meaning.
 
     What the backward pass needs of the result carries the checkpoint name "attention".
 
     Raises:
-      ValueError: chunk is not positive, K does not divide N, or L is not M.
+      ValueError: chunk or window is not positive, K does not divide N, or L is not M; or a forced implementation
+        cannot run.
     """
     L, N = q_BLNH.shape[1:3]
     M, K = k_BMKH.shape[1:3]
@@ -42,169 +49,122 @@ def attention(
         raise ValueError(f"attention: num_heads={N} is no multiple of num_kv_heads={K}.")
     if chunk < 1:
         raise ValueError(f"attention: chunk={chunk} must be at least 1.")
-    return _attention(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, chunk)
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window={window} must be at least 1, the query's own key; None for all before it.")
+    return registry.call(
+        ATTENTION,
+        q_BLNH=q_BLNH,
+        k_BMKH=k_BMKH,
+        v_BMKH=v_BMKH,
+        segment_BL=segment_BL,
+        segment_BM=segment_BM,
+        chunk=chunk,
+        window=window if window is not None and window < M else None,
+        causal=True,
+    )
 
 
-def _heads_first(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B K G L H"]:
-    """Each head a plain matrix, the G query heads of a key head together (G = 1 for keys and values)."""
-    B, L, N, H = x_BLNH.shape
-    return x_BLNH.reshape(B, L, num_kv_heads, N // num_kv_heads, H).transpose(0, 2, 3, 1, 4)
+def passes_for(*shapes: jax.ShapeDtypeStruct | Array, chunk: int, causal: bool) -> Passes:
+    """What the registry chooses for arrays of these shapes, as passes: for what puts blocks together itself.
 
+    Args:
+      shapes: of q_BLNH, k_BMKH, v_BMKH, segment_BL and segment_BM.
 
-def _heads_last(x_BKGLH: Array) -> Float[Array, "B L N H"]:
-    B, K, G, L, H = x_BKGLH.shape
-    return x_BKGLH.transpose(0, 3, 1, 2, 4).reshape(B, L, K * G, H)
-
-
-class _Chunk(NamedTuple):
-    """Queries start..stop, and every key that they may see: 0..stop."""
-
-    start: int
-    stop: int
-
-    def queries(self, x_BKGLH: Array) -> Float[Array, "B K Q H"]:
-        """Rows of the score matrix: query heads of one key head, then positions."""
-        part = x_BKGLH[:, :, :, self.start : self.stop]
-        return part.reshape(*part.shape[:2], -1, part.shape[-1])
-
-    def scores(self, q_BKQH: Array, k_BKMH: Array, segment_BL: Array, segment_BM: Array) -> Float[Array, "B K Q M"]:
-        """Scaled, float32, -inf where masked; never a whole row, for a query sees itself."""
-        s_BKQM = jnp.einsum("bkqh,bkmh->bkqm", q_BKQH, k_BKMH, preferred_element_type=jnp.float32)
-        same_BLM = segment_BL[:, self.start : self.stop, None] == segment_BM[:, None, : self.stop]
-        causal_LM = jnp.arange(self.start, self.stop)[:, None] >= jnp.arange(self.stop)[None, :]
-        bias_BLM = jnp.where(same_BLM & causal_LM[None], 0.0, -jnp.inf).astype(jnp.float32)
-        # Made once for all heads: fused into the loops over scores, the comparisons keep XLA:CPU from vectorising them.
-        bias_BLM = jax.lax.optimization_barrier(bias_BLM)
-        B, K, Q, M = s_BKQM.shape
-        s_BKGLM = s_BKQM.reshape(B, K, -1, self.stop - self.start, M)
-        return (s_BKGLM * q_BKQH.shape[-1] ** -0.5 + bias_BLM[:, None, None]).reshape(B, K, Q, M)
-
-
-def _chunks(length: int, chunk: int) -> list[_Chunk]:
-    """All queries; the last chunk is shorter where `chunk` does not divide them."""
-    return [_Chunk(start, min(start + chunk, length)) for start in range(0, length, chunk)]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(
-    q_BLNH: Array, k_BMKH: Array, v_BMKH: Array, segment_BL: Array, segment_BM: Array, chunk: int
-) -> Float[Array, "B L N H"]:
-    return _vjp_forward(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, chunk)[0]
-
-
-def _vjp_forward(
-    q_BLNH: Array, k_BMKH: Array, v_BMKH: Array, segment_BL: Array, segment_BM: Array, chunk: int
-) -> tuple[Array, tuple[Array, ...]]:
-    given = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM
-    result = _on_each_platform(_forward, pairs.forward, chunk, given)
-    y_BLNH, lse_BKGL1 = (checkpoint_name(x, "attention") for x in result)
-    return y_BLNH, (*given, y_BLNH, lse_BKGL1)
-
-
-def _vjp_backward(chunk: int, saved: tuple[Array, ...], dy_BLNH: Array) -> tuple[Array, Array, Array, None, None]:
-    dq_BLNH, dk_BMKH, dv_BMKH = _on_each_platform(_backward, pairs.backward, chunk, (*saved, dy_BLNH))
-    return dq_BLNH, dk_BMKH, dv_BMKH, None, None
-
-
-type _Pass = Callable[..., tuple[Array, ...]]
-
-
-def _on_each_platform(by_queries: _Pass, by_pairs: _Pass, chunk: int, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    """A pass over the whole block, in the form that each platform's compiler likes.
-
-    On a CPU a sequence at a time: scores of all sequences (B * N * chunk * M * 4 bytes) overflow the caches, and their
-    fresh pages cost as much as the arithmetic. On a TPU in loops over pairs of chunks, if they divide the length:
-    written out they take its compiler minutes, and it keeps the scores of several.
+    Raises:
+      ValueError: a forced implementation cannot run, or has no passes.
     """
-
-    def by_sequence(*arrays: Array) -> tuple[Array, ...]:
-        def one(sequence: tuple[Array, ...]) -> tuple[Array, ...]:
-            # Without the barrier every loop that reads them would slice them anew, element by element.
-            sequence = jax.lax.optimization_barrier(sequence)
-            return tuple(x[0] for x in by_queries(chunk, *(x[None] for x in sequence)))
-
-        return jax.lax.map(one, arrays)
-
-    whole = partial(by_queries, chunk)
-    tpu = whole if arrays[0].shape[1] % chunk else partial(by_pairs, chunk)
-    return jax.lax.platform_dependent(*arrays, cpu=by_sequence, tpu=tpu, default=whole)
+    names = ("q_BLNH", "k_BMKH", "v_BMKH", "segment_BL", "segment_BM")
+    avals = registry.avals_of(dict(zip(names, shapes, strict=True), chunk=chunk, window=None, causal=causal))
+    choice = registry.select(ATTENTION, avals)
+    name = choice.implementation.name
+    if name not in PASSES:
+        raise ValueError(
+            f"kernels.attention={name}: it has no passes that a ring could put together. There are: "
+            f"{', '.join(PASSES)}. Force one of them, or set layout.context_attention=ulysses."
+        )
+    return configured(name, tuple(sorted(choice.config.items())))
 
 
-def _forward(
-    chunk: int, q_BLNH: Array, k_BMKH: Array, v_BMKH: Array, segment_BL: Array, segment_BM: Array
-) -> tuple[Float[Array, "B L N H"], Float[Array, "B K G L 1"]]:
-    """The result, and each query's log-partition in float32."""
-    B, L, N, H = q_BLNH.shape
-    K = k_BMKH.shape[2]
-    q_BKGLH = _heads_first(q_BLNH, K)
-    k_BKMH, v_BKMH = _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKH, K)[:, :, 0]
-    ys, lses = [], []
-    for part in _chunks(L, chunk):
-        k, v = k_BKMH[:, :, : part.stop], v_BKMH[:, :, : part.stop]
-        s_BKQM = part.scores(part.queries(q_BKGLH), k, segment_BL, segment_BM)
-        top_BKQ1 = jnp.max(s_BKQM, axis=-1, keepdims=True)
-        p_BKQM = jnp.exp(s_BKQM - top_BKQ1)
-        sum_BKQ1 = jnp.sum(p_BKQM, axis=-1, keepdims=True)
-        # Normalising the result, not p, saves a pass over the scores.
-        y = jnp.einsum("bkqm,bkmh->bkqh", p_BKQM.astype(v.dtype), v, preferred_element_type=jnp.float32) / sum_BKQ1
-        ys.append(y.astype(q_BLNH.dtype).reshape(B, K, N // K, -1, H))
-        lses.append((top_BKQ1 + jnp.log(sum_BKQ1)).reshape(B, K, N // K, -1, 1))
-    return _heads_last(jnp.concatenate(ys, axis=3)), jnp.concatenate(lses, axis=3)
+@functools.cache
+def configured(name: str, config: _Config) -> Passes:
+    """The passes of an implementation with a configuration; the same object whenever it is asked for."""
+    passes = PASSES[name]
+    return Passes(partial(passes.forward, **dict(config)), partial(passes.backward, **dict(config)))
 
 
-def _backward(
-    chunk: int,
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _attention(
     q_BLNH: Array,
     k_BMKH: Array,
     v_BMKH: Array,
     segment_BL: Array,
     segment_BM: Array,
-    y_BLNH: Array,
-    lse_BKGL1: Array,
-    dy_BLNH: Array,
-) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
-    """Gradients of q, k and v."""
-    dtype, (B, L, N, H) = q_BLNH.dtype, q_BLNH.shape
-    K = k_BMKH.shape[2]
-    q_BKGLH = _heads_first(q_BLNH, K)
-    k_BKMH, v_BKMH = _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKH, K)[:, :, 0]
-    dy_BKGLH, y_BKGLH = _heads_first(dy_BLNH, K), _heads_first(y_BLNH, K)
-    delta_BKGL1 = jnp.sum(dy_BKGLH.astype(jnp.float32) * y_BKGLH.astype(jnp.float32), axis=-1, keepdims=True)
-
-    dqs, dk_tails, dv_tails = [], [], []
-    dk_BKHM = dv_BKHM = jnp.zeros((B, K, H, L), jnp.float32)
-    # From the last chunk to the first: what lies behind a chunk's last key is then finished.
-    for part in reversed(_chunks(L, chunk)):
-        k, v = k_BKMH[:, :, : part.stop], v_BKMH[:, :, : part.stop]
-        q, dy = part.queries(q_BKGLH), part.queries(dy_BKGLH)
-        q, dy = _after((*dqs[-1:], dk_BKHM, dv_BKHM), q, dy)
-        s_BKQM = part.scores(q, k, segment_BL, segment_BM)
-        p_BKQM = jnp.exp(s_BKQM - part.queries(lse_BKGL1))
-        dp_BKQM = jnp.einsum("bkqh,bkmh->bkqm", dy, v, preferred_element_type=jnp.float32)
-        ds_BKQM = (p_BKQM * (dp_BKQM - part.queries(delta_BKGL1)) * H**-0.5).astype(dtype)
-        dqs.append(jnp.einsum("bkqm,bkmh->bkqh", ds_BKQM, k).reshape(B, K, N // K, -1, H))
-        # Transposing q and dy (H wide) and the results is cheap; transposing p and ds (M wide) is not.
-        dv = jnp.einsum("bkhq,bkqm->bkhm", dy.mT, p_BKQM.astype(dtype), preferred_element_type=jnp.float32)
-        dk = jnp.einsum("bkhq,bkqm->bkhm", q.mT, ds_BKQM, preferred_element_type=jnp.float32)
-        dk_tails.append(dk_BKHM[..., part.stop :])
-        dv_tails.append(dv_BKHM[..., part.stop :])
-        dk_BKHM, dv_BKHM = dk_BKHM[..., : part.stop] + dk, dv_BKHM[..., : part.stop] + dv
-
-    def whole(head: Array, tails: list[Array]) -> Float[Array, "B M K H"]:
-        return jnp.concatenate([head, *reversed(tails)], axis=-1).transpose(0, 3, 1, 2).astype(dtype)
-
-    return _heads_last(jnp.concatenate(dqs[::-1], axis=3)), whole(dk_BKHM, dk_tails), whole(dv_BKHM, dv_tails)
+    passes: Passes,
+    mask: Mask,
+    chunk: int,
+) -> Float[Array, "B L N H"]:
+    return _vjp_forward(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, passes, mask, chunk)[0]
 
 
-def _after(results: tuple[Array, ...], *arrays: Array) -> tuple[Array, ...]:
-    """`arrays`, bit for bit, but not before `results`: one chunk after the other.
+def _vjp_forward(
+    q_BLNH: Array,
+    k_BMKH: Array,
+    v_BMKH: Array,
+    segment_BL: Array,
+    segment_BM: Array,
+    passes: Passes,
+    mask: Mask,
+    chunk: int,
+) -> tuple[Array, tuple[Array, ...]]:
+    given = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM
+    result = passes.forward(*given, mask=mask, chunk=chunk)
+    y_BLNH, lse_BNL = (checkpoint_name(x, "attention") for x in result)
+    return y_BLNH, (*given, y_BLNH, lse_BNL)
 
-    Schedulers start what they can, and keep the scores of all chunks for it: B * N * L * L * 2 bytes, 4 GiB of 26 for
-    an 8B model at L=8192 on 8 H200. They do not see an `optimization_barrier`, which is gone by then. No compiler may
-    drop that a gradient could be NaN; where it is, the rest becomes it too.
-    """
-    token = sum(x[(0,) * x.ndim].astype(jnp.float32) for x in results)
-    return tuple(jnp.where(jnp.isnan(token), jnp.nan, x).astype(x.dtype) for x in arrays)
+
+def _vjp_backward(
+    passes: Passes, mask: Mask, chunk: int, saved: tuple[Array, ...], dy_BLNH: Array
+) -> tuple[Array, Array, Array, None, None]:
+    dq, dk, dv = passes.backward(*saved, dy_BLNH, mask=mask, chunk=chunk)
+    q_BLNH, k_BMKH, v_BMKH = saved[:3]
+    return dq.astype(q_BLNH.dtype), dk.astype(k_BMKH.dtype), dv.astype(v_BMKH.dtype), None, None
 
 
 _attention.defvjp(_vjp_forward, _vjp_backward)
+
+
+def _call(
+    name: str,
+    q_BLNH: Array,
+    k_BMKH: Array,
+    v_BMKH: Array,
+    segment_BL: Array,
+    segment_BM: Array,
+    *,
+    chunk: int,
+    window: int | None,
+    causal: bool,
+    **config: int,
+) -> Float[Array, "B L N H"]:
+    passes = configured(name, tuple(sorted(config.items())))
+    return _attention(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, passes, Mask(causal, window), chunk)
+
+
+def _llama8b() -> registry.Avals:
+    query, key = (jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16) for heads in (32, 8))
+    segment = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
+    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKH=key, segment_BL=segment, segment_BM=segment)
+    return dict(arrays, chunk=512, window=None, causal=True)
+
+
+ATTENTION = registry.Op(
+    "attention",
+    (
+        registry.Implementation("cudnn", partial(_call, "cudnn"), cudnn.supports),
+        registry.Implementation("tokamax", partial(_call, "tokamax"), tokamax.supports, configs=tokamax.configs),
+        registry.Implementation("splash", partial(_call, "splash"), splash.supports, configs=splash.configs),
+        registry.Implementation("xla", partial(_call, "xla")),
+    ),
+    cases={"llama8b": _llama8b()},
+)
+OPS = (ATTENTION,)

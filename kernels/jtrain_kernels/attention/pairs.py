@@ -25,18 +25,25 @@ def _grouped(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B L K G H"]:
 
 
 def _scores(
-    q_BLKGH: Array, k_BMKH: Array, query_BL: Array, key_BM: Array, ahead: Array
+    q_BLKGH: Array, k_BMKH: Array, query_BL: Array, key_BM: Array, ahead: Array, window: int | None
 ) -> Float[Array, "B K G L M"]:
     """Scaled, float32, -inf where masked; the queries begin `ahead` positions after the keys."""
     s_BKGLM = jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32)
     chunk = key_BM.shape[1]
-    causal_LM = jnp.arange(chunk)[:, None] + ahead >= jnp.arange(chunk)[None, :]
-    seen_BLM = (query_BL[:, :, None] == key_BM[:, None, :]) & causal_LM[None]
+    distance_LM = jnp.arange(chunk)[:, None] + ahead - jnp.arange(chunk)[None, :]
+    seen_LM = distance_LM >= 0 if window is None else (distance_LM >= 0) & (distance_LM < window)
+    seen_BLM = (query_BL[:, :, None] == key_BM[:, None, :]) & seen_LM[None]
     return jnp.where(seen_BLM[:, None, None], s_BKGLM * q_BLKGH.shape[-1] ** -0.5, -jnp.inf)
+
+
+def _first(i: Array, chunk: int, window: int | None) -> Array | int:
+    """The first chunk of keys that some query of chunk i sees."""
+    return 0 if window is None else jnp.maximum(i * chunk - (window - 1), 0) // chunk
 
 
 def forward(
     chunk: int,
+    window: int | None,
     q_BLNH: Float[Array, "B L N H"],
     k_BMKH: Float[Array, "B M K H"],
     v_BMKH: Float[Array, "B M K H"],
@@ -54,7 +61,7 @@ def forward(
         def keys(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             top, total, y = carry
             k_BCKH, v_BCKH = _at(k_BMKH, j, chunk), _at(v_BMKH, j, chunk)
-            s = _scores(q_BCKGH, k_BCKH, query_BC, _at(segment_BM, j, chunk), (i - j) * chunk)
+            s = _scores(q_BCKGH, k_BCKH, query_BC, _at(segment_BM, j, chunk), (i - j) * chunk, window)
             higher = jnp.maximum(top, jnp.max(s, axis=-1, keepdims=True))
             p, shrink = jnp.exp(s - higher), jnp.exp(top - higher)
             total = total * shrink + jnp.sum(p, axis=-1, keepdims=True)
@@ -65,7 +72,7 @@ def forward(
         # The lowest finite number: where a chunk of keys is masked whole, -inf - -inf would be nan.
         one = (B, K, N // K, chunk, 1)
         start = jnp.full(one, jnp.finfo(jnp.float32).min), jnp.zeros(one), jnp.zeros((*one[:-1], H))
-        top, total, y_BKGCH = jax.lax.fori_loop(0, i + 1, keys, start)
+        top, total, y_BKGCH = jax.lax.fori_loop(_first(i, chunk, window), i + 1, keys, start)
         y_BCKGH = (y_BKGCH / total).transpose(0, 3, 1, 2, 4)
         lse_BKGL1 = jax.lax.dynamic_update_slice_in_dim(results[1], top + jnp.log(total), i * chunk, 3)
         return _put(results[0], y_BCKGH, i, chunk), lse_BKGL1
@@ -77,6 +84,7 @@ def forward(
 
 def backward(
     chunk: int,
+    window: int | None,
     q_BLNH: Array,
     k_BMKH: Array,
     v_BMKH: Array,
@@ -100,7 +108,7 @@ def backward(
         def keys(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             dq, dk_BMKH, dv_BMKH = carry
             k, v = _at(k_BMKH, j, chunk), _at(v_BMKH, j, chunk)
-            s = _scores(q, k, query_BC, _at(segment_BM, j, chunk), (i - j) * chunk)
+            s = _scores(q, k, query_BC, _at(segment_BM, j, chunk), (i - j) * chunk, window)
             p = jnp.exp(s - lse)
             dp = jnp.einsum("blkgh,bmkh->bkglm", dy, v, preferred_element_type=jnp.float32)
             ds = (p * (dp - delta) * scale).astype(dtype)
@@ -112,7 +120,8 @@ def backward(
             return dq, dk_BMKH, dv_BMKH
 
         dq_BLKGH, *of_keys = gradients
-        dq, dk_BMKH, dv_BMKH = jax.lax.fori_loop(0, i + 1, keys, (jnp.zeros(q.shape, jnp.float32), *of_keys))
+        start = jnp.zeros(q.shape, jnp.float32), *of_keys
+        dq, dk_BMKH, dv_BMKH = jax.lax.fori_loop(_first(i, chunk, window), i + 1, keys, start)
         return _put(dq_BLKGH, dq, i, chunk), dk_BMKH, dv_BMKH
 
     zeros = jnp.zeros(k_BMKH.shape, jnp.float32)

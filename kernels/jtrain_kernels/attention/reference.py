@@ -11,12 +11,15 @@ def attention_reference(
     v_BMKH: Float[Array, "B M K H"],
     segment_BL: Int[Array, "B L"],
     segment_BM: Int[Array, "B M"],
+    *,
+    window: int | None = None,
 ) -> Float[Array, "B L N H"]:
-    """`softmax(q k / sqrt(H)) v` over earlier keys of the query's segment; every score exists, in q's dtype."""
+    """`softmax(q k / sqrt(H)) v` over a query's segment up to it, at most `window` keys; every score exists."""
     (L, N, H), (M, K) = q_BLNH.shape[1:], k_BMKH.shape[1:3]
     k_BMNH, v_BMNH = jnp.repeat(k_BMKH, N // K, axis=2), jnp.repeat(v_BMKH, N // K, axis=2)
     s_BNLM = jnp.einsum("blnh,bmnh->bnlm", q_BLNH, k_BMNH) * H**-0.5
     mask_BLM = segment_BL[:, :, None] == segment_BM[:, None, :]
-    mask_BLM &= (jnp.arange(L)[:, None] >= jnp.arange(M)[None, :])[None]
+    distance_LM = jnp.arange(L)[:, None] - jnp.arange(M)[None, :]
+    mask_BLM &= ((distance_LM >= 0) & (distance_LM < (M if window is None else window)))[None]
     p_BNLM = jax.nn.softmax(jnp.where(mask_BLM[:, None], s_BNLM, -jnp.inf), axis=-1)
     return jnp.einsum("bnlm,bmnh->blnh", p_BNLM, v_BMNH)

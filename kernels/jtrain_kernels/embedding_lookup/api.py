@@ -4,13 +4,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jtrain_kernels import registry
+
 
 def embedding_lookup(table_VD: Float[Array, "V D"], token_BL: Int[Array, "B L"]) -> Float[Array, "B L D"]:
     """`table[token]`. Ids must be in [0, V): others are clipped, as a gather under jit cannot refuse.
 
     The gradient has the table's dtype; rows of equal tokens are added in float32.
     """
-    return _lookup(table_VD, token_BL)
+    return registry.call(EMBEDDING_LOOKUP, table_VD=table_VD, token_BL=token_BL)
 
 
 @jax.custom_vjp
@@ -31,3 +33,15 @@ def _backward(saved: tuple[Array, Array], dx_BLD: Array) -> tuple[Array, None]:
 
 
 _lookup.defvjp(_forward, _backward)
+
+EMBEDDING_LOOKUP = registry.Op(
+    "embedding_lookup",
+    (registry.Implementation("xla", _lookup),),
+    cases={
+        "llama8b": {
+            "table_VD": jax.ShapeDtypeStruct((128256, 4096), jnp.bfloat16),
+            "token_BL": jax.ShapeDtypeStruct((1, 8192), jnp.int32),
+        }
+    },
+)
+OPS = (EMBEDDING_LOOKUP,)

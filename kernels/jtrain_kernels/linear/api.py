@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jtrain_kernels.linear.cpu import transposed
+from jtrain_kernels import registry
+from jtrain_kernels.linear.cpu import kernel_gradient_cpu
 from jtrain_kernels.linear.reference import contract
 
 
@@ -24,6 +25,10 @@ def linear(x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1)
             f"linear: the last {num_in} dimensions of x {x.shape} must equal the first {num_in} of kernel "
             f"{kernel.shape}. Set num_in to the number of dimensions to contract."
         )
+    return registry.call(LINEAR, x=x, kernel=kernel, num_in=num_in)
+
+
+def _xla(x: Array, kernel: Array, num_in: int) -> Float[Array, "..."]:
     in_dims, out_dims = kernel.shape[:num_in], kernel.shape[num_in:]
     lead = x.shape[: x.ndim - num_in]
     y_TO = _matmul(x.reshape(-1, math.prod(in_dims)), kernel.reshape(math.prod(in_dims), math.prod(out_dims)))
@@ -45,17 +50,23 @@ def _backward(saved: tuple[Array, Array], dy_TO: Array) -> tuple[Array, Array]:
     dkernel_IO = jax.lax.platform_dependent(
         x_TI,
         dy_TO,
-        cpu=lambda x, dy: _kernel_gradient_cpu(x, dy, kernel_IO.dtype),
+        cpu=lambda x, dy: kernel_gradient_cpu(x, dy, kernel_IO.dtype),
         default=lambda x, dy: contract(x, dy, 0, 0, kernel_IO.dtype),
     )
     return dx_TI, dkernel_IO
 
 
-def _kernel_gradient_cpu(x_TI: Array, dy_TO: Array, dtype: jnp.dtype) -> Float[Array, "I O"]:
-    """`x^T dy` with the narrower of the two transposed in memory first."""
-    if x_TI.shape[1] <= dy_TO.shape[1]:
-        return contract(transposed(x_TI), dy_TO, 1, 0, dtype)
-    return transposed(contract(transposed(dy_TO), x_TI, 1, 0, dtype))
-
-
 _matmul.defvjp(_forward, _backward)
+
+LINEAR = registry.Op(
+    "linear",
+    (registry.Implementation("xla", _xla),),
+    cases={
+        "llama8b": {
+            "x": jax.ShapeDtypeStruct((1, 8192, 4096), jnp.bfloat16),
+            "kernel": jax.ShapeDtypeStruct((4096, 14336), jnp.float32),
+            "num_in": 1,
+        }
+    },
+)
+OPS = (LINEAR,)

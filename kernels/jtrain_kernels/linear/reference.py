@@ -5,10 +5,17 @@ from jaxtyping import Array, Float
 
 
 def contract(
-    a: Float[Array, "..."], b: Float[Array, "..."], a_dim: int, b_dim: int, dtype: jax.typing.DTypeLike
+    a: Float[Array, "..."],
+    b: Float[Array, "..."],
+    a_dim: int,
+    b_dim: int,
+    dtype: jax.typing.DTypeLike,
+    *,
+    precision: jax.lax.Precision | None = None,
 ) -> Float[Array, "..."]:
     """`a` and `b` summed over dimension `a_dim` of one and `b_dim` of the other; accumulated in float32."""
-    return jax.lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ())), preferred_element_type=dtype)
+    dims = (((a_dim,), (b_dim,)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=dtype)
 
 
 def linear_reference(x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1) -> Float[Array, "..."]:

@@ -4,13 +4,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
+from jtrain_kernels import registry
+from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.linear.cpu import transposed
 from jtrain_kernels.linear.reference import contract
-
-IGNORE = -1
-"""Target id of a token that is not predicted."""
+from jtrain_kernels.linear_cross_entropy.chunking import CANDIDATES, best_chunk, predict
+from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Vocab
 
 
 def linear_cross_entropy(
@@ -18,7 +19,7 @@ def linear_cross_entropy(
     unembed_DV: Float[Array, "D V"],
     target_BL: Int[Array, "B L"],
     *,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     z_loss: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Cross entropy of `x @ unembed` and its gradient, holding the logits of `chunk_tokens` tokens at a time.
@@ -31,7 +32,8 @@ def linear_cross_entropy(
     Args:
       x_BLD: last hidden states; the matmuls run in their dtype, the softmax and all sums in float32.
       target_BL: next-token ids in [0, V), or -1 where there is nothing to predict.
-      chunk_tokens: tokens whose logits exist at a time.
+      chunk_tokens: tokens whose logits exist at a time; None takes what was measured on the device, or else what
+        `chunking` predicts to be the best.
       z_loss: coefficient of the squared log-partition (arXiv:2204.02311, section 5).
 
     Returns:
@@ -44,90 +46,213 @@ def linear_cross_entropy(
 
     Source: the gradient in the forward pass is Liger Kernel's, arXiv:2410.10989, section 3.2.
     """
-    x_ZCD, target_ZC = in_chunks(x_BLD, target_BL, chunk_tokens)
-    return _loss(x_ZCD, unembed_DV, target_ZC, z_loss)
+    return registry.call(
+        LINEAR_CROSS_ENTROPY,
+        x_BLD=x_BLD,
+        unembed_DV=unembed_DV,
+        target_BL=target_BL,
+        chunk_tokens=chunk_tokens,
+        z_loss=z_loss,
+        axis=None,
+    )
 
 
-def in_chunks(
-    x_BLD: Float[Array, "B L D"], target_BL: Int[Array, "B L"], chunk_tokens: int
-) -> tuple[Float[Array, "Z C D"], Int[Array, "Z C"]]:
-    """The tokens in chunks; the last is filled up with tokens that have no target.
+def vocab_parallel_linear_cross_entropy(
+    x_BLD: Float[Array, "B _ D"],
+    unembed_DW: Float[Array, "D W"],
+    target_BL: Int[Array, "B L"],
+    *,
+    axis: str,
+    chunk_tokens: int | None,
+    z_loss: float = 0.0,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """`linear_cross_entropy` inside a `shard_map` whose `axis` splits both positions and vocabulary: W = V / n.
+
+    No device ever holds the unembedding of another. Chunk by chunk each has all devices' hidden states (an all-gather),
+    their logits in its own columns, and sends back its part of their gradient (a reduce-scatter, in x's dtype): twice
+    B * L * D elements on the network, where gathering the unembedding takes twice D * V. Three float32 per token and
+    device, of a log-partition that each knows in part, go with them.
+
+    Args:
+      x_BLD: this device's block of the L positions: device i of n has those from i * L / n on.
+      unembed_DW: this device's columns: device i has those from i * W on.
+      target_BL: of all positions, the same on every device of the axis.
+      chunk_tokens: of each device; n times as many meet V / n columns, so the logits are as many as on one device.
+
+    Returns:
+      The two sums over this device's own tokens. Their cotangent must be the same on every device of the axis, as the
+      weight of a mean is: gradients are made before it is known.
+
+    Raises:
+      ValueError: chunk_tokens is not positive, or L is not n times the length of x.
+
+    Source: the split is Megatron-LM's vocab-parallel cross entropy, arXiv:1909.08053, section 3.
+    """
+    n, L = jax.lax.axis_size(axis), x_BLD.shape[1]
+    if target_BL.shape[1] != n * L:
+        raise ValueError(
+            f"vocab_parallel_linear_cross_entropy: x has {L} positions on each of {n} devices along `{axis}`, but "
+            f"there are {target_BL.shape[1]} targets, not {n * L}. Give the targets of all positions."
+        )
+    return registry.call(
+        LINEAR_CROSS_ENTROPY,
+        x_BLD=x_BLD,
+        unembed_DV=unembed_DW,
+        target_BL=target_BL,
+        chunk_tokens=chunk_tokens,
+        z_loss=z_loss,
+        axis=axis,
+    )
+
+
+def _xla(
+    x_BLD: Array,
+    unembed_DV: Array,
+    target_BL: Array,
+    chunk_tokens: int | None,
+    z_loss: float,
+    axis: str | None,
+    chunk: int,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    size, vocab = chunk if chunk_tokens is None else chunk_tokens, Vocab(axis)
+    x_ZcD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), size)
+    # In a chunk, as the all-gather brings them: device by device.
+    target_Tn = target_BL.reshape(target_BL.shape[0], -1, x_BLD.shape[1]).swapaxes(1, 2)
+    target_Zcn = in_chunks(target_Tn.reshape(x_BLD.shape[0] * x_BLD.shape[1], -1), size, fill=IGNORE)
+    target_ZC = target_Zcn.swapaxes(1, 2).reshape(target_Zcn.shape[0], -1)
+    return _loss(x_ZcD, unembed_DV, target_ZC, z_loss, vocab)
+
+
+def chosen_chunk(x_BLD: Float[Array, "B _ D"], columns: int, target_BL: Int[Array, "B L"], axis: str | None) -> int:
+    """Tokens of a chunk where none are asked for, for a device with so many columns of the unembedding."""
+    unembed = jax.ShapeDtypeStruct((x_BLD.shape[2], columns), x_BLD.dtype)
+    arguments = dict(x_BLD=x_BLD, unembed_DV=unembed, target_BL=target_BL, chunk_tokens=None, z_loss=0.0, axis=axis)
+    return registry.select(LINEAR_CROSS_ENTROPY, registry.avals_of(arguments)).config["chunk"]
+
+
+def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> Shaped[Array, "..."]:
+    """[tokens, ...] as [chunks, tokens of a chunk, ...], at most `chunk_tokens`; the last is filled up with `fill`.
 
     Raises:
       ValueError: chunk_tokens is not positive.
     """
     if chunk_tokens < 1:
         raise ValueError(f"linear_cross_entropy: chunk_tokens={chunk_tokens} must be at least 1.")
-    D, tokens = x_BLD.shape[-1], target_BL.size
-    chunk = min(chunk_tokens, tokens)
-    x_TD, target_T = x_BLD.reshape(-1, D), target_BL.reshape(-1)
-    if missing := -tokens % chunk:
-        x_TD = jnp.pad(x_TD, ((0, missing), (0, 0)))
-        target_T = jnp.pad(target_T, (0, missing), constant_values=IGNORE)
-    return x_TD.reshape(-1, chunk, D), target_T.reshape(-1, chunk)
+    chunk = min(chunk_tokens, x.shape[0])
+    if missing := -x.shape[0] % chunk:
+        x = jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
+    return x.reshape(-1, chunk, *x.shape[1:])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _loss(x_ZCD: Array, unembed_DV: Array, target_ZC: Array, z_loss: float) -> tuple[Array, Array]:
-    """Z chunks of C tokens."""
-    kernel_DV = unembed_DV.astype(x_ZCD.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _loss(x_ZcD: Array, unembed_DW: Array, target_ZC: Array, z_loss: float, vocab: Vocab) -> tuple[Array, Array]:
+    """Z chunks of c tokens of this device, C of all that share the vocabulary."""
+    kernel_DW = unembed_DW.astype(x_ZcD.dtype)
 
     def chunk(sums: Array, x_and_target: tuple[Array, Array]) -> tuple[Array, None]:
-        x_CD, target_C = x_and_target
-        logits_CV = contract(x_CD, kernel_DV, 1, 0, jnp.float32)
-        return sums + _sums(logits_CV, jax.nn.logsumexp(logits_CV, axis=-1), target_C, z_loss), None
+        x_cD, target_C = x_and_target
+        logits_CW = contract(vocab.gather(x_cD), kernel_DW, 1, 0, jnp.float32)
+        return sums + _sums(vocab.own(*vocab.summary(logits_CW, target_C), target_C), z_loss), None
 
-    (total, nats), _ = jax.lax.scan(chunk, jnp.zeros(2, jnp.float32), (x_ZCD, target_ZC))
+    (total, nats), _ = jax.lax.scan(chunk, jnp.zeros(2, jnp.float32), (x_ZcD, target_ZC))
     return total, nats
 
 
-def _sums(logits_CV: Array, lse_C: Array, target_C: Array, z_loss: float) -> Float[Array, "2"]:
+def _sums(summary: tuple[Array, ...], z_loss: float) -> Float[Array, "2"]:
     """[objective, nats] of one chunk."""
-    valid_C = target_C != IGNORE
-    picked_C = jnp.take_along_axis(logits_CV, jnp.maximum(target_C, 0)[:, None], axis=1)[:, 0]
-    nats = jnp.sum(jnp.where(valid_C, lse_C - picked_C, 0.0))
-    return jnp.stack([nats + z_loss * jnp.sum(jnp.where(valid_C, lse_C * lse_C, 0.0)), nats])
+    lse_c, picked_c, target_c = summary
+    valid_c = target_c != IGNORE
+    nats = jnp.sum(jnp.where(valid_c, lse_c - picked_c, 0.0))
+    return jnp.stack([nats + z_loss * jnp.sum(jnp.where(valid_c, lse_c * lse_c, 0.0)), nats])
 
 
 def _forward(
-    x_ZCD: Array, unembed_DV: Array, target_ZC: Array, z_loss: float
+    x_ZcD: Array, unembed_DW: Array, target_ZC: Array, z_loss: float, vocab: Vocab
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    kernel_DV = unembed_DV.astype(x_ZCD.dtype)
+    kernel_DW = unembed_DW.astype(x_ZcD.dtype)
 
     def chunk(carry: tuple[Array, Array], x_and_target: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        sums, dkernel_DV = carry
-        x_CD, target_C = x_and_target
-        logits_CV = contract(x_CD, kernel_DV, 1, 0, jnp.float32)
-        lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
-        sums = sums + _sums(logits_CV, lse_C, target_C, z_loss)
+        sums, dkernel_DW = carry
+        x_cD, target_C = x_and_target
+        x_CD = vocab.gather(x_cD)
+        logits_CW = contract(x_CD, kernel_DW, 1, 0, jnp.float32)
+        lse_C, picked_C = vocab.summary(logits_CW, target_C)
+        sums = sums + _sums(vocab.own(lse_C, picked_C, target_C), z_loss)
         # d(nats)/d(logits) = softmax - onehot; d(lse^2)/d(logits) = 2 lse softmax.
         weight_C = jnp.where(target_C != IGNORE, 1.0, 0.0)
-        softmax_CV = jnp.exp(logits_CV - lse_C[:, None]) * ((1.0 + 2.0 * z_loss * lse_C) * weight_C)[:, None]
-        is_target_CV = jax.lax.broadcasted_iota(jnp.int32, logits_CV.shape, 1) == target_C[:, None]
-        dlogits_CV = (softmax_CV - is_target_CV).astype(x_CD.dtype)
-        dx_CD = contract(dlogits_CV, kernel_DV, 1, 1, x_CD.dtype)
-        dkernel_DV += jax.lax.platform_dependent(
+        softmax_CW = jnp.exp(logits_CW - lse_C[:, None]) * ((1.0 + 2.0 * z_loss * lse_C) * weight_C)[:, None]
+        column_C = vocab.column(target_C, logits_CW.shape[1])
+        is_target_CW = jax.lax.broadcasted_iota(jnp.int32, logits_CW.shape, 1) == column_C[:, None]
+        dlogits_CW = (softmax_CW - is_target_CW).astype(x_CD.dtype)
+        dx_cD = vocab.scatter(contract(dlogits_CW, kernel_DW, 1, 1, x_CD.dtype))
+        dkernel_DW += jax.lax.platform_dependent(
             x_CD,
-            dlogits_CV,
+            dlogits_CW,
             cpu=lambda x, dlogits: contract(transposed(x), dlogits, 1, 0, jnp.float32),
             default=lambda x, dlogits: contract(x, dlogits, 0, 0, jnp.float32),
         )
-        return (sums, dkernel_DV), dx_CD
+        return (sums, dkernel_DW), dx_cD
 
-    start = (jnp.zeros(2, jnp.float32), jnp.zeros(unembed_DV.shape, jnp.float32))
-    ((total, nats), dkernel_DV), dx_ZCD = jax.lax.scan(chunk, start, (x_ZCD, target_ZC))
-    return (total, nats), (dx_ZCD, dkernel_DV.astype(unembed_DV.dtype))
+    start = (jnp.zeros(2, jnp.float32), jnp.zeros(unembed_DW.shape, jnp.float32))
+    ((total, nats), dkernel_DW), dx_ZcD = jax.lax.scan(chunk, start, (x_ZcD, target_ZC))
+    return (total, nats), (dx_ZcD, dkernel_DW.astype(unembed_DW.dtype))
 
 
-def _backward(z_loss: float, saved: tuple[Array, Array], cotangents: tuple[Array, Array]) -> tuple[Array, Array, None]:
-    del z_loss  # is in the saved gradients
-    dx_ZCD, dkernel_DV = saved
+def _backward(
+    z_loss: float, vocab: Vocab, saved: tuple[Array, Array], cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, None]:
+    del z_loss, vocab  # are in the saved gradients
+    dx_ZcD, dkernel_DW = saved
     scale = cotangents[0]
 
     def scaled(gradient: Array) -> Array:
         return (gradient.astype(jnp.float32) * scale).astype(gradient.dtype)
 
-    return scaled(dx_ZCD), scaled(dkernel_DV), None
+    return scaled(dx_ZcD), scaled(dkernel_DW), None
 
 
 _loss.defvjp(_forward, _backward)
+
+
+def _sizes(avals: registry.Avals) -> dict[str, int]:
+    """What `chunking` takes of an op's arguments."""
+    x, unembed, target = avals["x_BLD"], avals["unembed_DV"], avals["target_BL"]
+    assert isinstance(x, jax.ShapeDtypeStruct)
+    assert isinstance(unembed, jax.ShapeDtypeStruct)
+    assert isinstance(target, jax.ShapeDtypeStruct)
+    (rows, length, width), shards = x.shape, target.shape[1] // x.shape[1]
+    sizes = dict(tokens=rows * length, d_model=width, vocab=unembed.shape[1] * shards)
+    return sizes | dict(itemsize=x.dtype.itemsize, shards=shards)
+
+
+def _configs(device: DeviceSpec, avals: registry.Avals) -> tuple[dict[str, int], ...]:
+    """Sizes of chunks, the predicted best first; the one that is asked for, alone."""
+    if isinstance(asked := avals["chunk_tokens"], int):
+        return ({"chunk": asked},)
+    sizes = _sizes(avals)
+    best, _ = best_chunk(device, **sizes)
+    others = [size for size in CANDIDATES if size != best and size <= sizes["tokens"]]
+    return tuple({"chunk": size} for size in (best, *others))
+
+
+def _cost_s(device: DeviceSpec, avals: registry.Avals) -> float | None:
+    (config, *_) = _configs(device, avals)
+    predicted = predict(device, config["chunk"], **_sizes(avals))
+    return None if predicted is None else predicted.seconds
+
+
+LINEAR_CROSS_ENTROPY = registry.Op(
+    "linear_cross_entropy",
+    (registry.Implementation("xla", _xla, cost_s=_cost_s, configs=_configs),),
+    cases={
+        "llama8b": {
+            "x_BLD": jax.ShapeDtypeStruct((2, 8192, 4096), jnp.bfloat16),
+            "unembed_DV": jax.ShapeDtypeStruct((4096, 128256), jnp.bfloat16),
+            "target_BL": jax.ShapeDtypeStruct((2, 8192), jnp.int32),
+            "chunk_tokens": None,
+            "z_loss": 0.0,
+            "axis": None,
+        }
+    },
+)
+OPS = (LINEAR_CROSS_ENTROPY,)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jtrain_kernels.linear.reference import contract
-from jtrain_kernels.linear_cross_entropy.api import IGNORE, in_chunks
+from jtrain_kernels.linear_cross_entropy.api import chosen_chunk, in_chunks
+from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Vocab
 
 type Fetch = Callable[[Any], Float[Array, "D W"]]
 
@@ -18,14 +19,15 @@ NO_COLUMN = -2
 
 
 def linear_cross_entropy_in_parts(
-    x_BLD: Float[Array, "B L D"],
+    x_BLD: Float[Array, "B _ D"],
     parts: Any,
     column_ZW: Int[Array, "Z W"],
     target_BL: Int[Array, "B L"],
     *,
     fetch: Fetch,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     z_loss: float = 0.0,
+    axis: str | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`linear_cross_entropy` with an unembedding that comes in Z parts of W columns, each fetched when it is needed.
 
@@ -33,15 +35,26 @@ def linear_cross_entropy_in_parts(
     D * V of each and chunk_tokens * V. For that a part is fetched twice when differentiated, and its logits are
     computed twice: four matmuls, not three.
 
+    With `axis` it is `vocab_parallel_linear_cross_entropy` in parts: each device has parts of its own columns, and all
+    devices' hidden states and their gradient, once.
+
     Args:
       parts: what `fetch` makes a part of, an array or a tree of them with a leading Z each; differentiable.
       column_ZW: which ids the columns of each part are; NO_COLUMN for what only fills it up.
+      target_BL: with `axis`, of the positions of all its devices.
       fetch: must be differentiable; its gradient is taken part by part, before the next is fetched.
 
     Everything else is as in `linear_cross_entropy`.
     """
-    x_SCD, target_SC = in_chunks(x_BLD, target_BL, chunk_tokens)
-    return _loss(x_SCD, parts, column_ZW, target_SC, fetch, z_loss)
+    if chunk_tokens is None:
+        width = jax.eval_shape(fetch, jax.tree.map(lambda part: part[0], parts)).shape[1] * column_ZW.shape[0]
+        chunk_tokens = chosen_chunk(x_BLD, width, target_BL, axis)
+    vocab = Vocab(axis)
+    own_BL = vocab.own_targets(target_BL)
+    x_BLD = vocab.gather(x_BLD, 1)
+    x_SCD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), chunk_tokens)
+    target_SC, own_SC = (in_chunks(t.reshape(-1), chunk_tokens, fill=IGNORE) for t in (target_BL, own_BL))
+    return _loss(x_SCD, parts, column_ZW, target_SC, own_SC, fetch, z_loss, vocab)
 
 
 def _logits(x_CD: Array, kernel_DW: Array, column_W: Array) -> Float[Array, "C W"]:
@@ -50,7 +63,7 @@ def _logits(x_CD: Array, kernel_DW: Array, column_W: Array) -> Float[Array, "C W
 
 
 def _summaries(
-    x_SCD: Array, parts: Any, column_ZW: Array, target_SC: Array, fetch: Fetch
+    x_SCD: Array, parts: Any, column_ZW: Array, target_SC: Array, fetch: Fetch, vocab: Vocab
 ) -> tuple[Float[Array, "S C"], Float[Array, "S C"]]:
     """Each token's log-partition, and the logit of its target."""
 
@@ -71,28 +84,42 @@ def _summaries(
     # The lowest finite number: -inf - -inf would be nan, where a part has no column at all.
     start = jnp.full(shape, jnp.finfo(jnp.float32).min), jnp.zeros(shape), jnp.zeros(shape)
     (top_SC, total_SC, picked_SC), _ = jax.lax.scan(part, start, (parts, column_ZW))
-    return top_SC + jnp.log(total_SC), picked_SC
+    return vocab.merge(top_SC, total_SC, picked_SC)
 
 
-def _sums(lse_SC: Array, picked_SC: Array, target_SC: Array, z_loss: float) -> tuple[Array, Array]:
+def _sums(lse_SC: Array, picked_SC: Array, own_SC: Array, z_loss: float) -> tuple[Array, Array]:
     """Objective and nats."""
-    valid_SC = target_SC != IGNORE
+    valid_SC = own_SC != IGNORE
     nats = jnp.sum(jnp.where(valid_SC, lse_SC - picked_SC, 0.0))
     return nats + z_loss * jnp.sum(jnp.where(valid_SC, lse_SC * lse_SC, 0.0)), nats
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _loss(
-    x_SCD: Array, parts: Any, column_ZW: Array, target_SC: Array, fetch: Fetch, z_loss: float
+    x_SCD: Array,
+    parts: Any,
+    column_ZW: Array,
+    target_SC: Array,
+    own_SC: Array,
+    fetch: Fetch,
+    z_loss: float,
+    vocab: Vocab,
 ) -> tuple[Array, Array]:
-    """S chunks of C tokens."""
-    return _sums(*_summaries(x_SCD, parts, column_ZW, target_SC, fetch), target_SC, z_loss)
+    """S chunks of C tokens; `own` are the targets of this device's tokens, IGNORE where they are others'."""
+    return _sums(*_summaries(x_SCD, parts, column_ZW, target_SC, fetch, vocab), own_SC, z_loss)
 
 
 def _forward(
-    x_SCD: Array, parts: Any, column_ZW: Array, target_SC: Array, fetch: Fetch, z_loss: float
+    x_SCD: Array,
+    parts: Any,
+    column_ZW: Array,
+    target_SC: Array,
+    own_SC: Array,
+    fetch: Fetch,
+    z_loss: float,
+    vocab: Vocab,
 ) -> tuple[tuple[Array, Array], tuple[Array, Any]]:
-    lse_SC, picked_SC = _summaries(x_SCD, parts, column_ZW, target_SC, fetch)
+    lse_SC, picked_SC = _summaries(x_SCD, parts, column_ZW, target_SC, fetch, vocab)
 
     def part(dx_SCD: Array, given: tuple[Any, Array]) -> tuple[Array, Any]:
         fetched_DW, pull = jax.vjp(fetch, given[0])
@@ -114,18 +141,18 @@ def _forward(
         return dx_SCD, pull(dkernel_DW.astype(fetched_DW.dtype))[0]
 
     dx_SCD, dparts = jax.lax.scan(part, jnp.zeros(x_SCD.shape, jnp.float32), (parts, column_ZW))
-    return _sums(lse_SC, picked_SC, target_SC, z_loss), (dx_SCD.astype(x_SCD.dtype), dparts)
+    return _sums(lse_SC, picked_SC, own_SC, z_loss), (dx_SCD.astype(x_SCD.dtype), dparts)
 
 
 def _backward(
-    fetch: Fetch, z_loss: float, saved: tuple[Array, Any], cotangents: tuple[Array, Array]
-) -> tuple[Array, Any, None, None]:
-    del fetch, z_loss  # they are in the saved gradients
+    fetch: Fetch, z_loss: float, vocab: Vocab, saved: tuple[Array, Any], cotangents: tuple[Array, Array]
+) -> tuple[Array, Any, None, None, None]:
+    del fetch, z_loss, vocab  # they are in the saved gradients
 
     def scaled(gradient: Array) -> Array:
         return (gradient.astype(jnp.float32) * cotangents[0]).astype(gradient.dtype)
 
-    return scaled(saved[0]), jax.tree.map(scaled, saved[1]), None, None
+    return scaled(saved[0]), jax.tree.map(scaled, saved[1]), None, None, None
 
 
 _loss.defvjp(_forward, _backward)

@@ -1,40 +1,149 @@
-"""Root-mean-square normalisation that keeps only its input for the backward pass."""
+"""Root-mean-square normalisation, alone or as the branch of a residual stream."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jtrain_kernels import registry
+from jtrain_kernels.device import DeviceSpec
+from jtrain_kernels.rms_norm import pallas_tpu, triton
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+type Backward = Callable[[Array, Array, Array, Array, float, Array | None], tuple[Array, Array]]
+"""(dy, x, inverse_rms, scale, eps, residual's gradient or None) -> (dx, dscale)."""
+
+
 def rms_norm(x: Float[Array, "*rest C"], scale_C: Float[Array, " C"], eps: float) -> Float[Array, "*rest C"]:
-    """`x / sqrt(mean(x^2) + eps) * scale`, computed in float32, back in x's dtype (arXiv:1910.07467)."""
+    """`x / sqrt(mean(x^2) + eps) * scale`, computed in float32, back in x's dtype (arXiv:1910.07467).
+
+    Keeps its input for the backward pass, and one float32 per row.
+    """
+    return registry.call(RMS_NORM, x=x, scale_C=scale_C, eps=eps)
+
+
+def rms_norm_branch(
+    x: Float[Array, "*rest C"], scale_C: Float[Array, " C"], eps: float
+) -> tuple[Float[Array, "*rest C"], Float[Array, "*rest C"]]:
+    """A residual stream x, to go on with, and `rms_norm(x)`, for the branch that is added to it.
+
+    The values are those of x and `rms_norm(x)`. The gradient of x is that of both uses, added in float32 and rounded
+    once; what is gained is that one pass over memory can do it.
+    """
+    return registry.call(RMS_NORM_BRANCH, x=x, scale_C=scale_C, eps=eps)
+
+
+def _normalised(x: Array, scale_C: Array, eps: float) -> tuple[Float[Array, "*rest C"], Float[Array, "*rest 1"]]:
+    """The result, and the inverse root mean square of every row."""
     x32 = x.astype(jnp.float32)
-    return (x32 * _inverse_rms(x32, eps) * _broadcast(scale_C, x.ndim)).astype(x.dtype)
-
-
-def _inverse_rms(x32: Float[Array, "*rest C"], eps: float) -> Float[Array, "*rest 1"]:
-    return jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * inverse * _broadcast(scale_C, x.ndim)).astype(x.dtype), inverse
 
 
 def _broadcast(scale_C: Float[Array, " C"], ndim: int) -> Float[Array, "..."]:
     return scale_C.astype(jnp.float32).reshape((1,) * (ndim - 1) + scale_C.shape)
 
 
-def _forward(x: Array, scale_C: Array, eps: float) -> tuple[Array, tuple[Array, Array]]:
-    return rms_norm(x, scale_C, eps), (x, scale_C)
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def norm_by(x: Array, scale_C: Array, eps: float, backward: Backward) -> Array:
+    """`rms_norm` with this backward pass."""
+    del backward
+    return _normalised(x, scale_C, eps)[0]
 
 
-def _backward(eps: float, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    x, scale_C = saved
+def _forward(x: Array, scale_C: Array, eps: float, backward: Backward) -> tuple[Array, tuple[Array, Array, Array]]:
+    del backward
+    y, inverse = _normalised(x, scale_C, eps)
+    return y, (x, inverse, scale_C)
+
+
+def _backward(eps: float, backward: Backward, saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array]:
+    return backward(dy, *saved, eps, None)
+
+
+norm_by.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def branch_by(x: Array, scale_C: Array, eps: float, backward: Backward) -> tuple[Array, Array]:
+    """`rms_norm_branch` with this backward pass."""
+    del backward
+    return x, _normalised(x, scale_C, eps)[0]
+
+
+def _branch_forward(
+    x: Array, scale_C: Array, eps: float, backward: Backward
+) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
+    y, saved = _forward(x, scale_C, eps, backward)
+    return (x, y), saved
+
+
+def _branch_backward(
+    eps: float, backward: Backward, saved: tuple[Array, Array, Array], cotangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    dx, dy = cotangents
+    return backward(dy, *saved, eps, dx)
+
+
+branch_by.defvjp(_branch_forward, _branch_backward)
+
+
+def _gradients(
+    dy: Array, x: Array, inverse: Array, scale_C: Array, eps: float, residual: Array | None
+) -> tuple[Array, Array]:
+    """In plain JAX."""
+    del eps  # is in `inverse`
     x32, dy32 = x.astype(jnp.float32), dy.astype(jnp.float32)
-    inverse = _inverse_rms(x32, eps)
     unit = x32 * inverse
     dscale_C = jnp.sum(dy32 * unit, axis=tuple(range(x.ndim - 1)))
     dunit = dy32 * _broadcast(scale_C, x.ndim)
     dx = inverse * (dunit - unit * jnp.mean(dunit * unit, axis=-1, keepdims=True))
+    if residual is not None:
+        dx += residual.astype(jnp.float32)
     return dx.astype(x.dtype), dscale_C.astype(scale_C.dtype)
 
 
-rms_norm.defvjp(_forward, _backward)
+def _implementations(*, residual: bool) -> tuple[registry.Implementation, ...]:
+    """Of the op with or without a residual stream; all have XLA's forward pass.
+
+    Nothing is predicted for any: no hardware has run the kernels yet, and around one XLA cannot fuse. A kernel runs
+    where it is forced or was measured to be faster.
+    """
+    call = branch_by if residual else norm_by
+
+    def supports(refusal: Callable[..., str | None]) -> Callable[[DeviceSpec, registry.Avals], str | None]:
+        return lambda device, avals: refusal(device, avals["x"], residual=residual)
+
+    return (
+        registry.Implementation(
+            "pallas_tpu",
+            lambda x, scale_C, eps: call(x, scale_C, eps, pallas_tpu.OnePass()),
+            supports=supports(pallas_tpu.refusal),
+        ),
+        registry.Implementation(
+            "triton",
+            lambda x, scale_C, eps, **config: call(x, scale_C, eps, triton.OnePass(**config)),
+            supports=supports(triton.refusal),
+            configs=triton.configs,
+        ),
+        registry.Implementation("xla", lambda x, scale_C, eps: call(x, scale_C, eps, _gradients)),
+    )
+
+
+_CASES: dict[str, registry.Avals] = {
+    "llama8b": {
+        "x": jax.ShapeDtypeStruct((1, 8192, 4096), jnp.bfloat16),
+        "scale_C": jax.ShapeDtypeStruct((4096,), jnp.float32),
+        "eps": 1e-5,
+    },
+    "tiny": {
+        "x": jax.ShapeDtypeStruct((2, 128, 64), jnp.float32),
+        "scale_C": jax.ShapeDtypeStruct((64,), jnp.float32),
+        "eps": 1e-5,
+    },
+}
+
+RMS_NORM = registry.Op("rms_norm", _implementations(residual=False), cases=_CASES)
+RMS_NORM_BRANCH = registry.Op("rms_norm_branch", _implementations(residual=True), cases=_CASES)
+OPS = (RMS_NORM, RMS_NORM_BRANCH)

@@ -1,11 +1,16 @@
 """Rotary position embedding."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jtrain_kernels import registry
+from jtrain_kernels.rope import pallas_tpu
 
-@jax.custom_vjp
+
 def rope(
     x_BLNH: Float[Array, "B L N H"], cos_BLR: Float[Array, "B L R"], sin_BLR: Float[Array, "B L R"]
 ) -> Float[Array, "B L N H"]:
@@ -14,18 +19,51 @@ def rope(
     The half-split layout of Llama checkpoints (arXiv:2104.09864 rotates (2i, 2i + 1)). Only x has a gradient: the
     opposite rotation.
     """
+    return registry.call(ROPE, x_BLNH=x_BLNH, cos_BLR=cos_BLR, sin_BLR=sin_BLR)
+
+
+type Rotation = Callable[[Array, Array, Array], Array]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def rope_by(x_BLNH: Array, cos_BLR: Array, sin_BLR: Array, rotation: Rotation) -> Float[Array, "B L N H"]:
+    """`rope` by this rotation, forwards and backwards."""
+    return rotation(x_BLNH, cos_BLR, sin_BLR)
+
+
+def _forward(x_BLNH: Array, cos_BLR: Array, sin_BLR: Array, rotation: Rotation) -> tuple[Array, tuple[Array, Array]]:
+    return rotation(x_BLNH, cos_BLR, sin_BLR), (cos_BLR, sin_BLR)
+
+
+def _backward(rotation: Rotation, saved: tuple[Array, Array], dy_BLNH: Array) -> tuple[Array, None, None]:
+    cos_BLR, sin_BLR = saved
+    return rotation(dy_BLNH, cos_BLR, -sin_BLR), None, None
+
+
+rope_by.defvjp(_forward, _backward)
+
+
+def _rotated(x_BLNH: Array, cos_BLR: Array, sin_BLR: Array) -> Array:
+    """In plain JAX."""
     a, b = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos_BLR[:, :, None, :], sin_BLR[:, :, None, :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BLNH.dtype)
 
 
-def _forward(x_BLNH: Array, cos_BLR: Array, sin_BLR: Array) -> tuple[Array, tuple[Array, Array]]:
-    return rope(x_BLNH, cos_BLR, sin_BLR), (cos_BLR, sin_BLR)
-
-
-def _backward(saved: tuple[Array, Array], dy_BLNH: Array) -> tuple[Array, None, None]:
-    cos_BLR, sin_BLR = saved
-    return rope(dy_BLNH, cos_BLR, -sin_BLR), None, None
-
-
-rope.defvjp(_forward, _backward)
+_ANGLES = jax.ShapeDtypeStruct((1, 8192, 64), jnp.float32)
+ROPE = registry.Op(
+    "rope",
+    (
+        # Nothing is predicted for a kernel that no hardware has run: it runs where it is forced or was measured.
+        registry.Implementation("pallas_tpu", partial(rope_by, rotation=pallas_tpu.rotated), pallas_tpu.refusal),
+        registry.Implementation("xla", partial(rope_by, rotation=_rotated)),
+    ),
+    cases={
+        "llama8b": {
+            "x_BLNH": jax.ShapeDtypeStruct((1, 8192, 32, 128), jnp.bfloat16),
+            "cos_BLR": _ANGLES,
+            "sin_BLR": _ANGLES,
+        }
+    },
+)
+OPS = (ROPE,)

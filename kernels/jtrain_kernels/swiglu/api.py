@@ -4,16 +4,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jtrain_kernels import registry
 
-@jax.custom_vjp
+
 def swiglu(gate: Float[Array, "*dims"], up: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
     """`silu(gate) * up`, computed in float32, in gate's dtype (arXiv:2002.05202)."""
+    return registry.call(SWIGLU, gate=gate, up=up)
+
+
+@jax.custom_vjp
+def _xla(gate: Array, up: Array) -> Float[Array, "*dims"]:
     gate32 = gate.astype(jnp.float32)
     return (gate32 * jax.nn.sigmoid(gate32) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
 def _forward(gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
-    return swiglu(gate, up), (gate, up)
+    return _xla(gate, up), (gate, up)
 
 
 def _backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
@@ -25,4 +31,10 @@ def _backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     return dgate.astype(gate.dtype), (dy32 * silu).astype(up.dtype)
 
 
-swiglu.defvjp(_forward, _backward)
+_xla.defvjp(_forward, _backward)
+
+_LLAMA8B = jax.ShapeDtypeStruct((1, 8192, 14336), jnp.bfloat16)
+SWIGLU = registry.Op(
+    "swiglu", (registry.Implementation("xla", _xla),), cases={"llama8b": {"gate": _LLAMA8B, "up": _LLAMA8B}}
+)
+OPS = (SWIGLU,)

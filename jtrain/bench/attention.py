@@ -1,0 +1,160 @@
+"""Attention of one GPU: TFLOP/s of every implementation that runs there, forward and backward, after it is checked.
+
+    python -m jtrain.bench attention --json attention.json
+
+Needs an NVIDIA GPU, and refuses elsewhere. One layer's block in bfloat16, causal, heads of 128: a row of 8192 tokens
+with as many key heads as query heads, one with grouped heads, and one of packed documents. FLOPs are 4 B N L^2 H / 2
+forward and 2.5 times that backward, also for documents: what is not computed counts as speed. Each implementation is
+first compared with plain JAX in float32; one that is wrong has no time.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jtrain.bench import Row, row
+
+BARS = {"forward": ">= 620", "backward": ">= 470"}
+"""TFLOP/s to reach on an H200 by the fastest implementation, on the first shape."""
+
+TOLERANCE = 2e-2
+"""Of the largest element: a bfloat16 result of sums of thousands, each term rounded by 2^-9."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One device's block; `documents` per row, of different lengths."""
+
+    B: int
+    L: int
+    N: int
+    K: int
+    H: int = 128
+    documents: int = 1
+
+    def __str__(self) -> str:
+        packed = f", {self.documents} documents a row" if self.documents > 1 else ""
+        return f"{self.B} x {self.L}, {self.N}/{self.K} heads of {self.H}{packed}"
+
+    @property
+    def forward_flops(self) -> float:
+        return 2.0 * self.B * self.N * self.L**2 * self.H
+
+
+SHAPES = (Shape(2, 8192, 16, 16), Shape(2, 8192, 32, 8), Shape(2, 8192, 32, 8, documents=12))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--calls", type=int, default=20, help="timed calls of each, after one that is not")
+    parser.add_argument("--only", help="one implementation")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """TFLOP/s by shape, direction and implementation.
+
+    Raises:
+      ValueError: the first device is no NVIDIA GPU; or `--only` names none that runs there.
+    """
+    from jtrain_kernels import registry
+    from jtrain_kernels.attention.api import ATTENTION
+    from jtrain_kernels.device import live
+
+    device = jax.devices()[0]
+    spec = live(device)
+    if spec.compute_capability is None:
+        raise ValueError(
+            f"attention needs an NVIDIA GPU, but the device here is {device.device_kind!r}: run it on one."
+        )
+    rows: list[Row] = []
+    for index, shape in enumerate(SHAPES):
+        arrays = _arrays(shape)
+        avals = registry.avals_of(dict(zip(_NAMES, arrays, strict=True), chunk=512, window=None, causal=True))
+        found = {i.name: i for i in registry.implementations(ATTENTION)}
+        reasons = {name: i.supports(spec, avals) for name, i in found.items()}
+        names = [name for name, reason in reasons.items() if reason is None and args.only in (None, name)]
+        if not names:
+            raise ValueError(f"--only {args.only}: {reasons.get(str(args.only), 'no such implementation')}.")
+        best: dict[str, float] = {}
+        for name in names:
+            what = f"{shape}: {name}"
+            error = wrong_by(name, _arrays(dataclasses.replace(shape, B=1, L=1024)))
+            if not error < TOLERANCE:
+                rows.append(row(f"{what} IS WRONG by this share of the largest element", error, "", bar="<= 0.02"))
+                continue
+            forward_s, both_s = (seconds(fn, arrays, args.calls) for fn in _timed(name))
+            took = {"forward": forward_s, "backward": both_s - forward_s}
+            for way, times in (("forward", 1.0), ("backward", 2.5)):
+                rate = times * shape.forward_flops / took[way] / 1e12
+                best[way] = max(best.get(way, 0.0), rate)
+                rows.append(row(f"{what}, {way}", rate, "TFLOP/s"))
+        for way, rate in best.items():
+            bar = BARS[way] if spec.name == "h200" and index == 0 else None
+            rows.append(row(f"{shape}: the fastest, {way}", rate, "TFLOP/s", bar=bar))
+    return rows
+
+
+_NAMES = ("q_BLNH", "k_BMKH", "v_BMKH", "segment_BL", "segment_BM")
+
+
+def _arrays(shape: Shape) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(0)
+    size = shape.B, shape.L
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((*size, heads, shape.H), np.float32), jnp.bfloat16)
+        for heads in (shape.N, shape.K, shape.K)
+    )
+    ends = [np.sort(rng.choice(shape.L, shape.documents - 1, replace=False)) for _ in range(shape.B)]
+    segment = np.stack([np.searchsorted(e, np.arange(shape.L), side="right") + 1 for e in ends])
+    segment_BL = jnp.asarray(segment, jnp.int32)
+    return q, k, v, segment_BL, segment_BL
+
+
+def _op(name: str) -> Callable[..., jax.Array]:
+    from jtrain_kernels import registry
+    from jtrain_kernels.attention.api import attention
+    from jtrain_kernels.device import live
+
+    def op(*arrays: jax.Array) -> jax.Array:
+        with registry.on(live(jax.devices()[0]), forced={"attention": name}):
+            return attention(*arrays, chunk=512)
+
+    return op
+
+
+def _with_gradients(name: str) -> Callable[..., Any]:
+    op = _op(name)
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> Any:
+        y, pull = jax.vjp(lambda *qkv: op(*qkv, *segments), q, k, v)
+        return y, pull(q)  # a cotangent of the right shape that is there already
+
+    return both
+
+
+def _timed(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return jax.jit(_op(name)), jax.jit(_with_gradients(name))
+
+
+def wrong_by(name: str, arrays: tuple[jax.Array, ...]) -> float:
+    """The largest difference from plain JAX in float32, of value and gradients, over the largest element of each."""
+    wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
+    with jax.default_matmul_precision("highest"):
+        want = jax.tree.leaves(jax.jit(_with_gradients("xla"))(*wide))
+    got = jax.tree.leaves(jax.jit(_with_gradients(name))(*arrays))
+    pairs = [(np.asarray(g, np.float64), np.asarray(w, np.float64)) for g, w in zip(got, want, strict=True)]
+    return max(float(np.abs(g - w).max() / np.abs(w).max()) for g, w in pairs)
+
+
+def seconds(fn: Callable[..., Any], arrays: tuple[jax.Array, ...], calls: int) -> float:
+    """Of one call, as the mean of several back to back."""
+    jax.block_until_ready(fn(*arrays))
+    start_s = time.perf_counter()
+    jax.block_until_ready([fn(*arrays) for _ in range(calls)])
+    return (time.perf_counter() - start_s) / calls

@@ -1,0 +1,175 @@
+"""RMSNorm, SwiGLU, RoPE and AdamW: share of a copy's bandwidth on a GPU; or, `--compiled`, the bytes that XLA moves.
+
+On a GPU each implementation that runs there is timed, forward and backward, 8192 tokens of llama8b. With `--compiled`
+nothing runs: the compilers of the extra [aot] say what a program reads and writes, next to each array once.
+"""
+
+import argparse
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from jtrain.bench import Row, row
+from jtrain.plan import AOT_ENVIRONMENT
+
+if TYPE_CHECKING:
+    from jtrain_kernels.registry import Op
+
+TOKENS, D, F, HEADS, HEAD = 8192, 4096, 14336, 32, 128
+BARS = {"rms_norm forward": ">= 0.85", "rms_norm backward": ">= 0.75", "rms_norm_branch backward": ">= 0.75"}
+CHIPS = ("h200", "v5p")
+
+type Case = tuple[str, Callable[..., Any], tuple[Any, ...], "Op | None"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--compiled", action=_Compiled, help="bytes that compilers say, for an H200 and a v5p")
+    parser.add_argument("--repeats", type=int, default=50, help="timed calls of each")
+
+
+class _Compiled(argparse.Action):
+    """Sets the environment while jax is not imported yet."""
+
+    def __init__(self, option_strings: Any, dest: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, **more)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, True)
+        os.environ.update(AOT_ENVIRONMENT)
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """One row per op, pass, implementation.
+
+    Raises:
+      ValueError: the first device is no GPU, and `--compiled` is not given.
+    """
+    if args.compiled:
+        return [one for chip in CHIPS for one in compiled_rows(chip)]
+    import jax
+
+    gpu = jax.devices()[0]
+    if gpu.platform != "gpu":
+        raise ValueError(
+            f"elementwise times kernels on a GPU, but the device here is {gpu.device_kind!r}. Run the same command on "
+            "one, or add --compiled for the bytes that compilers say."
+        )
+    return timed_rows(args.repeats)
+
+
+def cases() -> Iterator[Case]:
+    """Name, function, shapes of its arguments, and the op if there is one."""
+    import jax
+    import jax.numpy as jnp
+
+    from jtrain_kernels.rms_norm.api import RMS_NORM, RMS_NORM_BRANCH, rms_norm, rms_norm_branch
+    from jtrain_kernels.rope.api import ROPE, rope
+    from jtrain_kernels.swiglu.api import SWIGLU, swiglu
+
+    def wide(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    x, scale, hidden = wide(1, TOKENS, D), wide(D, dtype="float32"), wide(1, TOKENS, F)
+    q, table = wide(1, TOKENS, HEADS, HEAD), wide(1, TOKENS, HEAD // 2, dtype="float32")
+    weight, scalar = wide(D, F, dtype="float32"), wide(dtype="float32")
+    norm, branch = functools.partial(rms_norm, eps=1e-5), functools.partial(rms_norm_branch, eps=1e-5)
+    yield "rms_norm forward", norm, (x, scale), RMS_NORM
+    yield "rms_norm backward", backward(norm), (x, x, scale), RMS_NORM
+    yield "rms_norm_branch backward", backward(branch), ((x, x), x, scale), RMS_NORM_BRANCH
+    yield "x + branch, rms_norm forward", lambda x, b, s: (x + b, norm(x + b, s)), (x, x, scale), RMS_NORM
+    yield "swiglu forward", swiglu, (hidden, hidden), SWIGLU
+    yield "swiglu backward", backward(swiglu), (hidden, hidden, hidden), SWIGLU
+    yield "rope forward", rope, (q, table, table), ROPE
+    yield "rope backward", lambda dy, c, s: backward(lambda x: rope(x, c, s))(dy, dy), (q, table, table), ROPE
+    yield "AdamW", adamw, (weight, weight, weight, weight, scalar), None
+
+
+def backward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`f(cotangent, *arguments)`: the gradients alone."""
+    import jax
+
+    return lambda given, *arguments: jax.vjp(function, *arguments)[1](given)
+
+
+def adamw(param: Any, mu: Any, nu: Any, grad: Any, rate: Any) -> tuple[Any, Any, Any]:
+    """One update in float32, as `jtrain.optim` writes it."""
+    import jax.numpy as jnp
+
+    mu, nu = 0.9 * mu + 0.1 * grad, 0.95 * nu + 0.05 * grad * grad
+    return param - rate * (mu / (jnp.sqrt(nu) + 1e-8) + 0.1 * param), mu, nu
+
+
+def needed_bytes(arguments: Any, results: Any) -> int:
+    """Every argument read once and every result written once; a result that is there twice counts once."""
+    import jax
+
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((arguments, results)))
+
+
+def compiled_rows(chip: str) -> list[Row]:
+    """Bytes that XLA's fusions, and the kernels that compile for a chip, move; baseline: each array once."""
+    import jax
+
+    from jtrain.plan.moved import passes
+    from jtrain_kernels import aot
+    from jtrain_kernels.device import from_name
+    from jtrain_kernels.registry import implementations
+
+    rows = []
+    for name, function, arguments, op in cases():
+        needed = needed_bytes(arguments, jax.eval_shape(function, *arguments))
+        for one in ["xla"] if op is None else [i.name for i in implementations(op)]:
+            if op is not None and _refusal(op, one, from_name(chip)) is not None:
+                continue
+            report = aot.compile_for(chip, function, *arguments, forced={} if op is None else {op.name: one})
+            moved = sum(p.read_bytes + p.written_bytes for p in passes(report.hlo))
+            rows.append(row(f"{chip}, {name}, {one}", moved / 2**20, "MiB", baseline=needed / 2**20))
+    return rows
+
+
+def timed_rows(repeats: int) -> list[Row]:
+    """GB/s of what is needed, and its share of what a copy reaches."""
+    import jax
+    import jax.numpy as jnp
+
+    from jtrain_kernels import registry
+    from jtrain_kernels.device import live
+
+    here = live(jax.devices()[0])
+    large = jax.ShapeDtypeStruct((2**28,), jnp.bfloat16)
+    copy = 2 * large.size * 2 / seconds(jax.jit(lambda x: x + 1), (large,), repeats)
+    rows = [row(f"copy, {here.name}", copy / 1e9, "GB/s")]
+    for name, function, arguments, op in cases():
+        needed = needed_bytes(arguments, jax.eval_shape(function, *arguments))
+        for one in ["xla"] if op is None else [i.name for i in registry.implementations(op)]:
+            if op is not None and _refusal(op, one, here) is not None:
+                continue
+            with registry.on(here, forced={} if op is None else {op.name: one}):
+                rate = needed / seconds(jax.jit(function), arguments, repeats)
+            rows.append(row(f"{name}, {one}", rate / 1e9, "GB/s", baseline=copy / 1e9, bar=BARS.get(name)))
+    return rows
+
+
+def _refusal(op: "Op", name: str, device: Any) -> str | None:
+    from jtrain_kernels.registry import implementations
+
+    (found,) = [i for i in implementations(op) if i.name == name]
+    return found.supports(device, next(iter(op.cases.values())))
+
+
+def seconds(function: Callable[..., Any], shapes: tuple[Any, ...], repeats: int) -> float:
+    """Of one call, after one that is not timed."""
+    import jax
+    import jax.numpy as jnp
+
+    arguments = jax.tree.map(lambda x: jnp.full(x.shape, 0.5, x.dtype), shapes)
+    jax.block_until_ready(function(*arguments))
+    start_s = time.perf_counter()
+    result = None
+    for _ in range(repeats):
+        result = function(*arguments)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start_s) / repeats

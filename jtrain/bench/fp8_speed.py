@@ -1,0 +1,92 @@
+"""8-bit against bfloat16 on one GPU: a matmul of 8192^3 with its casts, and a step of two layers of the 8B model.
+
+    python -m jtrain.bench fp8_speed --json jtrain/bench/results/fp8_speed-h200.json
+
+Needs a GPU with 8-bit matmuls, and refuses elsewhere. XLA autotunes each program when it is compiled. The casts of both
+operands are part of every call; with current scaling the search for their largest numbers is too. Two layers stand for
+32, of which the state in bfloat16 alone would fill a GPU; the embeddings' share of the step is larger than with 32.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jtrain import config, loop
+from jtrain.bench import Row, row
+from jtrain.bench.h200 import step_rate
+from jtrain.layout import MatmulDtype, make_layout
+from jtrain.model import ops
+from jtrain_kernels import device
+
+SIZE = 8192
+SCALES = (64.0, 64.0, 64.0)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--calls", type=int, default=30, help="timed matmuls, and steps (default: %(default)s)")
+
+
+def matmul(mode: MatmulDtype, x: Array, kernel: Array) -> Array:
+    """`x @ kernel` as the model's layers do it under `layout.matmul_dtype`."""
+    if mode == "compute":
+        return ops.linear(x, kernel)
+    delayed = mode == "fp8_delayed"
+    return ops.linear(x, ops.Fp8Kernel(kernel, *((jnp.asarray(SCALES), jnp.zeros(3)) if delayed else ())))
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """TFLOP/s of the matmul and tokens/s of the step, each beside bfloat16's.
+
+    Raises:
+      ValueError: the first device is no GPU that multiplies in 8 bits.
+    """
+    gpu = jax.devices()[0]
+    spec = device.from_device(gpu)
+    if gpu.platform != "gpu" or spec is None or ops.fp8_unsupported(spec) is not None:
+        raise ValueError(
+            f"8-bit matmuls are timed on an H100, H200 or B200, but the device here is {gpu.device_kind!r}. Run the "
+            "same command on one."
+        )
+    bars = ("1.6", "1.2") if spec.name == "h200" else (None, None)
+    modes: tuple[MatmulDtype, ...] = ("compute", "fp8_current", "fp8_delayed")
+    flops = {mode: 2e-12 * SIZE**3 / _seconds(mode, args.calls) for mode in modes}
+    rates = {mode: _step_rate(mode, args.calls) for mode in modes}
+    rows: list[Row] = []
+    for what, unit, found, bar in (
+        (f"matmul {SIZE}^3 with casts", "TFLOP/s", flops, bars[0]),
+        ("two layers of llama8b, length 8192", "tokens/s", rates, bars[1]),
+    ):
+        for mode in modes[1:]:
+            at_least = None if bar is None else f">= {bar}"
+            rows.append(row(f"{what}: {mode}", found[mode], unit, baseline=found["compute"], bar=at_least))
+    return rows
+
+
+def _seconds(mode: MatmulDtype, calls: int) -> float:
+    """Of one forward matmul; the fastest of five rounds of `calls`."""
+    x, kernel = (jax.random.normal(jax.random.key(k), (SIZE, SIZE), jnp.bfloat16) for k in range(2))
+    step: Callable[[Array, Array], Array] = jax.jit(lambda x, kernel: matmul(mode, x, kernel))
+    y = jax.block_until_ready(step(x, kernel))
+    rounds: list[float] = []
+    for _ in range(5):
+        start_s = time.perf_counter()
+        for _ in range(calls):
+            y = step(x, kernel)
+        jax.block_until_ready(y)
+        rounds.append((time.perf_counter() - start_s) / calls)
+    return min(rounds)
+
+
+def _step_rate(mode: MatmulDtype, num_steps: int) -> float:
+    """Tokens/s of a whole training step."""
+    built = config.build(config.load("llama8b", ["single_device"], ["model.num_layers=2"]))
+    spec = dataclasses.replace(built.layout, matmul_dtype=mode)
+    layout = make_layout(spec, built.mesh, built.model.param_infos())
+    sizes: dict[str, int] = dict(global_batch=built.data.global_batch, seq_len=built.data.seq_len, num_steps=num_steps)
+    return step_rate(built.model, layout, loop.make_optimizer(built), **sizes)

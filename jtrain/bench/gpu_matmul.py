@@ -1,0 +1,174 @@
+"""The fused matmul kernels on one Hopper GPU: the tile kernel against cuBLAS, and ranks that share the GPU's memory.
+
+    python -m jtrain.bench gpu_matmul --json FILE
+
+Needs a Hopper GPU, and refuses without one. Virtual ranks are groups of thread blocks that run the very kernels which
+eight GPUs would, with the same tables, counters and copies, but through the one GPU's memory instead of NVLink: what is
+measured is how much of the copying hides, `max(matmul alone, copies alone) / fused`, never the speed of several GPUs.
+Every result is compared with XLA's before it is timed.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jtrain.bench import Row, row
+from jtrain_kernels.device import DeviceSpec, from_device
+from jtrain_kernels.overlap.gpu_program import GpuProgram, OverlapConfig, default_config, gpu_program
+from jtrain_kernels.overlap.schedule import OPS, OpName, make_schedule
+from jtrain_kernels.overlap.tiles import CANDIDATES, TileConfig, does_not_fit, unsupported
+
+BAR = ">= 0.9"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--size", type=int, default=8192, help="rows, columns and depth of the whole matmul")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="virtual ranks")
+    parser.add_argument("--calls", type=int, default=20, help="timed calls of each")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """The tile kernel over cuBLAS, then each op over the longer of its two parts.
+
+    Raises:
+      ValueError: the first device is no Hopper GPU.
+      RuntimeError: a kernel's result is not XLA's.
+    """
+    spec = hopper_gpu(jax.devices()[0])
+    size: int = args.size
+    x, kernel = (normal(seed, size, size) for seed in (0, 1))
+    plain = jax.jit(jnp.matmul)
+    want = np.asarray(plain(x, kernel), np.float32)
+    flop, found = 2 * size**3, {}
+    for tiles in tilings(size):
+        own = jax.jit(lambda x, kernel, tiles=tiles: matmul(x, kernel, spec, tiles))
+        agree("matmul", own(x, kernel), want)
+        found[tiles] = seconds(own, x, kernel, calls=args.calls)
+    tiles = min(found, key=lambda tiles: found[tiles])
+    cublas_s = seconds(plain, x, kernel, calls=args.calls)
+    rate, theirs = (flop / s / 1e12 for s in (found[tiles], cublas_s))
+    label = f"matmul {size}^3 bf16, tiles {tiles.tile_m}x{tiles.tile_n}x{tiles.tile_k} group {tiles.group}, over cuBLAS"
+    rows = [row(label, rate, "TFLOP/s", baseline=theirs, bar=BAR)]
+    for op in OPS:
+        rows += [overlap_row(op, ranks, spec, size, found[tiles], args.calls) for ranks in args.ranks]
+    return rows
+
+
+def hopper_gpu(device: jax.Device) -> DeviceSpec:
+    """What the device is.
+
+    Raises:
+      ValueError: it is no Hopper GPU.
+    """
+    spec = from_device(device)
+    reason = f"{device.device_kind} is not known" if spec is None else unsupported(spec)
+    if reason is not None or spec is None:
+        raise ValueError(f"gpu_matmul needs a Hopper GPU (h100, h200): {reason}. Run the same command on one.")
+    return spec
+
+
+def overlap_row(op: OpName, ranks: int, spec: DeviceSpec, size: int, matmul_s: float, calls: int) -> Row:
+    """One op with virtual ranks: the longer of its matmul alone and its copies alone, over the fused kernel."""
+    program = gpu_program(make_schedule(op, "full_mesh", ranks, parts=2 if op == "matmul_all_reduce" else 1))
+    x, kernel = operands(op, ranks, size)
+    want = np.asarray(jax.jit(lambda x, kernel: plain_op(op, ranks, x, kernel))(x, kernel), np.float32)
+    found: dict[int, float] = {}
+    for config in overlap_configs(program, ranks, spec, size):
+        fused = jax.jit(lambda x, kernel, config=config: virtual(program, ranks, x, kernel, spec, config))
+        agree(op, fused(x, kernel), want)
+        found[config.sending_blocks] = seconds(fused, x, kernel, calls=calls)
+    best = min(found, key=lambda blocks: found[blocks])
+    sent = normal(2, (ranks - 1) * size * (2 if op == "matmul_all_reduce" else 1), size)
+    copy_s = seconds(jax.jit(lambda sent: -sent), sent, calls=calls)
+    label = f"{op}, {ranks} virtual ranks, {best} sending blocks each: longer of matmul and copies, over fused"
+    return row(label, max(matmul_s, copy_s) * 1e3, "ms", baseline=found[best] * 1e3, bar=BAR)
+
+
+def tilings(size: int) -> list[TileConfig]:
+    """Cuts that fit a square matmul."""
+    cuts = [dataclasses.replace(tiles, group=group) for tiles in CANDIDATES for group in (4, 8, 16)]
+    return [tiles for tiles in cuts if does_not_fit(size, size, size, "bfloat16", tiles) is None]
+
+
+def overlap_configs(program: GpuProgram, ranks: int, spec: DeviceSpec, size: int) -> list[OverlapConfig]:
+    """Cuts of a fused kernel with virtual ranks: how many of a rank's blocks send."""
+    gathers = program.schedule.op == "all_gather_matmul"
+    n, k = (size // ranks, size) if gathers else (size, size // ranks)
+    blocks = (spec.num_cores or 0) // ranks
+    counts = [count for count in (1, 2, 4) if count < blocks // 2] if program.moves[0] else [0]
+    return [default_config(program, size, n, k, count) for count in counts]
+
+
+def operands(op: OpName, ranks: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """Of all ranks: x [ranks, 1, rows, k] and kernels [ranks, k, n] of one matmul of `size` cubed."""
+    if op == "all_gather_matmul":
+        x, kernel = (ranks, 1, size // ranks, size), (ranks, size, size // ranks)
+    else:
+        x, kernel = (ranks, 1, size, size // ranks), (ranks, size // ranks, size)
+    return normal(0, *x), normal(1, *kernel)
+
+
+def plain_op(op: OpName, ranks: int, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """The same by XLA, on all ranks' arrays."""
+    if op == "all_gather_matmul":
+        gathered = jnp.concatenate(list(x), axis=1)
+        return jnp.einsum("bmk,rkn->rbmn", gathered, kernel)
+    total = jnp.einsum("rbmk,rkn->bmn", x, kernel, preferred_element_type=jnp.float32).astype(x.dtype)
+    if op == "matmul_reduce_scatter":
+        return jnp.stack(jnp.split(total, ranks, axis=1))
+    return jnp.stack([total] * ranks)
+
+
+def virtual(
+    program: GpuProgram, ranks: int, x: jax.Array, kernel: jax.Array, spec: DeviceSpec, config: OverlapConfig
+) -> jax.Array:
+    """One op with all ranks on this GPU."""
+    from jtrain_kernels.overlap.fabric import Shared
+    from jtrain_kernels.overlap.mosaic_gpu import fused
+
+    return fused(program, Shared(ranks), x, kernel, num_cores=spec.num_cores or 0, config=config)[0]
+
+
+def matmul(x: jax.Array, kernel: jax.Array, spec: DeviceSpec, tiles: TileConfig) -> jax.Array:
+    """The tile kernel alone."""
+    from jtrain_kernels.overlap import hopper
+
+    return hopper.matmul(x, kernel, num_cores=spec.num_cores or 0, config=tiles)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    """bfloat16 of variance 1."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def agree(what: str, got: jax.Array, want: np.ndarray) -> None:
+    """Within what bfloat16 sums that travel are rounded by.
+
+    Raises:
+      RuntimeError: they are not.
+    """
+    error = float(np.max(np.abs(np.asarray(got, np.float32) - want)))
+    scale = float(np.max(np.abs(want)))
+    if not error <= 0.02 * scale:  # so that NaN fails too
+        raise RuntimeError(f"{what}: off by {error:.3g} from XLA's result, whose largest entry is {scale:.3g}.")
+
+
+def seconds(function: Callable[..., Any], *args: Any, calls: int) -> float:
+    """Median of three runs of `calls` calls each, per call, after two that are not timed."""
+    for _ in range(2):
+        jax.block_until_ready(function(*args))
+    runs: list[float] = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = [function(*args) for _ in range(calls)]
+        jax.block_until_ready(result)
+        runs.append((time.perf_counter() - start) / calls)
+    return statistics.median(runs)

@@ -1,0 +1,66 @@
+"""Loss and gradient at 16384 x 4096 x 128256 bf16 on a GPU: milliseconds and temporary bytes, chunked and all at once.
+
+Needs a GPU, and refuses without one; `loss_memory` says the bytes for an H200 that is not here.
+"""
+
+import argparse
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jtrain.bench import Row, row
+from jtrain.bench.elementwise import seconds
+from jtrain.bench.loss_memory import GIB, TOKENS, D, V
+from jtrain_kernels.device import from_device
+from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
+from jtrain_kernels.linear_cross_entropy.chunking import CANDIDATES, best_chunk, predict
+from jtrain_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--repeats", type=int, default=10, help="timed calls of each")
+    parser.add_argument("--all-chunks", action="store_true", help="every size of chunks, not the predicted best alone")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """One row per size of chunks; the baseline is the loss with all logits at once.
+
+    Raises:
+      ValueError: the first device is no GPU that is known by name.
+    """
+    gpu = jax.devices()[0]
+    spec = from_device(gpu)
+    if gpu.platform != "gpu" or spec is None:
+        raise ValueError(
+            f"loss needs a GPU, but the device here is {gpu.device_kind!r}. Run the same command on one; for bytes "
+            "without one, run loss_memory."
+        )
+    whole_s, whole_bytes = measured(linear_cross_entropy_reference, args.repeats)
+    best, because = best_chunk(spec, tokens=TOKENS, d_model=D, vocab=V)
+    rows = [row(f"all logits at once: {whole_bytes / GIB:.2f} GiB of temporaries", whole_s * 1e3, "ms")]
+    for chunk in CANDIDATES if args.all_chunks else (best,):
+        took_s, temp = measured(functools.partial(linear_cross_entropy, chunk_tokens=chunk), args.repeats)
+        known = predict(spec, chunk, tokens=TOKENS, d_model=D, vocab=V)
+        said = f", {known.seconds * 1e3:.3g} ms predicted" if known else ""
+        is_best, on_h200 = chunk == best, spec.name == "h200"
+        what = f"{chunk} tokens at a time{said}{f' ({because})' if is_best else ''}"
+        rows.append(row(what, took_s * 1e3, "ms", bar="<= 90" if is_best and on_h200 else None))
+        rows.append(row(f"{chunk} tokens at a time", temp / GIB, "GiB", bar="<= 2" if is_best else None))
+        rows.append(row(f"{chunk} tokens at a time, against all at once", took_s, "s", baseline=whole_s))
+    return rows
+
+
+def measured(loss: Any, repeats: int) -> tuple[float, int]:
+    """Seconds of loss and gradient, its unembedding float32, and temporary bytes of the compiled program."""
+    shapes = (
+        jax.ShapeDtypeStruct((1, TOKENS, D), jnp.bfloat16),
+        jax.ShapeDtypeStruct((D, V), jnp.float32),
+        jax.ShapeDtypeStruct((1, TOKENS), jnp.int32),
+    )
+    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).lower(*shapes).compile()
+    memory = program.memory_analysis()
+    assert memory is not None
+    return seconds(program, shapes, repeats), memory.temp_size_in_bytes

@@ -1,0 +1,104 @@
+"""Which experts of a mixture serve a token, with what weights, and the losses that keep them all busy.
+
+Every device routes its own positions: of a sequence that is split over `tensor`, its part. So each token's logits, and
+their share of the losses, exist once, and a router's gradient is what all devices' sum gives.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+@dataclasses.dataclass(frozen=True)
+class MoESpec:
+    """A mixture of experts in the place of every feed-forward layer; `model.d_ff` is then one expert's hidden width.
+
+    No token is ever dropped. Padding goes to no expert.
+
+    num_experts: of each layer, X.
+    top_k: experts that serve each token: those with the highest logits.
+    normalize_top_k: the weights of a token's experts add up to one (Qwen3); else they are their softmax over all.
+    shared_experts: experts besides, which serve every token (arXiv:2401.06066, section 3.2).
+    balance_loss: coefficient of the loss that is least when a sequence's tokens use all experts alike
+      (arXiv:2101.03961, section 2.2, per sequence as in arXiv:2412.19437, section 2.1.2, so that it is the same on any
+      mesh and in any number of microbatches): per token and layer num_experts / top_k * sum over experts of the share
+      of slots that went to it times its mean probability; 1 at balance.
+    router_z_loss: coefficient of the squared log-partition of the router's logits (arXiv:2202.08906, section 2.2).
+    """
+
+    num_experts: int
+    top_k: int
+    normalize_top_k: bool = True
+    shared_experts: int = 0
+    balance_loss: float = 1e-3
+    router_z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_experts < 2:
+            raise ValueError(
+                f"model.moe.num_experts={self.num_experts} must be at least 2. Set model.moe=None for a dense model."
+            )
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(
+                f"model.moe.top_k={self.top_k} must be from 1 to model.moe.num_experts={self.num_experts}. Set one of "
+                "the two."
+            )
+        for name in ("shared_experts", "balance_loss", "router_z_loss"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"model.moe.{name}={value} must be at least 0.")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """The experts of each token, S = top_k of them.
+
+    Fields are arrays: expert_BLS int32, `num_experts` where a token goes to none; weight_BLS float32.
+    """
+
+    expert_BLS: Any
+    weight_BLS: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RouterLosses:
+    """Sums over this device's tokens, without their coefficients; fields are float32 scalars.
+
+    balance: `MoESpec.balance_loss`'s; z: the squared log-partition.
+    """
+
+    balance: Any
+    z: Any
+
+
+def route(
+    logits_BLX: Float[Array, "B L X"], valid_BL: Bool[Array, "B L"], spec: MoESpec, *, tensor: int
+) -> tuple[Routing, RouterLosses]:
+    """Experts, weights and losses from the router's logits.
+
+    Args:
+      logits_BLX: float32, of this device's positions.
+      valid_BL: false for padding, which goes to no expert and counts in no loss.
+      tensor: devices along `tensor`, among which sequences are split.
+    """
+    p_BLX = jax.nn.softmax(logits_BLX, axis=-1)
+    # The k largest logits, not probabilities: those may round to the same number.
+    _, expert_BLS = jax.lax.top_k(jax.lax.stop_gradient(logits_BLX), spec.top_k)
+    weight_BLS = jnp.take_along_axis(p_BLX, expert_BLS, axis=-1)
+    if spec.normalize_top_k:
+        weight_BLS /= jnp.sum(weight_BLS, axis=-1, keepdims=True)
+    chosen_BLSX = jax.nn.one_hot(expert_BLS, spec.num_experts, dtype=jnp.int32)
+    chosen_BX = jnp.sum(jnp.where(valid_BL[..., None, None], chosen_BLSX, 0), axis=(1, 2))
+    if tensor > 1:
+        chosen_BX = jax.lax.psum(chosen_BX, "tensor")
+    tokens_B1 = jnp.maximum(jnp.sum(chosen_BX, axis=-1, keepdims=True) // spec.top_k, 1)
+    share_BX = chosen_BX * (spec.num_experts / spec.top_k) / tokens_B1
+    p_BX = jnp.sum(jnp.where(valid_BL[..., None], p_BLX, 0.0), axis=1)
+    z_BL = jax.nn.logsumexp(logits_BLX, axis=-1) ** 2
+    losses = RouterLosses(jnp.sum(share_BX * p_BX), jnp.sum(jnp.where(valid_BL, z_BL, 0.0)))
+    expert_BLS = jnp.where(valid_BL[..., None], expert_BLS, spec.num_experts)
+    return Routing(expert_BLS, weight_BLS), losses

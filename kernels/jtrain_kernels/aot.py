@@ -1,0 +1,198 @@
+"""A function compiled for a chip that is not here, and what its compiler says: kernels, spills, memory.
+
+Needs the extra [aot], and its environment variables before JAX starts. Nothing here tells speed: without the hardware
+no compiler tunes.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import io
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jtrain_kernels import compat, registry
+from jtrain_kernels.cubin import Kernel, kernels
+from jtrain_kernels.device import DeviceSpec, from_name, live
+from jtrain_kernels.targets import TPUS, topology_devices
+
+_CALL = re.compile(r'^\s*(?:ROOT )?%([\w.-]+) = .* custom-call\(.*custom_call_target="([^"]+)"', re.MULTILINE)
+_VMEM = re.compile(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"')
+_SHARED = re.compile(r"^Resources\(smem_scratch_bytes=(\d+).*\n?", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the compiler made of a function; bytes are per device.
+
+    calls: targets of custom calls (`mosaic_gpu_v2`, `__cublas$lt$matmul$f8`, ...) -> how many; of Pallas on TPUs
+      (`tpu_custom_call`) also the kernels' names.
+    kernels: of NVIDIA GPUs, XLA's own included; not those of jax-triton.
+    scratch_bytes: most that one kernel holds of `DeviceSpec.scratch_bytes`, as far as it is known: static shared
+      memory, Mosaic's shared memory, VMEM of instructions on TPUs.
+    temp_bytes: all that is neither argument nor output.
+    hlo: the program as it was scheduled.
+    """
+
+    device: DeviceSpec
+    calls: Mapping[str, int]
+    kernels: tuple[Kernel, ...]
+    scratch_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    hlo: str
+
+    @property
+    def spilled(self) -> tuple[Kernel, ...]:
+        """Kernels whose registers do not suffice."""
+        return tuple(kernel for kernel in self.kernels if kernel.stack_bytes)
+
+
+def virtual_mesh(topology: str, axes: Mapping[str, int]) -> Mesh:
+    """A mesh of devices to compile for: of `h200:8`, `v5p:2x2x1`, the first ones, as many as the axes need.
+
+    Raises:
+      ValueError: no such topology, or it has fewer devices.
+    """
+    devices, count = topology_devices(topology), int(np.prod(list(axes.values())))
+    if count > len(devices):
+        sizes = ", ".join(f"{name}={size}" for name, size in axes.items())
+        raise ValueError(f"{topology} has {len(devices)} devices, but {sizes} needs {count}. Take a larger topology.")
+    return Mesh(np.array(devices[:count]).reshape(tuple(axes.values())), tuple(axes))
+
+
+def virtual_device(name: str) -> Mesh:
+    """A mesh of one device called `name`."""
+    spec = from_name(name)
+    topology = TPUS[spec.name][0] if spec.platform == "tpu" else f"{spec.name}:1"
+    return virtual_mesh(topology, {"x": 1})
+
+
+def compile_for(
+    machine: str | Mesh,
+    function: Callable[..., Any],
+    *args: Any,
+    forced: Mapping[str, str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Report:
+    """Compiles `function(*args)` for a machine and allocates nothing.
+
+    Args:
+      machine: a device's name, or a mesh of `virtual_mesh`.
+      args: trees of `jax.ShapeDtypeStruct`; one without a sharding is whole on every device.
+      forced: implementations of ops, as in `registry.on`.
+      options: compiler options.
+
+    Raises:
+      ValueError: the machine is unknown, its compiler is not installed, or a forced implementation cannot run.
+    """
+    mesh = virtual_device(machine) if isinstance(machine, str) else machine
+    spec = live(mesh.devices.flat[0])
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return x if x.sharding is not None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+
+    args = jax.tree.map(placed, args)
+    with registry.on(spec, forced=forced), compat.lowering_for(mesh, spec), compat.no_compile_cache():
+        with _shared_memory() as shared:
+            lowered = jax.jit(function).lower(*args)
+        program: Any = lowered.compile(compiler_options=dict(options or {}))
+    memory, text = program.memory_analysis(), program.as_text()
+    found = kernels(program.runtime_executable().serialize()) if spec.platform == "gpu" else ()
+    calls = collections.Counter[str]()
+    for name, target in _CALL.findall(text):
+        calls[target] += 1
+        if target == "tpu_custom_call":
+            calls[re.sub(r"\.\d+$", "", name)] += 1
+    vmem = [int(size) for size in _VMEM.findall(text)]
+    return Report(
+        device=spec,
+        calls=dict(calls),
+        kernels=found,
+        scratch_bytes=max([*shared, *vmem, *(k.static_shared_bytes for k in found)], default=0),
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        hlo=text,
+    )
+
+
+@contextlib.contextmanager
+def _shared_memory() -> Iterator[list[int]]:
+    """Bytes of shared memory that each Mosaic kernel lowered within asks for at its launch, which it prints."""
+    name, found, said = "MOSAIC_GPU_DUMP_RESOURCES", [], io.StringIO()
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        with contextlib.redirect_stdout(said):
+            yield found
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+        found += [int(size) for size in _SHARED.findall(said.getvalue())]
+        print(_SHARED.sub("", said.getvalue()).lstrip("\n"), end="")
+
+
+def failures(report: Report, *, expect: tuple[str, ...] = (), temp_bytes: int | None = None) -> tuple[str, ...]:
+    """Which gates a compiled function does not pass, a sentence each; empty if all.
+
+    No kernel may spill registers or hold more scratch than a device has. `expect` are custom calls, or parts of
+    kernels' names, that must be there: where they are not, something fell back. `temp_bytes` is a budget.
+    """
+    found: list[str] = []
+    for kernel in report.spilled:
+        found.append(
+            f"{kernel.name} spills: {kernel.stack_bytes} bytes of stack a thread, {kernel.registers} registers"
+        )
+    limit = report.device.scratch_bytes
+    if limit is not None and report.scratch_bytes > limit:
+        found.append(f"{report.scratch_bytes} bytes of scratch memory, but a {report.device.name} has {limit}")
+    for name in expect:
+        if name not in report.calls and not any(name in kernel.name for kernel in report.kernels):
+            there = ", ".join([*report.calls, *(k.name for k in report.kernels)])
+            found.append(f"{name} is not in the program, which calls {there or 'no kernel'}")
+    if temp_bytes is not None and report.temp_bytes > temp_bytes:
+        found.append(f"{report.temp_bytes} temporary bytes, over the budget of {temp_bytes}")
+    return tuple(found)
+
+
+def compile_op(
+    op: registry.Op, case: str, machine: str | Mesh, implementation: str, *, gradients: bool = True
+) -> Report:
+    """Compiles one implementation of an op for one of its cases, by default with the gradients of its float arrays.
+
+    Raises:
+      ValueError: the implementation cannot run there, or whatever `compile_for` raises.
+    """
+    avals = op.cases[case]
+    arrays = {name: x for name, x in avals.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    return compile_for(machine, op_function(op, avals, gradients=gradients), arrays, forced={op.name: implementation})
+
+
+def op_function(op: registry.Op, avals: registry.Avals, *, gradients: bool) -> Callable[[dict[str, Any]], Any]:
+    """`f(arrays by name)`: the op on them and the case's other arguments, and its gradients by the float arrays.
+
+    The cotangents are the results themselves, so that no pass can be left out.
+    """
+    statics = {name: x for name, x in avals.items() if not isinstance(x, jax.ShapeDtypeStruct)}
+
+    def forward(arrays: dict[str, Any]) -> Any:
+        return registry.call(op, **arrays, **statics)
+
+    def backward(arrays: dict[str, Any]) -> Any:
+        floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        result, pullback = jax.vjp(lambda floats: forward(arrays | floats), floats)
+        return result, pullback(result)
+
+    return backward if gradients else forward

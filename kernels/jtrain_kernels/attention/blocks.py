@@ -1,0 +1,98 @@
+"""Attention of some queries to some keys, neither before the other: what a ring sends round, block by block.
+
+Only segments mask, so every score is computed; a chunk of queries has its scores with all keys at a time.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def _parts(x: Array, chunk: int, axis: int = 1) -> Array:
+    """The positions in chunks, which come first."""
+    shape = *x.shape[:axis], x.shape[axis] // chunk, chunk, *x.shape[axis + 1 :]
+    return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+
+def _whole(x: Array, axis: int = 1) -> Array:
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
+def _fitting(length: int, chunk: int) -> int:
+    """The largest chunk up to `chunk` that divides the length."""
+    return next(size for size in range(min(chunk, length), 0, -1) if length % size == 0)
+
+
+def _grouped(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B L K G H"]:
+    B, L, N, H = x_BLNH.shape
+    return x_BLNH.reshape(B, L, num_kv_heads, N // num_kv_heads, H)
+
+
+def _scores(q_BLKGH: Array, k_BMKH: Array, segment_BL: Array, segment_BM: Array) -> Float[Array, "B K G L M"]:
+    """Scaled, float32, -inf where masked; whole rows may be."""
+    s_BKGLM = jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32)
+    seen_BLM = segment_BL[:, :, None] == segment_BM[:, None, :]
+    return jnp.where(seen_BLM[:, None, None], s_BKGLM * q_BLKGH.shape[-1] ** -0.5, -jnp.inf)
+
+
+def forward(
+    chunk: int,
+    q_BLNH: Float[Array, "B L N H"],
+    k_BMKH: Float[Array, "B M K H"],
+    v_BMKH: Float[Array, "B M K H"],
+    segment_BL: Int[Array, "B L"],
+    segment_BM: Int[Array, "B M"],
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
+    """The result, and each query's log-partition in float32, 0 and -inf where it sees no key."""
+    chunk, K = _fitting(q_BLNH.shape[1], chunk), k_BMKH.shape[2]
+
+    def one(part: tuple[Array, Array]) -> tuple[Array, Array]:
+        q_BCKGH, segment_BC = part
+        s = _scores(q_BCKGH, k_BMKH, segment_BC, segment_BM)
+        # The lowest finite number: where a row is masked whole, -inf - -inf would be nan.
+        top = jnp.maximum(jnp.max(s, axis=-1), jnp.finfo(jnp.float32).min)
+        p = jnp.exp(s - top[..., None])
+        total = jnp.sum(p, axis=-1)
+        y = jnp.einsum("bkglm,bmkh->bkglh", p.astype(v_BMKH.dtype), v_BMKH, preferred_element_type=jnp.float32)
+        y = y / jnp.where(total == 0, 1.0, total)[..., None]
+        lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
+        return y.transpose(0, 3, 1, 2, 4).astype(q_BLNH.dtype), lse
+
+    y, lse = jax.lax.map(one, (_parts(_grouped(q_BLNH, K), chunk), _parts(segment_BL, chunk)))
+    B, L, N, _ = q_BLNH.shape
+    return _whole(y).reshape(q_BLNH.shape), _whole(lse, axis=3).reshape(B, N, L)
+
+
+def backward(
+    chunk: int,
+    q_BLNH: Array,
+    k_BMKH: Array,
+    v_BMKH: Array,
+    segment_BL: Array,
+    segment_BM: Array,
+    y_BLNH: Array,
+    lse_BNL: Array,
+    dy_BLNH: Array,
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
+    """Gradients of q, k and v in float32: those of other blocks are to be added."""
+    dtype, scale = q_BLNH.dtype, q_BLNH.shape[-1] ** -0.5
+    (B, L, N, _), K = q_BLNH.shape, k_BMKH.shape[2]
+    chunk = _fitting(L, chunk)
+    q, y, dy = (_parts(_grouped(x, K), chunk) for x in (q_BLNH, y_BLNH, dy_BLNH))
+    lse = _parts(lse_BNL.reshape(B, K, N // K, L), chunk, axis=3)
+
+    def one(of_keys: tuple[Array, Array], part: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
+        q, y, dy, segment_BC, lse = part
+        delta = jnp.einsum("blkgh,blkgh->bkgl", dy.astype(jnp.float32), y.astype(jnp.float32))
+        p = jnp.exp(_scores(q, k_BMKH, segment_BC, segment_BM) - lse[..., None])
+        dp = jnp.einsum("blkgh,bmkh->bkglm", dy, v_BMKH, preferred_element_type=jnp.float32)
+        ds = (p * (dp - delta[..., None]) * scale).astype(dtype)
+        dv = jnp.einsum("bkglm,blkgh->bmkh", p.astype(dtype), dy, preferred_element_type=jnp.float32)
+        dk = jnp.einsum("bkglm,blkgh->bmkh", ds, q, preferred_element_type=jnp.float32)
+        dq = jnp.einsum("bkglm,bmkh->blkgh", ds, k_BMKH, preferred_element_type=jnp.float32)
+        return (of_keys[0] + dk, of_keys[1] + dv), dq
+
+    zeros = jnp.zeros(k_BMKH.shape, jnp.float32)
+    (dk_BMKH, dv_BMKH), dq = jax.lax.scan(one, (zeros, zeros), (q, y, dy, _parts(segment_BL, chunk), lse))
+    return _whole(dq).reshape(q_BLNH.shape), dk_BMKH, dv_BMKH

@@ -1,0 +1,218 @@
+"""Causal, segment-aware attention, a chunk of queries at a time.
+
+A chunk sees only the keys up to its last query, and of a window's those from its first query's on: of the scores that
+are masked whatever the segments, hardly any is computed.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jtrain_kernels.attention import pairs
+
+
+def forward(
+    chunk: int,
+    window: int | None,
+    q_BLNH: Array,
+    k_BMKH: Array,
+    v_BMKH: Array,
+    segment_BL: Array,
+    segment_BM: Array,
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
+    """The result, and each query's log-partition in float32.
+
+    Holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes, on a TPU those to `chunk` keys.
+    """
+    given = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM
+    y_BLNH, lse_BKGL1 = _on_each_platform(_forward, pairs.forward, chunk, window, given)
+    return y_BLNH, lse_BKGL1.reshape(lse_BKGL1.shape[0], -1, lse_BKGL1.shape[3])
+
+
+def backward(
+    chunk: int,
+    window: int | None,
+    q_BLNH: Array,
+    k_BMKH: Array,
+    v_BMKH: Array,
+    segment_BL: Array,
+    segment_BM: Array,
+    y_BLNH: Array,
+    lse_BNL: Array,
+    dy_BLNH: Array,
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
+    """Gradients of q, k and v; scores are computed again from q, k and the log-partitions."""
+    (B, N, L), K = lse_BNL.shape, k_BMKH.shape[2]
+    lse_BKGL1 = lse_BNL.reshape(B, K, N // K, L, 1)
+    given = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, y_BLNH, lse_BKGL1, dy_BLNH
+    return _on_each_platform(_backward, pairs.backward, chunk, window, given)  # pyright: ignore[reportReturnType]
+
+
+def _heads_first(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B K G L H"]:
+    """Each head a plain matrix, the G query heads of a key head together (G = 1 for keys and values)."""
+    B, L, N, H = x_BLNH.shape
+    return x_BLNH.reshape(B, L, num_kv_heads, N // num_kv_heads, H).transpose(0, 2, 3, 1, 4)
+
+
+def _heads_last(x_BKGLH: Array) -> Float[Array, "B L N H"]:
+    B, K, G, L, H = x_BKGLH.shape
+    return x_BKGLH.transpose(0, 3, 1, 2, 4).reshape(B, L, K * G, H)
+
+
+class _Chunk(NamedTuple):
+    """Queries start..stop, and every key that they may see: first..stop."""
+
+    first: int
+    start: int
+    stop: int
+    window: int | None
+
+    def queries(self, x_BKGLH: Array) -> Float[Array, "B K Q H"]:
+        """Rows of the score matrix: query heads of one key head, then positions."""
+        part = x_BKGLH[:, :, :, self.start : self.stop]
+        return part.reshape(*part.shape[:2], -1, part.shape[-1])
+
+    def keys(self, x_BKMH: Array) -> Float[Array, "B K M H"]:
+        """Those that may be seen."""
+        return x_BKMH[:, :, self.first : self.stop]
+
+    def add(self, total_BKHM: Array, found_BKHM: Array) -> Float[Array, "B K H M"]:
+        """What was found of the keys that may be seen, added to what of all keys up to the last of them was."""
+        seen = total_BKHM[..., self.first : self.stop] + found_BKHM
+        return jnp.concatenate([total_BKHM[..., : self.first], seen], axis=-1) if self.first else seen
+
+    def scores(self, q_BKQH: Array, k_BKMH: Array, segment_BL: Array, segment_BM: Array) -> Float[Array, "B K Q M"]:
+        """Scaled, float32, -inf where masked; never a whole row, for a query sees itself."""
+        s_BKQM = jnp.einsum("bkqh,bkmh->bkqm", q_BKQH, k_BKMH, preferred_element_type=jnp.float32)
+        same_BLM = segment_BL[:, self.start : self.stop, None] == segment_BM[:, None, self.first : self.stop]
+        query_L, key_M = jnp.arange(self.start, self.stop), jnp.arange(self.first, self.stop)
+        seen_LM = query_L[:, None] >= key_M[None, :]
+        if self.window is not None:
+            seen_LM &= query_L[:, None] - key_M[None, :] < self.window
+        bias_BLM = jnp.where(same_BLM & seen_LM[None], 0.0, -jnp.inf).astype(jnp.float32)
+        # Made once for all heads: fused into the loops over scores, the comparisons keep XLA:CPU from vectorising them.
+        bias_BLM = jax.lax.optimization_barrier(bias_BLM)
+        B, K, Q, M = s_BKQM.shape
+        s_BKGLM = s_BKQM.reshape(B, K, -1, self.stop - self.start, M)
+        return (s_BKGLM * q_BKQH.shape[-1] ** -0.5 + bias_BLM[:, None, None]).reshape(B, K, Q, M)
+
+
+def _chunks(length: int, chunk: int, window: int | None) -> list[_Chunk]:
+    """All queries; the last chunk is shorter where `chunk` does not divide them."""
+    reach = length if window is None else window - 1
+    starts = range(0, length, chunk)
+    return [_Chunk(max(start - reach, 0), start, min(start + chunk, length), window) for start in starts]
+
+
+type _Pass = Callable[..., tuple[Array, ...]]
+
+
+def _on_each_platform(
+    by_queries: _Pass, by_pairs: _Pass, chunk: int, window: int | None, arrays: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """A pass over the whole block, in the form that each platform's compiler likes.
+
+    On a CPU a sequence at a time: scores of all sequences (B * N * chunk * M * 4 bytes) overflow the caches, and their
+    fresh pages cost as much as the arithmetic. On a TPU in loops over pairs of chunks, if they divide the length:
+    written out they take its compiler minutes, and it keeps the scores of several.
+    """
+
+    def by_sequence(*arrays: Array) -> tuple[Array, ...]:
+        def one(sequence: tuple[Array, ...]) -> tuple[Array, ...]:
+            # Without the barrier every loop that reads them would slice them anew, element by element.
+            sequence = jax.lax.optimization_barrier(sequence)
+            return tuple(x[0] for x in by_queries(chunk, window, *(x[None] for x in sequence)))
+
+        return jax.lax.map(one, arrays)
+
+    whole = partial(by_queries, chunk, window)
+    tpu = whole if arrays[0].shape[1] % chunk else partial(by_pairs, chunk, window)
+    return jax.lax.platform_dependent(*arrays, cpu=by_sequence, tpu=tpu, default=whole)
+
+
+def _forward(
+    chunk: int,
+    window: int | None,
+    q_BLNH: Array,
+    k_BMKH: Array,
+    v_BMKH: Array,
+    segment_BL: Array,
+    segment_BM: Array,
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B K G L 1"]]:
+    """The result, and each query's log-partition in float32."""
+    B, L, N, H = q_BLNH.shape
+    K = k_BMKH.shape[2]
+    q_BKGLH = _heads_first(q_BLNH, K)
+    k_BKMH, v_BKMH = _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKH, K)[:, :, 0]
+    ys, lses = [], []
+    for part in _chunks(L, chunk, window):
+        k, v = part.keys(k_BKMH), part.keys(v_BKMH)
+        s_BKQM = part.scores(part.queries(q_BKGLH), k, segment_BL, segment_BM)
+        top_BKQ1 = jnp.max(s_BKQM, axis=-1, keepdims=True)
+        p_BKQM = jnp.exp(s_BKQM - top_BKQ1)
+        sum_BKQ1 = jnp.sum(p_BKQM, axis=-1, keepdims=True)
+        # Normalising the result, not p, saves a pass over the scores.
+        y = jnp.einsum("bkqm,bkmh->bkqh", p_BKQM.astype(v.dtype), v, preferred_element_type=jnp.float32) / sum_BKQ1
+        ys.append(y.astype(q_BLNH.dtype).reshape(B, K, N // K, -1, H))
+        lses.append((top_BKQ1 + jnp.log(sum_BKQ1)).reshape(B, K, N // K, -1, 1))
+    return _heads_last(jnp.concatenate(ys, axis=3)), jnp.concatenate(lses, axis=3)
+
+
+def _backward(
+    chunk: int,
+    window: int | None,
+    q_BLNH: Array,
+    k_BMKH: Array,
+    v_BMKH: Array,
+    segment_BL: Array,
+    segment_BM: Array,
+    y_BLNH: Array,
+    lse_BKGL1: Array,
+    dy_BLNH: Array,
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
+    """Gradients of q, k and v."""
+    dtype, (B, L, N, H) = q_BLNH.dtype, q_BLNH.shape
+    K = k_BMKH.shape[2]
+    q_BKGLH = _heads_first(q_BLNH, K)
+    k_BKMH, v_BKMH = _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKH, K)[:, :, 0]
+    dy_BKGLH, y_BKGLH = _heads_first(dy_BLNH, K), _heads_first(y_BLNH, K)
+    delta_BKGL1 = jnp.sum(dy_BKGLH.astype(jnp.float32) * y_BKGLH.astype(jnp.float32), axis=-1, keepdims=True)
+
+    dqs, dk_tails, dv_tails = [], [], []
+    dk_BKHM = dv_BKHM = jnp.zeros((B, K, H, L), jnp.float32)
+    # From the last chunk to the first: what lies behind a chunk's last key is then finished.
+    for part in reversed(_chunks(L, chunk, window)):
+        k, v = part.keys(k_BKMH), part.keys(v_BKMH)
+        q, dy = part.queries(q_BKGLH), part.queries(dy_BKGLH)
+        q, dy = _after((*dqs[-1:], dk_BKHM, dv_BKHM), q, dy)
+        s_BKQM = part.scores(q, k, segment_BL, segment_BM)
+        p_BKQM = jnp.exp(s_BKQM - part.queries(lse_BKGL1))
+        dp_BKQM = jnp.einsum("bkqh,bkmh->bkqm", dy, v, preferred_element_type=jnp.float32)
+        ds_BKQM = (p_BKQM * (dp_BKQM - part.queries(delta_BKGL1)) * H**-0.5).astype(dtype)
+        dqs.append(jnp.einsum("bkqm,bkmh->bkqh", ds_BKQM, k).reshape(B, K, N // K, -1, H))
+        # Transposing q and dy (H wide) and the results is cheap; transposing p and ds (M wide) is not.
+        dv = jnp.einsum("bkhq,bkqm->bkhm", dy.mT, p_BKQM.astype(dtype), preferred_element_type=jnp.float32)
+        dk = jnp.einsum("bkhq,bkqm->bkhm", q.mT, ds_BKQM, preferred_element_type=jnp.float32)
+        dk_tails.append(dk_BKHM[..., part.stop :])
+        dv_tails.append(dv_BKHM[..., part.stop :])
+        dk_BKHM, dv_BKHM = part.add(dk_BKHM, dk), part.add(dv_BKHM, dv)
+
+    def whole(head: Array, tails: list[Array]) -> Float[Array, "B M K H"]:
+        return jnp.concatenate([head, *reversed(tails)], axis=-1).transpose(0, 3, 1, 2).astype(dtype)
+
+    return _heads_last(jnp.concatenate(dqs[::-1], axis=3)), whole(dk_BKHM, dk_tails), whole(dv_BKHM, dv_tails)
+
+
+def _after(results: tuple[Array, ...], *arrays: Array) -> tuple[Array, ...]:
+    """`arrays`, bit for bit, but not before `results`: one chunk after the other.
+
+    Schedulers start what they can, and keep the scores of all chunks for it: B * N * L * L * 2 bytes, 4 GiB of 26 for
+    an 8B model at L=8192 on 8 H200. They do not see an `optimization_barrier`, which is gone by then. No compiler may
+    drop that a gradient could be NaN; where it is, the rest becomes it too.
+    """
+    token = sum(x[(0,) * x.ndim].astype(jnp.float32) for x in results)
+    return tuple(jnp.where(jnp.isnan(token), jnp.nan, x).astype(x.dtype) for x in arrays)

@@ -1,0 +1,138 @@
+"""Attention over rows whose positions are split over devices: by a ring, or by exchanging heads for positions."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jtrain_kernels.attention.api import attention, passes_for
+from jtrain_kernels.attention.ring import Ring, ring_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSplit:
+    """How a row lies over the devices along a mesh axis, and how its attention is computed.
+
+    size: devices, c.
+    by: `ring` sends keys and values round (`ring.py`); `ulysses` (arXiv:2309.14509) exchanges them, so that each device
+      has all positions of 1 / c of the heads: less on the network where c is small against N / K, and the kernel sees
+      whole rows; but the heads have to divide.
+    order: `contiguous`: device i has the i-th of c parts; `zigzag`: of 2 c parts it has the i-th, and the i-th from the
+      end. A ring takes `zigzag` only: else its last device has all of the work.
+    """
+
+    size: int
+    by: Literal["ring", "ulysses"] = "ring"
+    order: Literal["zigzag", "contiguous"] = "zigzag"
+    axis: str = "context"
+
+    def __post_init__(self) -> None:
+        if self.by == "ring" and self.order != "zigzag" and self.size > 1:
+            raise ValueError(
+                f"layout.context_attention=ring with data.context_order={self.order}: under a causal mask the last of "
+                f"{self.size} devices would have {self.size} times the work of the first. Set "
+                "data.context_order=zigzag, or layout.context_attention=ulysses."
+            )
+
+    def position_L(self, length: int) -> Int[Array, " L"]:
+        """Where in the whole row this device's `length` positions are."""
+        index, position_L = jax.lax.axis_index(self.axis), jnp.arange(length)
+        if self.order == "contiguous" or self.size == 1:
+            return position_L + index * length
+        half = length // 2
+        late = (2 * self.size - 1 - index) * half - half  # its second half starts at `half` already
+        return position_L + jnp.where(position_L < half, index * half, late)
+
+
+WHOLE_ROWS = RowSplit(1)
+"""Every device has all positions of its rows."""
+
+
+def context_attention(
+    q_BLNH: Float[Array, "B L N H"],
+    k_BLKH: Float[Array, "B L K H"],
+    v_BLKH: Float[Array, "B L K H"],
+    segment_BL: Int[Array, "B L"],
+    *,
+    split: RowSplit,
+    chunk: int,
+    window: int | None = None,
+) -> Float[Array, "B L N H"]:
+    """As `attention`, of this device's positions to those of all devices along `split.axis`; under shard_map.
+
+    Raises:
+      ValueError: positions or heads do not divide over the devices; or a window is to go round a ring.
+    """
+    if split.size == 1:
+        return attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=chunk, window=window)
+    if split.order == "zigzag" and q_BLNH.shape[1] % 2:
+        raise ValueError(
+            f"attention: a device has L={q_BLNH.shape[1]} positions, which zig-zag cannot halve. Set data.seq_len to a "
+            f"multiple of 2 * mesh.context = {2 * split.size}, or data.context_order=contiguous."
+        )
+    if split.by == "ring":
+        if window is not None:
+            raise ValueError(
+                f"attention: window={window} with layout.context_attention=ring: its blocks know nothing of distances. "
+                "Set layout.context_attention=ulysses."
+            )
+        return _by_ring(q_BLNH, k_BLKH, v_BLKH, segment_BL, split, chunk)
+    return _by_heads(q_BLNH, k_BLKH, v_BLKH, segment_BL, split, chunk, window)
+
+
+def _by_ring(
+    q_BLNH: Array, k_BLKH: Array, v_BLKH: Array, segment_BL: Array, split: RowSplit, chunk: int
+) -> Float[Array, "B L N H"]:
+    own = passes_for(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=chunk, causal=True)
+    half = [jax.ShapeDtypeStruct((2 * x.shape[0], x.shape[1] // 2, *x.shape[2:]), x.dtype) for x in
+            (q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL)]  # fmt: skip
+    hop = passes_for(*half, chunk=chunk, causal=False)
+    ring = Ring(split.axis, split.size, chunk, own, hop)
+    return ring_attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, ring)
+
+
+def _by_heads(
+    q_BLNH: Array,
+    k_BLKH: Array,
+    v_BLKH: Array,
+    segment_BL: Array,
+    split: RowSplit,
+    chunk: int,
+    window: int | None,
+) -> Float[Array, "B L N H"]:
+    N, K, c = q_BLNH.shape[2], k_BLKH.shape[2], split.size
+    repeats = 1 if K % c == 0 else c // K
+    if N % c or K * repeats % c:
+        raise ValueError(
+            f"layout.context_attention=ulysses: a device has {N} query heads and {K} key heads (all of them over "
+            f"mesh.tensor), which do not divide over mesh.context={c}. Set layout.context_attention=ring, or another "
+            "mesh.context or mesh.tensor."
+        )
+
+    def all_positions(x_BLNH: Array) -> Array:
+        return _in_order(jax.lax.all_to_all(x_BLNH, split.axis, split_axis=2, concat_axis=1, tiled=True), split)
+
+    # Fewer key heads than devices: some get the same one.
+    k_BLKH, v_BLKH = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BLKH, v_BLKH))
+    segment_BM = _in_order(jax.lax.all_gather(segment_BL, split.axis, axis=1, tiled=True), split)
+    q, k, v = map(all_positions, (q_BLNH, k_BLKH, v_BLKH))
+    y = _as_split(attention(q, k, v, segment_BM, segment_BM, chunk=chunk, window=window), split)
+    return jax.lax.all_to_all(y, split.axis, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _in_order(x_BM: Array, split: RowSplit) -> Array:
+    """Of positions as the devices have them, the first first."""
+    if split.order == "contiguous":
+        return x_BM
+    part_BZL = x_BM.reshape(x_BM.shape[0], split.size, 2, -1, *x_BM.shape[2:])
+    return jnp.concatenate([part_BZL[:, :, 0], part_BZL[:, ::-1, 1]], axis=1).reshape(x_BM.shape)
+
+
+def _as_split(x_BM: Array, split: RowSplit) -> Array:
+    """The inverse of `_in_order`."""
+    if split.order == "contiguous":
+        return x_BM
+    part_BZL = x_BM.reshape(x_BM.shape[0], 2, split.size, -1, *x_BM.shape[2:])
+    return jnp.stack([part_BZL[:, 0], part_BZL[:, 1, ::-1]], axis=2).reshape(x_BM.shape)

@@ -1,0 +1,96 @@
+"""cuDNN's fused attention, for NVIDIA GPUs.
+
+Segments are an additive mask of B * L * M elements in the compute dtype, made once per layer: cuDNN's own packed layout
+needs to know how many documents a row has at most, and leaves out what is over. Given as lengths alone, as JAX's
+`dot_product_attention` takes them, they would not be honoured (MaxText issue 4478).
+"""
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jtrain_kernels import compat
+from jtrain_kernels.attention.mask import Mask, Passes
+from jtrain_kernels.device import DeviceSpec
+
+_LARGEST_HEAD = {8: 128, 9: 256, 10: 128}
+"""By major compute capability, forward and backward (cuDNN 9 support matrix)."""
+
+
+def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
+    """None if it runs, else the reason."""
+    query, M = avals["q_BLNH"], avals["k_BMKH"].shape[1]
+    L, H = query.shape[1], query.shape[3]
+    if device.compute_capability is None or device.compute_capability[0] not in _LARGEST_HEAD:
+        return "cuDNN runs on NVIDIA GPUs from Ampere on"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN computes attention in bfloat16 or float16, not in {query.dtype}"
+    largest = _LARGEST_HEAD[device.compute_capability[0]]
+    if largest < H or H % 8:
+        return f"cuDNN takes heads of a multiple of 8 up to {largest} on {device.name}, but head_dim={H}"
+    if L % 2 or M % 2:
+        return f"cuDNN takes an even number of positions beside a mask, but there are {L} queries and {M} keys"
+    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return "JAX's CUDA plugin is not installed: pip install 'jtrain[cuda]'"
+    return None
+
+
+def forward(
+    q_BLNH: Float[Array, "B L N H"],
+    k_BMKH: Float[Array, "B M K H"],
+    v_BMKH: Float[Array, "B M K H"],
+    segment_BL: Int[Array, "B L"],
+    segment_BM: Int[Array, "B M"],
+    *,
+    mask: Mask,
+    chunk: int,
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
+    """See `Passes`."""
+    del chunk
+    arrays = q_BLNH, k_BMKH, v_BMKH
+    y_BLNH, lse_BNL = compat.cudnn_attention(
+        *arrays, bias=_bias(segment_BL, segment_BM, q_BLNH), **_statics(mask, q_BLNH)
+    )
+    if mask.causal:
+        return y_BLNH, lse_BNL
+    # Where a query sees none of these keys, all have the mask's value, and its sum is no number to join with.
+    seen_BL1 = jnp.any(segment_BL[:, :, None] == segment_BM[:, None, :], axis=2, keepdims=True)
+    lse_BNL = jnp.where(seen_BL1.mT, lse_BNL, -jnp.inf)
+    return jnp.where(seen_BL1[..., None], y_BLNH, 0), lse_BNL
+
+
+def backward(
+    q_BLNH: Array,
+    k_BMKH: Array,
+    v_BMKH: Array,
+    segment_BL: Array,
+    segment_BM: Array,
+    y_BLNH: Array,
+    lse_BNL: Array,
+    dy_BLNH: Array,
+    *,
+    mask: Mask,
+    chunk: int,
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
+    """See `Passes`."""
+    del chunk
+    bias = _bias(segment_BL, segment_BM, q_BLNH)
+    arrays = q_BLNH, k_BMKH, v_BMKH, lse_BNL, y_BLNH, dy_BLNH
+    return compat.cudnn_attention(*arrays, bias=bias, **_statics(mask, q_BLNH))
+
+
+PASSES = Passes(forward, backward)
+
+
+def _statics(mask: Mask, q_BLNH: Array) -> dict[str, Any]:
+    return dict(causal=mask.causal, window=mask.window, scale=q_BLNH.shape[-1] ** -0.5)
+
+
+def _bias(segment_BL: Array, segment_BM: Array, q_BLNH: Array) -> Float[Array, "B 1 L M"]:
+    """Added to the scores: 0 within a segment, elsewhere the lowest number that leaves room to add to."""
+    same_BLM = segment_BL[:, :, None] == segment_BM[:, None, :]
+    lowest = 0.5 * float(jnp.finfo(q_BLNH.dtype).min)
+    return jnp.where(same_BLM, 0.0, lowest).astype(q_BLNH.dtype)[:, None]

@@ -1,0 +1,128 @@
+"""Splash attention, JAX's Pallas kernel for TPUs: blocks that a mask empties are not even looked at."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jtrain_kernels import compat
+from jtrain_kernels.attention.mask import Mask, Passes
+from jtrain_kernels.device import DeviceSpec
+
+LANES = 128
+"""Widths of blocks, and of heads, are multiples of it: a row of a TPU's vector registers."""
+
+
+def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
+    """None if it runs, else the reason."""
+    (L, _, H), M = avals["q_BLNH"].shape[1:], avals["k_BMKH"].shape[1]
+    if device.platform != "tpu":
+        return "splash is a kernel for TPUs"
+    if L % LANES or M % LANES:
+        return f"splash takes positions by {LANES}, but there are {L} queries and {M} keys"
+    if H % LANES and H != LANES // 2:
+        return f"splash takes heads of {LANES // 2} or multiples of {LANES}, but head_dim={H}"
+    return None
+
+
+def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[str, int]]:
+    """Blocks of queries and of keys; the largest that the published tunings use first."""
+    del device
+    L, M = avals["q_BLNH"].shape[1], avals["k_BMKH"].shape[1]
+    sizes = [(512, 1024), (512, 512), (1024, 1024), (256, 512), (128, 128)]
+    fitting = [dict(block_q=q, block_kv=kv) for q, kv in sizes if L % q == 0 and M % kv == 0]
+    return fitting or [dict(block_q=LANES, block_kv=LANES)]
+
+
+def forward(
+    q_BLNH: Float[Array, "B L N H"],
+    k_BMKH: Float[Array, "B M K H"],
+    v_BMKH: Float[Array, "B M K H"],
+    segment_BL: Int[Array, "B L"],
+    segment_BM: Int[Array, "B M"],
+    *,
+    mask: Mask,
+    chunk: int,
+    block_q: int,
+    block_kv: int,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
+    """See `Passes`. The scale is in the queries, so in bfloat16 they are rounded once more where H is no power of 4."""
+    del chunk
+    kernel = _kernel(q_BLNH, k_BMKH, mask, block_q, block_kv, interpret, residuals=True)
+    of_heads = _scaled(q_BLNH), *map(_heads_first, (k_BMKH, v_BMKH))
+    y_BNLH, (lse_BNL,) = jax.vmap(kernel)(*of_heads, _segments(segment_BL, segment_BM))
+    seen_BNL = lse_BNL > kernel.kwargs["mask_value"] / 2  # a row that sees nothing has the mask's value all over
+    return _heads_first(y_BNLH), jnp.where(seen_BNL, lse_BNL, -jnp.inf)
+
+
+def backward(
+    q_BLNH: Array,
+    k_BMKH: Array,
+    v_BMKH: Array,
+    segment_BL: Array,
+    segment_BM: Array,
+    y_BLNH: Array,
+    lse_BNL: Array,
+    dy_BLNH: Array,
+    *,
+    mask: Mask,
+    chunk: int,
+    block_q: int,
+    block_kv: int,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
+    """See `Passes`."""
+    del chunk
+    kernel = _kernel(q_BLNH, k_BMKH, mask, block_q, block_kv, interpret, residuals=False)
+    k, v, y, dy = map(_heads_first, (k_BMKH, v_BMKH, y_BLNH, dy_BLNH))
+    saved = _scaled(q_BLNH), k, v, _segments(segment_BL, segment_BM), y, lse_BNL
+    dq, dk, dv = jax.vmap(functools.partial(compat.splash_backward, kernel))(saved, dy)
+    dq_BLNH, dk_BMKH, dv_BMKH = map(_heads_first, (dq, dk, dv))
+    return (dq_BLNH.astype(jnp.float32) * q_BLNH.shape[-1] ** -0.5).astype(q_BLNH.dtype), dk_BMKH, dv_BMKH
+
+
+PASSES = Passes(forward, backward)
+
+
+def _heads_first(x_BLNH: Array) -> Float[Array, "B N L H"]:
+    """And back: it is its own inverse."""
+    return x_BLNH.swapaxes(1, 2)
+
+
+def _scaled(q_BLNH: Array) -> Float[Array, "B N L H"]:
+    return _heads_first((q_BLNH.astype(jnp.float32) * q_BLNH.shape[-1] ** -0.5).astype(q_BLNH.dtype))
+
+
+def _segments(segment_BL: Array, segment_BM: Array) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash  # lazy: 1 s
+
+    return splash.SegmentIds(segment_BL, segment_BM)
+
+
+def _kernel(
+    q_BLNH: Array, k_BMKH: Array, mask: Mask, block_q: int, block_kv: int, interpret: bool, *, residuals: bool
+) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash  # lazy: 1 s
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    (L, N), M = q_BLNH.shape[1:3], k_BMKH.shape[1]
+    if mask.window is not None:
+        one = masks.LocalMask((L, M), window_size=(mask.window - 1, 0), offset=0)
+    else:
+        one = masks.CausalMask((L, M)) if mask.causal else masks.FullMask((L, M))
+    blocks = splash.BlockSizes(
+        block_q=block_q, block_kv=block_kv, block_q_dkv=block_q, block_kv_dkv=block_kv,
+        block_q_dq=block_q, block_kv_dq=block_kv,
+    )  # fmt: skip
+    return splash.make_splash_mha(
+        masks.MultiHeadMask([one] * N),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=blocks,
+        save_residuals=residuals,
+        interpret=interpret,
+    )

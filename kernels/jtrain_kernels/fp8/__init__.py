@@ -1,0 +1,1 @@
+"""Matmuls of 8-bit floating-point operands."""

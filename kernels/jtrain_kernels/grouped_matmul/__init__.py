@@ -1,0 +1,1 @@
+"""Each group of rows with a matrix of its own."""

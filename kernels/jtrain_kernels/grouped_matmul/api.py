@@ -1,0 +1,141 @@
+"""Groups of rows, each times a matrix of its own: the experts of a mixture."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jtrain_kernels import registry
+from jtrain_kernels.device import DeviceSpec
+from jtrain_kernels.grouped_matmul import blocked, tokamax
+
+_KERNEL_GRADIENT = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+
+
+def grouped_matmul(
+    x_TI: Float[Array, "T _"], kernel_XIO: Float[Array, "_ _ O"], group_size_X: Int[Array, " _"]
+) -> Float[Array, "T O"]:
+    """Row t of group x times `kernel_XIO[x]`; the rows of a group are neighbours, groups in their order.
+
+    Accumulates in float32. The gradient of x comes in x's dtype, that of the kernel in the kernel's dtype.
+
+    Args:
+      group_size_X: rows of each group; their sum may be less than T. The rows after it give zeros, and whatever
+        they hold goes nowhere.
+
+    Returns:
+      x's dtype.
+
+    Raises:
+      ValueError: shapes that do not fit each other.
+    """
+    if x_TI.shape[1] != kernel_XIO.shape[1] or group_size_X.shape[0] != kernel_XIO.shape[0]:
+        raise ValueError(
+            f"grouped_matmul: x {x_TI.shape} and {group_size_X.shape[0]} groups do not fit kernel {kernel_XIO.shape}, "
+            "which is [groups, columns of x, columns of the result]."
+        )
+    return registry.call(GROUPED_MATMUL, x=x_TI, kernel=kernel_XIO, group_size=group_size_X)
+
+
+def _plain(x: Array, kernel: Array, group_size: Array, *, block_rows: int) -> Array:
+    """XLA's own where it has one, else blocks."""
+
+    @jax.custom_vjp
+    def matmul(x_TI: Array, kernel_XIO: Array, group_size_X: Array) -> Array:
+        return _product(x_TI, kernel_XIO, group_size_X, transposed=False, block_rows=block_rows)
+
+    def forward(x_TI: Array, kernel_XIO: Array, group_size_X: Array) -> tuple[Array, Any]:
+        return matmul(x_TI, kernel_XIO, group_size_X), (x_TI, kernel_XIO, group_size_X)
+
+    def backward(saved: Any, dy_TO: Array) -> tuple[Array, Array, None]:
+        x_TI, kernel_XIO, group_size_X = saved
+        dx_TI = _product(dy_TO, kernel_XIO, group_size_X, transposed=True, block_rows=block_rows)
+        dkernel_XIO = _kernel_gradient(x_TI, dy_TO, group_size_X, block_rows=block_rows)
+        return dx_TI, dkernel_XIO.astype(kernel_XIO.dtype), None
+
+    matmul.defvjp(forward, backward)
+    return matmul(x, kernel, group_size)
+
+
+def _product(x: Array, kernel: Array, group_size: Array, *, transposed: bool, block_rows: int) -> Array:
+    """`ragged_dot` where the compiler has a kernel for it; it leaves zeros in rows of no group."""
+
+    def ragged(x: Array, kernel: Array) -> Array:
+        matrix = kernel.swapaxes(1, 2) if transposed else kernel
+        return jax.lax.ragged_dot(x, matrix, group_size, preferred_element_type=x.dtype)
+
+    def in_blocks(x: Array, kernel: Array) -> Array:
+        return blocked.matmul(x, kernel, group_size, transposed=transposed, block_rows=block_rows)
+
+    return jax.lax.platform_dependent(x, kernel.astype(x.dtype), tpu=ragged, default=in_blocks)
+
+
+def _kernel_gradient(x_TI: Array, dy_TO: Array, group_size_X: Array, *, block_rows: int) -> Array:
+    """`x^T dy` of each group, float32."""
+
+    def ragged(x: Array, dy: Array) -> Array:
+        return jax.lax.ragged_dot_general(
+            x, dy, group_size_X, _KERNEL_GRADIENT, preferred_element_type=jnp.dtype(jnp.float32)
+        )
+
+    def in_blocks(x: Array, dy: Array) -> Array:
+        return blocked.kernel_gradient(x, dy, group_size_X, block_rows=block_rows)
+
+    return jax.lax.platform_dependent(x_TI, dy_TO, tpu=ragged, default=in_blocks)
+
+
+def _plain_configs(device: DeviceSpec, avals: registry.Avals) -> list[dict[str, int]]:
+    del avals
+    # Of a CPU: in its caches, and little waste at a group's end. Of a GPU: enough tiles for its multiprocessors.
+    sizes = (128, 64, 256) if device.platform == "cpu" else (_GPU_BLOCK_ROWS, 512, 2048)
+    return [{"block_rows": rows} for rows in sizes]
+
+
+def _plain_cost(device: DeviceSpec, avals: registry.Avals) -> float | None:
+    """On a GPU: a loop of one block after another, each too small for all multiprocessors. Unknown elsewhere."""
+    x, kernel = avals["x"], avals["kernel"]
+    assert isinstance(x, jax.ShapeDtypeStruct)
+    assert isinstance(kernel, jax.ShapeDtypeStruct)
+    if device.platform != "gpu" or device.peak_bf16_flops is None or device.num_cores is None:
+        return None
+    rows, columns, groups = _GPU_BLOCK_ROWS, kernel.shape[2], kernel.shape[0]
+    tiles = max(1, rows // 128 * columns // 128)
+    busy = min(1.0, tiles / device.num_cores)
+    one_s = 2 * rows * kernel.shape[1] * columns / (0.66 * device.peak_bf16_flops * busy) + _STEP_S
+    return (x.shape[0] // rows + groups) * one_s
+
+
+_GPU_BLOCK_ROWS = 1024
+
+_STEP_S = 2e-5
+"""Of a loop whose length is not known before: the host starts each step's kernels, and reads whether there is another.
+A guess, until it is measured."""
+
+_BF16 = jnp.dtype("bfloat16")
+
+GROUPED_MATMUL = registry.Op(
+    "grouped_matmul",
+    (
+        registry.Implementation(
+            "tokamax", tokamax.matmul, supports=tokamax.supports, cost_s=tokamax.cost_s, configs=tokamax.configs
+        ),
+        registry.Implementation("xla", _plain, cost_s=_plain_cost, configs=_plain_configs),
+    ),
+    cases={
+        "qwen3_30b_a3b up": {  # 4096 tokens, 8 experts each, on a device that has all 128
+            "x": jax.ShapeDtypeStruct((32768, 2048), _BF16),
+            "kernel": jax.ShapeDtypeStruct((128, 2048, 768), _BF16),
+            "group_size": jax.ShapeDtypeStruct((128,), jnp.dtype("int32")),
+        },
+        "qwen3_30b_a3b down": {
+            "x": jax.ShapeDtypeStruct((32768, 768), _BF16),
+            "kernel": jax.ShapeDtypeStruct((128, 768, 2048), _BF16),
+            "group_size": jax.ShapeDtypeStruct((128,), jnp.dtype("int32")),
+        },
+    },
+)
+
+OPS = (GROUPED_MATMUL,)

@@ -1,0 +1,94 @@
+"""A loop over blocks of rows of one group each, whose number is known only when it runs.
+
+For back ends whose compiler makes `ragged_dot` dense (XLA:CPU and XLA:GPU multiply every row with every matrix and keep
+one of the results): here the work is that of the rows that are used, rounded up to blocks. Rows of no group cost
+nothing, so a buffer sized for the worst case costs memory alone.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def matmul(
+    x_TI: Float[Array, "T I"],
+    kernel: Float[Array, "X _ _"],
+    group_size_X: Int[Array, " X"],
+    *,
+    transposed: bool,
+    block_rows: int,
+) -> Float[Array, "T O"]:
+    """Rows times their group's matrix, accumulated in float32, in x's dtype; zeros in rows of no group.
+
+    Args:
+      kernel: [X, I, O], or `transposed`, [X, O, I].
+      block_rows: rows per product.
+    """
+    num_rows = x_TI.shape[0]
+    out_dim = kernel.shape[1 if transposed else 2]
+    blocks = _Blocks(group_size_X, block_rows)
+    padded_TI = jnp.pad(x_TI, ((0, block_rows), (0, 0)))
+
+    def body(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        group, start, y_TO = carry
+        x_bI = jax.lax.dynamic_slice_in_dim(padded_TI, start, block_rows)
+        matrix = jax.lax.dynamic_index_in_dim(kernel, group, keepdims=False)
+        contracted = ((1,), (1 if transposed else 0,))
+        y_bO = jax.lax.dot_general(x_bI, matrix, (contracted, ((), ())), preferred_element_type=x_TI.dtype)
+        # Past the group's end these rows are another group's, whose blocks come later and overwrite them.
+        y_TO = jax.lax.dynamic_update_slice_in_dim(y_TO, y_bO, start, axis=0)
+        return *blocks.after(group, start), y_TO
+
+    first = (*blocks.first, jnp.zeros((num_rows + block_rows, out_dim), x_TI.dtype))
+    _, _, y_TO = jax.lax.while_loop(lambda carry: blocks.remain(carry[0]), body, first)
+    used_T = jnp.arange(num_rows) < blocks.end_X[-1]
+    return jnp.where(used_T[:, None], y_TO[:num_rows], 0)
+
+
+def kernel_gradient(
+    x_TI: Float[Array, "T I"], dy_TO: Float[Array, "T O"], group_size_X: Int[Array, " X"], *, block_rows: int
+) -> Float[Array, "X I O"]:
+    """`x^T dy` of each group, float32; zeros for a group without rows."""
+    blocks = _Blocks(group_size_X, block_rows)
+    padded_TI, padded_TO = (jnp.pad(a, ((0, block_rows), (0, 0))) for a in (x_TI, dy_TO))
+
+    def body(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        group, start, sum_XIO = carry
+        x_bI = jax.lax.dynamic_slice_in_dim(padded_TI, start, block_rows)
+        dy_bO = jax.lax.dynamic_slice_in_dim(padded_TO, start, block_rows)
+        mine_b1 = (start + jnp.arange(block_rows) < blocks.end_X[group])[:, None]
+        x_bI, dy_bO = (jnp.where(mine_b1, a, 0) for a in (x_bI, dy_bO))
+        part_IO = jax.lax.dot_general(x_bI, dy_bO, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        part_IO += jax.lax.dynamic_index_in_dim(sum_XIO, group, keepdims=False)
+        return *blocks.after(group, start), jax.lax.dynamic_update_index_in_dim(sum_XIO, part_IO, group, 0)
+
+    zeros_XIO = jnp.zeros((group_size_X.shape[0], x_TI.shape[1], dy_TO.shape[1]), jnp.float32)
+    return jax.lax.while_loop(lambda carry: blocks.remain(carry[0]), body, (*blocks.first, zeros_XIO))[2]
+
+
+class _Blocks:
+    """Where blocks begin: the first at its group's first row, each next one where the last ends or a group begins."""
+
+    def __init__(self, group_size_X: Int[Array, " X"], block_rows: int) -> None:
+        self.block_rows = block_rows
+        self.num_groups = group_size_X.shape[0]
+        self.end_X = jnp.cumsum(group_size_X).astype(jnp.int32)
+
+    def _group_of(self, row: Array) -> Array:
+        """The group of a row; the number of groups past the last. Groups without rows are skipped."""
+        return jnp.sum(self.end_X <= row).astype(jnp.int32)
+
+    @property
+    def first(self) -> tuple[Array, Array]:
+        """Group and first row of the first block."""
+        start = jnp.zeros((), jnp.int32)
+        return self._group_of(start), start
+
+    def after(self, group: Array, start: Array) -> tuple[Array, Array]:
+        """Group and first row of the block after this one."""
+        start = jnp.minimum(start + self.block_rows, self.end_X[group])
+        return self._group_of(start), start
+
+    def remain(self, group: Array) -> Array:
+        """Whether a block's group is one."""
+        return group < self.num_groups

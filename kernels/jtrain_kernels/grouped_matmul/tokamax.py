@@ -1,0 +1,101 @@
+"""tokamax's grouped matmul for Hopper GPUs, Pallas kernels (Mosaic GPU), forward and backward.
+
+Its inner functions are called: the public one asks the device that is here for its kind, also when it compiles for
+another.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jtrain_kernels.device import DeviceSpec
+from jtrain_kernels.registry import Avals
+
+VERSION = "0.0.17"
+"""The one whose inner functions are called here."""
+
+_TILE = 64
+"""What the smallest blocks are multiples of."""
+
+
+def supports(device: DeviceSpec, avals: Avals) -> str | None:
+    """None if it runs, else the reason."""
+    x, kernel = avals["x"], avals["kernel"]
+    assert isinstance(x, jax.ShapeDtypeStruct)
+    assert isinstance(kernel, jax.ShapeDtypeStruct)
+    if device.compute_capability is None or device.compute_capability[0] != 9:
+        return "tokamax's kernels, as they are called here, are for Hopper GPUs"
+    if importlib.util.find_spec("tokamax") is None:
+        return f"tokamax is not installed: pip install tokamax=={VERSION}"
+    if x.dtype != jnp.bfloat16 or kernel.dtype != jnp.bfloat16:
+        return f"tokamax multiplies bfloat16 with bfloat16, not {x.dtype} with {kernel.dtype}"
+    if kernel.shape[1] % 128 or kernel.shape[2] % 128 or x.shape[0] % _TILE:
+        return f"tokamax takes columns by 128 and rows by {_TILE}, but there are {x.shape} and {kernel.shape}"
+    return None
+
+
+def configs(device: DeviceSpec, avals: Avals) -> Sequence[dict[str, int]]:
+    """Blocks and stages; tokamax's own heuristic first."""
+    del device, avals
+    first = dict(block_m=64, block_n=64, block_k=64, stages=2)
+    return [first, *(first | more for more in (dict(block_m=128), dict(block_n=128), dict(block_m=128, block_n=128)))]
+
+
+def cost_s(device: DeviceSpec, avals: Avals) -> float | None:
+    """At two thirds of the peak, all rows in use."""
+    x, kernel = avals["x"], avals["kernel"]
+    assert isinstance(x, jax.ShapeDtypeStruct)
+    assert isinstance(kernel, jax.ShapeDtypeStruct)
+    if device.peak_bf16_flops is None:
+        return None
+    return 2 * x.shape[0] * kernel.shape[1] * kernel.shape[2] / (0.66 * device.peak_bf16_flops)
+
+
+def matmul(
+    x: Float[Array, "T I"],
+    kernel: Float[Array, "X I O"],
+    group_size: Int[Array, " X"],
+    *,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    stages: int,
+) -> Float[Array, "T O"]:
+    """See `api.grouped_matmul`."""
+    from tokamax._src.ops.ragged_dot import pallas_mosaic_gpu_common as common  # lazy: 2 s
+    from tokamax._src.ops.ragged_dot import pallas_mosaic_gpu_kernel_sm90 as sm90
+
+    config = common.Config(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        num_stages=stages,
+        split_k=1,
+        persistent=False,  # a persistent kernel would ask the device that is here for its cores
+        grid_minor_dim=common.MatmulDimension.M,
+    )
+
+    def used(rows: Array, group_size: Array) -> Array:
+        """Its kernels leave rows of no group as they find them, and multiply what is there with zero."""
+        return jnp.where((jnp.arange(rows.shape[0]) < jnp.sum(group_size))[:, None], rows, 0)
+
+    @jax.custom_vjp
+    def product(x: Array, kernel: Array, group_size: Array) -> Array:
+        return used(sm90.ragged_dot_kernel(x, kernel, group_size, x.dtype, config), group_size)
+
+    def forward(x: Array, kernel: Array, group_size: Array) -> tuple[Array, Any]:
+        return product(x, kernel, group_size), (x, kernel, group_size)
+
+    def backward(saved: Any, dy: Array) -> tuple[Array, Array, None]:
+        x, kernel, group_size = saved
+        dx = used(sm90.ragged_dot_kernel(dy, kernel.swapaxes(1, 2), group_size, x.dtype, config), group_size)
+        x, dy = used(x, group_size), used(dy, group_size)
+        dkernel = sm90.ragged_contracting_dim_dot_kernel(x, dy, group_size, kernel.dtype, config)
+        return dx, dkernel, None
+
+    product.defvjp(forward, backward)
+    return product(x, kernel, group_size)

@@ -1,0 +1,234 @@
+"""Collectives over a mesh axis that hide behind the matmul before or after them.
+
+Call them inside a fully manual `shard_map`. Rows are the dimension that is gathered or scattered: the sequence.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jtrain_kernels import registry
+from jtrain_kernels.device import DeviceSpec
+from jtrain_kernels.linear.api import linear
+from jtrain_kernels.overlap import mosaic_op, xla
+from jtrain_kernels.overlap.cost import Work, overlapped_s, plain_s
+from jtrain_kernels.overlap.schedule import OpName
+from jtrain_kernels.overlap.swizzle import SWIZZLES, Swizzle
+from jtrain_kernels.registry import Avals, Implementation, Op
+
+
+def all_gather_matmul(
+    x: Float[Array, "B _ K"], *kernels: Float[Array, "..."], axis_name: str, axis_size: int
+) -> tuple[Float[Array, "B _ ..."], ...]:
+    """`x` gathered along its rows over the axis, times each kernel; x travels once for all kernels.
+
+    Args:
+      x: this device's rows.
+      kernels: this device's columns, [K, ...]; up to four.
+      axis_size: devices along the axis.
+
+    Returns:
+      All rows for each kernel, [B, axis_size * R, ...], in x's dtype. Gradients of kernels have the kernels' dtypes.
+    """
+    flat = {f"kernel_{i}": k.reshape(x.shape[2], -1) for i, k in enumerate(kernels)}
+    found = registry.call(ALL_GATHER_MATMUL, x=x, **flat, axis_name=axis_name, axis_size=axis_size)
+    return tuple(y.reshape(*y.shape[:2], *kernel.shape[1:]) for y, kernel in zip(found, kernels, strict=True))
+
+
+def matmul_reduce_scatter(
+    x: Float[Array, "B _ ..."], kernel: Float[Array, "..."], *, axis_name: str, axis_size: int
+) -> Float[Array, "B _ N"]:
+    """This device's rows of `x @ kernel`, summed over the axis.
+
+    Args:
+      x: all rows, this device's part of what is contracted, [B, axis_size * R, ...].
+      kernel: this device's part, [..., N]; contracted over all but its last dimension.
+    """
+    rows, columns = _flat(x, kernel)
+    return registry.call(MATMUL_REDUCE_SCATTER, x=rows, kernel=columns, axis_name=axis_name, axis_size=axis_size)
+
+
+def matmul_all_reduce(
+    x: Float[Array, "B _ ..."], kernel: Float[Array, "..."], *, axis_name: str, axis_size: int
+) -> Float[Array, "B _ N"]:
+    """`x @ kernel` summed over the axis, whole on every device; see `matmul_reduce_scatter`."""
+    rows, columns = _flat(x, kernel)
+    return registry.call(MATMUL_ALL_REDUCE, x=rows, kernel=columns, axis_name=axis_name, axis_size=axis_size)
+
+
+def _flat(x: Array, kernel: Array) -> tuple[Float[Array, "B _ K"], Float[Array, "K N"]]:
+    return x.reshape(*x.shape[:2], -1), kernel.reshape(-1, kernel.shape[-1])
+
+
+def _kernels(arguments: Mapping[str, Array]) -> tuple[Array, ...]:
+    return tuple(arguments[name] for name in sorted(arguments))
+
+
+def _gather_permute(
+    x: Array, axis_name: str, axis_size: int, swizzle: int, parts: int, **kernels: Array
+) -> tuple[Array, ...]:
+    plan = xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts)
+    return xla.all_gather_matmul(x, _kernels(kernels), plan)
+
+
+def _gather_tpu(
+    x: Array, axis_name: str, axis_size: int, swizzle: int, parts: int, **kernels: Array
+) -> tuple[Array, ...]:
+    from jtrain_kernels.overlap import pallas_tpu  # lazy: Pallas is 0.9 s that only its kernels need
+
+    plan = xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts)
+    return pallas_tpu.all_gather_matmul(x, _kernels(kernels), plan)
+
+
+def _scatter_tpu(x: Array, kernel: Array, axis_name: str, axis_size: int, swizzle: int, parts: int) -> Array:
+    from jtrain_kernels.overlap import pallas_tpu  # lazy: Pallas is 0.9 s that only its kernels need
+
+    plan = xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts)
+    return pallas_tpu.matmul_reduce_scatter(x, kernel, plan)
+
+
+def _gather_plain(x: Array, axis_name: str, axis_size: int, **kernels: Array) -> tuple[Array, ...]:
+    del axis_size
+    whole = jax.lax.all_gather(x, axis_name, axis=1, tiled=True)
+    return tuple(linear(whole, kernel) for kernel in _kernels(kernels))
+
+
+def _scatter_permute(x: Array, kernel: Array, axis_name: str, axis_size: int, swizzle: int, parts: int) -> Array:
+    return xla.matmul_reduce_scatter(x, kernel, xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts))
+
+
+def _scatter_plain(x: Array, kernel: Array, axis_name: str, axis_size: int) -> Array:
+    del axis_size
+    return jax.lax.psum_scatter(linear(x, kernel), axis_name, scatter_dimension=1, tiled=True)
+
+
+def _reduce_permute(x: Array, kernel: Array, axis_name: str, axis_size: int, swizzle: int, parts: int) -> Array:
+    return xla.matmul_all_reduce(x, kernel, xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts))
+
+
+def _reduce_plain(x: Array, kernel: Array, axis_name: str, axis_size: int) -> Array:
+    del axis_size
+    return jax.lax.psum(linear(x, kernel), axis_name)
+
+
+def _shape(avals: Avals, name: str) -> jax.ShapeDtypeStruct:
+    found = avals[name]
+    assert isinstance(found, jax.ShapeDtypeStruct)
+    return found
+
+
+def _ranks(avals: Avals) -> int:
+    size = avals["axis_size"]
+    assert isinstance(size, int)
+    return size
+
+
+def _work(op: OpName, avals: Avals) -> Work:
+    x = _shape(avals, "x")
+    columns = sum(_shape(avals, name).shape[1] for name in avals if name.startswith("kernel"))
+    gathers = op == "all_gather_matmul"
+    rows = x.shape[0] * x.shape[1] * (_ranks(avals) if gathers else 1)
+    travels = x.shape[2] if gathers else columns * (2 if op == "matmul_all_reduce" else 1)
+    return Work(_ranks(avals), rows, x.shape[2], columns, travels * x.dtype.itemsize)
+
+
+def _configs(op: OpName) -> Callable[[DeviceSpec, Avals], Sequence[Mapping[str, int]]]:
+    """The swizzles whose pieces divide the rows: on a torus both ways around, through a switch one, in larger pieces.
+
+    A full mesh would do on a switch, but XLA:GPU has one permute under way at a time, and those that wait for nothing
+    it was seen to put before all matmuls, one after the other.
+    """
+    parts = 2 if op == "matmul_all_reduce" else 1
+
+    def configs(device: DeviceSpec, avals: Avals) -> Sequence[Mapping[str, int]]:
+        order: list[Swizzle] = ["bidirectional", "ring", "full_mesh"]
+        if device.platform == "gpu":
+            order = ["ring", "bidirectional", "full_mesh"]
+        found = [
+            {"swizzle": SWIZZLES.index(swizzle), "parts": number}
+            for number in dict.fromkeys((parts, 1, 2))
+            for swizzle in order
+            if _divides(op, swizzle, number, avals)
+        ]
+        return found or [{"swizzle": SWIZZLES.index("ring"), "parts": 1}]
+
+    return configs
+
+
+def _divides(op: OpName, swizzle: Swizzle, parts: int, avals: Avals) -> bool:
+    rows = _shape(avals, "x").shape[1] * (_ranks(avals) if op == "all_gather_matmul" else 1)
+    return rows % (_ranks(avals) * parts * (2 if swizzle == "bidirectional" else 1)) == 0
+
+
+def _supports(op: OpName) -> Callable[[DeviceSpec, Avals], str | None]:
+    def supports(device: DeviceSpec, avals: Avals) -> str | None:
+        del device
+        if _divides(op, "ring", 1, avals):
+            return None
+        return f"{_shape(avals, 'x').shape[1]} rows do not split evenly over {_ranks(avals)} devices"
+
+    return supports
+
+
+def _tpu_supports(op: OpName) -> Callable[[DeviceSpec, Avals], str | None]:
+    def supports(device: DeviceSpec, avals: Avals) -> str | None:
+        x = _shape(avals, "x")
+        if device.platform != "tpu":
+            return "it is for TPUs"
+        if _ranks(avals) == 1:
+            return "one device has nothing to send"
+        if x.shape[0] != 1:
+            return f"it takes one sequence at a time, not {x.shape[0]}"
+        odd = [
+            n for n in (x.shape[2], *(_shape(avals, k).shape[1] for k in avals if k.startswith("kernel"))) if n % 128
+        ]
+        return f"{odd[0]} is not a multiple of 128" if odd else _supports(op)(device, avals)
+
+    return supports
+
+
+def _permute_s(op: OpName) -> Callable[[DeviceSpec, Avals], float | None]:
+    def cost_s(device: DeviceSpec, avals: Avals) -> float | None:
+        config = _configs(op)(device, avals)[0]
+        return overlapped_s(device, _work(op, avals), SWIZZLES[config["swizzle"]], config["parts"])
+
+    return cost_s
+
+
+def _plain_s(op: OpName) -> Callable[[DeviceSpec, Avals], float | None]:
+    return lambda device, avals: plain_s(device, _work(op, avals))
+
+
+def _op(
+    op: OpName,
+    permute: Callable[..., object],
+    plain: Callable[..., object],
+    tpu: Callable[..., object] | None,
+    case: Avals,
+) -> Op:
+    kernel = () if tpu is None else (Implementation("pallas_tpu", tpu, _tpu_supports(op), configs=_configs(op)),)
+    return Op(
+        op,
+        (
+            mosaic_op.IMPLEMENTATIONS[op],
+            *kernel,
+            Implementation("permute", permute, _supports(op), _permute_s(op), _configs(op)),
+            Implementation("xla", plain, cost_s=_plain_s(op)),
+        ),
+        cases={"llama8b": {**case, "axis_name": "tensor", "axis_size": 8}},
+    )
+
+
+def _bf16(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+_UP = {"x": _bf16(1, 1024, 4096), "kernel_0": _bf16(4096, 1792), "kernel_1": _bf16(4096, 1792)}
+_DOWN = {"x": _bf16(1, 8192, 1792), "kernel": _bf16(1792, 4096)}
+
+ALL_GATHER_MATMUL = _op("all_gather_matmul", _gather_permute, _gather_plain, _gather_tpu, _UP)
+MATMUL_REDUCE_SCATTER = _op("matmul_reduce_scatter", _scatter_permute, _scatter_plain, _scatter_tpu, _DOWN)
+MATMUL_ALL_REDUCE = _op("matmul_all_reduce", _reduce_permute, _reduce_plain, None, _DOWN)
+OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE)

@@ -1,0 +1,98 @@
+"""RMSNorm's backward pass on NVIDIA and AMD GPUs: one pass over memory, where XLA makes three.
+
+XLA:GPU makes the forward pass one kernel that reads and writes each element once, so that stays. Of the backward pass
+it makes three, 386 MiB for 8192 x 4096 in bfloat16 that take 192 (compiled for an H200). Here a program has a row in
+registers, goes through every so many rows, and adds up the gradient of the scale on the way.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jtrain_kernels import triton_call
+from jtrain_kernels.device import DeviceSpec
+from jtrain_kernels.registry import Avals
+from jtrain_kernels.rms_norm.triton_kernels import kernels
+
+MAX_WIDTH = 16384
+"""Elements of a row that registers hold: 16 warps with 32 each in four arrays."""
+
+_PER_THREAD = 16
+
+
+def refusal(device: DeviceSpec, x: jax.ShapeDtypeStruct, *, residual: bool) -> str | None:
+    """Why the kernel cannot run, None if it can."""
+    del residual
+    if (reason := triton_call.refusal(device)) is not None:
+        return reason
+    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"x is {x.dtype}, not bfloat16, float16 or float32"
+    if x.shape[-1] > MAX_WIDTH:
+        return f"rows of {x.shape[-1]} do not fit into registers; up to {MAX_WIDTH} do"
+    return None
+
+
+def configs(device: DeviceSpec, avals: Avals) -> Sequence[dict[str, int]]:
+    """Programs and warps: first two programs per core, 16 elements a thread."""
+    x = avals["x"]
+    assert isinstance(x, jax.ShapeDtypeStruct)
+    width = x.shape[-1]
+    cores = device.num_cores or 108
+    threads = 64 if device.compute_capability is None else 32
+    best = max(1, min(16, _power_of_two(width) // (threads * _PER_THREAD)))
+    rows = max(1, x.size // width)
+    tried = [(p, w) for p in (2, 1, 4) for w in (best, max(1, best // 2), min(16, 2 * best))]
+    return [
+        dict(programs=min(p * cores, rows), warps=w, capability=triton_call.capability(device))
+        for p, w in dict.fromkeys(tried)
+    ]
+
+
+def _power_of_two(width: int) -> int:
+    return 1 << (width - 1).bit_length()
+
+
+@dataclasses.dataclass(frozen=True)
+class OnePass:
+    """Gradients of `x * inverse_rms(x) * scale` in one kernel."""
+
+    programs: int
+    warps: int
+    capability: int
+
+    def __call__(
+        self,
+        dy: Float[Array, "*rest C"],
+        x: Float[Array, "*rest C"],
+        inverse: Float[Array, "*rest 1"],
+        scale_C: Float[Array, " C"],
+        eps: float,
+        residual: Float[Array, "*rest C"] | None = None,
+    ) -> tuple[Float[Array, "*rest C"], Float[Array, " C"]]:
+        """dx (with `residual` added in float32, if there is one) and dscale. `inverse` is computed again."""
+        del inverse  # costs nothing where the row is in registers, and after remat nobody else needs it
+        width = x.shape[-1]
+        rows = x.size // width
+        given = [dy, x] if residual is None else [dy, x, residual]
+        kernel = kernels()[residual is not None]
+        dx_TC, parts_PC = triton_call.triton_call(
+            kernel,
+            *(a.reshape(rows, width) for a in given),
+            scale_C.astype(jnp.float32),
+            results=[
+                jax.ShapeDtypeStruct((rows, width), x.dtype),
+                jax.ShapeDtypeStruct((self.programs, width), jnp.float32),
+            ],
+            programs=self.programs,
+            warps=self.warps,
+            capability=self.capability,
+            rows=rows,
+            width=width,
+            block=_power_of_two(width),
+            stride=self.programs,
+            eps=eps,
+        )
+        return dx_TC.reshape(x.shape), jnp.sum(parts_PC, axis=0).astype(scale_C.dtype)

@@ -1,0 +1,97 @@
+"""The Triton source of RMSNorm's backward pass; Triton, which is optional, is imported when a kernel is asked for."""
+
+import functools
+import importlib
+import inspect
+from typing import Any
+
+
+class _NotYet:
+    constexpr, tensor = int, Any
+
+
+tl: Any = _NotYet
+"""`triton.language`, once `kernels` was called: Triton looks its names up in a kernel's module."""
+
+_CONSTANTS = ("rows", "width", "block", "stride", "eps")
+
+
+def backward(
+    dy: tl.tensor,
+    x: tl.tensor,
+    scale: tl.tensor,
+    dx: tl.tensor,
+    parts: tl.tensor,
+    rows: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    stride: tl.constexpr,
+    eps: tl.constexpr,
+) -> None:
+    """dx of every `stride`-th row, and this program's part of dscale."""
+    program = tl.program_id(0)
+    column = tl.arange(0, block)
+    inside = column < width
+    scales = tl.load(scale + column, mask=inside, other=0.0)
+    total = tl.zeros([block], tl.float32)
+    first = tl.zeros([1], tl.int64)  # an array may have more than 2^31 elements
+    for row in range(program, rows, stride):
+        at = column + width * (row + first)
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+        unit = value * factor
+        given = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        dunit = given * scales
+        mean = tl.sum(dunit * unit, axis=0) / width
+        tl.store(dx + at, (factor * (dunit - unit * mean)).to(dx.dtype.element_ty), mask=inside)
+        total += given * unit
+    tl.store(parts + program * width + column, total, mask=inside)
+
+
+def backward_with_residual(
+    dy: tl.tensor,
+    x: tl.tensor,
+    residual: tl.tensor,
+    scale: tl.tensor,
+    dx: tl.tensor,
+    parts: tl.tensor,
+    rows: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    stride: tl.constexpr,
+    eps: tl.constexpr,
+) -> None:
+    """The same, and the gradient of the residual stream added to dx."""
+    program = tl.program_id(0)
+    column = tl.arange(0, block)
+    inside = column < width
+    scales = tl.load(scale + column, mask=inside, other=0.0)
+    total = tl.zeros([block], tl.float32)
+    first = tl.zeros([1], tl.int64)  # an array may have more than 2^31 elements
+    for row in range(program, rows, stride):
+        at = column + width * (row + first)
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+        unit = value * factor
+        given = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        dunit = given * scales
+        mean = tl.sum(dunit * unit, axis=0) / width
+        stream = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + at, (factor * (dunit - unit * mean) + stream).to(dx.dtype.element_ty), mask=inside)
+        total += given * unit
+    tl.store(parts + program * width + column, total, mask=inside)
+
+
+@functools.cache
+def kernels() -> tuple[Any, Any]:
+    """`backward` and `backward_with_residual` for Triton to compile."""
+    global tl
+    triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
+
+    def compiled(function: Any) -> Any:
+        # Triton reads a function's source and its globals: not those of whatever is wrapped around it.
+        source = inspect.unwrap(function)
+        source.__annotations__.update(dict.fromkeys(_CONSTANTS, tl.constexpr))
+        return triton.jit(source)
+
+    return compiled(backward), compiled(backward_with_residual)

@@ -1,0 +1,20 @@
+"""What the benchmark of attention does without a GPU: it refuses, and what it would check first is right here."""
+
+import argparse
+
+import pytest
+
+from jtrain.bench import attention
+
+
+def test_it_refuses_to_time_a_cpu() -> None:
+    """With one line that says what it needs."""
+    with pytest.raises(ValueError, match="attention needs an NVIDIA GPU, but the device here is 'cpu'"):
+        attention.run(argparse.Namespace(calls=1, only=None))
+
+
+def test_its_check_tells_right_from_wrong() -> None:
+    """Plain JAX in bfloat16 passes, on packed documents; given other values, it does not."""
+    arrays = attention._arrays(attention.Shape(1, 64, 2, 1, 8, documents=3))
+    assert 0 < attention.wrong_by("xla", arrays) < attention.TOLERANCE
+    assert len(set(arrays[3][0].tolist())) == 3

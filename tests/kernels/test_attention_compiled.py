@@ -1,0 +1,84 @@
+"""Attention compiled for chips that are not here: the kernel that was asked for is the one in the program."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jtrain.plan.aot import topology_devices
+from jtrain.plan.hlo import overlap, traffic
+from jtrain_kernels import compat, device, registry
+from jtrain_kernels.attention.context import RowSplit, context_attention
+
+pytestmark = pytest.mark.aot
+
+N, K, H = 8, 2, 128
+
+
+def lowered(topology: str, context: int, kernel: str, *, positions: int = 1024, window: int | None = None) -> Any:
+    """Value and gradients of rows of `positions` on each of `context` devices, with segments."""
+    devices = topology_devices(topology)[:context]
+    mesh = Mesh(np.array(devices), ("context",), axis_types=(AxisType.Auto,))
+    spec = P(None, "context")
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> Any:
+        def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            split = RowSplit(context)
+            y = context_attention(q, k, v, segment, split=split, chunk=512, window=window)
+            return jnp.sum(y.astype(jnp.float32))
+
+        return jax.value_and_grad(total, argnums=(0, 1, 2))(q, k, v)
+
+    def shape(*dims: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, positions * context, *dims), dtype, sharding=NamedSharding(mesh, spec))
+
+    fn = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=(P(), spec), check_vma=False)
+    target = device.from_name(topology.partition(":")[0])
+    with registry.on(target, forced={"attention": kernel}), compat.lowering_for(mesh, target):
+        return jax.jit(fn).lower(shape(N, H), shape(K, H), shape(K, H), shape(dtype=jnp.int32))
+
+
+@pytest.mark.parametrize(("topology", "context", "window"), [("v5p:2x2x1", 1, 300), ("v6e:2x2", 4, None)])
+def test_splash_compiles_for_tpus(topology: str, context: int, window: int | None) -> None:
+    """Alone with a window, and in a ring: kernels of both passes, with segments, and no scores of plain JAX."""
+    with compat.no_compile_cache():
+        compiled = lowered(topology, context, "splash", window=window).compile()
+    text = compiled.as_text()
+    for name in ("splash_mha_fwd_segmented_residuals", "splash_mha_dq_segmented", "splash_mha_dkv_segmented"):
+        assert name in text
+    assert (" collective-permute" in text) == (context > 1)
+    # A block of scores in float32, of one head of 1024 queries and keys, would be 4 MiB for each of 8 heads.
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 * 2**20
+
+
+def test_tokamax_compiles_for_hopper() -> None:
+    """Mosaic GPU kernels: one forward, and two backward, for queries and for keys."""
+    pytest.importorskip("tokamax")
+    with compat.no_compile_cache():
+        compiled = lowered("h200:1", 1, "tokamax", positions=512).compile()
+    assert len(re.findall(r"custom_call_target=\"mosaic_gpu", compiled.as_text())) >= 3
+
+
+def test_cudnn_is_called_with_the_segments() -> None:
+    """Lowered only: compiling asks for cuDNN itself. The call has a mask of all queries and keys, in both passes.
+
+    The call without `Bias` in its name would leave out the segments (MaxText issue 4478).
+    """
+    text = lowered("h200:1", 1, "cudnn", window=300).as_text()
+    calls = set(re.findall(r"__cudnn\$\w+", text))
+    assert calls == {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"}
+    assert "tensor<1x1x1024x1024xbf16>" in text
+
+
+def test_a_ring_sends_while_it_computes() -> None:
+    """On 4 H200 the scheduler puts matmuls between start and done of the hops: nine tenths of the bytes or more."""
+    with compat.no_compile_cache():
+        text = lowered("h200:4", 4, "xla").compile().as_text()
+    sent = overlap([t for t in traffic(text, {"context": 4}) if t.kind == "collective-permute"])
+    assert sent.wire_bytes > 0
+    assert sent.hidden_bytes >= 0.9 * sent.wire_bytes

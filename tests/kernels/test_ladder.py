@@ -1,0 +1,266 @@
+"""The ladder that a kernel climbs before it sees a chip, and a planted bug on each rung, which that rung finds.
+
+| rung | what it proves | the planted bug |
+|---|---|---|
+| float64 | value and gradients | a gradient without a term |
+| emulated TPUs | remote copies, semaphores, races; both orders of copying | a wait that is missing |
+| emulated GPU | copies to shared memory, barriers, races | a wait that is missing |
+| TPU compilers | it lowers, its memory fits | more VMEM than there is |
+| GPU compilers | it lowers, no spill, shared memory fits, the kernel is there | a spill; too much; a fallback |
+
+Emulation enforces no limits and compilers run nothing, so a kernel climbs all. Speed is what is left for the chip.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu
+from jax.sharding import Mesh, PartitionSpec
+
+from jtrain_kernels import aot, compat, cubin, device, registry, riegeli
+from tests.kernels.gradients import agree_with, normal
+
+GPUS, TPUS = ("h100", "h200", "b200"), ("v5e", "v5p", "v6e", "tpu7x")
+BLOCK = (8, 128)
+
+
+def to_the_right(x: jax.Array, *, interpret: Any = False, wait: bool = True) -> jax.Array:
+    """Twice the left neighbour's block, by a remote copy; one device's part, under shard_map over `x`."""
+
+    def kernel(x_ref: Any, y_ref: Any, landed: Any, sent: Any, received: Any) -> None:
+        me, size = jax.lax.axis_index("x"), jax.lax.axis_size("x")
+        ready = pltpu.get_barrier_semaphore()
+        pl.semaphore_signal(ready, device_id=((me - 1) % size,))
+        pl.semaphore_wait(ready, 1)
+        copy = pltpu.make_async_remote_copy(x_ref, landed, sent, received, device_id=((me + 1) % size,))
+        copy.start()
+        copy.wait_send()
+        if wait:
+            copy.wait_recv()
+        y_ref[...] = landed[...] * 2.0
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM)],
+        out_specs=pl.BlockSpec(memory_space=pltpu.VMEM),
+        scratch_shapes=[pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA],
+        compiler_params=pltpu.CompilerParams(collective_id=0),
+        interpret=interpret,
+        name="to_the_right",
+    )(x)
+
+
+def over(mesh: Mesh, **options: Any) -> Any:
+    """`to_the_right` on every device of a mesh."""
+    spec = PartitionSpec("x")
+    function = functools.partial(to_the_right, **options)
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+def doubled(x: jax.Array, *, interpret: Any = None, wait: bool = True) -> jax.Array:
+    """`2 x` through shared memory."""
+
+    def kernel(x_ref: Any, y_ref: Any, shared: Any, barrier: Any) -> None:
+        plgpu.copy_gmem_to_smem(x_ref, shared, barrier)
+        if wait:
+            plgpu.barrier_wait(barrier)
+        shared[...] = shared[...] * 2.0
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(shared, y_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_types=[plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier()],
+        interpret=interpret,
+    )(x)
+
+
+def matmul(a: jax.Array, b: jax.Array, *, tile_n: int) -> jax.Array:
+    """JAX's own for Hopper, whose accumulators for tiles of 128 x 256 do not fit the registers."""
+    config = hopper_matmul_mgpu.TuningConfig(tile_m=128, tile_n=tile_n, tile_k=64, max_concurrent_steps=2)
+    return hopper_matmul_mgpu.matmul(a, b, None, config)
+
+
+def test_float64_finds_a_gradient_without_a_term() -> None:
+    """Of swiglu's gate; the value alone is right."""
+
+    @jax.custom_vjp
+    def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return jax.nn.silu(gate) * up
+
+    gated.defvjp(
+        lambda gate, up: (gated(gate, up), (gate, up)),
+        lambda saved, dy: (dy * saved[1] * jax.nn.sigmoid(saved[0]), dy * jax.nn.silu(saved[0])),
+    )
+
+    def formula(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return gate / (1 + jnp.exp(-gate)) * up
+
+    inputs = (normal(0, 4, 64), normal(1, 4, 64))
+    with pytest.raises(AssertionError, match="gradient 0"):
+        agree_with(gated, formula, inputs, "float32")
+
+
+@pytest.mark.parametrize("dma_mode", ("eager", "on_wait"))
+def test_emulated_tpus_find_a_missing_wait(dma_mode: Any, emulated_devices: list[jax.Device]) -> None:
+    """Copies made at once race with the reader; those made when waited for never arrive. Neither finds the other's."""
+    mesh = Mesh(np.array(emulated_devices), ("x",))
+    x = np.arange(8 * 8 * 128, dtype=np.float32).reshape(64, 128)
+    want = 2 * np.roll(x, 8, axis=0)
+    got = jax.jit(over(mesh, interpret=compat.tpu_interpret(dma_mode)))(x)
+    np.testing.assert_array_equal(got, want)
+    assert not compat.tpu_races_found()
+    try:
+        got = np.asarray(jax.jit(over(mesh, interpret=compat.tpu_interpret(dma_mode), wait=False))(x))
+        raced = compat.tpu_races_found()
+    finally:
+        compat.reset_interpreters()
+    assert raced if dma_mode == "eager" else not np.array_equal(got, want)
+
+
+def test_an_emulated_gpu_finds_a_missing_wait() -> None:
+    """A race of the copy into shared memory with its reader."""
+    x = normal(0, 128, 128)
+    lowering = compat.lowering_for(jax.sharding.AbstractMesh((1,), ("x",)), device.from_name("h200"))
+    with lowering:
+        got = doubled(jnp.asarray(x), interpret=compat.gpu_interpret())
+    np.testing.assert_array_equal(got, 2 * x)
+    assert not compat.gpu_races_found()
+    try:
+        with lowering:
+            jax.block_until_ready(doubled(jnp.asarray(x), interpret=compat.gpu_interpret(), wait=False))
+        assert compat.gpu_races_found()
+    finally:
+        compat.reset_interpreters()
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", TPUS)
+def test_tpu_compilers_take_a_remote_copy(name: str) -> None:
+    """Of two devices; the kernel is in the program by its name, and within VMEM."""
+    topology = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}.get(name, f"{name}:2x2x1")
+    mesh = aot.virtual_mesh(topology, {"x": 4})
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))
+    x = jax.ShapeDtypeStruct((4 * BLOCK[0], BLOCK[1]), jnp.float32, sharding=sharding)
+    report = aot.compile_for(mesh, over(mesh), x)
+    assert aot.failures(report, expect=("tpu_custom_call", "to_the_right"), temp_bytes=1 << 20) == ()
+    assert aot.failures(report, expect=("to_the_left",)) == (
+        "to_the_left is not in the program, which calls tpu_custom_call, to_the_right",
+    )
+
+
+@pytest.mark.aot
+def test_tpu_compilers_refuse_more_vmem_than_there_is() -> None:
+    """256 MiB of scratch on a v5e, which has 128."""
+
+    def kernel(x_ref: Any, y_ref: Any, scratch: Any) -> None:
+        scratch[: BLOCK[0], : BLOCK[1]] = x_ref[...]
+        y_ref[...] = scratch[: BLOCK[0], : BLOCK[1]]
+
+    x = jax.ShapeDtypeStruct(BLOCK, jnp.float32)
+    call = pl.pallas_call(kernel, out_shape=x, scratch_shapes=[pltpu.VMEM((8192, 8192), jnp.float32)])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?i)vmem"):
+        aot.compile_for("v5e", call, x)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", GPUS)
+def test_gpu_compilers_take_a_kernel_and_report_it(name: str) -> None:
+    """Its shared memory is what it asked for; without spills; and a form that fell back is noticed."""
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    report = aot.compile_for(name, doubled, x)
+    assert aot.failures(report, expect=("mosaic_gpu_v2", "mosaic_gpu_kernel"), temp_bytes=0) == ()
+    assert report.scratch_bytes == 128 * 128 * 4
+    fallback = aot.compile_for(name, lambda x: x * 2.0, x)
+    (said,) = aot.failures(fallback, expect=("mosaic_gpu_v2",))
+    assert said.startswith("mosaic_gpu_v2 is not in the program, which calls ")
+    assert fallback.kernels, "XLA's own kernels are reported as well"
+
+
+@pytest.mark.aot
+def test_the_gates_find_spills_shared_memory_and_temporaries() -> None:
+    """Each by a kernel that has it."""
+    a = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    fits = aot.compile_for("h200", functools.partial(matmul, tile_n=128), a, a)
+    assert aot.failures(fits) == ()
+    spills = aot.compile_for("h200", functools.partial(matmul, tile_n=256), a, a)
+    (said,) = aot.failures(spills)
+    assert "spills: " in said
+    assert "bytes of stack a thread, 168 registers" in said
+    with pytest.raises(ValueError, match="smem"):
+        aot.compile_for("h200", doubled, jax.ShapeDtypeStruct((512, 128), jnp.float32))
+    small = device.DeviceSpec("small", "gpu", "H200", None, None, None, None, None, scratch_bytes=1024)
+    (said,) = aot.failures(dataclasses.replace(fits, device=small))
+    assert "bytes of scratch memory, but a small has 1024" in said
+    sorts = aot.compile_for("h200", lambda x: jnp.sort(x @ x, axis=0), a)
+    (said,) = aot.failures(sorts, temp_bytes=0)
+    assert "temporary bytes, over the budget of 0" in said
+
+
+COMPILED = [(name, gpu_or_tpu) for name in ("rms_norm", "swiglu") for gpu_or_tpu in ("h200", "v5e")]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("name", "machine"), COMPILED)
+def test_ops_pass_the_gates_of_their_compilers(name: str, machine: str) -> None:
+    """Every implementation that says it runs there, with gradients, at the size of its first case."""
+    assert_compiles(registry.find(name), machine)
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", (*GPUS, *TPUS))
+@pytest.mark.parametrize("name", registry.ops())
+def test_every_op_passes_the_gates_of_every_compiler(name: str, machine: str) -> None:
+    """The whole table."""
+    assert_compiles(registry.find(name), machine)
+
+
+def assert_compiles(op: registry.Op, machine: str) -> None:
+    """cuDNN is left out: its calls need a library of 1 GB to compile."""
+    case, avals = next(iter(op.cases.items()))
+    spec = device.from_name(machine)
+    able = [i.name for i in op.implementations if i.name != "cudnn" and i.supports(spec, avals) is None]
+    assert "xla" in able
+    for implementation in able:
+        report = aot.compile_op(op, case, machine, implementation)
+        assert aot.failures(report) == (), (op.name, implementation)
+        assert report.output_bytes > 0
+
+
+def test_a_mesh_larger_than_its_topology_is_refused() -> None:
+    """With both numbers."""
+    with pytest.raises(ValueError, match=r"h200:8 has 8 devices, but x=4, y=4 needs 16\. Take a larger topology\."):
+        aot.virtual_mesh("h200:8", {"x": 4, "y": 4})
+
+
+def test_a_damaged_executable_is_refused() -> None:
+    """Not read as one without kernels; a file that is no Riegeli at all has none."""
+    literal = bytes([5, 4 << 2]) + b"hello"
+    assert riegeli.snappy(literal) == b"hello"
+    assert riegeli.snappy(bytes([9, 0]) + b"a" + bytes([8 - 4 << 2 | 1, 1])) == b"a" * 9, "a copy of what it writes"
+    with pytest.raises(ValueError, match=r"5 bytes, not 6: the stream is damaged"):
+        riegeli.snappy(bytes([6]) + literal[1:])
+
+    def file(kind: bytes, compression: bytes) -> bytes:
+        data = compression + b"\0"
+        header = bytes(8) + len(data).to_bytes(8, "little") + bytes(8) + kind + bytes(15)
+        return bytes.fromhex("83af70d10d884a3f") + bytes(16) + header + data
+
+    assert cubin.kernels(b"no executable") == ()
+    assert list(riegeli.records(file(b"r", b"\0"))) == [b""]
+    with pytest.raises(ValueError, match=r"kind b't' cannot be read"):
+        list(riegeli.records(file(b"t", b"\0")))
+    with pytest.raises(ValueError, match=r"compression b'z' cannot be read"):
+        list(riegeli.records(file(b"r", b"z")))

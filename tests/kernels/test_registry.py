@@ -1,0 +1,244 @@
+"""Which implementation an op takes: forced > tuned > cost model > reference; every reason is said."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jtrain.bench.__main__ import bench
+from jtrain_kernels import device, registry, tuned
+from jtrain_kernels.examples import new_backend
+from jtrain_kernels.registry import Implementation, Op
+from jtrain_kernels.rms_norm.api import rms_norm
+from tests.kernels.gradients import agree_with, dtypes, normal
+
+ROOT = Path(__file__).parents[2]
+H200, V5P = device.from_name("h200"), device.from_name("v5p")
+AVALS: registry.Avals = {"x": jax.ShapeDtypeStruct((100, 64), jnp.bfloat16), "factor": 2}
+
+
+def only_gpus(device: device.DeviceSpec, avals: registry.Avals) -> str | None:
+    return None if device.platform == "gpu" else f"it is for GPUs, and a {device.name} is none"
+
+
+def times(factor: int, x: jax.Array, **config: int) -> jax.Array:
+    return x * factor + sum(config.values())
+
+
+def costs(seconds: float | None) -> Any:
+    return lambda device, avals: seconds
+
+
+GPU = Implementation("cudnn", times, only_gpus, configs=lambda device, avals: ({"tile": 1}, {"tile": 2}))
+XLA = Implementation("xla", times)
+OP = Op("times", (GPU, XLA))
+
+
+def entry(implementation: str, avals: registry.Avals = AVALS) -> Mapping[tuple[str, str, str], tuned.Entry]:
+    found = tuned.Entry(*tuned.key("times", avals), implementation, {"tile": 2}, 3e-6, "today")
+    return {tuned.key("times", avals): found}
+
+
+def test_without_more_knowledge_the_reference_runs() -> None:
+    """And says that nothing is known of the other, or why it cannot run."""
+    got = registry.choose(OP, H200, AVALS)
+    assert got.implementation is XLA
+    assert got.others == (
+        ("cudnn", "nothing is measured for this shape, and nothing is predicted for xla to compare it with"),
+    )
+    got = registry.choose(OP, V5P, AVALS)
+    assert (got.implementation, got.because) == (XLA, "no other runs")
+    assert got.others == (("cudnn", "it cannot run: it is for GPUs, and a v5p is none"),)
+
+
+def test_the_cost_model_compares_predictions() -> None:
+    """The least; a tie keeps the reference, and one without a prediction loses."""
+    slow, fast = dataclasses.replace(XLA, cost_s=costs(4e-6)), dataclasses.replace(GPU, cost_s=costs(1e-6))
+    got = registry.choose(Op("times", (fast, slow)), H200, AVALS)
+    assert (got.implementation, dict(got.config)) == (fast, {"tile": 1})
+    assert got.because == "the cost model predicts 1 us, the least"
+    assert got.others == (("xla", "predicted 4 us against 1"),)
+    tie = dataclasses.replace(GPU, cost_s=costs(4e-6))
+    assert registry.choose(Op("times", (tie, slow)), H200, AVALS).implementation is slow
+    got = registry.choose(Op("times", (GPU, slow)), H200, AVALS)
+    assert (got.implementation, got.others[0][1]) == (slow, "nothing is measured or predicted for it")
+
+
+def test_what_was_measured_beats_what_is_predicted() -> None:
+    """For shapes of the same bucket and dtype, where it can run; its configuration comes along."""
+    op = Op("times", (dataclasses.replace(GPU, cost_s=costs(9e-6)), dataclasses.replace(XLA, cost_s=costs(1e-6))))
+    got = registry.choose(op, H200, AVALS, measured=entry("cudnn"))
+    assert (got.implementation.name, dict(got.config)) == ("cudnn", {"tile": 2})
+    assert got.because == "it was the fastest measured on h200 for factor=2 x=128x64: 3 us"
+    assert got.others == (("xla", "cudnn was measured to be faster"),)
+    near: registry.Avals = dict(AVALS) | {"x": jax.ShapeDtypeStruct((65, 64), jnp.bfloat16)}
+    assert registry.choose(op, H200, near, measured=entry("cudnn")).implementation.name == "cudnn"
+    for other in (jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), jax.ShapeDtypeStruct((100, 64), jnp.float32)):
+        got = registry.choose(op, H200, dict(AVALS) | {"x": other}, measured=entry("cudnn"))
+        assert got.implementation.name == "xla"
+    assert registry.choose(op, V5P, AVALS, measured=entry("cudnn")).implementation.name == "xla"
+
+
+def test_what_is_forced_runs_or_fails() -> None:
+    """Never something else in its place."""
+    got = registry.choose(OP, H200, AVALS, forced="cudnn", measured=entry("xla"))
+    assert (got.implementation, got.because, dict(got.config)) == (GPU, "it is forced", {"tile": 1})
+    assert got.others == (("xla", "cudnn is forced"),)
+    with pytest.raises(ValueError, match=r"kernels.times=cudnn: it is for GPUs, and a v5p is none. There are: cudnn, "):
+        registry.choose(OP, V5P, AVALS, forced="cudnn")
+    with pytest.raises(ValueError, match=r"kernels.times=cuda: there is no such implementation. There are: cudnn, xla"):
+        registry.choose(OP, H200, AVALS, forced="cuda")
+    nowhere = Op("times", (GPU, dataclasses.replace(XLA, supports=lambda device, avals: "it is too large")))
+    with pytest.raises(ValueError, match=r"kernels.times: not even xla runs: it is too large\."):
+        registry.choose(nowhere, H200, AVALS)
+
+
+def test_an_op_ends_with_its_reference() -> None:
+    """Its implementations have names of their own."""
+    for implementations in ((), (XLA, GPU), (XLA, XLA)):
+        with pytest.raises(ValueError, match=r"kernels.times: .* of which the last is xla"):
+            Op("times", implementations)
+
+
+def test_a_jitted_function_is_traced_anew_for_another_device() -> None:
+    """The same function, the same argument: XLA on a TPU, the other form on a GPU, and again."""
+    op = Op("times", (dataclasses.replace(GPU, cost_s=costs(1e-6)), dataclasses.replace(XLA, cost_s=costs(2e-6))))
+    traces = []
+
+    @jax.jit
+    def run(x: jax.Array) -> jax.Array:
+        traces.append(registry.device().name)
+        return registry.call(op, factor=2, x=x)
+
+    x = jnp.ones(3)
+    got = []
+    for spec in (H200, V5P, H200):
+        with registry.on(spec):
+            got.append(float(run(x)[0]))
+    assert got == [3.0, 2.0, 3.0]
+    assert traces == ["h200", "v5p"]
+    assert float(run(x)[0]) == 2.0
+    assert traces[-1] == "cpu", "the live device"
+
+
+def test_names_that_mean_nothing_are_refused_before_anything_is_traced() -> None:
+    """Ops and implementations, with the nearest; an argument must be an array or a plain value."""
+    with (
+        pytest.raises(
+            ValueError, match=r"kernels: no op is called 'rms_nrm'\. Did you mean rms_norm\? There are: .*swiglu"
+        ),
+        registry.on(H200, forced={"rms_nrm": "xla"}),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match=r"kernels.rms_norm=x: there is no such implementation\. There are: .*xla"),
+        registry.on(H200, forced={"rms_norm": "x"}),
+    ):
+        pass
+    with pytest.raises(ValueError, match=r"kernels: argument x is a list; ops take arrays and plain values\."):
+        registry.call(OP, x=[1.0], factor=2)
+
+
+def test_every_op_of_the_package_is_found_with_a_case_that_it_can_trace() -> None:
+    """Also the gradients, for a device that is not here."""
+    assert {"rms_norm", "rope", "swiglu", "linear", "embedding_lookup", "linear_cross_entropy"} <= set(registry.ops())
+    for op in registry.ops().values():
+        assert registry.choose(op, device.from_name("cpu"), next(iter(op.cases.values()))).implementation.name == "xla"
+
+
+def test_an_unknown_chip_is_described_by_itself() -> None:
+    """No peaks; the reference still runs on it."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Chip:
+        platform: str = "gpu"
+        device_kind: str = "NVIDIA GeForce 256"
+        core_count: int = 4
+        compute_capability: str = "9.0"
+
+    spec = device.live(Chip())
+    assert (spec.name, spec.num_cores, spec.compute_capability) == ("NVIDIA GeForce 256", 4, (9, 0))
+    assert spec.peak_bf16_flops is None
+    assert registry.choose(Op("times", (XLA,)), spec, AVALS).because == "it is the only one"
+
+
+@dtypes
+def test_the_example_of_a_new_back_end_computes_the_op(dtype: str) -> None:
+    """Value and gradients against float64, in its first configuration."""
+
+    def formula(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 0.1) * scale[None, None]
+
+    op = new_backend.IMPLEMENTATIONS["rms_norm"]
+    agree_with(
+        lambda x, s: op.call(x=x, scale_C=s, eps=0.1, rows=8), formula, (normal(0, 2, 8, 16), normal(1, 16)), dtype
+    )
+
+
+def test_the_example_of_a_new_back_end_is_found_by_its_entry_point(tmp_path: Path) -> None:
+    """As its docstring says: a distribution that names the module brings chip and kernel; another chip refuses it."""
+    folder = tmp_path / "acme-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[jtrain_kernels]\nacme = jtrain_kernels.examples.new_backend\n")
+    code = """
+import jax.numpy as jnp
+from jtrain.bench.__main__ import bench
+from jtrain_kernels import device, registry
+from jtrain_kernels.rms_norm.api import rms_norm
+for name in ("acme1", "h200"):
+    bench(["kernels", "--explain", "rms_norm", "--device", name])
+with registry.on(device.from_name("cpu"), forced={"rms_norm": "acme"}):
+    print(rms_norm(jnp.full((8, 4), 2.0), jnp.ones(4), 0.0)[0])
+"""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(tmp_path)])
+    environment = os.environ | {"PYTHONPATH": paths, "COLUMNS": "120"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "acme is not: nothing is measured for this shape" in done.stdout
+    assert "acme is not: it cannot run: it is written for acme1, not for h200" in done.stdout
+    assert "[1. 1. 1. 1.]" in done.stdout
+
+
+def test_tuning_keeps_the_fastest_and_the_choice_follows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the device that is here, into a folder; the entry is what is chosen from then on."""
+    arguments = ["kernels", "--tune", "--op", "rms_norm", "--case", "tiny", "--out", str(tmp_path)]
+    assert bench(arguments) == 0
+    assert bench(arguments) == 0, "a second time the entry is replaced"
+    assert "rms_norm tiny, xla {}:" in capsys.readouterr().out
+    entries = tuned.read(tmp_path / "cpu.json")
+    (found,) = entries.values()
+    assert (found.op, found.dtype) == ("rms_norm", "float32")
+    op = registry.find("rms_norm")
+    choice = registry.choose(op, device.from_name("cpu"), op.cases["tiny"], measured=entries)
+    assert choice.because.startswith("it was the fastest measured on cpu for eps=")
+
+
+def test_the_benchmark_refuses_what_it_cannot_mean(tmp_path: Path) -> None:
+    """Options that contradict, an unknown case, and times of a CPU at an 8B model's sizes."""
+    for arguments, message in (
+        (["--device", "h200"], r"--device and --compile are for --explain OP"),
+        (["--explain", "rope", "--tune"], r"--explain runs nothing and --tune runs everything"),
+        (["--explain", "rope", "--case", "huge"], r"rope has no case huge\. There are: llama8b"),
+        (["--tune"], r"times of a CPU are no accelerator's.* name --op, --case and, with --tune, --out DIR"),
+        (["--explain", "rope", "--device", "h20"], r"No device is called 'h20'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bench(["kernels", *arguments])
+
+
+def test_rms_norm_is_unchanged_by_its_registration() -> None:
+    """One call through the registry is one call of its only form, under jit and grad."""
+    x, scale = jnp.asarray(normal(0, 4, 16)), jnp.asarray(normal(1, 16))
+    got = jax.jit(jax.grad(lambda x: rms_norm(x, scale, 1e-6).sum()))(x)
+    with registry.on(V5P, forced={"rms_norm": "xla"}):
+        want = jax.jit(jax.grad(lambda x: rms_norm(x, scale, 1e-6).sum()))(x)
+    np.testing.assert_array_equal(got, want)

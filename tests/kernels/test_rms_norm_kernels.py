@@ -1,0 +1,231 @@
+"""RMSNorm's backward pass in one pass over memory: Pallas for TPUs, Triton for GPUs, against the formula in float64."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array
+
+from jtrain.plan.moved import passes
+from jtrain_kernels import aot, compat, registry
+from jtrain_kernels.device import DEVICES, from_name
+from jtrain_kernels.rms_norm import pallas_tpu, triton
+from jtrain_kernels.rms_norm.api import RMS_NORM, RMS_NORM_BRANCH, branch_by, norm_by, rms_norm, rms_norm_branch
+from tests.kernels.gradients import agree_with, dtypes, normal
+
+OPS = (RMS_NORM, RMS_NORM_BRANCH)
+SHAPE = (2, 64, 256)
+
+
+def formula(x: Array, scale: Array) -> Array:
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 0.1) * scale[None, None]
+
+
+def stream_and_branch(pair: tuple[Array, Array]) -> Array:
+    """Different weights for the two, so that no gradient can be mistaken for the other's."""
+    return jnp.concatenate([3 * pair[0], pair[1]], axis=-1)
+
+
+@dtypes
+def test_a_branch_is_the_stream_and_its_norm(dtype: str) -> None:
+    """Values and the sum of both gradients; in bfloat16 the norm's own rounding is all that is allowed."""
+    agree_with(
+        lambda x, s: stream_and_branch(rms_norm_branch(x, s, 0.1)),
+        lambda x, s: stream_and_branch((x, formula(x, s))),
+        (normal(0, *SHAPE), normal(1, 256)),
+        dtype,
+    )
+
+
+@dtypes
+@pytest.mark.parametrize("mode", ("eager", "on_wait"))
+def test_the_tpu_kernel_has_the_formulas_gradients(dtype: str, mode: Any) -> None:
+    """Emulated with races looked for, both orders of its copies; memory that nothing wrote is NaN."""
+    backward = pallas_tpu.OnePass(compat.tpu_interpret(mode, uninitialized_memory="nan"))
+    inputs = normal(0, *SHAPE), normal(1, 256)
+    agree_with(lambda x, s: norm_by(x, s, 0.1, backward), formula, inputs, dtype)
+    agree_with(
+        lambda x, s: stream_and_branch(branch_by(x, s, 0.1, backward)),
+        lambda x, s: stream_and_branch((x, formula(x, s))),
+        inputs,
+        dtype,
+    )
+    assert not compat.tpu_races_found()
+
+
+def test_blocks_fit_into_vmem_and_divide_the_rows() -> None:
+    """As many rows as fit, a power of two of tiles, the same in both parts."""
+    assert pallas_tpu.block_rows(8192, 4096, 2, residual=True) == 64
+    assert pallas_tpu.block_rows(8192, 4096, 2, residual=False) == 64
+    assert pallas_tpu.block_rows(8192, 1024, 2, residual=True) == 256
+    assert pallas_tpu.block_rows(96, 128, 2, residual=True) == 16
+    assert pallas_tpu.block_rows(24, 128, 2, residual=True) is None
+    assert pallas_tpu.block_rows(8192, 2**20, 2, residual=True) is None
+
+
+def avals(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+    return {"x": jax.ShapeDtypeStruct(shape, dtype), "scale_C": jax.ShapeDtypeStruct(shape[-1:], dtype), "eps": 1e-5}
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    ("device", "name", "given", "reason"),
+    (
+        ("h200", "pallas_tpu", avals((8192, 4096)), "it is for TPUs, not for a h200"),
+        ("v5p", "pallas_tpu", avals((8192, 100)), "rows of 100 are no multiple of 128 lanes"),
+        ("v5p", "pallas_tpu", avals((24, 128)), "24 rows of 128 do not divide into 2 parts of blocks"),
+        ("v5p", "pallas_tpu", avals((64, 128), jnp.float16), "x is float16, not bfloat16 or float32"),
+        ("v5p", "triton", avals((8192, 4096)), "it is for GPUs, not for a v5p"),
+    ),
+)
+def test_a_kernel_that_cannot_run_says_why(op: registry.Op, device: str, name: str, given: Any, reason: str) -> None:
+    """Forced it is an error, with what there is."""
+    with pytest.raises(ValueError, match=rf"kernels\.{op.name}={name}: {reason}.* There are: pallas_tpu, triton, xla"):
+        registry.choose(op, from_name(device), given, forced=name)
+
+
+def test_triton_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package, registers for a long row, a dtype."""
+    h200, find_spec = DEVICES["h200"], triton.triton_call.importlib.util.find_spec
+    monkeypatch.setattr(triton.triton_call.importlib.util, "find_spec", lambda name: None)
+    reason = triton.refusal(h200, avals((8, 128))["x"], residual=False)
+    assert reason == "not installed: jax_triton, triton (pip install 'jtrain[cuda]')"
+    monkeypatch.setattr(triton.triton_call.importlib.util, "find_spec", lambda name: find_spec("jax"))
+    assert triton.refusal(h200, avals((8, 128))["x"], residual=False) is None
+    assert "rows of 32768 do not fit into registers" in str(triton.refusal(h200, avals((8, 32768))["x"], residual=True))
+    assert "x is int32" in str(triton.refusal(h200, avals((8, 128), jnp.int32)["x"], residual=True))
+
+
+def test_triton_fills_the_device_and_its_registers() -> None:
+    """Two programs per core of an H200, 16 elements a thread; never more programs than rows."""
+    first, *others = triton.configs(DEVICES["h200"], avals((8192, 4096)))
+    assert first == dict(programs=264, warps=8, capability=90)
+    assert len(others) == 8
+    assert triton.configs(DEVICES["h200"], avals((3, 128)))[0] == dict(programs=3, warps=1, capability=90)
+
+
+def test_a_kernel_that_nobody_measured_runs_only_where_it_is_forced() -> None:
+    """Nothing is predicted: a prediction would have to count the fusions that a kernel ends."""
+    for device in ("v5p", "h200"):
+        choice = registry.choose(RMS_NORM, from_name(device), RMS_NORM.cases["llama8b"])
+        assert choice.implementation.name == "xla"
+        assert {"pallas_tpu", "triton"} <= set(dict(choice.others))
+    assert registry.choose(RMS_NORM, from_name("v5p"), RMS_NORM.cases["llama8b"], forced="pallas_tpu").config == {}
+
+
+INTERPRETED = """
+import importlib.util, json, sys
+import torch
+
+spec = importlib.util.spec_from_file_location("kernels", sys.argv[1])
+kernels = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernels)
+torch.manual_seed(0)
+rows, width, errors = 13, 96, {}
+for dtype in (torch.float32, torch.bfloat16):
+    x, dy, stream = (torch.randn(rows, width).to(dtype) for _ in range(3))
+    scale = torch.randn(width)
+    x64, scale64 = x.double().requires_grad_(), scale.double().requires_grad_()
+    y = x64 * torch.rsqrt((x64 * x64).mean(-1, keepdim=True) + 1e-5) * scale64
+    want, dscale = torch.autograd.grad(y, (x64, scale64), dy.double())
+    alone, with_residual = kernels.kernels()
+    for kernel, given, add in ((alone, (dy, x), 0), (with_residual, (dy, x, stream), 1)):
+        dx, parts = torch.full_like(x, float("nan")), torch.full((4, width), float("nan"))
+        kernel[(4,)](*given, scale, dx, parts, rows=rows, width=width, block=128, stride=4, eps=1e-5)
+        right = want + add * stream.double()
+        pairs = (dx.double(), right), (parts.sum(0).double(), dscale)
+        errors[f"{str(dtype)[6:]} {add}"] = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+print(json.dumps(errors))
+"""
+
+
+@pytest.mark.slow
+def test_the_triton_source_has_the_formulas_gradients() -> None:
+    """By Triton's interpreter, which needs torch's arrays: PEER_TORCH_PYTHON names a Python with both.
+
+    13 rows by 4 programs, 96 of 128 lanes; to 1e-6 in float32, and one rounding of the result in bfloat16.
+    """
+    python = os.environ.get("PEER_TORCH_PYTHON")
+    if not python:
+        pytest.skip("PEER_TORCH_PYTHON names no Python with torch and triton")
+    source = Path(triton.__file__).with_name("triton_kernels.py")
+    done = subprocess.run(
+        [python, "-c", INTERPRETED, str(source)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert len(errors) == 4
+    assert all(error < (1e-6 if name.startswith("float32") else 1e-2) for name, error in errors.items()), errors
+
+
+def backward_of(op: registry.Op, device: str, name: str) -> aot.Report:
+    """The op's backward pass alone, 8192 x 4096 in bfloat16, compiled for a device."""
+    wide, scale = (op.cases["llama8b"][key] for key in ("x", "scale_C"))
+    public = {RMS_NORM: rms_norm, RMS_NORM_BRANCH: rms_norm_branch}[op]
+    cotangents = wide if op is RMS_NORM else (wide, wide)
+    return aot.compile_for(
+        device,
+        lambda x, s, given: jax.vjp(lambda x, s: public(x, s, 1e-5), x, s)[1](given),
+        wide,
+        scale,
+        cotangents,
+        forced={op.name: name},
+    )
+
+
+def arrays_moved(report: aot.Report) -> float:
+    """Arrays like x that a program reads and writes."""
+    return sum(p.read_bytes + p.written_bytes for p in passes(report.hlo)) / (8192 * 4096 * 2)
+
+
+def least(op: registry.Op) -> int:
+    """dy, x and dx, and the gradient of the residual stream."""
+    return 3 if op is RMS_NORM else 4
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("device", ("v5e", "v5p", "v6e", "tpu7x"))
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_tpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
+    """Each array once, and a twentieth of one for sums; XLA x and dy again for every mean."""
+    report = backward_of(op, device, "pallas_tpu")
+    assert aot.failures(report) == ()
+    assert any("rms_norm_backward" in name for name in report.calls), report.calls
+    assert arrays_moved(report) <= least(op) + 0.05
+    assert arrays_moved(backward_of(op, device, "xla")) >= least(op) + 2
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("device", ("h100", "h200"))
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_gpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
+    """Each array once, and a seventh of one for 264 programs' sums; XLA x and dy again for every mean.
+
+    Not for a B200: Triton 3.7 writes PTX 9.1 for it, and the assembler in JAX's CUDA plugin knows 9.0.
+    """
+    pytest.importorskip("jax_triton", reason="jax-triton is not installed")
+    report = backward_of(op, device, "triton")
+    assert aot.failures(report) == ()
+    assert any("triton_kernel_call" in name for name in report.calls), report.calls
+    assert arrays_moved(report) <= least(op) + 0.15
+    assert arrays_moved(backward_of(op, device, "xla")) >= least(op) + 2
+
+
+def test_the_saved_inverse_is_what_the_input_gives() -> None:
+    """Bit for bit the same gradient as from an inverse that is computed again."""
+    x, scale = jnp.asarray(normal(0, *SHAPE)), jnp.asarray(normal(1, 256))
+    dy = jnp.asarray(normal(2, *SHAPE))
+    got = jax.jit(lambda x, s: jax.vjp(lambda x, s: rms_norm(x, s, 0.1), x, s)[1](dy))(x, scale)
+    again = jax.jit(lambda x, s: jax.vjp(jax.checkpoint(lambda x, s: rms_norm(x, s, 0.1)), x, s)[1](dy))(x, scale)
+    for a, b in zip(got, again, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,81 @@
+"""Splash attention as it is called here, interpreted on a CPU; and what each implementation cannot do."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jtrain_kernels import device, registry
+from jtrain_kernels.attention import splash, xla
+from jtrain_kernels.attention.api import ATTENTION
+from jtrain_kernels.attention.mask import Mask
+from tests.kernels.gradients import normal
+
+L, N, K, H = 256, 2, 1, 128
+BLOCKS: dict[str, Any] = dict(chunk=64, block_q=128, block_kv=128, interpret=True)
+SEGMENT = np.asarray([[1] * 100 + [2] * 90 + [0] * 66], np.int32)
+OTHER = np.asarray([[5] * 60 + [1] * 196], np.int32)
+"""Keys of which the first document sees some and the others none."""
+
+
+@pytest.mark.parametrize(
+    ("mask", "keys"), [(Mask(), SEGMENT), (Mask(window=100), SEGMENT), (Mask(causal=False), OTHER)], ids=str
+)
+def test_its_passes_are_those_of_plain_jax(mask: Mask, keys: np.ndarray) -> None:
+    """Both passes in float32: results, log-partitions (-inf for rows without keys) and gradients, to 1e-4.
+
+    The tolerance is that of sums of 256 float32 products in other orders: 256 * 2^-24, times 6 operations.
+    """
+    q, k, v, dy = (jnp.asarray(normal(i, 1, L, heads, H)) for i, heads in enumerate((N, K, K, N)))
+    arrays = q, k, v, jnp.asarray(SEGMENT), jnp.asarray(keys)
+    y, lse = splash.forward(*arrays, mask=mask, **BLOCKS)
+    want_y, want_lse = xla.forward(*arrays, mask=mask, chunk=64)
+    seen_BNL = np.isfinite(np.asarray(want_lse))
+    assert seen_BNL.all() == mask.causal
+    np.testing.assert_array_equal(np.isfinite(np.asarray(lse)), seen_BNL)
+    np.testing.assert_allclose(np.asarray(lse)[seen_BNL], np.asarray(want_lse)[seen_BNL], atol=1e-4)
+    rows = seen_BNL.swapaxes(1, 2)
+    np.testing.assert_allclose(np.asarray(y)[rows], np.asarray(want_y)[rows], atol=1e-4)
+    # As in a ring, where the result and its log-partition are of more keys than these.
+    given = *arrays, want_y, jnp.where(seen_BNL, want_lse + 0.5, 3.0), dy
+    got = splash.backward(*given, mask=mask, **BLOCKS)
+    for one, want in zip(got, xla.backward(*given, mask=mask, chunk=64), strict=True):
+        assert np.abs(np.asarray(want)).max() > 1e-2, "all but zero, so equality would prove nothing"
+        np.testing.assert_allclose(np.asarray(one), np.asarray(want), atol=1e-4 * float(jnp.abs(want).max()))
+
+
+def shapes(L: int = 1024, H: int = 128, dtype: str = "bfloat16", *, causal: bool = True) -> registry.Avals:
+    query, key = (jax.ShapeDtypeStruct((1, L, heads, H), jnp.dtype(dtype)) for heads in (4, 2))
+    segment = jax.ShapeDtypeStruct((1, L), jnp.int32)
+    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKH=key, segment_BL=segment, segment_BM=segment)
+    return dict(arrays, chunk=512, window=None, causal=causal)
+
+
+@pytest.mark.parametrize(
+    ("name", "chip", "avals", "reason"),
+    [
+        ("splash", "h200", shapes(), "splash is a kernel for TPUs"),
+        ("splash", "v5p", shapes(L=100), "takes positions by 128, but there are 100 queries and 100 keys"),
+        ("splash", "v5p", shapes(H=96), "takes heads of 64 or multiples of 128, but head_dim=96"),
+        ("cudnn", "v5p", shapes(), "cuDNN runs on NVIDIA GPUs from Ampere on"),
+        ("cudnn", "h200", shapes(dtype="float32"), "in bfloat16 or float16, not in float32"),
+        ("cudnn", "a100", shapes(H=256), "a multiple of 8 up to 128 on a100, but head_dim=256"),
+        ("cudnn", "h200", shapes(L=101), "an even number of positions .* 101 queries"),
+        ("tokamax", "b200", shapes(), "is for Hopper GPUs"),
+    ],
+)
+def test_what_an_implementation_cannot_do_it_says(name: str, chip: str, avals: registry.Avals, reason: str) -> None:
+    """Forced, it is an error with the reason and what there is; nothing falls back."""
+    with pytest.raises(
+        ValueError, match=rf"kernels\.attention={name}: .*{reason}.*There are: cudnn, tokamax, splash, xla"
+    ):
+        registry.choose(ATTENTION, device.from_name(chip), avals, forced=name)
+
+
+def test_splash_runs_on_every_tpu() -> None:
+    """And with blocks that divide the positions."""
+    for chip in ("v4", "v5e", "v5p", "v6e", "tpu7x"):
+        choice = registry.choose(ATTENTION, device.from_name(chip), shapes(L=384), forced="splash")
+        assert choice.config == {"block_q": 128, "block_kv": 128}
