@@ -27,9 +27,7 @@ def test_a_notebook_defines_nothing_and_carries_no_output(path: Path) -> None:
     assert not [cell for cell in cells if cell.cell_type == "code" and (cell.outputs or cell.execution_count)]
 
 
-def run(
-    name: str, folder: Path, patch: pytest.MonkeyPatch, *, steps: tuple[int, int] | None = None
-) -> dict[str, Any]:
+def run(name: str, folder: Path, patch: pytest.MonkeyPatch, *, steps: tuple[int, int] | None = None) -> dict[str, Any]:
     """Outputs by cell, with the second number of `steps`, if it trains any, in the place of the first."""
     notebook = nbformat.read(ROOT / "colabs" / name, as_version=4)
     if steps is not None:

@@ -234,9 +234,7 @@ def _forward_flops(model: Transformer, layout: Layout, seq_len: int) -> tuple[_F
     return _Forward(layers, model.num_layers * of["attention"], 2 * width * model.vocab_size), again
 
 
-def _update(
-    layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions, hbm: float
-) -> tuple[float, float]:
+def _update(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions, hbm: float) -> tuple[float, float]:
     """Seconds of the optimizer, and of the copies of what it updates in host memory (both directions at once)."""
     spec = layout.spec
     elements = sum(layout.local_size(p.optimizer, p.info.shape) for p in layout.params)

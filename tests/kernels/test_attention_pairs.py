@@ -57,6 +57,7 @@ def test_scores_too_large_for_exp_are_fine() -> None:
 
 def test_a_tpu_compiles_one_loop_body_whatever_the_length() -> None:
     """The program for a TPU does not grow with the chunks; that for a GPU does."""
+
     def matmuls(platform: str, length: int) -> int:
         q, k = (jax.ShapeDtypeStruct((1, length, n, H), jnp.bfloat16) for n in (N, K))
         segment = jax.ShapeDtypeStruct((1, length), jnp.int32)

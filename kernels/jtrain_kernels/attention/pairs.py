@@ -24,9 +24,7 @@ def _grouped(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B L K G H"]:
     return x_BLNH.reshape(B, L, num_kv_heads, N // num_kv_heads, H)
 
 
-def _scores(
-    q_BLKGH: Array, k_BMKH: Array, query_BL: Array, key_BM: Array, ahead: Array
-) -> Float[Array, "B K G L M"]:
+def _scores(q_BLKGH: Array, k_BMKH: Array, query_BL: Array, key_BM: Array, ahead: Array) -> Float[Array, "B K G L M"]:
     """Scaled, float32, -inf where masked; the queries begin `ahead` positions after the keys."""
     s_BKGLM = jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32)
     chunk = key_BM.shape[1]
