@@ -106,7 +106,8 @@ def bench(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     verb.start_jax(os.environ)
     rows = module.run(args)
-    print_table(rows)
+    if rows:
+        print_table(rows)
     if args.json is not None:
         args.json.write_text(json.dumps(report(name, rows), indent=2) + "\n")
     return 0

@@ -15,14 +15,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jtrain.bench import Row, row
 from jtrain.plan import AOT_ENVIRONMENT
 
-if TYPE_CHECKING:
-    from jtrain_kernels.device import DeviceSpec
-    from jtrain_kernels.registry import Avals, Choice, Implementation, Op
+if TYPE_CHECKING:  # named in full below, so that tests can resolve them when a call is checked
+    import jax
+
+    import jtrain_kernels.device
+    import jtrain_kernels.registry
 
 MIN_TIMED_S = 0.2
 """Calls are repeated for at least so long, and at least five times."""
@@ -79,20 +81,44 @@ def run(args: argparse.Namespace) -> list[Row]:
             "kernels: times of a CPU are no accelerator's, and the ops' cases are of an 8B model. Run the same command "
             "on a GPU or TPU, or name --op, --case and, with --tune, --out DIR."
         )
-    cases = [case for op in ops for case in _cases(op, args.case if args.op else None)]
+    cases: list[Case] = []
+    for case in (case for op in ops for case in _cases(op, args.case if args.op else None)):
+        if (few := too_few_devices(case)) is None:
+            cases.append(case)
+        elif args.op:
+            raise ValueError(f"kernels: {few}.")
+        else:
+            print(f"left out: {few}")
     return [r for case in cases for r in (_tune(case, spec, args.out) if args.tune else _time(case, spec))]
 
 
-type _Case = tuple[Op, str, Avals]
+class Case(NamedTuple):
+    """An op at the arguments of one of its cases."""
+
+    op: "jtrain_kernels.registry.Op"
+    name: str
+    avals: "jtrain_kernels.registry.Avals"
 
 
-def _cases(op: "Op", case: str | None) -> list[_Case]:
+def _cases(op: "jtrain_kernels.registry.Op", case: str | None) -> list[Case]:
     if case is not None and case not in op.cases:
         raise ValueError(f"kernels: {op.name} has no case {case}. There are: {', '.join(op.cases) or 'none'}.")
-    return [(op, name, avals) for name, avals in op.cases.items() if case in (None, name)]
+    return [Case(op, name, avals) for name, avals in op.cases.items() if case in (None, name)]
 
 
-def _explain(of: _Case, spec: "DeviceSpec", compiled: bool) -> Iterator[Row]:
+def too_few_devices(of: Case) -> str | None:
+    """Why an op that communicates cannot be timed here, None if it can."""
+    import jax
+
+    from jtrain_kernels import aot
+
+    axis, here = aot.axis_of(of.avals), len(jax.devices())
+    if axis is None or axis[1] <= here:
+        return None
+    return f"{of.op.name} {of.name} needs {axis[1]} devices along {axis[0]}, and {here} are here"
+
+
+def _explain(of: Case, spec: "jtrain_kernels.device.DeviceSpec", compiled: bool) -> Iterator[Row]:
     """Prints the choice; the rows are predicted or compiled figures."""
     from jtrain_kernels import aot, registry
 
@@ -105,8 +131,11 @@ def _explain(of: _Case, spec: "DeviceSpec", compiled: bool) -> Iterator[Row]:
             continue
         what = f"{op.name} {case}, {implementation.name} on {spec.name}"
         predicted = implementation.cost_s(spec, avals)
-        yield row(f"{what}: predicted", None if predicted is None else predicted * 1e6, "us")
-        if compiled:
+        if predicted is not None:
+            yield row(f"{what}: predicted", predicted * 1e3, "ms")
+        if compiled and (missing := aot.missing_library(implementation.name)):
+            print(f"  {implementation.name} is not compiled: {missing}")
+        elif compiled:
             report = aot.compile_op(op, case, spec.name, implementation.name)
             print(f"  {implementation.name} calls {', '.join(report.calls) or 'nothing'}; kernels:")
             for k in report.kernels:
@@ -116,19 +145,28 @@ def _explain(of: _Case, spec: "DeviceSpec", compiled: bool) -> Iterator[Row]:
             yield row(f"{what}: kernels that spill", float(len(report.spilled)), "", bar="<= 0")
 
 
-def explanation(op: "Op", case: str, spec: "DeviceSpec", avals: "Avals", choice: "Choice") -> list[str]:
-    """What is taken and why, then why each other is not, a line each."""
-    from jtrain_kernels import tuned
+def explanation(
+    op: "jtrain_kernels.registry.Op",
+    case: str,
+    spec: "jtrain_kernels.device.DeviceSpec",
+    avals: "jtrain_kernels.registry.Avals",
+    choice: "jtrain_kernels.registry.Choice",
+) -> list[str]:
+    """What is taken and why, then why each other is not, a line each; last how to take another that can run."""
+    from jtrain_kernels import registry, tuned
 
     config = " ".join(f"{name}={value}" for name, value in choice.config.items())
+    taken = choice.implementation.name
+    able = [i.name for i in registry.implementations(op) if i.name != taken and i.supports(spec, avals) is None]
     return [
         f"{op.name} on {spec.name}, {case}: {tuned.bucket(avals)}, {tuned.dtype(avals)}",
-        f"  {choice.implementation.name} is taken{f' with {config}' if config else ''}: {choice.because}",
+        f"  {taken} is taken{f' with {config}' if config else ''}: {choice.because}",
         *(f"  {name} is not: {reason}" for name, reason in choice.others),
+        *(f"""  to force it: --set "layout.kernels=(('{op.name}','{name}'),)\"""" for name in able[:1]),
     ]
 
 
-def _time(of: _Case, spec: "DeviceSpec") -> Iterator[Row]:
+def _time(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> Iterator[Row]:
     """Each implementation that runs here in its first configuration, against XLA."""
     from jtrain_kernels import registry
 
@@ -140,7 +178,7 @@ def _time(of: _Case, spec: "DeviceSpec") -> Iterator[Row]:
         yield row(f"{op.name} {case}, {name}: forward and backward", value * 1e6, "us", baseline=baseline)
 
 
-def _tune(of: _Case, spec: "DeviceSpec", out: Path | None) -> Iterator[Row]:
+def _tune(of: Case, spec: "jtrain_kernels.device.DeviceSpec", out: Path | None) -> Iterator[Row]:
     """Times every configuration of every implementation that runs here, and writes the fastest."""
     from jtrain_kernels import registry, tuned
 
@@ -166,30 +204,52 @@ def _tune(of: _Case, spec: "DeviceSpec", out: Path | None) -> Iterator[Row]:
 
 
 def _call(
-    op: "Op", implementation: "Implementation", config: Mapping[str, int], avals: "Avals"
+    op: "jtrain_kernels.registry.Op",
+    implementation: "jtrain_kernels.registry.Implementation",
+    config: Mapping[str, int],
+    avals: "jtrain_kernels.registry.Avals",
 ) -> Callable[[dict[str, Any]], Any]:
-    """The op and its gradients by one implementation and configuration."""
+    """The op and its gradients by one implementation and configuration, over its axis if it has one."""
     import functools
 
     from jtrain_kernels import aot, registry
 
     fixed = registry.Implementation("xla", functools.partial(implementation.call, **config))
-    return aot.op_function(registry.Op(op.name, (fixed,)), avals, gradients=True)
+    function = aot.op_function(registry.Op(op.name, (fixed,)), avals, gradients=True)
+    mesh = _mesh(avals)
+    return function if mesh is None else aot.over(mesh, function)
 
 
-def inputs(avals: "Avals") -> dict[str, Any]:
-    """Arrays for a case: floats are normal, integers are 1 (one segment, one token, one target)."""
+def _mesh(avals: "jtrain_kernels.registry.Avals") -> "jax.sharding.Mesh | None":
+    """Of devices that are here, for an op that communicates."""
+    import jax
+    import numpy as np
+
+    from jtrain_kernels import aot
+
+    if (axis := aot.axis_of(avals)) is None:
+        return None
+    return jax.sharding.Mesh(np.array(jax.devices()[: axis[1]]), axis[:1])
+
+
+def inputs(avals: "jtrain_kernels.registry.Avals") -> dict[str, Any]:
+    """Arrays for a case: floats are normal, integers are 1 (one segment, one token, one target); groups are equal."""
     import jax
     import jax.numpy as jnp
 
+    def one(name: str, key: Any, x: "jax.ShapeDtypeStruct") -> Any:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jax.random.normal(key, x.shape, x.dtype)
+        # Groups of one row would leave all other rows out, and be fast.
+        value = arrays["x"].shape[0] // x.shape[0] if name == "group_size" else 1
+        return jnp.full(x.shape, value, x.dtype)
+
     arrays = {name: x for name, x in avals.items() if isinstance(x, jax.ShapeDtypeStruct)}
     keys = jax.random.split(jax.random.key(0), len(arrays))
-    return {
-        name: jax.random.normal(key, x.shape, x.dtype)
-        if jnp.issubdtype(x.dtype, jnp.floating)
-        else jnp.ones(x.shape, x.dtype)
-        for key, (name, x) in zip(keys, arrays.items(), strict=True)
-    }
+    found = {name: one(name, key, x) for key, (name, x) in zip(keys, arrays.items(), strict=True)}
+    mesh = _mesh(avals)
+    whole = jax.sharding.PartitionSpec()
+    return found if mesh is None else jax.device_put(found, jax.sharding.NamedSharding(mesh, whole))
 
 
 def seconds(function: Callable[..., Any], *args: Any) -> float:

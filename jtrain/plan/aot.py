@@ -20,7 +20,8 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import Optimizer
 from jtrain.plan.hlo import HostCopies, Traffic, host_copies, traffic
 from jtrain.step import BATCH_SPEC, abstract_state, make_train_step
-from jtrain_kernels.compat import no_compile_cache
+from jtrain_kernels.compat import lowering_for, no_compile_cache
+from jtrain_kernels.device import live
 from jtrain_kernels.targets import topology_devices
 
 __all__ = ["CompiledStep", "compile_step", "no_compile_cache", "topology_devices"]
@@ -71,7 +72,8 @@ def compile_step(
     ids = jax.ShapeDtypeStruct((global_batch, seq_len), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
     step: Any = make_train_step(model, optimizer, layout, mesh)
     start = time.perf_counter()
-    lowered = step.lower(abstract_state(layout, optimizer, mesh), Batch(ids, ids, ids, ids))
+    with lowering_for(mesh, live(devices[0])):  # kernels written for GPUs ask for the chip's cores
+        lowered = step.lower(abstract_state(layout, optimizer, mesh), Batch(ids, ids, ids, ids))
     lowered_at = time.perf_counter()
     with no_compile_cache():
         program = lowered.compile()

@@ -7,6 +7,7 @@ no compiler tunes.
 import collections
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import os
 import re
@@ -71,9 +72,19 @@ def virtual_mesh(topology: str, axes: Mapping[str, int]) -> Mesh:
 
 def virtual_device(name: str) -> Mesh:
     """A mesh of one device called `name`."""
+    return virtual_axis(name, "x", 1)
+
+
+def virtual_axis(name: str, axis: str, size: int) -> Mesh:
+    """A mesh of `size` devices called `name` along `axis`, of the smallest of the usual topologies that has them.
+
+    Raises:
+      ValueError: no such device, or none of the topologies has as many.
+    """
     spec = from_name(name)
-    topology = TPUS[spec.name][0] if spec.platform == "tpu" else f"{spec.name}:1"
-    return virtual_mesh(topology, {"x": 1})
+    topologies = TPUS[spec.name] if spec.platform == "tpu" else (f"{spec.name}:{size}",)
+    enough = (topology for topology in topologies if len(topology_devices(topology)) >= size)
+    return virtual_mesh(next(enough, topologies[-1]), {axis: size})
 
 
 def compile_for(
@@ -172,12 +183,40 @@ def compile_op(
 ) -> Report:
     """Compiles one implementation of an op for one of its cases, by default with the gradients of its float arrays.
 
+    Args:
+      machine: a device's name, or a mesh; with the axis that the case names, if it names one.
+
     Raises:
       ValueError: the implementation cannot run there, or whatever `compile_for` raises.
     """
     avals = op.cases[case]
     arrays = {name: x for name, x in avals.items() if isinstance(x, jax.ShapeDtypeStruct)}
-    return compile_for(machine, op_function(op, avals, gradients=gradients), arrays, forced={op.name: implementation})
+    function = op_function(op, avals, gradients=gradients)
+    if (axis := axis_of(avals)) is not None:
+        machine = virtual_axis(machine, *axis) if isinstance(machine, str) else machine
+        function = over(machine, function)
+    return compile_for(machine, function, arrays, forced={op.name: implementation})
+
+
+def axis_of(avals: registry.Avals) -> tuple[str, int] | None:
+    """Name and size of the mesh axis that a case's op communicates over; None if it does not."""
+    name, size = avals.get("axis_name"), avals.get("axis_size")
+    return (name, size) if isinstance(name, str) and isinstance(size, int) else None
+
+
+def missing_library(implementation: str) -> str | None:
+    """What has to be installed before an implementation can be compiled, though not to lower it; None if nothing."""
+    if implementation != "cudnn":
+        return None
+    # A parent that is not there raises where a child is looked for.
+    found = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
+    return None if found else "its library, 0.7 GB, is not installed (pip install nvidia-cudnn-cu13)"
+
+
+def over(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` on every device of a mesh, all with the same arrays: blocks of one device, as cases have them."""
+    whole = PartitionSpec()
+    return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
 
 
 def op_function(op: registry.Op, avals: registry.Avals, *, gradients: bool) -> Callable[[dict[str, Any]], Any]:

@@ -8,11 +8,20 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jtrain.bench import gpu_matmul
+from jtrain.layout import LayoutSpec, make_layout
+from jtrain.mesh import MeshSpec
+from jtrain.model.param import map_params
+from jtrain.model.transformer import Transformer
+from jtrain.optim import build
+from jtrain.plan.aot import compile_step
+from jtrain.plan.hlo import overlap
 from jtrain_kernels import aot, device
 from jtrain_kernels.overlap import api
 from jtrain_kernels.overlap.gpu_program import gpu_program
 from jtrain_kernels.overlap.schedule import OpName, make_schedule
 from jtrain_kernels.overlap.tiles import CANDIDATES
+from jtrain_kernels.targets import topology_devices
+from tests.test_offload import ADAMW
 
 pytestmark = pytest.mark.aot
 
@@ -107,3 +116,22 @@ def test_gpu_matmul_refuses_without_a_hopper_gpu() -> None:
     blackwell = aot.virtual_device("b200").devices.flat[0]
     with pytest.raises(ValueError, match=r"gpu_matmul needs a Hopper GPU .*: b200 has no wgmma"):
         gpu_matmul.hopper_gpu(blackwell)
+
+
+@pytest.mark.slow
+def test_a_train_step_compiles_with_the_fused_kernels_by_a_setting() -> None:
+    """For two H200: with `layout.kernels` the projections' collectives leave the program and these kernels enter it."""
+    forced = ((GATHER, "mosaic_gpu"), (SCATTER, "mosaic_gpu"))
+    plain, fused = (step_traffic(LayoutSpec(tensor_overlap=bool(k), kernels=k)) for k in ((), forced))
+    assert fused < 0.7 * plain
+
+
+def step_traffic(spec: LayoutSpec) -> float:
+    """Bytes that collectives of a small model's step put on the wire over `tensor`."""
+    sizes: Any = dict(num_layers=2, d_model=512, num_heads=8, num_kv_heads=4, head_dim=128, d_ff=512, vocab_size=512)
+    model = Transformer(**sizes)
+    lay = make_layout(spec, MeshSpec(data=1, tensor=2), model.param_infos())
+    opt = build(ADAMW, num_steps=20, params=map_params(lambda info: info, model.param_infos()))
+    devices = topology_devices("h200:2")
+    program = compile_step(model, lay, opt, global_batch=1, seq_len=1024, devices=devices)
+    return overlap(program.traffic).wire_bytes

@@ -1,7 +1,11 @@
 """The Hopper kernels, emulated on a CPU: the tile kernel with races looked for, the fused ones with virtual ranks."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +19,7 @@ from jtrain_kernels.overlap.schedule import OpName, make_schedule
 from jtrain_kernels.overlap.swizzle import Swizzle
 from jtrain_kernels.overlap.tiles import TileConfig
 
+ROOT = Path(__file__).parents[2]
 TILES = TileConfig(tile_m=64, tile_n=32, tile_k=32, stages=2, out_rows=64, out_columns=16, group=2)
 """So small that a CPU gets through; one piece of a tile is written at once, so that its two buffers change places."""
 
@@ -80,6 +85,21 @@ def test_the_fused_kernels_give_the_product_on_virtual_ranks(
     op: OpName, swizzle: Swizzle, ranks: int, batch: int
 ) -> None:
     """The kernels' own bodies, tables, waits and copies; only counters are emulated, each by a cell per warpgroup.
+
+    In a process of its own, whose XLA has threads for every warpgroup: one that waits holds its thread, and of three
+    ranks' 18 warpgroups on 8 threads those that are waited for got none.
+    """
+    code = f"from tests.kernels.test_overlap_mosaic_gpu import check; check({op!r}, {swizzle!r}, {ranks}, {batch})"
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    environment = os.environ | {"PYTHONPATH": paths, "NPROC": "64"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def check(op: OpName, swizzle: Swizzle, ranks: int, batch: int) -> None:
+    """Compares one case with float64.
 
     Memory is NaN until it is written, so a tile that is used before it came shows. A sum that travels is rounded to
     bfloat16 once per hop, by at most 2^-9 of a partial sum, which is of the size of the largest result. What is kept of

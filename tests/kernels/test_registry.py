@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jtrain.bench import kernels
 from jtrain.bench.__main__ import bench
-from jtrain_kernels import device, registry, tuned
+from jtrain_kernels import aot, device, registry, tuned
 from jtrain_kernels.examples import new_backend
 from jtrain_kernels.registry import Implementation, Op
 from jtrain_kernels.rms_norm.api import rms_norm
@@ -147,11 +148,20 @@ def test_names_that_mean_nothing_are_refused_before_anything_is_traced() -> None
         registry.call(OP, x=[1.0], factor=2)
 
 
-def test_every_op_of_the_package_is_found_with_a_case_that_it_can_trace() -> None:
-    """Also the gradients, for a device that is not here."""
+def test_every_op_of_the_package_is_found_with_cases_that_it_can_trace(emulated_devices: list[jax.Device]) -> None:
+    """Also the gradients, which have the shapes of what they are of; for a device that is not here."""
     assert {"rms_norm", "rope", "swiglu", "linear", "embedding_lookup", "linear_cross_entropy"} <= set(registry.ops())
     for op in registry.ops().values():
-        assert registry.choose(op, device.from_name("cpu"), next(iter(op.cases.values()))).implementation.name == "xla"
+        for case, avals in op.cases.items():
+            function, axis = aot.op_function(op, avals, gradients=True), aot.axis_of(avals)
+            if axis is not None:
+                function = aot.over(jax.sharding.Mesh(np.array(emulated_devices), axis[:1]), function)
+            arrays = {name: x for name, x in avals.items() if isinstance(x, jax.ShapeDtypeStruct)}
+            with registry.on(H200, forced={op.name: "xla"}):
+                _, (gradients,) = jax.eval_shape(function, arrays)
+            got = {name: x.shape for name, x in gradients.items()}
+            want = {name: x.shape for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+            assert got == want, (op.name, case)
 
 
 def test_an_unknown_chip_is_described_by_itself() -> None:
@@ -191,6 +201,7 @@ def test_the_example_of_a_new_back_end_is_found_by_its_entry_point(tmp_path: Pat
     (folder / "entry_points.txt").write_text("[jtrain_kernels]\nacme = jtrain_kernels.examples.new_backend\n")
     code = """
 import jax.numpy as jnp
+from jtrain.bench import kernels
 from jtrain.bench.__main__ import bench
 from jtrain_kernels import device, registry
 from jtrain_kernels.rms_norm.api import rms_norm
@@ -222,6 +233,28 @@ def test_tuning_keeps_the_fastest_and_the_choice_follows_it(tmp_path: Path, caps
     assert choice.because.startswith("it was the fastest measured on cpu for eps=")
 
 
+@pytest.mark.parametrize("name", ("h200", "v5p"))
+def test_every_ops_choice_is_explained(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One form is taken, and each other has its reason, for every case; no device is asked and nothing compiled."""
+    for op in registry.ops().values():
+        assert bench(["kernels", "--explain", op.name, "--device", name]) == 0
+        said = capsys.readouterr().out
+        assert said.count(" is taken") == len(op.cases)
+        for implementation in registry.implementations(op):
+            lines = [line for line in said.splitlines() if line.startswith(f"  {implementation.name} is ")]
+            assert len(lines) == len(op.cases)
+            assert all(len(line.partition(": ")[2]) > 10 for line in lines), lines
+
+
+def test_an_op_that_communicates_needs_its_devices_to_be_timed() -> None:
+    """Those that are here are enough, or both numbers are said."""
+    case = kernels.Case(registry.find("all_gather_matmul"), "llama8b", {"axis_name": "tensor", "axis_size": 8})
+    assert kernels.too_few_devices(case) is None
+    sixteen = case._replace(avals={"axis_name": "tensor", "axis_size": 16})
+    said = kernels.too_few_devices(sixteen)
+    assert said == "all_gather_matmul llama8b needs 16 devices along tensor, and 8 are here"
+
+
 def test_the_benchmark_refuses_what_it_cannot_mean(tmp_path: Path) -> None:
     """Options that contradict, an unknown case, and times of a CPU at an 8B model's sizes."""
     for arguments, message in (
@@ -230,6 +263,7 @@ def test_the_benchmark_refuses_what_it_cannot_mean(tmp_path: Path) -> None:
         (["--explain", "rope", "--case", "huge"], r"rope has no case huge\. There are: llama8b"),
         (["--tune"], r"times of a CPU are no accelerator's.* name --op, --case and, with --tune, --out DIR"),
         (["--explain", "rope", "--device", "h20"], r"No device is called 'h20'"),
+        (["--explain", "rop"], r"kernels: no op is called 'rop'\. Did you mean rope\? There are: attention, "),
     ):
         with pytest.raises(ValueError, match=message):
             bench(["kernels", *arguments])

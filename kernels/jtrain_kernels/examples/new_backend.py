@@ -16,6 +16,7 @@ chip measures which configuration is best. Prove it by the ladder of tests/kerne
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def rms_norm(x: Float[Array, "*rest C"], scale_C: Float[Array, " C"], eps: float
 def _forward(x: Array, scale_C: Array, eps: float, rows: int) -> tuple[Array, tuple[Array, Array]]:
     from jax.experimental import pallas as pl  # lazy: importing jtrain must not pay for it
 
-    def kernel(x_ref: Array, scale_ref: Array, y_ref: Array) -> None:
+    def kernel(x_ref: Any, scale_ref: Any, y_ref: Any) -> None:
         x_RC = x_ref[...].astype(jnp.float32)
         inverse_R1 = jax.lax.rsqrt(jnp.mean(x_RC * x_RC, axis=-1, keepdims=True) + eps)
         y_ref[...] = (x_RC * inverse_R1 * scale_ref[...].astype(jnp.float32)).astype(y_ref.dtype)

@@ -113,6 +113,11 @@ def multiply(
 
                 do.load(tile, j, a_smem.at[slot], b_smem.at[slot], full.at[slot])
 
+        # So that no barrier ends with a phase that its waiter has not seen.
+        @pl.loop(0, jnp.minimum(num_tiles * steps, config.stages))
+        def _drain(slot: jax.Array) -> None:
+            plgpu.barrier_wait(free.at[slot])
+
     @pl.when(wg < WARPGROUPS)
     def _compute() -> None:
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
