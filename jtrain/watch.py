@@ -306,6 +306,7 @@ class Watch:
 
     def _facts(self) -> dict[str, Any]:
         """What the reader of a trace cannot know from it; written beside it."""
+        assert self._ledger is not None
         run, data, spec, clocks = self._run, self._run.data, self._spec, self._sampler.facts()
         first = self._mesh.devices.flat[0]
         sizes: dict[str, Any] = dict(global_batch=data.global_batch, seq_len=data.seq_len)
@@ -326,6 +327,7 @@ class Watch:
                 f"layout.{name}": getattr(run.layout, name)
                 for name in ("zero_stage", "microbatches", "remat", "reduce_dtype")
             },
+            "goodput": self._ledger.so_far(),
             "mesh": dict(self._mesh.shape),
             "peaks": {
                 "flops": self._peak_flops(),

@@ -1,7 +1,9 @@
 """Notebooks run from top to bottom, on a copy, with fewer steps."""
 
 import ast
+import base64
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,7 @@ def test_a_notebook_defines_nothing_and_carries_no_output(path: Path) -> None:
     assert not [cell for cell in cells if cell.cell_type == "code" and (cell.outputs or cell.execution_count)]
 
 
-def run(
-    name: str, folder: Path, patch: pytest.MonkeyPatch, *, steps: tuple[int, int] | None = None
-) -> dict[str, Any]:
+def run(name: str, folder: Path, patch: pytest.MonkeyPatch, *, steps: tuple[int, int] | None = None) -> dict[str, Any]:
     """Outputs by cell, with the second number of `steps`, if it trains any, in the place of the first."""
     notebook = nbformat.read(ROOT / "colabs" / name, as_version=4)
     if steps is not None:
@@ -92,3 +92,20 @@ def test_a_plan_is_printed_drawn_and_searched(tmp_path: Path, monkeypatch: pytes
     assert len(seconds) == 5
     assert seconds == sorted(seconds)
     assert "layout.auto on " in text_of(outputs["auto"])
+
+
+@pytest.mark.slow
+def test_a_profile_is_shown_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cell runs; the page is whole, parts sum to the steps, and what remat costs is found."""
+    outputs = run("profile.ipynb", tmp_path, monkeypatch, steps=(24, 9))
+    (page,) = outputs["page"]
+    encoded = re.search(r"base64,([\w+/=]+)", page["data"]["text/html"])
+    assert encoded is not None
+    assert "Where a step" in base64.b64decode(encoded[1]).decode()
+    values = text_of(outputs["values"])
+    durations = re.findall(r"step \d+: ([\d.]+) s, parts ([\d.]+) s:", values)
+    assert len(durations) == 4
+    assert all(float(of_step) == pytest.approx(float(parts), abs=2e-3) for of_step, parts in durations)
+    assert any("image/png" in output.get("data", {}) for output in outputs["memory"])
+    shown = [output["data"]["text/plain"] for output in outputs["compare"] if "data" in output]
+    assert shown[-1] == "0"

@@ -218,7 +218,7 @@ def test_a_bad_set_is_refused(text: str, message: str) -> None:
         (("mesh.data=0",), r"mesh\.data=0 must be at least 1"),
         (("mesh.stage=2",), r"mesh\.stage=2"),
         (("mesh.expert=2",), r"mesh\.expert=2"),
-        (("mesh.context=3", "data.seq_len=258"), r"data\.seq_len=258 over mesh\.context=3: .*multiple of 6"),
+        (("mesh.context=3", "data.seq_len=255"), r"data\.seq_len=255 over mesh\.context=3: .*multiple of 6"),
         (("mesh.context=2", "data.context_order=contiguous"), r"context_attention=ring with data\.context_order=cont"),
         (("mesh.context=16", "layout.context_attention=ulysses"), r"ulysses gives each of mesh\.context=16 devices"),
         (("data.global_batch=250", "mesh.data=8"), r"data\.global_batch=250 .*data=8.* 8 shards.*248, 256"),

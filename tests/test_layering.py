@@ -142,7 +142,8 @@ def test_importing_everything_starts_no_backend_and_changes_no_environment() -> 
     ]
     code = f"""
 import importlib, os
-import jax, flax, optax, orbax.checkpoint, grain, fiddle  # what they do at import is theirs
+import jax, flax, optax, orbax.checkpoint, grain, fiddle
+import jax.experimental.pallas.mosaic_gpu  # what they do at import is theirs
 before = dict(os.environ)
 for module in {modules!r}:
     importlib.import_module(module)

@@ -123,9 +123,7 @@ def compiled(case: Case, topology: str, *, compare: bool) -> "list[CompiledStep]
         layout = make_layout(spec, mesh, infos)
         built = build(optimizer, num_steps=1000, params=map_params(lambda info: info, infos))
         batch = case.microbatches * len(devices)
-        programs.append(
-            compile_step(model, layout, built, global_batch=batch, seq_len=case.seq_len, devices=devices)
-        )
+        programs.append(compile_step(model, layout, built, global_batch=batch, seq_len=case.seq_len, devices=devices))
     return programs
 
 

@@ -196,9 +196,7 @@ class Autoscaler:
         measured_s = np.where(seen, seconds / np.where(seen, documents, 1), self._guess_s)
         if seen.any():  # what was never read is guessed by its size, and corrected as the others' guesses were
             measured_s[~seen] *= np.median(measured_s[seen] / self._guess_s[seen])
-        per_weight = np.where(
-            weights > 0, documents_per_step / np.where(weights > 0, weights, 1), self._cost.value[1]
-        )
+        per_weight = np.where(weights > 0, documents_per_step / np.where(weights > 0, weights, 1), self._cost.value[1])
         computing_s = np.full(len(self.names), max(step_s - wait_s, 0.02 * step_s, 1e-3))
         changed = self._cost.judge(np.stack([measured_s, per_weight, computing_s]), _load)
         self._extra[changed] = 1.0  # it was learnt for the old cost

@@ -146,9 +146,7 @@ class Buffers:
 def _no_text(field: str, documents: int) -> str:
     ways_out = ["Set data.on_bad_record='fail' to see what was skipped", f"set {field}.path to files with text"]
     if field != field_of(ONE_SOURCE):
-        ways_out.append(
-            f"leave it out: {field}.weight=0, or where data.mixture names weights itself, no weight there"
-        )
+        ways_out.append(f"leave it out: {field}.weight=0, or where data.mixture names weights itself, no weight there")
     ways_out.append("if all of it was held out, lower data.eval_fraction, which takes a new --workdir")
     return (
         f"{field} holds no text: {documents:,} documents in a row, a whole epoch, were empty, held out or skipped. "

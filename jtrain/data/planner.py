@@ -242,9 +242,7 @@ class Planner:
                 owed=state.owed,
                 mean_tokens=mean_tokens,
             )
-            .pack(
-                spec.packing, rows=spec.global_batch, seq_len=spec.seq_len, carry=state.carry, lanes=self._lanes
-            )
+            .pack(spec.packing, rows=spec.global_batch, seq_len=spec.seq_len, carry=state.carry, lanes=self._lanes)
             .distribute(None)
             .cost(lambda n: spec.cost_linear * n + spec.cost_quadratic * (n * n))
             .balance("tree" if spec.balance else "none", min_gain=spec.min_balance_gain)

@@ -217,4 +217,3 @@ def _receive(connection: Connection, tasks: "queue.SimpleQueue[Task]") -> NoRetu
             tasks.put(connection.recv())
     except (EOFError, OSError):
         os._exit(0)
-

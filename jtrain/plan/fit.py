@@ -135,9 +135,7 @@ class _Change:
     global_batch: int
 
 
-def _changes(
-    layout: Layout, asked: Layout, *, global_batch: int, offloads: bool, scanned: bool
-) -> Iterator[_Change]:
+def _changes(layout: Layout, asked: Layout, *, global_batch: int, offloads: bool, scanned: bool) -> Iterator[_Change]:
     """Other settings in the order of how little they change: on these devices first, then on more of them.
 
     Args:

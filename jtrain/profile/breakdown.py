@@ -135,6 +135,7 @@ def break_down(trace: Trace, ops: Mapping[str, Op], facts: dict[str, Any], sampl
         live=None,
         coverage=_coverage(events),
         settings=facts["settings"],
+        goodput=facts["goodput"],
         advice=[],
         notes=_notes(trace, events, facts, peaks, sampled),
     )

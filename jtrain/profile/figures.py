@@ -29,6 +29,9 @@ PARTS = (
 )
 """In the order in which they are stacked; together they are the step."""
 
+CATEGORIES = {"compute": "computing", "redone": "steps done again", "startup": "start-up"}
+"""Keys of goodput whose name for a reader is another than the key."""
+
 CHAIN = ("instruction", "utilisation", "overlap", "frequency")
 """Factors that lead from the theoretical seconds to the seconds in which a device computes."""
 
@@ -239,3 +242,9 @@ def number(value: float | None, unit: str) -> str:
     if value is None:
         return "unknown"
     return f"{value:,.0f} {unit}" if abs(value) >= 100 else f"{value:,.3g} {unit}"
+
+
+def by_category(breakdown: Breakdown) -> list[tuple[str, str, float]]:
+    """Key, name and seconds of each category that the run has spent time in, the most first."""
+    spent = [(key, CATEGORIES.get(key, key.replace("_", " ")), value) for key, value in breakdown.goodput.items()]
+    return sorted((one for one in spent if one[2] > 0), key=lambda one: -one[2])

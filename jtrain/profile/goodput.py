@@ -194,16 +194,26 @@ class Ledger:
         """Looks for a new breakdown."""
         self._shares = newest_shares(self._workdir)
 
+    def so_far(self) -> dict[str, float]:
+        """Seconds of the whole run by category until now, as goodput.json would hold them; writes nothing."""
+        self._charge()
+        return summarise([*self._earlier, self._until_now(self._step)], self._shares)["categories"]
+
+    def _until_now(self, step: int) -> Attempt:
+        """This attempt with what was charged since the last write."""
+        before = self._attempt
+        seconds = {name: before.seconds.get(name, 0.0) + self._pending.get(name, 0.0) for name in CATEGORIES}
+        return Attempt(before.start_s, before.start_s + sum(seconds.values()), seconds, max(before.last_step, step))
+
     def write(self, step: int, *, last: bool = False) -> dict[str, Any]:
         """`step` is done: appends what was charged since the last time, writes goodput.json, returns what it holds."""
         self.step_done(step)
-        before, pending = self._attempt, {name: seconds for name, seconds in self._pending.items() if seconds}
-        seconds = {name: before.seconds.get(name, 0.0) + pending.get(name, 0.0) for name in CATEGORIES}
-        end_s = before.start_s + sum(seconds.values())
-        self._attempt = Attempt(before.start_s, end_s, seconds, max(before.last_step, step))
-        self._pending = {}
+        pending = {name: seconds for name, seconds in self._pending.items() if seconds}
+        self._attempt, self._pending = self._until_now(step), {}
         summary = summarise([*self._earlier, self._attempt], self._shares)
-        self._append({"event": "end" if last else "interval", "time_s": end_s, "step": step, "seconds": pending})
+        self._append(
+            {"event": "end" if last else "interval", "time_s": self._attempt.end_s, "step": step, "seconds": pending}
+        )
         if self._file is not None:
             # Renamed when whole, but not forced to the disk: 10 ms, at every logged line, for a file that is a sum.
             new = self._workdir / f"{FILE}.new"

@@ -206,6 +206,7 @@ class Breakdown:
 
     coverage: share of device time whose op has a layer and a phase.
     settings: fields of the config that advice is about, `layout.remat` and others, with their values.
+    goodput: seconds of the whole run by category until the window opened, all attempts together, as goodput.json.
     notes: what could not be known, and why.
     """
 
@@ -221,6 +222,7 @@ class Breakdown:
     live: LiveTrack | None
     coverage: float
     settings: dict[str, str | int]
+    goodput: dict[str, float]
     advice: list[str]
     notes: list[str]
     version: int = 1

@@ -44,6 +44,7 @@ def page(breakdown: Breakdown) -> str:
         section("communication", "Communication", _communication(breakdown)),
         _ops(breakdown),
         section("clocks", "Clocks, power and temperature over the steps", timeline(breakdown)),
+        section("goodput", "The whole run until this window", _goodput(breakdown)),
         section("devices", "Devices, mean over the steps", _devices(breakdown)),
         section("memory", "Memory of one device", _memory(breakdown), live_chart(breakdown.live)),
         section("notes", "What could not be known, and why", _listed(breakdown.notes, "Nothing was missing.")),
@@ -261,6 +262,22 @@ def _devices(breakdown: Breakdown) -> str:
     names = ("computing", "communication", "exposed", "SM clock", "power")
     columns = (("device", ""), (f"0 to {seconds(longest)}", ""), *((name, "number") for name in names))
     return table(columns, rows, "devices", css="many")
+
+
+def _goodput(breakdown: Breakdown) -> str:
+    """Where the wall time of all attempts went."""
+    wall_s = sum(breakdown.goodput.values())
+    rows = [
+        row(
+            cell(text(name), header=True),
+            cell(svg(rect(0.0, spent / wall_s, "utilisation"), f"{name}: {seconds(spent)}"), css="bar"),
+            cell(data(f"goodput.{key}", spent, seconds(spent)), css="number"),
+            cell(share(spent, wall_s), css="number"),
+        )
+        for key, name, spent in figures.by_category(breakdown)
+    ]
+    columns = (("category", ""), (f"0 to {seconds(wall_s)}", ""), ("time", "number"), ("share", "number"))
+    return table(columns, rows, "goodput", css="few")
 
 
 def _memory(breakdown: Breakdown) -> str:

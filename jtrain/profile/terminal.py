@@ -49,6 +49,7 @@ def print_breakdown(breakdown: Breakdown, console: Console) -> None:
         ("where a step's time went", _parts(breakdown)),
         ("communication, per step and device", _communication(breakdown)),
         (f"ops by lost time, per step and device: {_top(breakdown)}", _ops(breakdown)),
+        ("the whole run until this window", _goodput(breakdown)),
         ("devices, mean over the steps", _devices(breakdown)),
         ("memory of one device", _memory(breakdown)),
     ):
@@ -124,6 +125,14 @@ def _ops(breakdown: Breakdown) -> Table:
         words = op.name, figures.where(op), figures.main_cause(op) or "nothing"
         clock = figures.number(op.mean_mhz, "MHz")
         table.add_row(*words, seconds(lost), share(lost, duration_s), seconds(per_step(breakdown, op.total_s)), clock)
+    return table
+
+
+def _goodput(breakdown: Breakdown) -> Table:
+    table = new_table(("category",), ("time", "share"))
+    wall_s = sum(breakdown.goodput.values())
+    for _, name, spent in figures.by_category(breakdown):
+        table.add_row(name, seconds(spent), share(spent, wall_s))
     return table
 
 

@@ -214,8 +214,9 @@ def test_waiting_on_a_busy_loader_teaches_what_the_profile_does_not_know() -> No
     idle = windows(policy, 6, weights=[0.5, 0.5], costs=[1.3e-3] * 2, first=3, step_s=1.4, wait_s=0.4, busy=0.3)
     assert idle == [], "loaders that idle are not what the trainer waits for"
     lines = windows(policy, 6, weights=[0.5, 0.5], costs=[1.3e-3] * 2, first=9, step_s=1.4, wait_s=0.4, busy=1.0)
-    assert "steps wait 0.4 of 1.4 s for data and loader 0 is 100% busy with 2 sources whose profiles explain 13%" in (
-        lines[0]
+    assert (
+        "steps wait 0.4 of 1.4 s for data and loader 0 is 100% busy with 2 sources whose profiles explain 13%"
+        in (lines[0])
     )
     assert len(policy.placement) == 2
     assert policy.needs.sum() < 2 * 8 * 0.13 / TARGET_BUSY, "it stops at eightfold"

@@ -178,6 +178,7 @@ def test_a_source_that_becomes_ten_times_slower_gets_its_loaders_and_the_steps_r
 @pytest.mark.parametrize("lookahead", [None, 0])
 def test_a_weight_that_the_schedule_raises_has_its_loaders_before_the_step(lookahead: int | None) -> None:
     """1 % to 30 % of an expensive source at step 60: no slow step at all; without look-ahead there are some."""
+
     def weights(step: int) -> list[float]:
         return [0.01, 0.5, 0.49] if step < 60 else [0.3, 0.4, 0.3]
 

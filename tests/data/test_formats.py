@@ -25,9 +25,7 @@ def json_lines(path: Path) -> JsonLines:
 
 
 def parquet(path: Path, *, text_field: str = "text", cache_bytes: int = 1 << 20) -> ParquetFile:
-    return ParquetFile(
-        stored(path), text_field=text_field, field="data.sources.web", groups=RowGroupCache(cache_bytes)
-    )
+    return ParquetFile(stored(path), text_field=text_field, field="data.sources.web", groups=RowGroupCache(cache_bytes))
 
 
 @example(content="0" * 14 + "🙂", piece_bytes=16)  # the last cut falls into the last character

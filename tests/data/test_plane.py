@@ -192,9 +192,7 @@ DIE = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.parametrize(("act", "what"), [(HANG, "has not moved for 2 s"), (DIE, "died")], ids=["hang", "die"])
-def test_a_document_that_takes_its_loader_along_is_named(
-    trap: Callable[..., PackedText], act: str, what: str
-) -> None:
+def test_a_document_that_takes_its_loader_along_is_named(trap: Callable[..., PackedText], act: str, what: str) -> None:
     """A standby takes over first; when the same document does it again, it is the document."""
     with (
         open_dataset(trap(act, read_timeout_s=2.0), seed=0).train_batches() as batches,

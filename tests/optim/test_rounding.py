@@ -105,9 +105,7 @@ def test_bits_of_a_split_array_are_those_of_the_whole(emulated_devices: list[jax
 
     def of_shard(step: jax.Array) -> jax.Array:
         shape = split.shard_shape(STACK.shape)
-        start = tuple(
-            n * jax.lax.axis_index(axis) if axis else 0 for n, axis in zip(shape, tuple(spec), strict=True)
-        )
+        start = tuple(n * jax.lax.axis_index(axis) if axis else 0 for n, axis in zip(shape, tuple(spec), strict=True))
         return Noise(STACK, step, start=start).bits("mu", shape)
 
     sharded = jax.jit(jax.shard_map(of_shard, mesh=mesh, in_specs=P(), out_specs=spec, check_vma=False))

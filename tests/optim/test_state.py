@@ -214,9 +214,7 @@ PRODUCT = list(itertools.product((AdamW, Muon), MOMENTS, ("none", "float32")))
 
 
 @pytest.mark.parametrize(("kind", "moment_dtype", "master_dtype"), PRODUCT)
-def test_the_closed_form_is_the_bytes_of_the_arrays(
-    kind: type[AdamW], moment_dtype: Any, master_dtype: Any
-) -> None:
+def test_the_closed_form_is_the_bytes_of_the_arrays(kind: type[AdamW], moment_dtype: Any, master_dtype: Any) -> None:
     """Of every parameter, whole and split; AdamW's int8 takes 2 bytes and two scales per block, Muon's half of it."""
     spec = kind(1e-3, moment_dtype=moment_dtype, master_dtype=master_dtype)
     opt = build(spec, num_steps=100, params=INFOS)

@@ -96,6 +96,7 @@ FACTS: dict[str, Any] = {
     "memory": [dict(name="params", bytes=3, source="plan")],
     "step_flops": 4 * 10**12,
     "settings": {},
+    "goodput": {"compute": 2.0},
     "module": MODULE,
 }
 

@@ -69,8 +69,10 @@ def test_every_second_is_in_one_category(tmp_path: Path, clock: Clock) -> None:
         clock.passes(3.0)
     with ledger.during("evaluation"):
         clock.passes(1.0)
+    so_far = ledger.so_far()
     summary = ledger.close()
     assert summary is not None
+    assert so_far == summary["categories"]
     assert summary == written(tmp_path)
     want = {"startup": 4.0, "compile": 7.0, "compute": 9.5, "data_wait": 0.5, "checkpoint": 3.0, "evaluation": 1.0}
     assert spent(summary) == want

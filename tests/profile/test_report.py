@@ -19,7 +19,7 @@ from jtrain.profile.report_html.timeline import thin
 from tests.profile import browser, example
 from tests.profile.traced import traced
 
-SECTIONS = ["waterfall", "advice", "steps", "communication", "ops", "clocks", "devices", "memory", "notes"]
+SECTIONS = ["waterfall", "advice", "steps", "communication", "ops", "clocks", "goodput", "devices", "memory", "notes"]
 
 UNITS = {"s": 1, "ms": 1e-3, "µs": 1e-6, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 UNITS |= {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "B/s": 1, "J": 1, "%": 0.01, "": 1}
@@ -87,6 +87,9 @@ def test_every_number_on_the_page_is_the_one_in_breakdown_json(page: browser.Pag
     for i in range(len(breakdown.communication)):
         names = ("exposed_s", "total_s", "wire_bytes", "planned_bytes", "bytes_per_s")
         assert {f"communication.{i}.{name}" for name in names} <= paths
+    assert {path for path in paths if path.startswith("goodput")} == {
+        f"goodput.{key}" for key, spent in breakdown.goodput.items() if spent
+    }
 
 
 def test_the_waterfall_ends_where_the_step_does(page: browser.Page, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def test_the_terminal_says_what_the_page_says() -> None:
         assert row[2] == figures.share(step.parts[part.key], step.duration_s)
     assert re.search(r"all-gather over data +50.00 ms +180.0 ms +14.00 GiB +14.00 GiB +1.00 +83.5 GB/s", text)
     assert re.search(r"gemm_fusion_dot.9 +layers/mlp, backward +utilisation +108.0 ms +8.9% +270.0 ms +1,680 MHz", text)
+    assert re.search(r"computing +150.0 s +71.4% *\n *compile +31.00 s +14.8% *\n *exposed", text)
     assert "0.02327 J per token" in text
     assert "at peak speed × instruction 1.261 × utilisation 1.207 × overlap 1.029 × frequency 1.111" in text
     assert "Not Supported" in text

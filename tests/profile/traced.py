@@ -64,6 +64,7 @@ def traced(data: int = 8, tensor: int = 1, zero_stage: Any = 3, microbatches: in
             "step_flops": flops_per_token(model, seq_len=COLS).total_flops * ROWS * COLS,
             "module": MODULE,
             "settings": {"layout.remat": "full", "layout.microbatches": microbatches},
+            "goodput": {"startup": 2.0, "compute": 1.0},
         },
     )
     step = make_train_step(model, optimizer, layout, mesh)
