@@ -1,6 +1,6 @@
 """llama8b over tensor=8, compiled for 8 chips that are not here: how many bytes of collectives are beside a matmul.
 
-    python -m jtrain.bench overlap [--layers 4] [--device v5p --device h200]
+    python -m jtrain.bench overlap [--device v5p]
 
 Plain, what travels over `tensor` is all-gathers and reduce-scatters before and after a layer's matmuls; overlapped
 (`layout.tensor_overlap`), permutes between their pieces. A byte is hidden if it is in a pair of start and done with a
@@ -45,12 +45,12 @@ def run(args: argparse.Namespace) -> list[Row]:
     for device in args.device or TOPOLOGIES:
         plain, overlapped = (compiled(device, overlap) for overlap in (False, True))
         what = f"llama8b, tensor=8, 4 x 8192 tokens, 8 x {device}"
-        for name, sent, bar in (("plain", plain, ""), ("overlapped", overlapped, ">= 0.9")):
+        for name, sent, bar in (("plain", plain, None), ("overlapped", overlapped, ">= 0.9")):
             rows += [
                 row(f"{what}, {name}: sent per device and step", sent.wire_bytes / 1e9, "GB"),
-                row("share of it asynchronous", sent.async_bytes / sent.wire_bytes, ""),
-                row("share of it beside a matmul", sent.hidden_bytes / sent.wire_bytes, "", bar=bar),
-                row("temporaries", sent.temp_bytes / 1e9, "GB"),
+                row(f"{device}, {name}: share of it asynchronous", sent.async_bytes / sent.wire_bytes, ""),
+                row(f"{device}, {name}: share of it beside a matmul", sent.hidden_bytes / sent.wire_bytes, "", bar=bar),
+                row(f"{device}, {name}: temporaries", sent.temp_bytes / 1e9, "GB"),
             ]
     return rows
 

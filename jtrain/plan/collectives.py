@@ -217,24 +217,29 @@ def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] 
 
 
 def _context(found: _Found, model: Transformer, layout: Layout, *, tokens: int) -> None:
-    """What attention over `context` sends: see `jtrain_kernels.attention`; `tokens` of one device."""
+    """What attention over `context` sends: see `jtrain_kernels.attention`; `tokens` of one device.
+
+    Segments are the same for all layers, so JAX takes what the forward pass sends of them out of the loop over layers;
+    the backward pass, and what it computes again, stays in it. Where it computes a ring again, XLA joins the first hop
+    of that with the first of its own: the same keys, to the same neighbour.
+    """
     spec, mesh = layout.spec, layout.mesh
     layers = spec.microbatches * model.num_layers
     query, key = (tokens * heads // mesh.tensor * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
     kept, axes = kept_names(layout), ("context",)
-    again = layers if kept is not None else 0
+    again, once = layers if kept is not None else 0, spec.microbatches
     if spec.context_attention == "ulysses":
         kv_heads = model.num_kv_heads // mesh.tensor
         key *= 1 if kv_heads % mesh.context == 0 else mesh.context // kv_heads
         for elements in (query, key):  # queries and the result; keys and values
             found.add("heads for positions", "all-to-all", axes, spec.compute_dtype, elements, 2 * (2 * layers + again))
-        found.add("segments", "all-gather", axes, "int32", tokens * mesh.context, layers + again, size=4)
+        found.add("segments", "all-gather", axes, "int32", tokens * mesh.context, once + again, size=4)
         return
-    passes = 2 * layers + (again if kept is not None and "attention" not in kept else 0)
+    recomputed = again if kept is not None and "attention" not in kept else 0
     hops = mesh.context - 1
     for dtype, elements, count in (
-        (spec.compute_dtype, key, 2 * hops * passes),
-        ("int32", tokens, hops * passes),
+        (spec.compute_dtype, key, 2 * (hops * (2 * layers + recomputed) - recomputed)),
+        ("int32", tokens, hops * (once + layers + recomputed) - recomputed),
         ("float32", key, 2 * mesh.context * layers),
     ):
         size = 4 if dtype == "int32" else None

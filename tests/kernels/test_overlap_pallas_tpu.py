@@ -52,7 +52,11 @@ def emulated(schedule: Schedule, mode: Literal["eager", "on_wait"], **options: A
 
 
 @pytest.mark.parametrize("mode", ("eager", "on_wait"))
-@pytest.mark.parametrize("schedule", (GATHER, SCATTER, REDUCE, TORUS), ids=lambda s: f"{s.op}-{s.swizzle}")
+@pytest.mark.parametrize(
+    "schedule",
+    (GATHER, SCATTER, REDUCE, pytest.param(TORUS, marks=pytest.mark.slow)),
+    ids=lambda s: f"{s.op}-{s.swizzle}",
+)
 def test_the_emulated_kernel_computes_the_product_and_does_not_race(
     schedule: Schedule, mode: Literal["eager", "on_wait"]
 ) -> None:

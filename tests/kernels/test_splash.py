@@ -21,7 +21,9 @@ OTHER = np.asarray([[5] * 60 + [1] * 196], np.int32)
 
 
 @pytest.mark.parametrize(
-    ("mask", "keys"), [(Mask(), SEGMENT), (Mask(window=100), SEGMENT), (Mask(causal=False), OTHER)], ids=str
+    ("mask", "keys"),
+    [(Mask(), SEGMENT), (Mask(window=100), SEGMENT), (Mask(causal=False), OTHER)],
+    ids=("causal", "window", "every"),
 )
 def test_its_passes_are_those_of_plain_jax(mask: Mask, keys: np.ndarray) -> None:
     """Both passes in float32: results, log-partitions (-inf for rows without keys) and gradients, to 1e-4.

@@ -79,7 +79,8 @@ def backward(
     del chunk
     bias = _bias(segment_BL, segment_BM, q_BLNH)
     arrays = q_BLNH, k_BMKH, v_BMKH, lse_BNL, y_BLNH, dy_BLNH
-    return compat.cudnn_attention(*arrays, bias=bias, **_statics(mask, q_BLNH))
+    dq_BLNH, dk_BMKH, dv_BMKH = compat.cudnn_attention(*arrays, bias=bias, **_statics(mask, q_BLNH))
+    return dq_BLNH, dk_BMKH, dv_BMKH
 
 
 PASSES = Passes(forward, backward)
