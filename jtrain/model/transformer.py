@@ -356,8 +356,6 @@ def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
 
 
-
-
 def local_sequence(x_BL: Int[Array, "B L"], tensor: int) -> Int[Array, "B _"]:
     """This device's positions of an array that every device along `tensor` holds whole."""
     if tensor == 1:
