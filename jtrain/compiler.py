@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager
 
 from jax.sharding import Mesh
 
-from jtrain.layout import Layout
+from jtrain.layout import Layout, MatmulDtype
 from jtrain_kernels import registry
 from jtrain_kernels.device import from_device, live
 
@@ -26,12 +26,19 @@ OPTIONS = {"v5p": _SPARSE_CORES, "v6e": _SPARSE_CORES, "tpu7x": _SPARSE_CORES}
 """Name of a chip in `jtrain_kernels.device` -> its own options; generations refuse each other's."""
 
 
-def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
-    """What `jax.jit` is given for a step on these devices; empty but for several TPUs.
+_KEEP_PRODUCTS_APART = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""Of GPUs that multiply in 8 bits. Products of one x below 32 MB would be joined into one, whose kernels side by side
+have no common scale: then it is of bfloat16, 10 of the 21 products of a small layer."""
+
+
+def compiler_options(mesh: Mesh, matmul_dtype: MatmulDtype = "compute") -> dict[str, bool | str | int]:
+    """What `jax.jit` is given for a step on these devices; empty but for several TPUs and GPUs that multiply in 8 bits.
 
     The options change which instructions run beside which, never what is computed.
     """
     device = mesh.devices.flat[0]
+    if device.platform == "gpu" and matmul_dtype != "compute":
+        return dict(_KEEP_PRODUCTS_APART)
     if device.platform != "tpu" or mesh.size == 1:
         return {}
     spec = from_device(device)

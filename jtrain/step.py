@@ -233,7 +233,7 @@ def make_train_step(
         train_step,
         donate_argnums=0,
         out_shardings=(state_shardings, NamedSharding(mesh, P())),
-        compiler_options=compiler_options(mesh),
+        compiler_options=compiler_options(mesh, layout.spec.matmul_dtype),
     )
 
 

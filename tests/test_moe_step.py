@@ -20,6 +20,7 @@ from tests.test_step import SIZES, Trained, assert_same, trained
 
 MOE = MoESpec(num_experts=8, top_k=2, shared_experts=1, balance_loss=1e-2, router_z_loss=1e-3)
 EXPERTS: dict[str, Any] = SIZES | dict(d_model=16, d_ff=16, num_heads=4, moe=MOE)
+MESHES = (dict(expert=2, tensor=2), pytest.param(dict(data=2, expert=2, tensor=2), marks=pytest.mark.slow))
 MORE_MESHES = (
     dict(expert=4),
     dict(data=2, expert=2, tensor=2),
@@ -38,9 +39,9 @@ def on_one_device() -> Trained:
     return want
 
 
-def test_the_layout_is_not_a_mixture() -> None:
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_the_layout_is_not_a_mixture(axes: dict[str, int]) -> None:
     """Twenty steps give one device's losses, gradients and weights, wherever the experts are."""
-    axes = dict(data=2, expert=2, tensor=2)
     assert_same(trained(axes, sizes=EXPERTS, zero_stage=3), on_one_device())
 
 

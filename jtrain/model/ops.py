@@ -24,6 +24,7 @@ __all__ = [
     "NO_COLUMN",
     "WHOLE_ROWS",
     "Fp8Kernel",
+    "Kernel",
     "RowSplit",
     "all_gather_matmul",
     "amax_pushed",
@@ -47,7 +48,11 @@ __all__ = [
 ]
 
 
-def linear(x: Float[Array, "..."], kernel: Array | Fp8Kernel, num_in: int = 1) -> Float[Array, "..."]:
+type Kernel = Array | Fp8Kernel
+"""A weight, and in what its products are computed: an array's in its x's dtype."""
+
+
+def linear(x: Float[Array, "..."], kernel: Kernel, num_in: int = 1) -> Float[Array, "..."]:
     """`x` contracted over its last `num_in` dimensions with the first `num_in` of `kernel`, as the kernel asks."""
     if isinstance(kernel, Fp8Kernel):
         return linear_fp8(x, kernel, num_in)

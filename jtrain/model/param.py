@@ -104,10 +104,13 @@ def _normal(key: Array, shape: Sequence[int]) -> Float[Array, "..."]:
     were seen to change with the sharding. The sum of eight 16-bit uniforms (Irwin-Hall) is exact in integers, and one
     multiplication rounds it. Its tails end at 4.9 deviations; its excess kurtosis is -0.15.
     """
-    total = jnp.zeros(shape, jnp.int32)
-    for draw in range(4):
+
+    def add(draw: Array, total: Array) -> Array:
         word = jax.random.bits(jax.random.fold_in(key, draw), shape, jnp.uint32)
-        total += ((word >> 16) + (word & 0xFFFF)).astype(jnp.int32)
+        return total + ((word >> 16) + (word & 0xFFFF)).astype(jnp.int32)
+
+    # A loop, because a generator takes XLA:CPU half a second to compile, and written out there are four a parameter.
+    total = jax.lax.fori_loop(0, 4, add, jnp.zeros(shape, jnp.int32))
     centred = 2 * total - 8 * 0xFFFF
     deviation = math.sqrt(8 * (2.0**32 - 1) / 3)  # of `centred`: a uniform of 2^16 integers varies by (2^32 - 1) / 12
     return centred.astype(jnp.float32) * (1.0 / deviation)
