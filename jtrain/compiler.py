@@ -1,6 +1,7 @@
 """What a step is compiled with on some chips, for plans and for training alike: options, and kernels."""
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -31,7 +32,7 @@ _KEEP_PRODUCTS_APART = {"xla_gpu_dot_merger_threshold_mb": 0}
 have no common scale: then it is of bfloat16, 10 of the 21 products of a small layer."""
 
 
-def compiler_options(mesh: Mesh, matmul_dtype: MatmulDtype = "compute") -> dict[str, bool | str | int]:
+def compiler_options(mesh: Mesh, matmul_dtype: MatmulDtype = "compute") -> dict[str, Any]:
     """What `jax.jit` is given for a step on these devices; empty but for several TPUs and GPUs that multiply in 8 bits.
 
     The options change which instructions run beside which, never what is computed.
