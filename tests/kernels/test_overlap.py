@@ -129,12 +129,16 @@ def through_api(forced: str) -> Any:
 
 @pytest.mark.parametrize(("forced", "kinds"), [("permute", (True, False)), ("xla", (False, True))], ids=str)
 def test_the_implementation_that_is_forced_runs(forced: str, kinds: tuple[bool, bool]) -> None:
-    """Only permutes in the one's program, only whole collectives in the other's; the same results."""
+    """Only permutes in the one's program, only whole collectives in the other's; the same results.
+
+    To 2e-6 of the largest element, as above: 17 units in its last place. JAX 0.11 needs two, with either.
+    """
     step = sharded(through_api(forced), P(None, "t"))
     text = step.lower(*inputs("float32")).as_text()
     assert ("collective_permute" in text, "all_gather" in text or "reduce_scatter" in text) == kinds
     y, _ = step(*inputs("float32"))
-    np.testing.assert_allclose(y, in_float64()[0], rtol=0, atol=2e-5)
+    want = in_float64()[0]
+    np.testing.assert_allclose(y, want, rtol=0, atol=2e-6 * np.abs(want).max())
 
 
 def mlp(rows: int, columns: int, contracted: int) -> registry.Avals:
@@ -188,12 +192,12 @@ def test_rows_that_do_not_split_are_refused_when_forced() -> None:
 
 @pytest.mark.slow
 @pytest.mark.aot
-@pytest.mark.parametrize(("chip", "share"), [("v5p:2x2x2", 0.75), ("h200:8", 0.9)])
+@pytest.mark.parametrize(("chip", "share"), [("v5p:2x2x2", 0.9), ("h200:8", 0.75)])
 def test_what_travels_is_beside_matmuls_as_compiled(chip: str, share: float) -> None:
     """A feed-forward layer of llama8b, forward and backward, over 8 chips: all permutes, most of them beside matmuls.
 
-    On a v5p 0.80 of the bytes: XLA:TPU puts the matmuls of one reduce-scatter, which is written out, before its hops.
-    In the whole model, which `bench overlap` compiles, 0.93.
+    Of the bytes 0.99 on a v5p, and 0.80 on an H200, where XLA:GPU leaves 7 of the 14 hops of reduce-scatters, which are
+    written out, alone. In the whole model, which `bench overlap` compiles, it does not: 0.99.
     """
     from jtrain.plan.aot import topology_devices
     from jtrain.plan.hlo import overlap, traffic
