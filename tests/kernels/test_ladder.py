@@ -250,9 +250,10 @@ BUDGET_MIB: dict[str, int | dict[str, int]] = {
 }
 """Temporary memory of an op's first case with its gradients, on any chip; of an implementation where they differ."""
 
-KNOWN_SPILLS = {("attention", "tokamax"): 176}
-"""Bytes of stack a thread, of a kernel of tokamax's own in the blocks that it chooses itself. It is only taken where it
-is forced, or was measured to be the fastest all the same."""
+KNOWN_SPILLS = {("attention", "tokamax"): 176, ("matmul_all_reduce", "permute"): 16}
+"""Bytes of stack a thread, of kernels that are not written here. Tokamax's own, in the blocks that it chooses itself:
+it is only taken where it is forced, or was measured to be the fastest all the same. And XLA's matmul on a B200, whose
+tiles it chooses by measuring where there is one."""
 
 
 def assert_compiles(op: registry.Op, machine: str) -> None:
@@ -272,6 +273,7 @@ def assert_compiles(op: registry.Op, machine: str) -> None:
         assert report.output_bytes > 0
 
 
+@pytest.mark.aot
 def test_a_mesh_larger_than_its_topology_is_refused() -> None:
     """With both numbers."""
     with pytest.raises(ValueError, match=r"h200:8 has 8 devices, but x=4, y=4 needs 16\. Take a larger topology\."):
