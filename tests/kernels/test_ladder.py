@@ -225,18 +225,55 @@ def test_every_op_passes_the_gates_of_every_compiler(name: str, machine: str) ->
     assert_compiles(registry.find(name), machine)
 
 
+EXPECTED = {
+    "pallas_tpu": ("tpu_custom_call",),
+    "splash": ("tpu_custom_call",),
+    "mosaic_gpu": ("mosaic_gpu_v2",),
+    "tokamax": ("mosaic_gpu_v2",),
+    "triton": ("triton_kernel_call",),
+}
+"""What the program of an implementation calls: where it does not, something fell back."""
+
+BUDGET_MIB: dict[str, int | dict[str, int]] = {
+    "attention": {"tokamax": 64, "splash": 360, "xla": 1900},
+    "embedding_lookup": 2200,  # the table's gradient is summed in float32
+    "grouped_matmul": {"tokamax": 190, "xla": 830},
+    "linear": 460,  # 0 on GPUs and a v5p, 224 on a v6e, 448 on a tpu7x
+    "linear_cross_entropy": 6400,  # 2263 on an H200, 3135 on a v5p, 4137 on a v6e, 6269 on a tpu7x
+    "all_gather_matmul": {"mosaic_gpu": 200, "pallas_tpu": 210, "permute": 280, "xla": 230},
+    "matmul_reduce_scatter": {"mosaic_gpu": 72, "pallas_tpu": 180, "permute": 130, "xla": 72},
+    "matmul_all_reduce": {"mosaic_gpu": 80, "permute": 130, "xla": 72},
+    "rms_norm": 72,
+    "rms_norm_branch": 72,
+    "rope": 290,
+    "swiglu": 16,
+}
+"""Temporary memory of an op's first case with its gradients, on any chip; of an implementation where they differ."""
+
+KNOWN_SPILLS = {("attention", "tokamax"): 176, ("matmul_all_reduce", "permute"): 16}
+"""Bytes of stack a thread, of kernels that are not written here. Tokamax's own, in the blocks that it chooses itself:
+it is only taken where it is forced, or was measured to be the fastest all the same. And XLA's matmul on a B200, whose
+tiles it chooses by measuring where there is one."""
+
+
 def assert_compiles(op: registry.Op, machine: str) -> None:
-    """cuDNN is left out: its calls need a library of 1 GB to compile."""
+    """cuDNN is left out where its library is not installed."""
     case, avals = next(iter(op.cases.items()))
     spec = device.from_name(machine)
-    able = [i.name for i in op.implementations if i.name != "cudnn" and i.supports(spec, avals) is None]
+    able = [i.name for i in op.implementations if not aot.missing_library(i.name) and i.supports(spec, avals) is None]
     assert "xla" in able
     for implementation in able:
         report = aot.compile_op(op, case, machine, implementation)
-        assert aot.failures(report) == (), (op.name, implementation)
+        budget = BUDGET_MIB[op.name]
+        mib = budget[implementation] if isinstance(budget, dict) else budget
+        said = aot.failures(report, expect=EXPECTED.get(implementation, ()), temp_bytes=mib * 2**20)
+        spills = max((kernel.stack_bytes for kernel in report.spilled), default=0)
+        assert spills <= KNOWN_SPILLS.get((op.name, implementation), 0), (op.name, implementation, said)
+        assert [line for line in said if " spills: " not in line] == [], (op.name, implementation)
         assert report.output_bytes > 0
 
 
+@pytest.mark.aot
 def test_a_mesh_larger_than_its_topology_is_refused() -> None:
     """With both numbers."""
     with pytest.raises(ValueError, match=r"h200:8 has 8 devices, but x=4, y=4 needs 16\. Take a larger topology\."):

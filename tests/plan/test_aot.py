@@ -88,6 +88,7 @@ def test_a_shape_that_libtpu_refuses_is_unknown_too() -> None:
         topology_devices("v5p:3x5x1")
 
 
+@pytest.mark.aot
 def test_gpus_come_in_whole_hosts() -> None:
     """Twelve GPUs are one host and a half."""
     with pytest.raises(ValueError, match=r"hosts have 8 GPUs each\. Use a multiple of 8"):
