@@ -65,6 +65,7 @@ def cases() -> Iterator[Case]:
     import jax
     import jax.numpy as jnp
 
+    from jtrain_kernels.fp8.formats import FORWARD, quantised
     from jtrain_kernels.rms_norm.api import RMS_NORM, RMS_NORM_BRANCH, rms_norm, rms_norm_branch
     from jtrain_kernels.rope.api import ROPE, rope
     from jtrain_kernels.swiglu.api import SWIGLU, swiglu
@@ -80,6 +81,12 @@ def cases() -> Iterator[Case]:
     yield "rms_norm backward", backward(norm), (x, x, scale), RMS_NORM
     yield "rms_norm_branch backward", backward(branch), ((x, x), x, scale), RMS_NORM_BRANCH
     yield "x + branch, rms_norm forward", lambda x, b, s: (x + b, norm(x + b, s)), (x, x, scale), RMS_NORM
+
+    def to_8bit(x: jax.Array, branch: jax.Array, scale: jax.Array, factor: jax.Array) -> tuple[jax.Array, ...]:
+        y = norm(x + branch, scale)
+        return x + branch, y, quantised(y, factor, FORWARD)
+
+    yield "x + branch, rms_norm and its e4m3 cast", to_8bit, (x, x, scale, scalar), RMS_NORM
     yield "swiglu forward", swiglu, (hidden, hidden), SWIGLU
     yield "swiglu backward", backward(swiglu), (hidden, hidden, hidden), SWIGLU
     yield "rope forward", rope, (q, table, table), ROPE
