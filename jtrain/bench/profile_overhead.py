@@ -1,6 +1,7 @@
 """What being watched costs: by its own seconds, and in tokens/s with it over without, in a trace window over outside.
 
-Two runs of the same steps differ by more than the half per cent that is asked about, on a machine that others share.
+Two runs of the same steps differ by more than the half per cent that is asked about, on a machine that others share,
+even by the median over steps.
 So the always-on part is also timed from within: the wall time that it keeps the loop from the next step, and the CPU
 time of the sampler's process, which on a CPU the devices want too.
 """
@@ -27,7 +28,7 @@ from jtrain.watch import Interval, Watch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--config", default="tiny", help="what to train (default: tiny, its own shape)")
-    parser.add_argument("--steps", type=int, default=40, help="steps per measurement; lines are logged every ten")
+    parser.add_argument("--steps", type=int, default=40, help="steps per measurement, each of which is logged")
     parser.add_argument("--rounds", type=int, default=5, help="both alternate this often; the median ratio counts")
 
 
@@ -73,7 +74,7 @@ def _trained(
     name: str, num_steps: int, *, watch: type[Watch] = Watch, window: tuple[int, int] | None = None
 ) -> tuple[float, float, float]:
     """Trains so many steps; tokens/s of the first half and of the second, and seconds beside training."""
-    sets = [f"num_steps={num_steps}", "metrics.log_every_steps=10", "eval.every_steps=None", f"profile.steps={window}"]
+    sets = [f"num_steps={num_steps}", "metrics.log_every_steps=1", "eval.every_steps=None", f"profile.steps={window}"]
     sets += [
         "checkpoint.every_steps=None",
         "optimizer.warmup_steps=0",
@@ -88,7 +89,7 @@ def _trained(
         file = Path(folder) / goodput.FILE
         idle_s = json.loads(file.read_text())["categories"]["idle"] if file.exists() else 0.0
     halves = [
-        statistics.harmonic_mean(line["tokens_per_s"] for line in lines if (line["step"] > num_steps // 2) is second)
+        statistics.median(line["tokens_per_s"] for line in lines if (line["step"] > num_steps // 2) is second)
         for second in (False, True)
     ]
     return halves[0], halves[1], idle_s
