@@ -28,7 +28,7 @@ from jtrain.watch import Interval, Watch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--config", default="tiny", help="what to train (default: tiny, its own shape)")
-    parser.add_argument("--steps", type=int, default=40, help="steps per measurement, each of which is logged")
+    parser.add_argument("--steps", type=int, default=40, help="steps per measurement; speeds are medians over them")
     parser.add_argument("--rounds", type=int, default=5, help="both alternate this often; the median ratio counts")
 
 
@@ -74,7 +74,12 @@ def _trained(
     name: str, num_steps: int, *, watch: type[Watch] = Watch, window: tuple[int, int] | None = None
 ) -> tuple[float, float, float]:
     """Trains so many steps; tokens/s of the first half and of the second, and seconds beside training."""
-    sets = [f"num_steps={num_steps}", "metrics.log_every_steps=1", "eval.every_steps=None", f"profile.steps={window}"]
+    sets = [
+        f"num_steps={num_steps}",
+        f"metrics.log_every_steps={10 if watch is _Timed else 1}",
+        "eval.every_steps=None",
+        f"profile.steps={window}",
+    ]
     sets += [
         "checkpoint.every_steps=None",
         "optimizer.warmup_steps=0",
