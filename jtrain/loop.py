@@ -35,7 +35,6 @@ from jtrain.plan.report import Parts, print_plan
 from jtrain.step import TrainState, abstract_state, init_state, make_eval_step, make_train_step
 from jtrain.watch import Watch
 from jtrain.workdir import write_run_files
-from jtrain_kernels.host_memory import keep_freed_memory
 
 DONE = 0
 STOPPED = 75
@@ -58,8 +57,6 @@ def train(run: Run, *, workdir: Path, config_text: str, started_s: float | None 
     """
     started_s = time.time() if started_s is None else started_s
     devices = jax.devices()
-    if devices[0].platform == "cpu":
-        keep_freed_memory()
     check_same_run(workdir, config_text)
     parts = plan_parts(run)
     available = available_bytes(devices)

@@ -66,9 +66,13 @@ def start_jax(environ: MutableMapping[str, str], *, emulate_devices: int | None 
 
     import jax  # lazy: 0.6 s
 
+    from jtrain_kernels.host_memory import keep_freed_memory
+
     no_choice = not environ.get("JAX_PLATFORMS")
     if emulate_devices is not None or (no_choice and not any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)):
         jax.config.update("jax_platforms", "cpu")
+    if jax.config.jax_platforms == "cpu":
+        keep_freed_memory()
     if jax.config.jax_compilation_cache_dir is None:
         user_cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(user_cache / "jtrain" / "xla"))

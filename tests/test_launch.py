@@ -311,3 +311,35 @@ def test_processes_train_as_one(tmp_path: Path) -> None:
     assert [line["loss_nats"] for line in two if "loss_nats" in line] == pytest.approx(losses, rel=1e-5)
     assert [line.get("batch_hash") for line in two] == [line.get("batch_hash") for line in one]
     assert (tmp_path / "two" / "checkpoints" / "5").is_dir()
+
+
+FAULTS = """
+import resource, statistics, sys
+from jtrain import launch
+
+class Counting:
+    counts = []
+    def write(self, text):
+        if text.startswith("step "):
+            self.counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    def flush(self):
+        pass
+    def isatty(self):
+        return False
+
+out, sys.stdout = sys.stdout, Counting()
+settings = ["num_steps=16", "model.num_layers=1", "metrics.log_every_steps=1", "eval.every_steps=None"]
+code = launch.main(["--config=tiny", "--workdir", sys.argv[1], *(w for text in settings for w in ("--set", text))])
+print([b - a for a, b in zip(Counting.counts, Counting.counts[1:])], file=out)
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_a_run_reuses_the_pages_of_the_step_before(tmp_path: Path) -> None:
+    """Page faults of each step: 20,000 and more where the allocator is told after XLA's threads have begun."""
+    done = python("-c", FAULTS, str(tmp_path / "run"), env={"JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stderr
+    faults = json.loads(done.stdout)
+    assert len(faults) == 15
+    assert sorted(faults)[7] < 1000, faults

@@ -7,7 +7,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
 
 def keep_freed_memory() -> bool:
-    """Lets XLA:CPU use the same pages for the temporaries of every step. Call it once, before the first computation.
+    """Lets XLA:CPU use the same pages for the temporaries of every step. Call it once, before JAX looks for devices.
+
+    Later it is of no use: XLA's threads start with its devices, each takes an arena of its own from the allocator, and
+    those are unmapped as they empty.
 
     XLA:CPU allocates a step's temporaries anew each time. glibc maps and unmaps buffers that large, so that each page
     is faulted in and zeroed again: 100,000 faults a step and 12 % of its CPU time for 400 MiB of temporaries. With this
