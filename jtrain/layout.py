@@ -284,14 +284,14 @@ def make_layout(
     stacked = {info.path: info.size for info in infos if info.is_matrix and info.dims.startswith("Y")}
     total = sum(stacked.values())
     on_host = _moved("params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked)
-    unused = ["stage"]
+    unused = {"stage": "no layout splits anything over it yet"}
     if not any(info.is_experts for info in infos):
-        unused.append("expert")
-    for axis in unused:
+        unused["expert"] = "this model has no experts (model.moe=None)"
+    for axis, reason in unused.items():
         if mesh.shape[axis] != 1:
             raise ValueError(
-                f"mesh.{axis}={mesh.shape[axis]}: no layout splits anything over `{axis}` yet, so its devices would "
-                f"repeat each other's work. Set mesh.{axis}=1 and use mesh.data, mesh.tensor or mesh.replica."
+                f"mesh.{axis}={mesh.shape[axis]}: {reason}, so its devices would repeat each other's work. Set "
+                f"mesh.{axis}=1 and use mesh.data, mesh.context, mesh.tensor or mesh.replica."
             )
     if spec.tensor_overlap and mesh.tensor == 1:
         raise ValueError(
