@@ -11,13 +11,10 @@ respect to what it holds; `gather.py` says how weights come and gradients go.
 | 2 | reduce-scatter of gradients | all-gather of parameters |
 | 3 | all-gather of parameters (again in the backward pass), reduce-scatter of gradients | |
 
-The optimizer runs outside, on global arrays: it is elementwise (or, for Muon, layer by layer), and the sharding of
-its state says the rest. What of a parameter and its state is in host memory streams through the update slice by slice
-(`offload.py`), every device its shard, with no byte more on the network.
+The optimizer runs outside, on global arrays: `update.py`.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,33 +31,23 @@ from jtrain.dims import IGNORE, Batch, ParamInfo
 from jtrain.gather import (
     along_torus,
     finish_gradient,
-    own_shard,
     param_tree,
     placement_of,
     psum_batch,
     trained_part,
-    whole_again,
     with_whole,
 )
-from jtrain.layout import Layout, LayoutSpec, ParamLayout
+from jtrain.layout import Layout, LayoutSpec
 from jtrain.mesh import BATCH_AXES
 from jtrain.model.param import Params, init_param, init_params
 from jtrain.model.scaling import advanced, check_matmul_dtype, first_scaling, unseen, with_fp8
 from jtrain.model.transformer import Transformer
 from jtrain.offload import (
-    Arrays,
-    Index,
-    Leaf,
-    Slices,
-    global_start,
-    on_host_cores,
     sharding,
-    streamed,
-    to_device,
     to_host,
 )
-from jtrain.optim import AdamW, Moments, Muon, Optimizer, Update, check_layout
-from jtrain.optim.state import arrays, by_muon, by_path, nested
+from jtrain.optim import AdamW, Moments, Muon, Optimizer, check_layout
+from jtrain.update import host_state, make_update
 
 BATCH_SPEC = P(BATCH_AXES, "context")
 """How [B, L] arrays are split; devices along `tensor` hold the same tokens."""
@@ -101,14 +88,6 @@ def check_offload(spec: LayoutSpec, optimizer: AdamW | Muon) -> None:
             f"layout.offload.optimizer={spec.offload.optimizer} with Muon: its update takes whole matrices, so no part "
             "of its state can stream. Set layout.offload.optimizer=none, or use AdamW."
         )
-
-
-def host_state(layout: Layout, optimizer: Optimizer) -> frozenset[tuple[str, str]]:
-    """Arrays of the optimizer's state that are in host memory: path of the parameter, name of the array."""
-    kept = {path: arrays(optimizer.spec, info) for path, info in optimizer.infos.items()}
-    return layout.host_state(
-        {(path, name): math.prod(x.shape) * x.dtype.itemsize for path, of in kept.items() for name, x in of.items()}
-    )
 
 
 def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainState:
@@ -217,13 +196,13 @@ def make_train_step(
         check_vma=False,  # the sums over axes are written out, one rule for all parameters
     )
 
-    update = _make_update(optimizer, layout, mesh)
+    update = make_update(optimizer, layout, mesh)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with kernels_for(layout, mesh):
             grads, seen, metrics = gradients(state.params, state.scaling, batch)
             with jax.named_scope("optimizer"):
-                params, opt_state, norms = update(grads, state)
+                params, opt_state, norms = update(grads, state.step, state.params, state.opt_state)
                 scaling = advanced(state.scaling, seen)
                 return TrainState(state.step + 1, params, opt_state, scaling), metrics | norms
 
@@ -234,109 +213,6 @@ def make_train_step(
         donate_argnums=0,
         out_shardings=(state_shardings, NamedSharding(mesh, P())),
         compiler_options=compiler_options(mesh, layout.spec.matmul_dtype),
-    )
-
-
-def _make_update(
-    optimizer: Optimizer, layout: Layout, mesh: Mesh
-) -> Callable[[Params, TrainState], tuple[Params, Moments, Metrics]]:
-    """`update(grads, state) -> (params, opt_state, metrics)`, traced."""
-    kept_on_host = host_state(layout, optimizer)
-    on_host: dict[str, frozenset[str]] = {
-        p.info.path: frozenset(name for path, name in kept_on_host if path == p.info.path)
-        | ({"param"} if _streams(p, optimizer) else frozenset())
-        for p in layout.params
-    }
-    streaming = [p for p in layout.params if on_host[p.info.path]]
-
-    def update(grads: Params, state: TrainState) -> tuple[Params, Moments, Metrics]:
-        scalars = optimizer.begin(grads, state.step)
-        grad, param = (by_path(optimizer.params, tree) for tree in (grads, state.params))
-        leaves = optimizer.leaves(state.opt_state)
-        for p in layout.params:
-            path = p.info.path
-            if not _streams(p, optimizer):
-                here = to_device(param[path]) if p.param_memory == "pinned_host" else param[path]
-                # The update reads and writes only this device's shard of the parameters, then gathers them again.
-                param[path] = own_shard(layout, p, mesh, here)
-            if not on_host[path]:
-                new = optimizer.update_param(scalars, p.info, grad[path], param[path], leaves[path])
-                param[path], leaves[path] = new
-        if streaming:
-            states = {p.info.path: {"param": param[p.info.path], **leaves[p.info.path]} for p in streaming}
-            given = {p.info.path: grad[p.info.path] for p in streaming}
-            for path, new in _streamed_update(optimizer, layout, on_host, mesh, scalars, given, states).items():
-                param[path] = new.pop("param")
-                leaves[path] = new
-        for p in layout.params:
-            path = p.info.path
-            if not _streams(p, optimizer):
-                here = whole_again(layout, p, mesh, param[path])
-                param[path] = to_host(here) if p.param_memory == "pinned_host" else here
-        return nested(optimizer.params, param), optimizer.state(leaves), scalars.metrics
-
-    return update
-
-
-def _streams(p: ParamLayout, optimizer: Optimizer) -> bool:
-    """Whether the parameter itself streams through the update, slice by slice of each device's shard.
-
-    Where it is gathered afterwards it cannot: it is on the device then, whole. Nor where Muon takes whole matrices.
-    """
-    return p.param_memory == "pinned_host" and p.param == p.optimizer and not by_muon(optimizer.spec, p.info)
-
-
-def _streamed_update(
-    optimizer: Optimizer,
-    layout: Layout,
-    on_host: dict[str, frozenset[str]],
-    mesh: Mesh,
-    scalars: Update,
-    grads: dict[str, Array],
-    states: dict[str, Arrays],
-) -> dict[str, Arrays]:
-    """The update of what is at least partly in host memory, each device on its shard; everything by path."""
-    layouts = [p for p in layout.params if on_host[p.info.path]]
-
-    def leaf(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> Leaf:
-        stacked = p.info.dims.startswith("Y")
-        slices = Slices({"grad": grad, **state}, stacked=stacked)
-        start = global_start(p.optimizer, grad.shape)
-
-        def update(index: Index, pieces: Arrays) -> Arrays:
-            layer, part = slices.place(index)
-            if stacked:
-                pieces = {name: x[0] for name, x in pieces.items()}
-            grad, param = pieces.pop("grad"), pieces.pop("param")
-            first = (start[stacked] + part * grad.shape[0], *start[stacked + 1 :])
-            param, of_leaf = optimizer.update_param(
-                scalars, p.info, grad, param, pieces, layer=layer if stacked else None, start=first
-            )
-            new = {"param": param, **of_leaf}
-            return {name: x[None] for name, x in new.items()} if stacked else new
-
-        return Leaf({"grad": grad}, state, on_host[p.info.path], slices, update)
-
-    def by_host(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> Arrays:
-        def update(scalars: Update, grad: Array, state: Arrays) -> Arrays:
-            of_leaf = {name: x for name, x in state.items() if name != "param"}
-            param, of_leaf = optimizer.update_param(scalars, p.info, grad, state["param"], of_leaf)
-            return {"param": param, **of_leaf}
-
-        new = on_host_cores(update, scalars, grad, state)
-        return new if "param" in on_host[p.info.path] else new | {"param": to_device(new["param"])}
-
-    def local(scalars: Update, grads: dict[str, Array], states: dict[str, Arrays]) -> dict[str, Arrays]:
-        # The host's cores update what has its state there; a parameter that is there alone streams.
-        cores = [p for p in layouts if layout.spec.offload.update == "host" and on_host[p.info.path] - {"param"}]
-        found = {p.info.path: by_host(p, scalars, grads[p.info.path], states[p.info.path]) for p in cores}
-        others = [p for p in layouts if p not in cores]
-        leaves = [leaf(p, scalars, grads[p.info.path], states[p.info.path]) for p in others]
-        return found | {p.info.path: new for p, new in zip(others, streamed(leaves, scalars.grad_norm), strict=True)}
-
-    specs = {p.info.path: p.optimizer for p in layouts}
-    return jax.shard_map(local, mesh=mesh, in_specs=(P(), specs, specs), out_specs=specs, check_vma=False)(
-        scalars, grads, states
     )
 
 

@@ -17,6 +17,7 @@ ROWS = (
     ("layout",),
     ("data", "model", "optim", "offload"),
     ("gather", "compiler", "batch_hash"),
+    ("update",),
     ("step",),
     ("pipeline",),
     ("checkpoint", "metrics", "guard", "profile", "plan", "hf"),
