@@ -13,8 +13,6 @@ ROOT = Path(__file__).parents[1]
 
 KNOWN_SKIPS: dict[str, str] = {
     "this machine has a GPU": "what happens without an accelerator is tested where there is none",
-    "tokamax is not installed": "one version of it is called below its public functions; who has it tests that",
-    "jax-triton is not installed": "Triton is 188 MB; who installs the extra [cuda] tests its kernels",
 }
 """Part of a skip's reason -> why it is fine that a machine skips it. Under CI=true any other skip fails the run."""
 

@@ -16,6 +16,13 @@ from jtrain_kernels import compat
 from jtrain_kernels.device import DeviceSpec
 
 INSTALL = "pip install 'jtrain[cuda]'"
+OPTIONS = {
+    # As every Triton before 3.10 does unasked: a product and a sum are one instruction.
+    "enable_fp_fusion": True,
+    # 9.0, which CUDA 13.0 reads. Unasked, Triton writes for the assembler that it brings, and JAX's may be older.
+    "ptx_version": 90,
+}
+"""Of Triton's compiler, so that neither its version nor CUDA's decides; for AMD it passes over what is not for it."""
 
 
 def refusal(device: DeviceSpec) -> str | None:
@@ -55,13 +62,16 @@ def triton_call(
     jax_triton: Any = importlib.import_module("jax_triton")
     compat.mend_jax_triton()
     version = tuple(int(part) for part in importlib.metadata.version("jax-triton").split(".")[:2])
+    of_version = (
+        {"out_type": list(results), "backend_options": OPTIONS} if version >= (0, 4) else {"out_shape": list(results)}
+    )
     called = jax_triton.triton_call(
         *arrays,
         kernel=kernel,
         grid=(programs,),
         num_warps=warps,
         compute_capability=capability or None,
-        **{"out_type" if version >= (0, 4) else "out_shape": list(results)},
+        **of_version,
         **constants,
     )
     return list(called)

@@ -1,6 +1,5 @@
 """Grouped matmul: every implementation against float64, with groups that are empty, small, large, and rows of none."""
 
-import importlib.util
 import re
 
 import jax
@@ -87,21 +86,19 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 def test_on_a_hopper_gpu_tokamax_is_predicted_to_win_and_elsewhere_says_why_it_is_not() -> None:
-    """Its kernels are for bfloat16 on that generation, and optional."""
+    """Its kernels are for bfloat16 on that generation."""
     case = GROUPED_MATMUL.cases["qwen3_30b_a3b up"]
-    installed = importlib.util.find_spec("tokamax") is not None
     hopper = registry.choose(GROUPED_MATMUL, from_name("h200"), case)
-    assert hopper.implementation.name == ("tokamax" if installed else "xla")
+    assert hopper.implementation.name == "tokamax"
     for name, reason in (("b200", "for Hopper GPUs"), ("cpu", "for Hopper GPUs"), ("v5p", "for Hopper GPUs")):
         choice = registry.choose(GROUPED_MATMUL, from_name(name), case)
         assert choice.implementation.name == "xla"
         assert reason in dict(choice.others)["tokamax"]
-    if installed:
-        wide = {"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}
-        odd = {"kernel": jax.ShapeDtypeStruct((128, 2048, 770), jnp.bfloat16)}
-        for changes, message in ((wide, "multiplies bfloat16 with bfloat16, not float32"), (odd, "columns by 128")):
-            with pytest.raises(ValueError, match=rf"kernels\.grouped_matmul=tokamax: .*{message}"):
-                registry.choose(GROUPED_MATMUL, from_name("h200"), {**case, **changes}, forced="tokamax")
+    wide = {"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}
+    odd = {"kernel": jax.ShapeDtypeStruct((128, 2048, 770), jnp.bfloat16)}
+    for changes, message in ((wide, "multiplies bfloat16 with bfloat16, not float32"), (odd, "columns by 128")):
+        with pytest.raises(ValueError, match=rf"kernels\.grouped_matmul=tokamax: .*{message}"):
+            registry.choose(GROUPED_MATMUL, from_name("h200"), {**case, **changes}, forced="tokamax")
 
 
 @pytest.mark.aot
