@@ -298,11 +298,6 @@ def make_layout(
             "layout.tensor_overlap=True with mesh.tensor=1: nothing travels over `tensor` that could hide. Set "
             "mesh.tensor to 2 or more, or layout.tensor_overlap=False."
         )
-    if mesh.context != 1 and any(info.is_experts for info in infos):
-        raise ValueError(
-            f"mesh.context={mesh.context} with model.moe: a router counts the choices of whole sequences, and no "
-            "device has one. Set mesh.context=1 and use mesh.tensor or mesh.expert."
-        )
     layouts: list[ParamLayout] = []
     for info in infos:
         dims: dict[str, int | None] = {"data": None, "tensor": None, "expert": None}

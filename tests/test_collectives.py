@@ -89,12 +89,13 @@ def test_a_large_vocabulary_comes_in_parts(axes: dict[str, int], tied: bool) -> 
     assert got == predicted(axes, sizes, **layout)
 
 
-def test_a_mixtures_collectives_are_the_closed_form() -> None:
+@pytest.mark.parametrize("splits", ("data", "context"))
+def test_a_mixtures_collectives_are_the_closed_form(splits: str) -> None:
     """All but its rows', which XLA:CPU exchanges in equal blocks: `tests/plan/test_aot.py` has them on accelerators.
 
     Of an expert's three axes the partitioner may sum a norm's scalar over two at once: 4 bytes each.
     """
-    axes, sizes = dict(data=2, expert=2, tensor=2), SIZES | dict(moe=MoESpec(num_experts=4, top_k=2), num_layers=2)
+    axes, sizes = {splits: 2, "expert": 2, "tensor": 2}, SIZES | dict(moe=MoESpec(num_experts=4, top_k=2), num_layers=2)
     layout = layout_of(3, 2, remat="full")
     found, formula = compiled(axes, sizes, **layout), predicted(axes, sizes, **layout)
     rows, sums = ("all-to-all", "ragged-all-to-all"), [0, 0]
@@ -108,7 +109,8 @@ def test_a_mixtures_collectives_are_the_closed_form() -> None:
     assert got == want
     assert abs(sums[0] - sums[1]) <= 4 * 3 * 2 < sums[0]
     assert any(kind == "all-gather" and used == ("expert",) for kind, used, *_ in got)
-    assert ("all-reduce", ("tensor",), 2, "s32") in got
+    of_rows = ("tensor",) if splits == "data" else ("context", "tensor")
+    assert ("all-reduce", of_rows, 2 ** len(of_rows), "s32") in got
 
 
 @pytest.mark.parametrize("zero_stage", (1, 2, 3))

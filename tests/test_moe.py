@@ -31,7 +31,7 @@ def layer_of(spec: MoESpec) -> tuple[Any, Any]:
 
     def apply(params: Any, x: Any, valid: Any) -> Any:
         layer = nnx.merge(nnx.split(module)[0], params)
-        routing, losses = layer.route(x, valid, tensor=1)
+        routing, losses = layer.route(x, valid, tensor=1, context=1)
         return layer(x, routing, expert=1), losses
 
     return apply, params
@@ -104,7 +104,7 @@ def test_balance_is_one_where_all_experts_serve_alike_and_more_where_not() -> No
     valid = jnp.ones((1, 2), bool)
 
     def balance(logits: Any) -> Any:
-        return route(logits, valid, spec, tensor=1)[1].balance
+        return route(logits, valid, spec)[1].balance
 
     assert float(balance(even)) == pytest.approx(2, rel=1e-6)  # two tokens
     assert float(balance(crowded)) > 3.9

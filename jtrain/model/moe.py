@@ -31,13 +31,14 @@ class MoE(nnx.Module):
             self.shared = SwiGLU(d_model=d_model, d_ff=spec.shared_experts * d_ff, layers=layers)
 
     def route(
-        self, x_BLD: Float[Array, "B _ D"], valid_BL: Bool[Array, "B _"], *, tensor: int
+        self, x_BLD: Float[Array, "B _ D"], valid_BL: Bool[Array, "B _"], *, tensor: int, context: int
     ) -> tuple[Routing, RouterLosses]:
-        """The experts of every position, from this device's part of the sequence, and its part of the losses."""
+        """The experts of all positions that are split over `tensor`, from this device's, and its part of the losses."""
         with jax.named_scope("router"):
             kernel_DX = self.router_DX[...]
             logits_BLX = jnp.einsum("bld,dx->blx", x_BLD, kernel_DX, preferred_element_type=jnp.float32)
-            routing, losses = route(logits_BLX, valid_BL, self.spec, tensor=tensor)
+            axes = tuple(axis for axis, size in (("context", context), ("tensor", tensor)) if size > 1)
+            routing, losses = route(logits_BLX, valid_BL, self.spec, axes=axes)
             if tensor > 1:
                 routing = jax.tree.map(lambda a: jax.lax.all_gather(a, "tensor", axis=1, tiled=True), routing)
             return routing, losses

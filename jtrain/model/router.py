@@ -1,6 +1,6 @@
 """Which experts of a mixture serve a token, with what weights, and the losses that keep them all busy.
 
-Every device routes its own positions: of a sequence that is split over `tensor`, its part. So each token's logits, and
+Every device routes its own positions: of a sequence that is split, its part. So each token's logits, and
 their share of the losses, exist once, and a router's gradient is what all devices' sum gives.
 """
 
@@ -76,14 +76,14 @@ class RouterLosses:
 
 
 def route(
-    logits_BLX: Float[Array, "B L X"], valid_BL: Bool[Array, "B L"], spec: MoESpec, *, tensor: int
+    logits_BLX: Float[Array, "B L X"], valid_BL: Bool[Array, "B L"], spec: MoESpec, *, axes: tuple[str, ...] = ()
 ) -> tuple[Routing, RouterLosses]:
     """Experts, weights and losses from the router's logits.
 
     Args:
       logits_BLX: float32, of this device's positions.
       valid_BL: false for padding, which goes to no expert and counts in no loss.
-      tensor: devices along `tensor`, among which sequences are split.
+      axes: of the mesh, over which sequences are split.
     """
     p_BLX = jax.nn.softmax(logits_BLX, axis=-1)
     # The k largest logits, not probabilities: those may round to the same number.
@@ -93,8 +93,8 @@ def route(
         weight_BLS /= jnp.sum(weight_BLS, axis=-1, keepdims=True)
     chosen_BLSX = jax.nn.one_hot(expert_BLS, spec.num_experts, dtype=jnp.int32)
     chosen_BX = jnp.sum(jnp.where(valid_BL[..., None, None], chosen_BLSX, 0), axis=(1, 2))
-    if tensor > 1:
-        chosen_BX = jax.lax.psum(chosen_BX, "tensor")
+    if axes:
+        chosen_BX = jax.lax.psum(chosen_BX, axes)
     tokens_B1 = jnp.maximum(jnp.sum(chosen_BX, axis=-1, keepdims=True) // spec.top_k, 1)
     share_BX = chosen_BX * (spec.num_experts / spec.top_k) / tokens_B1
     p_BX = jnp.sum(jnp.where(valid_BL[..., None], p_BLX, 0.0), axis=1)

@@ -121,7 +121,7 @@ class Block(nnx.Module):
         with jax.named_scope("mlp"):
             valid_BL = local_sequence(segment_BL, tensor.size) > 0
             x_BLD, h_BLD = self.mlp_norm.branch(x_BLD)
-            h_BLD, losses = self.feed_forward(h_BLD, valid_BL, tensor=tensor, expert=expert)
+            h_BLD, losses = self.feed_forward(h_BLD, valid_BL, tensor=tensor, context=context.size, expert=expert)
             return x_BLD + h_BLD, losses
 
     def feed_forward(
@@ -130,6 +130,7 @@ class Block(nnx.Module):
         valid_BL: Bool[Array, "B _"],
         *,
         tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
+        context: int = 1,
         expert: int = 1,
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
         """Of this device's positions; in between, its block of F of all of them. And a router's losses of its own.
@@ -139,7 +140,7 @@ class Block(nnx.Module):
         """
         if isinstance(self.mlp, SwiGLU):
             return self.mlp(x_BLD, tensor), None
-        routing, losses = self.mlp.route(x_BLD, valid_BL, tensor=tensor.size)
+        routing, losses = self.mlp.route(x_BLD, valid_BL, tensor=tensor.size, context=context)
         h_BLD = self.mlp(gather_sequence(x_BLD, tensor.size), routing, expert=expert)
         return scatter_sequence(h_BLD, tensor.size), losses
 

@@ -265,7 +265,7 @@ def _experts(found: _Found, model: Transformer, moe: MoESpec, layout: Layout, *,
     found.add("routing", "reduce-scatter", ("tensor",), "float32", slots, layers)
     # Of the router's losses a step wants only the gradient: where the backward pass counts the choices again, the first
     # count is not computed.
-    found.add("routing", "all-reduce", ("tensor",), "int32", rows * moe.num_experts, layers, size=4)
+    found.add("routing", "all-reduce", ("context", "tensor"), "int32", rows * moe.num_experts, layers, size=4)
 
 
 def _scalars(found: _Found, layout: Layout) -> None:

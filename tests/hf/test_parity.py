@@ -76,7 +76,7 @@ def test_the_routers_logits_choose_and_balance_as_in_transformers(qwen3_moe: Any
     for logits_BLX, balance_B in zip(logits_YBLX, arrays["balance"], strict=True):
         for logits_LX, want in zip(logits_BLX, balance_B, strict=True):
             valid = np.ones((1, len(logits_LX)), bool)
-            losses = route(jax.numpy.asarray(logits_LX[None]), jax.numpy.asarray(valid), spec, tensor=1)[1]
+            losses = route(jax.numpy.asarray(logits_LX[None]), jax.numpy.asarray(valid), spec)[1]
             np.testing.assert_allclose(float(losses.balance) / len(logits_LX) * spec.top_k, want, rtol=1e-5)
 
 
