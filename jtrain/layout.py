@@ -147,11 +147,6 @@ class LayoutSpec:
             )
         if self.microbatches < 1:
             raise ValueError(f"layout.microbatches={self.microbatches} must be at least 1.")
-        if self.tensor_overlap and self.matmul_dtype != "compute":
-            raise ValueError(
-                f"layout.tensor_overlap=True with layout.matmul_dtype={self.matmul_dtype}: the overlapped products "
-                "take no 8-bit operands. Set one of the two."
-            )
         if (self.remat == "named") != bool(self.remat_save):
             raise ValueError(
                 f"layout.remat={self.remat!r} with layout.remat_save={self.remat_save!r}: names are what remat=named "

@@ -33,6 +33,7 @@ type Table = dict[tuple[str, tuple[str, ...], int, str], tuple[int, int]]
 """(kind, axes, devices of a group, dtype) -> (arrays, bytes) per step and device."""
 
 _HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "int32": "s32", "uint32": "u32"}
+_HLO_DTYPES |= {"float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2"}
 
 
 def compiled(axes: dict[str, int], sizes: dict[str, Any], rings: tuple[int, ...] = (), **layout: Any) -> Table:
@@ -147,3 +148,22 @@ def test_overlapped_projections_permute_what_the_closed_form_says(remat: str, ke
     )
     assert got == want
     assert ("collective-permute", ("tensor",), 2, "f32") in got
+
+
+@pytest.mark.parametrize("mode", ("fp8_current", "fp8_delayed"))
+def test_overlapped_8_bit_projections_send_8_bits(mode: str) -> None:
+    """What is gathered; partial sums travel as they are. And the largest numbers that a tensor is scaled by.
+
+    XLA:CPU widens 8 bits to float16; `tests/test_fp8.py` has them on an H200.
+    """
+    fp8 = (("all_gather_matmul_fp8", "permute"), ("matmul_reduce_scatter_fp8", "permute"))
+    axes, layout = dict(tensor=4), layout_of(0, 2, tensor_overlap=True, remat="full", matmul_dtype=mode, kernels=fp8)
+    sizes = SIZES | dict(num_kv_heads=4)
+    got, want = (
+        {key: size for key, (_, size) in table.items()}
+        for table in (compiled(axes, sizes, **layout), predicted(axes, sizes, **layout))
+    )
+    narrow = [want.pop(("collective-permute", ("tensor",), 2, dtype)) for dtype in ("f8e4m3fn", "f8e5m2")]
+    assert narrow[0] == 3 * narrow[1] > 0, "x of four projections, twice of two; dy of the other two"
+    want["collective-permute", ("tensor",), 2, "f16"] = 2 * sum(narrow)
+    assert got == want

@@ -21,11 +21,13 @@ from jtrain.model.scaling import first_scaling, fp8_weights
 from jtrain.model.transformer import Transformer
 from jtrain.optim import build
 from jtrain.plan.aot import no_compile_cache, topology_devices
+from jtrain.plan.hlo import traffic
 from jtrain.step import BATCH_SPEC, abstract_state, init_state, make_train_step
 from tests.test_step import ADAMW, SIZES, packed_batch
 
 STEPS = 20
 MODES: Any = ("compute", "fp8_current", "fp8_delayed")
+PERMUTES = (("all_gather_matmul_fp8", "permute"), ("matmul_reduce_scatter_fp8", "permute"))
 
 
 def parts(axes: dict[str, int], devices: list[jax.Device] | None = None, **fields: Any) -> Any:
@@ -79,6 +81,18 @@ def test_delayed_scaling_is_the_same_on_any_layout() -> None:
     case: Any = dict(zero_stage=2, microbatches=4, remat="full")
     got, gradient, scaling, num_traces = trained("fp8_delayed", (("data", 2), ("tensor", 2)), **case)
     assert num_traces == 1
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
+    assert apart(gradient, want_gradient) < 1e-5
+    np.testing.assert_allclose(got, want, rtol=5e-3)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g[..., -1], w[..., -1], rtol=0.5), scaling, want_scaling)
+
+
+@pytest.mark.parametrize("mode", (pytest.param("fp8_current", marks=pytest.mark.slow), "fp8_delayed"))
+def test_what_travels_in_8_bits_is_what_would_be_rounded_anyway(mode: Any) -> None:
+    """Overlapped over `tensor`, the losses, gradients and histories of the plain collectives, as closely as float32."""
+    axes: Any = (("tensor", 2),)
+    want, want_gradient, want_scaling, _ = trained(mode, axes, zero_stage=0)
+    got, gradient, scaling, _ = trained(mode, axes, zero_stage=0, tensor_overlap=True, kernels=PERMUTES)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
     assert apart(gradient, want_gradient) < 1e-5
     np.testing.assert_allclose(got, want, rtol=5e-3)
@@ -175,6 +189,24 @@ def test_the_step_for_an_h200_multiplies_its_weights_in_8_bits(mode: Any) -> Non
         text = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
     assert text is not None
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == (0 if mode == "compute" else 21)
+
+
+@pytest.mark.aot
+def test_over_tensor_an_h200_sends_8_bits_and_multiplies_them_as_they_come() -> None:
+    """Seven weights, three products each, by the halves of what is gathered or summed: 42 of cuBLASLt's 8-bit matmuls.
+
+    A layer gathers four times, two of them again, and sums four times: bytes as 4 x 1 and 2 x 1 to 4 x 2.
+    """
+    fields: Any = dict(matmul_dtype="fp8_delayed", tensor_overlap=True, zero_stage=0, kernels=PERMUTES)
+    _, layout, optimizer, mesh, step = parts(dict(tensor=2), topology_devices("h200:2"), **fields)
+    ids = jax.ShapeDtypeStruct((4, 64), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+    lowered = step.lower(abstract_state(layout, optimizer, mesh), Batch(ids, ids, ids, ids))
+    with no_compile_cache():
+        text = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+    sent = {t.dtype: t.array_bytes for t in traffic(text or "", {"tensor": 2}) if t.kind == "collective-permute"}
+    assert text is not None
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 42
+    assert sent["bf16"] == 2 * sent["f8e4m3fn"] == 4 * sent["f8e5m2"] > 0
 
 
 def test_the_speed_benchmark_refuses_a_cpu() -> None:

@@ -3,7 +3,8 @@
     python -m jtrain.bench overlap [--device v5p]
 
 Plain, what travels over `tensor` is all-gathers and reduce-scatters before and after a layer's matmuls; overlapped
-(`layout.tensor_overlap`), permutes between their pieces. A byte is hidden if it is in a pair of start and done with a
+(`layout.tensor_overlap`), permutes between their pieces; and those again with matmuls in 8 bits, where the chip has
+them. A byte is hidden if it is in a pair of start and done with a
 matmul in between, in the program as the chip's own compiler scheduled it; loops are counted. Nothing runs, so this says
 nothing of speed: a permute may still be longer than what it is beside.
 """
@@ -28,6 +29,12 @@ SETTINGS = (
 )
 """One sequence at a time would leave the unembedding's all-gather a tenth of all bytes; four leave it a thirtieth."""
 
+FORMS = (
+    ("plain", ("layout.tensor_overlap=False",), None),
+    ("overlapped", ("layout.tensor_overlap=True",), ">= 0.9"),
+    ("in 8 bits", ("layout.tensor_overlap=True", "layout.matmul_dtype=fp8_delayed"), ">= 0.9"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
@@ -36,16 +43,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Rows of each device: plain, and overlapped over plain.
+    """Rows of each device: plain, overlapped, and overlapped in 8 bits.
 
     Raises:
       ValueError: a compiler is not installed.
     """
+    from jtrain_kernels.device import from_name
+
     rows: list[Row] = []
     for device in args.device or TOPOLOGIES:
-        plain, overlapped = (compiled(device, overlap) for overlap in (False, True))
         what = f"llama8b, tensor=8, 4 x 8192 tokens, 8 x {device}"
-        for name, sent, bar in (("plain", plain, None), ("overlapped", overlapped, ">= 0.9")):
+        for name, layout, bar in FORMS:
+            if name == "in 8 bits" and from_name(device).peak_fp8_flops is None:
+                continue
+            sent = compiled(device, (*SETTINGS, *layout))
             rows += [
                 row(f"{what}, {name}: sent per device and step", sent.wire_bytes / 1e9, "GB"),
                 row(f"{device}, {name}: share of it asynchronous", sent.async_bytes / sent.wire_bytes, ""),
@@ -65,7 +76,7 @@ class Sent:
     temp_bytes: int
 
 
-def compiled(device: str, overlap: bool, sets: tuple[str, ...] = SETTINGS) -> Sent:
+def compiled(device: str, sets: tuple[str, ...]) -> Sent:
     """The step of llama8b as the device's compiler scheduled it.
 
     Raises:
@@ -76,7 +87,7 @@ def compiled(device: str, overlap: bool, sets: tuple[str, ...] = SETTINGS) -> Se
     from jtrain.plan import hlo
     from jtrain.plan.aot import compile_step, topology_devices
 
-    built = config.build(config.load("llama8b", sets=(*sets, f"layout.tensor_overlap={overlap}")))
+    built = config.build(config.load("llama8b", sets=sets))
     program = compile_step(
         built.model,
         make_layout(built.layout, built.mesh, built.model.param_infos()),

@@ -1,5 +1,7 @@
 """The ops a model is made of; the only importer of the kernels package's ops."""
 
+from collections.abc import Sequence
+
 from jaxtyping import Array, Float
 
 from jtrain_kernels.attention.api import attention
@@ -15,7 +17,12 @@ from jtrain_kernels.linear.api import linear as linear_in_dtype
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from jtrain_kernels.linear_cross_entropy.chunking import best_chunk
 from jtrain_kernels.linear_cross_entropy.parts import NO_COLUMN, linear_cross_entropy_in_parts
-from jtrain_kernels.overlap.api import all_gather_matmul, matmul_reduce_scatter
+from jtrain_kernels.overlap.api import (
+    all_gather_matmul,
+    all_gather_matmul_fp8,
+    matmul_reduce_scatter,
+    matmul_reduce_scatter_fp8,
+)
 from jtrain_kernels.rms_norm.api import rms_norm, rms_norm_branch
 from jtrain_kernels.rope.api import rope
 from jtrain_kernels.swiglu.api import swiglu
@@ -26,7 +33,7 @@ __all__ = [
     "Fp8Kernel",
     "Kernel",
     "RowSplit",
-    "all_gather_matmul",
+    "all_gather_linear",
     "amax_pushed",
     "amax_scales",
     "attention",
@@ -38,7 +45,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_in_parts",
-    "matmul_reduce_scatter",
+    "linear_reduce_scatter",
     "no_amax",
     "rms_norm",
     "rms_norm_branch",
@@ -57,3 +64,24 @@ def linear(x: Float[Array, "..."], kernel: Kernel, num_in: int = 1) -> Float[Arr
     if isinstance(kernel, Fp8Kernel):
         return linear_fp8(x, kernel, num_in)
     return linear_in_dtype(x, kernel, num_in)
+
+
+def all_gather_linear(
+    x: Float[Array, "B _ D"], kernels: Sequence[Kernel], *, axis_name: str, axis_size: int
+) -> tuple[Float[Array, "B L ..."], ...]:
+    """All rows of `x`, of which each device along the axis has a part, times each kernel; all are of one kind."""
+    in_8_bits = [kernel for kernel in kernels if isinstance(kernel, Fp8Kernel)]
+    if not in_8_bits:
+        arrays = (kernel for kernel in kernels if not isinstance(kernel, Fp8Kernel))
+        return all_gather_matmul(x, *arrays, axis_name=axis_name, axis_size=axis_size)
+    assert len(in_8_bits) == len(kernels)
+    return all_gather_matmul_fp8(x, *in_8_bits, axis_name=axis_name, axis_size=axis_size)
+
+
+def linear_reduce_scatter(
+    y: Float[Array, "B L ..."], kernel: Kernel, *, axis_name: str, axis_size: int
+) -> Float[Array, "B _ D"]:
+    """This device's rows of `y @ kernel`, summed over the axis; contracted over all but the kernel's last dimension."""
+    if isinstance(kernel, Fp8Kernel):
+        return matmul_reduce_scatter_fp8(y, kernel, axis_name=axis_name, axis_size=axis_size)
+    return matmul_reduce_scatter(y, kernel, axis_name=axis_name, axis_size=axis_size)

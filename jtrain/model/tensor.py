@@ -26,21 +26,15 @@ class TensorAxis:
     def project_in(self, x_BLD: Float[Array, "B _ D"], *kernels: ops.Kernel) -> tuple[Array, ...]:
         """This device's columns of each product, [B, L, ...], from its positions of x."""
         if self.overlap:
-            return ops.all_gather_matmul(x_BLD, *map(_array, kernels), axis_name="tensor", axis_size=self.size)
+            return ops.all_gather_linear(x_BLD, kernels, axis_name="tensor", axis_size=self.size)
         whole_BLD = gather_sequence(x_BLD, self.size)
         return tuple(ops.linear(whole_BLD, kernel) for kernel in kernels)
 
     def project_out(self, y: Float[Array, "B L ..."], kernel: ops.Kernel) -> Float[Array, "B _ D"]:
         """This device's positions of the product over all devices' parts of what is contracted."""
         if self.overlap:
-            return ops.matmul_reduce_scatter(y, _array(kernel), axis_name="tensor", axis_size=self.size)
+            return ops.linear_reduce_scatter(y, kernel, axis_name="tensor", axis_size=self.size)
         return scatter_sequence(ops.linear(y, kernel, num_in=y.ndim - 2), self.size)
-
-
-def _array(kernel: ops.Kernel) -> Array:
-    """The overlapped products take no 8-bit operands, and `LayoutSpec` refuses to ask for both."""
-    assert not isinstance(kernel, ops.Fp8Kernel)
-    return kernel
 
 
 def gather_sequence(x_BLD: Float[Array, "B _ D"], tensor: int) -> Float[Array, "B L D"]:

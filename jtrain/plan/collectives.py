@@ -16,6 +16,7 @@ from jtrain.layout import Layout, ParamLayout, check_batch, itemsize, unsplit_ax
 from jtrain.mesh import BATCH_AXES
 from jtrain.model.residuals import kept_names
 from jtrain.model.router import MoESpec
+from jtrain.model.scaling import fp8_weights
 from jtrain.model.transformer import Transformer
 from jtrain.model.unembedding import num_parts
 
@@ -205,15 +206,25 @@ def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] 
 
     Forward two gather and two scatter. Backward each of the first gathers its input again and scatters, and each of the
     others gathers: a layer keeps no gathered input. What is recomputed besides is what has no name that is kept.
+
+    Where matmuls are in 8 bits, what is gathered travels in 8 bits, scaled alike on all devices.
     """
-    times = 10 * layers
+    again = [0, 0, 0]
     if kept is not None:
-        times += layers * (not {"attention_q", "attention_k", "attention_v"} <= set(kept))
-        times += layers * (not {"mlp_gate", "mlp_up"} <= set(kept))
-        times += layers * ("attention_out" not in kept)
-    n = layout.mesh.tensor
-    dtype = layout.spec.compute_dtype
-    found.add("activations", "collective-permute", ("tensor",), dtype, elements // n, times * (n - 1), group=2)
+        again = [
+            not {"attention_q", "attention_k", "attention_v"} <= set(kept),
+            not {"mlp_gate", "mlp_up"} <= set(kept),
+            "attention_out" not in kept,
+        ]
+    gathers, sums = 4 + again[0] + again[1], 4 + again[2]
+    mode, dtype, n = layout.spec.matmul_dtype, layout.spec.compute_dtype, layout.mesh.tensor
+    forward, gradient = (dtype, dtype) if mode == "compute" else ("float8_e4m3fn", "float8_e5m2")
+    for travels, times in ((forward, gathers), (gradient, 2), (dtype, sums)):
+        found.add(
+            "activations", "collective-permute", ("tensor",), travels, elements // n, times * layers * (n - 1), group=2
+        )
+    if mode == "fp8_current":  # x's, for whose second gather it is kept, and dy's
+        found.add("scales", "all-reduce", ("tensor",), "float32", 1, (4 + again[0] + again[1]) * layers)
 
 
 def _context(found: _Found, model: Transformer, layout: Layout, *, tokens: int) -> None:
@@ -273,3 +284,6 @@ def _scalars(found: _Found, layout: Layout) -> None:
     batch = [axis for axis in layout.mesh.shape if axis in (*BATCH_AXES, "context")]
     found.add("metrics", "all-reduce", batch, "int32", 1, 1, size=4)  # valid targets
     found.add("metrics", "all-reduce", batch, "uint32", 2, 1, size=4)  # batch hash
+    if layout.spec.matmul_dtype == "fp8_delayed":
+        for info in fp8_weights([p.info for p in layout.params]):  # the largest numbers of x, the weight and dy
+            found.add("scales", "all-reduce", layout.mesh.shape, "float32", 3 * info.shape[0], 1)

@@ -111,16 +111,17 @@ def test_bfloat16_is_rounded_no_more_than_plain_collectives_round() -> None:
 
 def through_api(forced: str) -> Any:
     """The chain through the public functions, three-dimensional kernels among them."""
+    each = {"all_gather_matmul": forced, "matmul_reduce_scatter": forced}
 
     def gather(x: Array, *kernels: Array) -> tuple[Array, ...]:
         first, *rest = kernels
         cubes = (first.reshape(D, 2, -1), *rest)
-        with registry.on(device.from_name("cpu"), forced={op.name: forced for op in api.OPS}):
+        with registry.on(device.from_name("cpu"), forced=each):
             u, *others = api.all_gather_matmul(x, *cubes, axis_name="t", axis_size=N)
         return u.reshape(*u.shape[:2], -1), *others
 
     def scatter(x: Array, kernel: Array) -> Array:
-        with registry.on(device.from_name("cpu"), forced={op.name: forced for op in api.OPS}):
+        with registry.on(device.from_name("cpu"), forced=each):
             cube = kernel.reshape(1, *kernel.shape)
             return api.matmul_reduce_scatter(x[:, :, None], cube, axis_name="t", axis_size=N)
 

@@ -183,8 +183,9 @@ def test_smaller_tiles_are_taken_where_the_large_ones_do_not_fit() -> None:
 )
 def test_where_the_kernels_run_and_why_not_elsewhere(device: str, change: dict[str, Any], reason: str | None) -> None:
     """Every op of the registry says the same; the cost is unknown, so the cost model never takes it unseen."""
-    for op in REGISTRY_OPS:
-        [own] = [i for i in op.implementations if i.name == "mosaic_gpu"]
+    found = [(op, i) for op in REGISTRY_OPS for i in op.implementations if i.name == "mosaic_gpu"]
+    assert [op.name for op, _ in found] == list(OPS)
+    for op, own in found:
         avals = dict(op.cases["llama8b"])
         if change:
             x: Any = avals["x"]

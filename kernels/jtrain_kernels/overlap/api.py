@@ -11,8 +11,10 @@ from jaxtyping import Array, Float
 
 from jtrain_kernels import registry
 from jtrain_kernels.device import DeviceSpec
+from jtrain_kernels.fp8.api import Fp8Kernel, linear_fp8
+from jtrain_kernels.fp8.formats import unsupported
 from jtrain_kernels.linear.api import linear
-from jtrain_kernels.overlap import mosaic_op, xla
+from jtrain_kernels.overlap import fp8, mosaic_op, xla
 from jtrain_kernels.overlap.cost import Work, overlapped_s, plain_s
 from jtrain_kernels.overlap.schedule import OpName
 from jtrain_kernels.overlap.swizzle import SWIZZLES, Swizzle
@@ -56,6 +58,31 @@ def matmul_all_reduce(
     """`x @ kernel` summed over the axis, whole on every device; see `matmul_reduce_scatter`."""
     rows, columns = _flat(x, kernel)
     return registry.call(MATMUL_ALL_REDUCE, x=rows, kernel=columns, axis_name=axis_name, axis_size=axis_size)
+
+
+def all_gather_matmul_fp8(
+    x: Float[Array, "B _ K"], *kernels: Fp8Kernel, axis_name: str, axis_size: int
+) -> tuple[Float[Array, "B _ ..."], ...]:
+    """As `all_gather_matmul`, multiplied in 8 bits; behind the matmuls x travels in 8 bits too."""
+    flat = {f"kernel_{i}": k.value.reshape(x.shape[2], -1) for i, k in enumerate(kernels)}
+    axis = dict(axis_name=axis_name, axis_size=axis_size)
+    found = registry.call(ALL_GATHER_MATMUL_FP8, x=x, **flat, **_scaling(kernels), **axis)
+    return tuple(y.reshape(*y.shape[:2], *k.value.shape[1:]) for y, k in zip(found, kernels, strict=True))
+
+
+def matmul_reduce_scatter_fp8(
+    x: Float[Array, "B _ ..."], kernel: Fp8Kernel, *, axis_name: str, axis_size: int
+) -> Float[Array, "B _ N"]:
+    """As `matmul_reduce_scatter`, multiplied in 8 bits; behind the matmuls dy travels in 8 bits too."""
+    rows, columns = _flat(x, kernel.value)
+    axis = dict(axis_name=axis_name, axis_size=axis_size)
+    return registry.call(MATMUL_REDUCE_SCATTER_FP8, x=rows, kernel=columns, **_scaling([kernel]), **axis)
+
+
+def _scaling(kernels: Sequence[Fp8Kernel]) -> dict[str, Float[Array, "G 3"] | None]:
+    if kernels[0].scale_3 is None:
+        return {"scale": None, "seen": None}
+    return {"scale": jnp.stack([k.scale_3 for k in kernels]), "seen": jnp.stack([k.seen_3 for k in kernels])}
 
 
 def _flat(x: Array, kernel: Array) -> tuple[Float[Array, "B _ K"], Float[Array, "K N"]]:
@@ -113,6 +140,50 @@ def _reduce_plain(x: Array, kernel: Array, axis_name: str, axis_size: int) -> Ar
     return jax.lax.psum(linear(x, kernel), axis_name)
 
 
+type _Scaling = Float[Array, "G 3"] | None
+
+
+def _gather_fp8(
+    x: Array,
+    scale: _Scaling,
+    seen: _Scaling,
+    axis_name: str,
+    axis_size: int,
+    swizzle: int,
+    parts: int,
+    **kernels: Array,
+) -> tuple[Array, ...]:
+    plan = xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts)
+    return fp8.all_gather_matmul(x, _kernels(kernels), scale, seen, plan)
+
+
+def _scatter_fp8(
+    x: Array, kernel: Array, scale: _Scaling, seen: _Scaling, axis_name: str, axis_size: int, swizzle: int, parts: int
+) -> Array:
+    plan = xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts)
+    return fp8.matmul_reduce_scatter(x, kernel, scale, seen, plan)
+
+
+def _gather_fp8_plain(
+    x: Array, scale: _Scaling, seen: _Scaling, axis_name: str, axis_size: int, **kernels: Array
+) -> tuple[Array, ...]:
+    del axis_size
+    whole = jax.lax.all_gather(x, axis_name, axis=1, tiled=True)
+    return tuple(linear_fp8(whole, _scaled(k, scale, seen, i)) for i, k in enumerate(_kernels(kernels)))
+
+
+def _scatter_fp8_plain(
+    x: Array, kernel: Array, scale: _Scaling, seen: _Scaling, axis_name: str, axis_size: int
+) -> Array:
+    del axis_size
+    y = linear_fp8(x, _scaled(kernel, scale, seen, 0))
+    return jax.lax.psum_scatter(y, axis_name, scatter_dimension=1, tiled=True)
+
+
+def _scaled(kernel: Array, scale: _Scaling, seen: _Scaling, index: int) -> Fp8Kernel:
+    return Fp8Kernel(kernel) if scale is None or seen is None else Fp8Kernel(kernel, scale[index], seen[index])
+
+
 def _shape(avals: Avals, name: str) -> jax.ShapeDtypeStruct:
     found = avals[name]
     assert isinstance(found, jax.ShapeDtypeStruct)
@@ -125,13 +196,13 @@ def _ranks(avals: Avals) -> int:
     return size
 
 
-def _work(op: OpName, avals: Avals) -> Work:
+def _work(op: OpName, avals: Avals, *, itemsize: int | None = None, in_8_bits: bool = False) -> Work:
     x = _shape(avals, "x")
     columns = sum(_shape(avals, name).shape[1] for name in avals if name.startswith("kernel"))
     gathers = op == "all_gather_matmul"
     rows = x.shape[0] * x.shape[1] * (_ranks(avals) if gathers else 1)
     travels = x.shape[2] if gathers else columns * (2 if op == "matmul_all_reduce" else 1)
-    return Work(_ranks(avals), rows, x.shape[2], columns, travels * x.dtype.itemsize)
+    return Work(_ranks(avals), rows, x.shape[2], columns, travels * (itemsize or x.dtype.itemsize), in_8_bits)
 
 
 def _configs(op: OpName) -> Callable[[DeviceSpec, Avals], Sequence[Mapping[str, int]]]:
@@ -221,6 +292,33 @@ def _op(
     )
 
 
+def _op_fp8(op: OpName, name: str, permute: Callable[..., object], plain: Callable[..., object], case: Avals) -> Op:
+    # Only what is gathered is rounded before it travels.
+    sent = {"itemsize": 1} if op == "all_gather_matmul" else {}
+
+    def supports(device: DeviceSpec, avals: Avals) -> str | None:
+        return unsupported(device) or _supports(op)(device, avals)
+
+    def permute_s(device: DeviceSpec, avals: Avals) -> float | None:
+        config = _configs(op)(device, avals)[0]
+        work = _work(op, avals, in_8_bits=True, **sent)
+        return overlapped_s(device, work, SWIZZLES[config["swizzle"]], config["parts"])
+
+    def plain_op_s(device: DeviceSpec, avals: Avals) -> float | None:
+        return plain_s(device, _work(op, avals, in_8_bits=True))
+
+    count = sum(name.startswith("kernel") for name in case)
+    scaling = jax.ShapeDtypeStruct((count, 3), jnp.float32)
+    return Op(
+        name,
+        (
+            Implementation("permute", permute, supports, permute_s, _configs(op)),
+            Implementation("xla", plain, cost_s=plain_op_s),
+        ),
+        cases={"llama8b": {**case, "scale": scaling, "seen": scaling, "axis_name": "tensor", "axis_size": 8}},
+    )
+
+
 def _bf16(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
@@ -231,4 +329,14 @@ _DOWN = {"x": _bf16(1, 8192, 1792), "kernel": _bf16(1792, 4096)}
 ALL_GATHER_MATMUL = _op("all_gather_matmul", _gather_permute, _gather_plain, _gather_tpu, _UP)
 MATMUL_REDUCE_SCATTER = _op("matmul_reduce_scatter", _scatter_permute, _scatter_plain, _scatter_tpu, _DOWN)
 MATMUL_ALL_REDUCE = _op("matmul_all_reduce", _reduce_permute, _reduce_plain, None, _DOWN)
-OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE)
+ALL_GATHER_MATMUL_FP8 = _op_fp8("all_gather_matmul", "all_gather_matmul_fp8", _gather_fp8, _gather_fp8_plain, _UP)
+MATMUL_REDUCE_SCATTER_FP8 = _op_fp8(
+    "matmul_reduce_scatter", "matmul_reduce_scatter_fp8", _scatter_fp8, _scatter_fp8_plain, _DOWN
+)
+OPS = (
+    ALL_GATHER_MATMUL,
+    MATMUL_REDUCE_SCATTER,
+    MATMUL_ALL_REDUCE,
+    ALL_GATHER_MATMUL_FP8,
+    MATMUL_REDUCE_SCATTER_FP8,
+)

@@ -30,6 +30,7 @@ class Work:
     rows: of the result, all ranks' together.
     contracted, columns: of this device's kernels: K and N, N summed over kernels.
     sent_bytes: of one row that travels.
+    in_8_bits: what is multiplied.
     """
 
     ranks: int
@@ -37,6 +38,7 @@ class Work:
     contracted: int
     columns: int
     sent_bytes: int
+    in_8_bits: bool = False
 
     def flops(self) -> float:
         return 2.0 * self.rows * self.contracted * self.columns
@@ -73,7 +75,7 @@ def smallest_gflop(device: DeviceSpec, work: Work, swizzle: Swizzle, parts: int)
 
 
 def _matmul_s(device: DeviceSpec, work: Work) -> float:
-    peak = device.peak_bf16_flops or _NOMINAL_FLOPS
+    peak = (device.peak_fp8_flops if work.in_8_bits else device.peak_bf16_flops) or _NOMINAL_FLOPS
     return work.flops() / (peak * _EFFICIENCY)
 
 

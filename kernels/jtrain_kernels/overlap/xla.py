@@ -86,14 +86,14 @@ def gather_backward(plan: Plan, saved: tuple[Array, Kernels], dys: Kernels) -> t
         products = [_dot(rows_of(dy, number, each), k, 1, jnp.float32) for dy, k in zip(dys, kernels, strict=True)]
         return functools.reduce(jnp.add, products)
 
-    dx_BRK = _reduced("matmul_reduce_scatter", plan, rows, x_BRK.dtype)
+    dx_BRK = reduced("matmul_reduce_scatter", plan, rows, x_BRK.dtype)
     return dx_BRK, tuple(total.astype(kernel.dtype) for total, kernel in zip(totals, kernels, strict=True))
 
 
 all_gather_matmul.defvjp(_gather_forward, gather_backward)
 
 
-def _reduced(op: OpName, plan: Plan, rows: Callable[[Array], Array], dtype: jnp.dtype) -> Float[Array, "B _ _"]:
+def reduced(op: OpName, plan: Plan, rows: Callable[[Array], Array], dtype: jnp.dtype) -> Float[Array, "B _ _"]:
     """Rows summed over ranks: this rank's, or of an all-reduce all.
 
     rows: what this rank adds to a piece, by its number, float32.
@@ -111,7 +111,7 @@ def _reduced(op: OpName, plan: Plan, rows: Callable[[Array], Array], dtype: jnp.
 
 def _sum(op: OpName, x_BRK: Array, kernel_KN: Array, plan: Plan) -> Array:
     each = plan.schedule(op).piece_rows(x_BRK.shape[1])
-    return _reduced(op, plan, lambda g: _dot(rows_of(x_BRK, g, each), kernel_KN, 0, jnp.float32), x_BRK.dtype)
+    return reduced(op, plan, lambda g: _dot(rows_of(x_BRK, g, each), kernel_KN, 0, jnp.float32), x_BRK.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

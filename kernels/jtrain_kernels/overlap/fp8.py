@@ -1,0 +1,170 @@
+"""Overlapped collectives whose matmuls are in 8 bits, and whose operands travel in 8 bits: half of bfloat16's bytes.
+
+As `xla.py`, with the numbers of `jtrain_kernels.fp8`: what is gathered is rounded before it is sent, x to e4m3 and in
+the backward pass dy to e5m2. Partial sums travel in x's dtype, as they do without.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, largest, quantised, restored, scale_of
+from jtrain_kernels.linear.reference import contract
+from jtrain_kernels.overlap.emit import gather, put, rows_of
+from jtrain_kernels.overlap.xla import Kernels, Plan, reduced
+
+type PerKernel = Float[Array, "G 3"] | None
+"""`Fp8Kernel.scale_3`, or `seen_3`, of G kernels; None for current scaling."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def all_gather_matmul(
+    x_BRK: Float[Array, "B _ K"], kernels: Kernels, scale_G3: PerKernel, seen_G3: PerKernel, plan: Plan
+) -> Kernels:
+    """`gathered x @ kernel` of each kernel [K, N]: [B, ranks * R, N] each.
+
+    With delayed scaling x has one history, of which every kernel keeps a copy; the first's is taken.
+    """
+    return _gather_forward(x_BRK, kernels, scale_G3, seen_G3, plan)[0]
+
+
+def _gather_forward(
+    x_BRK: Array, kernels: Kernels, scale_G3: PerKernel, seen_G3: PerKernel, plan: Plan
+) -> tuple[Kernels, Any]:
+    del seen_G3
+    dtype = x_BRK.dtype
+    x_scale = _scale(x_BRK, scale_G3, 0, 0, plan)
+    kernel_scales = tuple(_scale(k, scale_G3, i, 1) for i, k in enumerate(kernels))
+    kernels8 = tuple(quantised(k, scale, FORWARD) for k, scale in zip(kernels, kernel_scales, strict=True))
+
+    def visit(outputs: Kernels, number: Array, rows8: Array) -> Kernels:
+        rows = restored(rows8, x_scale, dtype)
+        products = (_dot(rows, restored(k8, s, dtype), dtype) for k8, s in zip(kernels8, kernel_scales, strict=True))
+        return tuple(put(y, number, product) for y, product in zip(outputs, products, strict=True))
+
+    shape = x_BRK.shape[0], x_BRK.shape[1] * plan.axis_size
+    outputs = tuple(jax.lax.empty((*shape, kernel.shape[1]), dtype) for kernel in kernels)
+    x8_BRK = quantised(x_BRK, x_scale, FORWARD)
+    outputs = gather(plan.schedule("all_gather_matmul"), plan.axis_name, x8_BRK, visit, outputs)
+    return outputs, (x_BRK, kernels, x_scale, kernel_scales, scale_G3)
+
+
+def _gather_backward(plan: Plan, saved: Any, dys: Kernels) -> tuple[Array, Kernels, PerKernel, PerKernel]:
+    x_BRK, kernels, x_scale, kernel_scales, scale_G3 = saved
+    dtype = x_BRK.dtype
+    schedule = plan.schedule("all_gather_matmul")
+    each = schedule.piece_rows(dys[0].shape[1])
+    dy_scales = tuple(_scale(dy, scale_G3, i, 2) for i, dy in enumerate(dys))
+    dys8 = tuple(quantised(dy, scale, GRADIENT) for dy, scale in zip(dys, dy_scales, strict=True))
+    kernels8 = tuple(quantised(k, scale, FORWARD) for k, scale in zip(kernels, kernel_scales, strict=True))
+
+    def dy_rows(number: Array) -> list[Array]:
+        return [restored(rows_of(dy8, number, each), s, dtype) for dy8, s in zip(dys8, dy_scales, strict=True)]
+
+    def kernel_parts(totals: Kernels, number: Array, rows8: Array) -> Kernels:
+        rows = restored(rows8, x_scale, dtype)
+        return tuple(t + _kernel_part(rows, dy) for t, dy in zip(totals, dy_rows(number), strict=True))
+
+    def rows(number: Array) -> Array:
+        again = (restored(k8, s, dtype) for k8, s in zip(kernels8, kernel_scales, strict=True))
+        return functools.reduce(jnp.add, map(_dot_back, dy_rows(number), again))
+
+    zeros = tuple(jnp.zeros(kernel.shape, jnp.float32) for kernel in kernels)
+    totals = gather(schedule, plan.axis_name, quantised(x_BRK, x_scale, FORWARD), kernel_parts, zeros)
+    dx_BRK = reduced("matmul_reduce_scatter", plan, rows, dtype)
+    dkernels = tuple(total.astype(kernel.dtype) for total, kernel in zip(totals, kernels, strict=True))
+    return dx_BRK, dkernels, *_of_scales(scale_G3, x_BRK, kernels, dys)
+
+
+all_gather_matmul.defvjp(_gather_forward, _gather_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def matmul_reduce_scatter(
+    x_BRK: Float[Array, "B _ K"], kernel_KN: Float[Array, "K N"], scale_13: PerKernel, seen_13: PerKernel, plan: Plan
+) -> Float[Array, "B _ N"]:
+    """This rank's rows of `x @ kernel` summed over ranks, [B, R / ranks, N]."""
+    return _scatter_forward(x_BRK, kernel_KN, scale_13, seen_13, plan)[0]
+
+
+def _scatter_forward(
+    x_BRK: Array, kernel_KN: Array, scale_13: PerKernel, seen_13: PerKernel, plan: Plan
+) -> tuple[Array, Any]:
+    del seen_13
+    dtype = x_BRK.dtype
+    each = plan.schedule("matmul_reduce_scatter").piece_rows(x_BRK.shape[1])
+    x_scale, kernel_scale = _scale(x_BRK, scale_13, 0, 0), _scale(kernel_KN, scale_13, 0, 1)
+    x8_BRK, kernel8_KN = quantised(x_BRK, x_scale, FORWARD), quantised(kernel_KN, kernel_scale, FORWARD)
+
+    def rows(number: Array) -> Array:
+        x = restored(rows_of(x8_BRK, number, each), x_scale, dtype)
+        return _dot(x, restored(kernel8_KN, kernel_scale, dtype), jnp.float32)
+
+    y_BRN = reduced("matmul_reduce_scatter", plan, rows, dtype)
+    return y_BRN, (x_BRK, kernel_KN, x_scale, kernel_scale, scale_13)
+
+
+def _scatter_backward(plan: Plan, saved: Any, dy_BRN: Array) -> tuple[Array, Array, PerKernel, PerKernel]:
+    x_BRK, kernel_KN, x_scale, kernel_scale, scale_13 = saved
+    dtype = x_BRK.dtype
+    schedule = plan.schedule("all_gather_matmul")
+    each = schedule.piece_rows(x_BRK.shape[1])
+    dy_scale = _scale(dy_BRN, scale_13, 0, 2, plan)
+    x8_BRK, kernel8_KN = quantised(x_BRK, x_scale, FORWARD), quantised(kernel_KN, kernel_scale, FORWARD)
+
+    def visit(carry: tuple[Array, Array], number: Array, dy8: Array) -> tuple[Array, Array]:
+        dx, total = carry
+        dy = restored(dy8, dy_scale, dtype)
+        dx = put(dx, number, _dot_back(dy, restored(kernel8_KN, kernel_scale, dtype)).astype(dtype))
+        return dx, total + _kernel_part(restored(rows_of(x8_BRK, number, each), x_scale, dtype), dy)
+
+    start = jax.lax.empty(x_BRK.shape, dtype), jnp.zeros(kernel_KN.shape, jnp.float32)
+    dx_BRK, total = gather(schedule, plan.axis_name, quantised(dy_BRN, dy_scale, GRADIENT), visit, start)
+    return dx_BRK, total.astype(kernel_KN.dtype), *_of_scales(scale_13, x_BRK, (kernel_KN,), (dy_BRN,))
+
+
+matmul_reduce_scatter.defvjp(_scatter_forward, _scatter_backward)
+
+
+def _scale(x: Array, scale_G3: PerKernel, kernel: int, role: int, plan: Plan | None = None) -> Float[Array, ""]:
+    """Of `history.ROLES[role]`; with a plan x is one rank's part of what is gathered, and all must scale alike."""
+    if scale_G3 is not None:
+        return scale_G3[kernel, role]
+    amax = largest(x)
+    if plan is not None:
+        amax = jax.lax.pmax(amax, plan.axis_name)
+    return scale_of(amax, GRADIENT if role == 2 else FORWARD)
+
+
+def _of_scales(scale_G3: PerKernel, x: Array, kernels: Kernels, dys: Kernels) -> tuple[PerKernel, PerKernel]:
+    """The cotangents of `scale_G3` and `seen_G3`: none, and the largest numbers of what this rank has."""
+    if scale_G3 is None:
+        return None, None
+    seen_G3 = [[largest(x), largest(kernel), largest(dy)] for kernel, dy in zip(kernels, dys, strict=True)]
+    return jnp.zeros_like(scale_G3), jnp.array(seen_G3)
+
+
+def _dot(x_BRK: Array, kernel_KN: Array, dtype: jax.typing.DTypeLike) -> Float[Array, "B _ N"]:
+    """On Hopper the tensor cores' own sums keep 14 bits: faster, and enough forward."""
+    y = contract(x_BRK.reshape(-1, x_BRK.shape[2]), kernel_KN, 1, 0, dtype)
+    return y.reshape(*x_BRK.shape[:2], -1)
+
+
+def _dot_back(dy_BRN: Array, kernel_KN: Array) -> Float[Array, "B _ K"]:
+    dx = _exact(dy_BRN.reshape(-1, dy_BRN.shape[2]), kernel_KN, 1, 1)
+    return dx.reshape(*dy_BRN.shape[:2], -1)
+
+
+def _kernel_part(x_BRK: Array, dy_BRN: Array) -> Float[Array, "K N"]:
+    return _exact(x_BRK.reshape(-1, x_BRK.shape[2]), dy_BRN.reshape(-1, dy_BRN.shape[2]), 0, 0)
+
+
+def _exact(a: Array, b: Array, a_dim: int, b_dim: int) -> Array:
+    """Summed in float32 throughout. HIGHEST says so to XLA:GPU; elsewhere it would mean float32 operands."""
+    product = functools.partial(contract, a_dim=a_dim, b_dim=b_dim, dtype=jnp.float32)
+    return jax.lax.platform_dependent(
+        a, b, cuda=functools.partial(product, precision=jax.lax.Precision.HIGHEST), default=product
+    )
