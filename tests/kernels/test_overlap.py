@@ -193,13 +193,9 @@ def test_rows_that_do_not_split_are_refused_when_forced() -> None:
 
 @pytest.mark.slow
 @pytest.mark.aot
-@pytest.mark.parametrize(("chip", "share"), [("v5p:2x2x2", 0.9), ("h200:8", 0.75)])
-def test_what_travels_is_beside_matmuls_as_compiled(chip: str, share: float) -> None:
-    """A feed-forward layer of llama8b, forward and backward, over 8 chips: all permutes, most of them beside matmuls.
-
-    Of the bytes 0.99 on a v5p, and 0.80 on an H200, where XLA:GPU leaves 7 of the 14 hops of reduce-scatters, which are
-    written out, alone. In the whole model, which `bench overlap` compiles, it does not: 0.99.
-    """
+@pytest.mark.parametrize("chip", ("v5p:2x2x2", "h200:8"))
+def test_what_travels_is_beside_matmuls_as_compiled(chip: str) -> None:
+    """A feed-forward layer of llama8b, forward and backward, over 8 chips: every permute is beside a matmul."""
     from jtrain.plan.aot import topology_devices
     from jtrain.plan.hlo import overlap, traffic
 
@@ -224,4 +220,4 @@ def test_what_travels_is_beside_matmuls_as_compiled(chip: str, share: float) -> 
     assert {row.kind for row in rows} == {"collective-permute"}
     sent = overlap(rows)
     assert sent.wire_bytes == 5 * 8192 * 4096 * 2 * 7 // 8  # two gathers, one again, two scatters
-    assert sent.hidden_bytes >= share * sent.wire_bytes
+    assert sent.hidden_bytes == sent.wire_bytes

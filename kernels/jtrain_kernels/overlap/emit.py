@@ -65,28 +65,31 @@ def _around[C](
     visit: Callable[[C, Int[Array, ""], Array], C],
     carry: C,
 ) -> C:
-    """Every piece goes on to the same neighbour at every turn."""
-    n, each = schedule.num_ranks, schedule.pieces_per_rank
-    sends: dict[int, Send] = {}  # of a rank's own pieces, the first turn
-    for instruction in schedule.programs[0]:
-        if isinstance(instruction, Send) and schedule.owner(instruction.piece) == 0:
-            sends[instruction.piece] = instruction
-    pairs = [[(rank, (rank + send.peer) % n) for rank in range(n)] for _, send in sorted(sends.items())]
+    n, each, peers = schedule.num_ranks, schedule.pieces_per_rank, _neighbours(schedule)
 
     def visited(carry: C, turn: Int[Array, ""] | int, rows: list[Array]) -> C:
         rank = jax.lax.axis_index(axis_name)
-        for index, piece in enumerate(rows):
-            back = sends[index].peer
-            carry = visit(carry, (rank - turn * back) % n * each + index, piece)
+        for index, (piece, peer) in enumerate(zip(rows, peers, strict=True)):
+            carry = visit(carry, (rank - turn * peer) % n * each + index, piece)
         return carry
 
     def one(turn: Int[Array, ""], state: tuple[C, list[Array]]) -> tuple[C, list[Array]]:
         carry, rows = state
-        ahead = [jax.lax.ppermute(piece, axis_name, pair) for piece, pair in zip(rows, pairs, strict=True)]
+        ahead = [_passed_on(piece, axis_name, n, peer) for piece, peer in zip(rows, peers, strict=True)]
         return visited(carry, turn, rows), ahead
 
     carry, rows = jax.lax.fori_loop(0, n - 1, one, (carry, rows))
     return visited(carry, n - 1, rows)
+
+
+def _neighbours(schedule: Schedule) -> list[int]:
+    """Around rings: the neighbour, as a distance, to which a rank passes on each of the pieces of any owner, always."""
+    found = {i.piece % schedule.pieces_per_rank: i.peer for i in schedule.programs[0] if isinstance(i, Send)}
+    return [found[index] for index in range(schedule.pieces_per_rank)]
+
+
+def _passed_on(piece: Array, axis_name: str, n: int, peer: int) -> Array:
+    return jax.lax.ppermute(piece, axis_name, [(rank, (rank + peer) % n) for rank in range(n)])
 
 
 def reduce(
@@ -98,11 +101,16 @@ def reduce(
 ) -> list[Piece]:
     """Sums of pieces over ranks: this rank's own, or of an all-reduce all; inside `shard_map` over `axis_name`.
 
+    Of a reduce-scatter around rings it is a loop, as in `gather`.
+
     Args:
       compute: what this rank adds to a piece, by its number.
       wire_dtype: of partial sums while they travel; they are added in the dtype that `compute` returns.
     """
     rank = jax.lax.axis_index(axis_name)
+    around = schedule.op == "matmul_reduce_scatter" and schedule.swizzle in ("ring", "bidirectional")
+    if around and schedule.num_ranks > 1:
+        return _reduce_around(schedule, axis_name, compute, wire_dtype)
     memory: dict[Place, Array] = {}
     arriving: dict[Place, deque[Array]] = {}
     outputs: dict[Place, Int[Array, ""]] = {}
@@ -122,6 +130,29 @@ def reduce(
             into = memory[instruction.into]
             memory[instruction.into] = into + memory.pop(instruction.slot).astype(into.dtype)
     return [Piece(outputs[place], memory[place]) for place in sorted(outputs)]
+
+
+def _reduce_around(
+    schedule: Schedule,
+    axis_name: str,
+    compute: Callable[[Int[Array, ""]], Float[Array, "B _ N"]],
+    wire_dtype: jax.typing.DTypeLike,
+) -> list[Piece]:
+    """A piece begins beside its owner and comes to it last, and each rank adds its part on the way."""
+    n, each, peers = schedule.num_ranks, schedule.pieces_per_rank, _neighbours(schedule)
+    rank = jax.lax.axis_index(axis_name)
+
+    def computed(turn: Int[Array, ""] | int) -> list[Array]:
+        return [compute((rank - (turn + 1) * peer) % n * each + index) for index, peer in enumerate(peers)]
+
+    def one(turn: Int[Array, ""], sums: list[Array]) -> list[Array]:
+        arrived = [_passed_on(s.astype(wire_dtype), axis_name, n, peer) for s, peer in zip(sums, peers, strict=True)]
+        # Else XLA:TPU makes one of a matmul and the sum after it, which waits for what arrives before it multiplies.
+        own, arrived = jax.lax.optimization_barrier((computed(turn), arrived))
+        return [a + b.astype(a.dtype) for a, b in zip(own, arrived, strict=True)]
+
+    sums = jax.lax.fori_loop(1, n, one, computed(0))
+    return [Piece(rank * each + index, value) for index, value in enumerate(sums)]
 
 
 def _permute(schedule: Schedule, step: int, axis_name: str, value: Array, arriving: dict[Place, deque[Array]]) -> None:
