@@ -68,7 +68,8 @@ class Watch:
         self._flops = flops_per_token(run.model, seq_len=run.data.seq_len)
         self._spec = device.from_device(mesh.devices.flat[0])
         self._data_ranks = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-        self._windows = Windows(workdir, run.profile, traces=jax.process_index() == 0)
+        processes = dict(process=jax.process_index(), num_processes=jax.process_count())
+        self._windows = Windows(workdir, run.profile, **processes)
         self._times = light.StepTimes()
         self._entered = contextlib.ExitStack()
         self._compiled_before_s = 0.0
@@ -320,6 +321,8 @@ class Watch:
             "platform": first.platform,
             "device_kind": first.device_kind,
             "num_devices": self._mesh.devices.size,
+            "process": jax.process_index(),
+            "num_processes": jax.process_count(),
             "tokens_per_step": tokens,
             "step_flops": self._flops.total_flops * tokens,
             "module": MODULE,

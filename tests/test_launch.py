@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jtrain import launch, verb
+from jtrain.profile.breakdown import read_json
 
 ROOT = Path(__file__).parents[1]
 
@@ -298,9 +300,11 @@ def test_local_sh_starts_every_process_and_keeps_the_exit_code(processes: int) -
 def test_processes_train_as_one(tmp_path: Path) -> None:
     """Two processes of 4 devices give the losses, batches and checkpoint of one process with 8."""
     arguments = ["--config=tiny", "--with", "debug", "--with", "zero3", "--set", "layout.compute_dtype=float32"]
-    done = local_sh(2, *arguments, "--emulate-devices", "4", "--workdir", str(tmp_path / "two"))
+    window = ["--set", "profile.steps=(2,4)", "--set", "profile.clocks=none"]
+    done = local_sh(2, *arguments, *window, "--emulate-devices", "4", "--workdir", str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("results in") == 1, "process 0 speaks for all"
+    assert_each_traced_its_own(tmp_path / "two", processes=2, devices=4)
     done = local_sh(1, *arguments, "--emulate-devices", "8", "--workdir", str(tmp_path / "one"))
     assert done.returncode == 0, done.stderr
     two, one = (
@@ -312,6 +316,23 @@ def test_processes_train_as_one(tmp_path: Path) -> None:
     assert [line["loss_nats"] for line in two if "loss_nats" in line] == pytest.approx(losses, rel=1e-5)
     assert [line.get("batch_hash") for line in two] == [line.get("batch_hash") for line in one]
     assert (tmp_path / "two" / "checkpoints" / "5").is_dir()
+
+
+def assert_each_traced_its_own(workdir: Path, *, processes: int, devices: int) -> None:
+    """A report by each process of its devices, and one table of all in the terminal."""
+    window = workdir / "profile" / "2"
+    for process in range(processes):
+        folder = window if process == 0 else window / f"process-{process}"
+        found = read_json(folder / "breakdown.json")
+        assert (found.process, found.num_processes) == (process, processes)
+        assert (found.num_devices, found.all_devices) == (devices, processes * devices)
+        assert [step.step for step in found.steps] == [3, 4]
+        assert all(len(step.devices) == devices for step in found.steps)
+        assert f"8 × cpu (cpu), the 4 of process {process}" in (folder / "report.html").read_text()
+    assert '<a href="process-1/report.html">process 1</a>' in (window / "report.html").read_text()
+    assert '<a href="../report.html">process 0</a>' in (window / "process-1" / "report.html").read_text()
+    said = python("-m", "jtrain.profile", str(workdir)).stdout.partition("processes, mean over the steps")[2]
+    assert re.findall(r"^ (\d) +[\d.]+ m?s", said, re.MULTILINE) == ["0", "1"]
 
 
 FAULTS = """

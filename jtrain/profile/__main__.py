@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from jtrain import verb
 from jtrain.durable import write_whole
+from jtrain.profile.windows import FOLDER, other_parts
 
 if TYPE_CHECKING:
     from jtrain.profile.records import Breakdown
 
-FOLDER = "profile"
-"""In a workdir: what holds one folder per trace window, named by the step before it."""
-
 TRACE = "perfetto.json"
+
+_WORKDIR = "of a run, or one WORKDIR/profile/<step> of it, or the process-<n> in that"
 
 _EPILOG = "Exit codes: 0 done; 2 there is no such profile, the message says what there is and the way out."
 
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"{_EPILOG} A workdir that is called compare or export is given as ./compare.",
         allow_abbrev=False,
     )
-    parser.add_argument("workdir", type=Path, metavar="WORKDIR", help="of a run, or one WORKDIR/profile/<step> of it")
+    parser.add_argument("workdir", type=Path, metavar="WORKDIR", help=_WORKDIR)
     parser.add_argument("--step", type=int, metavar="N", help="the window that opened after step N (default: newest)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write breakdown.json there; seconds and bytes")
     return parser
@@ -65,7 +65,7 @@ def export_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         allow_abbrev=False,
     )
-    parser.add_argument("workdir", type=Path, metavar="WORKDIR", help="of a run, or one WORKDIR/profile/<step> of it")
+    parser.add_argument("workdir", type=Path, metavar="WORKDIR", help=_WORKDIR)
     parser.add_argument("--step", type=int, metavar="N", help="the window that opened after step N (default: newest)")
     words = "for ui.perfetto.dev and chrome://tracing; the only format there is"
     parser.add_argument("--perfetto", action="store_true", required=True, help=words)
@@ -119,9 +119,12 @@ def show(argv: Sequence[str]) -> int:
     def execute() -> int:
         folder = find(args.workdir, args.step)
         breakdown = load(folder)
-        from jtrain.profile.terminal import new_console, print_breakdown  # lazy: rich
+        from jtrain.profile.terminal import new_console, print_breakdown, print_processes  # lazy: rich
 
-        print_breakdown(breakdown, new_console())
+        console = new_console()
+        print_breakdown(breakdown, console)
+        if others := list(map(load, other_parts(folder).values())):
+            print_processes([breakdown, *others], console)
         if (page := folder / "report.html").exists():
             print(f"with pictures: {page}")
         if args.json is not None:

@@ -21,7 +21,7 @@ from jtrain.profile.records import Breakdown, CommRow, MemoryRow, Op, OpRow, Pea
 from jtrain.profile.samples import Anchor, Samples
 from jtrain.profile.timeline import DeviceStep, Events, lay_out, overlap_factors
 from jtrain.profile.trace import read_facts
-from jtrain.profile.xplane import read
+from jtrain.profile.xplane import read, trace_files
 
 PARTS = ("theoretical", "instruction", "utilisation", "overlap", "clocks")
 PARTS += ("exposed_communication", "data_wait", "host", "idle")
@@ -103,7 +103,7 @@ def annotate(folder: Path) -> None:
     flops, size = (np.array([getattr(op, name) for op in ops.values()], float) for name in ("flops", "bytes"))
     unknown = np.full(len(ops), np.nan)
     sensitivity = attribution.sensitivity(flops, size, peaks, unknown)
-    for file in sorted(folder.rglob("*.xplane.pb")):
+    for file in trace_files(folder):
         tracks.annotate(file, sampled, peaks, dict(zip(ops, sensitivity.tolist(), strict=True)))
 
 
@@ -126,6 +126,9 @@ def break_down(trace: Trace, ops: Mapping[str, Op], facts: dict[str, Any], sampl
         platform=trace.platform,
         device_kind=trace.device_kind,
         num_devices=trace.num_devices,
+        all_devices=facts["num_devices"],
+        process=facts["process"],
+        num_processes=facts["num_processes"],
         tokens_per_step=facts["tokens_per_step"],
         steps=steps,
         ops=_op_rows(events, clocked, peaks),
@@ -335,8 +338,8 @@ def _notes(
     notes += [note for device in sorted(sampled) for note in sampled[device].notes]
     if not sampled:
         notes.append("No clocks were sampled: what they cost is inside utilisation.")
-    if trace.num_devices != facts["num_devices"]:
-        notes.append(f"The trace holds {trace.num_devices} of {facts['num_devices']} devices.")
+    if trace.num_devices != (own := facts["num_devices"] // facts["num_processes"]):
+        notes.append(f"The trace holds {trace.num_devices} of {own} devices.")
     kernels = sorted(op.name for op in events.ops if op.opcode == "custom-call" and not op.flops)
     if kernels:
         notes.append(f"FLOPs of custom calls are unknown: {', '.join(kernels[:5])} ({len(kernels)} in all).")

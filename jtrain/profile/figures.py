@@ -72,11 +72,15 @@ def part_mean(values: Sequence[float | None]) -> float | None:
 
 
 def joules_per_token(breakdown: Breakdown) -> float | None:
-    """Energy of all devices over the window's tokens; None if a step's energy is unknown."""
+    """Energy of all devices over the window's tokens; None if a step's energy is unknown.
+
+    Of several processes, the others' devices count as this one's.
+    """
     energies = [step.energy_j for step in breakdown.steps]
     known = [energy for energy in energies if energy is not None]
     tokens = breakdown.tokens_per_step * len(energies)
-    return sum(known) / tokens if tokens and len(known) == len(energies) else None
+    all_j = sum(known) * breakdown.all_devices / breakdown.num_devices
+    return all_j / tokens if tokens and len(known) == len(energies) else None
 
 
 def tokens_per_s(breakdown: Breakdown) -> float:
@@ -152,6 +156,14 @@ def steps_line(breakdown: Breakdown) -> str:
     """`steps 20 to 24`."""
     first, last = breakdown.steps[0].step, breakdown.steps[-1].step
     return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def machine_line(breakdown: Breakdown) -> str:
+    """`8 × cpu (cpu)`, and of several processes whose devices this is about."""
+    kind = f"{breakdown.all_devices} × {breakdown.device_kind} ({breakdown.platform})"
+    if breakdown.num_processes == 1:
+        return kind
+    return f"{kind}, the {breakdown.num_devices} of process {breakdown.process}"
 
 
 def headline(breakdown: Breakdown) -> str:

@@ -204,6 +204,7 @@ class LiveTrack:
 class Breakdown:
     """Everything that a report shows; breakdown.json is its `dataclasses.asdict`.
 
+    num_devices, all_devices: of the process that this is of, and of all processes.
     coverage: share of device time whose op has a layer and a phase.
     settings: fields of the config that advice is about, `layout.remat` and others, with their values.
     goodput: seconds of the whole run by category until the window opened, all attempts together, as goodput.json.
@@ -213,6 +214,9 @@ class Breakdown:
     platform: str
     device_kind: str
     num_devices: int
+    all_devices: int
+    process: int
+    num_processes: int
     tokens_per_step: int
     steps: list[StepBreakdown]
     ops: list[OpRow]

@@ -14,6 +14,7 @@ from jtrain.profile.records import Breakdown, OpRow, StepBreakdown
 from jtrain.profile.report_html.live_chart import live_chart
 from jtrain.profile.report_html.markup import cell, data, options, rect, row, section, svg, table, text
 from jtrain.profile.report_html.timeline import timeline
+from jtrain.profile.windows import part_of
 
 MOST_OPS = 400
 """Rows of the table of ops at most: those that lose most; breakdown.json has all."""
@@ -34,7 +35,7 @@ def write(breakdown: Breakdown, file: Path) -> None:
 
 def page(breakdown: Breakdown) -> str:
     """The page as HTML."""
-    kind = f"{breakdown.num_devices} × {breakdown.device_kind} ({breakdown.platform})"
+    kind = figures.machine_line(breakdown)
     steps = figures.steps_line(breakdown)
     embedded = json.dumps(breakdown.to_dict()).replace("<", "\\u003c")  # no text in it may end the script
     sections = (
@@ -46,6 +47,7 @@ def page(breakdown: Breakdown) -> str:
         section("clocks", "Clocks, power and temperature over the steps", timeline(breakdown)),
         section("goodput", "The whole run until this window", _goodput(breakdown)),
         section("devices", "Devices, mean over the steps", _devices(breakdown)),
+        *_processes(breakdown),
         section("memory", "Memory of one device", _memory(breakdown), live_chart(breakdown.live)),
         section("notes", "What could not be known, and why", _listed(breakdown.notes, "Nothing was missing.")),
     )
@@ -59,6 +61,16 @@ def page(breakdown: Breakdown) -> str:
         f'</main>\n<script type="application/json" id="breakdown">{embedded}</script>\n'
         f"<script>{(_FILES / 'page.js').read_text()}</script></body></html>\n"
     )
+
+
+def _processes(breakdown: Breakdown) -> list[str]:
+    """Links to the pages of the other processes, which lie beside this one; none of a single process."""
+    if breakdown.num_processes == 1:
+        return []
+    window = Path("..") if breakdown.process else Path()
+    others = (i for i in range(breakdown.num_processes) if i != breakdown.process)
+    links = (f'<a href="{(part_of(window, i) / "report.html").as_posix()}">process {i}</a>' for i in others)
+    return [section("processes", "The other processes' devices", f"<p>{', '.join(links)}</p>")]
 
 
 def _listed(lines: list[str], nothing: str) -> str:

@@ -41,8 +41,7 @@ def bar(start: float, length: float, width: int = BAR) -> str:
 def print_breakdown(breakdown: Breakdown, console: Console) -> None:
     """Everything that the page shows, the top ops by lost time, and clocks as means."""
     steps = figures.steps_line(breakdown)
-    kind = f"{breakdown.num_devices} × {breakdown.device_kind} ({breakdown.platform})"
-    _title(console, f"{steps[0].upper() + steps[1:]} on {kind}")
+    _title(console, f"{steps[0].upper() + steps[1:]} on {figures.machine_line(breakdown)}")
     _say(console, figures.headline(breakdown))
     _say(console, _known_by(breakdown))
     for title, table in (
@@ -64,6 +63,19 @@ def print_breakdown(breakdown: Breakdown, console: Console) -> None:
             _title(console, title)
             for line in lines:
                 _say(console, f"- {line}")
+
+
+def print_processes(processes: Sequence[Breakdown], console: Console) -> None:
+    """Which process is slow and at what: all wait for the slowest, so the others' time is in what they wait for."""
+    waits = ("exposed_communication", "data_wait", "host", "idle")
+    table = new_table(("process",), ("step", "computing", *(part.name for part in figures.PARTS if part.key in waits)))
+    for breakdown in processes:
+        step = mean_step(breakdown)
+        waited = [step.parts.get(key) for key in waits]
+        computing_s = step.duration_s - sum(part or 0.0 for part in waited)
+        table.add_row(str(breakdown.process), *map(seconds, (step.duration_s, computing_s, *waited)))
+    _title(console, "processes, mean over the steps")
+    console.print(table)
 
 
 def _title(console: Console, words: str) -> None:

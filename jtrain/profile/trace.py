@@ -19,7 +19,7 @@ from jtrain.durable import write_whole
 FACTS = "facts.json"
 
 _FACTS = ("platform", "device_kind", "num_devices", "tokens_per_step", "mesh", "peaks", "planned", "memory")
-_FACTS += ("step_flops", "module", "settings", "goodput")
+_FACTS += ("step_flops", "module", "settings", "goodput", "process", "num_processes")
 
 
 class Window:
@@ -27,7 +27,8 @@ class Window:
 
     Args:
       folder: of this window alone; made if missing.
-      facts: platform, device_kind, num_devices, tokens_per_step; mesh ({axis: devices}); peaks (fields of `Peaks`);
+      facts: platform, device_kind, num_devices (of all processes), process, num_processes, tokens_per_step;
+        mesh ({axis: devices}); peaks (fields of `Peaks`);
         planned ([{kind, axes, wire_bytes}], of one device and step); memory ([{name, bytes, source}], of one device);
         step_flops (model FLOPs of a step on all devices, or None); module (name of the step's HLO module);
         settings ({field of the config: value}, those that advice is about); goodput ({category: seconds of the run}).

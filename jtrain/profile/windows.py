@@ -15,26 +15,39 @@ from typing import Any
 from jtrain.profile.spec import WINDOW_STEPS, ProfileSpec
 
 FOLDER = "profile"
+"""In a workdir: what holds one folder per trace window, named by the step before it."""
+
+
+def part_of(window: Path, process: int) -> Path:
+    """Where a process leaves its trace and its report: the first in the window's folder, each other in one in it."""
+    return window if process == 0 else window / f"process-{process}"
+
+
+def other_parts(window: Path) -> dict[int, Path]:
+    """The folders of the other processes that are there, by process."""
+    found = {int(p.name.removeprefix("process-")): p for p in window.glob("process-*") if p.is_dir()}
+    return dict(sorted(found.items()))
 
 
 class Windows:
     """The windows of one attempt: the one of `profile.steps`, and one for each SIGUSR1.
 
-    Entered, SIGUSR1 only sets `requested`. Only the process that `traces` leaves anything: its devices are traced, and
-    every process takes the same decisions. A window that cannot be traced is said, and training goes on.
+    Entered, SIGUSR1 only sets `requested`. Every process takes the same decisions and traces its own devices, into
+    `part_of` the window. One that cannot be traced is said, and training goes on.
 
-        with Windows(workdir, spec, traces=True) as windows:
+        with Windows(workdir, spec) as windows:
             ...
             if windows.opens(step, asked=windows.requested): windows.open(step, facts())
             with windows.step(step + 1): ...
             if windows.closes(step): windows.close(program)
     """
 
-    def __init__(self, workdir: Path, spec: ProfileSpec, *, traces: bool) -> None:
+    def __init__(self, workdir: Path, spec: ProfileSpec, *, process: int = 0, num_processes: int = 1) -> None:
         self.requested = False
         self._folder = workdir / FOLDER
         self._spec = spec
-        self._traces = traces
+        self._process = process
+        self._num_processes = num_processes
         self._last_step: int | None = None
         self._window: Any = None
         self._opened_ns = 0
@@ -70,14 +83,11 @@ class Windows:
 
     def open(self, step: int, facts: dict[str, Any]) -> str | None:
         """Starts the trace; call it when no step is in flight. Returns what went wrong, if something did."""
-        if not self._traces:
-            return None
         from jtrain.profile.trace import Window
 
-        self._here = self._folder / str(step)
-        if self._here.exists():  # of an attempt that was killed in this window, or of a signal at the same step
-            shutil.rmtree(self._here)
-        self._here.mkdir(parents=True)
+        self._here = part_of(self._folder / str(step), self._process)
+        self._here.mkdir(parents=True, exist_ok=True)
+        self._clear()
         self._opened_ns = time.time_ns()
         try:
             window = Window(self._here, facts=facts)
@@ -86,6 +96,13 @@ class Windows:
             return f"no trace of the steps after {step}: {type(error).__name__}: {error}"
         self._window = window
         return None
+
+    def _clear(self) -> None:
+        """Removes what is here of an attempt that was killed in this window, or of a signal at the same step."""
+        others = {} if self._process else other_parts(self._here)
+        theirs = {path for process, path in others.items() if process < self._num_processes}  # they clear themselves
+        for path in set(self._here.iterdir()) - theirs:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:

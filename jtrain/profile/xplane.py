@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jtrain.profile.records import HostSpan, OpEvent, StepSpan, Trace
+from jtrain.profile.windows import other_parts
 
 HOST_SPAN = "jtrain:"
 """What the name of an annotation begins with that says what the host is doing."""
@@ -29,6 +30,12 @@ class _Event(NamedTuple):
     name: str
     start_ns: int
     duration_ns: int
+
+
+def trace_files(folder: Path) -> list[Path]:
+    """The traces below a folder, without those of other processes that have a folder in it."""
+    others = set(other_parts(folder).values())
+    return sorted(file for file in folder.rglob("*.xplane.pb") if not others & set(file.parents))
 
 
 def read(folder: Path, *, module: str, platform: str, device_kind: str) -> Trace:
@@ -47,7 +54,7 @@ def read(folder: Path, *, module: str, platform: str, device_kind: str) -> Trace
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder. Give the folder of a trace window: <workdir>/profile/<step>.")
-    files = sorted(folder.rglob("*.xplane.pb"))
+    files = trace_files(folder)
     if not files:
         raise ValueError(
             f"{folder} holds no *.xplane.pb, so no trace. Run with --with profile, or give another folder."

@@ -85,6 +85,8 @@ FACTS: dict[str, Any] = {
     "platform": "gpu",
     "device_kind": "NVIDIA H200",
     "num_devices": 2,
+    "process": 0,
+    "num_processes": 1,
     "tokens_per_step": 1000,
     "mesh": dict.fromkeys(AXES, 1) | {"data": 2},
     "peaks": dict(flops=PEAK, hbm_bytes_per_s=4e12, ref_mhz=1000.0, max_mhz=1200.0),

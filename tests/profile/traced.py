@@ -56,6 +56,8 @@ def traced(data: int = 8, tensor: int = 1, zero_stage: Any = 3, microbatches: in
             "platform": "cpu",
             "device_kind": jax.devices()[0].device_kind,
             "num_devices": spec.size,
+            "process": 0,
+            "num_processes": 1,
             "tokens_per_step": ROWS * COLS,
             "mesh": spec.shape,
             "peaks": PEAKS,

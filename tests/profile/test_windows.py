@@ -1,0 +1,26 @@
+"""Where a window's files lie, and what it removes before it begins."""
+
+from pathlib import Path
+
+import pytest
+
+from jtrain.profile import trace
+from jtrain.profile.spec import ProfileSpec
+from jtrain.profile.windows import Windows, other_parts, part_of
+
+
+@pytest.mark.parametrize(("process", "left"), [(0, ["process-1"]), (1, ["breakdown.json", "process-1", "process-4"])])
+def test_a_window_begins_empty_but_for_what_other_processes_own(tmp_path: Path, process: int, left: list[str]) -> None:
+    """The first removes what a larger run has left too; each other only its own."""
+    window = tmp_path / "profile" / "20"
+    old = part_of(window, process) / "old"
+    for file in (window / "breakdown.json", old, *(part_of(window, i) / "plugins" / "trace" for i in (1, 4))):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert other_parts(window) == {1: window / "process-1", 4: window / "process-4"}
+    facts = dict.fromkeys(trace._FACTS) | {"platform": "cpu"}
+    with Windows(tmp_path, ProfileSpec(), process=process, num_processes=2) as windows:
+        assert windows.open(20, facts) is None
+        assert sorted(path.name for path in window.iterdir() if path.name != "plugins") == left
+        assert not old.exists()
+        assert list((window / "process-1").iterdir()) == ([] if process == 1 else [window / "process-1" / "plugins"])
