@@ -20,7 +20,7 @@ from tests.test_step import SIZES, Trained, assert_same, trained
 
 MOE = MoESpec(num_experts=8, top_k=2, shared_experts=1, balance_loss=1e-2, router_z_loss=1e-3)
 EXPERTS: dict[str, Any] = SIZES | dict(d_model=16, d_ff=16, num_heads=4, moe=MOE)
-MESHES = (dict(context=2, expert=2, tensor=2), pytest.param(dict(data=2, expert=2, tensor=2), marks=pytest.mark.slow))
+MESHES = (dict(context=2, expert=2), pytest.param(dict(data=2, expert=2, tensor=2), marks=pytest.mark.slow))
 MORE_MESHES = (
     dict(expert=4),
     dict(data=2, expert=2, tensor=2),
@@ -32,6 +32,7 @@ MORE_MESHES = (
     dict(context=4, expert=2),
     dict(data=2, context=2, tensor=2),
     dict(expert=2, tensor=2),
+    dict(context=2, expert=2, tensor=2),
 )
 
 

@@ -8,11 +8,14 @@ import struct
 from collections.abc import Iterator
 
 _SIGNATURE = bytes.fromhex("83af70d10d884a3f")  # hash of the first block's header
+_KINDS = (b"s", b"m", b"p", b"r", b"t")  # signature, metadata, padding, simple, transposed
 _BLOCK, _BLOCK_HEADER, _CHUNK_HEADER = 65536, 24, 40
 
 
 def records(program: bytes) -> Iterator[bytes]:
     """Contents of the chunks in `program`, those of files within records as well; records of a chunk in one piece.
+
+    What follows a file, as of JAX 0.11 in a record, is a piece of its own: no chunk begins with its kind.
 
     Raises:
       ValueError: another compression, or a damaged stream.
@@ -29,6 +32,10 @@ def records(program: bytes) -> Iterator[bytes]:
         kind, data = chunks[at + 24 : at + 25], chunks[at + _CHUNK_HEADER :][:size]
         if kind == b"r":
             yield from records(_values(data))
+        elif at and kind not in _KINDS:
+            place = at // (_BLOCK - _BLOCK_HEADER) * _BLOCK + at % (_BLOCK - _BLOCK_HEADER) + _BLOCK_HEADER
+            yield from records(program[start + place :])
+            return
         elif kind != b"s":
             raise ValueError(f"an executable's chunk of kind {kind!r} cannot be read; simple ones (b'r') can.")
         at += _CHUNK_HEADER + size
