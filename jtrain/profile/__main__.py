@@ -112,6 +112,15 @@ def load(folder: Path) -> "Breakdown":
     return read_json(file)
 
 
+def _of_process(process: int, part: Path) -> "Breakdown | None":
+    """What one of the other processes found; if it left nothing that can be read, that is said."""
+    try:
+        return load(part)
+    except (ValueError, OSError) as error:
+        print(f"process {process}: {error}", file=sys.stderr)
+        return None
+
+
 def show(argv: Sequence[str]) -> int:
     """Prints a profile; returns the exit code."""
     args = parser().parse_args(argv)
@@ -123,7 +132,8 @@ def show(argv: Sequence[str]) -> int:
 
         console = new_console()
         print_breakdown(breakdown, console)
-        if others := list(map(load, other_parts(folder).values())):
+        parts = other_parts(folder)
+        if others := [found for process, part in parts.items() if (found := _of_process(process, part)) is not None]:
             print_processes([breakdown, *others], console)
         if (page := folder / "report.html").exists():
             print(f"with pictures: {page}")

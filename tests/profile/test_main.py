@@ -42,6 +42,26 @@ def test_a_workdir_is_shown_with_the_newest_window(tmp_path: Path, capsys: pytes
     assert "Steps 20 to 24" in capsys.readouterr().out
 
 
+def test_processes_are_laid_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Waits and what is left of the step; one that left nothing has a line of its own, and the rest is shown."""
+    first = dataclasses.replace(example.breakdown(), all_devices=24, num_processes=3)
+    folder = left(tmp_path, 20, first)
+    steps = [dataclasses.replace(step, parts=step.parts | {"data_wait": 0.3}) for step in first.steps]
+    for process in (1, 2):
+        (folder / f"process-{process}").mkdir()
+    breakdowns.write_json(dataclasses.replace(first, process=1, steps=steps), folder / "process-1" / "breakdown.json")
+
+    assert main([str(tmp_path)]) == 0
+
+    shown, said = capsys.readouterr()
+    assert "on 24 × NVIDIA H200 (cuda), the 4 of process 0" in shown
+    rows = shown.partition("processes, mean over the steps")[2].splitlines()[2:6]
+    assert " ".join(rows[0].split()) == "process step computing exposed communication data wait host idle"
+    assert [row.split()[0] for row in rows[2:]] == ["0", "1"]
+    assert "300.0 ms" in rows[3]
+    assert said.startswith(f"process 2: {folder / 'process-2' / 'facts.json'} cannot be read")
+
+
 def test_two_workdirs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Equal but for a step that takes 100 ms more: the first line says it, the JSON has every op."""
     a, b = example.breakdown(), example.breakdown()
