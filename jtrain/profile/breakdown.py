@@ -329,12 +329,14 @@ def _notes(
         notes.append(
             f"The peak of {trace.device_kind} is unknown: theoretical time and instructions are inside utilisation."
         )
+    unnamed = sorted(op.name for op in events.ops if not op.opcode)
+    beside = {name: name.partition("/")[0] for name in unnamed if name.startswith("jit_") and "/" in name}
     coverage = _coverage(events)
     if coverage < 0.99:
-        notes.append(
-            f"{1 - coverage:.1%} of the ops' time has no layer or phase: the program comes from a cache that an older "
-            "version filled, or from code without named scopes."
-        )
+        cause = "the program comes from a cache that an older version filled, or from code without named scopes"
+        if beside:
+            cause = f"other programs ran between the steps ({', '.join(sorted(set(beside.values())))})"
+        notes.append(f"{1 - coverage:.1%} of the ops' time has no layer or phase: {cause}.")
     notes += [note for device in sorted(sampled) for note in sampled[device].notes]
     if not sampled:
         notes.append("No clocks were sampled: what they cost is inside utilisation.")
@@ -343,8 +345,7 @@ def _notes(
     kernels = sorted(op.name for op in events.ops if op.opcode == "custom-call" and not op.flops)
     if kernels:
         notes.append(f"FLOPs of custom calls are unknown: {', '.join(kernels[:5])} ({len(kernels)} in all).")
-    unnamed = sorted(op.name for op in events.ops if not op.opcode)
-    if unnamed:
+    if unnamed := [name for name in unnamed if name not in beside]:
         notes.append(f"In the trace but in no program: {', '.join(unnamed[:5])} ({len(unnamed)} in all).")
     return notes
 

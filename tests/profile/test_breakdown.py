@@ -229,6 +229,16 @@ def test_what_is_unknown_is_null_and_said() -> None:
         assert any(words in note for note in found.notes), (words, found.notes)
 
 
+def test_an_evaluation_in_the_window_is_said_to_be_one() -> None:
+    """Its ops have no layer because they are of another program, which is no fault of the step's."""
+    other = dataclasses.replace(TRACE, events=(*TRACE.events, event(1, "jit_eval_step/fusion.1", 5, 9)))
+    notes = break_down(other, OPS, FACTS, {}).notes
+    assert (
+        "15.4% of the ops' time has no layer or phase: other programs ran between the steps (jit_eval_step)." in notes
+    )
+    assert not any("in no program" in note for note in notes)
+
+
 def test_a_gpu_s_kernel_without_an_op_is_found_by_the_name_of_its_fusion() -> None:
     """Inside CUDA graphs kernels may come without; their names are the fusions', with underscores."""
     trace = dataclasses.replace(TRACE, events=(event(0, "dot_1", 1, 4), event(1, "dot.1", 1, 4)))
