@@ -75,7 +75,8 @@ def smallest_gflop(device: DeviceSpec, work: Work, swizzle: Swizzle, parts: int)
 
 
 def _matmul_s(device: DeviceSpec, work: Work) -> float:
-    peak = (device.peak_fp8_flops if work.in_8_bits else device.peak_bf16_flops) or _NOMINAL_FLOPS
+    in_8_bits = device.peak_fp8_flops if work.in_8_bits else None
+    peak = in_8_bits or device.peak_bf16_flops or _NOMINAL_FLOPS
     return work.flops() / (peak * _EFFICIENCY)
 
 
