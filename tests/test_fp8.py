@@ -83,7 +83,7 @@ def test_delayed_scaling_is_the_same_on_any_layout() -> None:
     got, gradient, scaling, num_traces = trained("fp8_delayed", (("data", 2), ("tensor", 2)), **case)
     assert num_traces == 1
     np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
-    assert apart(gradient, want_gradient) < 0.05
+    assert apart(gradient, want_gradient) < (1e-5 if jax.__version_info__ >= (0, 12) else 0.05)
     np.testing.assert_allclose(got, want, rtol=5e-3)
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g[..., -1], w[..., -1], rtol=0.5), scaling, want_scaling)
 

@@ -25,8 +25,8 @@ def part_of(window: Path, process: int) -> Path:
 
 def other_parts(window: Path) -> dict[int, Path]:
     """The folders of the other processes that are there, by process."""
-    found = {int(p.name.removeprefix("process-")): p for p in window.glob("process-*") if p.is_dir()}
-    return dict(sorted(found.items()))
+    found = {p.name.removeprefix("process-"): p for p in window.glob("process-*") if p.is_dir()}
+    return dict(sorted((int(index), p) for index, p in found.items() if index.isdecimal()))
 
 
 class Windows:

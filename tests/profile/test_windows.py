@@ -17,7 +17,10 @@ def test_a_window_begins_empty_but_for_what_other_processes_own(tmp_path: Path, 
     for file in (window / "breakdown.json", old, *(part_of(window, i) / "plugins" / "trace" for i in (1, 4))):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
+    copied = window / "process-1.bak"  # by somebody, and of no process
+    copied.mkdir()
     assert other_parts(window) == {1: window / "process-1", 4: window / "process-4"}
+    copied.rmdir()
     facts = dict.fromkeys(trace._FACTS) | {"platform": "cpu"}
     with Windows(tmp_path, ProfileSpec(), process=process, num_processes=2) as windows:
         assert windows.open(20, facts) is None
