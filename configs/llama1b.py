@@ -1,30 +1,31 @@
-"""Llama 3.2 1B: one device of 80 GB, or several.
+"""Llama 3.2 1B for one device of 80 GB, or several.
 
     python -m jtrain.launch --config=llama1b --dry-run
     python -m jtrain.launch --config=llama1b --set data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json
 
-Dimensions: config.json of meta-llama/Llama-3.2-1B. Learning rate and schedule: arXiv:2407.21783, table 3, the 8B's.
+Dimensions: config.json of meta-llama/Llama-3.2-1B. Learning rate and schedule: those of the 8B model,
+arXiv:2407.21783, table 3.
 """
 
 import fiddle as fdl
 
 from jtrain.checkpoint import CheckpointSpec
-from jtrain.config import EvalSpec, Run
+from jtrain.config.run import EvalSpec, Run
 from jtrain.data import PackedText
 from jtrain.layout import LayoutSpec
 from jtrain.mesh import MeshSpec
-from jtrain.metrics import MetricsSpec
 from jtrain.model.rope import Llama3Scaling, RopeSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Cosine
+from jtrain.telemetry.metrics import MetricsSpec
 
 
 def llama1b() -> fdl.Config[Run]:
-    """1.24 billion parameters, tied; the whole model on each device."""
+    """1.24 billion parameters, tied embeddings; each device holds the whole model."""
     return fdl.Config(
         Run,
         seed=0,
-        num_steps=100_000,  # the schedule reads this field too, and warm-up is a fraction of it
+        num_steps=100_000,  # also the length of the learning-rate schedule; warm-up is a fraction of it
         mesh=fdl.Config(MeshSpec, data=1),
         layout=fdl.Config(LayoutSpec, zero_stage=0, remat="full", microbatches=8),
         model=fdl.Config(
@@ -62,33 +63,7 @@ def llama1b() -> fdl.Config[Run]:
 
 
 def zero3(run: fdl.Config[Run]) -> None:
-    """Parameters, gradients and optimizer state split over 8 devices."""
+    """Shards parameters, gradients and optimizer state over 8 devices."""
     run.mesh.data = 8
     run.layout.zero_stage = 3
     run.layout.microbatches = 1
-
-
-def profile(run: fdl.Config[Run]) -> None:
-    """Traces five steps once clocks and caches are warm: profile/20/report.html."""
-    run.profile.steps = (20, 25)
-
-
-def debug(run: fdl.Config[Run]) -> None:
-    """Five steps of two narrow layers on bytes: every code path of this config, on a laptop."""
-    run.num_steps = 5
-    run.mesh.data = 1
-    run.layout.microbatches = 1
-    run.model.num_layers = 2
-    run.model.d_model = 64
-    run.model.num_heads = 4
-    run.model.num_kv_heads = 2
-    run.model.head_dim = 16
-    run.model.d_ff = 128
-    run.model.vocab_size = 256
-    run.data.path = "stdlib"
-    run.data.tokenizer = "bytes"
-    run.data.seq_len = 64
-    run.data.global_batch = 8
-    run.checkpoint.every_steps = 5
-    run.eval.every_steps = 5
-    run.metrics.log_every_steps = 1

@@ -1,4 +1,4 @@
-"""Llama 3.1 70B: a pod of 64 devices of 80 GB and up.
+"""Llama 3.1 70B for 64 devices of at least 80 GB.
 
     python -m jtrain.launch --config=llama70b --dry-run
     python -m jtrain.launch --config=llama70b --set data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json
@@ -11,22 +11,22 @@ table 3 and section 3.4.1.
 import fiddle as fdl
 
 from jtrain.checkpoint import CheckpointSpec
-from jtrain.config import EvalSpec, Run
+from jtrain.config.run import EvalSpec, Run
 from jtrain.data import PackedText
 from jtrain.layout import LayoutSpec
 from jtrain.mesh import MeshSpec
-from jtrain.metrics import MetricsSpec
 from jtrain.model.rope import Llama3Scaling, RopeSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Cosine
+from jtrain.telemetry.metrics import MetricsSpec
 
 
 def llama70b() -> fdl.Config[Run]:
-    """70.6 billion parameters, untied; everything sharded over 64 devices."""
+    """70.6 billion parameters, untied embeddings; everything sharded over 64 devices."""
     return fdl.Config(
         Run,
         seed=0,
-        num_steps=250_000,  # the schedule reads this field too, and warm-up is a fraction of it
+        num_steps=250_000,  # also the length of the learning-rate schedule; warm-up is a fraction of it
         mesh=fdl.Config(MeshSpec, data=64),
         layout=fdl.Config(LayoutSpec, zero_stage=3, remat="full", microbatches=8),
         model=fdl.Config(
@@ -66,33 +66,7 @@ def llama70b() -> fdl.Config[Run]:
 
 
 def tensor8(run: fdl.Config[Run]) -> None:
-    """Each layer split over the 8 devices of a host, ZeRO over 8 hosts: an eighth of the bytes between hosts."""
+    """Tensor parallelism over the 8 devices of a host, ZeRO over 8 hosts: an eighth of the bytes between hosts."""
     run.mesh.data = 8
     run.mesh.tensor = 8
     run.layout.microbatches = 8
-
-
-def profile(run: fdl.Config[Run]) -> None:
-    """Traces five steps once clocks and caches are warm: profile/20/report.html."""
-    run.profile.steps = (20, 25)
-
-
-def debug(run: fdl.Config[Run]) -> None:
-    """Five steps of two narrow layers on bytes: every code path of this config, on a laptop."""
-    run.num_steps = 5
-    run.mesh.data = 1
-    run.layout.microbatches = 1
-    run.model.num_layers = 2
-    run.model.d_model = 64
-    run.model.num_heads = 4
-    run.model.num_kv_heads = 2
-    run.model.head_dim = 16
-    run.model.d_ff = 128
-    run.model.vocab_size = 256
-    run.data.path = "stdlib"
-    run.data.tokenizer = "bytes"
-    run.data.seq_len = 64
-    run.data.global_batch = 8
-    run.checkpoint.every_steps = 5
-    run.eval.every_steps = 5
-    run.metrics.log_every_steps = 1

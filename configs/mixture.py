@@ -1,4 +1,4 @@
-"""Six sources in six formats, mixed by a schedule: first prose about Python, later code.
+"""Mixture of six sources in six formats, with a schedule: first prose about Python, later code.
 
     python -m jtrain.data sample --out runs/sources
     python -m jtrain.data inspect --config=mixture --step 40
@@ -6,27 +6,27 @@
     python -m jtrain.data prepare --config=mixture --out runs/prepared     # tokenise once ...
     python -m jtrain.launch --config=mixture --set data.prepared=runs/prepared --workdir runs/mixture-prepared
 
-The same stream, bit for bit, prepared or not. Change a weight and run again: the run goes on, and its log says what
-changed from which step.
+The prepared data gives the same batches bit for bit. A weight may change between attempts: the run resumes, and its
+log records the change and its step.
 """
 
 import fiddle as fdl
 
 from jtrain.checkpoint import CheckpointSpec
-from jtrain.config import EvalSpec, Run
+from jtrain.config.run import EvalSpec, Run
 from jtrain.data import Linear, PackedText, Source
 from jtrain.layout import LayoutSpec
 from jtrain.mesh import MeshSpec
-from jtrain.metrics import MetricsSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Cosine
+from jtrain.telemetry.metrics import MetricsSpec
 
 _PROSE = {"docstrings": 0.3, "comments": 0.2, "topics": 0.2, "packages": 0.2, "code": 0.1}
 _CODE = {"docstrings": 0.1, "comments": 0.1, "topics": 0.0, "packages": 0.1, "code": 0.6, "signatures": 0.1}
 
 
 def mixture() -> fdl.Config[Run]:
-    """The model of `tiny` on a mixture that moves from prose to code."""
+    """Model of `tiny` on a mixture that moves from prose to code."""
     return fdl.Config(
         Run,
         seed=0,
@@ -67,13 +67,8 @@ def mixture() -> fdl.Config[Run]:
     )
 
 
-def profile(run: fdl.Config[Run]) -> None:
-    """Traces five steps once clocks and caches are warm: profile/20/report.html."""
-    run.profile.steps = (20, 25)
-
-
 def debug(run: fdl.Config[Run]) -> None:
-    """Five steps of two narrow layers: whether everything runs, in seconds."""
+    """Shrinks the run to five steps of two narrow layers, to try every code path in seconds."""
     run.num_steps = 5
     run.model.num_layers = 2
     run.model.d_model = 64

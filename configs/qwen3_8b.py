@@ -1,31 +1,32 @@
-"""Qwen3 8B: 8 devices of 80 GB and up; more with mesh.data and fewer layout.microbatches.
+"""Qwen3 8B for 8 devices of at least 80 GB; for more, raise mesh.data and lower layout.microbatches.
 
     python -m jtrain.launch --config=qwen3_8b --dry-run
     python -m jtrain.launch --config=qwen3_8b --set data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json
     python -m jtrain.launch --config=qwen3_8b --set mesh.data=64 --set layout.microbatches=4
 
-Dimensions: config.json of Qwen/Qwen3-8B-Base; arXiv:2505.09388 gives no learning rate, this is Llama 3.1 8B's.
+Dimensions: config.json of Qwen/Qwen3-8B-Base; the learning rate is Llama 3.1 8B's, because arXiv:2505.09388
+gives none.
 """
 
 import fiddle as fdl
 
 from jtrain.checkpoint import CheckpointSpec
-from jtrain.config import EvalSpec, Run
+from jtrain.config.run import EvalSpec, Run
 from jtrain.data import PackedText
 from jtrain.layout import LayoutSpec
 from jtrain.mesh import MeshSpec
-from jtrain.metrics import MetricsSpec
 from jtrain.model.rope import RopeSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Cosine
+from jtrain.telemetry.metrics import MetricsSpec
 
 
 def qwen3_8b() -> fdl.Config[Run]:
-    """8.19 billion parameters, untied, with QK-norm; everything sharded over 8 devices."""
+    """8.19 billion parameters, untied embeddings, QK-norm; everything sharded over 8 devices."""
     return fdl.Config(
         Run,
         seed=0,
-        num_steps=250_000,  # the schedule reads this field too, and warm-up is a fraction of it
+        num_steps=250_000,  # also the length of the learning-rate schedule; warm-up is a fraction of it
         mesh=fdl.Config(MeshSpec, data=8),
         layout=fdl.Config(LayoutSpec, zero_stage=3, remat="full", microbatches=32),
         model=fdl.Config(
@@ -57,35 +58,9 @@ def qwen3_8b() -> fdl.Config[Run]:
 
 
 def single_device(run: fdl.Config[Run]) -> None:
-    """One H200: moments in bfloat16, 98 GB of parameters, moments and gradients; small batches, to measure with."""
+    """Fits one H200: bfloat16 moments, 98 GB of parameters, moments and gradients; small batches, for benchmarks."""
     run.mesh.data = 1
     run.layout.zero_stage = 0
     run.layout.microbatches = 8
     run.optimizer.moment_dtype = "bfloat16"
     run.data.global_batch = 8
-
-
-def profile(run: fdl.Config[Run]) -> None:
-    """Traces five steps once clocks and caches are warm: profile/20/report.html."""
-    run.profile.steps = (20, 25)
-
-
-def debug(run: fdl.Config[Run]) -> None:
-    """Five steps of two narrow layers on bytes: every code path of this config, on a laptop."""
-    run.num_steps = 5
-    run.mesh.data = 1
-    run.layout.microbatches = 1
-    run.model.num_layers = 2
-    run.model.d_model = 64
-    run.model.num_heads = 4
-    run.model.num_kv_heads = 2
-    run.model.head_dim = 16
-    run.model.d_ff = 128
-    run.model.vocab_size = 256
-    run.data.path = "stdlib"
-    run.data.tokenizer = "bytes"
-    run.data.seq_len = 64
-    run.data.global_batch = 8
-    run.checkpoint.every_steps = 5
-    run.eval.every_steps = 5
-    run.metrics.log_every_steps = 1

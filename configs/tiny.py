@@ -1,4 +1,4 @@
-"""A byte-level toy: the whole stack on a laptop CPU, on text that every Python brings along.
+"""Byte-level model for a laptop CPU that uses the whole stack; its text comes with every Python.
 
     python -m jtrain.launch --config=tiny
     python -m jtrain.launch --config=tiny --set data.path='/my/corpus/*.jsonl' --workdir runs/mine
@@ -10,21 +10,21 @@ Measured: 6.25 -> 1.47 nats/byte (held out: 1.62) in 159 s on two busy cores of 
 import fiddle as fdl
 
 from jtrain.checkpoint import CheckpointSpec
-from jtrain.config import EvalSpec, Run
+from jtrain.config.run import EvalSpec, Run
 from jtrain.data import PackedText
 from jtrain.layout import LayoutSpec
 from jtrain.mesh import MeshSpec
-from jtrain.metrics import MetricsSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Cosine
+from jtrain.telemetry.metrics import MetricsSpec
 
 
 def tiny() -> fdl.Config[Run]:
-    """A Llama of 3 million parameters that learns the Python standard library's source, byte by byte."""
+    """Llama of 3 million parameters that learns the Python standard library's source, byte by byte."""
     return fdl.Config(
         Run,
         seed=0,
-        num_steps=300,  # the schedule reads this field too: one horizon, one home
+        num_steps=300,  # the learning-rate schedule reads this field too
         mesh=fdl.Config(MeshSpec, data=1),
         layout=fdl.Config(LayoutSpec, zero_stage=0, remat="none"),
         model=fdl.Config(
@@ -53,30 +53,12 @@ def tiny() -> fdl.Config[Run]:
 
 
 def zero3(run: fdl.Config[Run]) -> None:
-    """Parameters, gradients and optimizer state split over 8 devices; --emulate-devices 8 makes them of one CPU."""
+    """Shards parameters, gradients and optimizer state over 8 devices; --emulate-devices 8 emulates them on one CPU."""
     run.mesh.data = 8
     run.layout.zero_stage = 3
 
 
 def tensor(run: fdl.Config[Run]) -> None:
-    """Heads, feed-forward and vocabulary split over 4 devices, the batch over 2."""
+    """Splits heads, feed-forward and vocabulary over 4 devices, and the batch over 2."""
     run.mesh.data = 2
     run.mesh.tensor = 4
-
-
-def profile(run: fdl.Config[Run]) -> None:
-    """Traces five steps once clocks and caches are warm: profile/20/report.html."""
-    run.profile.steps = (20, 25)
-
-
-def debug(run: fdl.Config[Run]) -> None:
-    """Five steps of two narrow layers: whether everything runs, in seconds."""
-    run.num_steps = 5
-    run.model.num_layers = 2
-    run.model.d_model = 64
-    run.model.d_ff = 128
-    run.data.seq_len = 64
-    run.data.global_batch = 8
-    run.checkpoint.every_steps = 5
-    run.eval.every_steps = 5
-    run.metrics.log_every_steps = 1

@@ -1,4 +1,4 @@
-"""The legend: one letter per array dimension, the same in names, jaxtyping strings and einsums.
+"""Legend of array dimensions: one letter each, the same in names, jaxtyping strings and einsums.
 
 | letter | dimension | letter | dimension |
 |---|---|---|---|
@@ -20,19 +20,17 @@ from typing import Any, Literal, no_type_check
 import jax
 from jaxtyping import Int
 
-IGNORE = -1
-"""Target id where there is nothing to predict: padding, and the last token of a document."""
+from jtrain.constants import IGNORE as IGNORE
 
 
 @no_type_check  # a pytree: its leaves are also shardings, specs and shapes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Packed sequences. Leaves are int32; numpy on the host, global `jax.Array`s on devices.
+    """Packed sequences: int32 arrays, numpy on the host and global `jax.Array`s on devices.
 
-    A row holds several documents one after another. `segment_BL` numbers them 1, 2, ... and is 0 where the row
-    is padded; `position_BL` restarts at 0 in each document; `target_BL` is the next token of the same document,
-    or `IGNORE`.
+    A row holds several documents one after another. `segment_BL` numbers them 1, 2, ... and is 0 in padding;
+    `position_BL` restarts at 0 in each document; `target_BL` is the next token of the same document, or `IGNORE`.
     """
 
     token_BL: Int[Any, "B L"]
@@ -43,11 +41,11 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class ParamInfo:
-    """What one parameter is, wherever it will live.
+    """Description of one parameter, independent of its layout.
 
-    `dims` has one letter per dimension of `shape`; a leading `Y` stacks the layers. `init` is `ones` or a normal
-    of standard deviation `std`, drawn from the seed and `path` alone. Of a stack of experts (`X` in front), `top_k`
-    serve a token; 0 elsewhere.
+    `dims` has one letter per dimension of `shape`; a leading `Y` stacks the layers. `init` is `ones`, or a normal
+    distribution with standard deviation `std`, drawn from the seed and `path` alone. `top_k` is the number of experts
+    that serve a token, in a stack of experts (leading `X`); it is 0 in other parameters.
     """
 
     path: str
@@ -66,17 +64,17 @@ class ParamInfo:
 
     @property
     def is_matrix(self) -> bool:
-        """True for what one layer multiplies with; False for norm scales."""
+        """True for parameters of two or more dimensions per layer; False for norm scales."""
         return len(self.dims.removeprefix("Y")) > 1
 
     @property
     def is_experts(self) -> bool:
-        """True for a matrix of each of X experts; False for a router, whose X are outputs."""
+        """True for stacked matrices of X experts; False for a router, whose outputs are X."""
         return self.dims.removeprefix("Y").startswith("X")
 
     @property
     def active_size(self) -> int:
-        """Elements that one token is multiplied with."""
+        """Number of elements used for one token: of experts, only `top_k` count."""
         if not self.is_experts:
             return self.size
         return self.size // self.shape[self.dims.index("X")] * self.top_k

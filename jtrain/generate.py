@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jtrain import verb
+from jtrain.errors import FileError, UserError
+from jtrain.runtime import cli
+from jtrain.runtime.platform import start_jax
 
-if TYPE_CHECKING:  # named in full below, so that tests can resolve them when a call is checked
+if TYPE_CHECKING:  # full names below, so that the type checks in tests can resolve them
     import jtrain.data.tokenizer
     import jtrain.model.transformer
 
@@ -21,20 +23,22 @@ DEFAULT_MAX_TOKENS = 200
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; no jax is imported to read it."""
+    """Parser of the command line; builds without importing jax."""
     parser = argparse.ArgumentParser(
         prog="python -m jtrain.generate", description="Samples text from a checkpoint.", allow_abbrev=False
     )
-    parser.add_argument("--workdir", type=Path, required=True, metavar="DIR", help="of the run")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="what to go on from (default: a new document)")
-    parser.add_argument("--step", type=int, metavar="N", help="of the checkpoint (default: the newest)")
+    parser.add_argument("--workdir", type=Path, required=True, metavar="DIR", help="folder of the run")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: a new document)")
+    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
     parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help=f"default: {DEFAULT_MAX_TOKENS}, or what the context has room for"
+        "--max-tokens", type=int, metavar="N", help=f"default: {DEFAULT_MAX_TOKENS}, or the room left in the context"
     )
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 takes the most likely token")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
-    choice.add_argument("--top-p", type=float, metavar="P", help="draw from the most likely that have probability P")
+    choice.add_argument(
+        "--top-p", type=float, metavar="P", help="draw from the most likely tokens with total probability P"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same text")
     return parser
 
@@ -43,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 class Trained:
     """A model with the parameters of one checkpoint, ready to sample from.
 
-    context: tokens per row that it was trained on, the longest text it has learnt to continue.
+    context: row length in training, in tokens: the longest text that the model has learnt to continue.
     """
 
     step: int
@@ -57,26 +61,29 @@ def load(workdir: Path, step: int | None = None) -> Trained:
     """Reads the parameters of a checkpoint onto one device, matrices in the run's compute dtype.
 
     Raises:
-      FileNotFoundError: no checkpoint there.
-      CheckpointError: none of this step, or a damaged one.
+      FileError: the workdir has no checkpoint.
+      CheckpointError: there is no checkpoint of this step, or it is damaged.
     """
-    import jax  # lazy, here and below: over a second that --help need not pay
+    import jax  # lazy, here and below: importing jax takes over a second, which --help need not wait for
     from jax.sharding import SingleDeviceSharding
 
-    from jtrain import config
     from jtrain.checkpoint import Checkpoints, CheckpointSpec
+    from jtrain.config.resume import config_from_text
+    from jtrain.config.run import build_run
     from jtrain.data import make_tokenizer
     from jtrain.model.param import map_params
 
     with Checkpoints(workdir, CheckpointSpec()) as checkpoints:
         step = checkpoints.latest_step() if step is None else step
         if step is None:
-            raise FileNotFoundError(f"No checkpoint in {checkpoints.folder}. Give the --workdir of another run.")
-        run = config.build(config.read(checkpoints.config_text(step)))
+            raise FileError(f"No checkpoint in {checkpoints.folder}. Give the --workdir of another run.")
+        run = build_run(config_from_text(checkpoints.config_text(step)))
         sharding = SingleDeviceSharding(jax.devices()[0])
         like = map_params(
             lambda info: jax.ShapeDtypeStruct(
-                info.shape, run.layout.compute_dtype if info.is_matrix else run.layout.param_dtype, sharding=sharding
+                info.shape,
+                run.precision.compute_dtype if info.is_matrix else run.precision.param_dtype,
+                sharding=sharding,
             ),
             run.model.param_infos(),
         )
@@ -103,25 +110,26 @@ def stream(
     The prompt is read as the beginning of a document, as in training: after the tokenizer's begin id, if it has one.
 
     Args:
-      params: whole arrays; matrices are computed with in the dtype they have.
-      context: the longest text in tokens, prompt and answer together.
-      max_tokens: None takes `DEFAULT_MAX_TOKENS`, or what the context has room for.
-      temperature, top_k, top_p: as of `jtrain.model.decode.Sampler`.
+      params: whole arrays; the dtype of the matrices is the compute dtype.
+      context: limit in tokens of prompt and answer together.
+      max_tokens: None takes `DEFAULT_MAX_TOKENS`, or the room left in the context.
+      temperature, top_k, top_p: see `jtrain.model.kv_cache_decode.TokenSampler`.
 
     Raises:
-      ValueError: the prompt, with the answer, is longer than the context; or it is empty and the tokenizer has no begin
-        id; or a value out of range.
+      UserError: prompt and answer are longer than the context, the prompt is empty and the tokenizer has no begin id,
+        or
+        a value is out of range.
     """
     import numpy as np
 
-    from jtrain.model.decode import Sampler, generate_ids
+    from jtrain.model.kv_cache_decode import TokenSampler, generate_ids
 
-    sampler = Sampler(temperature, top_k, top_p, vocab_size=tokenizer.vocab_size)
+    sampler = TokenSampler(temperature, top_k, top_p, vocab_size=tokenizer.vocab_size)
     prompt_ids = tokenizer.encode(prompt)
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
     ids = np.asarray([*begin, *prompt_ids.tolist()], np.int32)
     if len(ids) == 0:
-        raise ValueError("the prompt is empty, and this tokenizer has no id that begins a document. Give a prompt.")
+        raise UserError("the prompt is empty, and this tokenizer has no id that begins a document. Give a prompt.")
     max_tokens = _max_tokens(len(ids), context=context, asked=max_tokens)
     chunks = generate_ids(
         model, params, ids, max_tokens=max_tokens, sampler=sampler, seed=seed, end_id=tokenizer.end_id
@@ -130,10 +138,10 @@ def stream(
     shown = len(tokenizer.decode(known))
     text = ""
     for chunk in chunks:
-        # All of it again, with the prompt: what one token reads as may depend on those around it.
+        # Decodes everything again, with the prompt: the text of a token may depend on its neighbours.
         known += chunk
         text = tokenizer.decode(known)
-        whole = len(text.rstrip("\ufffd"))  # a character may be half written
+        whole = len(text.rstrip("\ufffd"))  # the last character may be incomplete
         if whole > shown:
             yield text[shown:whole]
             shown = whole
@@ -154,7 +162,7 @@ def sample(
     top_p: float | None = None,
     seed: int = 0,
 ) -> str:
-    """The text that follows `prompt`: `stream`, joined."""
+    """Returns the text that follows `prompt`: the joined pieces of `stream`."""
     pieces = stream(
         model,
         params,
@@ -173,14 +181,14 @@ def sample(
 def _max_tokens(num_prompt: int, *, context: int, asked: int | None) -> int:
     room = context - num_prompt
     if room < 1:
-        raise ValueError(
+        raise UserError(
             f"the prompt has {num_prompt} tokens, and the context is data.seq_len={context} for prompt and answer "
             "together. Shorten the prompt."
         )
     if asked is None:
         return min(DEFAULT_MAX_TOKENS, room)
     if not 1 <= asked <= room:
-        raise ValueError(
+        raise UserError(
             f"--max-tokens {asked} must be from 1 to {room}: the context is data.seq_len={context}, and the prompt has "
             f"{num_prompt} tokens of it."
         )
@@ -188,8 +196,8 @@ def _max_tokens(num_prompt: int, *, context: int, asked: int | None) -> int:
 
 
 def generate(args: argparse.Namespace) -> int:
-    """What the parsed arguments ask for; returns the exit code."""
-    verb.start_jax(os.environ)
+    """Samples as the parsed arguments ask; returns the exit code."""
+    start_jax(os.environ)
     trained = load(args.workdir, args.step)
     pieces = stream(
         trained.model,
@@ -212,7 +220,7 @@ def generate(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     args = parser().parse_args(argv)
-    return verb.run(lambda: generate(args))
+    return cli.run(lambda: generate(args))
 
 
 if __name__ == "__main__":

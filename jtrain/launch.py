@@ -1,7 +1,4 @@
-"""argv -> Run -> processes joined -> the loop.
-
-python -m jtrain.launch --config=tiny
-"""
+"""Training command: `python -m jtrain.launch --config=tiny`."""
 
 import argparse
 import os
@@ -9,91 +6,93 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from jtrain import verb
+from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
-from jtrain.profile.goodput import process_start_s
+from jtrain.runtime import cli
+from jtrain.runtime.platform import compile_collectives_anew, start_jax, use_unified_memory
+from jtrain.telemetry.goodput import process_start_s
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; no jax is imported to read it."""
+    """Returns the argument parser; does not import jax."""
     parser = argparse.ArgumentParser(
         prog="python -m jtrain.launch",
         description="Trains the model of a config. The same command again resumes; Ctrl-C saves first.",
-        epilog="Exit codes: 0 done; 2 you can mend it, the message says how; 75 stopped, after a good save; 1 a bug.",
+        epilog="Exit codes: 0 done; 2 an error that you can fix, as printed; 75 stopped, with a checkpoint; 1 a bug.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="NAME",
-        help="a file of configs/ (tiny, llama8b, ...), path/to/file.py[:function] or module:function",
-    )
-    parser.add_argument(
-        "--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER", help="apply a fiddler of that file"
-    )
-    parser.add_argument(
-        "--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="set one field, after fiddlers"
-    )
+    cli.add_config_arguments(parser)
     parser.add_argument("--workdir", type=Path, metavar="DIR", help="where the run lives (default: runs/<config>)")
     parser.add_argument("--emulate-devices", type=int, metavar="N", help="run on N CPU devices")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--topology", metavar="T", help="with --dry-run: compile for this machine (v5p:4x4x8, h200:8)")
     parser.add_argument(
-        "--topology", metavar="T", help="with --dry-run: compile for that machine, such as v5p:4x4x8 or h200:8"
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="resume with another `precision` or other `kernels` than the workdir's run: losses will differ",
     )
     parser.add_argument("--print-config", action="store_true", help="print every field with its value and stop")
     return parser
 
 
 def default_workdir(config: str) -> Path:
-    """runs/<config>; of a file or module, its function or its own name."""
+    """Returns runs/<config>; for a file or module, its function's name or its own."""
     name, _, function = config.partition(":")
     return Path("runs") / (function or Path(name).stem)
 
 
 def launch(args: argparse.Namespace) -> int:
-    """What the parsed arguments ask for; returns the exit code."""
+    """Runs the command with parsed arguments; returns the exit code."""
     if args.topology is not None and not args.dry_run:
-        raise ValueError(f"--topology {args.topology} compiles for a machine that is not here. Add --dry-run.")
+        raise UserError(f"--topology {args.topology} compiles for a machine that is not here. Add --dry-run.")
     if args.topology is not None:
         os.environ.update(AOT_ENVIRONMENT)
-    # Who asks for a trace before there is a step must not end the run: from then on the loop listens.
+    # Ignore trace requests until the loop handles them: by default SIGUSR1 would end the process.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    verb.start_jax(os.environ, emulate_devices=args.emulate_devices)
+    start_jax(os.environ, emulate_devices=args.emulate_devices)
 
-    import jax  # lazy, as below: with jax, flax and the rest, over a second
+    import jax  # lazy, as the imports below: together over a second
 
-    from jtrain import config, leaves
+    from jtrain.config import tree
+    from jtrain.config.load import load_config
+    from jtrain.config.run import build_run
 
-    run_config = config.load(args.config, args.fiddlers, args.sets)
+    run_config = load_config(args.config, args.fiddlers, args.sets)
     if args.print_config:
-        print(leaves.flat(run_config), end="")
+        print(tree.flat(run_config), end="")
         return 0
-    run = config.build(run_config)
+    run = build_run(run_config)
     if run.layout.offload.unified_memory:
-        verb.use_unified_memory(os.environ, topology=args.topology)
+        use_unified_memory(os.environ, topology=args.topology)
 
-    from jtrain import loop, settle
+    from jtrain.plan import auto_layout
+    from jtrain.plan.from_run import dry_run
+    from jtrain.runtime.multihost import join_processes
+    from jtrain.train import loop
 
     workdir = args.workdir or default_workdir(args.config)
     if args.dry_run:
-        for line in settle.settle(run_config, devices=settle.devices_of(args.topology), workdir=None):
+        for line in auto_layout.settle(run_config, devices=auto_layout.devices_of(args.topology), workdir=None):
             print(line)
-        loop.dry_run(config.build(run_config), topology=args.topology)
+        dry_run(build_run(run_config), topology=args.topology)
         return 0
-    verb.join_processes(os.environ)
-    verb.compile_collectives_anew()
-    for line in settle.settle(run_config, devices=jax.devices(), workdir=workdir):
+    join_processes(os.environ)
+    compile_collectives_anew()
+    for line in auto_layout.settle(run_config, devices=jax.devices(), workdir=workdir):
         if jax.process_index() == 0:
             print(line, flush=True)
-    text = leaves.flat(run_config)
-    return loop.train(config.build(run_config), workdir=workdir, config_text=text, started_s=process_start_s())
+    started: dict[str, Any] = dict(workdir=workdir, config_text=tree.flat(run_config), started_s=process_start_s())
+    return loop.train(build_run(run_config), **started, allow_change=args.allow_change)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     args = parser().parse_args(argv)
-    return verb.run(lambda: launch(args))
+    return cli.run(lambda: launch(args))
 
 
 if __name__ == "__main__":

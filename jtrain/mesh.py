@@ -1,4 +1,4 @@
-"""The device mesh: six named axes, always all present."""
+"""Device mesh with six named axes, all always present."""
 
 import dataclasses
 import math
@@ -8,23 +8,23 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-AXES = ("replica", "stage", "data", "expert", "context", "tensor")
-"""Outermost (slowest network) first, so that `tensor` neighbours are the closest devices."""
+from jtrain.constants import BATCH_AXES as BATCH_AXES
+from jtrain.errors import UserError
 
-BATCH_AXES = ("replica", "data", "expert")
-"""The axes that the sequences of a batch are split over."""
+AXES = ("replica", "stage", "data", "expert", "context", "tensor")
+"""Mesh axes, outermost (slowest network) first, so that neighbours along `tensor` are the closest devices."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
-    """Devices along each axis.
+    """Number of devices along each mesh axis.
 
-    replica: data parallel, never sharded: across slices or pods.
+    replica: data parallelism without sharding, across slices or pods.
     stage: pipeline stages.
-    data: data parallel, over which ZeRO shards.
-    expert: experts of a mixture, and data parallel for the rest.
-    context: the sequence.
-    tensor: heads, feed-forward hidden and vocabulary; activations between them are split by sequence.
+    data: data parallelism that ZeRO shards over.
+    expert: experts of MoE layers; data parallelism for all other parameters.
+    context: positions of a sequence.
+    tensor: heads, feed-forward hidden and vocabulary; activations between layers are split by position.
     """
 
     replica: int = 1
@@ -37,27 +37,28 @@ class MeshSpec:
     def __post_init__(self) -> None:
         for axis, size in self.shape.items():
             if size < 1:
-                raise ValueError(f"mesh.{axis}={size} must be at least 1. Set mesh.{axis}=1 to leave the axis unused.")
+                raise UserError(f"mesh.{axis}={size} must be at least 1. Set mesh.{axis}=1 to leave the axis unused.")
 
     @property
     def shape(self) -> dict[str, int]:
-        """Devices along each axis, in the order of `AXES`."""
+        """Number of devices along each axis, in the order of `AXES`."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def size(self) -> int:
+        """Number of devices."""
         return math.prod(self.shape.values())
 
 
 def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
-    """Arranges `devices` as `spec` says; on TPUs along the torus.
+    """Arranges `devices` in a mesh of the shape `spec`; on TPUs along the torus.
 
     Raises:
-      ValueError: the number of devices is not the product of the axes.
+      UserError: the number of devices is not the product of the axes.
     """
     if spec.size != len(devices):
         product = " * ".join(f"{axis}={size}" for axis, size in spec.shape.items() if size > 1) or "1"
-        raise ValueError(
+        raise UserError(
             f"mesh {product} = {spec.size} devices, but {len(devices)} are here. "
             f"Set mesh.data so that the product is {len(devices)}, or add --emulate-devices {spec.size} to try "
             "the layout on this CPU."
@@ -73,10 +74,10 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def shard_size(name: str, size: int, shape: Mapping[str, int], axes: Sequence[str]) -> int:
-    """Length of one shard of a dimension of `size` split over mesh `axes` of a mesh of `shape`.
+    """Returns the length of one shard of a dimension of `size`, split over `axes` of a mesh of `shape`.
 
     Raises:
-      ValueError: it does not split evenly; says the nearest sizes that do.
+      UserError: the dimension does not split evenly; names the nearest sizes that do.
     """
     shards = math.prod(shape[axis] for axis in axes)
     if size % shards:
@@ -84,7 +85,7 @@ def shard_size(name: str, size: int, shape: Mapping[str, int], axes: Sequence[st
         below = size - size % shards
         nearest = f"{below}, {below + shards}" if below else f"{shards}"
         fields = ", ".join("mesh." + axis for axis in axes)
-        raise ValueError(
+        raise UserError(
             f"{name}={size} does not split evenly over mesh axes {product} = {shards} shards. "
             f"Nearest sizes that do: {nearest}. Set {name}, or change one of {fields}."
         )

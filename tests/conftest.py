@@ -5,7 +5,10 @@ Everything here must happen before jax or jtrain is imported, so it runs at impo
 
 import os
 import sys
+import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,12 +27,42 @@ os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
+import beartype  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 
+_with_shapes = jaxtyping.jaxtyped
+
+
+def _has_shapes(annotation: Any) -> bool:
+    """True if jaxtyping has something to check: an array's shape, also behind `type Name = ...` or in a generic."""
+    if isinstance(annotation, typing.TypeAliasType):
+        return _has_shapes(annotation.__value__)
+    return (
+        isinstance(annotation, str)
+        or "jaxtyping." in repr(annotation)
+        or any(_has_shapes(part) for part in typing.get_args(annotation))
+    )
+
+
+def _checked(*, typechecker: Any) -> Callable[[Any], Any]:
+    """Decorator of the import hook: beartype alone for functions without shapes, which jaxtyping makes 5x slower."""
+
+    def decorate(thing: Any) -> Any:
+        annotations = getattr(thing, "__annotations__", {}).values()
+        if isinstance(thing, type) or any(map(_has_shapes, annotations)):
+            return _with_shapes(thing, typechecker=typechecker)
+        return beartype.beartype(conf=beartype.BeartypeConf(violation_type=TypeError))(thing)
+
+    return decorate
+
+
+jaxtyping.jaxtyped = _checked
 jaxtyping.install_import_hook(("jtrain", "jtrain_kernels"), "beartype.beartype")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Tests compile much and compute little: LLVM's optimisations are half of the seconds of a step's compilation.
+jax.config.update("jax_disable_most_optimizations", True)
 # No timed assertions: under load any test takes long.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -38,7 +71,7 @@ _unknown_skips: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps compiled programs between runs for the processes that tests start; see `verb.compile_collectives_anew`."""
+    """Keeps compiled programs between runs for the processes that tests start (`platform.compile_collectives_anew`)."""
     assert config.cache is not None
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("jax"))
     jax.config.update("jax_enable_compilation_cache", False)
@@ -73,6 +106,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("skips that are not on KNOWN_SKIPS in tests/conftest.py")
         for line in _unknown_skips:
             terminalreporter.line(line)
+
+
+@pytest.fixture(autouse=True)
+def optimised_for_other_machines(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles with every optimisation where a test reads what the compiler of a TPU or a GPU makes of a program."""
+    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("aot") is None)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from jtrain import launch, verb
-from jtrain.profile.breakdown import read_json
+from jtrain import launch
+from jtrain.profile.analysis.breakdown import read_json
+from jtrain.runtime import cli
+from jtrain.runtime.multihost import join_processes
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,11 +37,12 @@ def options() -> set[str]:
 # --- the command line -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_the_command_line_is_frozen() -> None:
     """DESIGN section 5; scripts rely on it."""
     assert options() == {
         *("--help", "--config", "--with", "--set", "--workdir"),
-        *("--emulate-devices", "--dry-run", "--topology", "--print-config"),
+        *("--emulate-devices", "--dry-run", "--topology", "--print-config", "--allow-change"),
     }
 
 
@@ -61,6 +64,7 @@ def test_help_needs_no_jax() -> None:
     assert "'fiddle'" not in modules
 
 
+@pytest.mark.smoke
 def test_print_config_prints_the_golden_text() -> None:
     """And starts no backend, so it works beside a running job."""
     done = python("-m", "jtrain.launch", "--config=tiny", "--print-config")
@@ -127,25 +131,25 @@ def test_a_bug_keeps_its_traceback() -> None:
     loop_of_ours = types.ModuleType("jtrain.mistaken")
     exec("def mistake():\n    a, b = [1]\n", loop_of_ours.__dict__)
     with pytest.raises(json.JSONDecodeError):
-        verb.run(library_error)
+        cli.run(library_error)
     with pytest.raises(ValueError, match="not enough values"):
-        verb.run(mistake_of_ours)
+        cli.run(mistake_of_ours)
 
 
 def test_our_own_checks_and_bad_paths_are_messages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """`verb.run` prints them and returns 2."""
+    """`cli.run` prints them and returns 2."""
 
     def missing_file() -> int:
         (tmp_path / "missing").read_text()
         return 0
 
     def refusal() -> int:
-        verb.join_processes({"JTRAIN_PROCESS_ID": "1"})
+        join_processes({"JTRAIN_PROCESS_ID": "1"})
         return 0
 
-    assert verb.run(missing_file) == 2
+    assert cli.run(missing_file) == 2
     assert "missing" in capsys.readouterr().err
-    assert verb.run(refusal) == 2
+    assert cli.run(refusal) == 2
     assert capsys.readouterr().err.startswith("error: JTRAIN_PROCESS_ID is set, but JTRAIN_COORDINATOR is not.")
 
 
@@ -157,16 +161,16 @@ def test_an_exit_code_passes_and_ctrl_c_is_no_bug() -> None:
         signal.raise_signal(signal.SIGINT)
         return 0
 
-    assert verb.run(lambda: 75) == 75
-    assert verb.run(interrupted) == 130
+    assert cli.run(lambda: 75) == 75
+    assert cli.run(interrupted) == 130
 
 
 # --- starting jax -----------------------------------------------------------------------------------------------
 
 START = """
 import os
-from jtrain import verb
-verb.start_jax(os.environ, emulate_devices={devices})
+from jtrain.runtime import platform
+platform.start_jax(os.environ, emulate_devices={devices})
 import jax
 print(len(jax.devices()), jax.devices()[0].platform, jax.config.jax_compilation_cache_dir)
 """
@@ -184,7 +188,7 @@ def test_emulated_devices_are_there(tmp_path: Path) -> None:
 def test_programs_with_collectives_are_not_kept_on_cpus(devices: int, kept: bool, tmp_path: Path) -> None:
     """Read from the cache, XLA:CPU's run their collectives in any order, and stop each other."""
     code = START.format(devices=devices) + (
-        "verb.compile_collectives_anew()\njax.jit(lambda x: jax.lax.fori_loop(0, 9, lambda i, x: x @ x, x))"
+        "platform.compile_collectives_anew()\njax.jit(lambda x: jax.lax.fori_loop(0, 9, lambda i, x: x @ x, x))"
         "(jax.numpy.ones((99, 99))).block_until_ready()"
     )
     names = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -223,20 +227,20 @@ def test_compiled_programs_are_kept_in_the_users_cache(tmp_path: Path) -> None:
 )
 def test_half_an_address_is_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        verb.join_processes(environ)
+        join_processes(environ)
 
 
 def test_nothing_is_joined_where_nothing_is_said() -> None:
-    verb.join_processes({})
+    join_processes({})
 
 
 def test_processes_join(tmp_path: Path) -> None:
     """Two real processes of two devices each see four, and a sum crosses between them."""
     code = """
 import os
-from jtrain import verb
-verb.start_jax(os.environ, emulate_devices=2)
-verb.join_processes(os.environ)
+from jtrain.runtime import multihost, platform
+platform.start_jax(os.environ, emulate_devices=2)
+multihost.join_processes(os.environ)
 import jax, jax.numpy as jnp
 mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
@@ -299,7 +303,7 @@ def test_local_sh_starts_every_process_and_keeps_the_exit_code(processes: int) -
 
 def test_processes_train_as_one(tmp_path: Path) -> None:
     """Two processes of 4 devices give the losses, batches and checkpoint of one process with 8."""
-    arguments = ["--config=tiny", "--with", "debug", "--with", "zero3", "--set", "layout.compute_dtype=float32"]
+    arguments = ["--config=tiny", "--with", "debug", "--with", "zero3", "--set", "precision.compute_dtype=float32"]
     window = ["--set", "profile.steps=(2,4)", "--set", "profile.clocks=none"]
     done = local_sh(2, *arguments, *window, "--emulate-devices", "4", "--workdir", str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr
@@ -357,6 +361,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_a_run_reuses_the_pages_of_the_step_before(tmp_path: Path) -> None:
     """Page faults of each step: 20,000 and more where the allocator is told after XLA's threads have begun."""

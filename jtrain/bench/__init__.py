@@ -9,6 +9,8 @@ import operator
 import re
 from typing import TypedDict
 
+from jtrain.errors import UserError
+
 _COMPARE = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt}
 
 
@@ -40,12 +42,12 @@ def meets_bar(row: Row) -> bool | None:
     """Whether the number reaches its bar; None where there is no bar or no number.
 
     Raises:
-      ValueError: a bar that is not one of <=, <, >=, > and a number.
+      UserError: a bar that is not one of <=, <, >=, > and a number.
     """
     reached = row["value"] if row["baseline"] is None else row["ratio"]
     if row["bar"] is None or reached is None:
         return None
     match = re.fullmatch(r"([<>]=?) *([0-9.e+-]+)", row["bar"])
     if match is None:
-        raise ValueError(f"bar {row['bar']!r} of {row['what']!r} must be one of <=, <, >=, > and a number.")
+        raise UserError(f"bar {row['bar']!r} of {row['what']!r} must be one of <=, <, >=, > and a number.")
     return _COMPARE[match[1]](reached, float(match[2]))

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jtrain import verb
 from jtrain.bench import Row, meets_bar
+from jtrain.errors import UserError
+from jtrain.runtime import cli
+from jtrain.runtime.platform import start_jax
 
 FOLDER = Path(__file__).parent
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -32,7 +34,7 @@ def benchmarks() -> dict[str, str]:
 
 def report(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     """What `--json` writes: the rows, and what one needs to know to measure them again."""
-    from jtrain.workdir import git_commit  # lazy: it imports jax
+    from jtrain.runtime.run_files import git_commit  # lazy: it imports jax
 
     return {
         "name": name,
@@ -99,12 +101,12 @@ def bench(argv: Sequence[str]) -> int:
     if name not in found:
         near = difflib.get_close_matches(name, found)
         hint = f" Did you mean {', '.join(near)}?" if near else ""
-        raise ValueError(f"no benchmark {name}.{hint} There are: {', '.join(found)}.")
+        raise UserError(f"no benchmark {name}.{hint} There are: {', '.join(found)}.")
     module = importlib.import_module(f"jtrain.bench.{name}")
     if hasattr(module, "add_arguments"):
         module.add_arguments(parser)
     args = parser.parse_args(argv)
-    verb.start_jax(os.environ)
+    start_jax(os.environ)
     rows = module.run(args)
     if rows:
         print_table(rows)
@@ -114,4 +116,4 @@ def bench(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(verb.run(lambda: bench(sys.argv[1:])))
+    sys.exit(cli.run(lambda: bench(sys.argv[1:])))

@@ -1,11 +1,11 @@
-"""Attention of one GPU: TFLOP/s of every implementation that runs there, forward and backward, after it is checked.
+"""Attention on one GPU: TFLOP/s of every implementation that runs there, forward and backward, after a check.
 
     python -m jtrain.bench attention --json attention.json
 
 Needs an NVIDIA GPU, and refuses elsewhere. One layer's block in bfloat16, causal, heads of 128: a row of 8192 tokens
 with as many key heads as query heads, one with grouped heads, and one of packed documents. FLOPs are 4 B N L^2 H / 2
-forward and 2.5 times that backward, also for documents: what is not computed counts as speed. Each implementation is
-first compared with plain JAX in float32; one that is wrong has no time.
+forward and 2.5 times that backward, also for documents, so skipped blocks count as speed. Each implementation is first
+compared with plain JAX in float32; one with wrong results is not timed.
 """
 
 import argparse
@@ -19,17 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.bench import Row, row
+from jtrain.errors import UserError
 
 BARS = {"forward": ">= 620", "backward": ">= 470"}
 """TFLOP/s to reach on an H200 by the fastest implementation, on the first shape."""
 
 TOLERANCE = 2e-2
-"""Of the largest element: a bfloat16 result of sums of thousands, each term rounded by 2^-9."""
+"""Tolerance relative to the largest element: a bfloat16 result of sums of thousands of terms, each rounded by 2^-9."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One device's block; `documents` per row, of different lengths."""
+    """Shape of one device's block, with `documents` of different lengths per row."""
 
     B: int
     L: int
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     """TFLOP/s by shape, direction and implementation.
 
     Raises:
-      ValueError: the first device is no NVIDIA GPU; or `--only` names none that runs there.
+      UserError: the first device is no NVIDIA GPU; or `--only` names none that runs there.
     """
     from jtrain_kernels import registry
     from jtrain_kernels.attention.api import ATTENTION
@@ -69,9 +70,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     device = jax.devices()[0]
     spec = live(device)
     if spec.compute_capability is None:
-        raise ValueError(
-            f"attention needs an NVIDIA GPU, but the device here is {device.device_kind!r}: run it on one."
-        )
+        raise UserError(f"attention needs an NVIDIA GPU, but the device here is {device.device_kind!r}: run it on one.")
     rows: list[Row] = []
     for index, shape in enumerate(SHAPES):
         arrays = _arrays(shape)
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         reasons = {name: i.supports(spec, avals) for name, i in found.items()}
         names = [name for name, reason in reasons.items() if reason is None and args.only in (None, name)]
         if not names:
-            raise ValueError(f"--only {args.only}: {reasons.get(str(args.only), 'no such implementation')}.")
+            raise UserError(f"--only {args.only}: {reasons.get(str(args.only), 'no such implementation')}.")
         best: dict[str, float] = {}
         for name in names:
             what = f"{shape}: {name}"
@@ -133,7 +132,7 @@ def _with_gradients(name: str) -> Callable[..., Any]:
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> Any:
         y, pull = jax.vjp(lambda *qkv: op(*qkv, *segments), q, k, v)
-        return y, pull(q)  # a cotangent of the right shape that is there already
+        return y, pull(q)  # an existing array with the cotangent's shape
 
     return both
 
@@ -143,7 +142,7 @@ def _timed(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def wrong_by(name: str, arrays: tuple[jax.Array, ...]) -> float:
-    """The largest difference from plain JAX in float32, of value and gradients, over the largest element of each."""
+    """Largest difference from plain JAX in float32, over value and gradients, relative to each largest element."""
     wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
     with jax.default_matmul_precision("highest"):
         want = jax.tree.leaves(jax.jit(_with_gradients("xla"))(*wide))
@@ -153,7 +152,7 @@ def wrong_by(name: str, arrays: tuple[jax.Array, ...]) -> float:
 
 
 def seconds(fn: Callable[..., Any], arrays: tuple[jax.Array, ...], calls: int) -> float:
-    """Of one call, as the mean of several back to back."""
+    """Seconds of one call, the mean of several calls back to back."""
     jax.block_until_ready(fn(*arrays))
     start_s = time.perf_counter()
     jax.block_until_ready([fn(*arrays) for _ in range(calls)])

@@ -27,11 +27,13 @@ from jax.sharding import NamedSharding
 from jtrain import optim
 from jtrain.bench import Row, row
 from jtrain.dims import IGNORE, Batch
+from jtrain.errors import UserError
 from jtrain.layout import LayoutSpec, make_layout
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
-from jtrain.step import BATCH_SPEC, init_state, make_train_step
+from jtrain.step.state import init_state
+from jtrain.step.train_step import BATCH_SPEC, make_train_step
 from jtrain_kernels.host_memory import keep_freed_memory
 
 SEQUENCES, SEQ_LEN, VOCAB = 8, 512, 32000
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     """Interleaved rounds of ours and torch's, then MaxText's steps, which come from its own log.
 
     Raises:
-      ValueError: no interpreter was given for a peer, or it lacks the peer.
+      UserError: no interpreter was given for a peer, or it lacks the peer.
     """
     keep_freed_memory()
     torch_python = _python("torch", args.torch_python, "import torch, transformers")
@@ -103,7 +105,7 @@ def our_steps() -> Steps:
     spec = MeshSpec()
     mesh = make_mesh(spec, jax.devices()[:1])
     infos = model.param_infos()
-    layout = make_layout(LayoutSpec(compute_dtype="bfloat16", remat="none"), spec, infos)
+    layout = make_layout(LayoutSpec(remat="none"), spec, infos)
     adamw = optim.AdamW(peak_lr=1e-3, warmup_steps=2)
     optimizer = optim.build(adamw, num_steps=10_000, params=map_params(lambda info: info, infos))
     state = init_state(layout, optimizer, mesh, seed=0)
@@ -186,7 +188,7 @@ def maxtext_step_ms(python: str, count: int) -> list[float]:
 def _python(peer: str, path: str | None, test: str) -> str:
     if path is None or subprocess.run([path, "-c", test], capture_output=True, check=False).returncode:
         wrong = f"{path} cannot import it" if path else "no interpreter that has it was given"
-        raise ValueError(
+        raise UserError(
             f"cpu_step compares with {peer}, but {wrong}. Make one with `{INSTALL[peer]}`, then give "
             f"--{peer}-python or PEER_{peer.upper()}_PYTHON."
         )

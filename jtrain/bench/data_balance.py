@@ -12,11 +12,11 @@ import time
 import numpy as np
 
 from jtrain.bench import Row, row
-from jtrain.data.balance import karmarkar_karp, lpt, spread
-from jtrain.data.bins import Packing
-from jtrain.data.planner import Planner, PlannerSpec
-from jtrain.data.rows import Pieces
-from jtrain.data.schedule import Constant
+from jtrain.data.mixture.schedule import Constant
+from jtrain.data.planner.balance import karmarkar_karp, lpt, spread
+from jtrain.data.planner.packing import Packing
+from jtrain.data.planner.pieces import Pieces
+from jtrain.data.planner.planner import Planner, PlannerSpec
 
 SEQ_LEN, LINEAR = 8192, 24576
 

@@ -32,14 +32,14 @@ from jaxtyping import Float64, Int32, Int64
 
 from jtrain.bench import Row, data_sources, row
 from jtrain.bench.data_sources import peer
-from jtrain.data import balance
 from jtrain.data.dataset import PackedText, open_dataset
-from jtrain.data.feed import prefetch
-from jtrain.data.graph import Assignment, Graph
-from jtrain.data.mixing import Buffers
-from jtrain.data.place import ClientPlaceTree
-from jtrain.data.schedule import Constant
-from jtrain.data.source import Source
+from jtrain.data.mixture.draw import Buffers
+from jtrain.data.mixture.schedule import Constant
+from jtrain.data.planner import balance
+from jtrain.data.planner.device_tree import ClientPlaceTree
+from jtrain.data.planner.graph import Graph, NodeAssignment
+from jtrain.data.prefetch import prefetch
+from jtrain.data.sources.source import Source
 
 LINEAR = 24576.0
 """Tokens whose attention costs as much as everything else: a 7B model's (verl's seqlen_balancing.py)."""
@@ -307,7 +307,7 @@ def planned(samples: Samples, buckets: int) -> tuple[Buckets, Buckets, Buckets]:
     return image, text, both
 
 
-def _by_sample(found: Assignment, document: Int64[np.ndarray, " samples"], buckets: int) -> Buckets:
+def _by_sample(found: NodeAssignment, document: Int64[np.ndarray, " samples"], buckets: int) -> Buckets:
     """Buckets in the order of their cost, the dearest of all ranks in one microbatch."""
     assert found.bucket is not None
     totals = np.bincount(found.bucket, weights=found.costs, minlength=buckets)

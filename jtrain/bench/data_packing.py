@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from jtrain.bench import Row, row
-from jtrain.data.bins import Packing
-from jtrain.data.planner import LoadingPlan, Planner, PlannerSpec
-from jtrain.data.rows import Rows, fill_rows, views_of
-from jtrain.data.schedule import Constant
+from jtrain.data.constructor.collate import Rows, fill_rows, views_of
+from jtrain.data.mixture.schedule import Constant
+from jtrain.data.planner.packing import Packing
+from jtrain.data.planner.planner import LoadingPlan, Planner, PlannerSpec
 
 SEQ_LEN = 8192
 

@@ -17,8 +17,8 @@ import time
 from jtrain.bench import Row, row
 from jtrain.bench.data_sources import DOCUMENT_CHARACTERS, QUICK_S, SLOW_S, peer
 from jtrain.data.dataset import PackedText, open_dataset
-from jtrain.data.schedule import Constant, Staged
-from jtrain.data.source import Source
+from jtrain.data.mixture.schedule import Constant, Staged
+from jtrain.data.sources.source import Source
 
 SOURCES, DOCUMENTS = 8, 64
 """Sources, and documents per step."""

@@ -29,6 +29,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jtrain.bench import Row, row
+from jtrain.errors import UserError
 
 if TYPE_CHECKING:
     import grain
@@ -40,10 +41,7 @@ ROW_GROUP = 200
 """Documents of a Parquet row group: 133 KB of text. Usual are 64 MB and more, of which every open file holds one."""
 
 PEERS = Path(__file__).parent / "peers"
-INSTALL = (
-    "python3 -m venv T && T/bin/pip install torch==2.13.0 torchdata==0.11.0 webdataset==1.0.2 "
-    "mosaicml-streaming==0.13.0 pyarrow"
-)
+INSTALL = "sh jtrain/bench/peers/setup.sh"
 
 type Format = Literal["parquet", "arrayrecord", "tar", "mds"]
 FORMATS: tuple[Format, ...] = ("parquet", "arrayrecord", "tar", "mds")
@@ -141,7 +139,7 @@ def weights_of(num_sources: int) -> Float[np.ndarray, " sources"]:
 def mixture(folder: Path, *, seq_len: int, global_batch: int) -> "PackedText":
     """What a user would write to train on all files of a folder, in the proportions that the peers are given."""
     from jtrain.data.dataset import PackedText
-    from jtrain.data.source import Source
+    from jtrain.data.sources.source import Source
 
     files = sorted(folder.iterdir())
     weights = weights_of(len(files)).tolist()
@@ -161,8 +159,8 @@ def mixture(folder: Path, *, seq_len: int, global_batch: int) -> "PackedText":
 
 def prepared(spec: "PackedText", folder: Path) -> Path:
     """The prepared index of a mixture, beside its files; made if missing."""
-    from jtrain.data.prepare import prepare
-    from jtrain.data.unit import Recipe
+    from jtrain.data.pretokenized.build import prepare
+    from jtrain.data.pretokenized.shard import Recipe
 
     out = folder.with_name(f"{folder.name}-prepared")
     recipes = [
@@ -260,13 +258,13 @@ def peer_python(args: argparse.Namespace) -> str:
     """The peers' interpreter.
 
     Raises:
-      ValueError: none was given, or it lacks a peer.
+      UserError: none was given, or it lacks a peer.
     """
     path: str | None = args.torch_python
     find = "import importlib.util as u; [u.find_spec(n).name for n in ('torchdata', 'webdataset', 'streaming')]"
     if path is None or subprocess.run([path, "-c", find], capture_output=True, check=False).returncode:
         wrong = f"{path} cannot import them all" if path else "no interpreter that has them was given"
-        raise ValueError(
+        raise UserError(
             f"the data benchmarks compare with torchdata, webdataset and mosaicml-streaming, but {wrong}. Make one "
             f"with `{INSTALL}`, then give --torch-python or PEER_TORCH_PYTHON."
         )

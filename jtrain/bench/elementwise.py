@@ -1,7 +1,8 @@
-"""RMSNorm, SwiGLU, RoPE and AdamW: share of a copy's bandwidth on a GPU; or, `--compiled`, the bytes that XLA moves.
+"""RMSNorm, SwiGLU, RoPE and AdamW: fraction of a copy's bandwidth on a GPU, or with `--compiled` the bytes XLA moves.
 
-On a GPU each implementation that runs there is timed, forward and backward, 8192 tokens of llama8b. With `--compiled`
-nothing runs: the compilers of the extra [aot] say what a program reads and writes, next to each array once.
+On a GPU each implementation that runs there is timed, forward and backward, for 8192 tokens of llama8b. With
+`--compiled` nothing runs: programs of the compilers in the extra [aot] show the bytes that are read and written, beside
+the minimum of one pass over each array.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from jtrain.bench import Row, row
+from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Compiled(argparse.Action):
-    """Sets the environment while jax is not imported yet."""
+    """Option that sets the environment before jax is imported."""
 
     def __init__(self, option_strings: Any, dest: str, **more: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, default=False, **more)
@@ -42,10 +44,10 @@ class _Compiled(argparse.Action):
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """One row per op, pass, implementation.
+    """Rows of every op, pass and implementation.
 
     Raises:
-      ValueError: the first device is no GPU, and `--compiled` is not given.
+      UserError: the first device is no GPU, and `--compiled` is not given.
     """
     if args.compiled:
         return [one for chip in CHIPS for one in compiled_rows(chip)]
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
     gpu = jax.devices()[0]
     if gpu.platform != "gpu":
-        raise ValueError(
+        raise UserError(
             f"elementwise times kernels on a GPU, but the device here is {gpu.device_kind!r}. Run the same command on "
             "one, or add --compiled for the bytes that compilers say."
         )
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def cases() -> Iterator[Case]:
-    """Name, function, shapes of its arguments, and the op if there is one."""
+    """Cases: name, function, shapes of its arguments, and the op if there is one."""
     import jax
     import jax.numpy as jnp
 
@@ -95,14 +97,14 @@ def cases() -> Iterator[Case]:
 
 
 def backward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`f(cotangent, *arguments)`: the gradients alone."""
+    """Function `f(cotangent, *arguments)` that computes only the gradients."""
     import jax
 
     return lambda given, *arguments: jax.vjp(function, *arguments)[1](given)
 
 
 def adamw(param: Any, mu: Any, nu: Any, grad: Any, rate: Any) -> tuple[Any, Any, Any]:
-    """One update in float32, as `jtrain.optim` writes it."""
+    """One AdamW update in float32, as in `jtrain.optim`."""
     import jax.numpy as jnp
 
     mu, nu = 0.9 * mu + 0.1 * grad, 0.95 * nu + 0.05 * grad * grad
@@ -110,18 +112,18 @@ def adamw(param: Any, mu: Any, nu: Any, grad: Any, rate: Any) -> tuple[Any, Any,
 
 
 def needed_bytes(arguments: Any, results: Any) -> int:
-    """Every argument read once and every result written once; a result that is there twice counts once."""
+    """Minimum bytes: every argument read once and every result written once; a duplicate result counts once."""
     import jax
 
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((arguments, results)))
 
 
 def compiled_rows(chip: str) -> list[Row]:
-    """Bytes that XLA's fusions, and the kernels that compile for a chip, move; baseline: each array once."""
+    """Rows of bytes that XLA's fusions and the kernels for a chip move; baseline: each array once."""
     import jax
 
-    from jtrain.plan.moved import passes
-    from jtrain_kernels import aot
+    from jtrain.hlo.memory_traffic import passes
+    from jtrain_kernels.compile_only import aot
     from jtrain_kernels.device import from_name
     from jtrain_kernels.registry import implementations
 
@@ -138,7 +140,7 @@ def compiled_rows(chip: str) -> list[Row]:
 
 
 def timed_rows(repeats: int) -> list[Row]:
-    """GB/s of what is needed, and its share of what a copy reaches."""
+    """Rows of GB/s over the minimum bytes, and the fraction of a copy's bandwidth."""
     import jax
     import jax.numpy as jnp
 
@@ -168,7 +170,7 @@ def _refusal(op: "Op", name: str, device: Any) -> str | None:
 
 
 def seconds(function: Callable[..., Any], shapes: tuple[Any, ...], repeats: int) -> float:
-    """Of one call, after one that is not timed."""
+    """Seconds of one call, after one call that is not timed."""
     import jax
     import jax.numpy as jnp
 

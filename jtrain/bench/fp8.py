@@ -3,7 +3,7 @@
     python -m jtrain.bench fp8 --json jtrain/bench/results/fp8-epyc.json
 
 `configs/tiny.py` (the Python standard library, byte by byte), the same seed, batches and schedule for each
-`layout.matmul_dtype`. A CPU computes what a GPU with 8-bit matmuls would, but not as fast: no speed is measured here
+`precision.matmul_dtype`. A CPU computes what a GPU with 8-bit matmuls would, but not as fast: no speed is measured here
 (`fp8_speed` does, on a GPU). What the numbers differ by without any change of precision is seen from another seed.
 """
 
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from jtrain.bench import Row, row
-from jtrain.metrics import FILE, read
+from jtrain.telemetry.metrics import FILE, read
 
 MODES = ("compute", "fp8_current", "fp8_delayed")
 LAST_STEPS = 50
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 def _trained(steps: int, mode: str, *, seed: int) -> tuple[float, float]:
     """Mean training loss of the last steps, and the last held-out loss."""
-    sets = (f"layout.matmul_dtype='{mode}'", f"num_steps={steps}", f"seed={seed}", "metrics.log_every_steps=1")
+    sets = (f"precision.matmul_dtype='{mode}'", f"num_steps={steps}", f"seed={seed}", "metrics.log_every_steps=1")
     sets += ("metrics.tensorboard=False", f"eval.every_steps={steps}", "checkpoint.every_steps=None")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "jtrain.launch", "--config=tiny", "--workdir", folder]

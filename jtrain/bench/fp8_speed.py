@@ -1,10 +1,10 @@
-"""8-bit against bfloat16 on one GPU: a matmul of 8192^3 with its casts, and a step of two layers of the 8B model.
+"""FP8 against bfloat16 on one GPU: a matmul of 8192^3 with its casts, and a step of two layers of the 8B model.
 
     python -m jtrain.bench fp8_speed --json jtrain/bench/results/fp8_speed-h200.json
 
-Needs a GPU with 8-bit matmuls, and refuses elsewhere. XLA autotunes each program when it is compiled. The casts of both
-operands are part of every call; with current scaling the search for their largest numbers is too. Two layers stand for
-32, of which the state in bfloat16 alone would fill a GPU; the embeddings' share of the step is larger than with 32.
+Needs a GPU with FP8 matmuls, and refuses elsewhere. XLA autotunes each program when it is compiled. The casts of both
+operands are part of every call, and with current scaling the computation of their amax too. Two layers stand for 32,
+whose bfloat16 state alone would fill a GPU; the embeddings' fraction of the step is larger than with 32 layers.
 """
 
 import argparse
@@ -16,11 +16,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jtrain import config, loop
 from jtrain.bench import Row, row
 from jtrain.bench.h200 import step_rate
-from jtrain.layout import MatmulDtype, make_layout
+from jtrain.config.load import load_config
+from jtrain.config.run import build_run, run_layout
+from jtrain.errors import UserError
 from jtrain.model import ops
+from jtrain.plan.from_run import make_optimizer
+from jtrain.precision import MatmulDtype
 from jtrain_kernels import device
 
 SIZE = 8192
@@ -33,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def matmul(mode: MatmulDtype, x: Array, kernel: Array) -> Array:
-    """`x @ kernel` as the model's layers do it under `layout.matmul_dtype`."""
+    """`x @ kernel` as the model's layers compute it with `precision.matmul_dtype`."""
     if mode == "compute":
         return ops.linear(x, kernel)
     delayed = mode == "fp8_delayed"
@@ -41,15 +44,15 @@ def matmul(mode: MatmulDtype, x: Array, kernel: Array) -> Array:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """TFLOP/s of the matmul and tokens/s of the step, each beside bfloat16's.
+    """Rows of TFLOP/s of the matmul and tokens/s of the step, each compared with bfloat16.
 
     Raises:
-      ValueError: the first device is no GPU that multiplies in 8 bits.
+      UserError: the first device is no GPU that multiplies in 8 bits.
     """
     gpu = jax.devices()[0]
     spec = device.from_device(gpu)
     if gpu.platform != "gpu" or spec is None or ops.fp8_unsupported(spec) is not None:
-        raise ValueError(
+        raise UserError(
             f"8-bit matmuls are timed on an H100, H200 or B200, but the device here is {gpu.device_kind!r}. Run the "
             "same command on one."
         )
@@ -69,7 +72,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def _seconds(mode: MatmulDtype, calls: int) -> float:
-    """Of one forward matmul; the fastest of five rounds of `calls`."""
+    """Seconds of one forward matmul: the fastest of five rounds of `calls` calls."""
     x, kernel = (jax.random.normal(jax.random.key(k), (SIZE, SIZE), jnp.bfloat16) for k in range(2))
     step: Callable[[Array, Array], Array] = jax.jit(lambda x, kernel: matmul(mode, x, kernel))
     y = jax.block_until_ready(step(x, kernel))
@@ -84,9 +87,9 @@ def _seconds(mode: MatmulDtype, calls: int) -> float:
 
 
 def _step_rate(mode: MatmulDtype, num_steps: int) -> float:
-    """Tokens/s of a whole training step."""
-    built = config.build(config.load("llama8b", ["single_device"], ["model.num_layers=2"]))
-    spec = dataclasses.replace(built.layout, matmul_dtype=mode)
-    layout = make_layout(spec, built.mesh, built.model.param_infos())
+    """Tokens per second of a whole training step."""
+    built = build_run(load_config("llama8b", ["single_device"], ["model.num_layers=2"]))
+    precision = dataclasses.replace(built.precision, matmul_dtype=mode)
+    layout = run_layout(dataclasses.replace(built, precision=precision))
     sizes: dict[str, int] = dict(global_batch=built.data.global_batch, seq_len=built.data.seq_len, num_steps=num_steps)
-    return step_rate(built.model, layout, loop.make_optimizer(built), **sizes)
+    return step_rate(built.model, layout, make_optimizer(built), **sizes)

@@ -1,8 +1,8 @@
 """What a GPU's clock does to the same matmuls: random against zero inputs, steady against changing allocations.
 
 Needs a GPU, and refuses without one. Each minute of matmuls is watched as a run is, by the sampler in a process of its
-own; seconds lost to the clock are those of `jtrain.profile.attribution`, b = 1. Zeros toggle no bits and draw less
-power, so they run at a higher clock. Allocations: weights are copied before each step as FSDP gathers them, into
+own; seconds lost to the clock are those of `jtrain.profile.analysis.clock_loss`, b = 1. Zeros toggle no bits and draw
+less power, so they run at a higher clock. Allocations: weights are copied before each step as FSDP gathers them, into
 buffers of one size, or of sizes that change from step to step (Chopper, arXiv 2512.08242, section 6).
 """
 
@@ -20,10 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.bench import Row, row
-from jtrain.profile import attribution, samples
-from jtrain.profile.clocks import spec_mhz
-from jtrain.profile.records import Peaks
-from jtrain.profile.sampler import Sampler
+from jtrain.errors import UserError
+from jtrain.profile.analysis import clock_loss
+from jtrain.profile.analysis.records import Peaks
+from jtrain.profile.clocks import samples
+from jtrain.profile.clocks.sampler import Sampler
+from jtrain.profile.clocks.samples import energy_j
+from jtrain.profile.clocks.select import spec_mhz
 from jtrain_kernels import device
 
 SIZE = 8192
@@ -53,12 +56,12 @@ def run(args: argparse.Namespace) -> list[Row]:
     """TFLOP/s, clock, power, energy and seconds lost of each soak, the second of a pair against the first.
 
     Raises:
-      ValueError: the first device is no GPU.
+      UserError: the first device is no GPU.
     """
     gpu = jax.devices()[0]
     spec = device.from_device(gpu)
     if gpu.platform != "gpu" or spec is None:
-        raise ValueError(
+        raise UserError(
             f"gpu_clocks needs a GPU's clocks, but the device here is {gpu.device_kind!r}. Run the same command on one."
         )
     random = jax.random.normal(jax.random.key(0), (SIZE, SIZE), jnp.bfloat16)
@@ -90,15 +93,15 @@ def summarise(found: samples.Samples, flops: float, start_ns: int, end_ns: int, 
     """The figures of `flops` computed from start to end, on the clock that `found` says."""
     seconds = (end_ns - start_ns) * 1e-9
     mhz, watts = (float(found.mean(name, start_ns, end_ns)) for name in ("sm_mhz", "power_w"))
-    reference = attribution.reference_mhz(peaks, {0: found})
-    lost_s = seconds * (1.0 - float(attribution.multipliers(mhz, 1.0, reference)))
-    joules = attribution.energy_j(found, start_ns, end_ns)
+    reference = clock_loss.reference_mhz(peaks, {0: found})
+    lost_s = seconds * (1.0 - float(clock_loss.multipliers(mhz, 1.0, reference)))
+    joules = energy_j(found, start_ns, end_ns)
     return Soak(
         flops_per_s=flops / seconds,
         mean_mhz=None if math.isnan(mhz) else mhz,
         mean_w=None if math.isnan(watts) else watts,
         joules_per_tflop=None if joules is None else joules / (flops * 1e-12),
-        lost_s=attribution.split(lost_s, found, start_ns, end_ns, reference),
+        lost_s=clock_loss.split(lost_s, found, start_ns, end_ns, reference),
     )
 
 

@@ -1,11 +1,11 @@
-"""The fused matmul kernels on one Hopper GPU: the tile kernel against cuBLAS, and ranks that share the GPU's memory.
+"""The fused matmul kernels on one Hopper GPU: the tile kernel against cuBLAS, and fused kernels on virtual ranks.
 
     python -m jtrain.bench gpu_matmul --json FILE
 
-Needs a Hopper GPU, and refuses without one. Virtual ranks are groups of thread blocks that run the very kernels which
-eight GPUs would, with the same tables, counters and copies, but through the one GPU's memory instead of NVLink: what is
-measured is how much of the copying hides, `max(matmul alone, copies alone) / fused`, never the speed of several GPUs.
-Every result is compared with XLA's before it is timed.
+Needs a Hopper GPU, and refuses without one. Virtual ranks are groups of thread blocks that run the same kernels as
+several GPUs, with the same tables, counters and copies, but through one GPU's memory instead of NVLink. The benchmark
+measures how much of the copying is hidden, `max(matmul alone, copies alone) / fused`, and not the speed of several
+GPUs. Every result is compared with XLA's before it is timed.
 """
 
 import argparse
@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.bench import Row, row
+from jtrain.errors import UserError
 from jtrain_kernels.device import DeviceSpec, from_device
-from jtrain_kernels.overlap.gpu_program import GpuProgram, OverlapConfig, default_config, gpu_program
+from jtrain_kernels.overlap.mosaic_gpu.tables import GpuProgram, OverlapConfig, default_config, gpu_program
+from jtrain_kernels.overlap.mosaic_gpu.tile_shapes import CANDIDATES, TileConfig, does_not_fit, unsupported
 from jtrain_kernels.overlap.schedule import OPS, OpName, make_schedule
-from jtrain_kernels.overlap.tiles import CANDIDATES, TileConfig, does_not_fit, unsupported
 
 BAR = ">= 0.9"
 
@@ -36,10 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """The tile kernel over cuBLAS, then each op over the longer of its two parts.
+    """Rows of the tile kernel over cuBLAS, and of each op over the longer of its two parts.
 
     Raises:
-      ValueError: the first device is no Hopper GPU.
+      UserError: the first device is no Hopper GPU.
       RuntimeError: a kernel's result is not XLA's.
     """
     spec = hopper_gpu(jax.devices()[0])
@@ -63,21 +64,21 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def hopper_gpu(device: jax.Device) -> DeviceSpec:
-    """What the device is.
+    """Specification of the device.
 
     Raises:
-      ValueError: it is no Hopper GPU.
+      UserError: the device is no Hopper GPU.
     """
     spec = from_device(device)
     reason = f"{device.device_kind} is not known" if spec is None else unsupported(spec)
     if reason is not None or spec is None:
-        raise ValueError(f"gpu_matmul needs a Hopper GPU (h100, h200): {reason}. Run the same command on one.")
+        raise UserError(f"gpu_matmul needs a Hopper GPU (h100, h200): {reason}. Run the same command on one.")
     return spec
 
 
 def overlap_row(op: OpName, ranks: int, spec: DeviceSpec, size: int, matmul_s: float, calls: int) -> Row:
-    """One op with virtual ranks: the longer of its matmul alone and its copies alone, over the fused kernel."""
-    program = gpu_program(make_schedule(op, "full_mesh", ranks, parts=2 if op == "matmul_all_reduce" else 1))
+    """Row of one op on virtual ranks: the longer of its matmul alone and its copies alone, over the fused kernel."""
+    program = gpu_program(make_schedule(op, "full_mesh", ranks))
     x, kernel = operands(op, ranks, size)
     want = np.asarray(jax.jit(lambda x, kernel: plain_op(op, ranks, x, kernel))(x, kernel), np.float32)
     found: dict[int, float] = {}
@@ -86,20 +87,20 @@ def overlap_row(op: OpName, ranks: int, spec: DeviceSpec, size: int, matmul_s: f
         agree(op, fused(x, kernel), want)
         found[config.sending_blocks] = seconds(fused, x, kernel, calls=calls)
     best = min(found, key=lambda blocks: found[blocks])
-    sent = normal(2, (ranks - 1) * size * (2 if op == "matmul_all_reduce" else 1), size)
+    sent = normal(2, (ranks - 1) * size, size)
     copy_s = seconds(jax.jit(lambda sent: -sent), sent, calls=calls)
     label = f"{op}, {ranks} virtual ranks, {best} sending blocks each: longer of matmul and copies, over fused"
     return row(label, max(matmul_s, copy_s) * 1e3, "ms", baseline=found[best] * 1e3, bar=BAR)
 
 
 def tilings(size: int) -> list[TileConfig]:
-    """Cuts that fit a square matmul."""
+    """Tilings that fit a square matmul."""
     cuts = [dataclasses.replace(tiles, group=group) for tiles in CANDIDATES for group in (4, 8, 16)]
     return [tiles for tiles in cuts if does_not_fit(size, size, size, "bfloat16", tiles) is None]
 
 
 def overlap_configs(program: GpuProgram, ranks: int, spec: DeviceSpec, size: int) -> list[OverlapConfig]:
-    """Cuts of a fused kernel with virtual ranks: how many of a rank's blocks send."""
+    """Tilings of a fused kernel on virtual ranks, with different numbers of sending blocks."""
     gathers = program.schedule.op == "all_gather_matmul"
     n, k = (size // ranks, size) if gathers else (size, size // ranks)
     blocks = (spec.num_cores or 0) // ranks
@@ -108,7 +109,7 @@ def overlap_configs(program: GpuProgram, ranks: int, spec: DeviceSpec, size: int
 
 
 def operands(op: OpName, ranks: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """Of all ranks: x [ranks, 1, rows, k] and kernels [ranks, k, n] of one matmul of `size` cubed."""
+    """Operands of all ranks for one matmul of `size` cubed: x [ranks, 1, rows, k] and kernels [ranks, k, n]."""
     if op == "all_gather_matmul":
         x, kernel = (ranks, 1, size // ranks, size), (ranks, size, size // ranks)
     else:
@@ -117,43 +118,41 @@ def operands(op: OpName, ranks: int, size: int) -> tuple[jax.Array, jax.Array]:
 
 
 def plain_op(op: OpName, ranks: int, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """The same by XLA, on all ranks' arrays."""
+    """Result of the op by XLA, on the arrays of all ranks."""
     if op == "all_gather_matmul":
         gathered = jnp.concatenate(list(x), axis=1)
         return jnp.einsum("bmk,rkn->rbmn", gathered, kernel)
     total = jnp.einsum("rbmk,rkn->bmn", x, kernel, preferred_element_type=jnp.float32).astype(x.dtype)
-    if op == "matmul_reduce_scatter":
-        return jnp.stack(jnp.split(total, ranks, axis=1))
-    return jnp.stack([total] * ranks)
+    return jnp.stack(jnp.split(total, ranks, axis=1))
 
 
 def virtual(
     program: GpuProgram, ranks: int, x: jax.Array, kernel: jax.Array, spec: DeviceSpec, config: OverlapConfig
 ) -> jax.Array:
-    """One op with all ranks on this GPU."""
-    from jtrain_kernels.overlap.fabric import Shared
-    from jtrain_kernels.overlap.mosaic_gpu import fused
+    """Result of the fused kernel with all ranks on this GPU."""
+    from jtrain_kernels.overlap.mosaic_gpu.kernel import fused
+    from jtrain_kernels.overlap.mosaic_gpu.peer_access import VirtualRanks
 
-    return fused(program, Shared(ranks), x, kernel, num_cores=spec.num_cores or 0, config=config)[0]
+    return fused(program, VirtualRanks(ranks), x, kernel, num_cores=spec.num_cores or 0, config=config)[0]
 
 
 def matmul(x: jax.Array, kernel: jax.Array, spec: DeviceSpec, tiles: TileConfig) -> jax.Array:
-    """The tile kernel alone."""
-    from jtrain_kernels.overlap import hopper
+    """Result of the tile kernel alone."""
+    from jtrain_kernels.overlap.mosaic_gpu import wgmma_tile
 
-    return hopper.matmul(x, kernel, num_cores=spec.num_cores or 0, config=tiles)
+    return wgmma_tile.matmul(x, kernel, num_cores=spec.num_cores or 0, config=tiles)
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    """bfloat16 of variance 1."""
+    """Normal bfloat16 numbers of variance 1."""
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
 def agree(what: str, got: jax.Array, want: np.ndarray) -> None:
-    """Within what bfloat16 sums that travel are rounded by.
+    """Checks that results agree up to the bfloat16 rounding of partial sums.
 
     Raises:
-      RuntimeError: they are not.
+      RuntimeError: the results differ by more.
     """
     error = float(np.max(np.abs(np.asarray(got, np.float32) - want)))
     scale = float(np.max(np.abs(want)))
@@ -162,7 +161,7 @@ def agree(what: str, got: jax.Array, want: np.ndarray) -> None:
 
 
 def seconds(function: Callable[..., Any], *args: Any, calls: int) -> float:
-    """Median of three runs of `calls` calls each, per call, after two that are not timed."""
+    """Seconds per call: the median of three runs of `calls` calls each, after two calls that are not timed."""
     for _ in range(2):
         jax.block_until_ready(function(*args))
     runs: list[float] = []

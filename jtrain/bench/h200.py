@@ -11,16 +11,20 @@ import time
 import jax
 import numpy as np
 
-from jtrain import config, loop
 from jtrain.bench import Row, row
+from jtrain.config.load import load_config
+from jtrain.config.run import Run, build_run, run_layout
 from jtrain.data import put_batch
 from jtrain.dims import Batch
-from jtrain.layout import Layout, make_layout
+from jtrain.errors import UserError
+from jtrain.layout import Layout
 from jtrain.mesh import make_mesh
 from jtrain.model.transformer import Transformer
 from jtrain.optim import Optimizer
-from jtrain.plan.flops import flops_per_token, mfu
-from jtrain.step import init_state, make_train_step
+from jtrain.plan.estimate.flops import flops_per_token, mfu
+from jtrain.plan.from_run import make_optimizer
+from jtrain.step.state import init_state
+from jtrain.step.train_step import make_train_step
 from jtrain_kernels import device
 
 BARS = {"llama1b": ">= 55000", "llama8b": ">= 11000"}
@@ -39,24 +43,24 @@ def run(args: argparse.Namespace) -> list[Row]:
     """Tokens/s and MFU of each config.
 
     Raises:
-      ValueError: the first device is no GPU.
+      UserError: the first device is no GPU.
     """
     gpu = jax.devices()[0]
     spec = device.from_device(gpu)
     if gpu.platform != "gpu" or spec is None:
-        raise ValueError(
+        raise UserError(
             f"the number sheet needs a GPU, but the device here is {gpu.device_kind!r}. Run the same command on one."
         )
     rows: list[Row] = []
     for name in [args.only] if args.only else list(BARS):
-        built = config.build(config.load(name, FIDDLERS[name]))
+        built = build_run(load_config(name, FIDDLERS[name]))
         rate = tokens_per_s(built, args.steps)
         length = built.data.seq_len
         used = mfu(
             flops_per_token(built.model, seq_len=length),
             tokens_per_s=rate,
             num_devices=1,
-            peak_flops=spec.peak_flops(built.layout.compute_dtype),
+            peak_flops=spec.peak_flops(built.precision.compute_dtype),
         )
         peak_gib = (gpu.memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
         bar = BARS[name] if spec.name == "h200" else None
@@ -66,13 +70,13 @@ def run(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def tokens_per_s(built: config.Run, num_steps: int) -> float:
+def tokens_per_s(built: Run, num_steps: int) -> float:
     """Of a config's step on one device."""
-    layout = make_layout(built.layout, dataclasses.replace(built.mesh, data=1), built.model.param_infos())
+    layout = run_layout(dataclasses.replace(built, mesh=dataclasses.replace(built.mesh, data=1)))
     return step_rate(
         built.model,
         layout,
-        loop.make_optimizer(built),
+        make_optimizer(built),
         global_batch=built.data.global_batch,
         seq_len=built.data.seq_len,
         num_steps=num_steps,

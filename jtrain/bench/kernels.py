@@ -1,4 +1,4 @@
-"""Which kernel an op takes on a device, and why; on a live accelerator the time of each, and their tuning.
+"""Choice of kernels on a device, with reasons; on a live accelerator also their times and tuning.
 
     python -m jtrain.bench kernels --explain attention --device h200     the choice, and why the others lost
     python -m jtrain.bench kernels --explain rms_norm --device v5p --compile     and what its compiler makes of it
@@ -18,20 +18,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jtrain.bench import Row, row
+from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
 
-if TYPE_CHECKING:  # named in full below, so that tests can resolve them when a call is checked
+if TYPE_CHECKING:  # full names in annotations, so that runtime type checks can resolve them
     import jax
 
     import jtrain_kernels.device
     import jtrain_kernels.registry
 
 MIN_TIMED_S = 0.2
-"""Calls are repeated for at least so long, and at least five times."""
+"""Minimum seconds over which calls are repeated; at least five calls."""
 
 
 class _Compile(argparse.Action):
-    """Makes jax's environment fit for compiling, which it reads when it is imported; no import above does."""
+    """Option that sets the environment for compiling before jax is imported; no import above imports jax."""
 
     def __call__(
         self,
@@ -56,20 +57,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Rows of what was asked.
+    """Rows of the requested predictions, compilations or times.
 
     Raises:
-      ValueError: options that do not go together, an unknown op, case or device; or no accelerator to time.
+      UserError: options that do not go together, an unknown op, case or device; or no accelerator to time.
     """
     import jax
 
     from jtrain_kernels import device, registry
 
     if args.explain is None and (args.device is not None or args.compile):
-        raise ValueError("kernels: --device and --compile are for --explain OP; times are of the device that is here.")
+        raise UserError("kernels: --device and --compile are for --explain OP; times are of the device that is here.")
     if args.explain is not None:
         if args.tune:
-            raise ValueError("kernels: --explain runs nothing and --tune runs everything. Give one of them.")
+            raise UserError("kernels: --explain runs nothing and --tune runs everything. Give one of them.")
         spec = device.from_name(args.device) if args.device else device.live(jax.devices()[0])
         return [
             r for case in _cases(registry.find(args.explain), args.case) for r in _explain(case, spec, args.compile)
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     spec = device.live(jax.devices()[0])
     ops = [registry.find(args.op)] if args.op else list(registry.ops().values())
     if spec.platform == "cpu" and not (args.op and args.case and (args.out or not args.tune)):
-        raise ValueError(
+        raise UserError(
             "kernels: times of a CPU are no accelerator's, and the ops' cases are of an 8B model. Run the same command "
             "on a GPU or TPU, or name --op, --case and, with --tune, --out DIR."
         )
@@ -86,14 +87,14 @@ def run(args: argparse.Namespace) -> list[Row]:
         if (few := too_few_devices(case)) is None:
             cases.append(case)
         elif args.op:
-            raise ValueError(f"kernels: {few}.")
+            raise UserError(f"kernels: {few}.")
         else:
             print(f"left out: {few}")
     return [r for case in cases for r in (_tune(case, spec, args.out) if args.tune else _time(case, spec))]
 
 
 class Case(NamedTuple):
-    """An op at the arguments of one of its cases."""
+    """One case of an op: its name and arguments."""
 
     op: "jtrain_kernels.registry.Op"
     name: str
@@ -102,15 +103,15 @@ class Case(NamedTuple):
 
 def _cases(op: "jtrain_kernels.registry.Op", case: str | None) -> list[Case]:
     if case is not None and case not in op.cases:
-        raise ValueError(f"kernels: {op.name} has no case {case}. There are: {', '.join(op.cases) or 'none'}.")
+        raise UserError(f"kernels: {op.name} has no case {case}. There are: {', '.join(op.cases) or 'none'}.")
     return [Case(op, name, avals) for name, avals in op.cases.items() if case in (None, name)]
 
 
 def too_few_devices(of: Case) -> str | None:
-    """Why an op that communicates cannot be timed here, None if it can."""
+    """Reason why an op that communicates cannot be timed here; None if it can."""
     import jax
 
-    from jtrain_kernels import aot
+    from jtrain_kernels.compile_only import aot
 
     axis, here = aot.axis_of(of.avals), len(jax.devices())
     if axis is None or axis[1] <= here:
@@ -119,8 +120,9 @@ def too_few_devices(of: Case) -> str | None:
 
 
 def _explain(of: Case, spec: "jtrain_kernels.device.DeviceSpec", compiled: bool) -> Iterator[Row]:
-    """Prints the choice; the rows are predicted or compiled figures."""
-    from jtrain_kernels import aot, registry
+    """Prints the choice, and yields rows of predicted or compiled figures."""
+    from jtrain_kernels import registry
+    from jtrain_kernels.compile_only import aot
 
     op, case, avals = of
     choice = registry.choose(op, spec, avals)
@@ -152,7 +154,7 @@ def explanation(
     avals: "jtrain_kernels.registry.Avals",
     choice: "jtrain_kernels.registry.Choice",
 ) -> list[str]:
-    """What is taken and why, then why each other is not, a line each; last how to take another that can run."""
+    """Lines that explain a choice: the chosen implementation, each other one with its reason, and how to force one."""
     from jtrain_kernels import registry, tuned
 
     config = " ".join(f"{name}={value}" for name, value in choice.config.items())
@@ -162,12 +164,12 @@ def explanation(
         f"{op.name} on {spec.name}, {case}: {tuned.bucket(avals)}, {tuned.dtype(avals)}",
         f"  {taken} is taken{f' with {config}' if config else ''}: {choice.because}",
         *(f"  {name} is not: {reason}" for name, reason in choice.others),
-        *(f"""  to force it: --set "layout.kernels=(('{op.name}','{name}'),)\"""" for name in able[:1]),
+        *(f"""  to force it: --set "kernels=(('{op.name}','{name}'),)\"""" for name in able[:1]),
     ]
 
 
 def _time(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> Iterator[Row]:
-    """Each implementation that runs here in its first configuration, against XLA."""
+    """Times each implementation that runs here in its first configuration, against XLA."""
     from jtrain_kernels import registry
 
     op, case, avals = of
@@ -179,7 +181,7 @@ def _time(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> Iterator[Row]:
 
 
 def _tune(of: Case, spec: "jtrain_kernels.device.DeviceSpec", out: Path | None) -> Iterator[Row]:
-    """Times every configuration of every implementation that runs here, and writes the fastest."""
+    """Times every configuration of every implementation that runs here, and writes the fastest to a file."""
     from jtrain_kernels import registry, tuned
 
     op, case, avals = of
@@ -209,10 +211,11 @@ def _call(
     config: Mapping[str, int],
     avals: "jtrain_kernels.registry.Avals",
 ) -> Callable[[dict[str, Any]], Any]:
-    """The op and its gradients by one implementation and configuration, over its axis if it has one."""
+    """Function that computes the op and its gradients with one implementation and configuration, over its mesh axis."""
     import functools
 
-    from jtrain_kernels import aot, registry
+    from jtrain_kernels import registry
+    from jtrain_kernels.compile_only import aot
 
     fixed = registry.Implementation("xla", functools.partial(implementation.call, **config))
     function = aot.op_function(registry.Op(op.name, (fixed,)), avals, gradients=True)
@@ -221,11 +224,11 @@ def _call(
 
 
 def _mesh(avals: "jtrain_kernels.registry.Avals") -> "jax.sharding.Mesh | None":
-    """Of devices that are here, for an op that communicates."""
+    """Mesh of live devices for an op that communicates; None for other ops."""
     import jax
     import numpy as np
 
-    from jtrain_kernels import aot
+    from jtrain_kernels.compile_only import aot
 
     if (axis := aot.axis_of(avals)) is None:
         return None
@@ -240,7 +243,7 @@ def inputs(avals: "jtrain_kernels.registry.Avals") -> dict[str, Any]:
     def one(name: str, key: Any, x: "jax.ShapeDtypeStruct") -> Any:
         if jnp.issubdtype(x.dtype, jnp.floating):
             return jax.random.normal(key, x.shape, x.dtype)
-        # Groups of one row would leave all other rows out, and be fast.
+        # Groups of one row would skip all other rows and look fast.
         value = arrays["x"].shape[0] // x.shape[0] if name == "group_size" else 1
         return jnp.full(x.shape, value, x.dtype)
 
@@ -253,7 +256,7 @@ def inputs(avals: "jtrain_kernels.registry.Avals") -> dict[str, Any]:
 
 
 def seconds(function: Callable[..., Any], *args: Any) -> float:
-    """Of one call, the median, after one that compiles and one more."""
+    """Median seconds of one call, after one call that compiles and one more."""
     import jax
 
     jitted = jax.jit(function)

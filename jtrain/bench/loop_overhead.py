@@ -10,12 +10,17 @@ from pathlib import Path
 
 import jax
 
-from jtrain import config, leaves, loop
 from jtrain.bench import Row, row
+from jtrain.config import tree
+from jtrain.config.load import load_config
+from jtrain.config.run import Run, build_run, run_layout
 from jtrain.data import open_dataset, put_batch
 from jtrain.mesh import make_mesh
-from jtrain.metrics import FILE, read
-from jtrain.step import init_state, make_train_step
+from jtrain.plan.from_run import make_optimizer
+from jtrain.step.state import init_state
+from jtrain.step.train_step import make_train_step
+from jtrain.telemetry.metrics import FILE, read
+from jtrain.train import loop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[Row]:
     """Alternates the two, so that a machine that slows down slows both; compilation is in neither."""
     sets = [f"num_steps={2 * args.steps}", f"metrics.log_every_steps={args.steps}", "eval.every_steps=None"]
-    run_config = config.load(args.config, (), [*sets, "checkpoint.every_steps=None", "optimizer.warmup_steps=0"])
-    built = config.build(run_config)
-    text = leaves.flat(run_config)
+    run_config = load_config(args.config, (), [*sets, "checkpoint.every_steps=None", "optimizer.warmup_steps=0"])
+    built = build_run(run_config)
+    text = tree.flat(run_config)
     bare, full = [], []
     for _ in range(args.rounds + 1):
         bare.append(bare_tokens_per_s(built, args.steps))
@@ -42,12 +47,12 @@ def run(args: argparse.Namespace) -> list[Row]:
                 bar=">= 0.97")]  # fmt: skip
 
 
-def bare_tokens_per_s(built: config.Run, num_steps: int) -> float:
+def bare_tokens_per_s(built: Run, num_steps: int) -> float:
     """The jitted step on one batch that is already there, results read once at the end."""
     mesh = make_mesh(built.mesh, jax.devices())
-    parts, optimizer = loop.plan_parts(built), loop.make_optimizer(built)
-    step = make_train_step(built.model, optimizer, parts.layout, mesh)
-    state = init_state(parts.layout, optimizer, mesh, seed=built.seed)
+    layout, optimizer = run_layout(built), make_optimizer(built)
+    step = make_train_step(built.model, optimizer, layout, mesh)
+    state = init_state(layout, optimizer, mesh, seed=built.seed)
     batch = put_batch(next(open_dataset(built.data, seed=built.seed).train_batches()), mesh)
     state, metrics = step(state, batch)
     jax.block_until_ready(state)
@@ -59,7 +64,7 @@ def bare_tokens_per_s(built: config.Run, num_steps: int) -> float:
     return num_steps * tokens / (time.perf_counter() - start_s)
 
 
-def full_tokens_per_s(built: config.Run, config_text: str) -> float:
+def full_tokens_per_s(built: Run, config_text: str) -> float:
     """`loop.train`, the second half of its steps, as it logs it itself."""
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(io.StringIO()):

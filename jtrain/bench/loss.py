@@ -1,6 +1,6 @@
-"""Loss and gradient at 16384 x 4096 x 128256 bf16 on a GPU: milliseconds and temporary bytes, chunked and all at once.
+"""Loss and gradient at 16384 x 4096 x 128256 bf16 on a GPU: milliseconds and temporary bytes, chunked and whole.
 
-Needs a GPU, and refuses without one; `loss_memory` says the bytes for an H200 that is not here.
+Needs a GPU, and refuses without one; `loss_memory` computes the bytes for an absent H200.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jtrain.bench import Row, row
 from jtrain.bench.elementwise import seconds
 from jtrain.bench.loss_memory import GIB, TOKENS, D, V
+from jtrain.errors import UserError
 from jtrain_kernels.device import from_device
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
 from jtrain_kernels.linear_cross_entropy.chunking import CANDIDATES, best_chunk, predict
@@ -26,15 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """One row per size of chunks; the baseline is the loss with all logits at once.
+    """Rows of every chunk size; the baseline is the loss with all logits at once.
 
     Raises:
-      ValueError: the first device is no GPU that is known by name.
+      UserError: the first device is no GPU that is known by name.
     """
     gpu = jax.devices()[0]
     spec = from_device(gpu)
     if gpu.platform != "gpu" or spec is None:
-        raise ValueError(
+        raise UserError(
             f"loss needs a GPU, but the device here is {gpu.device_kind!r}. Run the same command on one; for bytes "
             "without one, run loss_memory."
         )
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def measured(loss: Any, repeats: int) -> tuple[float, int]:
-    """Seconds of loss and gradient, its unembedding float32, and temporary bytes of the compiled program."""
+    """Seconds of loss and gradient with a float32 unembedding, and temporary bytes of the compiled program."""
     shapes = (
         jax.ShapeDtypeStruct((1, TOKENS, D), jnp.bfloat16),
         jax.ShapeDtypeStruct((D, V), jnp.float32),

@@ -1,7 +1,8 @@
 """Temporary bytes of the loss and its gradient at 16384 x 4096 x 128256 bf16, compiled for an H200 and a v5p.
 
-Nothing runs: the compilers of the extra [aot] say what they would allocate. The baseline is the same loss with all
-logits at once; with eight devices along `tensor`, what each puts on the network against a gathered unembedding.
+Nothing runs: the compilers of the extra [aot] report their allocations. The baseline is the same loss with all logits
+at once. With eight devices along `tensor`, the bytes that each device sends are compared with gathering the
+unembedding.
 """
 
 import argparse
@@ -27,12 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """One row per chip and dtype of the unembedding; its gradient, an output, has the same dtype."""
+    """Rows of every chip and dtype of the unembedding; its gradient, an output, has the same dtype."""
+    from jtrain_kernels.compile_only.targets import topology_devices
     from jtrain_kernels.device import live
     from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
     from jtrain_kernels.linear_cross_entropy.chunking import best_chunk
     from jtrain_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
-    from jtrain_kernels.targets import topology_devices
 
     rows = []
     for chip, topology in (("H200", "h200:1"), ("v5p", "v5p:2x2x1")):
@@ -54,14 +55,14 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def split_bytes(topology: str, num_devices: int) -> tuple[int, int]:
-    """Temporary bytes of a device, and what it sends, with tokens and a float32 unembedding split over devices."""
+    """Temporary and sent bytes of a device, with tokens and a float32 unembedding split over devices."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from jtrain.plan.hlo import traffic
-    from jtrain_kernels import aot
+    from jtrain.hlo.traffic import traffic
+    from jtrain_kernels.compile_only import aot
     from jtrain_kernels.linear_cross_entropy.api import vocab_parallel_linear_cross_entropy
 
     mesh = aot.virtual_mesh(topology, {"tensor": num_devices})
@@ -85,14 +86,14 @@ def split_bytes(topology: str, num_devices: int) -> tuple[int, int]:
 
 
 def temp_bytes(loss: Callable[..., Any], device: "jax.Device", unembed_dtype: str) -> int:
-    """What a compiled `value_and_grad(loss)` allocates beside arguments and results."""
+    """Temporary bytes of a compiled `value_and_grad(loss)`, without arguments and results."""
     import jax
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from jtrain.plan.aot import no_compile_cache
+    from jtrain.plan.compile.compiled_step import no_compile_cache
 
     whole = NamedSharding(Mesh(np.array([device]), ("one",)), P())
 

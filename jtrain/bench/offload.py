@@ -13,12 +13,13 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from jtrain.bench import Row, row
+from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
 
 if TYPE_CHECKING:
     from jtrain.layout import LayoutSpec
     from jtrain.optim import AdamW
-    from jtrain.plan.aot import CompiledStep
+    from jtrain.plan.compile.compiled_step import CompiledStep
 
 GIB = 2**30
 HOST_GIB, DEVICE_GIB = 128, 139
@@ -50,14 +51,13 @@ class Case:
     optimizer: dict[str, Any]
     offload: dict[str, Any]
 
-    def parts(self, *, offloaded: bool = True) -> "tuple[LayoutSpec, AdamW]":
+    def settings(self, *, offloaded: bool = True) -> "tuple[LayoutSpec, AdamW]":
         from jtrain.layout import LayoutSpec, OffloadSpec
         from jtrain.optim import AdamW
 
         spec = LayoutSpec(
             remat="full",
             microbatches=self.microbatches,
-            param_dtype="bfloat16",
             offload=OffloadSpec(**self.offload) if offloaded else OffloadSpec(),
         )
         return spec, AdamW(peak_lr=3e-4, **self.optimizer)
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     """Rows of what was compiled, or of what ran.
 
     Raises:
-      ValueError: --live without a GPU.
+      UserError: --live without a GPU.
     """
     cases = [case for case in CASES if args.only is None or case.name.startswith(args.only)]
     if args.live:
@@ -109,21 +109,24 @@ def compiled(case: Case, topology: str, *, compare: bool) -> "list[CompiledStep]
     from jtrain.model.param import map_params
     from jtrain.model.transformer import Transformer
     from jtrain.optim import build
-    from jtrain.plan.aot import compile_step, topology_devices
+    from jtrain.plan.compile.compiled_step import compile_step, topology_devices
+    from jtrain.plan.job import Job
+    from jtrain.precision import PrecisionSpec
 
     devices = topology_devices(topology)
     model = Transformer(**case.sizes)
     infos = model.param_infos()
     programs: list[CompiledStep] = []
     for offloaded in (True, False) if compare else (True,):
-        spec, optimizer = case.parts(offloaded=offloaded)
+        spec, optimizer = case.settings(offloaded=offloaded)
         if len(devices) > 1:
             spec = dataclasses.replace(spec, zero_stage=3)
         mesh = MeshSpec(data=len(devices))
-        layout = make_layout(spec, mesh, infos)
+        layout = make_layout(spec, mesh, infos, precision=PrecisionSpec(param_dtype="bfloat16"))
         built = build(optimizer, num_steps=1000, params=map_params(lambda info: info, infos))
         batch = case.microbatches * len(devices)
-        programs.append(compile_step(model, layout, built, global_batch=batch, seq_len=case.seq_len, devices=devices))
+        job = Job(model, layout, optimizer, batch, case.seq_len)
+        programs.append(compile_step(job, built, devices=devices))
     return programs
 
 
@@ -131,13 +134,15 @@ def _compiled_rows(case: Case, programs: "list[CompiledStep]") -> list[Row]:
     from jtrain.layout import make_layout
     from jtrain.mesh import MeshSpec
     from jtrain.model.transformer import Transformer
-    from jtrain.plan.memory import memory
+    from jtrain.plan.estimate.memory import memory
+    from jtrain.plan.job import Job
+    from jtrain.precision import PrecisionSpec
 
     program, *plain = programs
-    spec, optimizer = case.parts()
+    spec, optimizer = case.settings()
     model = Transformer(**case.sizes)
-    layout = make_layout(spec, MeshSpec(), model.param_infos())
-    plan = memory(model, layout, optimizer, global_batch=case.microbatches, seq_len=case.seq_len)
+    layout = make_layout(spec, MeshSpec(), model.param_infos(), precision=PrecisionSpec(param_dtype="bfloat16"))
+    plan = memory(Job(model, layout, optimizer, case.microbatches, case.seq_len))
     name = f"{case.name}, length {case.seq_len} x {case.microbatches}"
     host = program.host_argument_bytes
     rows = [
@@ -189,7 +194,7 @@ def _live(cases: list[Case], num_steps: int) -> list[Row]:
 
     gpu = jax.devices()[0]
     if gpu.platform != "gpu":
-        raise ValueError(
+        raise UserError(
             f"--live measures tokens/s on a GPU, but the device here is {gpu.device_kind!r}. Run it on one, or leave "
             "--live out: the compiled plans need none."
         )
@@ -199,14 +204,15 @@ def _live(cases: list[Case], num_steps: int) -> list[Row]:
     from jtrain.model.param import map_params
     from jtrain.model.transformer import Transformer
     from jtrain.optim import build
+    from jtrain.precision import PrecisionSpec
 
     rows: list[Row] = []
     for case in cases:
         model = Transformer(**case.sizes)
         rates: list[float] = []
         for offloaded in (False, True) if case.sizes is LLAMA8B else (True,):
-            spec, optimizer = case.parts(offloaded=offloaded)
-            layout = make_layout(spec, MeshSpec(), model.param_infos())
+            spec, optimizer = case.settings(offloaded=offloaded)
+            layout = make_layout(spec, MeshSpec(), model.param_infos(), precision=PrecisionSpec(param_dtype="bfloat16"))
             built = build(optimizer, num_steps=1000, params=map_params(lambda info: info, model.param_infos()))
             sizes = {"global_batch": case.microbatches, "seq_len": case.seq_len}
             rates.append(step_rate(model, layout, built, **sizes, num_steps=num_steps))

@@ -7,14 +7,16 @@ import time
 
 import jax
 
-from jtrain import config
 from jtrain.bench import Row, row
+from jtrain.config.load import load_config
+from jtrain.config.run import build_run, run_layout
 from jtrain.data import open_dataset, put_batch
-from jtrain.layout import itemsize, make_layout
-from jtrain.loop import make_optimizer
 from jtrain.mesh import make_mesh
 from jtrain.optim import state_bytes
-from jtrain.step import init_state, make_eval_step, make_train_step
+from jtrain.plan.from_run import make_optimizer
+from jtrain.precision import itemsize
+from jtrain.step.state import init_state
+from jtrain.step.train_step import make_eval_step, make_train_step
 
 SMALLER = (
     "model.num_layers=2",
@@ -25,7 +27,7 @@ SMALLER = (
     "data.seq_len=128",
     "data.eval_batches=32",
 )
-BF16 = "layout.param_dtype=bfloat16"
+BF16 = "precision.param_dtype=bfloat16"
 PRECISIONS = {
     "float32": (),
     "bfloat16 moments": ("optimizer.moment_dtype=bfloat16",),
@@ -87,9 +89,9 @@ def run(args: argparse.Namespace) -> list[Row]:
 def trained(sets: tuple[str, ...], *, seed: int, num_steps: int) -> Result:
     """One run, from its first weights to its last evaluation."""
     started_s = time.perf_counter()
-    built = config.build(config.load("tiny", (), [*SMALLER, f"seed={seed}", f"num_steps={num_steps}", *sets]))
+    built = build_run(load_config("tiny", (), [*SMALLER, f"seed={seed}", f"num_steps={num_steps}", *sets]))
     mesh = make_mesh(built.mesh, jax.devices()[:1])
-    layout = make_layout(built.layout, built.mesh, built.model.param_infos())
+    layout = run_layout(built)
     optimizer = make_optimizer(built)
     step, evaluate = make_train_step(built.model, optimizer, layout, mesh), make_eval_step(built.model, layout, mesh)
     state = init_state(layout, optimizer, mesh, seed=seed)
@@ -102,6 +104,6 @@ def trained(sets: tuple[str, ...], *, seed: int, num_steps: int) -> Result:
     sums = [jax.device_get(evaluate(state.params, put_batch(b, mesh))) for b in dataset.eval_batches()]
     held_out = sum(float(s["nats"]) for s in sums) / sum(int(s["tokens"]) for s in sums)
     infos = built.model.param_infos()
-    total = sum(state_bytes(built.optimizer, i, i.size) + i.size * itemsize(built.layout.param_dtype) for i in infos)
+    total = sum(state_bytes(built.optimizer, i, i.size) + i.size * itemsize(built.precision.param_dtype) for i in infos)
     train = statistics.mean(losses[-max(num_steps // 10, 1) :])
     return Result(train, held_out, total / sum(i.size for i in infos), time.perf_counter() - started_s)

@@ -1,12 +1,12 @@
-"""llama8b over tensor=8, compiled for 8 chips that are not here: how many bytes of collectives are beside a matmul.
+"""llama8b over tensor=8, compiled for 8 absent chips: bytes of collectives that overlap with a matmul.
 
     python -m jtrain.bench overlap [--device v5p]
 
-Plain, what travels over `tensor` is all-gathers and reduce-scatters before and after a layer's matmuls; overlapped
-(`layout.tensor_overlap`), permutes between their pieces; and those again with matmuls in 8 bits, where the chip has
-them. A byte is hidden if it is in a pair of start and done with a
-matmul in between, in the program as the chip's own compiler scheduled it; loops are counted. Nothing runs, so this says
-nothing of speed: a permute may still be longer than what it is beside.
+The plain program sends all-gathers and reduce-scatters over `tensor` before and after a layer's matmuls. The overlapped
+one (`layout.tensor_overlap`) sends permutes between pieces of the matmuls, also with FP8 matmuls if the chip has them.
+A byte is hidden if it belongs to a pair of start and done with a matmul in between, in the program as the chip's own
+compiler scheduled it; loops are counted. Nothing runs, so this does not measure speed: a permute may still take longer
+than the matmul beside it.
 """
 
 import argparse
@@ -27,12 +27,12 @@ SETTINGS = (
     "data.global_batch=4",
     "data.seq_len=8192",
 )
-"""One sequence at a time would leave the unembedding's all-gather a tenth of all bytes; four leave it a thirtieth."""
+"""Settings. With one sequence the unembedding's all-gather would be a tenth of all bytes, with four a 30th."""
 
 FORMS = (
     ("plain", ("layout.tensor_overlap=False",), None),
     ("overlapped", ("layout.tensor_overlap=True",), ">= 0.9"),
-    ("in 8 bits", ("layout.tensor_overlap=True", "layout.matmul_dtype=fp8_delayed"), ">= 0.9"),
+    ("in 8 bits", ("layout.tensor_overlap=True", "precision.matmul_dtype=fp8_delayed"), ">= 0.9"),
 )
 
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     """Rows of each device: plain, overlapped, and overlapped in 8 bits.
 
     Raises:
-      ValueError: a compiler is not installed.
+      UserError: a compiler is not installed.
     """
     from jtrain_kernels.device import from_name
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What one device sends in a step: bytes on the wire, those in pairs of start and done, those beside a matmul."""
+    """Bytes that one device sends in a step: all, those in pairs of start and done, and those beside a matmul."""
 
     wire_bytes: int
     async_bytes: int
@@ -77,24 +77,18 @@ class Sent:
 
 
 def compiled(device: str, sets: tuple[str, ...]) -> Sent:
-    """The step of llama8b as the device's compiler scheduled it.
+    """Bytes of the step of llama8b as the device's compiler scheduled it.
 
     Raises:
-      ValueError: the compiler is not installed.
+      UserError: the compiler is not installed.
     """
-    from jtrain import config, loop
-    from jtrain.layout import make_layout
-    from jtrain.plan import hlo
-    from jtrain.plan.aot import compile_step, topology_devices
+    from jtrain.config.load import load_config
+    from jtrain.config.run import build_run
+    from jtrain.hlo import traffic
+    from jtrain.plan.compile.compiled_step import compile_step, topology_devices
+    from jtrain.plan.from_run import make_optimizer, plan_job
 
-    built = config.build(config.load("llama8b", sets=sets))
-    program = compile_step(
-        built.model,
-        make_layout(built.layout, built.mesh, built.model.param_infos()),
-        loop.make_optimizer(built),
-        global_batch=built.data.global_batch,
-        seq_len=built.data.seq_len,
-        devices=topology_devices(TOPOLOGIES[device]),
-    )
-    sent = hlo.overlap(program.traffic)
+    built = build_run(load_config("llama8b", sets=sets))
+    program = compile_step(plan_job(built), make_optimizer(built), devices=topology_devices(TOPOLOGIES[device]))
+    sent = traffic.overlap(program.traffic)
     return Sent(sent.wire_bytes, sent.async_bytes, sent.hidden_bytes, program.temp_bytes)

@@ -42,7 +42,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         "",
         "mesh.data=2 mesh.tensor=4 layout.microbatches=64",
         "layout.microbatches=64 layout.remat=none",
-        "layout.param_dtype=bfloat16 layout.zero_stage=2 layout.microbatches=64",
+        "precision.param_dtype=bfloat16 layout.zero_stage=2 layout.microbatches=64",
     ),
     "llama70b": (
         "",
@@ -72,8 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Row]:
     """A row per program, then the mean."""
-    from jtrain import config, loop
-    from jtrain.plan.memory import memory
+    from jtrain.config.load import load_config
+    from jtrain.config.run import build_run
+    from jtrain.plan.estimate.machine import Machine
+    from jtrain.plan.estimate.memory import memory
+    from jtrain.plan.from_run import plan_job
     from jtrain_kernels.device import from_name
 
     kept: dict[str, dict[str, int]] = {}
@@ -83,19 +86,12 @@ def run(args: argparse.Namespace) -> list[Row]:
     errors: list[float] = []
     for name, machine, sets in [(n, m, sets) for n in args.configs for m in args.machines for sets in LAYOUTS[n]]:
         what = f"{name} {sets or 'as shipped'}, {machine}"
-        parts = loop.plan_parts(config.build(config.load(name, (), sets.split())))
+        built = build_run(load_config(name, (), sets.split()))
         if what not in kept:
             kept[what] = compiled_bytes(name, machine, sets)
             if args.keep is not None:
                 args.keep.write_text(json.dumps(kept, indent=1))
-        plan = memory(
-            parts.model,
-            parts.layout,
-            parts.optimizer,
-            global_batch=parts.global_batch,
-            seq_len=parts.seq_len,
-            platform=from_name(machine).platform,
-        )
+        plan = memory(plan_job(built, Machine(from_name(machine), built.mesh.size)))
         found = kept[what]
         peak = found["peak_bytes"]
         errors.append(100 * abs(plan.total_bytes / peak - 1))
@@ -111,19 +107,14 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 def compiled_bytes(name: str, machine: str, sets: str) -> dict[str, int]:
     """What the machine's compiler says of the step of a config with these settings."""
-    from jtrain import config, loop
-    from jtrain.plan.aot import compile_step, topology_devices
+    from jtrain.config.load import load_config
+    from jtrain.config.run import build_run
+    from jtrain.plan.compile.compiled_step import compile_step, topology_devices
+    from jtrain.plan.from_run import make_optimizer, plan_job
 
-    run = config.build(config.load(name, (), sets.split()))
-    parts = loop.plan_parts(run)
-    count = parts.layout.mesh.size
-    program = compile_step(
-        parts.model,
-        parts.layout,
-        loop.make_optimizer(run),
-        global_batch=parts.global_batch,
-        seq_len=parts.seq_len,
-        devices=topology_devices(MACHINES[machine][count])[:count],
-    )
+    run = build_run(load_config(name, (), sets.split()))
+    count = run.mesh.size
+    devices = topology_devices(MACHINES[machine][count])[:count]
+    program = compile_step(plan_job(run), make_optimizer(run), devices=devices)
     names = ("argument_bytes", "temp_bytes", "host_argument_bytes", "host_temp_bytes", "peak_bytes")
     return {field: getattr(program, field) for field in names} | {"compile_s": round(program.compile_s)}

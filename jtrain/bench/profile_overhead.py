@@ -14,15 +14,23 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from jtrain import config, leaves, loop
 from jtrain.bench import Row, row
-from jtrain.metrics import FILE, Metrics, read
-from jtrain.profile import goodput
-from jtrain.watch import Interval, Watch
+from jtrain.config import tree
+from jtrain.config.load import load_config
+from jtrain.config.run import Run, build_run
+from jtrain.profile.clocks.sampler import Sampler
+from jtrain.telemetry import goodput
+from jtrain.telemetry.metrics import FILE, read
+from jtrain.telemetry.step_timer import StepTimes
+from jtrain.train import loop
+from jtrain.train.callbacks import Callback, DispatchedStep, LoopPhase, RunContext, StepResults
+from jtrain.train.step_metrics import RecompileWatch, StepLog
+from jtrain.train.trace_windows import TraceWindows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,15 +45,22 @@ def run(args: argparse.Namespace) -> list[Row]:
     last = 2 * args.steps
     watched, blind, inside, outside, stalls_s = [], [], [], [], []
     for number in range(args.rounds + 1):
-        order: list[tuple[type[Watch], list[float]]] = [(_Blind, blind), (Watch, watched)]
+        order = [(_blind, blind), (loop.built_in_callbacks, watched)]
         for watch, into in order if number % 2 else order[::-1]:  # what drifts within a round favours neither
             into.append(_trained(args.config, last, watch=watch)[1])
         before, after, stall_s = _trained(args.config, last, window=(args.steps, last))
         outside.append(before)
         inside.append(after)
         stalls_s.append(stall_s)
-    _trained(args.config, last, watch=_Timed)
-    timed = _Timed.made[-1]
+    timed = _Total()
+
+    def clocked(run: Run, workdir: Path) -> list[Callback]:
+        callbacks = built_in(run, workdir)
+        timed.sampler = next(one.sampler for one in callbacks if isinstance(one, TraceWindows))
+        return [_Timed(one, timed) for one in callbacks]
+
+    built_in = loop.built_in_callbacks
+    _trained(args.config, last, watch=clocked)
     wall_s = timed.until_s - timed.since_s
     own = f"{timed.own_s:.3f} s of the loop and {timed.sampler_s:.3f} s of the sampler in {wall_s:.1f} s"
     rows = [
@@ -71,24 +86,28 @@ def _ratio(what: str, new: list[float], base: list[float], bar: str) -> Row:
 
 
 def _trained(
-    name: str, num_steps: int, *, watch: type[Watch] = Watch, window: tuple[int, int] | None = None
+    name: str,
+    num_steps: int,
+    *,
+    watch: Callable[[Run, Path], list[Callback]] | None = None,
+    window: tuple[int, int] | None = None,
 ) -> tuple[float, float, float]:
     """Trains so many steps; tokens/s of the first half and of the second, and seconds beside training."""
     sets = [
         f"num_steps={num_steps}",
-        f"metrics.log_every_steps={10 if watch is _Timed else 1}",
+        f"metrics.log_every_steps={1 if watch in (None, _blind, loop.built_in_callbacks) else 10}",
         "eval.every_steps=None",
         f"profile.steps={window}",
     ]
     sets += [
         "checkpoint.every_steps=None",
         "optimizer.warmup_steps=0",
-        *(["profile.clocks=none"] if watch is _Blind else []),
+        *(["profile.clocks=none"] if watch is _blind else []),
     ]
-    run_config = config.load(name, (), sets)
-    built, text = config.build(run_config), leaves.flat(run_config)
+    run_config = load_config(name, (), sets)
+    built, text = build_run(run_config), tree.flat(run_config)
     with tempfile.TemporaryDirectory() as folder:
-        with contextlib.redirect_stdout(io.StringIO()), _watched_by(watch):
+        with contextlib.redirect_stdout(io.StringIO()), _watched_by(watch or loop.built_in_callbacks):
             loop.train(built, workdir=Path(folder), config_text=text)
         lines = [line for line in read(Path(folder) / FILE) if line.get("tokens_per_s") and line["step"] > 1]
         file = Path(folder) / goodput.FILE
@@ -100,120 +119,82 @@ def _trained(
     return halves[0], halves[1], idle_s
 
 
-class _Blind(Watch):
-    """Only what a loop needs to log its speed: no ledger, no sampler, no signal, nothing counted."""
+class _Timed(Callback):
+    """Another callback, and the seconds that its methods take after the first step, the loop's own work left out."""
 
-    def __enter__(self) -> "_Blind":
+    def __init__(self, watched: Callback, total: "_Total") -> None:
+        self._watched, self._total = watched, total
+
+    @property
+    def requested(self) -> bool:
+        return self._watched.requested
+
+    def __enter__(self) -> "_Timed":
+        self._watched.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self._watched.__exit__(kind, error, trace)
 
-    def begin(self, start_step: int, metrics: Metrics, train_step: Any) -> None:
-        self._metrics, self._train_step = metrics, train_step
-        self._outside_s, self._last_s = 0.0, time.perf_counter()
-        self._interval = Interval(self._last_s, time.time_ns())
+    def on_start(self, context: RunContext) -> None:
+        self._watched.on_start(context)
 
     @contextlib.contextmanager
-    def outside(self, category: goodput.Category) -> Iterator[None]:
+    def during(self, phase: LoopPhase, step: int, arguments: tuple[Any, ...]) -> Iterator[None]:
+        inner = self._watched.during(phase, step, arguments)
+        with self._total.own():
+            inner.__enter__()
+        yield
+        with self._total.own():
+            inner.__exit__(None, None, None)
+
+    def on_results(self, results: StepResults) -> None:
+        with self._total.own():
+            self._watched.on_results(results)
+
+    def on_step(self, dispatched: DispatchedStep) -> None:
+        with self._total.own():
+            self._watched.on_step(dispatched)
+        self._total.step_done(dispatched.step)
+
+    def on_end(self) -> None:
+        self._watched.on_end()
+
+
+class _Total:
+    """Seconds of all callbacks of one run, and CPU seconds of its sampler, after the first step."""
+
+    def __init__(self) -> None:
+        self.own_s = self.sampler_s = self.since_s = self.until_s = self._sampler_before_s = 0.0
+        self.sampler: Sampler | None = None
+        self._depth = 0
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[None]:
+        """Around a callback's work; one that announces a phase runs others inside, which count once."""
         before_s = time.perf_counter()
+        self._depth += 1
         yield
-        self._outside_s += time.perf_counter() - before_s
+        self._depth -= 1
+        if self._depth == 0:
+            self.own_s += time.perf_counter() - before_s
 
-    def step(self, step: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def device_wait(self) -> Iterator[None]:
-        yield
-
-    def dispatch(self, *arguments: Any) -> Any:
-        return self._train_step(*arguments)
-
-    def wait_in_window(self, results: Any) -> None:
-        pass
-
-    def data_waited(self, wait_ms: float, running: Any) -> None:
-        pass
-
-    def after(self, step: int, results: Any, *, asked: bool, last: bool) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def _light(self, step_s: float) -> dict[str, Any]:
-        numbers = dict.fromkeys(("step_time_p50_ms", "step_time_p90_ms", "step_time_p99_ms"), 0.0)
-        unknown = dict.fromkeys(("clock_mhz", "power_w", "joules_per_token", "host_rss_mib"))
-        return numbers | unknown | {"straggler_score": {}, "compile_count": 1}
-
-    def _account(self, step: int, *, logged: bool) -> None:
-        pass
-
-
-class _Timed(Watch):
-    """As always, and counts the seconds that it takes itself, and those of the sampler, after the first step."""
-
-    made: ClassVar[list["_Timed"]] = []
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.own_s = self.sampler_s = self._training_s = 0.0
-        self.made.append(self)
-
-    def begin(self, start_step: int, metrics: Metrics, train_step: Any) -> None:
-        super().begin(start_step, metrics, _TimedStep(train_step, self))
-
-    def step_called(self, seconds: float) -> None:
-        """The train step itself took so long to dispatch, which is not for watching."""
-        self._training_s += seconds
-
-    def dispatch(self, *arguments: Any) -> Any:
-        with self._own():
-            return super().dispatch(*arguments)
-
-    def data_waited(self, wait_ms: float, running: Any) -> None:
-        with self._own():
-            super().data_waited(wait_ms, running)
-
-    def after(self, step: int, results: Any, *, asked: bool, last: bool) -> None:
-        with self._own():
-            super().after(step, results, asked=asked, last=last)
+    def step_done(self, step: int) -> None:
+        """Starts to count after the first step."""
         self.until_s = time.perf_counter()
+        assert self.sampler is not None
         if step == 1:
-            self.since_s, self.own_s, self._training_s = self.until_s, 0.0, 0.0
-            self._sampler_before_s = _cpu_s(self._sampler.pid)
-        self.sampler_s = _cpu_s(self._sampler.pid) - self._sampler_before_s
-
-    def _light(self, step_s: float) -> dict[str, Any]:
-        with self._own():
-            return super()._light(step_s)
-
-    def _account(self, step: int, *, logged: bool) -> None:
-        with self._own():
-            super()._account(step, logged=logged)
-
-    @contextlib.contextmanager
-    def _own(self) -> Iterator[None]:
-        before_s, training_s = time.perf_counter(), self._training_s
-        yield
-        self.own_s += time.perf_counter() - before_s - (self._training_s - training_s)
+            self.since_s, self.own_s = self.until_s, 0.0
+            self._sampler_before_s = _cpu_s(self.sampler.pid)
+        self.sampler_s = _cpu_s(self.sampler.pid) - self._sampler_before_s
 
 
-class _TimedStep:
-    """A jitted step that tells how long its calls took."""
-
-    def __init__(self, train_step: Any, watch: _Timed) -> None:
-        self._train_step, self._watch = train_step, watch
-
-    def __call__(self, *arguments: Any) -> Any:
-        before_s = time.perf_counter()
-        returned = self._train_step(*arguments)
-        self._watch.step_called(time.perf_counter() - before_s)
-        return returned
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._train_step, name)
+def _blind(run: Run, workdir: Path) -> list[Callback]:
+    """Only what a loop needs to log its speed: no ledger, no sampler, no signal."""
+    sampler = Sampler(workdir, source="none", platform="cpu", devices=[0])
+    return [recompiles := RecompileWatch(), StepLog(run, StepTimes(), sampler, recompiles)]
 
 
 def _cpu_s(pid: int | None) -> float:
@@ -224,11 +205,11 @@ def _cpu_s(pid: int | None) -> float:
 
 
 @contextlib.contextmanager
-def _watched_by(watch: type[Watch]) -> Iterator[None]:
-    """While it is entered, the loop is watched by this."""
-    before = loop.Watch
-    loop.Watch = watch
+def _watched_by(callbacks: Callable[[Run, Path], list[Callback]]) -> Iterator[None]:
+    """While it is entered, these callbacks watch the loop."""
+    before = loop.built_in_callbacks
+    loop.built_in_callbacks = callbacks
     try:
         yield
     finally:
-        loop.Watch = before
+        loop.built_in_callbacks = before

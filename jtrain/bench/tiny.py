@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from jtrain.bench import Row, row
-from jtrain.metrics import FILE, read
+from jtrain.telemetry.metrics import FILE, read
 
 
 def run(args: argparse.Namespace) -> list[Row]:

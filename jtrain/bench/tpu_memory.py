@@ -3,10 +3,10 @@
     python -m jtrain.bench tpu_memory [--maxtext-python M/bin/python]
 
 Sequences of 4096, two per device, full remat, everything sharded over 128 chips, gradients summed in bfloat16; the
-options are those that training on v5p uses (`jtrain.compiler`). Nothing runs: the compiler of the extra [aot] says what
-it would allocate and send. Temporaries are the block that it packs them into. libtpu's `temp_size_in_bytes` is that for
-MaxText, and for jtrain 1.4 times of it (NOTES.md). Without `--maxtext-python` (or PEER_MAXTEXT_PYTHON) MaxText's
-figures are the recorded ones; its network figures are always: it writes no program that could be read.
+options are those that training on v5p uses (`jtrain.step.xla_options`). Nothing runs: the compiler of the extra [aot]
+says what it would allocate and send. Temporaries are the block that it packs them into. libtpu's `temp_size_in_bytes`
+is that for MaxText, and for jtrain 1.4 times of it (NOTES.md). Without `--maxtext-python` (or PEER_MAXTEXT_PYTHON)
+MaxText's figures are the recorded ones; its network figures are always: it writes no program that could be read.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from jtrain.bench import Row, row
+from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
 
 TOPOLOGY = "v5p:4x4x8"
@@ -27,7 +28,7 @@ SETTINGS = (
     "layout.zero_stage=3",
     "layout.remat=full",
     "layout.microbatches=1",
-    "layout.reduce_dtype=bfloat16",
+    "precision.reduce_dtype=bfloat16",
     "data.global_batch=256",
     "data.seq_len=4096",
 )
@@ -55,23 +56,17 @@ def run(args: argparse.Namespace) -> list[Row]:
     """Rows of ours over MaxText's.
 
     Raises:
-      ValueError: the compiler is not installed; or the interpreter given has no MaxText.
+      UserError: the compiler is not installed; or the interpreter given has no MaxText.
     """
-    from jtrain import config, loop
-    from jtrain.layout import make_layout
-    from jtrain.plan.aot import compile_step, topology_devices
-    from jtrain.plan.hlo import overlap
+    from jtrain.config.load import load_config
+    from jtrain.config.run import build_run
+    from jtrain.hlo.traffic import overlap
+    from jtrain.plan.compile.compiled_step import compile_step, topology_devices
+    from jtrain.plan.from_run import make_optimizer, plan_job
 
     devices = topology_devices(TOPOLOGY)
-    built = config.build(config.load("llama8b", sets=SETTINGS))
-    program = compile_step(
-        built.model,
-        make_layout(built.layout, built.mesh, built.model.param_infos()),
-        loop.make_optimizer(built),
-        global_batch=built.data.global_batch,
-        seq_len=built.data.seq_len,
-        devices=devices,
-    )
+    built = build_run(load_config("llama8b", sets=SETTINGS))
+    program = compile_step(plan_job(built), make_optimizer(built), devices=devices)
     process_s = seconds_since_start()
     theirs = dict(RECORDED)
     source = "recorded"
@@ -104,13 +99,13 @@ def maxtext(python: str) -> dict[str, float]:
     """MaxText's own compile-only run of the same shape, with its default flags: GB, and seconds of the whole process.
 
     Raises:
-      ValueError: the interpreter has no MaxText.
+      UserError: the interpreter has no MaxText.
       RuntimeError: it printed no memory.
     """
     find = "import importlib.util as u; print(u.find_spec('maxtext').submodule_search_locations[0])"
     found = subprocess.run([python, "-c", find], capture_output=True, text=True, check=False)
     if found.returncode:
-        raise ValueError(
+        raise UserError(
             f"tpu_memory measures MaxText with {python}, which cannot import it. Make one with `{INSTALL}` and give "
             "--maxtext-python or PEER_MAXTEXT_PYTHON; without, the recorded figures are taken."
         )

@@ -1,7 +1,7 @@
-"""What checkpoints a run has, what is in one, and whether it is whole.
+"""Lists, shows and verifies the checkpoints of a run.
 
-python -m jtrain.checkpoint list WORKDIR      step, date, size of each
-python -m jtrain.checkpoint show WORKDIR      leaves, data state and config of the newest, or of --step
+python -m jtrain.checkpoint list WORKDIR      step, date and size of each
+python -m jtrain.checkpoint show WORKDIR      leaves, data state and config of the newest one, or of --step
 python -m jtrain.checkpoint verify WORKDIR    reads every file and compares its hash; exits 2 if one is damaged
 """
 
@@ -11,24 +11,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jtrain import verb
 from jtrain.checkpoint import files
 from jtrain.checkpoint.files import CheckpointError
+from jtrain.runtime import cli
 
 
 def main(argv: list[str]) -> int:
-    """Parses `argv` and runs the verb; no jax and no orbax."""
+    """Parses `argv` and runs the verb; imports neither jax nor orbax."""
     parser = argparse.ArgumentParser(
         prog="python -m jtrain.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("verb", choices=("list", "show", "verify"))
-    parser.add_argument("workdir", type=Path, metavar="WORKDIR", help="the run's directory: holds checkpoints/")
-    parser.add_argument("--step", type=int, help="one checkpoint; show: default the newest; verify: default all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as JSON")
+    parser.add_argument("workdir", type=Path, metavar="WORKDIR", help="the run's directory, which holds checkpoints/")
+    parser.add_argument("--step", type=int, help="one checkpoint (default: the newest for show, else all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE as JSON")
     args = parser.parse_args(argv)
     folder = args.workdir / "checkpoints"
     if not folder.is_dir():
-        raise CheckpointError(f"There is no {folder}. Give the --workdir of a run.")
+        raise CheckpointError(f"There is no directory {folder}. Give the --workdir of a run.")
     verbs = {"list": _list, "show": _show, "verify": _verify}
     found, code = verbs[args.verb](folder, args.step)
     if args.json:
@@ -45,7 +45,7 @@ def _list(folder: Path, step: int | None) -> tuple[Any, int]:
         except CheckpointError as error:
             rows.append(_row(str(found), found, None, None, f"damaged: {error}"))
     if step is None:
-        killed = "remains of a save, a deletion or a copy that was killed"
+        killed = "left by an interrupted save, deletion or copy"
         rows += [_row(name, None, None, None, killed) for name in files.partial(folder)]
     print(f"{'step':>10}  {'saved at (UTC)':<19}  {'size':>13}  complete")
     for row in rows:
@@ -85,14 +85,17 @@ def _verify(folder: Path, step: int | None) -> tuple[Any, int]:
             wrong = files.damage(folder / str(found), manifest)
             checked = f"{len(manifest.files)} files, {_size(manifest.file_bytes)}"
         except CheckpointError as error:
-            wrong, checked = [str(error)], "its manifest"
+            wrong, checked = [str(error)], "manifest"
         rows.append({"step": found, "damage": wrong})
-        print(f"step {found}: {'DAMAGED' if wrong else 'whole'} ({checked})")
+        print(f"step {found}: {'DAMAGED' if wrong else 'intact'} ({checked})")
         for line in wrong:
             print(f"  {line}", file=sys.stderr)
     if any(row["damage"] for row in rows):
         whole = [row["step"] for row in rows if not row["damage"]]
-        print(f"error: damaged; whole are: {whole or 'none'}. Move a damaged one out of {folder}.", file=sys.stderr)
+        print(
+            f"error: damaged checkpoints. Intact steps: {whole or 'none'}. Move the damaged ones out of {folder}.",
+            file=sys.stderr,
+        )
         return rows, 2
     return rows, 0
 
@@ -105,7 +108,7 @@ def _chosen(folder: Path, step: int | None, *, default: tuple[int, ...]) -> tupl
         return default
     if step not in there:
         raise CheckpointError(
-            f"--step {step}: no complete checkpoint in {folder}; steps: {', '.join(map(str, there))}."
+            f"--step {step}: no complete checkpoint in {folder}, which has steps {', '.join(map(str, there))}."
         )
     return (step,)
 
@@ -115,4 +118,4 @@ def _size(size_bytes: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(verb.run(lambda: main(sys.argv[1:])))
+    sys.exit(cli.run(lambda: main(sys.argv[1:])))

@@ -1,12 +1,12 @@
-"""What a checkpoint is on disk, and whether it is whole. Standard library only: no jax, no orbax.
+"""Files of a checkpoint: layout on disk, manifest with hashes, verification. Standard library only, no jax, no orbax.
 
     checkpoints/<step>/state/          the arrays, in Orbax's format
-    checkpoints/<step>/data.json       where the data stream goes on
+    checkpoints/<step>/data.json       the data state: the position in the data stream
     checkpoints/<step>/config.txt      the run's flat config
     checkpoints/<step>/manifest.json   every leaf, and the size and hash of every file above
 
-A step's directory appears under its final name in one rename, after its manifest was written; so a directory with a
-manifest is complete, and any other is the remains of a save that was killed.
+A step's directory gets its final name in one rename, after its manifest was written. A directory with a manifest is
+therefore complete; one without was left by an interrupted save.
 """
 
 import concurrent.futures
@@ -19,7 +19,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jtrain import durable
+from jtrain.errors import UserError
+from jtrain.runtime import atomic_io
 
 STATE = "state"
 DATA = "data.json"
@@ -30,17 +31,17 @@ _FORMAT = 1
 _HASH_THREADS = 8
 _READ_BYTES = 1 << 20
 _DELETED = ".deleted"
-_PARTIAL = ".orbax-checkpoint-tmp"  # how Orbax ends the name of a directory that it still writes
-_ORBAX_COMMITS = ("_CHECKPOINT_METADATA", "commit_success.txt")  # written after the manifest, read by nobody here
+_PARTIAL = ".orbax-checkpoint-tmp"  # in the name of a directory that Orbax is still writing
+_ORBAX_COMMITS = ("_CHECKPOINT_METADATA", "commit_success.txt")  # written after the manifest; nothing here reads them
 
 
-class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read; the message names it and says the way out."""
+class CheckpointError(UserError):
+    """Raised if a checkpoint cannot be written or read; the message names it and the way out."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One array of a saved state; dtype by name, bytes of one whole copy."""
+class ManifestLeaf:
+    """One array of a saved state: shape, dtype by name, bytes of one full copy."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -52,16 +53,16 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
     saved_at: UTC, ISO 8601.
-    leaves: path joined by dots -> shape and dtype, in the order of the tree.
+    leaves: path in the state, joined by dots -> shape and dtype, in the order of the tree.
     files: path relative to the step's directory -> (bytes, blake2b-128 in hex).
     """
 
     step: int
     saved_at: str
-    leaves: dict[str, Leaf]
+    leaves: dict[str, ManifestLeaf]
     files: dict[str, tuple[int, str]]
 
     @property
@@ -74,7 +75,7 @@ class Manifest:
 
 
 def steps(folder: Path) -> tuple[int, ...]:
-    """Steps of the complete checkpoints in `folder`, ascending: a listing, and one look-up for each."""
+    """Returns the steps of the complete checkpoints in `folder`, ascending: one listing, and one look-up for each."""
     try:
         names = [entry.name for entry in os.scandir(folder)]
     except (FileNotFoundError, NotADirectoryError):
@@ -84,7 +85,7 @@ def steps(folder: Path) -> tuple[int, ...]:
 
 
 def partial(folder: Path) -> tuple[str, ...]:
-    """Names in `folder` that a killed save, deletion or copy left: never read, never counted."""
+    """Returns the names that interrupted saves, deletions or copies left in `folder`; they are never read."""
     if not folder.is_dir():
         return ()
     whole = {str(step) for step in steps(folder)}
@@ -93,32 +94,32 @@ def partial(folder: Path) -> tuple[str, ...]:
 
 
 def surplus(found: tuple[int, ...], *, keep_last: int, keep_every_steps: int | None) -> tuple[int, ...]:
-    """Which of the steps `found` to delete: all but the newest `keep_last` and the multiples of `keep_every_steps`."""
+    """Returns the steps to delete: all but the newest `keep_last` and the multiples of `keep_every_steps`."""
     older = sorted(found)[:-keep_last]
     return tuple(step for step in older if keep_every_steps is None or step % keep_every_steps)
 
 
 def delete(folder: Path, step: int) -> None:
-    """Deletes one checkpoint: first renamed, so that a kill leaves no half of one under a step's name."""
+    """Deletes a checkpoint. Renames it first, so that a kill leaves no partial checkpoint under a step's name."""
     away = folder / f"{step}{_DELETED}"
     if away.exists():
         shutil.rmtree(away)
     (folder / str(step)).rename(away)
-    shutil.rmtree(away, ignore_errors=True)  # what stays is swept by the next run
+    shutil.rmtree(away, ignore_errors=True)  # the next run removes the rest (`sweep`)
 
 
 def sweep(folder: Path) -> None:
-    """Removes what killed saves and deletions left behind, except under a step's own name, where a user put it."""
+    """Removes what interrupted saves and deletions left. Keeps directories named as a step: a user put them there."""
     for name in partial(folder):
         if _is_remains(name):
             shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def seal(path: Path, *, step: int, leaves: dict[str, Leaf], data: str, config: str) -> None:
-    """Makes the directory at `path`, which holds the arrays, ready to commit: side files, hashes, manifest.
+def seal(path: Path, *, step: int, leaves: dict[str, ManifestLeaf], data: str, config: str) -> None:
+    """Completes the directory at `path`, which holds the arrays, for its commit: writes side files, hashes, manifest.
 
-    Everything is on the disk itself, not only in its cache, when this returns. Process 0 reads all files back, also
-    those that other processes wrote: about 1 s per GB and thread, 8 threads.
+    All files are synced to the disk when this returns. Process 0 reads back all files, including those of other
+    processes: about 1 s per GB and thread, with 8 threads.
     """
     (path / DATA).write_text(data)
     (path / CONFIG).write_text(config)
@@ -129,16 +130,16 @@ def seal(path: Path, *, step: int, leaves: dict[str, Leaf], data: str, config: s
         files = {name: ((path / name).stat().st_size, digest) for name, digest in zip(names, hashes, strict=True)}
     saved_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     body = dataclasses.asdict(Manifest(step, saved_at, leaves, files)) | {"format": _FORMAT}
-    durable.write_whole(path / MANIFEST, json.dumps(body | {"digest": _digest(body)}, indent=1))
+    atomic_io.write_whole(path / MANIFEST, json.dumps(body | {"digest": _digest(body)}, indent=1))
     for inner in (path, *(entry for entry in path.rglob("*") if entry.is_dir())):
-        durable.sync_directory(inner)
+        atomic_io.sync_directory(inner)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`, checked against its own digest.
+    """Reads the manifest of the checkpoint at `path`, and checks it against its own digest.
 
     Raises:
-      CheckpointError: it cannot be read, or is damaged.
+      CheckpointError: the manifest cannot be read, or is damaged.
     """
     try:
         body: dict[str, Any] = json.loads((path / MANIFEST).read_text())
@@ -146,7 +147,9 @@ def read_manifest(path: Path) -> Manifest:
         version = body.pop("format")
         if digest != _digest(body | {"format": version}):
             raise CheckpointError(f"{path / MANIFEST} does not match its own digest")
-        leaves = {name: Leaf(**leaf | {"shape": tuple(leaf["shape"])}) for name, leaf in body.pop("leaves").items()}
+        leaves = {
+            name: ManifestLeaf(**leaf | {"shape": tuple(leaf["shape"])}) for name, leaf in body.pop("leaves").items()
+        }
         files = {name: (size, digest) for name, (size, digest) in body.pop("files").items()}
         if version != _FORMAT:
             raise CheckpointError(f"{path / MANIFEST} has format {version}; this jtrain reads format {_FORMAT}")
@@ -156,11 +159,11 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def damage(path: Path, manifest: Manifest, *, hashes: bool = True, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """What is wrong with the checkpoint at `path`, one line for each file; empty if it is whole.
+    """Checks the checkpoint at `path`; returns one line for each damaged file, none if it is intact.
 
-    hashes: read the files and compare their hashes, too; without, a look at each one's size.
-    share: (i, n) hashes only every n-th file, beginning with the i-th largest, so that n processes divide the work.
-      Sizes are compared for all.
+    hashes: reads the files and compares their hashes too; otherwise only sizes are compared.
+    share: (i, n) hashes every n-th file, starting with the i-th largest, so that n processes divide the work. Sizes
+      are compared for all files.
     """
     found: list[str] = []
     intact: list[str] = []
@@ -171,7 +174,7 @@ def damage(path: Path, manifest: Manifest, *, hashes: bool = True, share: tuple[
             found.append(f"{name} is missing")
             continue
         if here != size:
-            found.append(f"{name} has {here} bytes, {size} were saved")
+            found.append(f"{name} has {here} bytes, but {size} were saved")
         else:
             intact.append(name)
     if found or not hashes:
@@ -180,7 +183,7 @@ def damage(path: Path, manifest: Manifest, *, hashes: bool = True, share: tuple[
     with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
         for name, digest in zip(mine, pool.map(lambda name: _hash(path / name), mine), strict=True):
             if digest != manifest.files[name][1]:
-                found.append(f"{name} has other contents than were saved")
+                found.append(f"{name} does not have the contents that were saved")
     return found
 
 
@@ -189,7 +192,7 @@ def _is_remains(name: str) -> bool:
 
 
 def _hash(path: Path, *, sync: bool = False) -> str:
-    """blake2b of 128 bits: 1.3 GB/s and core, whatever the CPU; hashlib lets other threads run meanwhile."""
+    """Returns the 128-bit blake2b: 1.3 GB/s per core on any CPU; hashlib releases the GIL while it computes."""
     digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_READ_BYTES):

@@ -1,15 +1,15 @@
-"""Text on disk to packed global batches: a source stage (read, tokenise) and a constructor stage (pack, place)."""
+"""Data pipeline from text on disk to packed global batches: loaders read and tokenise, constructors plan and pack."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jtrain.data.batches import BatchIterator
     from jtrain.data.dataset import TextDataset, open_dataset
-    from jtrain.data.feed import Fed, Prefetch, host_rows, prefetch, put_batch, share_batch
-    from jtrain.data.formats import BadRecord
-    from jtrain.data.schedule import Constant, Custom, Linear, Staged
-    from jtrain.data.source import Source
+    from jtrain.data.iterator import BatchIterator
+    from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged
+    from jtrain.data.prefetch import Fed, Prefetch, host_rows, put_batch, share_batch
+    from jtrain.data.sources.formats import BadRecord
+    from jtrain.data.sources.source import Source
     from jtrain.data.spec import PackedText
     from jtrain.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, make_tokenizer
 
@@ -31,16 +31,24 @@ __all__ = [
     "host_rows",
     "make_tokenizer",
     "open_dataset",
-    "prefetch",
     "put_batch",
     "share_batch",
 ]
 
-_MODULES = ("formats", "tokenizer", "source", "schedule", "spec", "batches", "dataset", "feed")
+_MODULES = (
+    "sources.formats",
+    "tokenizer",
+    "sources.source",
+    "mixture.schedule",
+    "spec",
+    "iterator",
+    "dataset",
+    "prefetch",
+)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name at its first use: `python -m jtrain.data --help` must not wait a second or more for jax."""
+    """Imports a name at its first use, so that `python -m jtrain.data --help` does not wait over a second for jax."""
     if name in __all__:
         for module in _MODULES:
             found = vars(importlib.import_module(f"jtrain.data.{module}"))

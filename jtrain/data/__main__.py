@@ -1,4 +1,4 @@
-"""Looks at what a run reads, and gets it ready.
+"""Prepares and inspects the data of a run.
 
 python -m jtrain.data prepare | verify | inspect | plan | bench | sample
 """
@@ -14,17 +14,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jtrain import verb
+from jtrain.errors import FileError, UserError
+from jtrain.runtime import cli
+from jtrain.runtime.platform import start_jax
 
 if TYPE_CHECKING:
-    from jtrain.config import Run
+    from jtrain.config.run import Run
     from jtrain.data.dataset import TextDataset
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; no jax is imported to read it."""
+    """Returns the parser of the command line; needs no jax."""
     parser = argparse.ArgumentParser(
-        prog="python -m jtrain.data", description="Looks at what a run reads, and gets it ready."
+        prog="python -m jtrain.data", description="Prepares and inspects the data of a run."
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
@@ -38,53 +40,54 @@ def parser() -> argparse.ArgumentParser:
 
     prepare = add(
         "prepare",
-        "tokenise every source once, into an index that runs read with data.prepared=DIR",
-        "Tokenises in parallel. Killed at any instant, the same command goes on; the bytes are the same in the end.",
+        "tokenise every source once, into indexes that runs read with data.prepared=DIR",
+        "Tokenises in parallel. If it is killed, the same command continues; the final bytes are the same.",
     )
-    prepare.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder for the indexes")
+    prepare.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write the indexes to")
     prepare.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
     inspect = add(
         "inspect",
-        "print what one step trains on: documents, their sources, where they lie in the batch, their text",
-        "Prints what one step trains on. Plans and reads every step before it too: about a second per 50 million "
-        "bytes, longer with another tokenizer.",
+        "print the documents of one step: their sources, their places in the batch, their text",
+        "Prints the documents of one step. Plans and reads every step before it too: about a second per 50 million "
+        "bytes, longer with a tokenizer other than bytes.",
     )
     inspect.add_argument("--step", type=int, default=0, metavar="K", help="the batch of update K -> K+1 (default: 0)")
     add(
         "plan",
-        "print what the data plane will take before it starts: processes, threads, descriptors, memory",
-        "Opens the sources, starts nothing.",
+        "print the resources that the data plane of a run needs: processes, threads, descriptors, memory",
+        "Opens the sources, but starts no process.",
     )
     bench = add(
         "bench",
-        "read batches as fast as they come, and print throughput, memory and balance",
+        "read batches as fast as possible, and print throughput, memory and balance",
         "Runs the data plane of a config without a trainer.",
     )
     bench.add_argument("--steps", type=int, default=200, metavar="N", help="batches to read (default: 200)")
     verify = verbs.add_parser(
         "verify",
-        help="read what `prepare` wrote and compare its hashes",
-        description="Reads what `prepare` wrote, about 1 GB/s, and compares its hashes. Exits 2 if a file is damaged.",
+        help="check the indexes that `prepare` wrote against their hashes",
+        description="Reads the indexes that `prepare` wrote, at about 1 GB/s, and checks their hashes. Exits 2 if a "
+        "file is damaged.",
         allow_abbrev=False,
     )
     verify.add_argument("folder", type=Path, metavar="DIR", help="the --out of `prepare`, or one source's folder in it")
     verify.add_argument("--json", type=Path, metavar="FILE", help="write the same there as JSON")
     sample = verbs.add_parser(
         "sample",
-        help="write six small sources in six formats, from text on this machine: what --config=mixture reads",
+        help="write six small sources in six formats, from text on this machine, for --config=mixture",
         allow_abbrev=False,
     )
-    sample.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder for them")
+    sample.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write them to")
     return parser
 
 
 def pieces_of_step(dataset: "TextDataset", step: int) -> list[dict[str, Any]]:
-    """One entry per document piece of batch `step`, in the order of rows and segments.
+    """Returns one entry per document piece of batch `step`, in the order of rows and segments.
 
     Returns:
-      Dicts of `row`, `source`, `document` (file:number), `start_token` and `end_token` in it, `text`.
+      Dicts with `row`, `source`, `document` (file:number), its `start_token` and `end_token`, and `text`.
     """
-    import numpy as np  # lazy: with numpy and jax `--help` would take a second
+    import numpy as np  # lazy: otherwise `--help` would take a second
 
     with dataset.train_batches(inline=True) as iterator:
         batch = next(itertools.islice(iterator, step, None))
@@ -114,7 +117,7 @@ def pieces_of_step(dataset: "TextDataset", step: int) -> list[dict[str, Any]]:
 def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
     """Prints the pieces of one step as a table; returns the exit code."""
     if args.step < 0:
-        raise ValueError(f"--step {args.step} must be at least 0: batch k feeds update k -> k+1.")
+        raise UserError(f"--step {args.step} must be at least 0: batch k feeds update k -> k+1.")
     pieces = pieces_of_step(dataset, args.step)
     tokens = sum(piece["end_token"] - piece["start_token"] for piece in pieces)
     documents = len({(piece["source"], piece["document"]) for piece in pieces})
@@ -137,36 +140,38 @@ def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int
 
 
 def _excerpt(text: str, length: int = 60) -> str:
-    """A piece on one line: its start and its end."""
+    """Shortens a text to one line with its start and its end."""
     if len(text) <= length:
         return repr(text)
     return f"{text[: length // 2]!r} ... {text[-length // 2 :]!r}"
 
 
 def plan(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
-    """Prints the budget of one host; returns the exit code."""
+    """Prints the estimated resources of one host; returns the exit code."""
     import dataclasses
 
-    from jtrain.data.budget import budget
+    from jtrain.data.resource_estimate import budget
 
     found = budget(dataset, rows=run.data.global_batch)
     print(dataset.describe())
     print(f"data.engine={run.data.engine}, for each host:")
     fields = ("processes", "threads", "descriptors", "memory_mib")
     print(f"{'role':12}" + "".join(f"{name:>13}" for name in ("processes", "threads", "descriptors", "about MiB")))
-    for share in found.shares:
-        print(f"{share.role:12}" + "".join(f"{getattr(share, field):>13,}" for field in fields))
+    for role in found.roles:
+        print(f"{role.role:12}" + "".join(f"{getattr(role, field):>13,}" for field in fields))
     print(f"{'all':12}" + "".join(f"{found.total(field):>13,}" for field in fields))
     if args.json is not None:
         totals = {field: found.total(field) for field in fields}
-        args.json.write_text(json.dumps({"roles": [dataclasses.asdict(s) for s in found.shares], **totals}, indent=1))
+        args.json.write_text(
+            json.dumps({"roles": [dataclasses.asdict(role) for role in found.roles], **totals}, indent=1)
+        )
     return 0
 
 
 def bench(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
-    """Reads batches and prints how that went; returns the exit code."""
+    """Reads batches and prints throughput, memory and balance; returns the exit code."""
     if args.steps < 2:
-        raise ValueError(f"--steps {args.steps} must be at least 2: the first batch is timed apart.")
+        raise UserError(f"--steps {args.steps} must be at least 2, because the first batch is timed separately.")
     ranks = run.mesh.replica * run.mesh.data * run.mesh.expert
     begun_s = time.perf_counter()
     fills, spreads, tokens = [], [], 0
@@ -211,8 +216,8 @@ def bench(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
 
 
 def prepare(args: argparse.Namespace, run: "Run") -> int:
-    """Makes the indexes; returns the exit code."""
-    from jtrain.data.prepare import prepare_command
+    """Builds the indexes; returns the exit code."""
+    from jtrain.data.pretokenized.build import prepare_command
 
     return prepare_command(
         run.data.named_sources,
@@ -228,8 +233,8 @@ def prepare(args: argparse.Namespace, run: "Run") -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Says of each prepared index whether it is whole; returns the exit code."""
-    from jtrain.data.prepared import INDEX, Prepared, command  # lazy: numpy
+    """Prints for each index if it is intact or damaged; returns the exit code."""
+    from jtrain.data.pretokenized.reader import INDEX, PreparedIndex, command  # lazy: numpy
 
     if (args.folder / INDEX).exists():
         folders = [args.folder]
@@ -237,17 +242,17 @@ def verify(args: argparse.Namespace) -> int:
         there = args.folder.iterdir() if args.folder.is_dir() else ()
         folders = sorted(path for path in there if path.is_dir() and not path.name.startswith("."))
     if not folders:
-        raise FileNotFoundError(f"{args.folder}: no prepared index there. Make it: {command(args.folder / 'NAME')}")
+        raise FileError(f"{args.folder} has no prepared index. Make one: {command(args.folder / 'NAME')}")
     found = []
     for folder in folders:
         try:
-            index = Prepared(folder)
+            index = PreparedIndex(folder)
             damage = index.verify()
             what = f"{index.num_records:,} records, {index.num_tokens:,} tokens"
-        except (ValueError, OSError) as error:  # its sizes, or what says what it should be
+        except (ValueError, OSError) as error:  # wrong sizes, or an unreadable index.json
             damage, what = [str(error)], "its index"
         found.append({"name": folder.name, "damage": damage})
-        print(f"{folder.name}: {'DAMAGED' if damage else 'whole'} ({what})", flush=True)
+        print(f"{folder.name}: {'DAMAGED' if damage else 'intact'} ({what})", flush=True)
         for line in damage:
             print(f"  {folder}: {line.removeprefix(f'{folder}: ')}", file=sys.stderr)
     if args.json is not None:
@@ -261,20 +266,21 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """What the parsed arguments ask for; returns the exit code."""
+    """Runs the verb of the parsed arguments; returns the exit code."""
     if args.verb == "sample":
-        from jtrain.data.sample import FILES, write_sample  # lazy: numpy
+        from jtrain.data.sources.sample import FILES, write_sample  # lazy: numpy
 
         for name, documents in write_sample(args.out).items():
             print(f"{args.out / FILES[name]}: {documents:,} documents")
         return 0
     if args.verb == "verify":
         return verify(args)
-    verb.start_jax(os.environ)
+    start_jax(os.environ)
 
-    from jtrain import config  # lazy: with jax, flax and the rest, over a second
+    from jtrain.config.load import load_config  # lazy: imports jax and flax, which takes over a second
+    from jtrain.config.run import build_run
 
-    run = config.build(config.load(args.config, args.fiddlers, args.sets))
+    run = build_run(load_config(args.config, args.fiddlers, args.sets))
     if args.verb == "prepare":
         return prepare(args, run)
 
@@ -288,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     args = parser().parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
-    return verb.run(lambda: execute(args))
+    return cli.run(lambda: execute(args))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run reads, from its sources to batches: opened, split, mixed, packed; train and held out."""
+"""Dataset of a run: opens the sources, splits off evaluation documents, and gives train and evaluation batches."""
 
 import dataclasses
 import functools
@@ -10,53 +10,54 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int, Integer
 
-from jtrain.data.batches import BatchIterator, to_json
-from jtrain.data.constructor import ConstructorSetup, DataState
-from jtrain.data.documents import Documents, SourceSetup
-from jtrain.data.place import context_order
-from jtrain.data.plane import InlinePlane, Plane, ProcessPlane
-from jtrain.data.planner import EndOfData, Planner, PlannerSpec
-from jtrain.data.ray_engine import RayPlane, trainers
-from jtrain.data.rows import Rows, fill_rows, views_of
-from jtrain.data.schedule import Constant, own_weights
+from jtrain.data.constructor.collate import Rows, fill_rows, views_of
+from jtrain.data.constructor.constructor import ConstructorSetup, DataState
+from jtrain.data.constructor.context_order import context_order
+from jtrain.data.data_plane import InlinePlane, Plane, ProcessPlane
+from jtrain.data.document_stream import DocumentStream, SourceSetup
+from jtrain.data.iterator import BatchIterator, to_json
+from jtrain.data.mixture.schedule import Constant, own_weights
+from jtrain.data.planner.planner import EndOfData, Planner, PlannerSpec
+from jtrain.data.ray.engine import RayPlane, trainers
 from jtrain.data.spec import PackedText
 from jtrain.dims import Batch
+from jtrain.errors import UserError
 
 _STATE_VERSION = 2
 
 SLOTS = 2
-"""Batches that a constructor fills ahead, in shared memory; the trainer's prefetch holds as many more."""
+"""Batches that a constructor fills ahead in shared memory; the trainer's prefetch holds as many more."""
 
 _PRELOAD = ("pyarrow.parquet", "tokenizers")
-"""Loaded by the forkserver once for all loaders, if opening the sources here has shown that they are needed."""
+"""Modules that the forkserver imports once for all loaders, if opening the sources here has imported them."""
 
 _EVAL_DOCUMENTS = 16
-"""Held-out documents read at a time."""
+"""Number of held-out documents read at a time."""
 
 _MOST_LINES = 12
-"""Sources that the plan lists one by one."""
+"""Number of sources that the plan lists one by one."""
 
 
 def open_dataset(spec: PackedText, *, seed: int) -> "TextDataset":
-    """Opens every source, and checks that either side of the split gives a row.
+    """Opens every source, and checks that both sides of the split fill at least one row.
 
-    Reads no more of the text than that check needs, except that JSON lines files are searched for line ends (1 GB/s)
-    and compressed or remote ones are copied into `data.cache_dir` first.
+    Reads only as much text as that check needs, except that JSON lines files are searched for line ends (1 GB/s) and
+    compressed or remote files are first copied into `data.cache_dir`.
 
     Raises:
-      FileNotFoundError, ValueError, OSError: nothing to read, or not enough; the message names field and numbers.
+      UserError: there is nothing or not enough to read; the message names field and numbers.
     """
     return TextDataset(spec, seed=seed)
 
 
 class TextDataset:
-    """The documents of all sources, in train and held-out batches of packed rows.
+    """Documents of all sources, as train and evaluation batches of packed rows.
 
-    Which tokens batch k holds is a pure function of spec, seed and k: no thread, process, host or clock has a say.
+    The tokens of batch k are a pure function of spec, seed and k; no thread, process, host or clock changes them.
 
     Attributes:
-      names: of the sources.
-      tokenizer: the default one, for its ids and vocabulary.
+      names: names of the sources.
+      tokenizer: the default tokenizer, for its ids and vocabulary.
     """
 
     def __init__(self, spec: PackedText, *, seed: int) -> None:
@@ -64,7 +65,7 @@ class TextDataset:
         self.seed = seed
         self.setups = spec.setups(seed=seed)
         self.names = tuple(setup.name for setup in self.setups)
-        self.documents = [Documents(setup) for setup in self.setups]
+        self.documents = [DocumentStream(setup) for setup in self.setups]
         self.fingerprints = {setup.name: d.fingerprint() for setup, d in zip(self.setups, self.documents, strict=True)}
         self.tokenizer = self.documents[0].tokenizer
         self._check_size("training")
@@ -73,11 +74,11 @@ class TextDataset:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below it, whichever source they come from."""
+        """Upper bound (exclusive) of the ids of all sources."""
         return max(documents.tokenizer.vocab_size for documents in self.documents)
 
     def describe(self) -> str:
-        """A line for each source, for the plan."""
+        """Returns a line for each source, for the plan of a run."""
         shares = self._schedule().weights(0, self.names)
         lines = []
         for name, documents, share in zip(self.names, self.documents, shares.tolist(), strict=True):
@@ -101,17 +102,19 @@ class TextDataset:
         cost: tuple[float, float] = (1.0, 0.0),
         inline: bool = False,
     ) -> BatchIterator:
-        """Batches of `global_batch` rows, from the first one or from a saved state. Close it.
+        """Starts the data plane; returns batches of `global_batch` rows, from the first one or from a saved state.
+
+        The iterator must be closed.
 
         Args:
-          start_state: what `BatchIterator.state` gave.
-          rows: those of the global batch that are wanted here; None for all.
+          start_state: a state that `BatchIterator.state` returned; None starts from the first batch.
+          rows: rows of the global batch that this process needs; None for all.
           context: size of the mesh axis that splits rows.
-          cost: of a token, and of a token times those before it in its document: what balancing weighs rows by.
-          inline: reads in this thread, whatever `data.engine` says.
+          cost: cost of a token, and of a pair of a token and an earlier one in its document; used to balance rows.
+          inline: reads in this thread, regardless of `data.engine`.
 
         Raises:
-          ValueError: the state is of another seed, source or tokenizer, so the run would not be the same run.
+          UserError: the state was saved with another seed, source or tokenizer, so the batches would differ.
         """
         setups = self.setups
         if start_state is not None:
@@ -160,14 +163,14 @@ class TextDataset:
         return BatchIterator(plane, state, self._identity(setups), self.names, changes)
 
     def first_state(self) -> dict[str, Any]:
-        """The state before the first batch, without starting anything."""
+        """Returns the state before the first batch, without starting anything."""
         return to_json(self._start_state(self._planner_spec((1.0, 0.0))), self._identity(self.setups), self.names)
 
     def _start_state(self, planner: PlannerSpec) -> DataState:
         return DataState(Planner(planner, _no_lengths).start(), np.zeros(len(self.names), np.int64))
 
     def _identity(self, setups: tuple[SourceSetup, ...]) -> dict[str, Any]:
-        """What a state says besides where the stream is: what it is a stream of."""
+        """Returns the identity of the stream: the part of a saved state that must not change on resume."""
         return {
             "version": _STATE_VERSION,
             "seed": self.seed,
@@ -176,16 +179,16 @@ class TextDataset:
         }
 
     def eval_batches(self, *, context: int = 1) -> Iterator[Batch]:
-        """The held-out batches: the same list each time, at most `eval_batches`, the last one padded, none repeated.
+        """Yields the evaluation batches: the same ones each time, at most `eval_batches`, the last one padded.
 
         Args:
           context: size of the mesh axis that splits rows.
 
         Raises:
-          ValueError: nothing is held out.
+          UserError: `data.eval_fraction` is 0.
         """
         if not self.spec.eval_fraction:
-            raise ValueError("data.eval_fraction=0 holds nothing out to evaluate on. Set data.eval_fraction.")
+            raise UserError("data.eval_fraction=0 holds out no documents for evaluation. Set data.eval_fraction.")
         return self._take_eval(context_order(self.spec.seq_len, context, self.spec.context_order))
 
     def _take_eval(self, order: Int[np.ndarray, " L"]) -> Iterator[Batch]:
@@ -225,7 +228,7 @@ class TextDataset:
 
     @functools.cached_property
     def _eval_records(self) -> list[tuple[int, int]]:
-        """Held-out (source, record), one of each source in turn."""
+        """Held-out documents as (source, record), taken from the sources in turn."""
         each = [[(s, r) for r in d.eval_records().tolist()] for s, d in enumerate(self.documents)]
         return [item for turn in itertools.zip_longest(*each) for item in turn if item is not None]
 
@@ -260,14 +263,14 @@ class TextDataset:
         saved = state.get("sources", {}) if isinstance(state.get("sources"), dict) else {}
         differing += [(f"sources.{n}", saved[n], here[n]) for n in self.names if n in saved and saved[n] != here[n]]
         for key, there, now in differing:
-            raise ValueError(
-                f"the data state was saved with {key}={there!r}, but here it is {now!r}: the batches that follow would "
-                "not be those of the unbroken run. Put back the files, the tokenizer, data.eval_fraction and seed as "
-                "they were, or start in a new --workdir."
+            raise UserError(
+                f"the data state was saved with {key}={there!r}, but here it is {now!r}: the next batches would "
+                "differ from those of the uninterrupted run. Restore the files, the tokenizer, data.eval_fraction "
+                "and seed, or start in a new --workdir."
             )
 
     def _check_size(self, purpose: Literal["training", "evaluation"]) -> None:
-        """Refuses a split that does not fill one row. Reads only as many documents as that takes."""
+        """Refuses a split that does not fill one row. Reads only as many documents as the check needs."""
         tokens = documents_left = 0
         for documents in self.documents:
             if purpose == "training":
@@ -283,12 +286,12 @@ class TextDataset:
         spec = self.spec
         way = "or lower data.eval_fraction." if purpose == "training" else "raise data.eval_fraction, or set it to 0."
         what = f"data.path={spec.path!r}" if spec.path is not None else f"the {len(self.names)} data.sources"
-        raise ValueError(
-            f"{what}: too small: data.eval_fraction={spec.eval_fraction} leaves {documents_left} documents for "
-            f"{purpose}, with {tokens} tokens, and one row takes data.seq_len={spec.seq_len}. Add text, lower "
+        raise UserError(
+            f"{what} is too small: data.eval_fraction={spec.eval_fraction} leaves {documents_left} documents with "
+            f"{tokens} tokens for {purpose}, and one row needs data.seq_len={spec.seq_len}. Add text, lower "
             f"data.seq_len, {way}"
         )
 
 
 def _no_lengths(source: int, first: int, count: int) -> Int[np.ndarray, " count"]:
-    raise AssertionError("nothing is planned here")
+    raise AssertionError("no step is planned with these lengths")

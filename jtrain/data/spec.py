@@ -1,12 +1,13 @@
-"""What a run reads, as its config says it."""
+"""Config of the data: sources, mixture, packing and the processes that read them."""
 
 import dataclasses
 import os
 from typing import Literal
 
-from jtrain.data.documents import SourceSetup
-from jtrain.data.schedule import Constant, Custom, Linear, Staged
-from jtrain.data.source import ONE_SOURCE, Source
+from jtrain.data.document_stream import SourceSetup
+from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged
+from jtrain.data.sources.source import ONE_SOURCE, Source
+from jtrain.errors import UserError
 
 _MOST_LOADERS = 16
 
@@ -15,34 +16,35 @@ _MOST_LOADERS = 16
 class PackedText:
     """Text, tokenised, mixed and packed into rows.
 
-    path: for a run with one source, where it is; see `Source.path`.
-    sources: for a run with several, each by its name.
+    path: location of the source, for a run with one source; see `Source.path`.
+    sources: sources by name, for a run with several.
     seq_len: tokens per row.
     global_batch: rows per step, over all devices.
-    tokenizer: `bytes`, or the path of a Hugging Face `tokenizer.json`; a source may have another.
-    end_token: the token that ends a document, where the tokenizer's files do not say.
-    text_field, text_piece_bytes: of `path`; see `Source`.
-    mixture: the shares of the sources, step by step; as they stand, each source's own weight.
-    mixture_unit: what the shares are shares of: tokens, samples (documents), or rows (each then of one source alone).
-    packing: `concat` cuts documents where a row ends; `first_fit` and `best_fit` keep them whole where they fit into a
-      row at all, and leave about a thousandth of it empty.
-    balance: order the rows of a step so that every rank gets about the same work; which rows they are never changes.
-    context_order: which positions a rank of the `context` axis gets: `zigzag` takes one block from the front and one
-      from the back, so that causal attention is the same work on each.
-    epochs: times each source is read; then it leaves the mixture, and when all have, the run ends. None: without end.
-    eval_fraction: documents held out of training, chosen by a hash of file name and number; 0 for none.
-    eval_batches: batches of an evaluation, at most.
+    tokenizer: `bytes`, or the path of a Hugging Face `tokenizer.json`; a source may have its own.
+    end_token: the token that ends a document, if the tokenizer's files do not name it.
+    text_field, text_piece_bytes: fields of the source at `path`; see `Source`.
+    mixture: the shares of the sources per step; the default uses each source's own weight.
+    mixture_unit: the unit of the shares: tokens, samples (documents), or rows (each row then holds one source).
+    packing: `concat` cuts documents at row ends; `first_fit` and `best_fit` keep each document whole if it fits into a
+      row, and leave about a thousandth of the row empty.
+    balance: order the rows of a step so that every rank gets about the same work; the contents of rows never change.
+    context_order: the positions that a rank of the `context` axis gets: `zigzag` takes one block from the front and one
+      from the back, so that every rank has the same causal attention work.
+    epochs: how often each source is read; it then leaves the mixture, and the run ends with the last one. None: no end.
+    eval_fraction: share of documents held out of training, chosen by a hash of file name and number; 0 for none.
+    eval_batches: at most this many batches per evaluation.
     on_bad_record: what to do with a document that cannot be read as text: stop, or skip and count.
-    engine: `processes`: a constructor and loaders of their own on each host; `ray`: the same as Ray actors; `inline`:
-      everything in the trainer.
-    max_loaders: Source Loaders per host, at most; None for one per core but one, up to 16. How many there are at a time
-      the autoscaler decides.
-    shadows: standbys that take over from a loader that has died or hangs.
-    read_timeout_s: a loader that stays so long at one document hangs.
-    prepared: a folder that `python -m jtrain.data prepare` wrote: nothing is tokenised while training.
-    cache_dir: where copies of remote and compressed files are kept.
-    lookahead_steps: steps that are read ahead.
-    shuffle_window_bytes: Parquet text held decoded for shuffling, over all sources; see `Order`.
+    engine: `processes`: one constructor process and several loader processes per host; `ray`: the same as Ray actors;
+      `inline`: everything in the trainer.
+    max_loaders: at most this many Source Loaders per host; None: one per core except one, up to 16. The autoscaler
+      decides how many run.
+    shadows: standby loaders, which take over from a loader that dies or hangs.
+    read_timeout_s: a loader that needs longer than this for one document counts as hanging.
+    prepared: a folder that `python -m jtrain.data prepare` wrote: nothing is tokenised during training.
+    cache_dir: folder for copies of remote and compressed files.
+    lookahead_steps: number of steps to read ahead.
+    shuffle_window_bytes: decoded Parquet text kept for shuffling, over all sources; see
+      `ShuffleOrder`.
     """
 
     path: str | None = None
@@ -76,39 +78,42 @@ class PackedText:
         least_of |= {"max_loaders": 1, "shadows": 0, "lookahead_steps": 1, "shuffle_window_bytes": 1 << 16}
         for field, least in least_of.items():
             if (value := getattr(self, field)) is not None and value < least:
-                raise ValueError(f"data.{field}={value} must be at least {least}. Set data.{field}.")
+                raise UserError(f"data.{field}={value} must be at least {least}. Set data.{field}.")
         if not 0 <= self.eval_fraction < 1:
-            raise ValueError(
+            raise UserError(
                 f"data.eval_fraction={self.eval_fraction} must be at least 0 (nothing held out) and below 1. "
                 "Set data.eval_fraction."
             )
         if not self.read_timeout_s > 0:
-            raise ValueError(f"data.read_timeout_s={self.read_timeout_s} must be above 0.")
+            raise UserError(f"data.read_timeout_s={self.read_timeout_s} must be above 0. Set data.read_timeout_s.")
         for field in ("on_bad_record", "packing", "mixture_unit", "engine", "context_order"):
             choices = PackedText.__annotations__[field].__args__
             if (value := getattr(self, field)) not in choices:
-                raise ValueError(f"data.{field}={value!r} must be one of {', '.join(map(repr, choices))}.")
+                raise UserError(f"data.{field}={value!r} must be one of {', '.join(map(repr, choices))}.")
         if (self.path is None) == (not self.sources):
             both = "both are set" if self.sources else "neither is set"
-            raise ValueError(f"data.path is for one source and data.sources for several, and {both}. Set one of them.")
+            raise UserError(f"data.path is for one source and data.sources for several, and {both}. Set one of them.")
         for name, source in self.named_sources.items():
             if not name.replace("-", "_").isidentifier() or (name == ONE_SOURCE and self.sources):
-                raise ValueError(
-                    f"data.sources: {name!r} is no name: letters, digits, _ and -, no digit first, and not "
-                    f"{ONE_SOURCE!r}, which is what data.path is called."
+                raise UserError(
+                    f"data.sources: {name!r} is not a valid name. Use letters, digits, _ and -, no digit first; not "
+                    f"{ONE_SOURCE!r}, which is the name of the source at data.path."
                 )
             source.check(name)
 
     @property
     def named_sources(self) -> dict[str, Source]:
-        """All sources by name; `path` is one called `data`."""
+        """All sources by name; the source at `path` is called `data`."""
         if self.path is None:
             return self.sources
         source = Source(path=self.path, text_field=self.text_field, text_piece_bytes=self.text_piece_bytes)
         return {ONE_SOURCE: source}
 
     def setups(self, *, seed: int, windows: dict[str, int] | None = None) -> tuple[SourceSetup, ...]:
-        """What a process needs to open each source. `windows`: a saved run's, so that its order goes on."""
+        """Returns the settings with which a process opens each source.
+
+        windows: shuffle windows of a saved run, in bytes by source, so that its order of documents continues.
+        """
         sources = self.named_sources
         share = self.shuffle_window_bytes // len(sources)
         return tuple(
@@ -129,5 +134,5 @@ class PackedText:
         )
 
     def num_loaders(self) -> int:
-        """Loaders per host, at most."""
+        """Returns the largest number of loaders per host."""
         return self.max_loaders or max(1, min(_MOST_LOADERS, (os.cpu_count() or 2) - 1))

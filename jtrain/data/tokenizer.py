@@ -1,7 +1,8 @@
 """Text to token ids and back: raw bytes, or a Hugging Face `tokenizer.json`.
 
-A document is encoded with its borders marked, `[begin] text [end]`: the begin id lets the first token be predicted and
-sampling start from nothing, the end id teaches the model where to stop. A prompt is encoded without either.
+A document is encoded with its borders marked, `[begin] text [end]`. The begin id makes the first token of the text a
+target as well and lets sampling start from an empty prompt; the end id teaches the model to stop. A prompt is encoded
+without either.
 """
 
 import hashlib
@@ -13,65 +14,66 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, UInt
 
+from jtrain.errors import FileError, UserError
+
 type Ids = Int[np.ndarray, " tokens"]
-type Documents = tuple[Int[np.ndarray, " documents"], UInt[np.ndarray, " tokens"]]
-"""Tokens of each document, int32, and the ids of all of them one after another, in the tokenizer's `id_dtype`."""
+type EncodedDocuments = tuple[Int[np.ndarray, " documents"], UInt[np.ndarray, " tokens"]]
+"""Tokens of each document (int32), and the ids of all documents one after another in the tokenizer's `id_dtype`."""
 
 
 def smallest_id_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The unsigned type that holds every id: 1, 2 or 4 bytes for each, on disk and between processes."""
+    """Returns the smallest unsigned dtype that holds every id: 1, 2 or 4 bytes, on disk and between processes."""
     return np.dtype(np.min_scalar_type(vocab_size - 1))
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the data pipeline and sampling need. Ids are int32 in [0, vocab_size)."""
+    """Interface of tokenizers for the data pipeline and sampling. Ids are int32 in [0, vocab_size)."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def id_dtype(self) -> np.dtype[Any]:
-        """Of the ids that `encode_documents` gives: the smallest unsigned type that holds `vocab_size`."""
+        """Dtype of the ids that `encode_documents` returns: the smallest unsigned one that holds all of them."""
         ...
 
     @property
     def begin_id(self) -> int | None:
-        """Starts a document; None where the tokenizer has no such id."""
+        """Id that starts a document; None if the tokenizer has none."""
         ...
 
     @property
     def end_id(self) -> int:
-        """Ends a document: where sampling stops."""
+        """Id that ends a document, at which sampling stops."""
         ...
 
     @property
     def identity(self) -> str:
-        """Differs whenever the same text could give other ids; stored with the data state."""
+        """Text that changes whenever the same text could give other ids; stored in the state of the data."""
         ...
 
     def encode(self, text: str) -> Ids:
-        """Ids of `text` alone, as for a prompt."""
+        """Returns the ids of `text` without begin and end, as for a prompt."""
         ...
 
     def encode_document(self, text: str) -> Ids:
-        """Ids of a whole document with its borders; no ids at all for an empty one."""
+        """Returns the ids of a document with its begin and end ids; no ids for an empty document."""
         ...
 
-    def encode_documents(self, texts: Sequence[str]) -> Documents:
-        """The same ids for many documents at once: quicker, and smaller."""
+    def encode_documents(self, texts: Sequence[str]) -> EncodedDocuments:
+        """Returns the ids of `encode_document` for many documents at once: faster, and in a smaller dtype."""
         ...
 
     def decode(self, ids: Sequence[int] | Ids) -> str: ...
 
 
 class ByteTokenizer:
-    """One id per UTF-8 byte; byte 0 is the border on both sides of a document.
+    """Tokenizer with one id per UTF-8 byte; byte 0 both begins and ends a document.
 
     Byte 0 costs no extra id, so the vocabulary stays 256: a power of two, one uint8 per id on disk, and a head that
-    splits over any mesh. Nothing is lost by it: no text file holds a NUL (its presence is how tools tell that a file
-    is binary). A NUL that is in a text all the same comes back from `decode` as it was, and looks like a border to the
-    model.
+    splits over any mesh. Text files hold no NUL: its presence is how tools recognise binary files. If a text does hold
+    one, `decode` returns it unchanged, and to the model it looks like the border of a document.
     """
 
     vocab_size = 256
@@ -88,9 +90,9 @@ class ByteTokenizer:
             return np.empty(0, np.int32)
         return np.frombuffer(b"\0" + text.encode("utf-8") + b"\0", np.uint8).astype(np.int32)
 
-    def encode_documents(self, texts: Sequence[str]) -> Documents:
-        """As `encode_document` for each, over 1 GB/s: two copies, since byte 0 parts the documents already."""
-        # Each by itself: joined as text, one character beyond ASCII would widen all of them to 4 bytes.
+    def encode_documents(self, texts: Sequence[str]) -> EncodedDocuments:
+        """Encodes each document as `encode_document` does, at over 1 GB/s."""
+        # Encoded one by one: in a joined str, one character beyond Latin-1 would widen all others to 2 or 4 bytes.
         encoded = [text.encode("utf-8") for text in texts]
         lengths = [len(content) + 2 if content else 0 for content in encoded]
         full = [content for content in encoded if content]
@@ -98,7 +100,7 @@ class ByteTokenizer:
         return np.asarray(lengths, np.int32), np.frombuffer(joined, np.uint8)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """The text; bytes that are no UTF-8 (sampling may stop inside a character) become U+FFFD."""
+        """Returns the text; bytes that are not UTF-8 become U+FFFD, since sampling may stop inside a character."""
         return np.asarray(ids, np.int64).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
@@ -106,20 +108,20 @@ _KNOWN_END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 
 
 class HFTokenizer:
-    """A `tokenizer.json` of Hugging Face `tokenizers`.
+    """Tokenizer of a `tokenizer.json`, through the package Hugging Face `tokenizers`.
 
-    The begin id is the one that the file's own template puts first (Llama 3 has one, Qwen3 none). The end id is, in
-    this order: `end_token`; `eos_token` of the `tokenizer_config.json` beside the file; the one well-known name in the
-    vocabulary. Text that spells a special token, `<|endoftext|>`, is encoded as the plain characters it is: a corpus
-    must not be able to end its own documents.
+    The begin id is the one that the file's own template puts first (Llama 3 has one, Qwen3 none). The end id is the
+    first of these that exists: `end_token`; `eos_token` of the `tokenizer_config.json` beside the file; the only
+    well-known end token in the vocabulary. Text that spells a special token such as `<|endoftext|>` is encoded as plain
+    characters, because a corpus must not be able to end its own documents.
 
     Args:
       path: the file, or the folder that holds it.
-      end_token: the token that ends a document, as it is written in the vocabulary.
+      end_token: token that ends a document, as the vocabulary spells it.
 
     Raises:
-      FileNotFoundError: no such file.
-      ValueError: no tokenizer in it, or its end token is unknown or ambiguous.
+      FileError: the file does not exist.
+      UserError: the file is not a tokenizer, or its end token is unknown or ambiguous.
     """
 
     def __init__(self, path: str | Path, *, end_token: str | None = None) -> None:
@@ -129,7 +131,7 @@ class HFTokenizer:
         if file.is_dir():
             file /= "tokenizer.json"
         if not file.is_file():
-            raise FileNotFoundError(
+            raise FileError(
                 f"data.tokenizer={str(path)!r}: no such file; looked for {file.absolute()}. "
                 "Set data.tokenizer to a tokenizer.json, or to 'bytes'."
             )
@@ -137,8 +139,8 @@ class HFTokenizer:
         try:
             self._rust: Any = RustTokenizer.from_buffer(content)
         except Exception as error:  # the Rust side raises plain Exception, and ValueError for some files
-            raise ValueError(
-                f"data.tokenizer={str(path)!r} is no tokenizer.json that the tokenizers package reads: {error}"
+            raise UserError(
+                f"data.tokenizer={str(path)!r} is not a tokenizer.json that the tokenizers package can read: {error}"
             ) from error
         self._rust.encode_special_tokens = True
         vocabulary: dict[str, int] = self._rust.get_vocab(with_added_tokens=True)
@@ -151,8 +153,8 @@ class HFTokenizer:
         self.identity = f"{hashlib.blake2b(content, digest_size=8).hexdigest()}/{self.end_id}"
 
     def encode(self, text: str) -> Ids:
-        # Not `encode`, which holds the GIL: a thread that tokenised would stop the training loop, 2.5 s for 1 MB of
-        # text where this one stops it 30 ms (tokenizers 0.23). The same ids; `fast` leaves out offsets, 1.2x quicker.
+        # `encode` holds the GIL: on another thread it would stop the training loop for 2.5 s per MB of text, this call
+        # for 30 ms (tokenizers 0.23). The ids are the same; `fast` leaves out offsets and is 1.2x faster.
         return np.asarray(self._rust.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
 
     def encode_document(self, text: str) -> Ids:
@@ -161,8 +163,8 @@ class HFTokenizer:
         begin = [] if self.begin_id is None else [self.begin_id]
         return np.concatenate([begin, self.encode(text), [self.end_id]], dtype=np.int32, casting="unsafe")
 
-    def encode_documents(self, texts: Sequence[str]) -> Documents:
-        """As `encode_document` for each. Takes as many threads as the tokenizers package may (RAYON_NUM_THREADS)."""
+    def encode_documents(self, texts: Sequence[str]) -> EncodedDocuments:
+        """Encodes each document as `encode_document` does; RAYON_NUM_THREADS sets the number of threads."""
         begin = [] if self.begin_id is None else [self.begin_id]
         parts = [np.empty(0, self.id_dtype)]
         lengths = np.zeros(len(texts), np.int32)
@@ -174,47 +176,47 @@ class HFTokenizer:
         return lengths, np.concatenate(parts)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """The text, without special tokens."""
+        """Returns the text without special tokens."""
         return self._rust.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
 def _end_id(path: str, config: Path, vocabulary: dict[str, int], end_token: str | None) -> int:
-    """The id that ends a document. Raises ValueError where it is unknown or ambiguous."""
+    """Returns the id that ends a document; raises UserError if it is unknown or ambiguous."""
     where = "data.end_token"
     if end_token is None and config.is_file():
         where = f"eos_token of {config}"
         try:
             declared = json.loads(config.read_text()).get("eos_token")
         except (ValueError, AttributeError) as error:
-            raise ValueError(f"{config} is no JSON object ({error}). Mend or remove it.") from error
+            raise UserError(f"{config} is not a JSON object ({error}). Mend or remove it.") from error
         end_token = declared.get("content") if isinstance(declared, dict) else declared
     if end_token is not None:
         if end_token not in vocabulary:
-            raise ValueError(
+            raise UserError(
                 f"{where}={end_token!r} is not one of the {len(vocabulary)} tokens of data.tokenizer={path!r}. "
                 "Set data.end_token to the token that ends a document."
             )
         return vocabulary[end_token]
     known = [token for token in _KNOWN_END_TOKENS if token in vocabulary]
     if len(known) != 1:
-        found = f"several that could be it: {', '.join(known)}" if known else f"none of {', '.join(_KNOWN_END_TOKENS)}"
-        raise ValueError(
+        found = f"several candidates: {', '.join(known)}" if known else f"none of {', '.join(_KNOWN_END_TOKENS)}"
+        raise UserError(
             f"data.tokenizer={path!r} does not say which token ends a document: there is no eos_token in a "
-            f"tokenizer_config.json beside it, and it has {found}. Set data.end_token."
+            f"tokenizer_config.json beside it, and its vocabulary has {found}. Set data.end_token."
         )
     return vocabulary[known[0]]
 
 
 def make_tokenizer(name: str, *, end_token: str | None = None) -> ByteTokenizer | HFTokenizer:
-    """`bytes`, or the path of a `tokenizer.json` or of the folder that holds it.
+    """Returns the tokenizer called `name`: `bytes`, or the path of a `tokenizer.json` or of the folder that holds it.
 
     Raises:
-      ValueError, FileNotFoundError: as `HFTokenizer`; or an end token given for bytes.
+      UserError: as of `HFTokenizer`, or `end_token` is set for bytes.
     """
     if name != "bytes":
         return HFTokenizer(name, end_token=end_token)
     if end_token is not None:
-        raise ValueError(
+        raise UserError(
             f"data.end_token={end_token!r} has no meaning for data.tokenizer='bytes', where byte 0 ends a document. "
             "Remove data.end_token."
         )

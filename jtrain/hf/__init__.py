@@ -1,5 +1,5 @@
-"""Hugging Face Llama, Qwen3 and Qwen3-MoE directories (config.json and safetensors) in and out.
+"""Import and export of Hugging Face Llama, Qwen3 and Qwen3-MoE directories (config.json and safetensors).
 
-`model_config` reads and writes config.json, `mapping` is the table between their tensors and our parameters,
-`directory` the files. `python -m jtrain.hf export|import` joins them to a workdir.
+`model_config` reads and writes config.json, `mapping` maps Hugging Face tensors to jtrain parameters, and `directory`
+reads and writes the files. `python -m jtrain.hf export|import` converts between directories and workdirs.
 """

@@ -1,10 +1,9 @@
-"""The files of a Hugging Face directory: config.json, one or several safetensors, the tokenizer's."""
+"""Files of a Hugging Face directory: config.json, one or several safetensors files, tokenizer files."""
 
 import contextlib
 import functools
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jtrain.errors import FileError, UserError
 from jtrain.hf.mapping import DTYPES, slots, to_hf
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
+from jtrain.runtime.atomic_io import replacing
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Above this an export is split into several files, as transformers does; also what writing one holds in memory."""
+"""Largest size of a weight file, as in transformers; larger exports are split. Writing a file holds it in memory."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -37,25 +38,25 @@ _INDEX = "model.safetensors.index.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a directory.
+    """Reads the config.json of a directory.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is no JSON object.
+      FileError: the directory has no config.json.
+      UserError: the file is not a JSON object.
     """
     config = _read_json(folder, _CONFIG)
     if config is None:
-        raise FileNotFoundError(f"{folder / _CONFIG}: no such file. Give a Hugging Face model directory.")
+        raise FileError(f"{folder / _CONFIG}: no such file. Give a Hugging Face model directory.")
     return config
 
 
 @contextlib.contextmanager
 def open_tensors(folder: Path) -> Iterator[dict[str, Callable[[], np.ndarray]]]:
-    """Name -> a function that reads that tensor, over all files of a directory. Reads only headers by itself.
+    """Maps the name of each tensor in a directory to a function that reads it. Opening reads only the headers.
 
     Raises:
-      FileNotFoundError: no safetensors, or one that the index names is missing.
-      ValueError: a file is no safetensors, or lacks a tensor that the index places there.
+      FileError: the directory has no safetensors file, or lacks one that the index names.
+      UserError: a file is not in the safetensors format, or lacks a tensor that the index places in it.
     """
     files = _weight_files(folder)
     with contextlib.ExitStack() as stack:
@@ -63,16 +64,16 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Callable[[], np.ndarray]]]:
         for file, placed in files.items():
             path = folder / file
             if not path.is_file():
-                raise FileNotFoundError(f"{path}: no such file, but {_INDEX} names it. Complete the download.")
+                raise FileError(f"{path}: no such file, but {_INDEX} names it. Complete the download.")
             try:
                 reader: Any = stack.enter_context(safe_open(path, framework="numpy"))
             except SafetensorError as error:
-                raise ValueError(
+                raise UserError(
                     f"{path} is no complete safetensors file: {error}. Download or export it again."
                 ) from None
             names = set(reader.keys())
             if absent := sorted(placed - names):
-                raise ValueError(f"{path} has no {', '.join(absent[:8])}, which {_INDEX} places there.")
+                raise UserError(f"{path} has no {', '.join(absent[:8])}, which {_INDEX} places there.")
             tensors |= {name: functools.partial(reader.get_tensor, name) for name in names}
         yield tensors
 
@@ -89,38 +90,33 @@ def write_directory(
 ) -> list[str]:
     """Writes a directory that transformers loads, and returns the names of its files.
 
-    It appears whole or not at all: it is written beside `folder` and renamed at the end. Besides the parameters it
-    holds one file's tensors in memory.
+    The write is atomic: files are written beside `folder`, which is renamed at the end. Besides the parameters, one
+    file's tensors are held in memory.
 
     Args:
-      config: as of `config_from_model`.
-      tokenizer_folder: whose tokenizer files are copied along.
+      config: contents of config.json, from `config_from_model`.
+      tokenizer_folder: folder whose tokenizer files are copied.
 
     Raises:
-      ValueError: `folder` is there and not empty.
+      UserError: `folder` exists and is not empty.
     """
     check_empty(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    with replacing(folder) as part:
+        part.mkdir()
         _write_weights(part, params, model, dtype=dtype, max_shard_bytes=max_shard_bytes)
         if tokenizer_folder is not None:
             for name in TOKENIZER_FILES:
                 if (tokenizer_folder / name).is_file():
                     shutil.copyfile(tokenizer_folder / name, part / name)
         _write_json(part / _CONFIG, config)
-        part.chmod(0o755)  # mkdtemp makes it private
-        part.rename(folder)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     return sorted(path.name for path in folder.iterdir())
 
 
 def check_empty(folder: Path) -> None:
-    """Raises ValueError unless `folder` is missing or an empty directory."""
+    """Raises UserError unless `folder` is missing or an empty directory."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already and not empty. Give a new directory, or empty that one first.")
+        raise UserError(f"{folder} is there already and not empty. Give a new directory, or empty that one first.")
 
 
 def _write_weights(folder: Path, params: Params, model: Transformer, *, dtype: str, max_shard_bytes: int) -> None:
@@ -133,8 +129,8 @@ def _write_weights(folder: Path, params: Params, model: Transformer, *, dtype: s
     for file, names in zip(files, shards, strict=True):
         held = dict(next(tensors) for _ in names)
         assert list(held) == names, (list(held), names)
-        save_file(held, folder / file, metadata={"format": "pt"})  # transformers asks for this metadata
-        (folder / file).chmod(0o644)  # safetensors makes it private
+        save_file(held, folder / file, metadata={"format": "pt"})  # transformers requires this metadata
+        (folder / file).chmod(0o644)  # safetensors creates files readable by the owner only
         weight_map |= dict.fromkeys(names, file)
         total_bytes += sum(array.nbytes for array in held.values())
     if count > 1:
@@ -142,7 +138,7 @@ def _write_weights(folder: Path, params: Params, model: Transformer, *, dtype: s
 
 
 def _plan_shards(model: Transformer, *, dtype: str, max_shard_bytes: int) -> list[list[str]]:
-    """Names per file, in order. A tensor larger than a file's limit gets a file of its own."""
+    """Splits tensor names over files, in order. A tensor larger than the limit gets a file of its own."""
     shards: list[list[str]] = [[]]
     room = max_shard_bytes
     for slot in slots(model):
@@ -156,11 +152,11 @@ def _plan_shards(model: Transformer, *, dtype: str, max_shard_bytes: int) -> lis
 
 
 def _weight_files(folder: Path) -> dict[str, set[str]]:
-    """File -> the tensors that the index places in it; no index places nothing."""
+    """Maps each weight file to the tensors that the index places in it (none without an index)."""
     index = _read_json(folder, _INDEX)
     if index is None:
         if not (folder / _SINGLE).is_file():
-            raise FileNotFoundError(
+            raise FileError(
                 f"{folder} has neither {_SINGLE} nor {_INDEX}. Only safetensors are read: save the model with "
                 "safe_serialization=True first."
             )
@@ -168,7 +164,7 @@ def _weight_files(folder: Path) -> dict[str, set[str]]:
     files: dict[str, set[str]] = {}
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
-        raise ValueError(f"{folder / _INDEX} has no weight_map. Download it again.")
+        raise UserError(f"{folder / _INDEX} has no weight_map. Download it again.")
     for name, file in weight_map.items():
         files.setdefault(file, set()).add(name)
     return files
@@ -181,9 +177,9 @@ def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}.") from None
+        raise UserError(f"{path} is no JSON: {error}.") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object.")
+        raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object.")
     return value
 
 

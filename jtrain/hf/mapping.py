@@ -1,7 +1,8 @@
-"""Their tensors and our parameters: one table, and the two pure functions that follow from it.
+"""Mapping between Hugging Face tensors and jtrain parameters: one table, and two pure functions that apply it.
 
-Hugging Face stores every linear layer as [outputs, inputs] with heads flattened, one tensor per layer; we store inputs
-first, heads apart, and layers stacked. Both use the half-split rotary layout, so nothing has to be interleaved.
+Hugging Face stores every linear layer as [outputs, inputs] with heads flattened, one tensor per layer. jtrain stores
+inputs first, with a separate head dimension and stacked layers. Both use the half-split rotary layout, so nothing is
+interleaved.
 """
 
 import dataclasses
@@ -12,14 +13,15 @@ import ml_dtypes
 import numpy as np
 
 from jtrain.dims import ParamInfo
+from jtrain.errors import UserError
 from jtrain.model.param import Params, map_params
 from jtrain.model.transformer import Transformer
 
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-"""What an export can be written in."""
+"""Dtypes of an export."""
 
 READABLE = (*DTYPES.values(), np.dtype("float16"))
-"""What an import reads: all are exact in float32."""
+"""Dtypes that an import reads; float32 represents all of them exactly."""
 
 TABLE = {
     "embed_VD": ("model.embed_tokens.weight", "V D"),
@@ -41,22 +43,23 @@ TABLE = {
     "final_norm.scale_D": ("model.norm.weight", "D"),
     "unembed_DV": ("lm_head.weight", "V D"),
 }
-"""Our path -> (their name, their dimensions: letters in their order, those written together are one dimension).
+"""Path of a jtrain parameter -> (Hugging Face name, Hugging Face dimensions).
 
-A name has the index of its layer, y, and of its expert, x, where we stack those.
+Dimensions are letters in the order of the Hugging Face tensor; letters written together are one flattened dimension. A
+name contains the index of the layer, y, and of the expert, x, where jtrain stacks layers and experts.
 """
 
 _TIED_HEAD = "lm_head.weight"
 _DERIVED = "rotary_emb.inv_freq"
-"""A buffer of old exports, computed from config.json; transformers ignores it too."""
+"""Suffix of a buffer in old exports, which follows from config.json; transformers ignores it too."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One of their tensors: which part of which of our parameters it is.
+    """Hugging Face tensor, and the part of a jtrain parameter that it holds.
 
-    index: into the dimensions that we stack: of its layer and of its expert, as far as the parameter has them.
-    shape: as they store it.
+    index: indices into the stacked dimensions (layer, expert) that the parameter has.
+    shape: shape of the Hugging Face tensor.
     """
 
     name: str
@@ -74,18 +77,18 @@ class Slot:
         return [self._our_dims.index(letter) for letter in self._their_dims.replace(" ", "")]
 
     def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-        """Our array of one layer, or of one expert, in their form; contiguous."""
+        """Converts the jtrain array of one layer or expert to the Hugging Face form; contiguous."""
         return np.ascontiguousarray(np.transpose(ours, self._permutation).reshape(self.shape))
 
     def to_ours(self, theirs: np.ndarray) -> np.ndarray:
-        """The inverse of `to_theirs`, as a view."""
+        """Inverse of `to_theirs`, as a view."""
         permutation = self._permutation
         shape = self.info.shape[len(self.index) :]
         return np.transpose(theirs.reshape([shape[i] for i in permutation]), np.argsort(permutation))
 
 
 def slots(model: Transformer) -> list[Slot]:
-    """All of their tensors, layer after layer: the order in which a forward pass needs them."""
+    """All Hugging Face tensors of a model, layer by layer, in the order of a forward pass."""
     infos = {info.path: info for info in model.param_infos()}
     assert set(infos) <= set(TABLE), "a parameter that the table does not know"
     before = [path for path in TABLE if path in infos and path.startswith("embed")]
@@ -107,17 +110,17 @@ def _slot(info: ParamInfo, index: tuple[int, ...]) -> Slot:
 
 
 def to_hf(params: Params, model: Transformer, *, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Their tensors, one at a time: beside the parameters only one of them is ever held.
+    """Yields Hugging Face tensors one at a time, so that memory holds the parameters and one tensor.
 
     Args:
-      params: jax or numpy arrays, whole on this process.
+      params: jax or numpy arrays, whole in this process.
       dtype: `float32` or `bfloat16`, rounded to nearest even.
 
     Raises:
-      ValueError: another dtype.
+      UserError: another dtype.
     """
     if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}.")
+        raise UserError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}.")
     for slot in slots(model):
         leaf: Any = params
         for key in slot.info.path.split("."):
@@ -127,17 +130,17 @@ def to_hf(params: Params, model: Transformer, *, dtype: str) -> Iterator[tuple[s
 
 
 def from_hf(tensors: Mapping[str, Callable[[], np.ndarray]], model: Transformer, *, dtype: str | None = None) -> Params:
-    """Our parameters, as numpy arrays, out of their tensors.
+    """Converts Hugging Face tensors to jtrain parameters as numpy arrays.
 
-    Each tensor is read when its turn comes and dropped once copied into its layer of the stack, so the peak is the
-    parameters and one tensor.
+    Tensors are read one at a time and copied into their layer of the stack, so the peak of memory is the parameters and
+    one tensor.
 
     Args:
-      tensors: name -> a function that reads it.
-      dtype: of the parameters; None keeps each tensor's own.
+      tensors: name -> function that reads the tensor.
+      dtype: dtype of the parameters; None keeps the dtype of each tensor.
 
     Raises:
-      ValueError: tensors are missing, unknown, or of another shape or dtype than the model's; names them.
+      UserError: tensors are missing, unknown, or differ from the model in shape or dtype; names the tensors.
     """
     wanted = {slot.name: slot for slot in slots(model)}
     given = {name for name in tensors if not name.endswith(_DERIVED)}
@@ -149,21 +152,21 @@ def from_hf(tensors: Mapping[str, Callable[[], np.ndarray]], model: Transformer,
     for name, slot in wanted.items():
         theirs = tensors[name]()
         if theirs.shape != slot.shape:
-            raise ValueError(
+            raise UserError(
                 f"tensor {name} has shape {list(theirs.shape)}, but config.json makes it {list(slot.shape)} "
                 f"(our {slot.info.path}, {slot.info.dims} = {list(slot.info.shape)}). Weights and config.json are of "
                 "different models."
             )
         if theirs.dtype not in READABLE:
             readable = ", ".join(str(kind) for kind in READABLE)
-            raise ValueError(
+            raise UserError(
                 f"tensor {name} has dtype {theirs.dtype}; only {readable} can be imported. Convert the directory first."
             )
         path = slot.info.path
         if path not in stacks:
             stacks[path] = np.empty(slot.info.shape, theirs.dtype if dtype is None else DTYPES[dtype])
         elif dtype is None and theirs.dtype != stacks[path].dtype:
-            raise ValueError(
+            raise UserError(
                 f"tensor {name} has dtype {theirs.dtype}, other layers' have {stacks[path].dtype}, and layers are "
                 "stacked. Convert the directory to one dtype, or import with a dtype given."
             )
@@ -174,7 +177,7 @@ def from_hf(tensors: Mapping[str, Callable[[], np.ndarray]], model: Transformer,
 def _check_names(missing: list[str], extra: list[str]) -> None:
     parts = [f"{what} {_some(names)}" for what, names in (("missing", missing), ("unknown", extra)) if names]
     if parts:
-        raise ValueError(
+        raise UserError(
             f"the tensors are not those that config.json describes: {'; '.join(parts)}. Weights and config.json are of "
             "different models, or a file is incomplete."
         )
@@ -187,10 +190,10 @@ def _some(names: Iterable[str], most: int = 8) -> str:
 
 
 def _check_tied(tensors: Mapping[str, Callable[[], np.ndarray]]) -> None:
-    """Some tied directories hold the head as well (Qwen3-0.6B); it must then be the embedding."""
+    """Checks that the head in a tied directory (Qwen3-0.6B has one) equals the embedding."""
     table, head = tensors[TABLE["embed_VD"][0]](), tensors[_TIED_HEAD]()
     if table.shape != head.shape or table.dtype != head.dtype or table.tobytes() != head.tobytes():
-        raise ValueError(
+        raise UserError(
             f"config.json ties the embeddings (tie_word_embeddings), but {_TIED_HEAD} is another matrix than "
             f"{TABLE['embed_VD'][0]}. Set tie_word_embeddings to false in config.json to use both."
         )

@@ -1,18 +1,19 @@
-"""config.json to a `Transformer` and back.
+"""Conversion between config.json and `Transformer`.
 
-Whatever changes the function that a model computes is either read or refused by name. What transformers itself does
-not read for these architectures is left alone.
+Each field that changes the function that a model computes is either read or refused by name. Fields that transformers
+does not read for these architectures are ignored.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from jtrain.errors import UserError
 from jtrain.model.rope import Llama3Scaling, RopeSpec
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
-"""model_type -> the class that it must be."""
+"""model_type -> required class in `architectures`."""
 
 _ONLY: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
@@ -24,7 +25,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
     "decoder_sparse_step": (1, None),
 }
-"""Field -> the values that mean what our model does; the first is also what leaving it out means."""
+"""Field -> values that match jtrain's model; the first one is also the default of a missing field."""
 
 _SIZES = {
     "num_layers": "num_hidden_layers",
@@ -40,10 +41,15 @@ _EXPERTS = {
     "normalize_top_k": "norm_topk_prob",
     "balance_loss": "router_aux_loss_coef",
 }
-"""Fields of a mixture -> what says so in config.json. Their balancing loss is over a batch, and `top_k` times ours."""
+"""Fields of `MoESpec` -> keys of config.json.
+
+The balancing loss of transformers is computed over a batch instead of a sequence, and is `top_k` times larger."""
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts")
+"""Spellings of one setting: transformers 4 reads and writes the first; transformers 5 writes the second, reads both."""
 
 _ONE_EXPERT = "moe_intermediate_size"
-"""In a mixture's config.json `intermediate_size` is of dense layers, of which it has none."""
+"""Hidden width of one expert. `intermediate_size` belongs to dense layers, which the supported mixtures do not have."""
 
 _COMPARED = {
     **_SIZES,
@@ -54,21 +60,21 @@ _COMPARED = {
     "qk_norm": "model_type",
     "tie_embeddings": "tie_word_embeddings",
 }
-"""The model's fields that decide what it computes -> what says so in config.json."""
+"""Fields of the model that determine its function -> keys of config.json."""
 
 
 def model_from_config(config: Mapping[str, Any]) -> Transformer:
-    """The model that a config.json describes, in the form of transformers 4 or 5.
+    """Builds the model that a config.json describes, in the form of transformers 4 or 5.
 
     Raises:
-      ValueError: another architecture, or a feature that our model has not; names the field and its value.
+      UserError: an unsupported architecture or feature; names the field and its value.
     """
     model_type = config.get("model_type")
     if model_type not in ARCHITECTURES:
-        raise ValueError(f"config.json: model_type={model_type!r} is not one of {', '.join(ARCHITECTURES)}.")
+        raise UserError(f"config.json: model_type={model_type!r} is not one of {', '.join(ARCHITECTURES)}.")
     classes = config.get("architectures") or [ARCHITECTURES[model_type]]
     if list(classes) != [ARCHITECTURES[model_type]]:
-        raise ValueError(
+        raise UserError(
             f"config.json: architectures={classes} is not [{ARCHITECTURES[model_type]!r}]: only causal language models "
             "can be imported."
         )
@@ -80,7 +86,7 @@ def model_from_config(config: Mapping[str, Any]) -> Transformer:
     if model_type == "llama":
         num_kv_heads = config.get("num_key_value_heads") or num_heads
         head_dim = config.get("head_dim") or sizes["d_model"] // num_heads
-    else:  # Qwen3's defaults are those of one of its sizes, so nothing is assumed
+    else:  # Qwen3's defaults belong to one model size, so a value is required
         num_kv_heads, head_dim = _required(config, "num_key_value_heads"), _required(config, "head_dim")
     return Transformer(
         **sizes,
@@ -102,20 +108,20 @@ def config_from_model(
     begin_id: int | None,
     end_id: int | None,
 ) -> dict[str, Any]:
-    """The config.json of a model, in the form of transformers 4, which 5 reads as well.
+    """Contents of config.json for a model, in the form of transformers 4, which transformers 5 also reads.
 
     Args:
-      dtype: of the tensors, `float32` or `bfloat16`.
-      max_seq_len: the longest sequences it was trained on. Where rotary frequencies are scaled, the length that they
-        are scaled to counts if it is more.
-      begin_id, end_id: of documents.
+      dtype: dtype of the tensors, `float32` or `bfloat16`.
+      max_seq_len: length of the longest sequence in training. With scaled rotary frequencies, config.json has the
+        length that they are scaled to, if it is larger.
+      begin_id, end_id: token ids that begin and end a document.
 
     Raises:
-      ValueError: the model has a shape that transformers refuses.
+      UserError: transformers refuses the shape of the model.
     """
     model_type = _model_type(model)
     if model_type == "llama" and model.d_model % model.num_heads:
-        raise ValueError(
+        raise UserError(
             f"model.d_model={model.d_model} is not a multiple of model.num_heads={model.num_heads}, which transformers "
             "refuses for Llama. Only models with qk_norm (Qwen3) can be exported with such a shape."
         )
@@ -158,7 +164,7 @@ def config_from_model(
 
 
 def model_differences(theirs: Transformer, ours: Transformer) -> list[str]:
-    """One line for each field that makes two models compute different functions."""
+    """Differences between two models: one line per field that changes the function they compute."""
     lines: list[str] = []
     for field, key in _COMPARED.items():
         there, here = getattr(theirs, field), getattr(ours, field)
@@ -175,15 +181,15 @@ def model_differences(theirs: Transformer, ours: Transformer) -> list[str]:
 
 
 def _model_type(model: Transformer) -> str:
-    """The architecture that a model is.
+    """Hugging Face `model_type` of a model.
 
     Raises:
-      ValueError: none of those that there are.
+      UserError: the model matches no supported architecture.
     """
     if model.moe is None:
         return "qwen3" if model.qk_norm else "llama"
     if model.moe.shared_experts or not model.qk_norm:
-        raise ValueError(
+        raise UserError(
             f"model.moe.shared_experts={model.moe.shared_experts} with model.qk_norm={model.qk_norm}: of mixtures only "
             "Qwen3-MoE can be exported, which has no shared expert and normalises queries and keys. Set "
             "model.moe.shared_experts=0 and model.qk_norm=True, or keep the checkpoint."
@@ -197,19 +203,33 @@ def _sizes(model_type: str) -> dict[str, str]:
 
 def _moe(config: Mapping[str, Any]) -> MoESpec:
     if dense := config.get("mlp_only_layers"):
-        raise ValueError(f"config.json: mlp_only_layers={dense} is not supported: every layer must be one of experts.")
+        raise UserError(
+            f"config.json: mlp_only_layers={dense} is not supported: every layer must be a mixture of experts."
+        )
     return MoESpec(
-        num_experts=_required(config, "num_experts"),
+        num_experts=_num_experts(config),
         top_k=_required(config, "num_experts_per_tok"),
         normalize_top_k=bool(config.get("norm_topk_prob", False)),
         balance_loss=float(config.get("router_aux_loss_coef", 0.001)),
     )
 
 
+def _num_experts(config: Mapping[str, Any]) -> int:
+    """Number of experts, from `num_experts` (transformers 4) or `num_local_experts` (transformers 5)."""
+    keys = [key for key in _NUM_EXPERTS if config.get(key) is not None] or [_NUM_EXPERTS[0]]
+    counts = [_required(config, key) for key in keys]
+    if len(set(counts)) > 1:
+        raise UserError(
+            f"config.json: num_experts={counts[0]} but num_local_experts={counts[1]}. transformers 4 reads the first "
+            "and transformers 5 the second, as one setting. Delete the wrong one from config.json."
+        )
+    return counts[0]
+
+
 def _required(config: Mapping[str, Any], key: str) -> Any:
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"config.json: {key}={value!r} must be a whole number.")
+        raise UserError(f"config.json: {key}={value!r} must be a whole number.")
     return value
 
 
@@ -217,36 +237,36 @@ def _check_only(config: Mapping[str, Any]) -> None:
     for key, allowed in _ONLY.items():
         value = config.get(key, allowed[0])
         if value not in allowed:
-            raise ValueError(f"config.json: {key}={value!r} is not supported, only {allowed[0]!r}.")
+            raise UserError(f"config.json: {key}={value!r} is not supported, only {allowed[0]!r}.")
 
 
 def _check_full_attention(config: Mapping[str, Any]) -> None:
     window = config.get("sliding_window")
     if config["model_type"] != "llama" and config.get("use_sliding_window") and window is not None:
-        raise ValueError(
-            f"config.json: use_sliding_window=True (sliding_window={window}) is not supported: every layer of our "
+        raise UserError(
+            f"config.json: use_sliding_window=True (sliding_window={window}) is not supported: every layer of jtrain's "
             "model attends to the whole document."
         )
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     if kinds:
-        raise ValueError(f"config.json: layer_types has {', '.join(sorted(kinds))}; only full_attention is supported.")
+        raise UserError(f"config.json: layer_types has {', '.join(sorted(kinds))}; only full_attention is supported.")
 
 
 def _rope(config: Mapping[str, Any]) -> RopeSpec:
-    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`."""
-    # In this order transformers 5 looks, so that one config.json is one model.
+    """Rotary settings from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
+    # transformers 5 looks in the same order, so a config.json describes the same model there.
     source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     parameters: Mapping[str, Any] = config.get(source) or {}
     theta = float(parameters.get("rope_theta", config.get("rope_theta", 10_000.0)))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if (share := parameters.get("partial_rotary_factor", 1)) not in (1, None):
-        raise ValueError(f"config.json: {source}.partial_rotary_factor={share} is not supported, only 1.")
+        raise UserError(f"config.json: {source}.partial_rotary_factor={share} is not supported, only 1.")
     if kind == "default":
         return RopeSpec(theta)
     if kind != "llama3":
-        raise ValueError(f"config.json: {source}.rope_type={kind!r} is not supported, only 'default' and 'llama3'.")
+        raise UserError(f"config.json: {source}.rope_type={kind!r} is not supported, only 'default' and 'llama3'.")
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if missing := [key for key in keys if key not in parameters]:
-        raise ValueError(f"config.json: {source} of type llama3 has no {', '.join(missing)}.")
+        raise UserError(f"config.json: {source} of type llama3 has no {', '.join(missing)}.")
     factor, low, high, original = (parameters[key] for key in keys)
     return RopeSpec(theta, Llama3Scaling(float(factor), float(low), float(high), int(original)))

@@ -7,13 +7,13 @@ from jaxtyping import Array, Float, Int
 from jtrain.model import ops
 from jtrain.model.norm import RMSNorm
 from jtrain.model.param import weight
-from jtrain.model.tensor import TensorAxis
+from jtrain.model.tensor_parallel import TensorAxis
 
 
 class Attention(nnx.Module):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions; `qk_norm` normalises queries and keys (Qwen3).
 
-    Heads are split over `tensor`: everything here is this device's block of them.
+    Heads are split over `tensor`; each array here holds this device's heads.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class Attention(nnx.Module):
         tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
         context: ops.RowSplit = ops.WHOLE_ROWS,
     ) -> Float[Array, "B _ D"]:
-        """Of this device's positions; in between, its heads of all of them that it has along `context`."""
+        """Attention output at this device's positions. Inside, the device computes its heads at all positions that the
+        `tensor` axis gathers.
+        """
         q_BLNH, k_BLKH, v_BLKH = self.project(x_BLD, cos_BLR, sin_BLR, tensor)
         q_BLNH = checkpoint_name(q_BLNH, "attention_q")
         k_BLKH = checkpoint_name(k_BLKH, "attention_k")

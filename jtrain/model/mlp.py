@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from jtrain.model import ops
 from jtrain.model.param import weight
-from jtrain.model.tensor import TensorAxis
+from jtrain.model.tensor_parallel import TensorAxis
 
 
 class SwiGLU(nnx.Module):
@@ -19,7 +19,7 @@ class SwiGLU(nnx.Module):
         self.down_FD = weight("FD", (d_ff, d_model), std=(d_ff * 2 * layers) ** -0.5, layers=layers)
 
     def __call__(self, x_BLD: Float[Array, "B _ D"], tensor: TensorAxis = TensorAxis()) -> Float[Array, "B _ D"]:  # noqa: B008 - frozen
-        """Of this device's positions; in between, its block of F of all of them."""
+        """Output at this device's positions. Inside, the device computes its block of F at all positions."""
         gate_BLF, up_BLF = tensor.project_in(x_BLD, self.gate_DF[...], self.up_DF[...])
         gate_BLF, up_BLF = checkpoint_name(gate_BLF, "mlp_gate"), checkpoint_name(up_BLF, "mlp_up")
         return tensor.project_out(ops.swiglu(gate_BLF, up_BLF), self.down_FD[...])

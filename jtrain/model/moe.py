@@ -1,4 +1,4 @@
-"""The feed-forward layer as a mixture of experts: every token is served by the few that its router chooses."""
+"""Mixture-of-experts feed-forward layer: the router sends each token to its top_k experts."""
 
 import jax
 import jax.numpy as jnp
@@ -7,16 +7,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from jtrain.model import ops
-from jtrain.model.expert_rows import buffer_rows, exchange_of, from_rows, order_of, send, send_back, to_rows
+from jtrain.model.expert_dispatch import buffer_rows, exchange_of, from_rows, order_of, send, send_back, to_rows
 from jtrain.model.mlp import SwiGLU
 from jtrain.model.param import weight
 from jtrain.model.router import MoESpec, RouterLosses, Routing, route
 
 
 class MoE(nnx.Module):
-    """`sum over a token's experts of weight * down(silu(gate(x)) * up(x))`, and shared experts (arXiv:2401.06066).
+    """Sum over a token's experts of `weight * down(silu(gate(x)) * up(x))`, plus shared experts (arXiv:2401.06066).
 
-    Experts are split over `expert`, each one's hidden width over `tensor`. No token is dropped.
+    Experts are split over `expert`, the hidden width of each over `tensor`. No token is dropped.
     """
 
     def __init__(self, *, d_model: int, d_ff: int, spec: MoESpec, layers: int) -> None:
@@ -25,7 +25,9 @@ class MoE(nnx.Module):
         self.router_DX = weight("DX", (d_model, experts), std=std, layers=layers)
         self.gate_XDF = weight("XDF", (experts, d_model, d_ff), std=std, layers=layers, top_k=spec.top_k)
         self.up_XDF = weight("XDF", (experts, d_model, d_ff), std=std, layers=layers, top_k=spec.top_k)
-        out_std = (d_ff * 2 * layers) ** -0.5  # as of one dense layer: the weights of a token's experts add up to one
+        out_std = (
+            d_ff * 2 * layers
+        ) ** -0.5  # the same as a dense layer's: the weights of a token's experts add up to one
         self.down_XFD = weight("XFD", (experts, d_ff, d_model), std=out_std, layers=layers, top_k=spec.top_k)
         if spec.shared_experts:
             self.shared = SwiGLU(d_model=d_model, d_ff=spec.shared_experts * d_ff, layers=layers)
@@ -33,7 +35,11 @@ class MoE(nnx.Module):
     def route(
         self, x_BLD: Float[Array, "B _ D"], valid_BL: Bool[Array, "B _"], *, tensor: int, context: int
     ) -> tuple[Routing, RouterLosses]:
-        """The experts of all positions that are split over `tensor`, from this device's, and its part of the losses."""
+        """Routes this device's positions and gathers the routing of all positions along `tensor`.
+
+        Returns:
+          The gathered routing, and this device's part of the router losses.
+        """
         with jax.named_scope("router"):
             kernel_DX = self.router_DX[...]
             logits_BLX = jnp.einsum("bld,dx->blx", x_BLD, kernel_DX, preferred_element_type=jnp.float32)
@@ -44,7 +50,7 @@ class MoE(nnx.Module):
             return routing, losses
 
     def __call__(self, x_BLD: Float[Array, "B L D"], routing: Routing, *, expert: int) -> Float[Array, "B L D"]:
-        """Partial sums over this device's block of F: add them over `tensor`."""
+        """Partial sums over this device's block of F; the caller adds them over `tensor`."""
         *rows, width = x_BLD.shape
         x_TD = x_BLD.reshape(-1, width)
         expert_TS, weight_TS = (a.reshape(x_TD.shape[0], -1) for a in (routing.expert_BLS, routing.weight_BLS))

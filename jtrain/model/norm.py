@@ -19,5 +19,5 @@ class RMSNorm(nnx.Module):
         return ops.rms_norm(x, getattr(self, f"scale_{self.dim}")[...], eps=self.eps)
 
     def branch(self, x: Float[Array, "*rest C"]) -> tuple[Float[Array, "*rest C"], Float[Array, "*rest C"]]:
-        """A residual stream, and its norm for the branch that is added to it."""
+        """The residual stream unchanged, and its norm as the input of the branch that is added to it."""
         return ops.rms_norm_branch(x, getattr(self, f"scale_{self.dim}")[...], eps=self.eps)

@@ -1,4 +1,4 @@
-"""The ops a model is made of; the only importer of the kernels package's ops."""
+"""Ops that the model calls; the only module that imports the ops of the kernels package."""
 
 from collections.abc import Sequence
 
@@ -56,11 +56,11 @@ __all__ = [
 
 
 type Kernel = Array | Fp8Kernel
-"""A weight, and in what its products are computed: an array's in its x's dtype."""
+"""A weight and the precision of its products: an array multiplies in the dtype of x, an `Fp8Kernel` in 8 bits."""
 
 
 def linear(x: Float[Array, "..."], kernel: Kernel, num_in: int = 1) -> Float[Array, "..."]:
-    """`x` contracted over its last `num_in` dimensions with the first `num_in` of `kernel`, as the kernel asks."""
+    """`x @ kernel` in the kernel's precision; contracts the last `num_in` dimensions of x with the kernel's first."""
     if isinstance(kernel, Fp8Kernel):
         return linear_fp8(x, kernel, num_in)
     return linear_in_dtype(x, kernel, num_in)
@@ -69,7 +69,10 @@ def linear(x: Float[Array, "..."], kernel: Kernel, num_in: int = 1) -> Float[Arr
 def all_gather_linear(
     x: Float[Array, "B _ D"], kernels: Sequence[Kernel], *, axis_name: str, axis_size: int
 ) -> tuple[Float[Array, "B L ..."], ...]:
-    """All rows of `x`, of which each device along the axis has a part, times each kernel; all are of one kind."""
+    """Products of all rows of `x` with each kernel; each device along the axis holds a part of the rows.
+
+    Kernels are all arrays or all `Fp8Kernel`s.
+    """
     in_8_bits = [kernel for kernel in kernels if isinstance(kernel, Fp8Kernel)]
     if not in_8_bits:
         arrays = (kernel for kernel in kernels if not isinstance(kernel, Fp8Kernel))
@@ -81,7 +84,7 @@ def all_gather_linear(
 def linear_reduce_scatter(
     y: Float[Array, "B L ..."], kernel: Kernel, *, axis_name: str, axis_size: int
 ) -> Float[Array, "B _ D"]:
-    """This device's rows of `y @ kernel`, summed over the axis; contracted over all but the kernel's last dimension."""
+    """This device's rows of `y @ kernel`, summed over the axis; contracts all dimensions of `kernel` but the last."""
     if isinstance(kernel, Fp8Kernel):
         return matmul_reduce_scatter_fp8(y, kernel, axis_name=axis_name, axis_size=axis_size)
     return matmul_reduce_scatter(y, kernel, axis_name=axis_name, axis_size=axis_size)

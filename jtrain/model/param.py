@@ -1,8 +1,8 @@
-"""What a model's parameters are, and their first values.
+"""Declaration and initialisation of a model's parameters.
 
-Modules are built without allocating anything: a parameter is a shape, one letter per dimension, and a rule for its
-first value. The value itself depends on the seed and on the parameter's path alone, so it is the same on every
-mesh, under every ZeRO stage, and for scanned and unscanned layers.
+Building a module allocates nothing: a parameter is a shape, one letter per dimension, and an initialisation rule. The
+initial value depends only on the seed and the parameter's path, so it is the same on every mesh, under every ZeRO
+stage, and for scanned and unscanned layers.
 """
 
 import math
@@ -22,23 +22,23 @@ type Params = dict[str, Any]
 
 
 def weight(dims: str, shape: tuple[int, ...], *, std: float, layers: int = 0, top_k: int = 0) -> nnx.Param[Any]:
-    """A matrix drawn from a normal of standard deviation `std`; with `layers`, one per layer, stacked.
+    """A matrix drawn from a normal of standard deviation `std`; with `layers`, a stack with one matrix per layer.
 
     Args:
-      top_k: of a stack of experts, how many serve a token.
+      top_k: for a stack of experts, the number of experts per token.
     """
     return _param(dims, shape, layers, init="normal", std=std, top_k=top_k)
 
 
 def scale(dims: str, shape: tuple[int, ...], *, layers: int = 0) -> nnx.Param[Any]:
-    """A norm's scale, which begins at one."""
+    """The scale of a norm, initialised to one."""
     return _param(dims, shape, layers, init="ones", std=0.0)
 
 
 def _param(dims: str, shape: tuple[int, ...], layers: int, *, init: str, std: float, top_k: int = 0) -> nnx.Param[Any]:
     if layers:
         dims, shape = "Y" + dims, (layers, *shape)
-    # The dtype is the layout's choice: float32 stands in until the values are made.
+    # The layout decides the dtype; float32 is a placeholder until values are drawn.
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), dims=dims, init=init, std=std, top_k=top_k)
 
 
@@ -53,7 +53,7 @@ def param_infos(module: nnx.Module) -> tuple[ParamInfo, ...]:
 
 
 def map_params(fn: Callable[..., Any], infos: tuple[ParamInfo, ...], *trees: Mapping[str, Any]) -> Params:
-    """The nested dict of `fn(info, leaf of each tree)` over all parameters."""
+    """Nested dict of `fn(info, leaf of each tree)` for every parameter."""
     out: Params = {}
     for info in infos:
         *parents, name = info.path.split(".")
@@ -71,7 +71,7 @@ def map_params(fn: Callable[..., Any], infos: tuple[ParamInfo, ...], *trees: Map
 
 
 def init_params(infos: tuple[ParamInfo, ...], *, seed: int, dtype: str) -> Params:
-    """First values of all parameters, `dtype`; jit it with the layout's shardings as `out_shardings`."""
+    """Initial values of all parameters in `dtype`; jit it with the layout's shardings as `out_shardings`."""
 
     def value(info: ParamInfo) -> Array:
         if info.init == "ones" or not info.dims.startswith("Y"):
@@ -83,10 +83,10 @@ def init_params(infos: tuple[ParamInfo, ...], *, seed: int, dtype: str) -> Param
 
 
 def init_param(info: ParamInfo, *, seed: int, dtype: str, layer: Array | None = None) -> Array:
-    """First values of one parameter, `dtype`; with `layer`, of that one layer of a stacked one.
+    """Initial values of one parameter in `dtype`; with `layer`, only that layer of a stacked parameter.
 
-    The key of a parameter is folded from the seed and a checksum of its path, and for a stacked one from the layer
-    too, so nothing depends on the order in which parameters are made nor on how they are laid out.
+    The random key is folded from the seed, a checksum of the parameter's path and, for a stacked parameter, the layer,
+    so values depend neither on the order in which parameters are made nor on their layout.
     """
     shape = info.shape if layer is None else info.shape[1:]
     if info.init == "ones":
@@ -98,7 +98,7 @@ def init_param(info: ParamInfo, *, seed: int, dtype: str, layer: Array | None = 
 
 
 def _normal(key: Array, shape: Sequence[int]) -> Float[Array, "..."]:
-    """Nearly normal numbers of mean 0 and deviation 1, the same to the last bit wherever and however compiled.
+    """Nearly normal numbers of mean 0 and deviation 1, bitwise equal for every compiler, device and sharding.
 
     `jax.random.normal` evaluates a polynomial, whose rounding depends on how the compiler vectorises it: its last bits
     were seen to change with the sharding. The sum of eight 16-bit uniforms (Irwin-Hall) is exact in integers, and one
@@ -109,8 +109,10 @@ def _normal(key: Array, shape: Sequence[int]) -> Float[Array, "..."]:
         word = jax.random.bits(jax.random.fold_in(key, draw), shape, jnp.uint32)
         return total + ((word >> 16) + (word & 0xFFFF)).astype(jnp.int32)
 
-    # A loop, because a generator takes XLA:CPU half a second to compile, and written out there are four a parameter.
+    # A loop: XLA:CPU takes half a second to compile one generator, and unrolled there would be four per parameter.
     total = jax.lax.fori_loop(0, 4, add, jnp.zeros(shape, jnp.int32))
     centred = 2 * total - 8 * 0xFFFF
-    deviation = math.sqrt(8 * (2.0**32 - 1) / 3)  # of `centred`: a uniform of 2^16 integers varies by (2^32 - 1) / 12
+    deviation = math.sqrt(
+        8 * (2.0**32 - 1) / 3
+    )  # of `centred`: a uniform over 2^16 integers has variance (2^32 - 1) / 12
     return centred.astype(jnp.float32) * (1.0 / deviation)

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Stretches the wavelengths longer than the context a model was first trained on.
+    """Frequency scaling that stretches wavelengths longer than the context of pretraining.
 
     Frequencies whose wavelength is over `original_seq_len / low_freq_factor` are divided by `factor`; those under
-    `original_seq_len / high_freq_factor` stay; between them the two are blended.
+    `original_seq_len / high_freq_factor` stay; frequencies between the two are blended.
     Source: Llama 3.1's `rope_scaling` of type `llama3` (arXiv:2407.21783, section 3.4.2).
     """
 

@@ -1,7 +1,7 @@
-"""Which experts of a mixture serve a token, with what weights, and the losses that keep them all busy.
+"""Router of a mixture of experts: each token's experts, their weights, and the load-balancing losses.
 
-Every device routes its own positions: of a sequence that is split, its part. So each token's logits, and
-their share of the losses, exist once, and a router's gradient is what all devices' sum gives.
+Each device routes only its own positions, also where a sequence is split over devices. Each token's logits and loss
+terms therefore exist once, and the router's gradient is the sum over all devices.
 """
 
 import dataclasses
@@ -11,21 +11,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jtrain.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class MoESpec:
-    """A mixture of experts in the place of every feed-forward layer; `model.d_ff` is then one expert's hidden width.
+    """Mixture of experts that replaces every feed-forward layer; `model.d_ff` is then the hidden width of one expert.
 
     No token is ever dropped. Padding goes to no expert.
 
-    num_experts: of each layer, X.
-    top_k: experts that serve each token: those with the highest logits.
-    normalize_top_k: the weights of a token's experts add up to one (Qwen3); else they are their softmax over all.
-    shared_experts: experts besides, which serve every token (arXiv:2401.06066, section 3.2).
-    balance_loss: coefficient of the loss that is least when a sequence's tokens use all experts alike
-      (arXiv:2101.03961, section 2.2, per sequence as in arXiv:2412.19437, section 2.1.2, so that it is the same on any
-      mesh and in any number of microbatches): per token and layer num_experts / top_k * sum over experts of the share
-      of slots that went to it times its mean probability; 1 at balance.
+    num_experts: experts per layer, X.
+    top_k: experts per token: those with the highest logits.
+    normalize_top_k: True if the weights of a token's experts are scaled to add up to one (Qwen3); False keeps the
+      softmax over all experts.
+    shared_experts: additional experts that every token uses (arXiv:2401.06066, section 3.2).
+    balance_loss: coefficient of the load-balancing loss (arXiv:2101.03961, section 2.2), computed per sequence
+      (arXiv:2412.19437, section 2.1.2) so that it is the same on any mesh and with any number of microbatches. Per
+      token and layer: num_experts / top_k * the sum over experts of (fraction of slots sent to the expert) * (mean
+      probability of the expert); 1 when all experts are used equally.
     router_z_loss: coefficient of the squared log-partition of the router's logits (arXiv:2202.08906, section 2.2).
     """
 
@@ -38,25 +41,26 @@ class MoESpec:
 
     def __post_init__(self) -> None:
         if self.num_experts < 2:
-            raise ValueError(
+            raise UserError(
                 f"model.moe.num_experts={self.num_experts} must be at least 2. Set model.moe=None for a dense model."
             )
         if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(
+            raise UserError(
                 f"model.moe.top_k={self.top_k} must be from 1 to model.moe.num_experts={self.num_experts}. Set one of "
                 "the two."
             )
         for name in ("shared_experts", "balance_loss", "router_z_loss"):
             if (value := getattr(self, name)) < 0:
-                raise ValueError(f"model.moe.{name}={value} must be at least 0.")
+                raise UserError(f"model.moe.{name}={value} must be at least 0.")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """The experts of each token, S = top_k of them.
+    """The S = top_k experts of each token.
 
-    Fields are arrays: expert_BLS int32, `num_experts` where a token goes to none; weight_BLS float32.
+    Fields are arrays: expert_BLS int32, equal to `num_experts` for padding, which goes to no expert; weight_BLS
+    float32.
     """
 
     expert_BLS: Any
@@ -68,7 +72,7 @@ class Routing:
 class RouterLosses:
     """Sums over this device's tokens, without their coefficients; fields are float32 scalars.
 
-    balance: `MoESpec.balance_loss`'s; z: the squared log-partition.
+    balance: the loss of `MoESpec.balance_loss`; z: the squared log-partition.
     """
 
     balance: Any
@@ -81,12 +85,12 @@ def route(
     """Experts, weights and losses from the router's logits.
 
     Args:
-      logits_BLX: float32, of this device's positions.
-      valid_BL: false for padding, which goes to no expert and counts in no loss.
-      axes: of the mesh, over which sequences are split.
+      logits_BLX: float32, at this device's positions.
+      valid_BL: False for padding, which goes to no expert and counts in no loss.
+      axes: mesh axes over which sequences are split.
     """
     p_BLX = jax.nn.softmax(logits_BLX, axis=-1)
-    # The k largest logits, not probabilities: those may round to the same number.
+    # The k largest logits, not probabilities: distinct logits may round to equal probabilities.
     _, expert_BLS = jax.lax.top_k(jax.lax.stop_gradient(logits_BLX), spec.top_k)
     weight_BLS = jnp.take_along_axis(p_BLX, expert_BLS, axis=-1)
     if spec.normalize_top_k:

@@ -1,7 +1,7 @@
 """The decoder-only transformer: embedding, a scanned stack of blocks, norm, cross entropy.
 
 Everything here sees one device's block of each array: it runs inside a fully-manual `jax.shard_map`, where the only
-communication is what is written out. Over `tensor`, the residual stream is split by sequence: see `tensor.py`.
+communication is explicit. Over `tensor`, the residual stream is split by sequence: see `tensor_parallel.py`.
 """
 
 import dataclasses
@@ -16,39 +16,41 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jtrain.dims import Batch, ParamInfo
+from jtrain.errors import UserError
 from jtrain.model import ops
 from jtrain.model.attention import Attention
+from jtrain.model.layer_scan import Layer, LayerCarry, check_scanned, scan_layers
 from jtrain.model.mlp import SwiGLU
 from jtrain.model.moe import MoE
 from jtrain.model.norm import RMSNorm
 from jtrain.model.param import Params, param_infos, weight
 from jtrain.model.rope import RopeSpec
 from jtrain.model.router import MoESpec, RouterLosses
-from jtrain.model.stream import Layer, Stream, check_scanned, scan_layers
-from jtrain.model.tensor import TensorAxis, gather_sequence, scatter_sequence
+from jtrain.model.tensor_parallel import TensorAxis, gather_sequence, scatter_sequence
 from jtrain.model.unembedding import loss_in_parts, unembedding_loss
 
 SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_gate", "mlp_up")
-"""Activations of a block that `layout.remat=named` may keep for the backward pass instead of recomputing."""
+"""Activations of a block that `layout.remat=named` may save for the backward pass instead of recomputing."""
 
 LAYER_INPUT = "layer_input"
-"""The residual stream that enters a block: kept for the backward pass always, on the device or in host memory."""
+"""The residual stream that enters a block: always saved for the backward pass, on the device or in host memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What a forward pass has to know of the layout.
+    """The parts of the layout that a forward pass needs.
 
-    fetch: brings the parameters below a path into the form that computes: whole over `data`, in the compute dtype.
-    tensor, expert: devices along these axes.
-    tensor_overlap: what travels over `tensor` hides behind the layers' matmuls.
-    context: how the positions lie over the `context` axis.
-    remat: what a block keeps for its backward pass: everything, its input only, or that and `remat_save`.
-    regather: fetched weights are dropped after use and fetched again by the backward pass.
-    streams: some of the layers' weights come from host memory, and are dropped after use too.
-    offload: which of the activations that a block keeps wait in host memory: of LAYER_INPUT and SAVEABLE.
-    lookup: rows of an embedding of which this device has some columns, [B, L, D] in the compute dtype, so that neither
-      embedding nor unembedding is ever whole; None where `fetch` makes them whole.
+    fetch: gathers the parameters below a path over `data` and casts them to the compute dtype.
+    tensor, expert: number of devices along these axes.
+    tensor_overlap: True if collectives over `tensor` overlap with the layers' matmuls.
+    context: placement of the positions along the `context` axis.
+    remat: activations that a block saves for its backward pass: all (none), only its input (full), or its input and
+      `remat_save` (named).
+    regather: True if gathered weights are dropped after use and gathered again by the backward pass.
+    streams: True if some of the layers' weights are fetched from host memory and dropped after use.
+    offload: saved activations that go to host memory, a subset of LAYER_INPUT and SAVEABLE.
+    lookup: embedding lookup in a table split by columns, returning [B, L, D] in the compute dtype, so that neither
+      embedding nor unembedding is ever whole; None if `fetch` gathers them.
     """
 
     fetch: Callable[[str, Any], Any]
@@ -65,12 +67,12 @@ class Placement:
 
 
 def single_device(dtype: str) -> Placement:
-    """No mesh: every parameter whole, cast to `dtype`."""
+    """Placement without a mesh: every parameter is whole and cast to `dtype`."""
     return Placement(fetch=lambda path, tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree))
 
 
 class Block(nnx.Module):
-    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`; the mlp is one of experts if `moe` says so."""
+    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`; the mlp is a mixture of experts with `moe`."""
 
     def __init__(
         self,
@@ -133,10 +135,12 @@ class Block(nnx.Module):
         context: int = 1,
         expert: int = 1,
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
-        """Of this device's positions; in between, its block of F of all of them. And a router's losses of its own.
+        """Feed-forward output at this device's positions, and the router's losses (None for a dense layer).
+
+        Inside, the device computes its block of F at all positions along `tensor`.
 
         Args:
-          valid_BL: of the same positions as x; false for padding, which goes to no expert.
+          valid_BL: at the same positions as x; False for padding, which goes to no expert.
         """
         if isinstance(self.mlp, SwiGLU):
             return self.mlp(x_BLD, tensor), None
@@ -146,19 +150,19 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """A Llama-shaped decoder: what it is made of, and pure functions of its parameters. Allocates nothing.
+    """Llama-style decoder: its sizes and modules, and pure functions of its parameters. Allocates nothing.
 
     Args:
       num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff, vocab_size: sizes Y, D, N, K, H, F, V.
-      moe: a mixture of experts of `d_ff` each in the place of every feed-forward layer; None for a dense model.
+      moe: mixture of experts of hidden width `d_ff` that replaces every feed-forward layer; None for a dense model.
       rope: rotary positions.
       norm_eps: added to the mean square in every norm.
-      qk_norm: normalise queries and keys per head (Qwen3).
-      tie_embeddings: the unembedding is the embedding, transposed.
-      z_loss: coefficient of the squared log-partition added to the training objective (arXiv:2204.02311, section 5);
-        the reported loss is without it.
+      qk_norm: True normalises queries and keys per head (Qwen3).
+      tie_embeddings: True if the unembedding is the transposed embedding.
+      z_loss: coefficient of the squared log-partition in the training objective (arXiv:2204.02311, section 5); the
+        reported loss excludes it.
       scan_layers: compile one layer and loop over it; False unrolls, which compiles longer.
-      loss_chunk_tokens: tokens whose logits exist at a time; `auto` is what is predicted to be the best on the devices.
+      loss_chunk_tokens: tokens whose logits exist at a time; `auto` takes the chunk predicted to be fastest.
       attention_chunk: queries whose scores exist at a time.
     """
 
@@ -189,14 +193,16 @@ class Transformer(nnx.Module):
             if name == "loss_chunk_tokens" and size == "auto":
                 continue
             if not isinstance(size, int) or size < 1:
-                raise ValueError(f"model.{name}={size} must be at least 1.")
+                raise UserError(f"model.{name}={size} must be at least 1.")
         if num_heads % num_kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"model.num_heads={num_heads} is not a multiple of model.num_kv_heads={num_kv_heads}: each key head "
                 "serves the same number of query heads. Set one of the two."
             )
         if head_dim % 2:
-            raise ValueError(f"model.head_dim={head_dim} is odd, but rotary positions turn pairs. Set an even one.")
+            raise UserError(
+                f"model.head_dim={head_dim} is odd, but rotary positions rotate pairs of dimensions. Set an even one."
+            )
         self.num_layers = num_layers
         self.d_model = d_model
         self.num_heads = num_heads
@@ -236,21 +242,21 @@ class Transformer(nnx.Module):
 
     @property
     def active_d_ff(self) -> int:
-        """Hidden width of the feed-forward layers that one token goes through."""
+        """Hidden width of the feed-forward layers that one token passes through, summed over its experts."""
         return self.d_ff if self.moe is None else self.d_ff * (self.moe.top_k + self.moe.shared_experts)
 
     def hidden(self, params: Params, batch: Batch, placement: Placement) -> Float[Array, "B _ D"]:
         """Hidden states after the last norm, [B, L / tensor, D] in the compute dtype.
 
         Raises:
-          ValueError: layers are unrolled, and something of theirs is in host memory.
+          UserError: layers are unrolled, but their weights or activations are offloaded to host memory.
         """
         return self._forward(params, batch, placement)[0]
 
     def _forward(
         self, params: Params, batch: Batch, placement: Placement
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
-        """As `hidden`, and the sums of all layers' routers' losses, if they have any."""
+        """Result of `hidden`, and the router losses summed over layers (None for a dense model)."""
         fetch, tensor = placement.fetch, placement.tensor
         if placement.streams or placement.offload:
             check_scanned(self.scan_layers)
@@ -265,7 +271,7 @@ class Transformer(nnx.Module):
         block_def, _ = nnx.split(self.layers)
         axis = TensorAxis(tensor, placement.tensor_overlap)
 
-        def layer(carry: Stream, weights: Params, shared: tuple[Array, Array, Array]) -> Stream:
+        def layer(carry: LayerCarry, weights: Params, shared: tuple[Array, Array, Array]) -> LayerCarry:
             x_BLD, before = carry
             block = nnx.merge(block_def, fetch("layers", weights))
             x_BLD = checkpoint_name(x_BLD, LAYER_INPUT)
@@ -291,9 +297,9 @@ class Transformer(nnx.Module):
     def loss(self, params: Params, batch: Batch, placement: Placement) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Sums over this device's tokens, float32: the objective, and the cross entropy in nats.
 
-        The objective has the z-loss in it, and of a mixture of experts its router's losses, the mean over layers.
-        Divide by the number of valid targets of the whole global batch, so that any split of it gives the same loss.
-        Only the first is differentiable.
+        The objective includes the z-loss and, for a mixture of experts, the router losses averaged over layers. The
+        caller divides by the number of valid targets of the whole global batch, so that any split of the batch gives
+        the same loss. Only the objective is differentiable.
         """
         x_BLD, losses = self._forward(params, batch, placement)
         total, nats = self._cross_entropy(params, x_BLD, batch, placement)
@@ -305,7 +311,7 @@ class Transformer(nnx.Module):
     def _cross_entropy(
         self, params: Params, x_BLD: Float[Array, "B _ D"], batch: Batch, placement: Placement
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """As `loss`, without the router's."""
+        """Result of `loss` without the router losses."""
         with jax.named_scope("loss"):
             chunk = self.loss_chunk_tokens if isinstance(self.loss_chunk_tokens, int) else None
             sizes: Any = dict(tensor=placement.tensor, chunk_tokens=chunk, z_loss=self.z_loss)
@@ -320,28 +326,28 @@ class Transformer(nnx.Module):
         """Tokens whose logits exist at a time.
 
         Raises:
-          ValueError: it is still `auto`.
+          UserError: loss_chunk_tokens is still `auto`.
         """
         if not isinstance(self.loss_chunk_tokens, int):
-            raise ValueError(
-                "model.loss_chunk_tokens=auto has to be settled first: it depends on the devices. `jtrain.plan` and "
-                "`jtrain.launch` do; else set a number."
+            raise UserError(
+                "model.loss_chunk_tokens=auto has to be settled first: the best value depends on the devices. "
+                "`jtrain.plan` and `jtrain.launch` choose it; elsewhere set a number."
             )
         return self.loss_chunk_tokens
 
     def logits(self, params: Params, batch: Batch, *, dtype: str = "float32") -> Float[Array, "B L V"]:
-        """All logits, float32, on one device without a mesh: for parity checks and for sampling."""
+        """All logits, float32, on one device without a mesh; for parity tests."""
         placement = single_device(dtype)
         x_BLD = self.hidden(params, batch, placement)
         return ops.linear(x_BLD, self.unembed(params, placement)).astype(jnp.float32)
 
 
 def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
-    """`layer`, keeping for its backward pass what the placement says, where it says."""
+    """`layer` under `jax.checkpoint`, saving and offloading the activations that the placement names."""
     if placement.remat == "none" and not (placement.regather or placement.streams or placement.offload):
         return layer
-    # Under none, refusing only the weights would keep what is made of them one step before or after (the gather's own
-    # result, a reshape of it), so all layers' whole weights: keep what took a matmul instead.
+    # With remat=none, a policy that refuses only the weights would still save values one step away from them (results
+    # of the gather, reshapes), which are all layers' whole weights. Save the results of matmuls instead.
     kept = SAVEABLE if placement.remat == "none" else placement.remat_save
     policies = jax.checkpoint_policies
     if placement.offload:
@@ -353,7 +359,7 @@ def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
         )
     else:
         policy = policies.save_only_these_names(*kept)
-    # Inside a loop XLA cannot merge the recomputation with the first computation; unrolled it would, undoing it.
+    # Inside a loop XLA cannot merge the recomputation with the forward pass; unrolled it would, which undoes remat.
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
 
 
@@ -368,7 +374,7 @@ def local_sequence(x_BL: Int[Array, "B L"], tensor: int) -> Int[Array, "B _"]:
 def _embed(
     table_VD: Float[Array, "_ _"], token_BL: Int[Array, "B L"], tensor: int, lookup: Callable[[Array, Array], Array]
 ) -> Float[Array, "B _ D"]:
-    """Rows of the table; with `tensor`, each device adds those of its block of the vocabulary."""
+    """Embedding rows of the tokens; with `tensor`, each device adds the rows of its block of the vocabulary."""
     if tensor == 1:
         return lookup(table_VD, token_BL)
     rows = table_VD.shape[0]

@@ -1,4 +1,4 @@
-"""The loss of an unembedding split over `tensor` by columns, and over `data` so that a part of it comes at a time."""
+"""Cross entropy with an unembedding that is split by columns over `tensor`, and gathered over `data` in parts."""
 
 from collections.abc import Callable
 
@@ -9,11 +9,11 @@ from jaxtyping import Array, Float, Int
 from jtrain.model import ops
 
 PART_COLUMNS = 16384
-"""Columns of the unembedding that a device has whole over `data` at a time: with D = 4096 and bfloat16, 0.13 GB."""
+"""Columns of the unembedding that a device gathers over `data` at a time: with D = 4096 and bfloat16, 0.13 GB."""
 
 
 def num_parts(vocab_size: int, tensor: int) -> int:
-    """Parts in which each of `tensor` devices takes its block of a vocabulary."""
+    """Number of parts in which each of `tensor` devices gathers its block of the vocabulary."""
     return -(-vocab_size // tensor // PART_COLUMNS)
 
 
@@ -26,10 +26,10 @@ def unembedding_loss(
     chunk_tokens: int | None,
     z_loss: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """`ops.linear_cross_entropy` of this device's positions, with its block of the vocabulary, V / tensor columns.
+    """`ops.linear_cross_entropy` at this device's positions, with its V / tensor columns of the vocabulary.
 
     Args:
-      target_BL: of all positions.
+      target_BL: targets at all positions.
     """
     if tensor == 1:
         return ops.linear_cross_entropy(x_BLD, kernel_DW, target_BL, chunk_tokens=chunk_tokens, z_loss=z_loss)
@@ -49,14 +49,14 @@ def loss_in_parts(
     chunk_tokens: int | None,
     z_loss: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """As `unembedding_loss`; no device ever holds more than a part of its columns and of their gradient.
+    """The same loss as `unembedding_loss`, holding only one part of the columns and of their gradient at a time.
 
-    Columns that are one part are fetched once; of more, each part twice.
+    A single part is gathered once; with several, each part is gathered twice.
 
     Args:
-      shard: this device's block: [d, V / tensor], or tied, [V / tensor, d].
-      target_BL: of all positions.
-      fetch: makes some columns (tied: rows) of the shard whole over `data`, in the compute dtype.
+      shard: this device's block: [d, V / tensor], or [V / tensor, d] if tied.
+      target_BL: targets at all positions.
+      fetch: gathers columns (tied: rows) of the shard over `data`, in the compute dtype.
     """
 
     def whole(part_wd: Array) -> Float[Array, "D W"]:

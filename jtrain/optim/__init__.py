@@ -1,12 +1,12 @@
-"""Optimizer and learning-rate schedule from their specs; moments, and masters if asked for, are the only state.
+"""Optimizer and learning-rate schedule, built from specs. The only state is moments and optional master weights.
 
 Update k (0-based, `step` = completed updates) uses `learning_rate(k)`; the bias corrections count from the same
-`step`, and so do the random bits of stochastic rounding. Nothing in the optimizer's state counts, so no second counter
-can drift after a restore.
+`step`, and so do the random bits of stochastic rounding. The optimizer's state has no counter of its own, so none can
+drift after a restore.
 """
 
+from jtrain.optim.learning_rate import Cosine, StepsOrFraction, WarmupStableDecay
 from jtrain.optim.optimizer import Optimizer, Update, build, check_layout
-from jtrain.optim.schedule import Cosine, StepsOrFraction, WarmupStableDecay
 from jtrain.optim.spec import AdamW, Muon
 from jtrain.optim.state import Moments, ParamTree, state_bytes
 

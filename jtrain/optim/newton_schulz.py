@@ -8,19 +8,20 @@ import optax.contrib
 from jaxtyping import Array, Float, Int
 
 from jtrain.dims import ParamInfo
+from jtrain.errors import UserError
 from jtrain.optim.spec import Muon
 
 
 def matrix_dims(info: ParamInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which dimensions of one layer's array are the matrix's inputs and outputs; experts (X, in front) are a batch.
+    """Input and output dimensions of one layer's matrix; a leading expert dimension X is a batch.
 
     Raises:
-      ValueError: the model's width D is at neither end, so `dims` does not say.
+      UserError: the model's width D is at neither end, so `dims` does not tell inputs from outputs.
     """
     dims = info.dims.removeprefix("Y")
     matrix = tuple(range(1 if dims[0] == "X" else 0, len(dims)))
     if len(matrix) < 2 or "D" not in (dims[matrix[0]], dims[-1]):
-        raise ValueError(
+        raise UserError(
             f"Muon cannot tell inputs from outputs of {info.path} with dimensions {info.dims}: the model's width D "
             "must come first (inputs) or last (outputs). Use optimizer=AdamW."
         )
@@ -30,7 +31,7 @@ def matrix_dims(info: ParamInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def orthogonal_step(
     spec: Muon, info: ParamInfo, grad: Array, mu: Array, step: Int[Array, ""]
 ) -> tuple[Array, Float[Array, "..."]]:
-    """Direction of root mean square `update_rms`, and new momentum, of one layer; all f32, of one layer's shape."""
+    """Update direction of root mean square `update_rms`, and new momentum; all f32, in the shape of one layer."""
     inputs, outputs = matrix_dims(info)
     fan_in, fan_out = (math.prod(info.shape[1:][i] for i in axes) for axes in (inputs, outputs))
     muon = optax.contrib.scale_by_muon(
@@ -38,7 +39,7 @@ def orthogonal_step(
         beta=spec.momentum,
         weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(inputs, outputs),
     )
-    initial: Any = muon.init(jnp.zeros(()))  # for its coefficients
+    initial: Any = muon.init(jnp.zeros(()))  # for the Newton-Schulz coefficients
     result: Any = muon.update(grad, initial._replace(count=step, mu=mu))
     direction, state = result
     return spec.update_rms * math.sqrt(max(fan_in, fan_out)) * direction, state.mu

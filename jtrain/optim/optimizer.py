@@ -1,4 +1,4 @@
-"""The optimizer of a run: one update of all parameters, or of one parameter, or of one layer of it."""
+"""Optimizer of a run: updates all parameters, one parameter, or one layer of a parameter."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,15 +10,16 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jtrain.dims import ParamInfo
-from jtrain.layout import FIELDS, Layout
+from jtrain.errors import UserError
+from jtrain.layout import FIELDS, Layout, LayoutSpec
+from jtrain.optim.learning_rate import whole_steps
 from jtrain.optim.newton_schulz import matrix_dims, orthogonal_step
 from jtrain.optim.rounding import Noise, apart, to_bfloat16
-from jtrain.optim.schedule import whole_steps
 from jtrain.optim.spec import AdamW, Muon
 from jtrain.optim.state import (
     NAMES,
-    Leaf,
     Moments,
+    ParamState,
     ParamTree,
     arrays,
     blocks,
@@ -34,14 +35,14 @@ from jtrain.optim.state import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What the update of one parameter must know of all gradients and of the step; f32 scalars, but for `step`.
+    """Scalars of a step that the update of every parameter needs; f32, except `step`.
 
     step: updates completed before this one, int32.
-    grad_norm: of all gradients, before clipping.
-    grad_scale: what clips them.
-    mu_scale, nu_scale: 1 / (1 - b^(step + 1)), what corrects the moments for having begun at 0. Factors, not divisors:
-      XLA may divide by a broadcast scalar or multiply by its inverse, as the rest of the program suggests, and then
-      the last bit would depend on how parameters are handed in.
+    grad_norm: global norm of all gradients, before clipping.
+    grad_scale: factor that clips the gradients.
+    mu_scale, nu_scale: bias corrections 1 / (1 - b^(step + 1)) of the moments. Factors, not divisors: XLA may either
+      divide by a broadcast scalar or multiply by its inverse, depending on the rest of the program, and the last bit
+      would then depend on how parameters are passed.
     """
 
     step: Any
@@ -53,15 +54,15 @@ class Update:
 
     @property
     def metrics(self) -> dict[str, Array]:
-        """Those of the step that come from here."""
+        """The step's metrics that the optimizer computes."""
         return {"grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """A spec bound to the run's length and its parameters; made by `build`. Every method is pure.
+    """Spec bound to the length of the run and to its parameters; made by `build`. All methods are pure.
 
-    params: `ParamInfo`s of all parameters.
+    params: tree of the `ParamInfo`s of all parameters.
     warmup: length of the warm-up, in steps.
     """
 
@@ -79,24 +80,15 @@ class Optimizer:
 
     @property
     def infos(self) -> dict[str, ParamInfo]:
-        """Every parameter by its path."""
+        """All parameters by path."""
         return by_path(self.params, self.params)
 
     def state_map(self, fn: Callable[[ParamInfo, str], Any]) -> Moments:
-        """`fn(info, name)` in the place of every array of the state; `name` is its field of `Moments`."""
+        """State tree with `fn(info, name)` in place of every array; `name` is the array's field of `Moments`."""
         return self.state({path: {n: fn(i, n) for n in arrays(self.spec, i)} for path, i in self.infos.items()})
 
-    def state_like(self, values: ParamTree) -> Moments:
-        """One value per parameter (shardings, say), arranged like the state: the parameter's value for each array.
-
-        A sharding that fits the parameter fits all of them, also the scales: they have its dimensions, one divided by
-        the length of a block.
-        """
-        of = by_path(self.params, values)
-        return self.state_map(lambda info, _: of[info.path])
-
     def leaves(self, state: Moments) -> dict[str, dict[str, Any]]:
-        """The state of each parameter, by path: what `update_param` takes."""
+        """State of each parameter by path, as `update_param` takes it."""
         found: dict[str, dict[str, Any]] = {path: {} for path in self.infos}
         for name in NAMES:
             for path, value in by_path(self._with(name), getattr(state, name)).items():
@@ -104,7 +96,7 @@ class Optimizer:
         return found
 
     def state(self, leaves: dict[str, dict[str, Any]]) -> Moments:
-        """The inverse of `leaves`."""
+        """Inverse of `leaves`."""
         fields = {
             name: nested(self._with(name), {path: leaf[name] for path, leaf in leaves.items() if name in leaf})
             for name in NAMES
@@ -112,9 +104,10 @@ class Optimizer:
         return Moments(**fields)
 
     def init(self, params: ParamTree) -> Moments:
-        """Zeros, and masters as `params`, which are unrounded then: draw them in f32, and round them afterwards.
+        """Initial state: zero moments, and master weights equal to `params`.
 
-        Under `jax.jit` with `out_shardings` nothing else is ever allocated.
+        With master weights, pass f32 `params` and round them afterwards. Under `jax.jit` with `out_shardings` nothing
+        else is allocated.
         """
         values = by_path(self.params, params)
 
@@ -125,7 +118,7 @@ class Optimizer:
         return self.state_map(first)
 
     def begin(self, grads: ParamTree, step: int | Int[Array, ""]) -> Update:
-        """Everything of update `step` that takes all gradients; the parameters may come one by one after it."""
+        """Computes the scalars of update `step` that need all gradients; `update_param` may follow one by one."""
         step = jnp.asarray(step, jnp.int32)
         norm = optax.tree.norm({path: _f32(g) for path, g in by_path(self.params, grads).items()})
         clip = self.spec.clip_norm
@@ -139,34 +132,34 @@ class Optimizer:
         info: ParamInfo,
         grad: Array,
         param: Array,
-        leaf: Leaf,
+        leaf: ParamState,
         *,
         layer: int | Array | None = None,
         start: tuple[int | Array, ...] | None = None,
-    ) -> tuple[Array, Leaf]:
-        """One update of one parameter, whole or in part; the same bits come out either way.
+    ) -> tuple[Array, ParamState]:
+        """Updates one parameter, whole or in part, with bitwise the same result.
 
-        Muon needs a layer's whole matrix; everything else also takes any slice (whole blocks, of int8).
+        Muon needs a layer's whole matrix; every other update also takes any slice (whole blocks with int8).
 
         Args:
-          leaf: of `leaves`.
-          layer: the arrays are this one layer of a stacked parameter, without its leading dimension Y.
-          start: inside a `shard_map`, the global index of the arrays' first element, one per dimension of theirs. At
-            jit level arrays are global: leave it out.
+          leaf: state of the parameter, from `leaves`.
+          layer: index of the one layer of a stacked parameter that the arrays hold, without the leading dimension Y.
+          start: inside a `shard_map`, the global index of the arrays' first element, one per dimension. Omit it at jit
+            level, where arrays are global.
 
         Returns:
-          New parameter and state in their old dtypes.
+          New parameter and state, in the dtypes of the old ones.
         """
-        # A stack is one fusion where everything is elementwise. Otherwise a loop that overwrites one layer at a time,
-        # not a vmap or a map: those hold several f32 copies of the stack, or one of each, 7 GiB for the gates of an 8B.
+        # An elementwise update of a stack is one fusion. Other updates loop over layers and overwrite one at a time:
+        # vmap and map hold one or several f32 copies of the stack, 7 GiB for the gates of an 8B model.
         by_layer = by_muon(self.spec, info) or blocks(self.spec, info) is not None
         if layer is not None or not by_layer or not info.dims.startswith("Y"):
             return self._updated(update, info, grad, param, leaf, Noise(info, update.step, layer, start))
         first, *inner = start or (0,) * grad.ndim
 
-        def one(y: Int[Array, ""], carry: tuple[Array, Leaf]) -> tuple[Array, Leaf]:
+        def one(y: Int[Array, ""], carry: tuple[Array, ParamState]) -> tuple[Array, ParamState]:
             of_layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, y, keepdims=False), (grad, *carry))
-            # Read before anything is written: read later, the whole stack is copied, once per layer (seen on the CPU).
+            # Reads come before writes: otherwise XLA copies the whole stack once per layer (seen on the CPU).
             g, p, kept_of_it = jax.lax.optimization_barrier(of_layer)
             new = self._updated(update, info, g, p, kept_of_it, Noise(info, update.step, first + y, tuple(inner)))
             return jax.tree.map(lambda x, n: jax.lax.dynamic_update_index_in_dim(x, n, y, 0), carry, new)
@@ -176,25 +169,26 @@ class Optimizer:
     def update(
         self, grads: ParamTree, state: Moments, params: ParamTree, step: int | Int[Array, ""]
     ) -> tuple[ParamTree, Moments, dict[str, Float[Array, ""]]]:
-        """One update of all parameters.
+        """Updates all parameters.
 
-        Runs at jit level on global arrays. But for the norm and Muon's matrix products it is bitwise independent of
-        the layout: elementwise, every operation rounded for itself (`jtrain.optim.rounding.apart`).
+        Runs at jit level on global arrays. Except for the norm and Muon's matrix products the result is bitwise
+        independent of the layout: operations are elementwise and each is rounded by itself
+        (`jtrain.optim.rounding.apart`).
 
-        With params and state donated it runs in place, if they come in the order in which they are returned: JAX pairs
-        buffers of one shape by their order, and another order costs a copy of each. Whether gradients were finite is
-        for `grad_norm` to say: parameters may come out finite, and wrong, where they were not.
+        With params and state donated the update runs in place, if they are passed in the order in which they are
+        returned: JAX pairs buffers of one shape by order, and another order costs a copy of each. Check `grad_norm` for
+        non-finite gradients: the new parameters may be finite and still wrong.
 
         Args:
           grads: f32 or bf16, already averaged over the global batch.
           state: from `init` or the last update.
-          params: f32 or bf16. Computed in f32 and rounded once; in bf16, to nearest and without masters, a change
-            below 2^-9 of the weight is lost.
+          params: f32 or bf16; computed in f32 and rounded once. In bf16 with nearest rounding and no master weights, a
+            change below 2^-9 of the weight is lost.
           step: updates completed so far.
 
         Returns:
-          New parameters and state in their old dtypes, and f32 scalars: `grad_norm`, the global norm before clipping,
-          and `learning_rate`, the one used.
+          New parameters and state in the dtypes of the old ones, and f32 metrics: `grad_norm`, the global norm before
+          clipping, and `learning_rate`.
         """
         update = self.begin(grads, step)
         grad, param = (by_path(self.params, tree) for tree in (grads, params))
@@ -204,8 +198,8 @@ class Optimizer:
         return nested(self.params, param), self.state(leaves), update.metrics
 
     def _updated(
-        self, update: Update, info: ParamInfo, grad: Array, param: Array, leaf: Leaf, noise: Noise
-    ) -> tuple[Array, Leaf]:
+        self, update: Update, info: ParamInfo, grad: Array, param: Array, leaf: ParamState, noise: Noise
+    ) -> tuple[Array, ParamState]:
         spec = self.spec
         mu = load(spec, info, leaf, "mu")
         clipped = _f32(grad) * update.grad_scale
@@ -218,7 +212,7 @@ class Optimizer:
             new_nu = _mean(clipped**2, load(spec, info, leaf, "nu"), spec.b2)
             direction = new_mu * update.mu_scale / (jnp.sqrt(new_nu * update.nu_scale) + spec.eps)
             moments = {"mu": new_mu, "nu": new_nu}
-        new: Leaf = {}
+        new: ParamState = {}
         for name, value in moments.items():
             new |= stored(spec, info, name, value, noise)
         p = _f32(leaf.get("master", param))
@@ -231,18 +225,18 @@ class Optimizer:
         return p.astype(param.dtype), new
 
     def _with(self, name: str) -> ParamTree:
-        """The parameters of which the state has this array."""
+        """Parameters whose state has the array `name`."""
         return kept(self.params, lambda info: name in arrays(self.spec, info))
 
 
 def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
-    """Refuses a layout that the state cannot have.
+    """Refuses a layout that does not fit the optimizer's state.
 
     Raises:
-      ValueError: a dtype of parameters for which an option of the optimizer would do nothing; a mesh whose shards
-        cut blocks of int8.
+      UserError: an option of the optimizer has no effect for the dtype of the parameters, or shards of the mesh would
+        cut int8 blocks.
     """
-    spec.check_param_dtype(layout.spec.param_dtype)
+    spec.check_param_dtype(layout.precision.param_dtype)
     for p in layout.params:
         split = blocks(spec, p.info)
         axis = None if split is None else p.optimizer[len(p.info.shape) + split.dim]
@@ -250,7 +244,7 @@ def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
             continue
         length, shards = p.info.shape[split.dim], layout.mesh.shape[axis]
         if length // shards % split.length:
-            raise ValueError(
+            raise UserError(
                 f"optimizer.moment_dtype=int8 keeps {p.info.path} in blocks of {split.length} along "
                 f"{FIELDS[split.letter]}={length}, and mesh.{axis}={shards} would cut them: a shard has "
                 f"{length // shards}. Set mesh.{axis} to a divisor of {length // split.length}, or "
@@ -259,18 +253,19 @@ def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
 
 
 def build(spec: AdamW | Muon, *, num_steps: int, params: ParamTree) -> Optimizer:
-    """The optimizer of a run of exactly `num_steps` updates of `params`, a tree of `ParamInfo`.
+    """Builds the optimizer of a run of exactly `num_steps` updates of `params`, a tree of `ParamInfo`.
 
     Raises:
-      ValueError: warm-up, or warm-up and decay, longer than the run; Muon cannot tell a matrix's inputs.
+      UserError: warm-up and decay together are longer than the run, or Muon cannot tell a matrix's inputs from its
+        outputs.
     """
     if num_steps < 1:
-        raise ValueError(f"num_steps={num_steps} must be at least 1.")
+        raise UserError(f"num_steps={num_steps} must be at least 1.")
     warmup = whole_steps(spec.warmup_steps, num_steps)
     decay = whole_steps(getattr(spec.schedule, "decay_steps", 0), num_steps)
     if warmup + decay > num_steps:
         after = f" and optimizer.schedule.decay_steps={decay}" if decay else ""
-        raise ValueError(
+        raise UserError(
             f"optimizer.warmup_steps={warmup}{after} do not fit in num_steps={num_steps}. Set num_steps to at least "
             f"{warmup + decay}, or give them as fractions of the run: optimizer.warmup_steps=0.01."
         )
@@ -286,3 +281,23 @@ def _f32(x: Array) -> Array:
 
 def _mean(new: Array, old: Array, b: float) -> Array:
     return apart((1.0 - b) * new) + apart(b * old)
+
+
+def check_offload(spec: LayoutSpec, optimizer: AdamW | Muon) -> None:
+    """Refuses to offload state that cannot be streamed.
+
+    Raises:
+      UserError: offloaded state of Muon, or stochastic rounding on the host's cores.
+    """
+    by_chance = optimizer.moment_dtype in ("int8", "bfloat16_sr") or optimizer.param_rounding == "stochastic"
+    if spec.offload.update == "host" and by_chance:
+        raise UserError(
+            f"layout.offload.update=host with optimizer.moment_dtype={optimizer.moment_dtype} and optimizer."
+            f"param_rounding={optimizer.param_rounding}: stochastic rounding does not run on the host's cores. Set "
+            "layout.offload.update=device, or optimizer.moment_dtype=float32 and param_rounding=nearest."
+        )
+    if isinstance(optimizer, Muon) and spec.offload.optimizer not in ("none", 0):
+        raise UserError(
+            f"layout.offload.optimizer={spec.offload.optimizer} with Muon: its update takes whole matrices, so no part "
+            "of its state can stream. Set layout.offload.optimizer=none, or use AdamW."
+        )

@@ -1,7 +1,7 @@
-"""Stochastic rounding: up or down by chance, so that the mean of many roundings is the value itself.
+"""Stochastic rounding: up or down at random, so that the mean of many roundings is the value itself.
 
-The chance is a hash of (path, purpose, step, layer, index within the layer): the same bits come out whether an array is
-whole, split over devices or handled layer by layer, and after a restore. No generator's state is kept.
+The random bits are a hash of (path, purpose, step, layer, index within the layer). They are the same whether an array
+is whole, split over devices or updated layer by layer, and after a restore. There is no generator state.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from jtrain.dims import ParamInfo
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Where in its parameter an array lies, and at which step: all that its random bits depend on.
+    """Source of random bits for an array, determined by the array's place in its parameter and the step.
 
-    layer: the array is that one layer of a stacked parameter, without the leading Y; None: it has all dimensions.
-    start: global index, per dimension of the array, of its first element; None: zeros.
+    layer: index of the one layer that the array holds, without the leading Y; None if it has all dimensions.
+    start: global index of the array's first element, per dimension; None means zeros.
     """
 
     info: ParamInfo
@@ -29,7 +29,7 @@ class Noise:
     start: tuple[int | Array, ...] | None = None
 
     def bits(self, purpose: str, shape: tuple[int, ...]) -> Array:
-        """Random uint32s of `shape`; another `purpose` gives others."""
+        """Random uint32s of `shape`; each `purpose` gives independent bits."""
         info = self.info
         stacked = info.dims.startswith("Y")
         lengths = info.shape[stacked:]  # of one layer
@@ -50,9 +50,11 @@ class Noise:
 
 
 def to_bfloat16(x: Array, bits: Array) -> Array:
-    """f32 `x` as bfloat16: of the two neighbours the upper (in size) with the chance of how far `x` is towards it.
+    """Rounds f32 `x` to one of its two bfloat16 neighbours at random.
 
-    What bfloat16 holds exactly stays, and so does what is not finite.
+    The probability of a neighbour grows linearly from 0 to 1 as `x` approaches it, so the mean is `x`.
+
+    Values that bfloat16 represents exactly and non-finite values stay unchanged.
     """
     word = jax.lax.bitcast_convert_type(x, jnp.uint32)
     word = (word + (bits >> 16)) & jnp.uint32(0xFFFF0000)
@@ -60,17 +62,17 @@ def to_bfloat16(x: Array, bits: Array) -> Array:
 
 
 def apart(product: Array) -> Array:
-    """`product` itself, f32, kept from being contracted with the sum that it goes into.
+    """`product`, f32, protected from contraction into a fused multiply-add.
 
-    Of `a x + b y` compilers round one product, or none, or both, by what else the loop computes and where its vectors
-    end, so the last bit would depend on the layout (seen on the CPU: 3 % of elements). No compiler may drop this bound;
-    with it every operation is rounded for itself, as numpy does.
+    Compilers round one, none or both products of `a x + b y`, depending on the rest of the loop and on where vectors
+    end, so the last bit would depend on the layout (seen on the CPU: 3 % of elements). The minimum below is an
+    operation that no compiler may drop, so every operation is rounded by itself, as in numpy.
     """
     return jnp.minimum(product, jnp.finfo(jnp.float32).max)
 
 
 def uniform(bits: Array) -> Array:
-    """f32 in [0, 1), from the upper 24 bits."""
+    """Uniform f32 in [0, 1), from the upper 24 bits."""
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 

@@ -1,16 +1,17 @@
-"""What an optimizer is told: `AdamW` and `Muon`, with every refusal that needs no parameters."""
+"""Optimizer configurations `AdamW` and `Muon`, with all checks that need no parameters."""
 
 import dataclasses
 from typing import Literal
 
-from jtrain.optim.check import check_choice, check_number, check_steps
-from jtrain.optim.schedule import Cosine, StepsOrFraction, WarmupStableDecay
+from jtrain.errors import UserError
+from jtrain.optim.learning_rate import Cosine, StepsOrFraction, WarmupStableDecay
+from jtrain.optim.validators import check_choice, check_number, check_steps
 
 _STALL = {"float32": 0.0, "bfloat16": 2.0**-8, "bfloat16_sr": 0.0, "int8": 0.0}
-"""By `moment_dtype`: relative change below which a stored moment may round back to what it was, every time."""
+"""Relative change, by `moment_dtype`, below which a stored moment may always round back to its old value."""
 
 _MAX_STALL = 0.1
-"""How far off, relative, a moment may come to rest because its updates round away."""
+"""Largest allowed relative error of a moment that stalls because its updates round away."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,29 +21,28 @@ class AdamW:
         m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2,   both divided by 1 - b^(k + 1)
         p = p - lr(k) (m / (sqrt(v) + eps) + weight_decay p)
 
-    The state takes 8 bytes per parameter, 4 with bfloat16, 2.06 with int8, and 4 more for masters; arithmetic is f32
-    in all. `jtrain.optim.state_bytes` is exact.
+    The state takes 8 bytes per parameter, 4 with bfloat16, 2.06 with int8, and 4 more for master weights; arithmetic is
+    always f32. `jtrain.optim.state_bytes` is exact.
 
-    peak_lr: the highest learning rate; `schedule` says what follows the warm-up.
+    peak_lr: the highest learning rate; `schedule` sets the rate after the warm-up.
     warmup_steps: update k < warmup_steps uses peak_lr * (k + 1) / warmup_steps. An int is steps, a float below 1.0 a
       fraction of the run (`StepsOrFraction`).
-    weight_decay: multiplied by the learning rate, as in PyTorch. For matrices only (`ParamInfo.is_matrix`): norm
+    weight_decay: multiplied by the learning rate, as in PyTorch. Applies to matrices only (`ParamInfo.is_matrix`): norm
       scales never decay; embedding and unembedding do, as in Megatron-LM and nanoGPT (not in OLMo 2).
     clip_norm: largest global norm of the gradients; None does not clip.
-    moment_dtype: how both moments are stored.
-      bfloat16 keeps 8 bits, rounded to nearest, so a moment stops short of where it should go by up to 2^-8 / (1 - b):
-      8 % at b = 0.95, and at b = 0.999 it never falls again. Refused where that is above 10 %: set b2 to 0.96 at most,
-      or choose another.
-      bfloat16_sr rounds up or down by chance, so that a moment is right on average at any b.
-      int8 keeps 8 bits in blocks that share a scale, and rounds by chance as well (`jtrain.optim.blocks`); embedding,
-      unembedding and norm scales stay float32.
-    master_dtype: float32 keeps the parameters once more, unrounded, beside bfloat16 ones (`layout.param_dtype`), which
-      are those rounded.
-    param_rounding: of bfloat16 parameters without masters. Rounded to nearest, a change below 2^-9 of the weight is
-      lost, every time; stochastic keeps it on average.
+    moment_dtype: storage of both moments.
+      bfloat16 keeps 8 bits, rounded to nearest, so a moment stalls up to 2^-8 / (1 - b) short of its target: 8 % at
+      b = 0.95, and at b = 0.999 it never falls again. Errors above 10 % are refused: set b2 to 0.96 at most, or choose
+      another dtype.
+      bfloat16_sr rounds stochastically, so that a moment is right on average at any b.
+      int8 keeps 8 bits in blocks that share a scale and rounds stochastically as well
+      (`jtrain.optim.quantized_moments`); embedding, unembedding and norm scales stay float32.
+    master_dtype: float32 keeps an unrounded copy of the parameters beside the bfloat16 ones (`precision.param_dtype`).
+    param_rounding: rounding of bfloat16 parameters without master weights. `nearest` always loses a change below 2^-9
+      of the weight; `stochastic` keeps the change on average.
 
     Raises:
-      ValueError: a value out of range; names the field and what would do.
+      UserError: a value out of range; names the field and the allowed range.
 
     Source: arXiv:1711.05101; arXiv:2010.06192 for stochastic rounding; arXiv:2110.02861 for int8.
     """
@@ -62,7 +62,7 @@ class AdamW:
     def __post_init__(self) -> None:
         check_number("peak_lr", self.peak_lr, "above 0", lambda x: x > 0)
         if not isinstance(self.schedule, Cosine | WarmupStableDecay):
-            raise ValueError(f"optimizer.schedule={self.schedule!r} must be Cosine or WarmupStableDecay.")
+            raise UserError(f"optimizer.schedule={self.schedule!r} must be Cosine or WarmupStableDecay.")
         check_steps("warmup_steps", self.warmup_steps)
         check_number("eps", self.eps, "above 0", lambda x: x > 0)
         check_number("weight_decay", self.weight_decay, "of at least 0", lambda x: x >= 0)
@@ -74,44 +74,44 @@ class AdamW:
         _check_decay_rate("b1", self.b1, self.moment_dtype)
         _check_decay_rate("b2", self.b2, self.moment_dtype)
         if self.master_dtype != "none" and self.param_rounding != "nearest":
-            raise ValueError(
+            raise UserError(
                 f"optimizer.param_rounding={self.param_rounding} with optimizer.master_dtype={self.master_dtype}: the "
-                "masters lose nothing, so parameters are those rounded to nearest. Set one of them to its default."
+                "masters lose nothing, so parameters are masters rounded to nearest. Set one of them to its default."
             )
 
     def check_param_dtype(self, param_dtype: str) -> None:
-        """Refuses what would do nothing for parameters of `layout.param_dtype`.
+        """Refuses options that have no effect on parameters of dtype `precision.param_dtype`.
 
         Raises:
-          ValueError: masters of, or stochastic rounding to, float32.
+          UserError: master weights of float32 parameters, or stochastic rounding to float32.
         """
         if param_dtype == "bfloat16":
             return
         if self.master_dtype != "none":
-            raise ValueError(
-                f"optimizer.master_dtype={self.master_dtype} with layout.param_dtype={param_dtype}: such parameters "
-                "are their own masters. Set layout.param_dtype=bfloat16, or optimizer.master_dtype=none."
+            raise UserError(
+                f"optimizer.master_dtype={self.master_dtype} with precision.param_dtype={param_dtype}: such parameters "
+                "are their own masters. Set precision.param_dtype=bfloat16, or optimizer.master_dtype=none."
             )
         if self.param_rounding != "nearest":
-            raise ValueError(
-                f"optimizer.param_rounding={self.param_rounding} with layout.param_dtype={param_dtype}: nothing is "
-                "rounded. Set layout.param_dtype=bfloat16, or optimizer.param_rounding=nearest."
+            raise UserError(
+                f"optimizer.param_rounding={self.param_rounding} with precision.param_dtype={param_dtype}: nothing is "
+                "rounded. Set precision.param_dtype=bfloat16, or optimizer.param_rounding=nearest."
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Muon(AdamW):
-    """Muon for the layers' matrices; `AdamW` for embedding, unembedding and norm scales: its fields and three more.
+    """Muon for the layers' matrices, AdamW for embedding, unembedding and norm scales; adds three fields to `AdamW`.
 
         m = momentum m + (1 - momentum) g,   o = orthogonalize(Nesterov(m, g))
         p = p - lr(k) (update_rms sqrt(max(fan_in, fan_out)) o + weight_decay p)
 
     `orthogonalize` is `newton_schulz_steps` steps towards U V^T of each layer's matrix (inputs, outputs): q is D x NH,
     o is NH x D. Five cost 20 m^2 n + 10 m^3 FLOPs for m x n, m <= n, and hold one layer's temporaries at a time. The
-    factor gives every matrix an update of root mean square `update_rms`, near AdamW's own: one learning rate and one
-    weight decay serve both halves.
+    factor gives every matrix an update of root mean square `update_rms`, close to AdamW's, so that one learning rate
+    and one weight decay suit both.
 
-    Of a layer's matrix only one moment is kept, so it takes half of AdamW's bytes.
+    A layer's matrix has only one moment, which takes half of AdamW's bytes.
 
     Source: kellerjordan.github.io/posts/muon; arXiv:2502.16982 for `update_rms` and the weight decay.
     """
@@ -129,11 +129,11 @@ class Muon(AdamW):
 
 
 def _check_decay_rate(field: str, rate: float, moment_dtype: str) -> None:
-    """Refuses a moment that its dtype cannot follow: an update of (1 - rate) of the way must not round to nothing."""
+    """Refuses a decay rate whose updates, (1 - rate) of the distance, round to nothing in the moment's dtype."""
     check_number(field, rate, "of at least 0 and below 1", lambda x: 0 <= x < 1)
     stall = _STALL[moment_dtype] / (1.0 - rate)
     if stall > _MAX_STALL:
-        raise ValueError(
+        raise UserError(
             f"optimizer.{field}={rate} with optimizer.moment_dtype={moment_dtype}: small updates round to nothing, and "
             f"the moment comes to rest up to {stall:.0%} off (at most {_MAX_STALL:.0%} is allowed). "
             f"Set optimizer.moment_dtype=float32 or bfloat16_sr, or optimizer.{field} to 0.96 at most."

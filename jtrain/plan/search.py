@@ -1,8 +1,9 @@
-"""Which layout trains a model fastest on a machine, among those that fit: enumerated, by the closed forms.
+"""Search for the layout that trains a model fastest on a machine, among the layouts that fit.
 
-Every mesh of (replica, data, tensor), ZeRO stage, remat and number of microbatches is looked at; what does not fit is
-looked at again with some of it on the host, the smallest share of it that fits. A point is ranked by its predicted
-step time. More microbatches are never faster, so of a series only the first that fits is kept.
+The search enumerates every mesh of (replica, data, expert, tensor), ZeRO stage, remat and number of microbatches, and
+estimates each in closed form. A layout that does not fit is tried again with the smallest share on the host that makes
+it fit. Layouts are ranked by predicted step time. More microbatches are never faster, so of layouts that differ only in
+microbatches the first that fits is kept.
 """
 
 import dataclasses
@@ -11,84 +12,104 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jtrain.dims import ParamInfo
-from jtrain.layout import LayoutSpec, OffloadSpec, check_batch, make_layout
+from jtrain.errors import UserError
+from jtrain.layout import LayoutSpec, OffloadSpec
 from jtrain.mesh import MeshSpec
-from jtrain.model.stream import check_scanned
-from jtrain.model.transformer import SAVEABLE, Transformer
-from jtrain.optim import AdamW, Muon, check_layout
-from jtrain.plan.cost import Assumptions, StepTime, step_time
-from jtrain.plan.memory import MemoryPlan, memory
-from jtrain.plan.network import Machine
+from jtrain.model.layer_scan import check_scanned
+from jtrain.model.transformer import SAVEABLE
+from jtrain.optim import Muon, check_layout
+from jtrain.plan.estimate.machine import Machine
+from jtrain.plan.estimate.memory import MemoryPlan, memory
+from jtrain.plan.estimate.step_time import Assumptions, StepTime, step_time
+from jtrain.plan.job import Job
 
 SLACK = 0.15
-"""How far the closed form may be off: what it says takes more than this much less than the memory is not relied on."""
+"""Error margin of the closed form: the fraction of the memory that an estimate has to leave free."""
 
 REMATS: tuple[tuple[str, ...] | None, ...] = (
-    None,  # keeps everything
+    None,  # keep everything
     SAVEABLE,
     tuple(name for name in SAVEABLE if not name.startswith("mlp")),
     ("attention_q", "attention_k", "attention_v", "attention"),
     ("attention",),
-    (),  # keeps the layer's input only
+    (),  # keep the layer's input only
 )
-"""What a layer keeps for its backward pass, from most memory and least work to the opposite."""
+"""Activations that a layer keeps for its backward pass, from the most memory and least work to the opposite."""
 
 SHARES = tuple(k / 20 for k in range(1, 21))
-"""Shares of offload that are tried; whole arrays are moved, so finer ones would reach the same bytes."""
+"""Shares of offload to try; whole arrays are moved, so finer steps would give the same bytes."""
 
 _FIELDS: tuple[str, ...] = ("optimizer", "activations", "params")
-"""What can be on the host, in the order of how seldom it is copied."""
+"""Fields of layout.offload, from the least to the most often copied."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """What is to be trained, on what: everything that a search does not change.
+class SearchTask:
+    """A job whose layout is searched for, with the limits of the search.
 
-    infos: the model's parameters; a search asks for them thousands of times.
+    job: model, optimizer, batch and machine; the search replaces its layout.
+    asked: layout settings of the config; a search decides `layout_settings` and keeps the others.
+    memory_share: fraction of a device's memory that the estimate may fill.
     """
 
-    model: Transformer
-    infos: tuple[ParamInfo, ...]
-    optimizer: AdamW | Muon
-    spec: LayoutSpec
-    machine: Machine
-    global_batch: int
-    seq_len: int
+    job: Job
+    asked: LayoutSpec
     assume: Assumptions = dataclasses.field(default_factory=Assumptions)
     memory_share: float = 1 - SLACK
 
     @property
-    def offloadable(self) -> tuple[str, ...]:
-        """What can be on the host, in the order of how seldom it is copied.
+    def machine(self) -> Machine:
+        """The machine that layouts are compared on."""
+        assert self.job.machine is not None, "a search compares times, which take a machine"
+        return self.job.machine
 
-        Muon's state cannot: it takes matrices. Nor can what only a loop over layers fetches, if that is unrolled.
+    @property
+    def offloadable(self) -> tuple[str, ...]:
+        """Fields of layout.offload that may be used, from the least to the most often copied.
+
+        Muon's state stays on the device, because its update takes whole matrices. Activations and parameters need
+        model.scan_layers: only a loop over layers fetches them one by one.
         """
-        can = _FIELDS if self.model.scan_layers else _FIELDS[:1]
-        return tuple(name for name in can if name != "optimizer" or not isinstance(self.optimizer, Muon))
+        can = _FIELDS if self.job.model.scan_layers else _FIELDS[:1]
+        return tuple(name for name in can if name != "optimizer" or not isinstance(self.job.optimizer, Muon))
 
     @property
     def budget_bytes(self) -> int:
         """Bytes that a step may take on one device by the closed form."""
         return int(self.machine.hbm_bytes * self.memory_share)
 
+    def changed(self, **changes: Any) -> "SearchTask":
+        """The same search of a job with other fields."""
+        return dataclasses.replace(self, job=dataclasses.replace(self.job, **changes))
+
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One layout with what it takes."""
+    """One layout of a job, with the memory that it takes and the predicted step time.
 
-    spec: LayoutSpec
-    mesh: MeshSpec
+    timed: None if only memory was asked for.
+    """
+
+    job: Job
     plan: MemoryPlan
     timed: StepTime | None
 
     @property
+    def spec(self) -> LayoutSpec:
+        return self.job.layout.spec
+
+    @property
+    def mesh(self) -> MeshSpec:
+        return self.job.layout.mesh
+
+    @property
     def step_s(self) -> float:
+        """Predicted step time in seconds; infinite if it was not asked for."""
         return math.inf if self.timed is None else self.timed.step_s
 
     @property
     def settings(self) -> dict[str, object]:
-        """Config path -> value of everything that the search decided."""
+        """Config path -> value of every setting that the search decided."""
         found: dict[str, object] = {
             f"mesh.{axis}": getattr(self.mesh, axis) for axis in ("replica", "data", "expert", "tensor")
         }
@@ -96,47 +117,48 @@ class Point:
 
 
 def layout_settings(spec: LayoutSpec) -> dict[str, object]:
-    """Config path -> value of what `layout.auto` picks."""
+    """Config path -> value of every setting that `layout.auto` decides."""
     names = ("zero_stage", "remat", "remat_save", "microbatches")
     found: dict[str, object] = {f"layout.{name}": getattr(spec, name) for name in names}
     return found | {f"layout.offload.{name}": getattr(spec.offload, name) for name in (*_FIELDS, "update")}
 
 
-def evaluate(job: Job, spec: LayoutSpec, mesh: MeshSpec, *, timed: bool = True) -> Point:
-    """One point, whether it fits or not.
-
-    Raises:
-      ValueError: a dimension or the batch does not split evenly.
-    """
-    layout = make_layout(spec, mesh, job.infos)
-    check_layout(job.optimizer, layout)
-    sizes = {"global_batch": job.global_batch, "seq_len": job.seq_len}
-    plan = memory(job.model, layout, job.optimizer, **sizes, platform=job.machine.device.platform)
-    took = step_time(job.model, layout, job.optimizer, plan, job.machine, **sizes, assume=job.assume) if timed else None
-    return Point(spec, mesh, plan, took)
-
-
-def fits(job: Job, plan: MemoryPlan, *, host_known: bool = True) -> bool:
-    """Whether a plan fits into the device and its share of the host.
+def evaluate(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, *, timed: bool = True) -> Point:
+    """Estimates one layout, also one that does not fit.
 
     Args:
-      host_known: where nobody said how much memory the host has, nothing is put there; else as much as is needed.
+      timed: True if the step time is wanted as well.
+
+    Raises:
+      UserError: a dimension or the batch does not split evenly.
     """
-    if plan.total_bytes > job.budget_bytes:
+    job = task.job.relaid(spec, mesh)
+    check_layout(job.optimizer, job.layout)
+    plan = memory(job)
+    return Point(job, plan, step_time(job, plan, assume=task.assume) if timed else None)
+
+
+def fits(task: SearchTask, plan: MemoryPlan, *, host_known: bool = True) -> bool:
+    """True if a plan fits into the device and its share of the host.
+
+    Args:
+      host_known: True if a host of unknown memory counts as having none; False if it counts as having enough.
+    """
+    if plan.total_bytes > task.budget_bytes:
         return False
-    there = job.machine.host_bytes_per_device
+    there = task.machine.host_bytes_per_device
     if there is None:
         return not (plan.host_bytes and host_known)
     return plan.host_bytes <= there
 
 
-def meshes(job: Job) -> Iterator[MeshSpec]:
-    """Every (replica, data, expert, tensor) of the machine's devices that splits the model and the batch evenly."""
-    model, count = job.model, job.machine.count
+def meshes(task: SearchTask) -> Iterator[MeshSpec]:
+    """Yields every (replica, data, expert, tensor) mesh of the machine that splits the model and the batch evenly."""
+    model, count = task.job.model, task.machine.count
     for tensor in _divisors(count):
-        if any(size % tensor for size in (model.num_kv_heads, model.d_ff, model.vocab_size, job.seq_len)):
+        if any(size % tensor for size in (model.num_kv_heads, model.d_ff, model.vocab_size, task.job.seq_len)):
             continue
-        if job.global_batch % (count // tensor):
+        if task.job.global_batch % (count // tensor):
             continue
         for data, expert in itertools.product(_divisors(count // tensor), _divisors(count // tensor)):
             if model.d_model % data or count // tensor % (data * expert):
@@ -145,199 +167,200 @@ def meshes(job: Job) -> Iterator[MeshSpec]:
                 yield MeshSpec(replica=count // tensor // data // expert, data=data, expert=expert, tensor=tensor)
 
 
-def search(job: Job, over: Iterable[MeshSpec]) -> list[Point]:
-    """The points of these meshes that fit, fastest first; empty where none does."""
+def search(task: SearchTask, over: Iterable[MeshSpec]) -> list[Point]:
+    """Returns the layouts on these meshes that fit, the fastest first."""
     found: list[Point] = []
     misses: list[Point] = []
-    for series in _series(job, over):
+    for series in _series(task, over):
         for point in series:
-            if fits(job, point.plan):
+            if fits(task, point.plan):
                 found.append(point)
                 break
             misses.append(point)
-    # A host only costs time, so only what would be faster than anything that does without is looked at again.
+    # Offloading only costs time, so only layouts that would be faster than the best without it are tried again.
     best_s = min((point.step_s for point in found), default=math.inf)
-    if job.machine.host_bytes_per_device is not None:
+    if task.machine.host_bytes_per_device is not None:
         for point in sorted(misses, key=lambda point: point.step_s):
             if point.step_s >= best_s:
                 break
-            for helped in _with_host(job, point):
+            for helped in _with_host(task, point):
                 found.append(helped)
                 best_s = min(best_s, helped.step_s)
     return sorted(found, key=lambda point: (point.step_s, point.plan.total_bytes))
 
 
-def fastest_miss(job: Job, over: Iterable[MeshSpec]) -> Point | None:
-    """What would be fastest if memory did not matter, if it does not fit as it is."""
-    point = min((point for series in _series(job, over) for point in series), key=lambda p: p.step_s, default=None)
-    return None if point is None or fits(job, point.plan) else point
+def fastest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point | None:
+    """The layout that would be fastest if memory did not matter; None if it fits."""
+    point = min((point for series in _series(task, over) for point in series), key=lambda p: p.step_s, default=None)
+    return None if point is None or fits(task, point.plan) else point
 
 
-def nearest_miss(job: Job, over: Iterable[MeshSpec]) -> Point:
-    """Of everything that does not fit, what comes closest, with all on the host that the host can hold.
+def nearest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point:
+    """The layout that comes closest to fitting, with as much on the host as the host can hold.
 
     Raises:
-      ValueError: no mesh of the machine splits the model and the batch evenly.
+      UserError: no mesh of the machine splits the model and the batch evenly.
     """
-    there = job.machine.host_bytes_per_device or 0
-    candidates = [point for point in _frugal(job, over) if point.plan.host_bytes <= there]
+    there = task.machine.host_bytes_per_device or 0
+    candidates = [point for point in _frugal(task, over) if point.plan.host_bytes <= there]
     if not candidates:
-        raise ValueError(
-            f"no mesh of {job.machine.count} devices splits data.global_batch={job.global_batch}, "
-            f"model.d_model={job.model.d_model} and data.seq_len={job.seq_len} evenly. "
-            f"Set data.global_batch to a multiple of {job.machine.count}, or change --count."
+        raise UserError(
+            f"no mesh of {task.machine.count} devices splits data.global_batch={task.job.global_batch}, "
+            f"model.d_model={task.job.model.d_model} and data.seq_len={task.job.seq_len} evenly. "
+            f"Set data.global_batch to a multiple of {task.machine.count}, or change --count."
         )
     return min(candidates, key=lambda point: point.plan.total_bytes)
 
 
-def _frugal(job: Job, over: Iterable[MeshSpec]) -> Iterator[Point]:
-    """What takes the least memory on each mesh: alone, and with the optimizer's state or everything on the host."""
+def _frugal(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[Point]:
+    """Yields the layouts of least memory on each mesh: without offload, with the optimizer's state, with everything."""
     for mesh in over:
         stage = 3 if mesh.data > 1 else 0
-        base = dataclasses.replace(job.spec, zero_stage=stage, remat="full", remat_save=(), auto=False)
-        most = job.global_batch // (mesh.replica * mesh.data)
-        # One microbatch needs no accumulator, most of them the smallest activations.
-        for parts, fields in itertools.product({1, most}, ((), job.offloadable[:1], job.offloadable)):
+        base = dataclasses.replace(task.asked, zero_stage=stage, remat="full", remat_save=(), auto=False)
+        most = task.job.global_batch // (mesh.replica * mesh.data)
+        # One microbatch needs no accumulator; the largest number has the smallest activations.
+        for parts, fields in itertools.product({1, most}, ((), task.offloadable[:1], task.offloadable)):
             shares = dict.fromkeys(_FIELDS, 0.0) | dict.fromkeys(fields, 1.0)
-            spec = dataclasses.replace(base, microbatches=parts, offload=_offload(job, base, shares))
+            spec = dataclasses.replace(base, microbatches=parts, offload=_offload(task, base, shares))
             try:
-                yield evaluate(job, spec, mesh, timed=False)
+                yield evaluate(task, spec, mesh, timed=False)
             except ValueError:
                 break  # does not split evenly
 
 
-def what_would_fit(job: Job, over: Callable[[Job], Iterable[MeshSpec]]) -> list[str]:
-    """Changes of the machine or the sequence that make something fit, each as an option to give."""
+def what_would_fit(task: SearchTask, over: Callable[[SearchTask], Iterable[MeshSpec]]) -> list[str]:
+    """Changes of the machine or the sequence length that make some layout fit, as command-line options."""
     ways: list[str] = []
-    if job.machine.device.host.link_bytes_per_s is not None:
-        enough = [point.plan for point in _frugal(job, over(job)) if point.plan.total_bytes <= job.budget_bytes]
+    if task.machine.device.host.link_bytes_per_s is not None:
+        enough = [point.plan for point in _frugal(task, over(task)) if point.plan.total_bytes <= task.budget_bytes]
         if enough:
-            needed = min(plan.host_bytes for plan in enough) * job.machine.devices_per_host
-            ways.append(f"--host-memory {math.ceil(needed / 2**30)}GiB or more, of each host")
+            needed = min(plan.host_bytes for plan in enough) * task.machine.devices_per_host
+            ways.append(f"--host-memory {math.ceil(needed / 2**30)}GiB or more per host")
     for factor in (2, 4, 8, 16, 32, 64):
-        count = job.machine.count * factor
-        if count > job.machine.device.host.devices and count % job.machine.device.host.devices:
+        count = task.machine.count * factor
+        if count > task.machine.device.host.devices and count % task.machine.device.host.devices:
             continue
-        batch = -(-job.global_batch // count) * count
-        larger = dataclasses.replace(job, machine=dataclasses.replace(job.machine, count=count), global_batch=batch)
+        batch = -(-task.job.global_batch // count) * count
+        larger = task.changed(machine=dataclasses.replace(task.machine, count=count), global_batch=batch)
         if any(fits(larger, point.plan) for point in _frugal(larger, meshes(larger))):
-            also = f" --set data.global_batch={batch}" if batch != job.global_batch else ""
+            also = f" --set data.global_batch={batch}" if batch != task.job.global_batch else ""
             ways.append(f"--count {count}{also}")
             break
     for part in (2, 4, 8):
-        length = job.seq_len // part
-        shorter = dataclasses.replace(job, seq_len=length)
+        length = task.job.seq_len // part
+        shorter = task.changed(seq_len=length)
         if length and any(fits(shorter, point.plan) for point in _frugal(shorter, over(shorter))):
             ways.append(f"--set data.seq_len={length}")
             break
     return ways
 
 
-def no_point(job: Job, over: Callable[[Job], Iterable[MeshSpec]], *, fixed: bool = False) -> ValueError:
-    """What to say where nothing fits: the nearest miss, and what would make it fit.
+def no_point(task: SearchTask, over: Callable[[SearchTask], Iterable[MeshSpec]], *, fixed: bool = False) -> UserError:
+    """The error for a search that finds nothing: the layout that comes closest, and changes that would make one fit.
 
     Args:
-      fixed: the machine is the one that is here.
+      fixed: True if the machine cannot be changed, because the run is on it.
     """
-    miss = nearest_miss(job, over(job))
+    miss = nearest_miss(task, over(task))
     settings = " ".join(f"{path}={value}" for path, value in miss.settings.items())
     largest = sorted(miss.plan.classes().items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in largest)
-    ways = [way for way in what_would_fit(job, over) if way.startswith("--set") or not fixed]
+    ways = [way for way in what_would_fit(task, over) if way.startswith("--set") or not fixed]
     otherwise = "Set a smaller model, or use more devices" if fixed else "Set a smaller model, or another --device"
     out = "It would fit with any of: " + "; ".join(ways) if ways else otherwise
-    return ValueError(
-        f"nothing fits into {job.machine}: the nearest miss takes {miss.plan.total_bytes / 2**30:.1f} GiB per device "
-        f"({parts}), but {job.budget_bytes / 2**30:.1f} of {job.machine.hbm_bytes / 2**30:.1f} GiB may be used "
+    return UserError(
+        f"nothing fits into {task.machine}: the nearest miss takes {miss.plan.total_bytes / 2**30:.1f} GiB per device "
+        f"({parts}), but {task.budget_bytes / 2**30:.1f} of {task.machine.hbm_bytes / 2**30:.1f} GiB may be used "
         f"({settings}). {out}."
     )
 
 
-def resolve_as_needed(job: Job, mesh: MeshSpec) -> LayoutSpec:
-    """The job's layout with every `as_needed` share a number: the smallest that fits, or `none` if all fits without.
+def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
+    """The asked layout with every `as_needed` share resolved: the smallest that fits, `none` if all fits without.
 
-    Shares are raised in the order of how seldom they are copied: optimizer, activations, params.
+    Shares are raised from the least to the most often copied: optimizer, activations, params.
 
     Raises:
-      ValueError: it does not fit with all of them on the host.
+      UserError: the run does not fit even with all of them on the host.
     """
-    open_fields = [name for name in _FIELDS if getattr(job.spec.offload, name) == "as_needed"]
-    spec = dataclasses.replace(job.spec, offload=_offload(job, job.spec, dict.fromkeys(open_fields, 0.0)))
+    open_fields = [name for name in _FIELDS if getattr(task.asked.offload, name) == "as_needed"]
+    spec = dataclasses.replace(task.asked, offload=_offload(task, task.asked, dict.fromkeys(open_fields, 0.0)))
     if "activations" in open_fields or "params" in open_fields:
-        check_scanned(job.model.scan_layers)
-    if not open_fields or fits(job, evaluate(job, spec, mesh, timed=False).plan):
+        check_scanned(task.job.model.scan_layers)
+    if not open_fields or fits(task, evaluate(task, spec, mesh, timed=False).plan):
         return spec
     for name in open_fields:
-        if (shared := _smallest_share(job, spec, mesh, name)) is not None:
+        if (shared := _smallest_share(task, spec, mesh, name)) is not None:
             return shared
-        spec = dataclasses.replace(spec, offload=_offload(job, spec, {name: 1.0}))
-    plan = evaluate(job, spec, mesh, timed=False).plan
-    there = job.machine.host_bytes_per_device
-    held = "an unknown number (--host-memory says it)" if there is None else f"{there / 2**30:.1f}"
-    raise ValueError(
+        spec = dataclasses.replace(spec, offload=_offload(task, spec, {name: 1.0}))
+    plan = evaluate(task, spec, mesh, timed=False).plan
+    there = task.machine.host_bytes_per_device
+    held = "an unknown size (give it with --host-memory)" if there is None else f"{there / 2**30:.1f}"
+    raise UserError(
         f"layout.offload.{', .'.join(open_fields)}=as_needed: with all of it on the host a device needs "
-        f"{plan.total_bytes / 2**30:.1f} GiB of {job.budget_bytes / 2**30:.1f} that may be used, and its share of the "
+        f"{plan.total_bytes / 2**30:.1f} GiB of {task.budget_bytes / 2**30:.1f} that may be used, and its share of the "
         f"host {plan.host_bytes / 2**30:.1f} GiB of {held}. "
         "Set layout.auto=True, or more of layout.zero_stage, layout.remat, layout.microbatches or mesh.data."
     )
 
 
-def _series(job: Job, over: Iterable[MeshSpec]) -> Iterator[list[Point]]:
-    """Points that differ in microbatches only, fewest first."""
+def _series(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[list[Point]]:
+    """Yields lists of layouts that differ only in microbatches, the fewest first."""
     for mesh in over:
         stages = (0, 1, 2, 3) if mesh.data > 1 else (0,)
         for stage, kept in itertools.product(stages, REMATS):
             if kept == SAVEABLE and stage == 3 and mesh.data > 1:
-                continue  # what remat=none keeps there anyway
+                continue  # remat=none keeps the same under stage 3
             remat = "none" if kept is None else "named" if kept else "full"
             base = dataclasses.replace(
-                job.spec,
+                task.asked,
                 zero_stage=stage,
                 remat=remat,
                 remat_save=kept or (),
                 microbatches=1,
-                offload=_offload(job, job.spec, dict.fromkeys(_FIELDS, 0.0)),
+                offload=_offload(task, task.asked, dict.fromkeys(_FIELDS, 0.0)),
                 auto=False,
             )
             try:
-                rows = check_batch(base, mesh, global_batch=job.global_batch, seq_len=job.seq_len)
-                check_layout(job.optimizer, make_layout(base, mesh, job.infos))
+                job = task.job.relaid(base, mesh)
+                rows = job.rows()
+                check_layout(job.optimizer, job.layout)
             except ValueError:
                 continue  # does not split evenly
-            # What is not known of the machine is not a layout that does not fit: it is raised.
+            # Outside of the try: an unknown figure of the machine is an error, not a layout that does not fit.
             specs = [dataclasses.replace(base, microbatches=parts) for parts in _divisors(rows)]
-            yield [evaluate(job, spec, mesh) for spec in specs]
+            yield [evaluate(task, spec, mesh) for spec in specs]
 
 
-def _with_host(job: Job, miss: Point) -> Iterator[Point]:
-    """Ways to make a miss fit by the host: of each combination the smallest share of what is copied most often."""
-    everything = _offload(job, miss.spec, dict.fromkeys(job.offloadable, 1.0))
-    most = evaluate(job, dataclasses.replace(miss.spec, offload=everything), miss.mesh, timed=False).plan
-    if most.total_bytes > job.budget_bytes:
+def _with_host(task: SearchTask, miss: Point) -> Iterator[Point]:
+    """Yields layouts that make a miss fit with host memory: per combination, the smallest share of its last field."""
+    everything = _offload(task, miss.spec, dict.fromkeys(task.offloadable, 1.0))
+    most = evaluate(task, dataclasses.replace(miss.spec, offload=everything), miss.mesh, timed=False).plan
+    if most.total_bytes > task.budget_bytes:
         return
     each = (most.host_optimizer, most.host_activations, most.host_parameters)
     saves: dict[str, int] = dict(zip(_FIELDS, each, strict=True))
-    for size in range(1, len(job.offloadable) + 1):
-        for fields in itertools.combinations(job.offloadable, size):
-            if miss.plan.total_bytes - sum(saves[name] for name in fields) > job.budget_bytes:
-                continue  # not even all of them
+    for size in range(1, len(task.offloadable) + 1):
+        for fields in itertools.combinations(task.offloadable, size):
+            if miss.plan.total_bytes - sum(saves[name] for name in fields) > task.budget_bytes:
+                continue  # not enough, even with all of these on the host
             *whole, last = fields
-            spec = dataclasses.replace(miss.spec, offload=_offload(job, miss.spec, dict.fromkeys(whole, 1.0)))
-            if (shared := _smallest_share(job, spec, miss.mesh, last)) is not None:
-                yield evaluate(job, shared, miss.mesh)
+            spec = dataclasses.replace(miss.spec, offload=_offload(task, miss.spec, dict.fromkeys(whole, 1.0)))
+            if (shared := _smallest_share(task, spec, miss.mesh, last)) is not None:
+                yield evaluate(task, shared, miss.mesh)
 
 
-def _smallest_share(job: Job, spec: LayoutSpec, mesh: MeshSpec, field: str) -> LayoutSpec | None:
-    """`spec` with the smallest share of `field` on the host that fits; None if even all of it does not help."""
+def _smallest_share(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, field: str) -> LayoutSpec | None:
+    """`spec` with the smallest share of `field` on the host that fits; None if even all of it is not enough."""
 
     def with_share(share: float) -> LayoutSpec:
-        return dataclasses.replace(spec, offload=_offload(job, spec, {field: share}))
+        return dataclasses.replace(spec, offload=_offload(task, spec, {field: share}))
 
     def fits_device(share: float) -> bool:
         try:
-            return evaluate(job, with_share(share), mesh, timed=False).plan.total_bytes <= job.budget_bytes
+            return evaluate(task, with_share(share), mesh, timed=False).plan.total_bytes <= task.budget_bytes
         except ValueError:
-            return False  # the share is smaller than anything that could be moved
+            return False  # the share is smaller than the smallest array
 
     if not fits_device(1.0):
         return None
@@ -346,15 +369,15 @@ def _smallest_share(job: Job, spec: LayoutSpec, mesh: MeshSpec, field: str) -> L
         middle = (low + high) // 2
         low, high = (low, middle) if fits_device(SHARES[middle]) else (middle + 1, high)
     found = with_share(SHARES[high])
-    return found if fits(job, evaluate(job, found, mesh, timed=False).plan) else None
+    return found if fits(task, evaluate(task, found, mesh, timed=False).plan) else None
 
 
-def _offload(job: Job, spec: LayoutSpec, shares: dict[str, float]) -> OffloadSpec:
-    """The spec's offload with these shares instead; 0 is `none`. What is not named keeps its share.
+def _offload(task: SearchTask, spec: LayoutSpec, shares: dict[str, float]) -> OffloadSpec:
+    """The offload of `spec` with these shares replaced; 0 means `none`.
 
-    Where state is updated is the job's, wherever there is any on the host; so is unified memory, where nothing is.
+    `update` is the asked one if any optimizer state is on the host; `unified_memory` if nothing is.
     """
-    asked = job.spec.offload
+    asked = task.asked.offload
     named: dict[str, Any] = {name: shares.get(name, getattr(spec.offload, name)) or "none" for name in _FIELDS}
     return OffloadSpec(
         **named,

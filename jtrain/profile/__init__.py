@@ -1,1 +1,1 @@
-"""Where the time goes: traces with clocks, goodput with causes."""
+"""Profiler: traces of a few steps with sampled clocks, and reports that divide the step time by cause."""

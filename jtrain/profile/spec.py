@@ -1,22 +1,24 @@
-"""What of a run is traced, and what is sampled all the time."""
+"""Profiling settings of a run: the traced steps and the source of clock samples."""
 
 import dataclasses
 
+from jtrain.errors import UserError
+
 WINDOW_STEPS = 5
-"""How many steps SIGUSR1 traces: clocks differ from step to step, and a trace of many is slow to read."""
+"""Steps that SIGUSR1 traces: clocks vary between steps, and a trace of many steps is slow to read."""
 
 CLOCKS = ("auto", "none", "nvml", "amd", "tpu", "cpu")
-"""Where clocks and power may come from; `scripted:FILE` besides, for tests."""
+"""Sources of clocks and power; tests also use `scripted:FILE`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProfileSpec:
-    """When to trace a window, and where clocks come from.
+    """Profiling settings of a run.
 
-    steps: the window: from `steps[0]` completed updates to `steps[1]`, so `(20, 25)` traces the five that
-      metrics.jsonl numbers 21 to 25; None traces none. SIGUSR1 opens one of `WINDOW_STEPS` at any time.
-    clocks: the source of clocks, power and temperature, sampled all the time in a process of its own: `auto` (what the
-      devices have), `none`, `nvml`, `amd`, `tpu`, `cpu`, or `scripted:FILE`.
+    steps: trace window from `steps[0]` to `steps[1]` completed updates: `(20, 25)` traces the five steps that
+      metrics.jsonl numbers 21 to 25; None traces none. SIGUSR1 opens a window of `WINDOW_STEPS` at any time.
+    clocks: source of clocks, power and temperature, sampled during the whole run by a separate process: `auto` (by
+      platform), `none`, `nvml`, `amd`, `tpu`, `cpu`, or `scripted:FILE`.
     """
 
     steps: tuple[int, int] | None = None
@@ -26,26 +28,26 @@ class ProfileSpec:
         if self.steps is not None:
             first, last = self.steps
             if first < 1:
-                raise ValueError(
-                    f"profile.steps={self.steps} begins before step 1 is done, which is mostly compilation. Set "
+                raise UserError(
+                    f"profile.steps={self.steps} includes step 1, which is mostly compilation. Set "
                     f"profile.steps=(1, {max(last, 2)}) or later."
                 )
             if last <= first:
-                raise ValueError(
-                    f"profile.steps={self.steps} holds no step: the second must be above the first. Set "
+                raise UserError(
+                    f"profile.steps={self.steps} holds no step: the second number must be above the first. Set "
                     f"profile.steps=({first}, {first + WINDOW_STEPS})."
                 )
         if self.clocks not in CLOCKS and not self.clocks.startswith("scripted:"):
-            raise ValueError(f"profile.clocks={self.clocks!r} must be one of {', '.join(CLOCKS)}, scripted:FILE.")
+            raise UserError(f"profile.clocks={self.clocks!r} must be one of {', '.join(CLOCKS)}, scripted:FILE.")
 
     def check_length(self, num_steps: int) -> None:
-        """Refuses a window that the run never reaches.
+        """Checks that the window ends within the run.
 
         Raises:
-          ValueError: both numbers.
+          UserError: the window ends after `num_steps`.
         """
         if self.steps is not None and self.steps[1] > num_steps:
-            raise ValueError(
+            raise UserError(
                 f"profile.steps={self.steps} ends after the run, num_steps={num_steps}. Set profile.steps within it, "
                 f"or num_steps={self.steps[1]} or more."
             )

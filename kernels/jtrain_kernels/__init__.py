@@ -1,1 +1,1 @@
-"""Kernels for training: each op has one plain reference and the forms that back ends like. Imports only JAX."""
+"""Kernels for training: each op has a plain reference and implementations for several back ends. Imports only JAX."""

@@ -1,6 +1,6 @@
-"""What differs between versions of JAX, and what is private in it: the only door to both.
+"""Compatibility layer: the only module with differences between JAX versions and with JAX's private functions.
 
-Works with 0.11.2 and 0.12.0. Pallas itself is imported inside functions: 0.9 s that only kernels need.
+Works with JAX 0.11.2 and 0.12.0. Pallas is imported inside functions, because its 0.9 s are needed for kernels only.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from jtrain_kernels.device import DeviceSpec
 
 
 def _known(cls: type, options: dict[str, Any]) -> dict[str, Any]:
-    """Those of `options` that this version's dataclass has."""
+    """Subset of `options` that are fields of this version's dataclass."""
     names = {field.name for field in dataclasses.fields(cls)}
     return {name: value for name, value in options.items() if name in names}
 
 
 def tpu_interpret(dma_mode: Literal["eager", "on_wait"], **options: Any) -> Any:
-    """For `pallas_call(interpret=...)`: emulates TPUs on CPU devices, looking for races; `tpu_races_found` tells.
+    """Parameters for `pallas_call(interpret=...)` that emulate TPUs on CPU devices and detect races.
 
-    Run each kernel with remote copies in both modes: of a wait that is missing, `eager` finds the race and `on_wait`
-    gives NaN, and neither does the other's.
+    `tpu_races_found` gives the outcome. Run each kernel with remote copies in both modes: if a wait is missing, `eager`
+    finds the race and `on_wait` gives NaN, but neither does both.
     """
     from jax.experimental.pallas import tpu as pltpu
 
@@ -38,16 +38,17 @@ def tpu_interpret(dma_mode: Literal["eager", "on_wait"], **options: Any) -> Any:
 
 
 def tpu_races_found() -> bool:
-    """Whether the last emulated TPU kernel raced; false where none ran."""
+    """True if the last emulated TPU kernel raced; False if none ran."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 
     return interpreter.races is not None and interpreter.races.races_found
 
 
 def gpu_interpret(**options: Any) -> Any:
-    """For `plgpu.kernel(interpret=...)`: emulates one NVIDIA GPU, looking for races; `gpu_races_found` tells.
+    """Parameters for `plgpu.kernel(interpret=...)` that emulate one NVIDIA GPU and detect races.
 
-    It has no semaphores between devices, no remote references and no multimem.
+    `gpu_races_found` gives the outcome. The emulator has no semaphores between devices, no remote references and no
+    multimem.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -57,14 +58,14 @@ def gpu_interpret(**options: Any) -> Any:
 
 
 def gpu_races_found() -> bool:
-    """Whether the last emulated GPU kernel raced; false where none ran."""
+    """True if the last emulated GPU kernel raced; False if none ran."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     return gpu_callbacks._races is not None and gpu_callbacks._races.races_found
 
 
 def reset_interpreters() -> None:
-    """Forgets emulated memory and races: due after an exception within an emulated kernel."""
+    """Clears emulated memory and races; necessary after an exception within an emulated kernel."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
@@ -73,10 +74,10 @@ def reset_interpreters() -> None:
 
 
 def lowering_for(mesh: Mesh | AbstractMesh, device: DeviceSpec) -> AbstractContextManager[Any]:
-    """Around lowering for GPUs that are not here: Pallas and jax-triton read the device's kind and cores from it."""
+    """Context for lowering to GPUs that are not present: Pallas and jax-triton read the kind and cores from it."""
     if device.platform != "gpu":
         return contextlib.nullcontext()
-    # Word for word the devices' own kind, or shard_map finds another mesh than its own.
+    # The devices' own kind word for word, because shard_map compares it with its mesh.
     kind = mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else f"NVIDIA {device.kind}"
     abstract = AbstractDevice(device_kind=kind, num_cores=device.num_cores, platform="gpu")
     return jax.sharding.use_abstract_mesh(
@@ -85,9 +86,9 @@ def lowering_for(mesh: Mesh | AbstractMesh, device: DeviceSpec) -> AbstractConte
 
 
 def mend_jax_triton() -> None:
-    """Lets dead code be dropped around kernels of jax-triton 0.4.1 under JAX 0.12, whose rules take one argument more.
+    """Adapts jax-triton 0.4.1's rule for dead code elimination to JAX 0.12, which passes one argument more.
 
-    Without it whatever is differentiated or rematerialised around them fails. Not needed once jax-triton's own rule
+    Without it, differentiating or rematerialising code with a Triton kernel fails. Remove it once jax-triton's own rule
     takes three arguments.
     """
     from jax._src.interpreters import partial_eval
@@ -102,10 +103,10 @@ def mend_jax_triton() -> None:
 
 @contextlib.contextmanager
 def no_compile_cache() -> Iterator[None]:
-    """What was compiled for a machine that is not here can be written to the compile cache, but not read back."""
+    """Context without the compile cache: a program compiled for an absent machine can be written but not read back."""
     enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # whether it is enabled is asked only once otherwise
+    compilation_cache.reset_cache()  # without a reset JAX reads the setting only once
     try:
         yield
     finally:
@@ -114,10 +115,10 @@ def no_compile_cache() -> Iterator[None]:
 
 
 def splash_backward(kernel: Any, residuals: tuple[Any, ...], dy: Any) -> tuple[Any, Any, Any]:
-    """Gradients of q, k and v of splash attention for residuals of one's own: those of a ring are of all its keys.
+    """Gradients of q, k and v of splash attention for given residuals; those of a ring are over all its keys.
 
     Args:
-      kernel: of `make_splash_mha`, with blocks for the backward pass.
+      kernel: result of `make_splash_mha`, with blocks for the backward pass.
       residuals: q, k, v, segment ids, result and log-partition.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -131,17 +132,17 @@ def splash_backward(kernel: Any, residuals: tuple[Any, ...], dy: Any) -> tuple[A
 
 
 def cudnn_attention(*arrays: Any, bias: Any, causal: bool, scale: float, window: int | None) -> Any:
-    """cuDNN's fused attention, BLNH, without JAX's look at the device that is here; `bias` gets no gradient.
+    """cuDNN's fused attention in layout BLNH, without JAX's checks of the live device; `bias` gets no gradient.
 
     Args:
-      arrays: q, k, v for (y, lse); with them lse, y, dy for (dq, dk, dv).
+      arrays: q, k, v to compute (y, lse); q, k, v, lse, y, dy to compute (dq, dk, dv).
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     q, k, v, *saved = arrays
     none = jax.numpy.zeros(0, q.dtype)
     has_bias = bias is not None
-    # From 0.12 on there is a function of the scores too.
+    # JAX 0.12 added a parameter for a function of the scores.
     parameters = inspect.signature(cudnn.dot_product_attention).parameters
     new = {"score_mod": None} if "score_mod" in parameters else {}
     statics = dict(

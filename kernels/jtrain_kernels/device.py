@@ -1,26 +1,27 @@
-"""What a chip is: one set of facts for the planner, MFU, the choice of kernels and compiling without hardware.
+"""Hardware specifications of chips, for the planner, MFU, the choice of kernels and compiling without hardware.
 
-Peaks are the makers' for dense matrix products, per device as JAX counts devices; a sparse peak is never used.
+Peaks are the makers' figures for dense matrix products, per JAX device; sparse peaks are never used.
 """
 
 import dataclasses
-import difflib
 import functools
 import importlib.metadata
 from collections.abc import Mapping
 from typing import Literal, Protocol, runtime_checkable
+
+from jtrain_kernels.errors import UserError, did_you_mean
 
 type Platform = Literal["cpu", "gpu", "tpu"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """What a device is built into; None where nobody publishes a figure.
+    """Host of a device; None where no figure is published.
 
-    devices: of one host: they share its memory.
-    link_bytes_per_s: of each to that memory, one direction.
-    network_bytes_per_s: of each beyond the links between devices (to other hosts of GPUs, other slices of TPUs), one
-      direction: its share of the adapters that the maker builds in.
+    devices: devices of one host, which share its memory.
+    link_bytes_per_s: bandwidth of each device to the host's memory, one direction.
+    network_bytes_per_s: bandwidth of each device beyond the links between devices (to other hosts of GPUs, other slices
+      of TPUs), one direction: the device's share of the maker's network adapters.
     """
 
     devices: int = 1
@@ -30,18 +31,19 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSpec:
-    """One device.
+    """Specification of one device.
 
-    peak_bf16_flops, peak_fp8_flops: dense FLOP/s; None where nobody publishes one, as for a CPU.
+    kind: part of the device's `device_kind` in JAX.
+    peak_bf16_flops, peak_fp8_flops: dense FLOP/s; None where no figure is published, as for a CPU.
     hbm_bytes: memory of the device; None where it is the host's.
-    hbm_bytes_per_s, link_bytes_per_s: to its memory; to its neighbours, one direction, all links together.
-    num_cores: multiprocessors, compute units or TensorCores (two of a v4 and a v5p, which XLA drives as one).
-    compute_capability: of NVIDIA.
-    kind: part of what JAX calls `device_kind`.
-    linked: most devices that the links join; further ones are reached over the network.
-    torus_dims: dimensions of the links' torus; None where a switch joins all with all.
-    power_w: what it may draw at most, with its memory; not the host, not cooling.
-    scratch_bytes: on-chip memory that a kernel divides up itself: a thread block's shared memory, a TensorCore's VMEM.
+    hbm_bytes_per_s: bandwidth to that memory.
+    link_bytes_per_s: bandwidth to neighbouring devices, one direction, all links together.
+    num_cores: multiprocessors, compute units or TensorCores (two on a v4 or v5p, which XLA drives as one).
+    compute_capability: NVIDIA's (major, minor); None for other makers.
+    linked: maximum number of devices joined by links; further devices are reached over the network.
+    torus_dims: dimensions of the torus of links; None where a switch joins all devices.
+    power_w: maximum power of the device with its memory, without host and cooling.
+    scratch_bytes: on-chip memory that a kernel manages itself: a thread block's shared memory, a TensorCore's VMEM.
     """
 
     name: str
@@ -61,9 +63,9 @@ class DeviceSpec:
     scratch_bytes: int | None = None
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Dense FLOP/s of matrix products whose operands are `dtype`; None where unknown.
+        """Dense FLOP/s of matrix products with operands of `dtype`; None if unknown.
 
-        float32 is unknown: it depends on how many bits a backend keeps, and no MFU is better than a wrong one.
+        float32 is unknown: its peak depends on how many bits a backend keeps, and no MFU is better than a wrong one.
         """
         if dtype == "bfloat16":
             return self.peak_bf16_flops
@@ -82,7 +84,7 @@ _HOPPER_SHARED = 227 * 1024
 # or ConnectX-7 (400 Gbit/s, DGX H100, H200, B200) per GPU; 25 GB/s per TPU host (scaling book, part 2). Power: the data
 # sheets' maximum (of a GH200 with its CPU); TPU v4 192 W (arXiv:2304.01433, table 4). Scratch: the CUDA programming
 # guide's table of compute capabilities (opt-in, per block), AMD's CDNA 3 white paper (LDS), and for TPUs jax/_src/
-# tpu_info.py. What is not published is None.
+# tpu_info.py. Figures that are not published are None.
 _PCIE4, _PCIE5 = Host(8, 32e9, 25e9), Host(8, 64e9, 50e9)
 DEVICES = {
     spec.name: spec
@@ -129,28 +131,28 @@ DEVICES = {
             host=Host(8, 32e9, 3.125e9), linked=256, torus_dims=2, num_cores=1, scratch_bytes=128 * _MIB,
         ),
         DeviceSpec(
-            # JAX counts the two halves of a chip: 2307e12, 4614e12, 192 GB, 7.37e12 and six links together.
+            # JAX counts each half of a chip as a device. A whole chip has 2307e12, 4614e12, 192 GB, 7.37e12, six links.
             "tpu7x", "tpu", "TPU7x", 1153.5e12, 2307e12, 96 * _GB, 3.685e12, 3 * 9e10,
             host=Host(8), linked=2 * 9216, torus_dims=3, num_cores=1, scratch_bytes=64 * _MIB,
         ),
     )
 }  # fmt: skip
-"""Every device known by name."""
+"""Specification of every known device, by name."""
 
 ENTRY_POINTS = "jtrain_kernels"
-"""Group of the entry points by which other distributions bring chips and kernels; each names a module."""
+"""Group of entry points through which other distributions provide chips and kernels; each names a module."""
 
 
 @functools.cache
 def known() -> Mapping[str, DeviceSpec]:
-    """`DEVICES`, and those that other distributions bring: `DEVICES`, a tuple, of each entry point's module."""
+    """`DEVICES`, and the devices of other distributions: the tuple `DEVICES` of each entry point's module."""
     modules = [entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)]
     return DEVICES | {spec.name: spec for module in modules for spec in getattr(module, "DEVICES", ())}
 
 
 @runtime_checkable
 class Device(Protocol):
-    """What a `jax.Device` says of itself."""
+    """Attributes of a `jax.Device` that identify it."""
 
     @property
     def platform(self) -> str: ...
@@ -163,36 +165,34 @@ ALIASES = {
     "v5lite": "v5e", "v5litepod": "v5e", "v6lite": "v6e", "trillium": "v6e", "v7x": "tpu7x", "7x": "tpu7x",
     "ironwood": "tpu7x",
 }  # fmt: skip
-"""Other names in use -> name."""
+"""Common alias -> name."""
 
 
 def from_name(name: str) -> DeviceSpec:
-    """The device called `name`: a key of `DEVICES`, another name in use, or what JAX calls the kind; any case.
+    """Device called `name`: a key of `DEVICES`, an alias, or JAX's name of the kind; case is ignored.
 
     Raises:
-      ValueError: no such device, with the names there are.
+      UserError: no such device; the message lists the names.
     """
     plain = name.strip().lower()
     kinds = {f"{maker}{spec.kind}".lower(): spec for spec in known().values() for maker in ("", "NVIDIA ")}
     spec = known().get(ALIASES.get(plain, plain), kinds.get(plain))
     if spec is not None:
         return spec
-    near = difflib.get_close_matches(name, known(), n=1)
-    hint = f"Did you mean {near[0]}? " if near else ""
-    raise ValueError(f"No device is called {name!r}. {hint}There are: {', '.join(known())}.")
+    raise UserError(f"No device is called {name!r}. {did_you_mean(name, known())}There are: {', '.join(known())}.")
 
 
 def from_device(device: Device) -> DeviceSpec | None:
-    """The spec of a live or compile-only device, by its kind; None for one that is not in `DEVICES`."""
+    """Specification of a live or compile-only device, by its kind; None if it is not known."""
     if device.platform == "cpu":
         return DEVICES["cpu"]
-    # The longest match: "TPU v5" is part of "TPU v5 lite", and "H100" of nothing else.
+    # The longest match, because "TPU v5" is part of "TPU v5 lite".
     found = [spec for spec in known().values() if spec.platform != "cpu" and spec.kind in device.device_kind]
     return max(found, key=lambda spec: len(spec.kind), default=None)
 
 
 def live(device: Device) -> DeviceSpec:
-    """The spec of a device that is there; of one that is not in `DEVICES`, what it says of itself, without peaks."""
+    """Specification of a live device; an unknown one gets the device's own attributes, without peaks."""
     spec = from_device(device)
     if spec is not None:
         return spec

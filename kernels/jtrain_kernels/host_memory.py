@@ -1,23 +1,23 @@
-"""The C allocator, told not to hand large buffers back to the kernel between steps."""
+"""Settings of the C allocator, so that it keeps large buffers between steps."""
 
 import ctypes
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
-"""From glibc's malloc.h."""
+"""Constants of glibc's malloc.h."""
 
 
 def keep_freed_memory() -> bool:
-    """Lets XLA:CPU use the same pages for the temporaries of every step. Call it once, before JAX looks for devices.
+    """Lets XLA:CPU reuse the same pages for the temporaries of every step. Call it once, before JAX looks for devices.
 
-    Later it is of no use: XLA's threads start with its devices, each takes an arena of its own from the allocator, and
-    those are unmapped as they empty.
+    A later call has no effect: XLA's threads start with its devices, each takes an arena of its own from the allocator,
+    and those arenas are unmapped when they become empty.
 
-    XLA:CPU allocates a step's temporaries anew each time. glibc maps and unmaps buffers that large, so that each page
-    is faulted in and zeroed again: 100,000 faults a step and 12 % of its CPU time for 400 MiB of temporaries. With this
-    the process keeps its peak memory until it ends.
+    XLA:CPU allocates a step's temporaries in every step. glibc maps and unmaps buffers of that size, so each page is
+    faulted in and zeroed again: 100,000 faults per step and 12 % of its CPU time for 400 MiB of temporaries. After this
+    call the process keeps its peak memory until it ends.
 
     Returns:
-      False where the C library is not glibc; nothing changes there.
+      True if the C library is glibc and accepted the settings; otherwise nothing changes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

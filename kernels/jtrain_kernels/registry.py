@@ -1,15 +1,14 @@
-"""One op, many implementations: which one runs on a device, and why the others do not.
+"""Registry of ops and their implementations: selects the one that runs on a device, and explains the choice.
 
-Order of choice: forced > tuned > cost model > reference. A forced implementation that cannot run is an error, and every
-choice says why it was made and why each other lost, so nothing falls back in silence.
+Order of choice: forced > tuned > cost model > reference. A forced implementation that cannot run is an error. Every
+choice has a reason, and so has every implementation that was not chosen, so there is no silent fallback.
 
-An op's `api.py` has its public functions and `OPS`, a tuple of `Op`, the plain JAX form last; its function calls
-`registry.call(OP, name=argument, ...)`. Chips and implementations that are not in this repository come through the
-entry point group `jtrain_kernels`; `jtrain_kernels.examples.new_backend` is a whole back end in one file.
+An op's `api.py` has its public functions and `OPS`, a tuple of `Op`, each with the plain JAX implementation last. The
+public functions call `registry.call(OP, name=argument, ...)`. Chips and implementations of other distributions come
+through the entry point group `jtrain_kernels`; `jtrain_kernels.examples.new_backend` is a complete example in one file.
 """
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import importlib.metadata
@@ -23,20 +22,21 @@ import jax
 
 from jtrain_kernels import tuned
 from jtrain_kernels.device import ENTRY_POINTS, DeviceSpec, live
+from jtrain_kernels.errors import UserError, did_you_mean
 
 type Avals = Mapping[str, jax.ShapeDtypeStruct | int | float | bool | str | None]
-"""An op's arguments by name: arrays as shapes (of one device's block), statics as they are."""
+"""Arguments of an op by name: shapes of arrays (one device's block), and the values of static arguments."""
 
 REFERENCE = "xla"
 
 
 def cost_unknown(device: DeviceSpec, avals: Avals) -> float | None:
-    """No prediction."""
+    """Predicts nothing."""
     del device, avals
 
 
 def no_configs(device: DeviceSpec, avals: Avals) -> Sequence[Mapping[str, int]]:
-    """Nothing to tune: one configuration, empty."""
+    """The single, empty configuration of an implementation that has nothing to tune."""
     del device, avals
     return ({},)
 
@@ -48,14 +48,14 @@ def anywhere(device: DeviceSpec, avals: Avals) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op.
+    """One implementation of an op.
 
     name: xla, cudnn, tokamax, splash, pallas_tpu, mosaic_gpu, triton, fp8, or a vendor's own.
-    call: takes the op's arguments by name and a configuration's entries as further keywords.
-    supports: None if it runs for these arguments on that device, else the reason, one sentence without a full stop.
-      It must not compile or ask what devices there are: the device may not be here.
-    cost_s: predicted seconds, None if unknown.
-    configs: what to try when tuning, the best guess first; at least one.
+    call: takes the op's arguments by name, and the entries of a configuration as further keywords.
+    supports: None if the implementation runs for these arguments on the device, else the reason, one sentence without
+      a full stop. It must not compile or query live devices, because the device may be another one.
+    cost_s: predicted seconds; None if unknown.
+    configs: configurations to try when tuning, the best guess first; at least one.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Implementation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
-    """An op and what computes it.
+    """An op and its implementations.
 
-    implementations: the last is `xla`, plain JAX, which runs everywhere.
-    cases: arguments by the name of a case, for explaining, tuning and compiling without hardware; one device's block.
+    implementations: the last one is `xla`, plain JAX, which runs on every device.
+    cases: name -> arguments (one device's block), used to explain a choice, to tune, and to compile without hardware.
     """
 
     name: str
@@ -80,16 +80,16 @@ class Op:
     def __post_init__(self) -> None:
         names = [i.name for i in self.implementations]
         if not names or names[-1] != REFERENCE or len(set(names)) < len(names):
-            raise ValueError(f"kernels.{self.name}: {names} must be different names, of which the last is {REFERENCE}.")
+            raise UserError(f"kernels.{self.name}: {names} must be different names, the last one {REFERENCE}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What runs.
+    """The chosen implementation, and the reasons.
 
     config: further keywords of the implementation's `call`.
-    because: why this one, one sentence.
-    others: name and reason of each that lost.
+    because: reason for the choice, one sentence.
+    others: name of each other implementation, and the reason why it was not chosen.
     """
 
     implementation: Implementation
@@ -106,15 +106,16 @@ def choose(
     forced: str | None = None,
     measured: Mapping[tuple[str, str, str], tuned.Entry] | None = None,
 ) -> Choice:
-    """The implementation of `op` for these arguments on `device`.
+    """Chooses the implementation of `op` for these arguments on `device`.
 
-    The cost model decides only between predictions: where the reference has none, it stays.
+    The cost model compares predictions only: if the reference has no prediction, the reference is chosen.
 
     Args:
-      measured: what was tuned; by default what is committed for the device.
+      forced: name of an implementation that must be used.
+      measured: results of tuning; by default those committed for the device.
 
     Raises:
-      ValueError: the forced implementation does not exist or cannot run; or nothing can.
+      UserError: the forced implementation does not exist or cannot run, or no implementation can run.
     """
     found = {i.name: i for i in implementations(op)}
     reasons = {name: i.supports(device, avals) for name, i in found.items()}
@@ -129,10 +130,10 @@ def choose(
     if forced is not None:
         reason = reasons[forced] if forced in found else "there is no such implementation"
         if reason is not None:
-            raise ValueError(f"kernels.{op.name}={forced}: {reason}. There are: {', '.join(found)}.")
+            raise UserError(f"kernels.{op.name}={forced}: {reason}. There are: {', '.join(found)}.")
         return chosen(forced, "it is forced", lambda _: f"{forced} is forced")
     if reasons[REFERENCE] is not None:
-        raise ValueError(f"kernels.{op.name}: not even {REFERENCE} runs: {reasons[REFERENCE]}.")
+        raise UserError(f"kernels.{op.name}: not even {REFERENCE} runs: {reasons[REFERENCE]}.")
     able = [name for name, reason in reasons.items() if reason is None]
     if entry is not None and entry.implementation in able:
         because = (
@@ -146,7 +147,7 @@ def choose(
     if REFERENCE not in known:
         why = f"nothing is measured for this shape, and nothing is predicted for {REFERENCE} to compare it with"
         return chosen(REFERENCE, "it is the reference, and nothing says that another is faster", lambda _: why)
-    # At a tie the reference stays: it is last in the list, and others must win.
+    # In a tie the reference is chosen.
     best = min(known, key=lambda name: (known[name], name != REFERENCE))
 
     def slower(name: str) -> str:
@@ -159,25 +160,25 @@ def choose(
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """What traced code is for."""
+    """Device for which code is traced, and the forced implementations."""
 
     device: DeviceSpec
     forced: tuple[tuple[str, str], ...]
 
 
-# Part of the key of JAX's caches: a jitted function is traced anew under another target.
+# The target is part of the key of JAX's caches, so a jitted function is traced again under another target.
 _target = jax.make_user_context(None)
 
 
 @contextmanager
 def on(device: DeviceSpec, *, forced: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Code traced within is for `device`, with these implementations forced: op -> implementation.
+    """Context in which code is traced for `device`, with forced implementations (op -> implementation).
 
-    Enter it around tracing, also inside a jitted function. A pullback that `jax.vjp` returned is traced where it is
-    called.
+    Enter it around tracing; inside a jitted function works too. A pullback that `jax.vjp` returned is traced where it
+    is called.
 
     Raises:
-      ValueError: no such op, or no such implementation of it.
+      UserError: an op or its implementation does not exist.
     """
     forced = dict(forced or {})
     check(forced)
@@ -186,28 +187,28 @@ def on(device: DeviceSpec, *, forced: Mapping[str, str] | None = None) -> Iterat
 
 
 def check(forced: Mapping[str, str]) -> None:
-    """Refuses names that mean nothing: op -> implementation; whether it can run, only the arguments say.
+    """Checks the names of forced implementations (op -> implementation); whether one can run depends on the arguments.
 
     Raises:
-      ValueError: no such op, or no such implementation of it.
+      UserError: an op or its implementation does not exist.
     """
     for name, implementation in forced.items():
         known = [i.name for i in implementations(find(name))]
         if implementation not in known:
-            raise ValueError(
+            raise UserError(
                 f"kernels.{name}={implementation}: there is no such implementation. There are: {', '.join(known)}."
             )
 
 
 def select(op: Op, avals: Avals) -> Choice:
-    """The choice where code is being traced: for the device of `on`, else for the default backend's."""
+    """Choice for the code being traced: on the device of `on`, else on the default backend's device."""
     target: _Target | None = _target.value
     forced = dict(target.forced).get(op.name) if target is not None else None
     return choose(op, device(), avals, forced=forced)
 
 
 def device() -> DeviceSpec:
-    """What is traced now is for this device: that of `on`, else the default backend's first."""
+    """Device for which code is being traced: the device of `on`, else the default backend's first device."""
     target: _Target | None = _target.value
     return live(jax.devices()[0]) if target is None else target.device
 
@@ -219,42 +220,42 @@ def call(op: Op, /, **arguments: Any) -> Any:
 
 
 def avals_of(arguments: Mapping[str, Any]) -> Avals:
-    """Arrays as shapes, of one device's block under `shard_map`; the rest as it is.
+    """Arguments with arrays replaced by shapes (one device's block under `shard_map`); static values stay.
 
     Raises:
-      ValueError: an argument is neither an array nor a number, string or None.
+      UserError: an argument is neither an array nor a number, string or None.
     """
 
     def one(name: str, value: Any) -> jax.ShapeDtypeStruct | int | float | bool | str | None:
         if value is None or isinstance(value, int | float | str):
             return value
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-            raise ValueError(f"kernels: argument {name} is a {type(value).__name__}; ops take arrays and plain values.")
+            raise UserError(f"kernels: argument {name} is a {type(value).__name__}; ops take arrays and plain values.")
         return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
     return {name: one(name, value) for name, value in arguments.items()}
 
 
 def implementations(op: Op) -> tuple[Implementation, ...]:
-    """Those of the op, and before them those that other distributions bring."""
+    """All implementations of an op: those of other distributions first, then the op's own."""
     return (*plugins().get(op.name, ()), *op.implementations)
 
 
 @functools.cache
 def plugins() -> Mapping[str, tuple[Implementation, ...]]:
-    """Op -> implementations brought by other distributions through the entry point group `jtrain_kernels`.
+    """Op -> implementations that other distributions provide through the entry point group `jtrain_kernels`.
 
-    Each entry point names a module, whose `IMPLEMENTATIONS` maps an op's name to an `Implementation`.
+    Each entry point names a module whose `IMPLEMENTATIONS` maps an op's name to an `Implementation`.
 
     Raises:
-      ValueError: two implementations of an op have one name.
+      UserError: two implementations of an op have the same name.
     """
     found: dict[str, tuple[Implementation, ...]] = {}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         for name, implementation in getattr(entry.load(), "IMPLEMENTATIONS", {}).items():
             taken = [i.name for i in (*found.get(name, ()), *find(name).implementations)]
             if implementation.name in taken:
-                raise ValueError(
+                raise UserError(
                     f"entry point {entry.name} = {entry.value}: {name} already has an implementation called "
                     f"{implementation.name}. Give it another name; taken are: {', '.join(taken)}."
                 )
@@ -264,7 +265,7 @@ def plugins() -> Mapping[str, tuple[Implementation, ...]]:
 
 @functools.cache
 def ops() -> Mapping[str, Op]:
-    """Every op by name: `OPS` of each folder's `api.py`; one without has nothing to choose."""
+    """All ops by name, from `OPS` of each folder's `api.py`; a folder without it has no implementations to choose."""
     folder = Path(__file__).parent
     modules = [m.name for m in pkgutil.iter_modules([str(folder)]) if m.ispkg and (folder / m.name / "api.py").exists()]
     found = [
@@ -277,10 +278,8 @@ def find(name: str) -> Op:
     """The op called `name`.
 
     Raises:
-      ValueError: no such op, with the names there are.
+      UserError: the op does not exist; the message lists the names.
     """
     if name in ops():
         return ops()[name]
-    near = difflib.get_close_matches(name, ops(), n=1)
-    hint = f"Did you mean {near[0]}? " if near else ""
-    raise ValueError(f"kernels: no op is called {name!r}. {hint}There are: {', '.join(ops())}.")
+    raise UserError(f"kernels: no op is called {name!r}. {did_you_mean(name, ops())}There are: {', '.join(ops())}.")

@@ -1,7 +1,7 @@
-"""Triton kernels in JAX, by jax-triton 0.3.1 or 0.4: the only caller of it.
+"""Triton kernels in JAX through jax-triton 0.3.1 or 0.4; the only module that calls it.
 
-0.4 calls results `out_type` that 0.3 called `out_shape`; 0.4 needs triton >= 3.7, 0.3.1 is what works with 3.6. Neither
-has derivatives, batching or an interpreter on CPUs: an op brings its own `custom_vjp`.
+The argument for results is `out_shape` in 0.3 and `out_type` in 0.4; 0.4 needs triton >= 3.7, and 0.3.1 works with 3.6.
+Neither version has derivatives, batching or an interpreter on CPUs, so an op brings its own `custom_vjp`.
 """
 
 import importlib
@@ -17,16 +17,16 @@ from jtrain_kernels.device import DeviceSpec
 
 INSTALL = "pip install 'jtrain[cuda]'"
 OPTIONS = {
-    # As every Triton before 3.10 does unasked: a product and a sum are one instruction.
+    # Fuses a product and a sum into one instruction, the default of every Triton before 3.10.
     "enable_fp_fusion": True,
-    # 9.0, which CUDA 13.0 reads. Unasked, Triton writes for the assembler that it brings, and JAX's may be older.
+    # PTX 9.0, which CUDA 13.0 reads. By default Triton targets its own assembler, and JAX's may be older.
     "ptx_version": 90,
 }
-"""Of Triton's compiler, so that neither its version nor CUDA's decides; for AMD it passes over what is not for it."""
+"""Options of Triton's compiler, the same for all versions of Triton and CUDA; for AMD it ignores those of NVIDIA."""
 
 
 def refusal(device: DeviceSpec) -> str | None:
-    """Why no Triton kernel can run on a device, None if it can. Imports nothing."""
+    """Reason why no Triton kernel can run on a device; None if one can. Imports nothing."""
     if device.platform != "gpu":
         return f"it is for GPUs, not for a {device.name}"
     if device.compute_capability is not None and device.compute_capability < (8, 0):
@@ -39,7 +39,7 @@ def refusal(device: DeviceSpec) -> str | None:
 
 
 def capability(device: DeviceSpec) -> int:
-    """90 for compute capability 9.0; 0 for what has none, as an AMD GPU."""
+    """Compute capability as a number: 90 for 9.0, 0 for a device without one, such as an AMD GPU."""
     major, minor = device.compute_capability or (0, 0)
     return 10 * major + minor
 
@@ -56,8 +56,10 @@ def triton_call(
     """Runs a `triton.jit` kernel: pointers to arrays, pointers to results, and constants by name.
 
     Args:
-      programs: of the one-dimensional grid.
-      capability: of the device to compile for, which need not be here; 0 asks the one that is.
+      results: shapes and dtypes of the results.
+      programs: size of the one-dimensional grid.
+      warps: warps per program.
+      capability: compute capability to compile for; no such device is needed. 0 queries the live device.
     """
     jax_triton: Any = importlib.import_module("jax_triton")
     compat.mend_jax_triton()

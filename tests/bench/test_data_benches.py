@@ -14,7 +14,7 @@ import pytest
 from jtrain.bench import data_end_to_end, data_memory, data_mixing, data_resume, data_scaling, data_sources, meets_bar
 from jtrain.bench.data_end_to_end import Text
 from jtrain.bench.data_memory import Measured, Usage
-from jtrain.data.schedule import Constant
+from jtrain.data.mixture.schedule import Constant
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_without_the_peers_a_benchmark_says_how_to_get_them() -> None:
     """An interpreter that lacks one of them is refused too."""
     import argparse
 
-    with pytest.raises(ValueError, match=r"no interpreter that has them was given\. Make one with `python3 -m venv"):
+    with pytest.raises(ValueError, match=r"no interpreter that has them was given\. Make one with `sh jtrain/bench"):
         data_sources.peer_python(argparse.Namespace(torch_python=None))
     with pytest.raises(ValueError, match=r"cannot import them all"):
         data_sources.peer_python(argparse.Namespace(torch_python=sys.executable))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jtrain.bench import gpu_clocks
-from jtrain.profile import samples
-from jtrain.profile.records import Peaks
+from jtrain.profile.analysis.records import Peaks
+from jtrain.profile.clocks import samples
 
 SECOND = 1_000_000_000
 

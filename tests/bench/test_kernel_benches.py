@@ -16,6 +16,7 @@ def test_without_a_gpu_elementwise_ops_are_not_timed() -> None:
         elementwise.run(argparse.Namespace(compiled=False, repeats=1))
 
 
+@pytest.mark.smoke
 def test_without_a_gpu_the_loss_is_not_timed() -> None:
     """Nor its milliseconds; its bytes are another benchmark's."""
     with pytest.raises(ValueError, match=r"loss needs a GPU, but the device here is 'cpu'\..* run loss_memory"):

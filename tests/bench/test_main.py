@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from jtrain import verb
 from jtrain.bench import Row, meets_bar, row
 from jtrain.bench.__main__ import FOLDER, bench, benchmarks
 
@@ -45,7 +44,7 @@ def test_the_json_is_what_design_says(
     module = types.ModuleType("jtrain.bench.startup", "A stand-in.")
     module.__dict__.update(run=run, add_arguments=lambda parser: parser.add_argument("--speed"))
     monkeypatch.setitem(sys.modules, "jtrain.bench.startup", module)
-    monkeypatch.setattr(verb, "start_jax", lambda environ: None)
+    monkeypatch.setattr("jtrain.bench.__main__.start_jax", lambda environ: None)
     assert bench(["startup", "--speed", "100", "--json", str(tmp_path / "rows.json")]) == 0
     assert "met" in capsys.readouterr().out
     report = json.loads((tmp_path / "rows.json").read_text())

@@ -1,4 +1,4 @@
-"""A small state of the real kind, on any layout."""
+"""Fixtures: a small TrainState on any layout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain.layout import LayoutSpec, make_layout
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, build
-from jtrain.step import TrainState, abstract_state
+from jtrain.step.state import TrainState, abstract_state
+from tests.layouts import layout_from
 
 SMALL: dict[str, Any] = {
     "num_layers": 2,
@@ -27,17 +27,17 @@ SMALL: dict[str, Any] = {
 
 
 def _like(axes: dict[str, int], *, optimizer: AdamW | Muon | None = None, **fields: Any) -> TrainState:
-    """Shapes, dtypes and shardings of the small model's state; `fields` are the model's or LayoutSpec's."""
+    """Returns shapes, dtypes and shardings of the small model's state; `fields`: of the model or LayoutSpec."""
     model = Transformer(**(SMALL | {key: fields.pop(key) for key in (*SMALL, "tie_embeddings") if key in fields}))
     spec = MeshSpec(**axes)
-    layout = make_layout(LayoutSpec(**fields), spec, model.param_infos())
+    layout = layout_from(fields, spec, model.param_infos())
     infos = map_params(lambda info: info, model.param_infos())
     built = build(optimizer or AdamW(peak_lr=1e-3, warmup_steps=2), num_steps=20, params=infos)
     return abstract_state(layout, built, make_mesh(spec, jax.devices()[: spec.size]))
 
 
 def _fill(like: Any, step: int) -> Any:
-    """Arrays for `like`, all bits a function of `step`: denormals, infinities and NaNs among them."""
+    """Returns arrays for `like` whose bits are a function of `step`, including denormals, infinities and NaNs."""
     rng = np.random.default_rng(step)
 
     def leaf(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -55,17 +55,17 @@ def _bits(tree: Any) -> list[bytes]:
 
 @pytest.fixture
 def make_like() -> Callable[..., TrainState]:
-    """Gives a TrainState of ShapeDtypeStruct for mesh axes and fields of model, layout and optimizer."""
+    """Returns a function from mesh axes and fields of model, layout, optimizer to a TrainState of ShapeDtypeStruct."""
     return _like
 
 
 @pytest.fixture
 def fill() -> Callable[[Any, int], Any]:
-    """Gives arrays of random bits for shapes and shardings, the same for the same step."""
+    """Returns a function that makes arrays of random bits for shapes and shardings, the same for the same step."""
     return _fill
 
 
 @pytest.fixture
 def bits_of() -> Callable[[Any], list[bytes]]:
-    """Gives the bytes of every leaf, for comparisons that NaN cannot fool."""
+    """Returns a function that gives the bytes of every leaf, for comparisons that treat NaNs as equal."""
     return _bits

@@ -1,4 +1,4 @@
-"""SIGKILL at any instant: what was durable is there, what is there is whole and right."""
+"""After a SIGKILL at any instant, every durable checkpoint exists, and every existing one is intact."""
 
 import os
 import random
@@ -20,21 +20,21 @@ SAVERS = """
 import os, signal, sys
 from pathlib import Path
 import jax, numpy as np
-from jtrain import durable
-from jtrain.checkpoint import Checkpoints, CheckpointSpec, arrays, files
+from jtrain.checkpoint import Checkpoints, CheckpointSpec, files
+from jtrain.runtime import atomic_io
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def save_for_ever(workdir, instant):
     checkpoints = Checkpoints(Path(workdir), CheckpointSpec(keep_last=2))
-    seal, sync, delete = files.seal, durable.sync_directory, files.shutil.rmtree
+    seal, sync, delete = files.seal, atomic_io.sync_directory, files.shutil.rmtree
     if instant == "before-hashing":
         files.seal = lambda path, **kw: die() if kw["step"] == 3 else seal(path, **kw)
     elif instant == "after-the-manifest":
         files.seal = lambda path, **kw: (seal(path, **kw), die() if kw["step"] == 3 else None)
     elif instant == "after-the-rename":
-        durable.sync_directory = lambda path: die() if 3 in checkpoints.steps() else sync(path)
+        atomic_io.sync_directory = lambda path: die() if 3 in checkpoints.steps() else sync(path)
     elif instant == "within-a-deletion":
         files.shutil.rmtree = lambda path, **kw: die() if 3 in checkpoints.steps() else delete(path, **kw)
     step = checkpoints.latest_step() or 0
@@ -96,7 +96,7 @@ class Savers:
         )
 
     def run_one(self, workdir: Path, instant: str = "at-random", *, kill_after_s: float | None = None) -> int:
-        """Runs a saver until it dies, or kills it so long after it began its third save; its last durable step."""
+        """Runs a saver until it dies or is killed after its third save began; returns the last durable step."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{workdir} {instant}\n")
@@ -125,7 +125,7 @@ class Savers:
 
 @pytest.fixture(scope="module")
 def savers() -> Iterator[Savers]:
-    """One for all tests here: it costs seconds to start."""
+    """One saver for all tests here, because it takes seconds to start."""
     made = Savers()
     yield made
     made.close()
@@ -143,7 +143,7 @@ def savers() -> Iterator[Savers]:
 def test_a_kill_at_this_instant_loses_nothing(
     savers: Savers, tmp_path: Path, instant: str, newest: int, remains: tuple[str, ...]
 ) -> None:
-    """The four places where the order of writes matters, each met exactly; then a run goes on from there."""
+    """Kills at each of the four points where the order of writes matters; then a run continues from there."""
     durable = savers.run_one(tmp_path, instant)
     assert check(tmp_path, durable) == newest
     assert files.partial(tmp_path / "checkpoints") == remains
@@ -154,7 +154,7 @@ def test_a_kill_at_this_instant_loses_nothing(
 
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_random_kills_one_after_another_lose_nothing(savers: Savers, tmp_path: Path, kills: int) -> None:
-    """Each run goes on in what the last one left."""
+    """Each run continues in the directory that the last one left."""
     rng = random.Random(kills)
     half_done = 0
     for _ in range(kills):

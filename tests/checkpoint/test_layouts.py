@@ -1,4 +1,4 @@
-"""A checkpoint does not know the layout that wrote it."""
+"""A checkpoint does not depend on the layout that wrote it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
-from jtrain.step import TrainState
+from jtrain.step.state import TrainState
 
 MakeLike = Callable[..., TrainState]
 Fill = Callable[[Any, int], Any]
@@ -44,7 +44,7 @@ def test_any_layout_reads_what_another_saved_bit_for_bit(
     axes: dict[str, int],
     zero_stage: int,
 ) -> None:
-    """Values are the saved ones, and every device holds exactly its share under the new layout."""
+    """The values are equal to the saved ones, and every device holds exactly its part under the new layout."""
     checkpoints, state = saved
     like = make_like(axes, zero_stage=zero_stage)
     got, data_state = checkpoints.restore(7, like)
@@ -62,7 +62,7 @@ def test_any_layout_reads_what_another_saved_bit_for_bit(
 def test_another_dtype_is_rounded_to_nearest_and_back_again_is_exact(
     saved: tuple[Checkpoints, TrainState], make_like: MakeLike, fill: Fill, bits_of: BitsOf, tmp_path: Path
 ) -> None:
-    """float32 parameters restored as bfloat16 are numpy's rounding; the moments keep their own dtype."""
+    """float32 parameters restored as bfloat16 equal numpy's rounding; the moments keep their own dtype."""
     checkpoints, state = saved
     like = make_like({"data": 4}, zero_stage=2, param_dtype="bfloat16")
     got, _ = checkpoints.restore(7, like)

@@ -1,4 +1,4 @@
-"""Eight-bit moments, their scales and the masters are saved like any array, and a resumed run does not notice."""
+"""Eight-bit moments, their scales and master weights are saved like other arrays, and a resumed run is unchanged."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +10,13 @@ import pytest
 
 from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec
 from jtrain.dims import Batch
-from jtrain.layout import LayoutSpec, make_layout
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
-from jtrain.step import TrainState, abstract_state, init_state, make_train_step
+from jtrain.step.state import TrainState, abstract_state, init_state
+from jtrain.step.train_step import make_train_step
+from tests.layouts import layout_from
 
 MakeLike = Callable[..., TrainState]
 Fill = Callable[[Any, int], Any]
@@ -29,7 +30,7 @@ WIDE |= {"param_dtype": "bfloat16", "optimizer": INT8}
 def test_scales_codes_and_masters_come_back_on_any_layout(
     tmp_path: Path, make_like: MakeLike, fill: Fill, bits_of: BitsOf
 ) -> None:
-    """Saved from 8-way ZeRO-3, read whole, by tensor and by other stages, bit for bit; another precision is refused."""
+    """Any layout restores bit for bit what 8-way ZeRO-3 saved; another precision is refused."""
     state = fill(make_like({"data": 8}, zero_stage=3, **WIDE), 7)
     names = {leaf.dtype.name for leaf in jax.tree.leaves(state.opt_state)}
     assert names == {"int8", "uint8", "float32"}
@@ -48,10 +49,10 @@ def test_scales_codes_and_masters_come_back_on_any_layout(
 
 
 def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, bits_of: BitsOf) -> None:
-    """Two steps, a save, two more: the same bits as four, rounding by chance included."""
+    """Two steps, a save and two more steps give the same bits as four steps, including stochastic rounding."""
     model = Transformer(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, head_dim=16, d_ff=64, vocab_size=64)
     infos = model.param_infos()
-    layout = make_layout(LayoutSpec(param_dtype="bfloat16"), MeshSpec(), infos)
+    layout = layout_from(dict(param_dtype="bfloat16"), MeshSpec(), infos)
     optimizer = build(INT8, num_steps=20, params=map_params(lambda info: info, infos))
     mesh = make_mesh(MeshSpec(), jax.devices()[:1])
     step = make_train_step(model, optimizer, layout, mesh)
@@ -77,7 +78,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, bits_of: BitsOf) -> N
 def test_a_checkpoint_from_before_scales_and_masters_is_one_without(
     tmp_path: Path, make_like: MakeLike, fill: Fill, bits_of: BitsOf
 ) -> None:
-    """As it was written then: only the two moments, and nothing in the place of what came later."""
+    """An old checkpoint has only the two moments, and nothing for the arrays that were added later."""
     like = make_like({"data": 8}, zero_stage=3)
     state = fill(like, 3)
     moments = {"mu": state.opt_state.mu, "nu": state.opt_state.nu}

@@ -22,7 +22,7 @@ jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec
-from jtrain.guard import agree
+from jtrain.runtime.multihost import agree
 
 assert (jax.process_count(), len(jax.local_devices()), len(jax.devices())) == (2, 4, 8)
 mesh = jax.make_mesh((8,), ("data",))
@@ -71,7 +71,7 @@ print(json.dumps(said), flush=True)
 
 
 def test_two_processes_write_and_read_one_checkpoint(tmp_path: Path) -> None:
-    """Each writes its part, process 0 the rest; damage that one of them finds stops both; one process reads it all."""
+    """Each writes its part, process 0 the rest; damage that one finds stops both; one process can read everything."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         coordinator = f"localhost:{probe.getsockname()[1]}"
@@ -93,7 +93,7 @@ def test_two_processes_write_and_read_one_checkpoint(tmp_path: Path) -> None:
         said = json.loads(output.splitlines()[-1])
         error = said.pop("error")
         assert "checkpoints/3 is damaged" in error
-        assert "step 2 is whole" in error
+        assert "step 2 is intact" in error
         assert said == {
             "agree": [False, True, True],
             "first": None,

@@ -1,4 +1,4 @@
-"""What a checkpoint refuses, and what it says."""
+"""Restores and saves that are refused, and their messages."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 
 from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec
 from jtrain.optim import AdamW, Muon
-from jtrain.step import TrainState
+from jtrain.step.state import TrainState
 
 MakeLike = Callable[..., TrainState]
 Fill = Callable[[Any, int], Any]
@@ -28,66 +28,68 @@ def saved(tmp_path: Path, make_like: MakeLike, fill: Fill) -> Iterator[Checkpoin
 
 
 def test_another_model_is_refused_with_its_leaves(saved: Checkpoints, make_like: MakeLike) -> None:
-    """Path, shape there, shape here; ten of them and a count."""
+    """The message lists ten leaves with path, saved shape and wanted shape, and the number of the others."""
     with pytest.raises(CheckpointError) as error:
         saved.restore(3, make_like({}, d_ff=192, vocab_size=512))
     text = str(error.value)
     num_leaves = len(jax.tree.leaves(make_like({})))
     assert f"checkpoints/3 is of another model: 15 of {num_leaves} leaves differ" in text
-    assert "\n  params.embed_VD: float32[256,64] there, float32[512,64] here" in text
-    assert "\n  params.layers.mlp.gate_DF: float32[2,64,128] there, float32[2,64,192] here" in text
-    assert text.count(" there, ") == 10
+    assert "\n  params.embed_VD: float32[256,64] in the checkpoint, float32[512,64] in this run" in text
+    assert "\n  params.layers.mlp.gate_DF: float32[2,64,128] in the checkpoint, float32[2,64,192] in this run" in text
+    assert text.count(" in the checkpoint, ") == 10
     assert "\n  and 5 more" in text
     assert "config.txt, or choose another --workdir" in text
 
 
 def test_leaves_of_one_side_only_are_named(saved: Checkpoints, make_like: MakeLike) -> None:
-    """QK-norm adds scales; tying takes the unembedding away."""
+    """QK-norm adds scales; tied embeddings remove the unembedding."""
     like = make_like({})
     params = dict(like.params)
     params["extra"] = params.pop("unembed_DV")
-    with pytest.raises(CheckpointError, match=r"(?s)params\.extra: nothing there, float32.* here") as error:
+    with pytest.raises(
+        CheckpointError, match=r"(?s)params\.extra: nothing in the checkpoint, float32.* in this run"
+    ) as error:
         saved.restore(3, TrainState(like.step, params, like.opt_state))
-    assert "params.unembed_DV: float32[64,256] there, nothing here" in str(error.value)
+    assert "params.unembed_DV: float32[64,256] in the checkpoint, nothing in this run" in str(error.value)
 
 
 def test_another_optimizer_is_refused(saved: Checkpoints, make_like: MakeLike) -> None:
-    """The parameters fit, the moments do not."""
+    """The parameters match, the moments do not."""
     like = make_like({}, optimizer=Muon(peak_lr=1e-3, warmup_steps=2))
     with pytest.raises(
-        CheckpointError, match=r"(?s)is of another optimizer: .*opt_state\.nu.* nothing here.*optimizer\.\*"
+        CheckpointError, match=r"(?s)is of another optimizer: .*opt_state\.nu.* nothing in this run.*optimizer\.\*"
     ):
         saved.restore(3, like)
 
 
 def test_moments_in_another_dtype_are_no_other_optimizer(saved: Checkpoints, make_like: MakeLike) -> None:
-    """A dtype policy may change at a restore; a float may not become an integer."""
+    """A restore may change a floating-point dtype, but not turn a float into an integer."""
     like = make_like({}, optimizer=AdamW(peak_lr=1e-3, warmup_steps=2, b2=0.95, moment_dtype="bfloat16"))
     got, _ = saved.restore(3, like)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(got.opt_state)} == {"bfloat16"}
     step = jax.ShapeDtypeStruct((), "float32", sharding=like.step.sharding)
-    with pytest.raises(CheckpointError, match=r"step: int32\[\] there, float32\[\] here"):
+    with pytest.raises(CheckpointError, match=r"step: int32\[\] in the checkpoint, float32\[\] in this run"):
         saved.restore(3, TrainState(step, like.params, like.opt_state))
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(saved: Checkpoints, make_like: MakeLike) -> None:
-    """Also when there is none at all."""
-    with pytest.raises(CheckpointError, match=r"No complete checkpoint of step 4 in .*: there are those of steps 3\."):
+    """The message says so if there is none at all."""
+    with pytest.raises(CheckpointError, match=r"No complete checkpoint of step 4 in .*, which has steps 3\."):
         saved.restore(4, make_like({}))
     shutil.rmtree(saved.folder)
-    with pytest.raises(CheckpointError, match=r"No complete checkpoint of step 3 in .*: there is none\."):
+    with pytest.raises(CheckpointError, match=r"No complete checkpoint of step 3 in .*, which has none\."):
         saved.restore(3, make_like({}))
 
 
 def test_a_directory_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
-    """prepare() finds out; a file in the way stands for missing rights, which root never lacks."""
+    """prepare() detects it; a file in the way replaces missing permissions, because root has all of them."""
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"checkpoints cannot be written to \(FileExistsError: .*GiB are free"):
         Checkpoints(tmp_path, CheckpointSpec()).prepare()
 
 
 def test_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
-    """The kernel's own files stand for one: nothing can be made there, even by root."""
+    """The test uses a kernel file system, where even root cannot create files."""
     with pytest.raises(CheckpointError, match=r"/proc/.*checkpoints cannot be written to .*No checkpoint was written"):
         Checkpoints(Path("/proc/self"), CheckpointSpec()).prepare()
 
@@ -123,7 +125,7 @@ print(sorted(path.name for path in checkpoints.folder.iterdir()))
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path | None]:
-    """A disk of 8 MiB; None where this user may not mount one."""
+    """Disk of 8 MiB; None if this user may not mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = shutil.which("mount")
@@ -139,9 +141,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path | None]:
 def test_a_full_disk_is_one_clear_error_and_costs_no_checkpoint(
     tmp_path: Path, small_disk: Path | None, full: str
 ) -> None:
-    """The write fails half-way, in the background, twice; then a smaller one works.
+    """The background write fails half-way, twice; then a smaller one works.
 
-    Where no disk can be mounted, a limit of 1 MiB per file stands for it in both cases.
+    If no disk can be mounted, a limit of 1 MiB per file replaces it in both cases.
     """
     on_disk = small_disk if full == "disk" else None
     limit = -1 if on_disk else 1 << 20
@@ -152,7 +154,7 @@ def test_a_full_disk_is_one_clear_error_and_costs_no_checkpoint(
     lines = done.stdout.splitlines()
     assert len(lines) == 3, done.stdout
     for step, line in zip((2, 3), lines, strict=False):
-        assert f"does not take the checkpoint of step {step} (" in line
+        assert f"cannot take the checkpoint of step {step} (" in line
         assert ("No space left on device" if on_disk else "File too large") in line
         assert "The state has 0.02 GiB" in line
         assert "choose another --workdir" in line

@@ -1,4 +1,4 @@
-"""When a checkpoint counts, and which are kept."""
+"""Commit of checkpoints, and retention."""
 
 import json
 import threading
@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, files
-from jtrain.step import TrainState
+from jtrain.step.state import TrainState
 
 MakeLike = Callable[..., TrainState]
 Fill = Callable[[Any, int], Any]
@@ -21,7 +21,7 @@ BitsOf = Callable[[Any], list[bytes]]
 def test_the_next_step_may_donate_the_state_while_it_is_written(
     tmp_path: Path, make_like: MakeLike, fill: Fill, bits_of: BitsOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """save() returns before the commit, and what is committed is the state as it was at the call."""
+    """save() returns before the commit, and the committed state is the state at the call."""
     commit = threading.Event()
     seal = files.seal
 
@@ -46,11 +46,12 @@ def test_the_next_step_may_donate_the_state_while_it_is_written(
         assert bits_of(state) != want, "the donated state must have changed, or this proves nothing"
 
 
+@pytest.mark.smoke
 def test_the_newest_and_the_multiples_are_kept(tmp_path: Path, make_like: MakeLike, fill: Fill) -> None:
     """keep_last counts only complete checkpoints; keep_every_steps keeps its multiples for ever."""
     state = fill(make_like({}), 1)
     folder = tmp_path / "checkpoints"
-    (folder / "25").mkdir(parents=True)  # a copy that a user broke off: has a step's name, and is none
+    (folder / "25").mkdir(parents=True)  # an interrupted copy by a user: it has a step's name, but is no checkpoint
     with Checkpoints(tmp_path, CheckpointSpec(keep_last=2, keep_every_steps=30)) as checkpoints:
         seen = []
         for step in (10, 20, 30, 40, 50, 60, 70):
@@ -75,7 +76,7 @@ def test_a_step_that_is_already_there_stays_as_it_is(tmp_path: Path, make_like: 
         assert (checkpoints.folder / "5" / files.MANIFEST).read_bytes() == before
         assert checkpoints.data_state(5) == {"next": 5}
         assert checkpoints.config_text(5) == "a"
-        # One without a manifest is no checkpoint, so its name is free.
+        # A directory without a manifest is no checkpoint, so its name is free.
         (checkpoints.folder / "6").mkdir()
         (checkpoints.folder / "6" / "half").write_text("copied")
         assert checkpoints.save(6, fill(like, 6), {}, "") is True
@@ -87,7 +88,7 @@ def test_a_step_that_is_already_there_stays_as_it_is(tmp_path: Path, make_like: 
 def test_a_save_that_fails_leaves_the_earlier_ones_and_no_remains(
     tmp_path: Path, make_like: MakeLike, fill: Fill, bits_of: BitsOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """keep_last=1: the only good one survives, the error says so, and the next save works."""
+    """With keep_last=1, the only good checkpoint survives, the error says so, and the next save works."""
     like = make_like({})
     seal = files.seal
 
@@ -104,7 +105,7 @@ def test_a_save_that_fails_leaves_the_earlier_ones_and_no_remains(
         ):
             checkpoints.wait()
         assert [path.name for path in checkpoints.folder.iterdir()] == ["1"]
-        checkpoints.check()  # an error is raised once
+        checkpoints.check()  # each error is raised once
         monkeypatch.setattr(files, "seal", seal)
         got, _ = checkpoints.restore(1, like)
         assert bits_of(got) == bits_of(fill(like, 1))
@@ -116,7 +117,7 @@ def test_a_save_that_fails_leaves_the_earlier_ones_and_no_remains(
 def test_check_raises_a_background_failure_without_waiting(
     tmp_path: Path, make_like: MakeLike, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop can ask at every logged step, instead of learning it at the next save."""
+    """The loop can check at every logged step instead of finding out at the next save."""
     failed = threading.Event()
 
     def fails(path: Path, **kw: Any) -> None:
@@ -136,7 +137,7 @@ def test_check_raises_a_background_failure_without_waiting(
 
 
 def test_remains_of_killed_saves_are_swept_and_never_counted(tmp_path: Path, make_like: MakeLike, fill: Fill) -> None:
-    """Orbax's partial directories and half-deleted checkpoints go; everything else in the folder stays."""
+    """Orbax's partial directories and half-deleted checkpoints are removed; everything else in the folder stays."""
     folder = tmp_path / "checkpoints"
     for name in ("9.orbax-checkpoint-tmp", "8.deleted", "notes", "007"):
         (folder / name).mkdir(parents=True)
@@ -159,8 +160,9 @@ def test_data_state_that_is_no_json_is_refused_before_anything_is_written(
     assert not checkpoints.folder.exists()
 
 
+@pytest.mark.smoke
 def test_the_manifest_lists_every_leaf_and_every_file(tmp_path: Path, make_like: MakeLike, fill: Fill) -> None:
-    """Nothing that a restore reads lies outside the hashes."""
+    """Every file that a restore reads is hashed."""
     like = make_like({})
     with Checkpoints(tmp_path, CheckpointSpec()) as checkpoints:
         checkpoints.save(1, fill(like, 1), {}, "text")
@@ -186,13 +188,13 @@ def test_the_manifest_lists_every_leaf_and_every_file(tmp_path: Path, make_like:
     ],
 )
 def test_a_spec_out_of_range_is_refused(fields: dict[str, int], message: str) -> None:
-    """Each names its field and the way out."""
+    """Each message names its field and the way out."""
     with pytest.raises(ValueError, match=message):
         CheckpointSpec(**fields)
 
 
 def test_saves_do_not_pile_up_in_host_memory(tmp_path: Path) -> None:
-    """A leak of one state per save would be 512 MiB here; what the allocator keeps is a few states, once."""
+    """A leak of one state per save would be 512 MiB here; the allocator keeps only a few states."""
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 1.5, tree), donate_argnums=0)
     state = {"params": {f"w{i}": jax.numpy.full((1024, 1024), i, "float32") for i in range(8)}}
     rss_mib: list[float] = []

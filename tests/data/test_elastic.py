@@ -1,4 +1,4 @@
-"""The same batches whatever the hosts and loaders, and to the end of the data."""
+"""The batches are the same for any number of hosts and loaders, up to the end of the data."""
 
 import hashlib
 import itertools
@@ -14,7 +14,7 @@ from tests.data.four_sources import NAMES, digest, spec
 
 
 def hosts_batches(dataset: TextDataset, state: Any, hosts: int, steps: int) -> tuple[list[np.ndarray], Any]:
-    """What `hosts` hosts hold between them, put together; and the state afterwards, the same on each."""
+    """Returns the joined batches of `hosts` hosts, and the state after them, which is the same on each host."""
     rows = np.split(np.arange(dataset.spec.global_batch), hosts)
     parts = [dataset.train_batches(state, rows=mine, inline=True) for mine in rows]
     found = [np.concatenate([next(part).token_BL for part in parts]) for _ in range(steps)]
@@ -23,7 +23,7 @@ def hosts_batches(dataset: TextDataset, state: Any, hosts: int, steps: int) -> t
     return found, json.loads(json.dumps(states[0]))
 
 
-@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize("packing", ["concat", pytest.param("best_fit", marks=pytest.mark.slow)])
 def test_eight_then_four_then_sixteen_hosts_hold_the_batches_of_one(folder: Path, packing: str) -> None:
     dataset = open_dataset(spec(folder, packing=packing), seed=0)
     want, _ = hosts_batches(dataset, None, 1, 15)
@@ -68,7 +68,7 @@ def test_data_ends_at_the_same_step_on_every_host_with_every_document_read_once(
 
 
 def test_a_host_with_a_prepared_index_reads_only_documents_of_its_own_rows(folder: Path) -> None:
-    from jtrain.data.prepare import prepare_command
+    from jtrain.data.pretokenized.build import prepare_command
 
     plain = spec(folder)
     out = folder / "prepared"

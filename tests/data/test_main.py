@@ -9,12 +9,12 @@ import pytest
 
 from jtrain.data import PackedText, open_dataset
 from jtrain.data.__main__ import main, pieces_of_step
-from jtrain.data.prepare import prepare
+from jtrain.data.pretokenized.build import prepare
 from tests.data.two_sources import recipes_of, write_lines
 
 
 def test_help_imports_neither_jax_nor_numpy() -> None:
-    """So that it answers at once."""
+    """`--help` answers at once."""
     code = "import sys, jtrain.data.__main__ as m; m.parser().format_help(); print({'jax', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "set()\n"
 
@@ -29,7 +29,7 @@ def test_every_public_name_can_be_imported_and_no_other() -> None:
 
 
 def test_the_pieces_of_a_step_are_its_batch(tmp_path: Path) -> None:
-    """Text by text, from the documents that are named."""
+    """The texts of the pieces are those of the documents that are named."""
     documents = {f"{i}.txt": "".join(f"{i}.{j} " for j in range(i + 3)) for i in range(30)}
     for name, text in documents.items():
         (tmp_path / name).write_text(text)
@@ -99,7 +99,7 @@ def test_bench_prints_throughput_memory_and_balance(capsys: pytest.CaptureFixtur
 def test_sample_prepare_and_inspect_give_the_same_stream_either_way(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole way of `--config=mixture`: six sources in six formats, raw and prepared."""
+    """Runs all steps of `--config=mixture`: six sources in six formats, raw and prepared."""
     config = str(Path("configs/mixture.py").absolute())
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", f"--config={config}"]) == 2
@@ -120,22 +120,22 @@ def test_sample_prepare_and_inspect_give_the_same_stream_either_way(
 
 @pytest.fixture
 def indexes(tmp_path: Path) -> Path:
-    """Two prepared sources, as the command would leave them."""
+    """Two prepared sources, as the command writes them."""
     write_lines(tmp_path, lines=60)
     out = tmp_path / "out"
-    prepare(recipes_of(tmp_path), out, workers=1, stream=io.StringIO(), unit_bytes=1024, command="prepare!")
+    prepare(recipes_of(tmp_path), out, workers=1, stream=io.StringIO(), shard_bytes=1024, command="prepare!")
     return out
 
 
-def test_verify_says_that_indexes_are_whole(indexes: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """All of them, or the one that is named."""
+def test_verify_says_that_indexes_are_intact(indexes: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`verify` checks all indexes, or the one that is named."""
     file = tmp_path / "verified.json"
     assert main(["verify", str(indexes), f"--json={file}"]) == 0
     printed = capsys.readouterr().out
-    assert re.fullmatch(r"book: whole \(20 records, .* tokens\)\nweb: whole \(60 records, .* tokens\)\n", printed)
+    assert re.fullmatch(r"book: intact \(20 records, .* tokens\)\nweb: intact \(60 records, .* tokens\)\n", printed)
     assert json.loads(file.read_text()) == {"sources": [{"name": name, "damage": []} for name in ("book", "web")]}
     assert main(["verify", str(indexes / "web")]) == 0
-    assert capsys.readouterr().out.startswith("web: whole")
+    assert capsys.readouterr().out.startswith("web: intact")
 
 
 @pytest.mark.parametrize("name", ["ids.bin", "lengths.bin", "units.jsonl", "skipped.jsonl", "files.json", "index.json"])
@@ -143,7 +143,7 @@ def test_verify_says_that_indexes_are_whole(indexes: Path, capsys: pytest.Captur
 def test_verify_names_the_damaged_file_and_exits_2(
     name: str, damage: str, indexes: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A bit, an end or all of it; the other index is looked at none the less."""
+    """A flipped bit, a cut end or a missing file is found; the other index is checked all the same."""
     path = indexes / "book" / name
     content = bytearray(path.read_bytes() or b"not empty")
     content[len(content) // 2] ^= 1
@@ -155,7 +155,7 @@ def test_verify_names_the_damaged_file_and_exits_2(
     assert main(["verify", str(indexes), f"--json={file}"]) == 2
     said = capsys.readouterr()
     assert said.out.splitlines()[0].startswith("book: DAMAGED")
-    assert said.out.splitlines()[1].startswith("web: whole")
+    assert said.out.splitlines()[1].startswith("web: intact")
     *lines, error = said.err.splitlines()
     assert all(line.startswith(f"  {indexes / 'book'}: ") for line in lines)
     assert name in lines[0] or (name, damage) == ("index.json", "gone")
@@ -168,4 +168,4 @@ def test_verify_names_the_damaged_file_and_exits_2(
 def test_verify_of_a_folder_without_an_index_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert main(["verify", str(folder)]) == 2
-        assert f"error: {folder}: no prepared index there. Make it: python -m jtrain" in capsys.readouterr().err
+        assert f"error: {folder} has no prepared index. Make one: python -m jtrain" in capsys.readouterr().err

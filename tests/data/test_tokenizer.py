@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from jtrain.data.tokenizer import ByteTokenizer, HFTokenizer, make_tokenizer, smallest_id_dtype
+from jtrain.errors import FileError
 
 
 @given(st.text())
@@ -25,6 +26,7 @@ def test_bytes_round_trip_any_text(text: str) -> None:
     assert tokenizer.encode_document(text).tolist() == ([0, *ids.tolist(), 0] if text else [])
 
 
+@pytest.mark.smoke
 def test_bytes_cut_inside_a_character_still_decode() -> None:
     assert ByteTokenizer().decode([0x61, 0xE6, 0xBC]) == "a\ufffd"
 
@@ -51,7 +53,7 @@ def test_a_hugging_face_document_has_its_begin_and_end(tokenizer_json: Path) -> 
 
 @given(texts=st.lists(st.text(), max_size=8))
 def test_many_documents_at_once_have_the_ids_of_each(tokenizer_json: Path, texts: list[str]) -> None:
-    """Also empty ones, in any place; as small as the vocabulary allows."""
+    """Covers empty documents in any place; ids are in the smallest dtype for the vocabulary."""
     for tokenizer, dtype in ((ByteTokenizer(), np.uint8), (HFTokenizer(tokenizer_json), np.uint16)):
         lengths, ids = tokenizer.encode_documents(texts)
         want = [tokenizer.encode_document(text) for text in texts]
@@ -68,7 +70,7 @@ def test_ids_take_as_few_bytes_as_the_vocabulary_allows() -> None:
 
 
 def test_encoding_bytes_holds_three_copies_at_most() -> None:
-    """Many documents, one of them beyond ASCII: as one text it would widen the others to 4 bytes a character."""
+    """Many documents, one of them beyond Latin-1: joined as text, it would widen the others to 4 bytes a character."""
     texts = ["the cat sat on the mat " * 100] * 1000 + ["🙂"]
     tracemalloc.start()
     try:
@@ -99,14 +101,17 @@ def test_the_end_token_comes_from_the_config_beside_or_from_the_user(tokenizer_j
     ):
         HFTokenizer(path)
     config.write_text("{eos")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json is no JSON object"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not a JSON object"):
         HFTokenizer(path)
     config.write_text("{}")
     assert HFTokenizer(path).end_id == 1
 
 
 def test_an_unknown_or_ambiguous_end_token_is_refused(tokenizer_json: Path, tmp_path: Path) -> None:
-    for others, message in ((["</s>"], r"several that could be it: <\|end_of_text\|>, </s>"), ([], "it has none of")):
+    for others, message in (
+        (["</s>"], r"several candidates: <\|end_of_text\|>, </s>"),
+        ([], "its vocabulary has none of"),
+    ):
         content = tokenizer_json.read_text()
         tokenizer = Tokenizer.from_str(content if others else content.replace("<|end_of_text|>", "<stop>"))
         tokenizer.add_special_tokens(others)
@@ -118,10 +123,10 @@ def test_an_unknown_or_ambiguous_end_token_is_refused(tokenizer_json: Path, tmp_
 
 
 def test_a_tokenizer_that_is_missing_or_broken_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"data\.tokenizer='.*gone.*no such file; looked for"):
+    with pytest.raises(FileError, match=r"data\.tokenizer='.*gone.*no such file; looked for"):
         make_tokenizer(str(tmp_path / "gone.json"))
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(ValueError, match=r"data\.tokenizer=.* is no tokenizer\.json that"):
+    with pytest.raises(ValueError, match=r"data\.tokenizer=.* is not a tokenizer\.json that"):
         make_tokenizer(str(tmp_path))
     with pytest.raises(ValueError, match=r"data\.end_token='x' has no meaning for data\.tokenizer='bytes'"):
         make_tokenizer("bytes", end_token="x")
@@ -137,10 +142,9 @@ def test_identity_tells_tokenizers_apart(tokenizer_json: Path) -> None:
 
 
 def test_encoding_lets_other_threads_run(tokenizer_json: Path) -> None:
-    """On the prefetch thread it must not stop the training loop.
+    """Encoding on the prefetch thread must not stop the training loop.
 
-    With so long a switch interval a thread that holds the interpreter is never asked for it: others run only while it
-    is let go.
+    With such a long switch interval no thread is asked to give up the GIL, so others run only if it is released.
     """
     tokenizer = HFTokenizer(tokenizer_json)
     text = "the cat sat on the mat, the end of text. " * 20_000

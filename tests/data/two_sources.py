@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jtrain.data.source import Source
-from jtrain.data.unit import Recipe
+from jtrain.data.pretokenized.shard import Recipe
+from jtrain.data.sources.source import Source
 
 
 def write_lines(folder: Path, *, lines: int) -> None:

@@ -1,4 +1,4 @@
-"""The reference directories that make.py and make_moe.py of tests/golden/hf wrote."""
+"""Reference directories, written by make.py and make_moe.py of tests/golden/hf with transformers 5 and 4."""
 
 import dataclasses
 from pathlib import Path
@@ -16,12 +16,12 @@ from jtrain.hf.model_config import model_from_config
 from jtrain.model.transformer import Transformer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
-CASES = ("llama", "llama_tied", "qwen3", "qwen3_moe")
+CASES = ("llama", "llama_tied", "qwen3", "qwen3_moe", "qwen3_moe_v5")
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """A directory of transformers', imported, and what transformers computed with it."""
+    """Imported reference directory, and the results that transformers computed with it."""
 
     folder: Path
     config: dict[str, Any]
@@ -34,7 +34,7 @@ class Reference:
 
     @property
     def batch(self) -> Batch:
-        """Each row one document."""
+        """Batch in which each row is one document."""
         rows, cols = self.tokens.shape
         target = np.concatenate([self.tokens[:, 1:], np.full((rows, 1), IGNORE, np.int32)], axis=1)
         position = np.tile(np.arange(cols, dtype=np.int32), (rows, 1))
@@ -56,9 +56,9 @@ def llama_tied() -> Reference:
     return load_reference("llama_tied")
 
 
-@pytest.fixture
-def qwen3_moe() -> Reference:
-    return load_reference("qwen3_moe")
+@pytest.fixture(params=["qwen3_moe", "qwen3_moe_v5"])
+def qwen3_moe(request: pytest.FixtureRequest) -> Reference:
+    return load_reference(request.param)
 
 
 def load_reference(name: str) -> Reference:

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face directory."""
+"""Files of a Hugging Face directory."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jtrain.errors import FileError
 from jtrain.hf.directory import open_tensors, read_config, write_directory
 from jtrain.hf.mapping import from_hf, to_hf
 from jtrain.hf.model_config import config_from_model
@@ -30,7 +31,7 @@ def same_params(folder: Path, reference: Any) -> None:
 
 
 def test_a_small_model_is_one_file(llama: Any, tmp_path: Path) -> None:
-    """config.json and model.safetensors, readable by others, with nothing left beside them."""
+    """An export holds config.json and model.safetensors, readable by all users, and leaves no other file behind."""
     assert write(tmp_path / "out", llama) == ["config.json", "model.safetensors"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
@@ -40,7 +41,7 @@ def test_a_small_model_is_one_file(llama: Any, tmp_path: Path) -> None:
 
 
 def test_a_large_model_is_several_files_with_an_index(llama: Any, tmp_path: Path) -> None:
-    """No file over the limit, every tensor in the file that the index says, and the whole reads back."""
+    """No file exceeds the limit, every tensor is in the file that the index names, and the directory reads back."""
     limit = 30_000
     files = write(tmp_path / "out", llama, max_shard_bytes=limit)
     shards = [name for name in files if name.endswith(".safetensors")]
@@ -56,7 +57,7 @@ def test_a_large_model_is_several_files_with_an_index(llama: Any, tmp_path: Path
 
 
 def test_bfloat16_is_half_the_bytes(llama: Any, tmp_path: Path) -> None:
-    """And stays bfloat16 on the way back."""
+    """A bfloat16 export stays bfloat16 when it is imported."""
     write(tmp_path / "out", llama, dtype="bfloat16")
     with open_tensors(tmp_path / "out") as tensors:
         params = from_hf(tensors, llama.model)
@@ -65,7 +66,7 @@ def test_bfloat16_is_half_the_bytes(llama: Any, tmp_path: Path) -> None:
 
 
 def test_tokenizer_files_are_copied_along(llama: Any, tmp_path: Path) -> None:
-    """Those that are there; no other file of their folder."""
+    """Existing tokenizer files are copied; other files of the folder are not."""
     source = tmp_path / "tokenizer"
     source.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "notes.txt"):
@@ -75,7 +76,7 @@ def test_tokenizer_files_are_copied_along(llama: Any, tmp_path: Path) -> None:
 
 
 def test_a_directory_in_use_is_refused(llama: Any, tmp_path: Path) -> None:
-    """Nothing in it changes; an empty one will do."""
+    """A non-empty folder stays unchanged; an empty folder is accepted."""
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("keep")
@@ -87,7 +88,7 @@ def test_a_directory_in_use_is_refused(llama: Any, tmp_path: Path) -> None:
 
 
 def test_a_failed_export_leaves_nothing(llama: Any, tmp_path: Path) -> None:
-    """A half-written directory would look like a model."""
+    """A failed export leaves no directory, since a half-written one would look like a model."""
     broken = {**llama.params, "final_norm": {"scale_D": np.ones(3, np.float32)}}
     config = config_from_model(llama.model, dtype="float32", max_seq_len=128, begin_id=None, end_id=0)
     with pytest.raises(ValueError, match="reshape"):
@@ -96,20 +97,20 @@ def test_a_failed_export_leaves_nothing(llama: Any, tmp_path: Path) -> None:
 
 
 def test_missing_files_are_named(llama: Any, tmp_path: Path) -> None:
-    """config.json, the weights, or one file of several."""
-    with pytest.raises(FileNotFoundError, match=r"config\.json: no such file"):
+    """A missing config.json, missing weights and one missing file of several are each reported."""
+    with pytest.raises(FileError, match=r"config\.json: no such file"):
         read_config(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"), open_tensors(tmp_path):
+    with pytest.raises(FileError, match=r"neither model\.safetensors nor"), open_tensors(tmp_path):
         pass
     write(tmp_path / "out", llama, max_shard_bytes=30_000)
     missing = sorted((tmp_path / "out").glob("*.safetensors"))[1]
     missing.unlink()
-    with pytest.raises(FileNotFoundError, match=f"{missing.name}: no such file, but"), open_tensors(tmp_path / "out"):
+    with pytest.raises(FileError, match=f"{missing.name}: no such file, but"), open_tensors(tmp_path / "out"):
         pass
 
 
 def test_broken_files_are_named(llama: Any, tmp_path: Path) -> None:
-    """A cut safetensors, one without what the index says, and JSON that is none."""
+    """Truncated safetensors, a tensor missing from its file, and invalid JSON are each reported."""
     out = tmp_path / "out"
     write(out, llama)
     weights = out / "model.safetensors"

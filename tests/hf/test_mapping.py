@@ -1,4 +1,4 @@
-"""Their tensors and our parameters, both ways."""
+"""Mapping of Hugging Face tensors to jtrain parameters and back."""
 
 import itertools
 import tracemalloc
@@ -19,14 +19,14 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def model_of(**changes: Any) -> Transformer:
-    """Every size another number, so that no two dimensions can be confused."""
+    """Model whose sizes all differ, so that no two dimensions can be confused."""
     sizes: dict[str, Any] = dict(num_layers=3, d_model=20, d_ff=28, vocab_size=32)
     heads: dict[str, Any] = dict(num_heads=6, num_kv_heads=3, head_dim=4)
     return Transformer(**(sizes | heads | changes))
 
 
 def mixture() -> Transformer:
-    """Qwen3-MoE's shape."""
+    """Model of the shape of Qwen3-MoE."""
     return model_of(qk_norm=True, moe=MoESpec(num_experts=5, top_k=2))
 
 
@@ -47,7 +47,7 @@ def exported(model: Transformer, dtype: str = "float32") -> dict[str, np.ndarray
 @pytest.mark.parametrize(("tied", "qk_norm"), list(itertools.product((False, True), repeat=2)))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_there_and_back_is_bitwise(dtype: str, tied: bool, qk_norm: bool) -> None:
-    """Parameters in a dtype, exported in it and imported, are the same bytes."""
+    """Parameters exported in their own dtype and imported again are bitwise equal."""
     model = model_of(tie_embeddings=tied, qk_norm=qk_norm)
     params = params_of(model, dtype)
     back = from_hf(readers(dict(to_hf(params, model, dtype=dtype))), model)
@@ -57,8 +57,9 @@ def test_there_and_back_is_bitwise(dtype: str, tied: bool, qk_norm: bool) -> Non
         assert got.tobytes() == want.tobytes()
 
 
+@pytest.mark.smoke
 def test_back_and_there_is_bitwise(reference: Any) -> None:
-    """A directory of transformers', imported and exported, has the same tensors."""
+    """A reference directory, imported and exported, has the same tensors."""
     from safetensors.numpy import load_file
 
     want = load_file(reference.folder / "model.safetensors")
@@ -69,7 +70,7 @@ def test_back_and_there_is_bitwise(reference: Any) -> None:
 
 
 def test_linear_layers_are_outputs_by_inputs_with_heads_flattened() -> None:
-    """One number of each kind of matrix, by hand: head n, entry h is row n * H + h."""
+    """One entry of each kind of matrix, computed by hand: head n, entry h is row n * H + h."""
     model = model_of()
     params, theirs = params_of(model), exported(model)
     attention, mlp = params["layers"]["attention"], params["layers"]["mlp"]
@@ -87,7 +88,7 @@ def test_linear_layers_are_outputs_by_inputs_with_heads_flattened() -> None:
 
 
 def test_each_expert_has_its_tensors() -> None:
-    """There and back bitwise, and one number of each matrix by hand."""
+    """Mixtures convert both ways bitwise, and one entry of each matrix is checked by hand."""
     model = mixture()
     params = params_of(model)
     theirs = dict(to_hf(params, model, dtype="float32"))
@@ -105,13 +106,13 @@ def test_each_expert_has_its_tensors() -> None:
 
 
 def test_every_parameter_is_in_the_table() -> None:
-    """And the table names nothing that no model has."""
+    """Every parameter is in the table, and every entry of the table belongs to some model."""
     infos = (*model_of(qk_norm=True).param_infos(), *model_of().param_infos(), *mixture().param_infos())
     assert {info.path for info in infos} == set(TABLE)
 
 
 def test_export_rounds_once_to_nearest_even() -> None:
-    """bfloat16 out of float32 is numpy's own rounding, and casts nothing twice."""
+    """bfloat16 from float32 rounds once, as numpy does."""
     model = model_of()
     for (name, got), (_, want) in zip(
         to_hf(params_of(model), model, dtype="bfloat16"), exported(model).items(), strict=True
@@ -131,7 +132,7 @@ def test_import_widens_half_precision_exactly() -> None:
 
 
 def test_one_tensor_at_a_time() -> None:
-    """Neither way holds more than the parameters and two tensors: a 70B needs no second copy."""
+    """Neither direction holds more than the parameters and two tensors, so a 70B model needs no second copy."""
     # Tensors large beside the few 100 KB that names and views take.
     model = model_of(num_layers=24, d_model=128, d_ff=512, vocab_size=64)
     params = params_of(model)
@@ -155,7 +156,7 @@ def test_one_tensor_at_a_time() -> None:
 
 
 def test_missing_and_unknown_tensors_are_named() -> None:
-    """Each by its name, in one message."""
+    """One message names all missing and unknown tensors."""
     model = model_of()
     theirs = exported(model)
     del theirs["model.layers.1.mlp.up_proj.weight"]
@@ -166,13 +167,13 @@ def test_missing_and_unknown_tensors_are_named() -> None:
 
 
 def test_a_long_list_of_tensors_is_cut() -> None:
-    """A model of other depth is not a screenful."""
+    """The message for a model of another depth stays short."""
     with pytest.raises(ValueError, match=r"missing 18: .* and 10 more"):
         from_hf(readers(exported(model_of())), model_of(num_layers=5))
 
 
 def test_a_wrong_shape_is_named() -> None:
-    """With their shape, ours and the parameter."""
+    """The message has both shapes and the parameter."""
     model = model_of()
     theirs = exported(model) | {"model.layers.2.self_attn.k_proj.weight": np.zeros((16, 20), np.float32)}
     match = r"2\.self_attn\.k_proj\.weight has shape \[16, 20\], .* \[12, 20\] \(our layers\.attention\.k_DKH"
@@ -181,14 +182,14 @@ def test_a_wrong_shape_is_named() -> None:
 
 
 def test_a_dtype_that_is_no_float_is_refused() -> None:
-    """Quantised weights are not weights."""
+    """Quantised weights are refused."""
     theirs = exported(model_of()) | {"model.norm.weight": np.ones(20, np.int8)}
     with pytest.raises(ValueError, match=r"model\.norm\.weight has dtype int8; only float32, bfloat16, float16"):
         from_hf(readers(theirs), model_of())
 
 
 def test_layers_of_mixed_dtypes_need_a_dtype() -> None:
-    """Stacked layers have one dtype: kept ones must agree."""
+    """Layers are stacked, so their dtypes must agree."""
     model = model_of()
     theirs = exported(model)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -199,7 +200,7 @@ def test_layers_of_mixed_dtypes_need_a_dtype() -> None:
 
 
 def test_a_tied_directory_may_hold_the_head_if_it_is_the_embedding() -> None:
-    """As Qwen3-0.6B does; another matrix there is refused, and so is an unwritable dtype."""
+    """A tied head equal to the embedding is accepted, as in Qwen3-0.6B; another head or dtype is refused."""
     model = model_of(tie_embeddings=True)
     theirs = exported(model)
     assert "lm_head.weight" not in theirs
@@ -211,13 +212,13 @@ def test_a_tied_directory_may_hold_the_head_if_it_is_the_embedding() -> None:
 
 
 def test_an_unknown_dtype_is_refused() -> None:
-    """The two that transformers and the run share."""
+    """An export offers the two dtypes that transformers and a run share."""
     with pytest.raises(ValueError, match="--dtype float8 is not one of float32, bfloat16"):
         next(to_hf(params_of(model_of()), model_of(), dtype="float8"))
 
 
 def test_derived_buffers_of_old_exports_are_ignored() -> None:
-    """`rotary_emb.inv_freq` follows from config.json."""
+    """`rotary_emb.inv_freq` is ignored, since it follows from config.json."""
     model = model_of()
     theirs = exported(model) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
     from_hf(readers(theirs), model)

@@ -1,15 +1,18 @@
-"""config.json, read and written: what changes the model is read or refused by name."""
+"""Reading and writing config.json: each field that changes the model is read or refused by name."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jtrain.hf.directory import read_config
 from jtrain.hf.model_config import config_from_model, model_differences, model_from_config
 from jtrain.model.rope import Llama3Scaling, RopeSpec
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
-from jtrain.plan.flops import flops_per_token
+from jtrain.plan.estimate.flops import flops_per_token
 
 # As published, https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json
 LLAMA_8B: dict[str, Any] = {
@@ -92,6 +95,8 @@ QWEN3_30B_A3B: dict[str, Any] = QWEN3_8B | {
     "router_aux_loss_coef": 0.001,
 }
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
+
 V5_ROPE = {"rope_theta": 500000.0, **LLAMA_8B["rope_scaling"]}
 
 
@@ -119,7 +124,7 @@ def test_qwen3_as_published() -> None:
 
 
 def test_qwen3_moe_as_published() -> None:
-    """Qwen3-30B-A3B: 30.5 billion parameters, of which a token goes through 3.3 billion less its embedding."""
+    """Qwen3-30B-A3B: 30.5 billion parameters, of which 3.3 billion are active per token."""
     model = model_from_config(QWEN3_30B_A3B)
     assert (model.num_layers, model.d_model, model.num_kv_heads, model.d_ff) == (48, 2048, 4, 768)
     assert model.moe == MoESpec(num_experts=128, top_k=8, normalize_top_k=True, balance_loss=1e-3)
@@ -130,7 +135,7 @@ def test_qwen3_moe_as_published() -> None:
 
 
 def test_the_form_of_transformers_5_is_the_same_model() -> None:
-    """`rope_parameters` holds what were `rope_theta` and `rope_scaling`."""
+    """`rope_parameters` replaces `rope_theta` and `rope_scaling`."""
     new = without(LLAMA_8B, "rope_theta", "rope_scaling") | {"rope_parameters": V5_ROPE}
     assert model_differences(model_from_config(new), model_from_config(LLAMA_8B)) == []
     plain = without(QWEN3_8B, "rope_theta", "rope_scaling") | {
@@ -139,8 +144,37 @@ def test_the_form_of_transformers_5_is_the_same_model() -> None:
     assert model_differences(model_from_config(plain), model_from_config(QWEN3_8B)) == []
 
 
+@pytest.mark.parametrize("case", ["llama", "llama_tied", "qwen3"])
+def test_transformers_4_and_5_write_one_model_in_two_forms(case: str) -> None:
+    """The configuration that each version wrote of one model is read as that model."""
+    old, new = json.loads((GOLDEN / case / "config.v4.json").read_text()), read_config(GOLDEN / case)
+    assert (old["transformers_version"][0], new["transformers_version"][0]) == ("4", "5")
+    assert "rope_theta" in old
+    assert "rope_parameters" in new
+    assert model_differences(model_from_config(old), model_from_config(new)) == []
+
+
+def test_transformers_4_and_5_write_one_mixture_in_two_forms() -> None:
+    """Version 5 renames `num_experts` to `num_local_experts`; the model and the balancing loss stay the same."""
+    old, new = read_config(GOLDEN / "qwen3_moe"), read_config(GOLDEN / "qwen3_moe_v5")
+    assert old["num_experts"] == new["num_local_experts"] == 8
+    assert "num_local_experts" not in old
+    assert "num_experts" not in new
+    theirs, again = model_from_config(old), model_from_config(new)
+    assert model_differences(theirs, again) == []
+    assert theirs.moe == again.moe
+
+
+def test_two_numbers_of_experts_are_refused() -> None:
+    """Each major version of transformers would build another model from such a file."""
+    both = QWEN3_30B_A3B | {"num_local_experts": 128}
+    assert model_from_config(both).moe == model_from_config(QWEN3_30B_A3B).moe
+    with pytest.raises(ValueError, match=r"num_experts=128 but num_local_experts=64\. transformers 4 reads the first"):
+        model_from_config(QWEN3_30B_A3B | {"num_local_experts": 64})
+
+
 def test_defaults_are_those_of_transformers() -> None:
-    """What an old Llama's config.json leaves out."""
+    """Fields that the config.json of an old Llama leaves out take the defaults of transformers."""
     keys = ("num_key_value_heads", "rope_theta", "rope_scaling", "rms_norm_eps", "tie_word_embeddings")
     model = model_from_config(without(LLAMA_8B, *keys))
     assert (model.num_kv_heads, model.head_dim, model.rope) == (32, 128, RopeSpec(10_000.0))
@@ -171,7 +205,7 @@ def test_defaults_are_those_of_transformers() -> None:
     ids=str,
 )
 def test_what_the_model_has_not_is_refused_by_name(changes: dict[str, Any], match: str) -> None:
-    """The field, its value, and what would do."""
+    """The message has the field, its value and the supported value."""
     with pytest.raises(ValueError, match=match):
         model_from_config(LLAMA_8B | changes)
 
@@ -182,19 +216,20 @@ def test_what_the_model_has_not_is_refused_by_name(changes: dict[str, Any], matc
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported, only 1"),
         ({"num_experts": None}, "num_experts=None must be a whole number"),
+        ({"num_experts": None, "num_local_experts": 8.5}, r"num_local_experts=8\.5 must be a whole number"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size=None must be a whole number"),
         ({"num_experts_per_tok": 129}, r"top_k=129 must be from 1 to model\.moe\.num_experts=128"),
     ],
     ids=str,
 )
 def test_a_mixture_with_dense_layers_is_refused(changes: dict[str, Any], match: str) -> None:
-    """And one that lacks a size."""
+    """Mixtures with dense layers are refused, and mixtures that lack a size."""
     with pytest.raises(ValueError, match=match):
         model_from_config(QWEN3_30B_A3B | changes)
 
 
 def test_a_mixture_that_transformers_has_not_is_not_exported() -> None:
-    """Shared experts, or queries and keys without norms."""
+    """Mixtures with shared experts, or without norms of queries and keys, cannot be exported."""
     sizes: dict[str, Any] = dict(num_layers=1, d_model=8, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=8, vocab_size=8)
     written: dict[str, Any] = dict(dtype="float32", max_seq_len=8, begin_id=None, end_id=0)
     moe = MoESpec(num_experts=4, top_k=2)
@@ -205,7 +240,7 @@ def test_a_mixture_that_transformers_has_not_is_not_exported() -> None:
 
 
 def test_a_sliding_window_in_use_is_refused() -> None:
-    """Qwen3 names a window that it does not use; that one is no obstacle."""
+    """Qwen3's config.json names a window that is not in use, which is accepted."""
     model_from_config(QWEN3_8B | {"sliding_window": 4096})
     with pytest.raises(ValueError, match=r"use_sliding_window=True \(sliding_window=4096\) is not supported"):
         model_from_config(QWEN3_8B | {"sliding_window": 4096, "use_sliding_window": True})
@@ -217,7 +252,7 @@ def test_a_sliding_window_in_use_is_refused() -> None:
     ids=["l", "q", "t", "m"],
 )
 def test_written_configs_are_read_back(config: dict[str, Any]) -> None:
-    """And say what the published one says, wherever they overlap."""
+    """A written config.json reads back as the same model, and its fields equal the published ones."""
     model = model_from_config(config)
     written = config_from_model(model, dtype="bfloat16", max_seq_len=8192, begin_id=1, end_id=2)
     assert model_differences(model_from_config(written), model) == []
@@ -230,7 +265,7 @@ def test_written_configs_are_read_back(config: dict[str, Any]) -> None:
 
 
 def test_a_shape_that_transformers_refuses_is_not_exported() -> None:
-    """Llama there wants the width to be a multiple of the heads, whatever the head size."""
+    """transformers requires for Llama that the width is a multiple of the heads, whatever the head size."""
     sizes: dict[str, Any] = dict(num_layers=1, d_model=20, num_heads=6, num_kv_heads=3, head_dim=4)
     sizes |= dict(d_ff=8, vocab_size=8)
     written: dict[str, Any] = dict(dtype="float32", max_seq_len=8, begin_id=None, end_id=0)
@@ -240,7 +275,7 @@ def test_a_shape_that_transformers_refuses_is_not_exported() -> None:
 
 
 def test_differences_are_listed_field_by_field() -> None:
-    """Our field, both values, and where config.json says so."""
+    """Each line has the field, both values and the key of config.json."""
     other = model_from_config(LLAMA_8B | {"num_hidden_layers": 16, "rope_scaling": None})
     lines = model_differences(other, model_from_config(LLAMA_8B))
     assert len(lines) == 2
@@ -249,7 +284,7 @@ def test_differences_are_listed_field_by_field() -> None:
 
 
 def test_differences_of_mixtures_are_listed_too() -> None:
-    """What a token computes; not how the router was trained."""
+    """Fields that change a token's output are listed; the coefficients of the router's losses are not."""
     theirs = model_from_config(QWEN3_30B_A3B)
     other = QWEN3_30B_A3B | {"num_experts_per_tok": 4, "norm_topk_prob": False, "router_aux_loss_coef": 0.5}
     assert model_differences(model_from_config(other), theirs) == [

@@ -20,7 +20,7 @@ def logits_of(model: Transformer, params: dict[str, Any], batch: Any) -> np.ndar
 
 
 def test_logits_equal_those_of_transformers(reference: Any) -> None:
-    """Every logit within 1e-4, at positions beyond the length that the rotary frequencies were scaled from."""
+    """Every logit agrees within 1e-4, also at positions beyond the original length of the rotary scaling."""
     assert reference.logits.std() > 1, "flat logits would agree with anything"
     np.testing.assert_allclose(
         logits_of(reference.model, reference.params, reference.batch), reference.logits, rtol=0, atol=LOGITS_ATOL
@@ -28,7 +28,7 @@ def test_logits_equal_those_of_transformers(reference: Any) -> None:
 
 
 def test_loss_and_gradients_equal_those_of_transformers(reference: Any) -> None:
-    """The mean loss within 1e-5, and each tensor's gradient within 1e-3 of its norm, through the export's mapping."""
+    """The mean loss agrees within 1e-5 and each gradient within 1e-3 of its norm, mapped as in an export."""
     batch, model = reference.batch, reference.model
     num_targets = batch.target_BL.shape[0] * (batch.target_BL.shape[1] - 1)
 
@@ -46,7 +46,7 @@ def test_loss_and_gradients_equal_those_of_transformers(reference: Any) -> None:
 
 
 def test_the_reference_sees_the_rope_scaling(llama: Any) -> None:
-    """Without the scaling the logits are off by far more than the tolerance, so the test above tests it."""
+    """Logits without the scaling differ far more than the tolerance, so the parity test covers it."""
     scaling = llama.model.rope.scaling
     assert scaling is not None
     assert scaling.original_seq_len < llama.tokens.shape[1]
@@ -61,7 +61,7 @@ def test_the_reference_sees_the_rope_scaling(llama: Any) -> None:
 
 @pytest.mark.parametrize(("path", "axis"), [("q_DNH", 2), ("k_DKH", 2), ("v_DKH", 2), ("o_NHD", 1)])
 def test_the_reference_sees_the_order_of_heads(llama: Any, path: str, axis: int) -> None:
-    """Two heads swapped in one matrix show."""
+    """Swapping two heads in one matrix changes the logits."""
     attention = dict(llama.params["layers"]["attention"])
     attention[path] = np.flip(attention[path], axis)
     params = {**llama.params, "layers": {**llama.params["layers"], "attention": attention}}
@@ -69,7 +69,7 @@ def test_the_reference_sees_the_order_of_heads(llama: Any, path: str, axis: int)
 
 
 def test_the_routers_logits_choose_and_balance_as_in_transformers(qwen3_moe: Any) -> None:
-    """Their load-balancing loss of a layer and row is `top_k` times ours per token, for every layer and row."""
+    """The load-balancing loss of transformers is `top_k` times jtrain's per token, for every layer and row."""
     arrays = np.load(qwen3_moe.folder / "reference.npz")
     spec, logits_YBLX = qwen3_moe.model.moe, arrays["router_logits"]
     assert np.ptp(arrays["balance"]) > 0.1

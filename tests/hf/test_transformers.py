@@ -1,4 +1,4 @@
-"""What we export, transformers loads: run by a Python that has torch and transformers, which is no dependency of ours.
+"""Exports load in transformers, in a Python environment with torch and transformers (tests/golden/hf/setup.sh).
 
 PEER_TORCH_PYTHON=/path/to/python pytest -m slow tests/hf/test_transformers.py
 """
@@ -61,7 +61,7 @@ def peer() -> str:
 def test_an_export_is_the_same_model_in_transformers(
     peer: str, reference: Any, dtype: str, max_shard_bytes: int, tmp_path: Path
 ) -> None:
-    """It loads without a missing or unexpected tensor, in its dtype, and computes our logits within 1e-4."""
+    """An export loads in its dtype without missing or unexpected tensors and computes our logits within 1e-4."""
     model, out = reference.model, tmp_path / "out"
     their_config = config_from_model(model, dtype=dtype, max_seq_len=256, begin_id=3, end_id=4)
     write_directory(out, reference.params, model, their_config, dtype=dtype, max_shard_bytes=max_shard_bytes)

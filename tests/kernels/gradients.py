@@ -1,4 +1,4 @@
-"""What every test of an op compares: values and gradients, in float32 or bfloat16, with a float64 reference."""
+"""Comparison that every op's tests share: values and gradients in float32 or bfloat16 against a float64 reference."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-"""Of the largest element."""
+"""Tolerance relative to the largest element."""
 
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
-    """Standard normal float32, each number exact in bfloat16 too, so that both dtypes compute with the same input."""
+    """Standard normal float32 numbers that are exact in bfloat16, so that both dtypes compute with the same input."""
     x = np.random.default_rng(seed).standard_normal(shape)
     return np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32))
 

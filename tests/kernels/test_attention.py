@@ -8,7 +8,7 @@ from jtrain_kernels.attention.reference import attention_reference
 from tests.kernels.gradients import agree_with, dtypes, normal
 
 SEGMENTS = np.asarray([[1] * 16, [1] * 7 + [2] * 6 + [0] * 3, [0] * 16], np.int32)
-"""One document; two and padding; nothing but padding."""
+"""Rows: one document; two documents and padding; only padding."""
 
 B, L, N, K, H = 3, 16, 4, 2, 8
 
@@ -20,7 +20,7 @@ def inputs() -> tuple[np.ndarray, ...]:
 @dtypes
 @pytest.mark.parametrize("chunk", [4, 7, 16, 512])
 def test_attention_is_its_formula_in_any_chunk(dtype: str, chunk: int) -> None:
-    """Value and the gradients of q, k and v, with documents that end inside a chunk, and grouped heads."""
+    """Value and the gradients of q, k and v agree, with documents that end inside a chunk, and grouped heads."""
     segment = jnp.asarray(SEGMENTS)
     agree_with(
         lambda q, k, v: attention(q, k, v, segment, segment, chunk=chunk),
@@ -33,7 +33,7 @@ def test_attention_is_its_formula_in_any_chunk(dtype: str, chunk: int) -> None:
 @dtypes
 @pytest.mark.parametrize(("chunk", "window"), [(4, 2), (4, 6), (7, 5), (16, 3)])
 def test_a_window_is_its_formula_in_any_chunk(dtype: str, chunk: int, window: int) -> None:
-    """Value and gradients where windows end inside a chunk, at its end, chunks away, or nowhere."""
+    """Value and gradients agree for windows that end inside a chunk, at its end, several chunks away, or never."""
     segment = jnp.asarray(SEGMENTS)
     agree_with(
         lambda q, k, v: attention(q, k, v, segment, segment, chunk=chunk, window=window),
@@ -43,6 +43,7 @@ def test_a_window_is_its_formula_in_any_chunk(dtype: str, chunk: int, window: in
     )
 
 
+@pytest.mark.smoke
 def test_a_query_sees_neither_later_tokens_nor_other_documents() -> None:
     """Changing a key and value moves exactly the queries that may see it."""
     q, k, v = (jnp.asarray(x[1:2]) for x in inputs())
@@ -68,7 +69,7 @@ def test_scores_too_large_for_exp_are_fine() -> None:
 
 
 def test_under_remat_the_named_result_is_not_computed_again() -> None:
-    """With "attention" kept, the backward pass has one exp per chunk; with nothing kept, three: forward again."""
+    """With "attention" saved, the backward pass has one exp per chunk; with nothing saved, three (forward again)."""
     q, k, v = (jnp.asarray(x) for x in inputs())
     segment = jnp.asarray(SEGMENTS)
 
@@ -95,7 +96,7 @@ def test_under_remat_the_named_result_is_not_computed_again() -> None:
 def test_shapes_that_do_not_fit_are_refused(
     length: int, keys: int, kv_heads: int, sizes: dict[str, int], message: str
 ) -> None:
-    """With the numbers and what would fit."""
+    """The message has the numbers and sizes that would fit."""
     q, k = jnp.zeros((1, length, 4, 8)), jnp.zeros((1, keys, kv_heads, 8))
     with pytest.raises(ValueError, match=message):
         attention(q, k, k, jnp.ones((1, length), jnp.int32), jnp.ones((1, keys), jnp.int32), **sizes)

@@ -1,4 +1,4 @@
-"""Attention compiled for chips that are not here: the kernel that was asked for is the one in the program."""
+"""Attention compiled for chips that are not present: the program contains the kernel that was asked for."""
 
 import re
 from typing import Any
@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jtrain.plan.aot import topology_devices
-from jtrain.plan.hlo import overlap, traffic
+from jtrain.hlo.traffic import overlap, traffic
+from jtrain.plan.compile.compiled_step import topology_devices
 from jtrain_kernels import compat, device, registry
 from jtrain_kernels.attention.context import RowSplit, context_attention
 
@@ -21,7 +21,7 @@ N, K, H = 8, 2, 128
 
 
 def lowered(topology: str, context: int, kernel: str, *, positions: int = 1024, window: int | None = None) -> Any:
-    """Value and gradients of rows of `positions` on each of `context` devices, with segments."""
+    """Lowered value and gradients for rows of `positions` on each of `context` devices, with segments."""
     devices = topology_devices(topology)[:context]
     mesh = Mesh(np.array(devices), ("context",), axis_types=(AxisType.Auto,))
     spec = P(None, "context")
@@ -45,14 +45,14 @@ def lowered(topology: str, context: int, kernel: str, *, positions: int = 1024, 
 
 @pytest.mark.parametrize(("topology", "context", "window"), [("v5p:2x2x1", 1, 300), ("v6e:2x2", 4, None)])
 def test_splash_compiles_for_tpus(topology: str, context: int, window: int | None) -> None:
-    """Alone with a window, and in a ring: kernels of both passes, with segments, and no scores of plain JAX."""
+    """With a window on one device, and in a ring, both passes are kernels with segments, without plain JAX's scores."""
     with compat.no_compile_cache():
         compiled = lowered(topology, context, "splash", window=window).compile()
     text = compiled.as_text()
     for name in ("splash_mha_fwd_segmented_residuals", "splash_mha_dq_segmented", "splash_mha_dkv_segmented"):
         assert name in text
     assert (" collective-permute" in text) == (context > 1)
-    # A block of scores in float32, of one head of 1024 queries and keys, would be 4 MiB for each of 8 heads.
+    # A float32 block of scores of one head with 1024 queries and keys would be 4 MiB, for each of 8 heads.
     assert compiled.memory_analysis().temp_size_in_bytes < 64 * 2**20
 
 
@@ -64,9 +64,9 @@ def test_tokamax_compiles_for_hopper() -> None:
 
 
 def test_cudnn_is_called_with_the_segments() -> None:
-    """Lowered only: compiling asks for cuDNN itself. The call has a mask of all queries and keys, in both passes.
+    """In both passes the call has a mask of all queries and keys. Only lowered, because compiling needs cuDNN itself.
 
-    The call without `Bias` in its name would leave out the segments (MaxText issue 4478).
+    A call without `Bias` in its name would ignore the segments (MaxText issue 4478).
     """
     text = lowered("h200:1", 1, "cudnn", window=300).as_text()
     calls = set(re.findall(r"__cudnn\$\w+", text))
@@ -75,7 +75,7 @@ def test_cudnn_is_called_with_the_segments() -> None:
 
 
 def test_a_ring_sends_while_it_computes() -> None:
-    """On 4 H200 the scheduler puts matmuls between start and done of the hops: nine tenths of the bytes or more."""
+    """On 4 H200 the scheduler puts matmuls between start and done of hops with at least nine tenths of the bytes."""
     with compat.no_compile_cache():
         text = lowered("h200:4", 4, "xla").compile().as_text()
     sent = overlap([t for t in traffic(text, {"context": 4}) if t.kind == "collective-permute"])

@@ -9,13 +9,13 @@ from jtrain_kernels.attention.reference import attention_reference
 from tests.kernels.gradients import agree_with, dtypes, normal
 
 SEGMENTS = np.asarray([[1] * 16, [1] * 7 + [2] * 6 + [0] * 3, [0] * 16], np.int32)
-"""One document; two and padding; nothing but padding."""
+"""Rows: one document; two documents and padding; only padding."""
 
 B, L, N, K, H = 3, 16, 4, 2, 8
 
 
 def by_pairs(chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None = None) -> jax.Array:
-    """The two passes as one differentiable op: on a TPU `attention` puts them together so."""
+    """The two passes as one differentiable op, as `attention` combines them on a TPU."""
     segment = jnp.asarray(SEGMENTS)
 
     @jax.custom_vjp
@@ -37,7 +37,7 @@ def by_pairs(chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int |
 @dtypes
 @pytest.mark.parametrize(("chunk", "window"), [(1, None), (4, None), (16, None), (4, 6), (4, 5)])
 def test_pairs_of_chunks_are_the_formula(dtype: str, chunk: int, window: int | None) -> None:
-    """Value and the gradients of q, k and v, with chunks that a query sees nothing of, and grouped heads."""
+    """Value and the gradients of q, k and v agree, with chunks that a query does not see, and grouped heads."""
     segment = jnp.asarray(SEGMENTS)
     agree_with(
         lambda q, k, v: by_pairs(chunk, q, k, v, window),

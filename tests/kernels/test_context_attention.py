@@ -16,7 +16,7 @@ from tests.kernels.gradients import agree_with, normal
 
 B, L, N, K, H = 3, 32, 4, 2, 8
 SEGMENTS = np.asarray([[1] * 32, [1] * 7 + [2] * 18 + [3] * 4 + [0] * 3, [0] * 32], np.int32)
-"""One document; three and padding, of which one lies on every device; nothing but padding."""
+"""Rows: one document; three documents (one of them on every device) and padding; only padding."""
 
 SPLITS = [
     RowSplit(2, "ring"),
@@ -27,7 +27,7 @@ SPLITS = [
 
 
 def order_of(split: RowSplit, length: int) -> np.ndarray:
-    """Which positions of a whole row the devices have, one device after the other, by the split itself."""
+    """Positions of the whole row on each device in turn, as the split itself gives them."""
     mesh = mesh_of(split)
     positions = jax.shard_map(
         lambda: split.position_L(length // split.size), mesh=mesh, in_specs=(), out_specs=P("context")
@@ -42,7 +42,7 @@ def mesh_of(split: RowSplit) -> Mesh:
 def over_devices(
     split: RowSplit, segment: np.ndarray = SEGMENTS, chunk: int = 16, window: int | None = None
 ) -> Callable[..., jax.Array]:
-    """Attention of whole rows in their order, computed over the devices of a split."""
+    """Attention of whole rows in text order, computed over the devices of a split."""
     order = order_of(split, segment.shape[1])
     local = jax.shard_map(
         lambda q, k, v, segment: context_attention(q, k, v, segment, split=split, chunk=chunk, window=window),
@@ -66,9 +66,9 @@ def inputs(num_heads: int = N, num_kv_heads: int = K) -> tuple[np.ndarray, ...]:
     ("split", "dtype"), [*((split, "float32") for split in SPLITS), (RowSplit(4, "ring"), "bfloat16")], ids=str
 )
 def test_split_rows_are_whole_rows(split: RowSplit, dtype: str) -> None:
-    """Value and gradients of q, k and v by the formula in float64, with documents that end anywhere, grouped heads.
+    """Value and gradients of q, k and v are those of float64, with documents that end anywhere, and grouped heads.
 
-    The tolerances are those of attention on one device: partial results are joined in float32, and in bfloat16 each
+    The tolerances are those of attention on one device: partial results are combined in float32, and in bfloat16 each
     of the 4 is rounded once, by 2^-9 of itself.
     """
     segment = jnp.asarray(SEGMENTS)
@@ -76,8 +76,8 @@ def test_split_rows_are_whole_rows(split: RowSplit, dtype: str) -> None:
 
 
 def test_a_device_has_an_early_and_a_late_part() -> None:
-    """The order is the one in which the data plane deals out columns."""
-    from jtrain.data.place import context_order
+    """The order of positions is the one in which the data plane distributes columns."""
+    from jtrain.data.constructor.context_order import context_order
 
     for split in SPLITS:
         np.testing.assert_array_equal(order_of(split, L), context_order(L, split.size, split.order))
@@ -106,7 +106,7 @@ def test_scores_too_large_for_exp_are_fine() -> None:
 
 
 def test_more_devices_than_key_heads_share_them() -> None:
-    """Ulysses with 2 key heads over 4 devices: each head on two, its gradients added."""
+    """Ulysses with 2 key heads over 4 devices puts each head on two devices and adds its gradients."""
     split = RowSplit(4, "ulysses")
     segment = jnp.asarray(SEGMENTS)
     agree_with(
@@ -115,7 +115,7 @@ def test_more_devices_than_key_heads_share_them() -> None:
 
 
 def test_a_window_reaches_over_devices() -> None:
-    """Ulysses, whose devices have whole rows; a ring refuses it."""
+    """Ulysses supports windows, because its devices have whole rows; a ring refuses them."""
     segment = jnp.asarray(SEGMENTS)
     agree_with(
         over_devices(RowSplit(2, "ulysses"), window=9),
@@ -128,7 +128,7 @@ def test_a_window_reaches_over_devices() -> None:
 
 
 def test_under_remat_the_named_result_is_not_computed_again() -> None:
-    """With "attention" kept, the backward pass sends keys round once more; with nothing kept, twice more."""
+    """With "attention" saved, the backward pass sends keys around once more; with nothing saved, twice more."""
     run = over_devices(RowSplit(2))
     q, k, v = (jnp.asarray(x) for x in inputs())
 
@@ -148,7 +148,7 @@ def test_under_remat_the_named_result_is_not_computed_again() -> None:
     ],
 )
 def test_what_does_not_divide_is_refused(length: int, heads: int, split: RowSplit, message: str) -> None:
-    """With the numbers and the way out."""
+    """The message has the numbers and the way out."""
     q, k = jnp.zeros((1, length, heads, H)), jnp.zeros((1, length, 2, H))
     run = over_devices(split, np.ones((1, length), np.int32))
     with pytest.raises(ValueError, match=message):
@@ -156,6 +156,6 @@ def test_what_does_not_divide_is_refused(length: int, heads: int, split: RowSpli
 
 
 def test_a_ring_in_the_order_of_the_text_is_refused() -> None:
-    """The last device would have all of the work."""
+    """In text order the last device of a ring would have most of the work."""
     with pytest.raises(ValueError, match=r"ring with data\.context_order=contiguous"):
         RowSplit(2, "ring", "contiguous")

@@ -1,4 +1,4 @@
-"""What a chip is, by its name or from what JAX calls it."""
+"""Specifications of chips, found by name or by JAX's name of the kind."""
 
 import dataclasses
 
@@ -27,12 +27,12 @@ class Chip:
     ],
 )
 def test_a_device_is_known_by_its_kind(kind: str, platform: str, name: str) -> None:
-    """The longest name that fits: a v5e is no v5p."""
+    """The longest matching kind wins: a v5e is not taken for a v5p."""
     assert device.from_device(Chip(platform, kind)) is device.from_name(name)
 
 
 def test_nobody_guesses_a_peak() -> None:
-    """A CPU has none, an unknown chip has no spec, and float32 no number that holds everywhere."""
+    """A CPU has no peak, an unknown chip has no specification, and float32 has no peak that holds everywhere."""
     cpu = device.from_device(jax.devices()[0])
     assert cpu is not None
     assert cpu.peak_flops("bfloat16") is None
@@ -42,6 +42,6 @@ def test_nobody_guesses_a_peak() -> None:
 
 
 def test_an_unknown_name_lists_those_that_exist() -> None:
-    """With the nearest."""
-    with pytest.raises(ValueError, match=r"No device is called 'h20'\. Did you mean h200\? There are: cpu, a100"):
+    """The message suggests the nearest names."""
+    with pytest.raises(ValueError, match=r"No device is called 'h20'\. Did you mean h200, gh200\? There are: cpu, "):
         device.from_name("h20")

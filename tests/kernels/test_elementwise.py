@@ -12,7 +12,7 @@ from tests.kernels.gradients import agree_with, dtypes, normal
 
 @dtypes
 def test_rms_norm_is_its_formula(dtype: str) -> None:
-    """Value, and gradients of x and scale; eps is large enough here that forgetting it would show."""
+    """Value and the gradients of x and scale agree; eps is large enough that forgetting it would show."""
 
     def formula(x: Array, scale: Array) -> Array:
         return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 0.1) * scale[None, None]
@@ -22,7 +22,7 @@ def test_rms_norm_is_its_formula(dtype: str) -> None:
 
 @dtypes
 def test_rope_turns_pairs_half_a_head_apart(dtype: str) -> None:
-    """As complex numbers times exp(i angle); its gradient is the opposite turn."""
+    """Rotation is multiplication by exp(i angle) as complex numbers; its gradient is the opposite rotation."""
     angle = normal(1, 2, 8, 4)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
 
@@ -35,7 +35,7 @@ def test_rope_turns_pairs_half_a_head_apart(dtype: str) -> None:
 
 @dtypes
 def test_swiglu_is_its_formula(dtype: str) -> None:
-    """`gate * sigmoid(gate) * up`, also where sigmoid saturates."""
+    """The result is `gate * sigmoid(gate) * up`, also where sigmoid saturates."""
 
     def formula(gate: Array, up: Array) -> Array:
         return gate / (1 + jnp.exp(-gate)) * up

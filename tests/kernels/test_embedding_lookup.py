@@ -11,7 +11,7 @@ TOKENS = np.random.default_rng(0).integers(0, 20, (4, 32), dtype=np.int32)  # ea
 
 @dtypes
 def test_rows_and_the_sum_of_their_gradients(dtype: str) -> None:
-    """Equal tokens add up; rows of no token get zero."""
+    """Gradients of equal tokens are added; rows without a token get zero."""
     agree_with(
         lambda w: embedding_lookup(w, jnp.asarray(TOKENS)),
         lambda w: embedding_lookup_reference(w, jnp.asarray(TOKENS)),
@@ -29,7 +29,7 @@ def test_a_bfloat16_table_still_sums_in_float32() -> None:
 
 
 def test_the_gradient_is_the_same_bits_every_time() -> None:
-    """Resuming bit for bit rests on it."""
+    """Bit-exact resuming depends on it."""
     dx = jnp.asarray(normal(3, 4, 32, 8))
     backward = jax.jit(lambda w, dx: jax.vjp(lambda w: embedding_lookup(w, jnp.asarray(TOKENS)), w)[1](dx)[0])
     runs = [np.asarray(backward(jnp.zeros((24, 8)), dx)) for _ in range(5)]

@@ -1,4 +1,4 @@
-"""Grouped matmul: every implementation against float64, with groups that are empty, small, large, and rows of none."""
+"""Grouped matmul: every implementation against float64, with empty, small and large groups, and rows without one."""
 
 import re
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jtrain.plan.aot import no_compile_cache, topology_devices
+from jtrain.plan.compile.compiled_step import no_compile_cache, topology_devices
 from jtrain_kernels import registry
 from jtrain_kernels.device import from_name
 from jtrain_kernels.grouped_matmul.api import GROUPED_MATMUL, grouped_matmul
@@ -29,7 +29,7 @@ GROUPS = {
 @dtypes
 @pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
 def test_each_group_of_rows_has_its_matrix(dtype: str, sizes: tuple[int, ...]) -> None:
-    """Value and both gradients: a sum over up to 300 rows, accumulated in float32."""
+    """Value and both gradients agree: sums over up to 300 rows, accumulated in float32."""
     group_size = jnp.asarray(sizes, jnp.int32)
     agree_with(
         lambda x, w: grouped_matmul(x, w, group_size),
@@ -40,7 +40,7 @@ def test_each_group_of_rows_has_its_matrix(dtype: str, sizes: tuple[int, ...]) -
 
 
 def test_rows_of_no_group_neither_count_nor_spread() -> None:
-    """Even where they hold nan: zeros come out, and neither gradient sees them."""
+    """Rows without a group give zeros and do not enter the gradients, even if they hold nan."""
     group_size = jnp.asarray((3, 0, 5), jnp.int32)
     x, w, dy = normal(0, 140, 8), normal(1, 3, 8, 4), normal(2, 140, 4)
     y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, group_size), jnp.asarray(x).at[8:].set(jnp.nan), jnp.asarray(w))
@@ -55,7 +55,7 @@ def test_rows_of_no_group_neither_count_nor_spread() -> None:
 
 
 def test_a_float32_kernel_under_bfloat16_rows_gets_a_float32_gradient() -> None:
-    """Not rounded on its way."""
+    """The gradient is not rounded to bfloat16 on its way."""
     x, w = jnp.asarray(normal(0, 64, 8), jnp.bfloat16), jnp.asarray(normal(1, 2, 8, 4))
     y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, jnp.asarray((20, 44))), x, w)
     dx, dw = vjp(jnp.asarray(normal(2, 64, 4), jnp.bfloat16))
@@ -64,7 +64,7 @@ def test_a_float32_kernel_under_bfloat16_rows_gets_a_float32_gradient() -> None:
 
 
 def test_only_the_tpu_is_given_a_ragged_dot() -> None:
-    """XLA:CPU and XLA:GPU make it dense: all rows with all matrices. There it is a loop with one product."""
+    """XLA:CPU and XLA:GPU make `ragged_dot` dense (all rows with all matrices), so they get a loop with one product."""
     shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 16), (3, 16, 24))]
     sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
     traced = jax.jit(grouped_matmul).trace(*shapes, sizes)
@@ -78,7 +78,7 @@ def test_only_the_tpu_is_given_a_ragged_dot() -> None:
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    """Columns, and the number of groups."""
+    """Columns and the number of groups are checked."""
     with pytest.raises(ValueError, match=r"x \(5, 3\) and 2 groups do not fit kernel \(2, 4, 6\)"):
         grouped_matmul(jnp.zeros((5, 3)), jnp.zeros((2, 4, 6)), jnp.zeros(2, jnp.int32))
     with pytest.raises(ValueError, match="3 groups do not fit"):
@@ -86,7 +86,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 def test_on_a_hopper_gpu_tokamax_is_predicted_to_win_and_elsewhere_says_why_it_is_not() -> None:
-    """Its kernels are for bfloat16 on that generation."""
+    """tokamax's kernels are for bfloat16 on Hopper only."""
     case = GROUPED_MATMUL.cases["qwen3_30b_a3b up"]
     hopper = registry.choose(GROUPED_MATMUL, from_name("h200"), case)
     assert hopper.implementation.name == "tokamax"
@@ -96,7 +96,7 @@ def test_on_a_hopper_gpu_tokamax_is_predicted_to_win_and_elsewhere_says_why_it_i
         assert reason in dict(choice.others)["tokamax"]
     wide = {"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}
     odd = {"kernel": jax.ShapeDtypeStruct((128, 2048, 770), jnp.bfloat16)}
-    for changes, message in ((wide, "multiplies bfloat16 with bfloat16, not float32"), (odd, "columns by 128")):
+    for changes, message in ((wide, "multiplies bfloat16 with bfloat16, not float32"), (odd, "multiples of 128")):
         with pytest.raises(ValueError, match=rf"kernels\.grouped_matmul=tokamax: .*{message}"):
             registry.choose(GROUPED_MATMUL, from_name("h200"), {**case, **changes}, forced="tokamax")
 
@@ -104,7 +104,7 @@ def test_on_a_hopper_gpu_tokamax_is_predicted_to_win_and_elsewhere_says_why_it_i
 @pytest.mark.aot
 @pytest.mark.slow
 def test_tokamax_compiles_for_an_h200_forward_and_backward() -> None:
-    """Its two kernels are in the program, so nothing fell back; a device that is not here needs no live one."""
+    """The program contains tokamax's two kernels, so nothing fell back; compiling needs no live device."""
     device = topology_devices("h200:1")[0]
     case = GROUPED_MATMUL.cases["qwen3_30b_a3b up"]
     shapes = [

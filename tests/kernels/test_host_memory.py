@@ -9,10 +9,10 @@ KERNELS = Path(__file__).parents[2] / "kernels"
 COUNT_FAULTS = """
 import os, resource, sys
 import jax, jax.numpy as jnp
-from jtrain import verb
+from jtrain.runtime import platform
 
 if sys.argv[1] == "keep":
-    verb.start_jax(os.environ)  # as every command line begins
+    platform.start_jax(os.environ)  # as every command line begins
 jax.devices()
 step = jax.jit(lambda x: jax.lax.optimization_barrier(jnp.outer(x, x)).sum())  # 64 MiB of temporaries
 x, counts = jnp.ones(4096), []
@@ -26,7 +26,7 @@ print(sorted(counts)[4])  # the heap takes some steps to reach its size
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_a_step_reuses_the_pages_of_the_step_before() -> None:
-    """Faults per step, in a process with and one without: 64 MiB are 16384 pages."""
+    """Compares page faults per step in a process with the setting and one without: 64 MiB are 16384 pages."""
 
     def faults(mode: str) -> int:
         command = [sys.executable, "-c", COUNT_FAULTS, mode]

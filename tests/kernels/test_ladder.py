@@ -1,14 +1,14 @@
-"""The ladder that a kernel climbs before it sees a chip, and a planted bug on each rung, which that rung finds.
+"""Checks that a kernel passes before it runs on a chip (a ladder), with a planted bug that each rung must find.
 
-| rung | what it proves | the planted bug |
+| rung | checks | planted bug |
 |---|---|---|
-| float64 | value and gradients | a gradient without a term |
-| emulated TPUs | remote copies, semaphores, races; both orders of copying | a wait that is missing |
-| emulated GPU | copies to shared memory, barriers, races | a wait that is missing |
-| TPU compilers | it lowers, its memory fits | more VMEM than there is |
-| GPU compilers | it lowers, no spill, shared memory fits, the kernel is there | a spill; too much; a fallback |
+| float64 | value and gradients | a gradient that lacks a term |
+| emulated TPUs | remote copies, semaphores, races; both orders of copying | a missing wait |
+| emulated GPU | copies to shared memory, barriers, races | a missing wait |
+| TPU compilers | it lowers, its memory fits | too much VMEM |
+| GPU compilers | it lowers, no spill, shared memory fits, it is the kernel | a spill; too much memory; a fallback |
 
-Emulation enforces no limits and compilers run nothing, so a kernel climbs all. Speed is what is left for the chip.
+Emulation enforces no limits, and compilers run nothing, so a kernel needs every rung. Only speed needs the chip.
 """
 
 import dataclasses
@@ -25,7 +25,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu
 from jax.sharding import Mesh, PartitionSpec
 
-from jtrain_kernels import aot, compat, cubin, device, registry, riegeli
+from jtrain_kernels import compat, device, registry
+from jtrain_kernels.compile_only import aot, cubin, riegeli
 from tests.kernels.gradients import agree_with, normal
 
 GPUS, TPUS = ("h100", "h200", "b200"), ("v5e", "v5p", "v6e", "tpu7x")
@@ -33,7 +34,7 @@ BLOCK = (8, 128)
 
 
 def to_the_right(x: jax.Array, *, interpret: Any = False, wait: bool = True) -> jax.Array:
-    """Twice the left neighbour's block, by a remote copy; one device's part, under shard_map over `x`."""
+    """Doubles the left neighbour's block, copied from it; runs on one device, under shard_map over `x`."""
 
     def kernel(x_ref: Any, y_ref: Any, landed: Any, sent: Any, received: Any) -> None:
         me, size = jax.lax.axis_index("x"), jax.lax.axis_size("x")
@@ -67,7 +68,7 @@ def over(mesh: Mesh, **options: Any) -> Any:
 
 
 def doubled(x: jax.Array, *, interpret: Any = None, wait: bool = True) -> jax.Array:
-    """`2 x` through shared memory."""
+    """`2 x`, computed through shared memory."""
 
     def kernel(x_ref: Any, y_ref: Any, shared: Any, barrier: Any) -> None:
         plgpu.copy_gmem_to_smem(x_ref, shared, barrier)
@@ -87,13 +88,13 @@ def doubled(x: jax.Array, *, interpret: Any = None, wait: bool = True) -> jax.Ar
 
 
 def matmul(a: jax.Array, b: jax.Array, *, tile_n: int) -> jax.Array:
-    """JAX's own for Hopper, whose accumulators for tiles of 128 x 256 do not fit the registers."""
+    """JAX's own Hopper matmul, whose accumulators for tiles of 128 x 256 do not fit the registers."""
     config = hopper_matmul_mgpu.TuningConfig(tile_m=128, tile_n=tile_n, tile_k=64, max_concurrent_steps=2)
     return hopper_matmul_mgpu.matmul(a, b, None, config)
 
 
 def test_float64_finds_a_gradient_without_a_term() -> None:
-    """Of swiglu's gate; the value alone is right."""
+    """The gradient of swiglu's gate lacks a term; only the value is right."""
 
     @jax.custom_vjp
     def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -114,7 +115,7 @@ def test_float64_finds_a_gradient_without_a_term() -> None:
 
 @pytest.mark.parametrize("dma_mode", ("eager", "on_wait"))
 def test_emulated_tpus_find_a_missing_wait(dma_mode: Any, emulated_devices: list[jax.Device]) -> None:
-    """Copies made at once race with the reader; those made when waited for never arrive. Neither finds the other's."""
+    """Eager copies race with the reader; copies made on the wait never arrive. Each mode finds only one fault."""
     mesh = Mesh(np.array(emulated_devices), ("x",))
     x = np.arange(8 * 8 * 128, dtype=np.float32).reshape(64, 128)
     want = 2 * np.roll(x, 8, axis=0)
@@ -130,7 +131,7 @@ def test_emulated_tpus_find_a_missing_wait(dma_mode: Any, emulated_devices: list
 
 
 def test_an_emulated_gpu_finds_a_missing_wait() -> None:
-    """A race of the copy into shared memory with its reader."""
+    """The copy into shared memory races with its reader."""
     x = normal(0, 128, 128)
     got = doubled(jnp.asarray(x), interpret=compat.gpu_interpret())
     np.testing.assert_array_equal(got, 2 * x)
@@ -145,7 +146,7 @@ def test_an_emulated_gpu_finds_a_missing_wait() -> None:
 @pytest.mark.aot
 @pytest.mark.parametrize("name", TPUS)
 def test_tpu_compilers_take_a_remote_copy(name: str) -> None:
-    """Of two devices; the kernel is in the program by its name, and within VMEM."""
+    """The program for two devices contains the kernel by name, and it fits VMEM."""
     topology = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}.get(name, f"{name}:2x2x1")
     mesh = aot.virtual_mesh(topology, {"x": 4})
     sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))
@@ -159,7 +160,7 @@ def test_tpu_compilers_take_a_remote_copy(name: str) -> None:
 
 @pytest.mark.aot
 def test_tpu_compilers_refuse_more_vmem_than_there_is() -> None:
-    """256 MiB of scratch on a v5e, which has 128."""
+    """A kernel with 256 MiB of scratch is refused on a v5e, which has 128 MiB."""
 
     def kernel(x_ref: Any, y_ref: Any, scratch: Any) -> None:
         scratch[: BLOCK[0], : BLOCK[1]] = x_ref[...]
@@ -174,7 +175,7 @@ def test_tpu_compilers_refuse_more_vmem_than_there_is() -> None:
 @pytest.mark.aot
 @pytest.mark.parametrize("name", GPUS)
 def test_gpu_compilers_take_a_kernel_and_report_it(name: str) -> None:
-    """Its shared memory is what it asked for; without spills; and a form that fell back is noticed."""
+    """The report has the requested shared memory and no spills, and a fallback is noticed."""
     x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
     report = aot.compile_for(name, doubled, x)
     assert aot.failures(report, expect=("mosaic_gpu_v2", "mosaic_gpu_kernel"), temp_bytes=0) == ()
@@ -187,7 +188,7 @@ def test_gpu_compilers_take_a_kernel_and_report_it(name: str) -> None:
 
 @pytest.mark.aot
 def test_the_gates_find_spills_shared_memory_and_temporaries() -> None:
-    """Each by a kernel that has it."""
+    """A kernel with each of these faults is reported."""
     a = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     fits = aot.compile_for("h200", functools.partial(matmul, tile_n=128), a, a)
     assert aot.failures(fits) == ()
@@ -195,7 +196,7 @@ def test_the_gates_find_spills_shared_memory_and_temporaries() -> None:
     spills = aot.compile_for("h200", functools.partial(matmul, tile_n=256), a, wide)
     (said,) = aot.failures(spills)
     assert "spills: " in said
-    assert "bytes of stack a thread, 168 registers" in said
+    assert "bytes of stack per thread, 168 registers" in said
     with pytest.raises(ValueError, match="smem"):
         aot.compile_for("h200", doubled, jax.ShapeDtypeStruct((512, 128), jnp.float32))
     small = device.DeviceSpec("small", "gpu", "H200", None, None, None, None, None, scratch_bytes=1024)
@@ -212,7 +213,7 @@ COMPILED = [(name, gpu_or_tpu) for name in ("rms_norm", "swiglu") for gpu_or_tpu
 @pytest.mark.aot
 @pytest.mark.parametrize(("name", "machine"), COMPILED)
 def test_ops_pass_the_gates_of_their_compilers(name: str, machine: str) -> None:
-    """Every implementation that says it runs there, with gradients, at the size of its first case."""
+    """Every implementation that supports the device compiles with gradients, at the size of the op's first case."""
     assert_compiles(registry.find(name), machine)
 
 
@@ -221,7 +222,7 @@ def test_ops_pass_the_gates_of_their_compilers(name: str, machine: str) -> None:
 @pytest.mark.parametrize("machine", (*GPUS, *TPUS))
 @pytest.mark.parametrize("name", registry.ops())
 def test_every_op_passes_the_gates_of_every_compiler(name: str, machine: str) -> None:
-    """The whole table."""
+    """Every op compiles for every machine."""
     assert_compiles(registry.find(name), machine)
 
 
@@ -232,7 +233,7 @@ EXPECTED = {
     "tokamax": ("mosaic_gpu_v2",),
     "triton": ("triton_kernel_call",),
 }
-"""What the program of an implementation calls: where it does not, something fell back."""
+"""Custom calls in the program of an implementation; a missing one means that another implementation ran."""
 
 BUDGET_MIB: dict[str, int | dict[str, int]] = {
     "attention": {"tokamax": 64, "splash": 360, "xla": 1900},
@@ -244,22 +245,20 @@ BUDGET_MIB: dict[str, int | dict[str, int]] = {
     "matmul_reduce_scatter": {"mosaic_gpu": 72, "pallas_tpu": 180, "permute": 150, "xla": 84},
     "all_gather_matmul_fp8": {"permute": 300, "xla": 350},
     "matmul_reduce_scatter_fp8": {"permute": 120, "xla": 165},
-    "matmul_all_reduce": {"mosaic_gpu": 80, "permute": 240, "xla": 150},
     "rms_norm": 72,
     "rms_norm_branch": 72,
     "rope": 290,
     "swiglu": 16,
 }
-"""Temporary memory of an op's first case with its gradients, on any chip; of an implementation where they differ."""
+"""Budget in MiB of temporary memory for an op's first case with gradients on any chip, or per implementation."""
 
-KNOWN_SPILLS = {("attention", "tokamax"): 176, ("matmul_all_reduce", "permute"): 16}
-"""Bytes of stack a thread, of kernels that are not written here. Tokamax's own, in the blocks that it chooses itself:
-it is only taken where it is forced, or was measured to be the fastest all the same. And XLA's matmul on a B200, whose
-tiles it chooses by measuring where there is one."""
+KNOWN_SPILLS = {("attention", "tokamax"): 176}
+"""Bytes of stack per thread, for kernels that are not written here: Tokamax's own, in the blocks that Tokamax chooses.
+That kernel runs only where it is forced, or where it was measured to be the fastest despite the spill."""
 
 
 def assert_compiles(op: registry.Op, machine: str) -> None:
-    """cuDNN is left out where its library is not installed."""
+    """Compiles every supported implementation of an op's first case; skips cuDNN if its library is not installed."""
     case, avals = next(iter(op.cases.items()))
     spec = device.from_name(machine)
     able = [i.name for i in op.implementations if not aot.missing_library(i.name) and i.supports(spec, avals) is None]
@@ -277,13 +276,13 @@ def assert_compiles(op: registry.Op, machine: str) -> None:
 
 @pytest.mark.aot
 def test_a_mesh_larger_than_its_topology_is_refused() -> None:
-    """With both numbers."""
+    """The message has both numbers."""
     with pytest.raises(ValueError, match=r"h200:8 has 8 devices, but x=4, y=4 needs 16\. Take a larger topology\."):
         aot.virtual_mesh("h200:8", {"x": 4, "y": 4})
 
 
 def test_a_damaged_executable_is_refused() -> None:
-    """Not read as one without kernels; a file that is no Riegeli at all has none."""
+    """A damaged file raises, instead of being read as one without kernels; other bytes have no kernels."""
     literal = bytes([5, 4 << 2]) + b"hello"
     assert riegeli.snappy(literal) == b"hello"
     assert riegeli.snappy(bytes([9, 0]) + b"a" + bytes([8 - 4 << 2 | 1, 1])) == b"a" * 9, "a copy of what it writes"

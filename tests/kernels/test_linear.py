@@ -8,6 +8,7 @@ from jtrain_kernels.linear.reference import linear_reference
 from tests.kernels.gradients import agree_with, dtypes, normal
 
 
+@pytest.mark.smoke
 @dtypes
 @pytest.mark.parametrize(
     ("x", "kernel", "num_in"),
@@ -17,7 +18,7 @@ from tests.kernels.gradients import agree_with, dtypes, normal
 def test_linear_contracts_the_last_dimensions(
     dtype: str, x: tuple[int, ...], kernel: tuple[int, ...], num_in: int
 ) -> None:
-    """Value and both gradients, whichever operand the CPU chooses to transpose."""
+    """Value and both gradients agree, whichever operand the CPU transposes."""
     agree_with(
         lambda x, w: linear(x, w, num_in),
         lambda x, w: linear_reference(x, w, num_in),
@@ -27,7 +28,7 @@ def test_linear_contracts_the_last_dimensions(
 
 
 def test_a_float32_kernel_under_bfloat16_activations_gets_a_float32_gradient() -> None:
-    """More than bfloat16's 8 bits of it: the gradient is not rounded on its way."""
+    """The gradient has more than bfloat16's 8 bits, so it was not rounded on its way."""
     x, w = jnp.asarray(normal(0, 64, 8), jnp.bfloat16), jnp.asarray(normal(1, 8, 4))
     y, vjp = jax.vjp(linear, x, w)
     dx, dw = vjp(jnp.asarray(normal(2, 64, 4), jnp.bfloat16))
@@ -36,7 +37,7 @@ def test_a_float32_kernel_under_bfloat16_activations_gets_a_float32_gradient() -
 
 
 def test_the_kernel_gradient_is_exact_through_the_cpus_transpose() -> None:
-    """Multiplying by the identity moves bfloat16 numbers without rounding them: small integers come out exactly."""
+    """Multiplying by the identity does not round bfloat16 numbers: small integers stay exact."""
     x = np.random.default_rng(0).integers(-8, 8, (64, 16))
     dy = np.random.default_rng(1).integers(-8, 8, (64, 24))
     _, vjp = jax.vjp(linear, jnp.asarray(x, jnp.bfloat16), jnp.zeros((16, 24), jnp.float32))
@@ -44,7 +45,7 @@ def test_the_kernel_gradient_is_exact_through_the_cpus_transpose() -> None:
 
 
 def test_only_the_cpu_multiplies_by_the_identity() -> None:
-    """Lowered for a TPU or a GPU, the backward pass holds two matmuls (the third, the value, is not asked for)."""
+    """Lowered for a TPU or a GPU, the backward pass has two matmuls (the third, of the value, is not needed)."""
 
     def backward(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.vjp(linear, x, w)[1](dy)
@@ -57,6 +58,6 @@ def test_only_the_cpu_multiplies_by_the_identity() -> None:
 
 
 def test_dimensions_that_do_not_meet_are_refused() -> None:
-    """Not broadcast, not reshaped."""
+    """Dimensions are neither broadcast nor reshaped."""
     with pytest.raises(ValueError, match=r"last 1 dimensions of x \(2, 3\).*\(4, 5\)"):
         linear(jnp.zeros((2, 3)), jnp.zeros((4, 5)))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jtrain.bench.loss_memory import GIB, split_bytes, temp_bytes
-from jtrain.plan.aot import topology_devices
+from jtrain.plan.compile.compiled_step import topology_devices
 from jtrain_kernels.device import DEVICES
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
 from jtrain_kernels.linear_cross_entropy.chunking import best_chunk
@@ -15,7 +15,7 @@ B, L, D, V = 2, 16, 8, 40
 
 
 def targets() -> np.ndarray:
-    """A third are ignored, and so is a whole chunk of eight."""
+    """Targets, of which a third and one whole chunk of eight are ignored."""
     target = np.random.default_rng(0).integers(0, V, (B, L), dtype=np.int32)
     target[np.random.default_rng(1).random((B, L)) < 1 / 3] = -1
     target[1, :8] = -1
@@ -26,7 +26,7 @@ def targets() -> np.ndarray:
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("chunk", [1, 7, 8, 1024])
 def test_the_loss_and_its_gradients_are_those_of_all_logits(dtype: str, z_loss: float, chunk: int) -> None:
-    """In any chunk, with ignored targets, and scaled by whatever the loss is multiplied with."""
+    """The result is the same for any chunk size, with ignored targets, and gradients scale with the loss's factor."""
     target = jnp.asarray(targets())
     agree_with(
         lambda x, w: linear_cross_entropy(x, w, target, chunk_tokens=chunk, z_loss=z_loss)[0],
@@ -48,7 +48,7 @@ def test_the_reported_loss_has_no_z_loss_and_no_gradient() -> None:
 
 
 def test_without_targets_the_loss_and_gradient_are_zero() -> None:
-    """A microbatch of padding adds nothing, and no nan."""
+    """A microbatch of padding adds zero, not nan."""
     x, w = jnp.asarray(normal(0, B, L, D)), jnp.asarray(normal(1, D, V))
     none = jnp.full((B, L), -1)
     value, gradient = jax.value_and_grad(lambda x: linear_cross_entropy(x, w, none, chunk_tokens=8, z_loss=1.0)[0])(x)
@@ -73,7 +73,7 @@ def test_the_gradient_takes_three_matmuls_and_the_loss_one() -> None:
 
 
 def test_a_chunk_of_no_tokens_is_refused() -> None:
-    """With the numbers, and a size that fits."""
+    """The message has the numbers and a size that fits."""
     x, w = jnp.zeros((2, 9, 4)), jnp.zeros((4, 8))
     with pytest.raises(ValueError, match="chunk_tokens=0 must be at least 1"):
         linear_cross_entropy(x, w, jnp.zeros((2, 9), jnp.int32), chunk_tokens=0)
@@ -82,7 +82,7 @@ def test_a_chunk_of_no_tokens_is_refused() -> None:
 @pytest.mark.aot
 @pytest.mark.parametrize("topology", ["h200:1", "v5p:2x2x1"])
 def test_on_an_accelerator_the_logits_are_never_whole(topology: str) -> None:
-    """At 16384 x 4096 x 128256 by the chip's own compiler: <= 3 GiB beside arguments and results; all logits, > 10."""
+    """Compiled at 16384 x 4096 x 128256: at most 3 GiB of temporaries, where all logits would be more than 10."""
     device = topology_devices(topology)[0]
 
     def chunked(x: jax.Array, w: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -94,9 +94,9 @@ def test_on_an_accelerator_the_logits_are_never_whole(topology: str) -> None:
 
 @pytest.mark.aot
 def test_on_an_h200_loss_and_gradient_take_two_gib() -> None:
-    """At 16384 x 4096 x 128256, in the chunks that are predicted to be best, by the H200's own compiler.
+    """Compiled by the H200's compiler at 16384 x 4096 x 128256, in the chunks that are predicted to be best.
 
-    A bfloat16 gradient is summed in float32 too, D * V * 4 = 1.96 GiB that are no output then: 2.25 with a chunk's.
+    A bfloat16 gradient is summed in float32 too, which makes D * V * 4 = 1.96 GiB a temporary: 2.25 with a chunk's.
     """
     device = topology_devices("h200:1")[0]
     chunk, _ = best_chunk(DEVICES["h200"], tokens=16384, d_model=4096, vocab=128256)
@@ -110,7 +110,7 @@ def test_on_an_h200_loss_and_gradient_take_two_gib() -> None:
 
 @pytest.mark.aot
 def test_eight_h200_share_the_vocabulary() -> None:
-    """Each takes an eighth of the logits and of the gradient, and sends a quarter of what gathering would at most."""
+    """Each device has an eighth of the logits and of the gradient, and sends at most a quarter of gathering's bytes."""
     temp, sent = split_bytes("h200:8", 8)
     assert temp <= 1.5 * GIB
     assert 0 < sent < 0.25 * 2 * 4096 * 128256 * 2 * 7 / 8

@@ -11,7 +11,7 @@ B, L, D, V = 2, 16, 8, 40
 
 
 def targets() -> np.ndarray:
-    """A third are ignored, and so is a whole chunk of eight."""
+    """Targets, of which a third and one whole chunk of eight are ignored."""
     target = np.random.default_rng(0).integers(0, V, (B, L), dtype=np.int32)
     target[np.random.default_rng(1).random((B, L)) < 1 / 3] = -1
     target[1, :8] = -1
@@ -19,13 +19,13 @@ def targets() -> np.ndarray:
 
 
 def in_parts(x: jax.Array, w: jax.Array, *, parts: int, chunk: int, z_loss: float) -> tuple[jax.Array, jax.Array]:
-    """The columns dealt out to the parts in a shuffled order; the last part is filled up."""
+    """Loss with the columns distributed over parts in shuffled order; the last part is padded."""
     order = np.random.default_rng(2).permutation(V)
     missing = -V % parts
     column = np.concatenate([order, np.full(missing, NO_COLUMN)]).reshape(parts, -1)
     filled = jnp.concatenate([w[:, order], jnp.full((D, missing), 7, w.dtype)], axis=1)
     given = filled.reshape(D, parts, -1).swapaxes(0, 1)
-    # What is fetched is made of the part; here by a product, so that a fetch that is skipped shows in the gradient.
+    # The fetch multiplies the part, so that a skipped fetch shows in the gradient.
     return linear_cross_entropy_in_parts(
         x, given / 2, jnp.asarray(column), jnp.asarray(targets()), fetch=lambda part: part * 2, chunk_tokens=chunk,
         z_loss=z_loss,
@@ -36,7 +36,7 @@ def in_parts(x: jax.Array, w: jax.Array, *, parts: int, chunk: int, z_loss: floa
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize(("parts", "chunk"), [(1, 8), (4, 7), (7, 1024)])
 def test_the_loss_in_parts_is_that_of_all_logits(dtype: str, z_loss: float, parts: int, chunk: int) -> None:
-    """Values and gradients, also where the parts are not of one size, and the columns in no order."""
+    """Values and gradients agree, also for parts of different sizes and columns in any order."""
     agree_with(
         lambda x, w: in_parts(x, w, parts=parts, chunk=chunk, z_loss=z_loss)[0],
         lambda x, w: linear_cross_entropy_reference(x, w, jnp.asarray(targets()), z_loss=z_loss)[0],
@@ -56,7 +56,7 @@ def test_the_reported_loss_has_no_z_loss_and_no_gradient() -> None:
 
 
 def test_without_targets_the_loss_and_gradient_are_zero() -> None:
-    """A microbatch of padding adds nothing, and no nan."""
+    """A microbatch of padding adds zero, not nan."""
     x, w = jnp.asarray(normal(0, B, L, D)), jnp.asarray(normal(1, 1, D, V))
     none = jnp.full((B, L), -1)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-from jtrain.plan.aot import no_compile_cache, topology_devices
+from jtrain.plan.compile.compiled_step import no_compile_cache, topology_devices
 from jtrain_kernels import device
 from jtrain_kernels.fp8 import history
 from jtrain_kernels.fp8.api import Fp8Kernel, linear_fp8
@@ -19,7 +19,7 @@ SHAPES = [((2, 8, 4), (4, 6), 1), ((2, 8, 4), (4, 3, 5), 1), ((2, 8, 3, 5), (3, 
 
 
 def rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
-    """float64 rounded to an 8-bit format by another library, scaled as `scale_of` promises."""
+    """float64 numbers rounded to an FP8 format by another library, scaled as `scale_of` documents."""
     fraction, exponent = np.frexp(np.abs(x).max())
     top, power = np.frexp(float(ml_dtypes.finfo(dtype).max))
     scale = 2.0 ** (power - exponent - (fraction > top))
@@ -30,9 +30,9 @@ def rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
 def test_value_and_gradients_are_those_of_operands_rounded_by_ml_dtypes(
     x: tuple[int, ...], kernel: tuple[int, ...], num_in: int
 ) -> None:
-    """Products of the rounded operands in float64, so that only float32's sums differ: 1e-5 of the largest element.
+    """Products of the rounded operands are compared in float64: only float32 sums differ, 1e-5 of the largest element.
 
-    Without rounding they differ by more than 1e-2: the claim would be empty otherwise.
+    Without rounding the results differ by more than 1e-2, so the comparison is not vacuous.
     """
     a, w = normal(0, *x).astype(np.float64), normal(1, *kernel).astype(np.float64)
     a2, w2 = a.reshape(-1, int(np.prod(kernel[:num_in]))), w.reshape(int(np.prod(kernel[:num_in])), -1)
@@ -58,7 +58,7 @@ def test_value_and_gradients_are_those_of_operands_rounded_by_ml_dtypes(
 
 
 def test_the_reference_rounds_alike_and_differentiates_itself() -> None:
-    """JAX's own derivative of the rounded contraction, rounding passed through, is the written backward pass."""
+    """JAX's derivative of the rounded contraction (with gradients passed through rounding) is our backward pass."""
     x, w, dy = (jnp.asarray(normal(k, *s)) for k, s in enumerate(((16, 8), (8, 12), (16, 12))))
     y, vjp = jax.vjp(lambda x, w: linear_fp8(x, Fp8Kernel(w)), x, w)
     want, want_vjp = jax.vjp(linear_fp8_reference, x, w)
@@ -67,7 +67,7 @@ def test_the_reference_rounds_alike_and_differentiates_itself() -> None:
 
 
 def test_scales_are_powers_of_two_that_use_the_range() -> None:
-    """The largest number lands in the upper half of the range and never beyond; 0, inf and nan scale by 1."""
+    """The largest number is scaled to the upper half of the range and never beyond; 0, inf and nan get scale 1."""
     amax = jnp.asarray([448.0, 449.0, 447.9, 1.0, 3e-6, 1e8], jnp.float32)
     for dtype, top in ((FORWARD, 448.0), (GRADIENT, 57344.0)):
         scaled = np.asarray(amax * scale_of(amax, dtype))
@@ -80,7 +80,7 @@ def test_scales_are_powers_of_two_that_use_the_range() -> None:
 
 
 def test_another_scale_rounds_alike_within_the_range_and_exactly_in_bfloat16() -> None:
-    """What lets devices scale by different powers of two: nothing changes but what falls below the range."""
+    """Devices may scale by different powers of two: only numbers below the range change."""
     x = jnp.asarray(normal(0, 4096))
     x = jnp.where(jnp.abs(x) < 0.1, 0.1, x)
     near, far = (restored(quantised(x, jnp.float32(s), FORWARD), jnp.float32(s), jnp.float32) for s in (64.0, 1.0))
@@ -90,7 +90,7 @@ def test_another_scale_rounds_alike_within_the_range_and_exactly_in_bfloat16() -
 
 
 def test_clipping_never_hides_an_infinity() -> None:
-    """Beyond the range is the range's end; inf and nan come out nan, for a guard to see."""
+    """Numbers beyond the range are clipped to its end; inf and nan become nan, so that a run notices."""
     x = jnp.asarray([1e9, -1e9, jnp.inf, jnp.nan])
     got = np.asarray(quantised(x, jnp.float32(1), FORWARD).astype(jnp.float32))
     np.testing.assert_array_equal(got, [448, -448, np.nan, np.nan])
@@ -98,7 +98,7 @@ def test_clipping_never_hides_an_infinity() -> None:
 
 
 def test_delayed_scaling_uses_what_it_is_given_and_reports_what_it_saw() -> None:
-    """With current scaling's factors the results are current scaling's; the cotangent of `seen_3` is the maxima."""
+    """With the scales of current scaling the results are equal to it; the cotangent of `seen_3` is the amax values."""
     x, w, dy = (jnp.asarray(normal(k, *s)) for k, s in enumerate(((16, 8), (8, 12), (16, 12))))
     amax = jnp.stack([largest(v) for v in (x, w, dy)])
     scale_3 = jnp.stack([*scale_of(amax[:2], FORWARD), scale_of(amax[2], GRADIENT)])
@@ -111,7 +111,7 @@ def test_delayed_scaling_uses_what_it_is_given_and_reports_what_it_saw() -> None
 
 
 def test_a_history_remembers_for_its_length_and_no_longer() -> None:
-    """The largest of the last steps decides; before the first, the guesses."""
+    """The largest amax of the last steps decides; before the first step, the assumed values."""
     unit = jnp.float32(1e-3)
     kept = history.empty(1)
     first = np.asarray(history.scales(kept, unit))[0]
@@ -126,13 +126,13 @@ def test_a_history_remembers_for_its_length_and_no_longer() -> None:
 
 
 def test_dimensions_that_do_not_meet_are_refused() -> None:
-    """As `linear` does."""
+    """Mismatched dimensions are refused as in `linear`."""
     with pytest.raises(ValueError, match=r"last 1 dimensions of x \(2, 3\).*\(4, 5\)"):
         linear_fp8(jnp.zeros((2, 3)), Fp8Kernel(jnp.zeros((4, 5))))
 
 
 def test_devices_without_8_bit_matmuls_say_so() -> None:
-    """A CPU computes the same numbers; an A100 or a v5p would only lose; an MI300X has other formats."""
+    """A CPU computes the same numbers; an A100 or a v5p has no FP8 units; an MI300X has other formats."""
     able = {name for name, spec in device.DEVICES.items() if unsupported(spec) is None}
     assert able == {"cpu", "h100", "h200", "gh200", "b200", "tpu7x"}
     assert "e4m3fnuz" in str(unsupported(device.from_name("mi300x")))
@@ -142,7 +142,7 @@ def test_devices_without_8_bit_matmuls_say_so() -> None:
 @pytest.mark.aot
 @pytest.mark.parametrize("delayed", (False, True), ids=("current", "delayed"))
 def test_an_h200_multiplies_in_cublaslts_8_bit_kernels(delayed: bool) -> None:
-    """All three products, none in a wider type. With Triton's matmuls on, a GPU's autotuning chooses between both."""
+    """All three products are FP8. With Triton's matmuls enabled, autotuning on a GPU chooses between both."""
     sharding = jax.sharding.SingleDeviceSharding(topology_devices("h200:1")[0])
 
     def step(x: Array, w: Array, dy: Array, scale_3: Array) -> tuple[Array, ...]:

@@ -1,4 +1,4 @@
-"""How many tokens' logits are held at a time, where nobody says."""
+"""Default chunk size of the loss."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from jtrain import config
-from jtrain.loss_chunk import settle_loss_chunk
+from jtrain.config.load import set_values
 from jtrain.model.ops import linear_cross_entropy, linear_cross_entropy_in_parts
+from jtrain.plan.auto_layout import settle_loss_chunk
 from jtrain_kernels import registry
 from jtrain_kernels.device import DEVICES
 from jtrain_kernels.linear_cross_entropy.api import LINEAR_CROSS_ENTROPY
@@ -28,7 +28,7 @@ def seconds(device: str, chunk: int, **sizes: int) -> float:
 
 
 def test_small_chunks_cost_the_sum_of_the_gradient_and_large_ones_nothing() -> None:
-    """On an H200 chunks of 128 take twice as long as those of 1024, from where on matmuls hide the sum."""
+    """On an H200, chunks of 128 take twice as long as chunks of 1024 or more, where matmuls hide the accumulation."""
     assert seconds("h200", 128) > 2 * seconds("h200", 1024)
     assert seconds("h200", 1024) == pytest.approx(seconds("h200", 4096), rel=0.01)
     three_matmuls = 3 * 2 * 16384 * 4096 * 128256 / 989.4e12
@@ -40,7 +40,7 @@ def test_small_chunks_cost_the_sum_of_the_gradient_and_large_ones_nothing() -> N
 def test_the_best_chunk_is_the_smallest_that_nothing_in_the_budget_beats_by_more_than_1_percent(
     name: str, shards: int
 ) -> None:
-    """Of all candidates; and it is within the budget."""
+    """The best chunk is compared with all candidates and is within the budget."""
     sizes = LLAMA8B | dict(tokens=16384 // shards, shards=shards)
     best, because = best_chunk(DEVICES[name], **sizes)
     found = [p for c in CANDIDATES if (p := predict(DEVICES[name], c, **sizes)) is not None]
@@ -57,7 +57,7 @@ def test_a_chip_with_more_flops_per_byte_takes_larger_chunks() -> None:
 
 
 def test_a_smaller_budget_gives_smaller_chunks_down_to_the_smallest() -> None:
-    """Which says so, where even that is over it."""
+    """If even the smallest chunk is over the budget, the reason says so."""
     assert best_chunk(DEVICES["h200"], **LLAMA8B, budget_bytes=2**29)[0] < best_chunk(DEVICES["h200"], **LLAMA8B)[0]
     tokens, because = best_chunk(DEVICES["h200"], **LLAMA8B, budget_bytes=1)
     assert tokens == min(CANDIDATES)
@@ -65,8 +65,8 @@ def test_a_smaller_budget_gives_smaller_chunks_down_to_the_smallest() -> None:
 
 
 def test_where_no_peak_is_published_the_usual_size_is_taken_and_said() -> None:
-    """Of a CPU, and of float32."""
-    assert best_chunk(DEVICES["cpu"], **LLAMA8B) == (1024, "nothing is published of a cpu's peaks, so the usual size")
+    """CPUs and float32 have no published peak."""
+    assert best_chunk(DEVICES["cpu"], **LLAMA8B) == (1024, "no peaks are published for a cpu, so the default size")
     assert best_chunk(DEVICES["cpu"], tokens=64, d_model=8, vocab=40)[0] == 64
     assert predict(DEVICES["h200"], 1024, **LLAMA8B, itemsize=4) is None
 
@@ -76,7 +76,7 @@ def avals(**more: Any) -> dict[str, Any]:
 
 
 def test_the_registry_hands_out_the_chunk_and_what_it_costs() -> None:
-    """The predicted best first, the rest to be tuned; the one that is asked for, alone."""
+    """Configurations are the predicted best first, then the others for tuning; a requested size is the only one."""
     h200 = DEVICES["h200"]
     choice = registry.choose(LINEAR_CROSS_ENTROPY, h200, avals())
     assert choice.config == {"chunk": 1024}
@@ -93,7 +93,7 @@ def test_the_registry_hands_out_the_chunk_and_what_it_costs() -> None:
 
 
 def test_a_loss_without_a_size_of_chunks_is_the_same_loss() -> None:
-    """Whole and in parts."""
+    """The loss is the same, whole and in parts."""
     x, w = jnp.asarray(normal(0, 2, 16, 8)), jnp.asarray(normal(1, 8, 40))
     target = jnp.asarray(np.random.default_rng(0).integers(-1, 40, (2, 16), dtype=np.int32))
     want = linear_cross_entropy(x, w, target, chunk_tokens=32)[0]
@@ -106,10 +106,10 @@ def test_a_loss_without_a_size_of_chunks_is_the_same_loss() -> None:
 
 
 def test_auto_in_a_config_becomes_a_number_for_the_devices() -> None:
-    """Before anything is planned with it; a number stays, and nothing is said."""
+    """`auto` is replaced before planning; a number stays, without a message."""
     run_config = tiny.tiny()
     assert settle_loss_chunk(run_config, DEVICES["h200"]) == []
-    config.set_values(run_config, {"model.loss_chunk_tokens": "auto", "data.global_batch": 512})
+    set_values(run_config, {"model.loss_chunk_tokens": "auto", "data.global_batch": 512})
     run = fdl.build(run_config)
     with pytest.raises(ValueError, match=r"model\.loss_chunk_tokens=auto has to be settled first"):
         _ = run.model.loss_chunk
@@ -121,8 +121,8 @@ def test_auto_in_a_config_becomes_a_number_for_the_devices() -> None:
 
 @pytest.mark.parametrize("value", (0, "many"))
 def test_neither_a_size_nor_auto_is_refused(value: Any) -> None:
-    """By the field's path."""
+    """The message has the field's path."""
     run_config = tiny.tiny()
-    config.set_values(run_config, {"model.loss_chunk_tokens": value})
+    set_values(run_config, {"model.loss_chunk_tokens": value})
     with pytest.raises((ValueError, TypeError), match="loss_chunk_tokens"):
         fdl.build(run_config)

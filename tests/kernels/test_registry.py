@@ -1,4 +1,4 @@
-"""Which implementation an op takes: forced > tuned > cost model > reference; every reason is said."""
+"""Choice of implementations: forced > tuned > cost model > reference, each with its reason."""
 
 import dataclasses
 import os
@@ -15,7 +15,8 @@ import pytest
 
 from jtrain.bench import kernels
 from jtrain.bench.__main__ import bench
-from jtrain_kernels import aot, device, registry, tuned
+from jtrain_kernels import device, registry, tuned
+from jtrain_kernels.compile_only import aot
 from jtrain_kernels.examples import new_backend
 from jtrain_kernels.registry import Implementation, Op
 from jtrain_kernels.rms_norm.api import rms_norm
@@ -49,7 +50,7 @@ def entry(implementation: str, avals: registry.Avals = AVALS) -> Mapping[tuple[s
 
 
 def test_without_more_knowledge_the_reference_runs() -> None:
-    """And says that nothing is known of the other, or why it cannot run."""
+    """The choice explains that nothing is known of the other implementation, or why it cannot run."""
     got = registry.choose(OP, H200, AVALS)
     assert got.implementation is XLA
     assert got.others == (
@@ -61,7 +62,7 @@ def test_without_more_knowledge_the_reference_runs() -> None:
 
 
 def test_the_cost_model_compares_predictions() -> None:
-    """The least; a tie keeps the reference, and one without a prediction loses."""
+    """The lowest prediction wins; in a tie the reference wins, and one without a prediction loses."""
     slow, fast = dataclasses.replace(XLA, cost_s=costs(4e-6)), dataclasses.replace(GPU, cost_s=costs(1e-6))
     got = registry.choose(Op("times", (fast, slow)), H200, AVALS)
     assert (got.implementation, dict(got.config)) == (fast, {"tile": 1})
@@ -74,7 +75,7 @@ def test_the_cost_model_compares_predictions() -> None:
 
 
 def test_what_was_measured_beats_what_is_predicted() -> None:
-    """For shapes of the same bucket and dtype, where it can run; its configuration comes along."""
+    """A tuned entry applies to the same bucket and dtype if it can run, and brings its configuration."""
     op = Op("times", (dataclasses.replace(GPU, cost_s=costs(9e-6)), dataclasses.replace(XLA, cost_s=costs(1e-6))))
     got = registry.choose(op, H200, AVALS, measured=entry("cudnn"))
     assert (got.implementation.name, dict(got.config)) == ("cudnn", {"tile": 2})
@@ -89,7 +90,7 @@ def test_what_was_measured_beats_what_is_predicted() -> None:
 
 
 def test_what_is_forced_runs_or_fails() -> None:
-    """Never something else in its place."""
+    """A forced implementation is never replaced by another one."""
     got = registry.choose(OP, H200, AVALS, forced="cudnn", measured=entry("xla"))
     assert (got.implementation, got.because, dict(got.config)) == (GPU, "it is forced", {"tile": 1})
     assert got.others == (("xla", "cudnn is forced"),)
@@ -103,14 +104,14 @@ def test_what_is_forced_runs_or_fails() -> None:
 
 
 def test_an_op_ends_with_its_reference() -> None:
-    """Its implementations have names of their own."""
+    """The implementations of an op have distinct names."""
     for implementations in ((), (XLA, GPU), (XLA, XLA)):
-        with pytest.raises(ValueError, match=r"kernels.times: .* of which the last is xla"):
+        with pytest.raises(ValueError, match=r"kernels.times: .* the last one xla"):
             Op("times", implementations)
 
 
 def test_a_jitted_function_is_traced_anew_for_another_device() -> None:
-    """The same function, the same argument: XLA on a TPU, the other form on a GPU, and again."""
+    """The same function with the same argument uses XLA on a TPU and the other implementation on a GPU."""
     op = Op("times", (dataclasses.replace(GPU, cost_s=costs(1e-6)), dataclasses.replace(XLA, cost_s=costs(2e-6))))
     traces = []
 
@@ -131,10 +132,11 @@ def test_a_jitted_function_is_traced_anew_for_another_device() -> None:
 
 
 def test_names_that_mean_nothing_are_refused_before_anything_is_traced() -> None:
-    """Ops and implementations, with the nearest; an argument must be an array or a plain value."""
+    """Unknown ops and implementations are refused with the nearest names; arguments must be arrays or plain values."""
     with (
         pytest.raises(
-            ValueError, match=r"kernels: no op is called 'rms_nrm'\. Did you mean rms_norm\? There are: .*swiglu"
+            ValueError,
+            match=r"kernels: no op is called 'rms_nrm'\. Did you mean rms_norm, .*There are: .*swiglu",
         ),
         registry.on(H200, forced={"rms_nrm": "xla"}),
     ):
@@ -149,7 +151,7 @@ def test_names_that_mean_nothing_are_refused_before_anything_is_traced() -> None
 
 
 def test_every_op_of_the_package_is_found_with_cases_that_it_can_trace(emulated_devices: list[jax.Device]) -> None:
-    """Also the gradients, which have the shapes of what they are of; for a device that is not here."""
+    """Every case traces for an absent device, with gradients that have the shapes of their arguments."""
     assert {"rms_norm", "rope", "swiglu", "linear", "embedding_lookup", "linear_cross_entropy"} <= set(registry.ops())
     for op in registry.ops().values():
         for case, avals in op.cases.items():
@@ -165,7 +167,7 @@ def test_every_op_of_the_package_is_found_with_cases_that_it_can_trace(emulated_
 
 
 def test_an_unknown_chip_is_described_by_itself() -> None:
-    """No peaks; the reference still runs on it."""
+    """An unknown chip has no peaks; the reference still runs on it."""
 
     @dataclasses.dataclass(frozen=True)
     class Chip:
@@ -182,7 +184,7 @@ def test_an_unknown_chip_is_described_by_itself() -> None:
 
 @dtypes
 def test_the_example_of_a_new_back_end_computes_the_op(dtype: str) -> None:
-    """Value and gradients against float64, in its first configuration."""
+    """Value and gradients agree with float64 in the first configuration."""
 
     def formula(x: jax.Array, scale: jax.Array) -> jax.Array:
         return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 0.1) * scale[None, None]
@@ -194,7 +196,7 @@ def test_the_example_of_a_new_back_end_computes_the_op(dtype: str) -> None:
 
 
 def test_the_example_of_a_new_back_end_is_found_by_its_entry_point(tmp_path: Path) -> None:
-    """As its docstring says: a distribution that names the module brings chip and kernel; another chip refuses it."""
+    """A distribution that names the module provides chip and kernel; on another chip the kernel is refused."""
     folder = tmp_path / "acme-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
@@ -220,7 +222,7 @@ with registry.on(device.from_name("cpu"), forced={"rms_norm": "acme"}):
 
 
 def test_tuning_keeps_the_fastest_and_the_choice_follows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the device that is here, into a folder; the entry is what is chosen from then on."""
+    """Tuning on the live device writes an entry to a folder, and later choices follow it."""
     arguments = ["kernels", "--tune", "--op", "rms_norm", "--case", "tiny", "--out", str(tmp_path)]
     assert bench(arguments) == 0
     assert bench(arguments) == 0, "a second time the entry is replaced"
@@ -235,7 +237,7 @@ def test_tuning_keeps_the_fastest_and_the_choice_follows_it(tmp_path: Path, caps
 
 @pytest.mark.parametrize("name", ("h200", "v5p"))
 def test_every_ops_choice_is_explained(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One form is taken, and each other has its reason, for every case; no device is asked and nothing compiled."""
+    """For every case one implementation is chosen and each other has a reason, without a device or compilation."""
     for op in registry.ops().values():
         assert bench(["kernels", "--explain", op.name, "--device", name]) == 0
         said = capsys.readouterr().out
@@ -247,7 +249,7 @@ def test_every_ops_choice_is_explained(name: str, capsys: pytest.CaptureFixture[
 
 
 def test_an_op_that_communicates_needs_its_devices_to_be_timed() -> None:
-    """Those that are here are enough, or both numbers are said."""
+    """Timing runs if enough devices are present; otherwise the message has both numbers."""
     case = kernels.Case(registry.find("all_gather_matmul"), "llama8b", {"axis_name": "tensor", "axis_size": 8})
     assert kernels.too_few_devices(case) is None
     sixteen = case._replace(avals={"axis_name": "tensor", "axis_size": 16})
@@ -256,7 +258,7 @@ def test_an_op_that_communicates_needs_its_devices_to_be_timed() -> None:
 
 
 def test_the_benchmark_refuses_what_it_cannot_mean(tmp_path: Path) -> None:
-    """Options that contradict, an unknown case, and times of a CPU at an 8B model's sizes."""
+    """Refuses contradicting options, an unknown case, and timing an 8B model's sizes on a CPU."""
     for arguments, message in (
         (["--device", "h200"], r"--device and --compile are for --explain OP"),
         (["--explain", "rope", "--tune"], r"--explain runs nothing and --tune runs everything"),
@@ -270,7 +272,7 @@ def test_the_benchmark_refuses_what_it_cannot_mean(tmp_path: Path) -> None:
 
 
 def test_rms_norm_is_unchanged_by_its_registration() -> None:
-    """One call through the registry is one call of its only form, under jit and grad."""
+    """A call through the registry equals a call of the only implementation, under jit and grad."""
     x, scale = jnp.asarray(normal(0, 4, 16)), jnp.asarray(normal(1, 16))
     got = jax.jit(jax.grad(lambda x: rms_norm(x, scale, 1e-6).sum()))(x)
     with registry.on(V5P, forced={"rms_norm": "xla"}):

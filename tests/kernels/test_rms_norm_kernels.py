@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-from jtrain.plan.moved import passes
-from jtrain_kernels import aot, compat, registry
+from jtrain.hlo.memory_traffic import passes
+from jtrain_kernels import compat, registry
+from jtrain_kernels.compile_only import aot
 from jtrain_kernels.device import DEVICES, from_name
 from jtrain_kernels.rms_norm import pallas_tpu, triton
 from jtrain_kernels.rms_norm.api import RMS_NORM, RMS_NORM_BRANCH, branch_by, norm_by, rms_norm, rms_norm_branch
@@ -28,13 +29,13 @@ def formula(x: Array, scale: Array) -> Array:
 
 
 def stream_and_branch(pair: tuple[Array, Array]) -> Array:
-    """Different weights for the two, so that no gradient can be mistaken for the other's."""
+    """Objective with different weights for stream and branch, so that their gradients cannot be confused."""
     return jnp.concatenate([3 * pair[0], pair[1]], axis=-1)
 
 
 @dtypes
 def test_a_branch_is_the_stream_and_its_norm(dtype: str) -> None:
-    """Values and the sum of both gradients; in bfloat16 the norm's own rounding is all that is allowed."""
+    """Values and the sum of both gradients agree; in bfloat16 only the norm's own rounding is allowed."""
     agree_with(
         lambda x, s: stream_and_branch(rms_norm_branch(x, s, 0.1)),
         lambda x, s: stream_and_branch((x, formula(x, s))),
@@ -46,8 +47,8 @@ def test_a_branch_is_the_stream_and_its_norm(dtype: str) -> None:
 @dtypes
 @pytest.mark.parametrize("mode", ("eager", "on_wait"))
 def test_the_tpu_kernel_has_the_formulas_gradients(dtype: str, mode: Any) -> None:
-    """Emulated with races looked for, both orders of its copies; memory that nothing wrote is NaN."""
-    backward = pallas_tpu.OnePass(compat.tpu_interpret(mode, uninitialized_memory="nan"))
+    """Emulated with race detection in both orders of copies; memory that was not written is NaN."""
+    backward = pallas_tpu.OnePassTPU(compat.tpu_interpret(mode, uninitialized_memory="nan"))
     inputs = normal(0, *SHAPE), normal(1, 256)
     agree_with(lambda x, s: norm_by(x, s, 0.1, backward), formula, inputs, dtype)
     agree_with(
@@ -60,7 +61,7 @@ def test_the_tpu_kernel_has_the_formulas_gradients(dtype: str, mode: Any) -> Non
 
 
 def test_blocks_fit_into_vmem_and_divide_the_rows() -> None:
-    """As many rows as fit, a power of two of tiles, the same in both parts."""
+    """A block has as many rows as fit, a power of two of tiles, the same in both parts."""
     assert pallas_tpu.block_rows(8192, 4096, 2, residual=True) == 64
     assert pallas_tpu.block_rows(8192, 4096, 2, residual=False) == 64
     assert pallas_tpu.block_rows(8192, 1024, 2, residual=True) == 256
@@ -85,13 +86,13 @@ def avals(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     ),
 )
 def test_a_kernel_that_cannot_run_says_why(op: registry.Op, device: str, name: str, given: Any, reason: str) -> None:
-    """Forced it is an error, with what there is."""
+    """Forcing it is an error that lists the implementations."""
     with pytest.raises(ValueError, match=rf"kernels\.{op.name}={name}: {reason}.* There are: pallas_tpu, triton, xla"):
         registry.choose(op, from_name(device), given, forced=name)
 
 
 def test_triton_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package, registers for a long row, a dtype."""
+    """Reasons: a missing package, too few registers for a long row, a dtype."""
     h200, find_spec = DEVICES["h200"], triton.triton_call.importlib.util.find_spec
     monkeypatch.setattr(triton.triton_call.importlib.util, "find_spec", lambda name: None)
     reason = triton.refusal(h200, avals((8, 128))["x"], residual=False)
@@ -103,7 +104,7 @@ def test_triton_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_triton_fills_the_device_and_its_registers() -> None:
-    """Two programs per core of an H200, 16 elements a thread; never more programs than rows."""
+    """Two programs per core of an H200 and 16 elements per thread; never more programs than rows."""
     first, *others = triton.configs(DEVICES["h200"], avals((8192, 4096)))
     assert first == dict(programs=264, warps=8, capability=90)
     assert len(others) == 8
@@ -111,7 +112,7 @@ def test_triton_fills_the_device_and_its_registers() -> None:
 
 
 def test_a_kernel_that_nobody_measured_runs_only_where_it_is_forced() -> None:
-    """Nothing is predicted: a prediction would have to count the fusions that a kernel ends."""
+    """No cost is predicted, because a prediction would have to count the fusions that a kernel prevents."""
     for device in ("v5p", "h200"):
         choice = registry.choose(RMS_NORM, from_name(device), RMS_NORM.cases["llama8b"])
         assert choice.implementation.name == "xla"
@@ -147,9 +148,9 @@ print(json.dumps(errors))
 
 @pytest.mark.slow
 def test_the_triton_source_has_the_formulas_gradients() -> None:
-    """By Triton's interpreter, which needs torch's arrays: PEER_TORCH_PYTHON names a Python with both.
+    """Runs Triton's interpreter, which needs torch's arrays: PEER_TORCH_PYTHON names a Python with both.
 
-    13 rows by 4 programs, 96 of 128 lanes; to 1e-6 in float32, and one rounding of the result in bfloat16.
+    13 rows, 4 programs, 96 of 128 lanes; tolerance 1e-6 in float32, and one rounding of the result in bfloat16.
     """
     python = os.environ.get("PEER_TORCH_PYTHON")
     if not python:
@@ -184,12 +185,12 @@ def backward_of(op: registry.Op, device: str, name: str) -> aot.Report:
 
 
 def arrays_moved(report: aot.Report) -> float:
-    """Arrays like x that a program reads and writes."""
+    """Memory traffic of a program, in arrays of the size of x."""
     return sum(p.read_bytes + p.written_bytes for p in passes(report.hlo)) / (8192 * 4096 * 2)
 
 
 def least(op: registry.Op) -> int:
-    """dy, x and dx, and the gradient of the residual stream."""
+    """Lower bound in arrays: dy, x and dx, and the gradient of the residual stream."""
     return 3 if op is RMS_NORM else 4
 
 
@@ -197,7 +198,7 @@ def least(op: registry.Op) -> int:
 @pytest.mark.parametrize("device", ("v5e", "v5p", "v6e", "tpu7x"))
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_tpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
-    """Each array once, and a twentieth of one for sums; XLA x and dy again for every mean."""
+    """The kernel moves each array once, plus a twentieth for sums; XLA reads x and dy again for every mean."""
     report = backward_of(op, device, "pallas_tpu")
     assert aot.failures(report) == ()
     assert any("rms_norm_backward" in name for name in report.calls), report.calls
@@ -209,7 +210,7 @@ def test_tpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
 @pytest.mark.parametrize("device", ("h100", "h200", "b200"))
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_gpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
-    """Each array once, and a seventh of one for 264 programs' sums; XLA x and dy again for every mean."""
+    """The kernel moves each array once, plus a seventh for 264 programs' sums; XLA reads x and dy for every mean."""
     report = backward_of(op, device, "triton")
     assert aot.failures(report) == ()
     assert any("triton_kernel_call" in name for name in report.calls), report.calls
@@ -218,7 +219,7 @@ def test_gpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
 
 
 def test_the_saved_inverse_is_what_the_input_gives() -> None:
-    """Bit for bit the same gradient as from an inverse that is computed again."""
+    """The gradient is bit for bit the same as with a recomputed inverse."""
     x, scale = jnp.asarray(normal(0, *SHAPE)), jnp.asarray(normal(1, 256))
     dy = jnp.asarray(normal(2, *SHAPE))
     got = jax.jit(lambda x, s: jax.vjp(lambda x, s: rms_norm(x, s, 0.1), x, s)[1](dy))(x, scale)

@@ -1,4 +1,4 @@
-"""The rotation in one pass over memory, by Pallas for TPUs."""
+"""Rotary embedding in one pass over memory, by Pallas for TPUs."""
 
 from functools import partial
 from typing import Any
@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-from jtrain.plan.moved import passes
-from jtrain_kernels import aot, compat, registry
+from jtrain.hlo.memory_traffic import passes
+from jtrain_kernels import compat, registry
+from jtrain_kernels.compile_only import aot
 from jtrain_kernels.device import from_name
 from jtrain_kernels.rope import pallas_tpu
 from jtrain_kernels.rope.api import ROPE, rope, rope_by
@@ -22,7 +23,7 @@ ANGLE = normal(1, 2, 16, 64)
 @dtypes
 @pytest.mark.parametrize("heads", (3, 16))
 def test_the_tpu_kernel_turns_pairs_half_a_head_apart(dtype: str, heads: int) -> None:
-    """As complex numbers times exp(i angle), value and gradient; emulated with races looked for."""
+    """Value and gradient are those of complex multiplication by exp(i angle); emulated with race detection."""
 
     def formula(x: Array) -> Array:
         turned = (x[..., :64] + 1j * x[..., 64:]) * jnp.exp(1j * jnp.asarray(ANGLE, jnp.float64))[:, :, None, :]
@@ -35,7 +36,7 @@ def test_the_tpu_kernel_turns_pairs_half_a_head_apart(dtype: str, heads: int) ->
 
 
 def test_it_rounds_as_the_reference_does() -> None:
-    """The same two products and one sum in float32: at most one bit of bfloat16 apart, where the CPU fuses one."""
+    """Both compute two products and a sum in float32, at most one bit of bfloat16 apart where the CPU fuses them."""
     rotation = partial(pallas_tpu.rotated, interpret=compat.tpu_interpret("eager"))
     cos, sin, x = jnp.cos(ANGLE), jnp.sin(ANGLE), jnp.asarray(normal(0, 2, 16, 8, 128), jnp.bfloat16)
     got, want = (np.asarray(y, np.float32) for y in (rope_by(x, cos, sin, rotation), rope(x, cos, sin)))
@@ -53,7 +54,7 @@ def test_it_rounds_as_the_reference_does() -> None:
     ),
 )
 def test_where_it_cannot_run_it_says_why(device: str, shape: tuple[int, ...], dtype: str, reason: str) -> None:
-    """Forced it is an error, with what there is."""
+    """Forcing it is an error that lists the implementations."""
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     given: Any = dict(ROPE.cases["llama8b"]) | {"x_BLNH": x}
     with pytest.raises(ValueError, match=rf"kernels\.rope=pallas_tpu: {reason}.* There are: pallas_tpu, xla"):
@@ -63,7 +64,7 @@ def test_where_it_cannot_run_it_says_why(device: str, shape: tuple[int, ...], dt
 @pytest.mark.aot
 @pytest.mark.parametrize("device", ("v5e", "v5p", "v6e", "tpu7x"))
 def test_tpus_make_one_pass_of_it(device: str) -> None:
-    """8192 tokens of 32 heads: x in and out and the angles' tables; XLA moves at least 2.5 times as much."""
+    """At 8192 tokens of 32 heads the kernel moves x, y and the angles; XLA moves at least 2.5 times as much."""
     given = ROPE.cases["llama8b"]
     shapes = [given[name] for name in ("x_BLNH", "cos_BLR", "sin_BLR")]
     moved = {}

@@ -1,4 +1,4 @@
-"""Splash attention as it is called here, interpreted on a CPU; and what each implementation cannot do."""
+"""Splash attention interpreted on a CPU, and the limits of each implementation."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ L, N, K, H = 256, 2, 1, 128
 BLOCKS: dict[str, Any] = dict(chunk=64, block_q=128, block_kv=128, interpret=True)
 SEGMENT = np.asarray([[1] * 100 + [2] * 90 + [0] * 66], np.int32)
 OTHER = np.asarray([[5] * 60 + [1] * 196], np.int32)
-"""Keys of which the first document sees some and the others none."""
+"""Segments of keys: the first document sees some of them, the others none."""
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,9 @@ OTHER = np.asarray([[5] * 60 + [1] * 196], np.int32)
     ids=("causal", "window", "every"),
 )
 def test_its_passes_are_those_of_plain_jax(mask: Mask, keys: np.ndarray) -> None:
-    """Both passes in float32: results, log-partitions (-inf for rows without keys) and gradients, to 1e-4.
+    """Results, log-partitions (-inf for rows without keys) and gradients of both passes agree in float32, to 1e-4.
 
-    The tolerance is that of sums of 256 float32 products in other orders: 256 * 2^-24, times 6 operations.
+    The tolerance allows for sums of 256 float32 products in another order: 256 * 2^-24, times 6 operations.
     """
     q, k, v, dy = (jnp.asarray(normal(i, 1, L, heads, H)) for i, heads in enumerate((N, K, K, N)))
     arrays = q, k, v, jnp.asarray(SEGMENT), jnp.asarray(keys)
@@ -40,7 +40,7 @@ def test_its_passes_are_those_of_plain_jax(mask: Mask, keys: np.ndarray) -> None
     np.testing.assert_allclose(np.asarray(lse)[seen_BNL], np.asarray(want_lse)[seen_BNL], atol=1e-4)
     rows = seen_BNL.swapaxes(1, 2)
     np.testing.assert_allclose(np.asarray(y)[rows], np.asarray(want_y)[rows], atol=1e-4)
-    # As in a ring, where the result and its log-partition are of more keys than these.
+    # As in a ring, where the result and its log-partition are over more keys than these.
     given = *arrays, want_y, jnp.where(seen_BNL, want_lse + 0.5, 3.0), dy
     got = splash.backward(*given, mask=mask, **BLOCKS)
     for one, want in zip(got, xla.backward(*given, mask=mask, chunk=64), strict=True):
@@ -59,7 +59,7 @@ def shapes(L: int = 1024, H: int = 128, dtype: str = "bfloat16", *, causal: bool
     ("name", "chip", "avals", "reason"),
     [
         ("splash", "h200", shapes(), "splash is a kernel for TPUs"),
-        ("splash", "v5p", shapes(L=100), "takes positions by 128, but there are 100 queries and 100 keys"),
+        ("splash", "v5p", shapes(L=100), "takes multiples of 128 positions, but there are 100 queries and 100 keys"),
         ("splash", "v5p", shapes(H=96), "takes heads of 64 or multiples of 128, but head_dim=96"),
         ("cudnn", "v5p", shapes(), "cuDNN runs on NVIDIA GPUs from Ampere on"),
         ("cudnn", "h200", shapes(dtype="float32"), "in bfloat16 or float16, not in float32"),
@@ -69,7 +69,7 @@ def shapes(L: int = 1024, H: int = 128, dtype: str = "bfloat16", *, causal: bool
     ],
 )
 def test_what_an_implementation_cannot_do_it_says(name: str, chip: str, avals: registry.Avals, reason: str) -> None:
-    """Forced, it is an error with the reason and what there is; nothing falls back."""
+    """Forcing it is an error with the reason and the implementations; nothing falls back."""
     with pytest.raises(
         ValueError, match=rf"kernels\.attention={name}: .*{reason}.*There are: cudnn, tokamax, splash, xla"
     ):
@@ -77,7 +77,7 @@ def test_what_an_implementation_cannot_do_it_says(name: str, chip: str, avals: r
 
 
 def test_splash_runs_on_every_tpu() -> None:
-    """And with blocks that divide the positions."""
+    """The blocks divide the positions."""
     for chip in ("v4", "v5e", "v5p", "v6e", "tpu7x"):
         choice = registry.choose(ATTENTION, device.from_name(chip), shapes(L=384), forced="splash")
         assert choice.config == {"block_q": 128, "block_kv": 128}

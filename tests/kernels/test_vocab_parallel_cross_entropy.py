@@ -19,7 +19,7 @@ B, L, D, V = 2, 16, 8, 40
 
 
 def targets() -> jax.Array:
-    """Of every device's columns; a third are ignored, and so are all of a device's positions."""
+    """Targets in every device's columns; a third are ignored, and all positions of one device."""
     target = np.random.default_rng(0).integers(0, V, (B, L), dtype=np.int32)
     target[np.random.default_rng(1).random((B, L)) < 1 / 3] = -1
     target[:, 4:8] = -1
@@ -27,7 +27,7 @@ def targets() -> jax.Array:
 
 
 def split(loss: Any, num_devices: int) -> Any:
-    """`loss(x, w, target)` of one device's blocks on that many devices, its sums added up."""
+    """Runs `loss(x, w, target)` on the blocks of several devices and adds up the sums."""
     mesh = Mesh(np.array(jax.devices()[:num_devices]), ("tensor",))
 
     def local(x: jax.Array, w: jax.Array, target: jax.Array) -> Any:
@@ -44,7 +44,7 @@ def whole_columns(chunk: int, z_loss: float) -> Any:
 
 
 def in_parts(parts: int, chunk: int, z_loss: float) -> Any:
-    """Each device's columns in parts, the last filled up with columns that must not count."""
+    """Loss with each device's columns in parts, the last one padded with columns that must not count."""
 
     def loss(x: jax.Array, w: jax.Array, t: jax.Array) -> Any:
         local = w.shape[1]
@@ -73,7 +73,7 @@ def agree(loss: Any, num_devices: int, dtype: str, z_loss: float) -> None:
 @dtypes
 @pytest.mark.parametrize(("num_devices", "chunk"), [(2, 8), (4, 3), (8, 1024), (8, 1)])
 def test_a_split_vocabulary_has_the_loss_and_gradients_of_all_logits(dtype: str, num_devices: int, chunk: int) -> None:
-    """On any number of devices and in any chunk; float32 to 1e-5, for only the order of sums is another."""
+    """On any number of devices and for any chunk, float32 agrees to 1e-5: only the order of sums differs."""
     agree(whole_columns(chunk, 0.1), num_devices, dtype, 0.1)
 
 
@@ -86,7 +86,7 @@ def test_so_has_one_whose_columns_come_in_parts(dtype: str, num_devices: int, pa
 
 @pytest.mark.parametrize("loss", [whole_columns(4, 0.1), in_parts(2, 4, 0.1)], ids=["whole", "parts"])
 def test_each_device_reports_its_own_positions(loss: Any) -> None:
-    """Without z-loss and without a gradient; what all report is what one device would, position by position."""
+    """The reported sums have no z-loss and no gradient; together they are what one device would report."""
     x, w, target = jnp.asarray(normal(0, B, L, D)), jnp.asarray(normal(1, D, V)), targets()
     mesh = Mesh(np.array(jax.devices()[:4]), ("tensor",))
     each = jax.jit(
@@ -110,7 +110,7 @@ def test_each_device_reports_its_own_positions(loss: Any) -> None:
 
 
 def test_the_unembedding_is_never_gathered() -> None:
-    """On the network are hidden states, their gradient, and three numbers per token and device, chunk by chunk."""
+    """The network carries hidden states, their gradient, and three numbers per token and device, chunk by chunk."""
     n, tokens, width, vocab, chunk = 8, 256, 48, 4096, 8
     mesh = Mesh(np.array(jax.devices()), ("tensor",))
 
@@ -135,13 +135,13 @@ def test_the_unembedding_is_never_gathered() -> None:
 
 
 def test_targets_of_this_device_alone_are_refused() -> None:
-    """With both lengths."""
+    """The message has both lengths."""
     loss = split(whole_columns(4, 0.0), 4)
     with pytest.raises(ValueError, match=r"x has 4 positions on each of 4 devices along `tensor`.* 4 targets, not 16"):
         loss(jnp.zeros((B, L, D)), jnp.zeros((D, V)), jnp.zeros((B, 4), jnp.int32))
 
 
 def test_a_split_chunk_of_no_tokens_is_refused() -> None:
-    """As on one device."""
+    """A chunk of no tokens is refused as on one device."""
     with pytest.raises(ValueError, match="chunk_tokens=0 must be at least 1"):
         split(whole_columns(0, 0.0), 4)(jnp.zeros((B, L, D)), jnp.zeros((D, V)), targets())

@@ -1,4 +1,4 @@
-"""Rounding by chance is right on average, and its chance depends on nothing but what it rounds, where and when."""
+"""Stochastic rounding: right on average, with random bits that depend only on parameter, index and step."""
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,10 @@ def bits(info: ParamInfo = STACK, step: int = 0, purpose: str = "mu") -> np.ndar
 
 
 def test_the_mean_of_many_roundings_is_the_value() -> None:
-    """4096 roundings of each of 1920 values: one varies by at most u / 2, so the mean by u / 2 / 64; six of those.
+    """The mean of 4096 roundings of each of 1920 values is the value, within six standard deviations.
 
-    Rounded to nearest, some values are off by nearly u / 2 every time.
+    One rounding has a deviation of at most u / 2, the mean of u / 2 / 64. Rounded to nearest, some values would be off
+    by nearly u / 2 every time.
     """
     x = jnp.asarray(np.random.default_rng(0).standard_normal(STACK.shape), jnp.float32)
     count = 4096
@@ -43,7 +44,7 @@ def test_the_mean_of_many_roundings_is_the_value() -> None:
 
 
 def test_what_bfloat16_holds_stays_and_so_does_what_is_no_number() -> None:
-    """Exact values, zeros, infinities and NaN come out as they are, whatever the bits; others as a neighbour."""
+    """Exact values, zeros, infinities and NaN stay unchanged for any bits; other values become a neighbour."""
     exact = jnp.asarray([0.0, -0.0, 1.0, -2.5, 2.0**-126, jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
     for word in (0, 0xFFFFFFFF):
         got = to_bfloat16(exact, jnp.full(exact.shape, word, jnp.uint32))
@@ -56,7 +57,7 @@ def test_what_bfloat16_holds_stays_and_so_does_what_is_no_number() -> None:
 
 
 def test_bits_are_as_good_as_random() -> None:
-    """Each half of a word is even over 256 bins; neighbours, layers, steps, purposes and parameters do not follow."""
+    """Each half of a word is uniform over 256 bins, and bits of neighbours, layers, steps and so on are independent."""
     info = ParamInfo("w", (4, 128, 512), "YDF", "normal", 1.0)
     words = bits(info)
     for shift in (0, 8, 16, 24):
@@ -79,7 +80,7 @@ def test_bits_are_as_good_as_random() -> None:
 
 
 def test_a_layer_and_a_block_have_the_bits_that_they_have_in_the_whole() -> None:
-    """Given as that layer, or as a block with its start, with or without the dimension of layers."""
+    """One layer, or a block with its start, gets the bits of the whole array."""
     whole = bits()
     step = jnp.int32(0)
     for y in range(3):
@@ -95,7 +96,7 @@ def test_a_layer_and_a_block_have_the_bits_that_they_have_in_the_whole() -> None
 
 @pytest.mark.parametrize("spec", [P(None, "data", None), P(None, None, "data"), P(None, "tensor", "data")], ids=str)
 def test_bits_of_a_split_array_are_those_of_the_whole(emulated_devices: list[jax.Device], spec: P) -> None:
-    """At jit level without being told, and inside a shard_map from the axis index."""
+    """Shards get the bits of the whole array, at jit level and inside a shard_map."""
     mesh = Mesh(np.array(emulated_devices).reshape(4, 2), ("data", "tensor"))
     split = NamedSharding(mesh, spec)
     global_bits = jax.jit(lambda step: Noise(STACK, step).bits("mu", STACK.shape), out_shardings=split)
@@ -113,7 +114,7 @@ def test_bits_of_a_split_array_are_those_of_the_whole(emulated_devices: list[jax
 
 
 def test_layers_beyond_32_bits_of_elements_differ() -> None:
-    """A stack of 80 layers of 8192 x 28672 has more elements than uint32 has values; layers differ still."""
+    """Layers of a stack with more elements than uint32 has values (80 x 8192 x 28672) still get different bits."""
     info = ParamInfo("w", (80, 8192, 28672), "YDF", "normal", 1.0)
     assert info.size > 2**32
     words = [np.asarray(Noise(info, jnp.int32(0), layer=y, start=(8000, 28000)).bits("mu", (64, 64))) for y in (0, 19)]

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from jtrain import config
-from jtrain.layout import make_layout
+from jtrain.config.load import for_devices, load_config
+from jtrain.config.run import build_run
 from jtrain.plan.__main__ import check_good, main, parse_bytes
-from jtrain.plan.aot import CompiledStep
-from jtrain.plan.cost import cost, step_time
-from jtrain.plan.memory import MemoryPlan, memory
-from jtrain.plan.network import make_machine
-from jtrain.plan.report import Parts
-from jtrain.plan.sheet import Sheet, classes, to_json
-from jtrain.plan.topology import topology_of
+from jtrain.plan.compile.compiled_step import CompiledStep
+from jtrain.plan.compile.topology import topology_of
+from jtrain.plan.estimate.machine import make_machine
+from jtrain.plan.estimate.memory import MemoryPlan, memory
+from jtrain.plan.estimate.step_time import cost, step_time
+from jtrain.plan.from_run import plan_job
+from jtrain.plan.report.plan_sheet import Sheet, classes, to_json
 from jtrain_kernels.device import from_name
 
 TINY = ("tiny", "--device", "h200", "--count", "8")
@@ -44,11 +44,10 @@ def test_a_plan_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     found = json.loads(file.read_text())
     assert list(found) == ["config", "device", "count", "formula", "compiler", "step", "cost"]
     assert (found["config"], found["device"], found["count"], found["compiler"]) == ("tiny", "h200", 8, None)
-    run_config = config.load("tiny")
-    config.for_devices(run_config, 8)
-    run = config.build(run_config)
-    layout = make_layout(run.layout, run.mesh, run.model.param_infos())
-    plan = memory(run.model, layout, run.optimizer, global_batch=16, seq_len=256)
+    run_config = load_config("tiny")
+    for_devices(run_config, 8)
+    run = build_run(run_config)
+    plan = memory(plan_job(run))
     assert found["formula"]["peak_bytes"] == plan.total_bytes > 10**7
     assert found["formula"]["argument_bytes"] == plan.argument_bytes
     assert found["step"]["step_s"] == pytest.approx(sum(found["step"]["parts_s"].values()))
@@ -75,7 +74,7 @@ def test_a_search_offers_a_command_that_launches(capsys: pytest.CaptureFixture[s
     sets = [word for before, word in itertools.pairwise(words) if before == "--set"]
     assert sets
     assert "layout.offload.params=none" not in sets
-    assert config.build(config.load("tiny", (), sets)).mesh.size == 8
+    assert build_run(load_config("tiny", (), sets)).mesh.size == 8
 
 
 def test_a_search_that_finds_nothing_says_the_nearest_miss(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,30 +115,33 @@ def test_what_a_run_measured_is_beside_the_plan(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["tiny"], r"a plan is of a machine\. Give --device, one of a100, h100"),
-        (["tiny", "--device", "cpu"], r"--device cpu: nobody publishes its peaks"),
+        (["tiny"], r"a plan needs a machine\. Give --device, one of a100, h100"),
+        (["tiny", "--device", "cpu"], r"--device cpu: its peaks are not published"),
         (["tiny", "--device", "h2"], r"No device is called 'h2'\. Did you mean"),
         ([*TINY, "--host-memory", "12qb"], r"--host-memory 12qb: expected a size such as 128GiB"),
         ([*TINY, "--host-memory", "0GiB"], r"--host-memory 0GiB: expected a size"),
         ([*TINY, "--goodput", "1.5"], r"--goodput 1\.5 must be a share above 0 and at most 1"),
         ([*TINY, "--efficiency", "0"], r"--efficiency 0\.0 must be a share"),
         ([*TINY, "--network", "-1"], r"--network -1\.0 must be a number above 0"),
-        ([*TINY, "--top", "2"], r"--top 2 says how many points of a search to compile\. Add --search --compile"),
+        ([*TINY, "--top", "2"], r"--top 2 is the number of layouts of a search to compile\. Add --search --compile"),
         ([*TINY, "--search", "--compile", "--top", "0"], r"--top 0 must be at least 1"),
         (["table", "--device", "h200"], r"table --device: the tables are of fixed models and machines"),
         ([*TINY, "--tokens", "nan"], r"--tokens nan must be a number above 0"),
         ([*TINY, "--price", "-3"], r"--price -3\.0 must be a number above 0"),
         ([*TINY, "--json", "/nowhere/plan.json"], r"--json /nowhere/plan\.json: there is no folder /nowhere"),
-        ([*TINY, "--set", "optimizer.master_dtype=float32"], r"master_dtype=float32 with layout\.param_dtype=float32"),
+        (
+            [*TINY, "--set", "optimizer.master_dtype=float32"],
+            r"master_dtype=float32 with precision\.param_dtype=float32",
+        ),
         ([*TINY, "--set", "layout.offload.unified_memory=True"], r"unified_memory=True, but this is H200"),
-        ([*TINY, "--search", "--set", "layout.compute_dtype=float32"], r"no peak is published for it on h200"),
+        ([*TINY, "--search", "--set", "precision.compute_dtype=float32"], r"its peak on h200 is not published"),
         (
             [*LLAMA8B, "--host-memory", "16GiB", "--set", "layout.offload.optimizer=1.0"],
             r"59\.8 GiB of host memory per device, but its share of the host is 16\.0\. Give --host-memory 60GiB",
         ),
         ([*TINY, "--tokens", "0"], r"--tokens 0\.0 must be a number above 0"),
         ([*TINY, "--measured", "/nowhere"], r"--measured /nowhere: there is no /nowhere/metrics\.jsonl"),
-        (["tiny", "--device", "h200", "--count", "12"], r"--count 12: hosts have 8 x h200 each"),
+        (["tiny", "--device", "h200", "--count", "12"], r"--count 12: a host has 8 x h200"),
         (["tiny", "--device", "h200", "--count", "32"], r"data\.global_batch=16 does not split evenly.*32 shards"),
         (
             ["tiny", "--with", "tensor", "--device", "h200", "--count", "2"],
@@ -149,9 +151,9 @@ def test_what_a_run_measured_is_beside_the_plan(capsys: pytest.CaptureFixture[st
         ([*TINY, "--set", "layout.offload.params=maybe"], r"layout\.offload\.params"),
         (
             ["tiny", "--device", "tpu7x", "--count", "8", "--set", "layout.offload.optimizer=1.0"],
-            r"for tpu7x nobody publishes how fast it is reached",
+            r"speed of that link is not published for tpu7x",
         ),
-        (["tiny", "--device", "tpu7x", "--count", "1", "--compile"], r"--count 1: a tpu7x has 2 devices\. Use 2"),
+        (["tiny", "--device", "tpu7x", "--count", "1", "--compile"], r"--count 1: a tpu7x chip has 2 devices\. Use 2"),
         (["tiny", "--device", "a100", "--count", "8", "--compile"], r"there is no such machine.*v5p:4x4x8"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value[1:]),
@@ -202,20 +204,18 @@ def test_a_machine_has_the_name_that_its_compiler_knows(device: str, count: int,
 
 def compiled_sheet(**said: Any) -> Sheet:
     """The tiny config on one H200, with a compiler that says these bytes."""
-    run = config.build(config.load("tiny"))
-    layout = make_layout(run.layout, run.mesh, run.model.param_infos())
-    batch: dict[str, Any] = dict(global_batch=16, seq_len=256)
-    plan = memory(run.model, layout, run.optimizer, **batch)
+    run = build_run(load_config("tiny"))
     machine = make_machine("h200", 1)
-    timed = step_time(run.model, layout, run.optimizer, plan, machine, **batch)
+    job = plan_job(run, machine)
+    plan = memory(job)
+    timed = step_time(job, plan)
     nothing: dict[str, Any] = {"int": 0, "float": 0.0}
     said["peak_bytes"] = int(plan.total_bytes * said.pop("peak_over_formula"))
     for field in dataclasses.fields(CompiledStep):
         said.setdefault(field.name, nothing.get(getattr(field.type, "__name__", ""), ()))
     compiled = CompiledStep(**said)
-    parts = Parts(run.model, layout, run.optimizer, **batch)
     spent = cost(timed, machine, tokens=10**6, goodput=0.9)
-    return Sheet("tiny", parts, machine, plan, timed, spent, 0.9, largest_rows=1, compiled=compiled)
+    return Sheet("tiny", job, plan, timed, spent, 0.9, largest_rows=1, compiled=compiled)
 
 
 @pytest.mark.parametrize(("peak_over_formula", "good"), [(0.92, True), (1.08, True), (0.88, False), (1.2, False)])
@@ -234,6 +234,7 @@ def test_a_plan_that_the_compiler_contradicts_is_not_called_good(peak_over_formu
 
 
 @pytest.mark.aot
+@pytest.mark.slow
 def test_the_compiler_confirms_what_a_search_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The first point is compiled for that machine, and its bytes stand beside the formula's."""
     file = tmp_path / "plan.json"
@@ -293,6 +294,6 @@ def test_a_search_finds_the_mesh_whatever_the_config_says(capsys: pytest.Capture
     assert main(["llama1b", "--device", "h200", "--count", "4", "--search", *options]) == 0
     command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("python -m jtrain.launch"))
     chosen = [word for word in shlex.split(command) if "=" in word]
-    run = config.build(config.load("llama1b", (), [word for word in chosen if not word.startswith("--config")]))
+    run = build_run(load_config("llama1b", (), [word for word in chosen if not word.startswith("--config")]))
     assert run.mesh.size == 4
     assert not run.layout.auto

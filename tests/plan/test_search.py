@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from jtrain.layout import LayoutSpec, OffloadSpec
+from jtrain.layout import LayoutSpec, OffloadSpec, make_layout
 from jtrain.mesh import MeshSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
-from jtrain.plan.network import make_machine
+from jtrain.plan.estimate.machine import make_machine
+from jtrain.plan.job import Job
 from jtrain.plan.search import (
     REMATS,
-    Job,
+    SearchTask,
     evaluate,
     fits,
     meshes,
@@ -31,7 +32,7 @@ LLAMA70B: dict[str, Any] = LLAMA8B | dict(num_layers=80, d_model=8192, num_heads
 GIB = 2**30
 
 
-def job(
+def task(
     device: str = "h100",
     count: int = 8,
     *,
@@ -41,16 +42,17 @@ def job(
     seq_len: int = 4096,
     optimizer: AdamW | Muon | None = None,
     **spec: Any,
-) -> Job:
+) -> SearchTask:
     model = Transformer(**sizes)
     machine = make_machine(device, count, host_memory_bytes=host)
     adam = optimizer or AdamW(peak_lr=1e-4)
-    return Job(model, model.param_infos(), adam, LayoutSpec(**spec), machine, global_batch, seq_len)
+    plain = make_layout(LayoutSpec(), MeshSpec(), model.param_infos())
+    return SearchTask(Job(model, plain, adam, global_batch, seq_len, machine), LayoutSpec(**spec))
 
 
 def test_the_search_finds_what_trying_everything_finds() -> None:
     """Every mesh, stage, remat and number of microbatches, one by one."""
-    it = job(count=4)
+    it = task(count=4)
     times: list[float] = []
     for mesh, stage, kept in itertools.product(meshes(it), (0, 1, 2, 3), REMATS):
         for parts in (1, 2, 4, 8, 16):
@@ -69,9 +71,10 @@ def test_the_search_finds_what_trying_everything_finds() -> None:
     assert all(fits(it, p.plan) for p in points)
 
 
+@pytest.mark.smoke
 def test_every_mesh_splits_the_model_and_uses_every_device() -> None:
     """Eight devices: tensor up to the key heads, the rest data or replicas."""
-    found = list(meshes(job()))
+    found = list(meshes(task()))
     assert all(mesh.size == 8 and 8 % mesh.tensor == 0 for mesh in found)
     assert len(found) == len(set(found)) == 10
     assert MeshSpec(replica=2, data=2, tensor=2) in found
@@ -79,7 +82,7 @@ def test_every_mesh_splits_the_model_and_uses_every_device() -> None:
 
 def test_a_70b_on_128_v5p_is_sized_without_hardware() -> None:
     """ZeRO-3, and a prediction that beats plain full remat over data alone."""
-    it = job("v5p", 128, sizes=LLAMA70B, global_batch=512, seq_len=8192)
+    it = task("v5p", 128, sizes=LLAMA70B, global_batch=512, seq_len=8192)
     best = search(it, [mesh for mesh in meshes(it) if mesh.replica == 1 and mesh.tensor <= 2])[0]
     assert best.mesh.size == 128
     assert best.spec.zero_stage == 3
@@ -90,9 +93,9 @@ def test_a_70b_on_128_v5p_is_sized_without_hardware() -> None:
 
 def test_the_host_gets_the_smallest_share_that_fits() -> None:
     """An 8B on one H200 with float32 moments does not fit alone; a twentieth less on the host would not do."""
-    alone = job("h200", 1)
+    alone = task("h200", 1)
     assert search(alone, meshes(alone)) == []
-    it = job("h200", 1, host=256 * GIB)
+    it = task("h200", 1, host=256 * GIB)
     best = search(it, meshes(it))[0]
     shares = [getattr(best.spec.offload, name) for name in ("optimizer", "activations", "params")]
     numbers = [share for share in shares if share != "none"]
@@ -108,20 +111,20 @@ def test_the_host_gets_the_smallest_share_that_fits() -> None:
 
 def test_a_host_that_is_too_small_is_no_help() -> None:
     """Forty GiB of moments do not fit into ten."""
-    it = job("h200", 1, host=10 * GIB)
+    it = task("h200", 1, host=10 * GIB)
     assert search(it, meshes(it)) == []
 
 
 def test_muon_keeps_its_state_on_the_device() -> None:
     """Its update takes whole matrices, so nothing is proposed that the step would refuse."""
-    it = job("h200", 1, host=1024 * GIB, optimizer=Muon(peak_lr=1e-3))
+    it = task("h200", 1, host=1024 * GIB, optimizer=Muon(peak_lr=1e-3))
     assert all(point.spec.offload.optimizer == "none" for point in search(it, meshes(it)))
 
 
 def test_as_needed_is_nothing_where_all_fits() -> None:
     """And the shares that are numbers stay as they are."""
     offload = OffloadSpec(optimizer="as_needed", params=0.5)
-    it = job("h200", 8, host=256 * GIB, zero_stage=3, offload=offload)
+    it = task("h200", 8, host=256 * GIB, zero_stage=3, offload=offload)
     got = resolve_as_needed(it, MeshSpec(data=8))
     assert got.offload == OffloadSpec(optimizer="none", params=0.5)
 
@@ -129,7 +132,7 @@ def test_as_needed_is_nothing_where_all_fits() -> None:
 def test_as_needed_is_the_smallest_share() -> None:
     """Optimizer first, and a twentieth less does not fit."""
     offload = OffloadSpec(optimizer="as_needed", params="as_needed")
-    it = job("h200", 1, host=256 * GIB, remat="full", microbatches=16, offload=offload)
+    it = task("h200", 1, host=256 * GIB, remat="full", microbatches=16, offload=offload)
     got = resolve_as_needed(it, MeshSpec())
     assert isinstance(got.offload.optimizer, float)
     assert 0 < got.offload.optimizer < 1
@@ -141,19 +144,19 @@ def test_as_needed_is_the_smallest_share() -> None:
 
 def test_as_needed_that_cannot_be_met_says_what_is_missing() -> None:
     """Where even all of it on the host is not enough."""
-    it = job("h100", 1, host=256 * GIB, offload=OffloadSpec(optimizer="as_needed"))
+    it = task("h100", 1, host=256 * GIB, offload=OffloadSpec(optimizer="as_needed"))
     with pytest.raises(ValueError, match=r"as_needed: with all of it on the host a device needs [\d.]+ GiB of 63.3"):
         resolve_as_needed(it, MeshSpec())
 
 
 def test_where_nothing_fits_the_nearest_miss_says_what_would() -> None:
     """The count that is offered does fit."""
-    it = job("h100", 8, sizes=LLAMA70B)
+    it = task("h100", 8, sizes=LLAMA70B)
     with pytest.raises(ValueError, match=r"nothing fits into 8 x h100: the nearest miss takes [\d.]+ GiB") as error:
         raise no_point(it, meshes)
     count = re.search(r"--count (\d+)", str(error.value))
     assert count is not None
-    larger = job("h100", int(count[1]), sizes=LLAMA70B, global_batch=max(16, int(count[1])))
+    larger = task("h100", int(count[1]), sizes=LLAMA70B, global_batch=max(16, int(count[1])))
     assert search(larger, meshes(larger))
     miss = nearest_miss(it, meshes(it))
     assert miss.plan.total_bytes > it.budget_bytes
@@ -161,17 +164,17 @@ def test_where_nothing_fits_the_nearest_miss_says_what_would() -> None:
 
 def test_where_a_host_would_do_its_size_is_said() -> None:
     """And with a host of that size something fits."""
-    it = job("h200", 1, global_batch=1)
+    it = task("h200", 1, global_batch=1)
     with pytest.raises(ValueError, match="--host-memory") as error:
         raise no_point(it, meshes)
     size = re.search(r"--host-memory (\d+)GiB", str(error.value))
     assert size is not None
-    helped = job("h200", 1, global_batch=1, host=int(size[1]) * GIB)
+    helped = task("h200", 1, global_batch=1, host=int(size[1]) * GIB)
     assert search(helped, meshes(helped))
 
 
 def test_a_batch_that_no_mesh_splits_is_refused() -> None:
     """Seven sequences over eight devices, with two key heads."""
-    it = job("h100", 8, sizes=LLAMA8B | dict(num_kv_heads=2, num_heads=2), global_batch=7)
+    it = task("h100", 8, sizes=LLAMA8B | dict(num_kv_heads=2, num_heads=2), global_batch=7)
     with pytest.raises(ValueError, match=r"no mesh of 8 devices splits data.global_batch=7"):
         raise no_point(it, meshes)

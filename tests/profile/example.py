@@ -1,17 +1,17 @@
-"""A breakdown as a run on four H200s would give it: five steps, 24 ops, power-capped half way through."""
+"""Example breakdown of a run on four H200s: five steps, 24 ops, power-capped half way through."""
 
 import dataclasses
 import itertools
 import math
 import random
 
-from jtrain.profile.records import (
+from jtrain.profile.analysis.records import (
     Breakdown,
     ClockTrack,
     CommRow,
-    Kind,
     LiveTrack,
     MemoryRow,
+    OpKind,
     OpRow,
     Phase,
     StepBreakdown,
@@ -32,7 +32,7 @@ SHARES = {
     "idle": 0.03,
 }
 
-OPS: tuple[tuple[str, str, Kind, Phase, str, float], ...] = (
+OPS: tuple[tuple[str, str, OpKind, Phase, str, float], ...] = (
     ("fusion.12", "fusion", "compute", "forward", "layers/attention", 0.06),
     ("gemm_fusion_dot.3", "custom-call", "compute", "forward", "layers/mlp", 0.13),
     ("gemm_fusion_dot.9", "custom-call", "compute", "backward", "layers/mlp", 0.27),
@@ -47,7 +47,7 @@ OPS: tuple[tuple[str, str, Kind, Phase, str, float], ...] = (
 
 
 def step(number: int, *, duration_s: float = STEP_S, shares: dict[str, float] = SHARES) -> StepBreakdown:
-    """One step whose parts sum to it and whose chain multiplies to its busy seconds."""
+    """One step whose parts sum to its duration and whose factors multiply to its computing seconds."""
     parts: dict[str, float | None] = {name: duration_s * part for name, part in shares.items()}
     reached = list(itertools.accumulate(duration_s * part for part in list(shares.values())[:5]))
     chain: dict[str, float | None] = {"theoretical_s": reached[0]}
@@ -70,14 +70,14 @@ def step(number: int, *, duration_s: float = STEP_S, shares: dict[str, float] = 
     )
 
 
-def op(name: str, opcode: str, kind: Kind, phase: Phase, layer: str, seconds: float) -> OpRow:
-    """All executions of an op: `seconds` per step and device."""
+def op(name: str, opcode: str, kind: OpKind, phase: Phase, layer: str, seconds: float) -> OpRow:
+    """Row of an op that takes `seconds` per step and device."""
     total = seconds * STEPS * DEVICES
     theoretical = None if kind == "communication" else total * 0.6
     lost = total - (theoretical or 0.0)
-    links = {"instruction": 0.2, "utilisation": 0.5, "overlap": 0.1, "clocks": 0.2, "exposed": 0.0}
+    causes = {"instruction": 0.2, "utilisation": 0.5, "overlap": 0.1, "clocks": 0.2, "exposed": 0.0}
     if kind == "communication":
-        lost, links = lost * 0.6, dict.fromkeys(links, 0.0) | {"exposed": 1.0}
+        lost, causes = lost * 0.6, dict.fromkeys(causes, 0.0) | {"exposed": 1.0}
     return OpRow(
         name=name,
         opcode=opcode,
@@ -88,14 +88,14 @@ def op(name: str, opcode: str, kind: Kind, phase: Phase, layer: str, seconds: fl
         total_s=total,
         theoretical_s=theoretical,
         lost_s=lost,
-        lost={link: lost * part for link, part in links.items()},
+        lost={cause: lost * part for cause, part in causes.items()},
         mean_mhz=None if kind == "communication" else 1680.0,
         multiplier=None if kind == "communication" else 0.93,
     )
 
 
 def track(device: int, *, points: int = 300) -> ClockTrack:
-    """A clock that falls from 1,980 to about 1,600 MHz when the power cap holds."""
+    """Track of a clock that falls from 1,980 to about 1,600 MHz under the power cap."""
     draw = random.Random(device)
     time_s = [STEPS * STEP_S * i / (points - 1) for i in range(points)]
     capped = [t > 0.4 * STEPS * STEP_S + 0.1 * device for t in time_s]
@@ -116,7 +116,7 @@ def track(device: int, *, points: int = 300) -> ClockTrack:
 
 
 def breakdown() -> Breakdown:
-    """The whole example."""
+    """Returns the example breakdown."""
     ops = sorted((op(*row) for row in OPS), key=lambda row: -row.lost_s)
     small = [op(f"fusion.{i}", "fusion", "compute", "forward", "layers/norm", 0.001) for i in range(100, 114)]
     return Breakdown(
@@ -160,7 +160,7 @@ def breakdown() -> Breakdown:
 
 
 def unknown() -> Breakdown:
-    """What is left where nobody knows a peak, a clock or an energy: an emulated run on CPUs."""
+    """Returns a breakdown of an emulated run on CPUs, without peak, clocks and energy."""
     parts: dict[str, float | None] = dict.fromkeys(SHARES, 0.0)
     parts |= {"theoretical": None, "instruction": None, "clocks": None, "utilisation": 0.9, "idle": 0.3}
     bare = StepBreakdown(

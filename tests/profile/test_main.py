@@ -6,26 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from jtrain.profile import breakdown as breakdowns
-from jtrain.profile import report
 from jtrain.profile.__main__ import find, main
-from jtrain.profile.records import Breakdown
+from jtrain.profile.analysis import breakdown as breakdowns
+from jtrain.profile.analysis.records import Breakdown
+from jtrain.profile.report import html
 from tests.profile import example
 from tests.profile.traced import traced
 from tests.test_launch import python
 
 
 def left(workdir: Path, step: int, breakdown: Breakdown) -> Path:
-    """What a window leaves in a workdir when it has been read."""
+    """Writes the files of a postprocessed window into a workdir."""
     folder = workdir / "profile" / str(step)
     folder.mkdir(parents=True)
     breakdowns.write_json(breakdown, folder / "breakdown.json")
-    report.write(breakdown, folder / "report.html")
+    html.write(breakdown, folder / "report.html")
     return folder
 
 
 def test_a_workdir_is_shown_with_the_newest_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--step chooses another; --json writes what breakdown.json holds; the last line says where the page is."""
+    """--step chooses another window; --json writes breakdown.json; the last line has the path of the page."""
     old, new = example.unknown(), example.breakdown()
     left(tmp_path, 2, old)
     folder = left(tmp_path, 20, new)
@@ -33,7 +33,7 @@ def test_a_workdir_is_shown_with_the_newest_window(tmp_path: Path, capsys: pytes
     assert main([str(tmp_path), "--json", str(tmp_path / "out.json")]) == 0
     shown = capsys.readouterr().out
     assert "Steps 20 to 24" in shown
-    assert shown.splitlines()[-1] == f"with pictures: {folder / 'report.html'}"
+    assert shown.splitlines()[-1] == f"HTML report with charts: {folder / 'report.html'}"
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads((folder / "breakdown.json").read_text())
 
     assert main([str(tmp_path), "--step", "2"]) == 0
@@ -43,7 +43,7 @@ def test_a_workdir_is_shown_with_the_newest_window(tmp_path: Path, capsys: pytes
 
 
 def test_processes_are_laid_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Waits and what is left of the step; one that left nothing has a line of its own, and the rest is shown."""
+    """The table has waits and computing per process; a process without files gets an error line."""
     first = dataclasses.replace(example.breakdown(), all_devices=24, num_processes=3)
     folder = left(tmp_path, 20, first)
     steps = [dataclasses.replace(step, parts=step.parts | {"data_wait": 0.3}) for step in first.steps]
@@ -63,7 +63,7 @@ def test_processes_are_laid_side_by_side(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_two_workdirs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Equal but for a step that takes 100 ms more: the first line says it, the JSON has every op."""
+    """The only difference, steps that take 100 ms more, is in the first line; the JSON has every op."""
     a, b = example.breakdown(), example.breakdown()
     steps = [
         dataclasses.replace(step, duration_s=step.duration_s + 0.1, parts=step.parts | {"host": 0.124})
@@ -82,7 +82,7 @@ def test_two_workdirs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_window_that_nobody_has_read_yet_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The run ended before its window was made into files: both are made, and the same profile compares as equal."""
+    """If the run ended before postprocessing, both files are written now; the profile equals itself in `compare`."""
     folder = tmp_path / "profile" / "10"
     shutil.copytree(traced(data=8), folder)
 
@@ -97,7 +97,7 @@ def test_a_window_that_nobody_has_read_yet_is_read(tmp_path: Path, capsys: pytes
 
 
 def test_a_real_window_opens_in_perfetto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On every device and in every step the middle of the phases is in order, and all ops lie within the steps."""
+    """On every device and in every step the phases' median times are in order, and all ops are within the steps."""
     folder = tmp_path / "profile" / "10"
     shutil.copytree(traced(data=8), folder)
 
@@ -122,16 +122,19 @@ def test_a_real_window_opens_in_perfetto(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_no_such_workdir(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line on stderr, and 2; the same for `compare` and `export`."""
+    """One line on stderr and exit code 2, also for `compare` and `export`."""
     missing = str(tmp_path / "nowhere")
     for words in ([missing], ["compare", missing, missing], ["export", missing, "--perfetto"]):
         assert main(words) == 2
         out, err = capsys.readouterr()
-        assert (out, err) == ("", f"error: {missing} is no directory. Give the workdir of a run, such as runs/tiny.\n")
+        assert (out, err) == (
+            "",
+            f"error: {missing} is not a directory. Give the workdir of a run, such as runs/tiny.\n",
+        )
 
 
 def test_a_workdir_without_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It says how to get one."""
+    """The message says how to get a profile."""
     assert main([str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"error: {tmp_path} holds no profile: there is no {tmp_path}/profile/<step>.")
@@ -140,7 +143,7 @@ def test_a_workdir_without_a_profile(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_step_without_a_window(tmp_path: Path) -> None:
-    """It says which there are."""
+    """The message lists the existing windows."""
     left(tmp_path, 2, example.breakdown())
     left(tmp_path, 20, example.breakdown())
     with pytest.raises(ValueError, match="has windows after the steps 2, 20"):
@@ -149,7 +152,7 @@ def test_a_step_without_a_window(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
 def test_a_breakdown_that_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float) -> None:
-    """Whatever is missing at its end, it is one line that names the file, and 2."""
+    """However much is missing, one line names the file, and the exit code is 2."""
     file = left(tmp_path, 20, example.breakdown()) / "breakdown.json"
     text = file.read_text()
     file.write_text(text[: int(share * len(text))])
@@ -162,7 +165,7 @@ def test_a_breakdown_that_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_window_that_left_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run killed in its window leaves a folder without a trace: one line, and 2."""
+    """A run killed in its window leaves a folder without a trace: one line, exit code 2."""
     (tmp_path / "profile" / "20").mkdir(parents=True)
     assert main([str(tmp_path)]) == 2
     err = capsys.readouterr().err
@@ -171,7 +174,7 @@ def test_a_window_that_left_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_export_names_its_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --perfetto it is a mistake of usage, which argparse says."""
+    """Without --perfetto argparse reports a usage error."""
     with pytest.raises(SystemExit) as stopped:
         main(["export", str(tmp_path)])
     assert stopped.value.code == 2
@@ -179,7 +182,7 @@ def test_export_names_its_format(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_help_and_a_report_need_no_jax(tmp_path: Path) -> None:
-    """--help of all three answers without jax, numpy or rich; to print a profile takes no jax either."""
+    """--help of all three commands needs neither jax, numpy nor rich; printing a profile needs no jax."""
     code = (
         "import sys; from jtrain.profile import __main__ as m; "
         "[p().format_help() for p in (m.parser, m.compare_parser, m.export_parser)]; "
@@ -194,7 +197,7 @@ def test_help_and_a_report_need_no_jax(tmp_path: Path) -> None:
 
 
 def test_the_module_is_the_command(tmp_path: Path) -> None:
-    """`python -m jtrain.profile` in a process of its own: exit codes reach the shell."""
+    """`python -m jtrain.profile` returns its exit codes to the shell."""
     left(tmp_path, 20, example.breakdown())
     shown = python("-m", "jtrain.profile", str(tmp_path))
     assert (shown.returncode, shown.stderr) == (0, "")

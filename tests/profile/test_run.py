@@ -1,4 +1,4 @@
-"""Real runs, watched: a window by its steps, one by a signal, and the ledger over a kill."""
+"""Profiling of real runs: a window set by its steps, one by a signal, and the ledger after a kill."""
 
 import json
 import os
@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from jtrain import metrics
 from jtrain.checkpoint import files
-from jtrain.profile import goodput
+from jtrain.telemetry import goodput, metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +52,7 @@ def wait_for_step(process: subprocess.Popen[str], workdir: Path, step: int) -> N
 
 
 def ledger(workdir: Path, *, since_s: float) -> dict[str, Any]:
-    """goodput.json, whose categories are the wall time: its own, and that of a clock outside."""
+    """Reads goodput.json and checks that its categories sum to its wall time and to that of an outside clock."""
     file = workdir / goodput.FILE
     summary = json.loads(file.read_text())
     assert list(summary["categories"]) == list(goodput.CATEGORIES)
@@ -65,7 +64,7 @@ def ledger(workdir: Path, *, since_s: float) -> dict[str, Any]:
 
 
 def assert_window(folder: Path, steps: list[int], *, num_devices: int) -> None:
-    """A trace of these steps with its report, whose parts are the steps' times."""
+    """Checks that a window has a trace of these steps and a report whose parts sum to the steps' times."""
     assert len(list(folder.rglob("*.xplane.pb"))) == 1
     assert "<svg" in (folder / "report.html").read_text()
     breakdown = json.loads((folder / "breakdown.json").read_text())
@@ -78,7 +77,7 @@ def assert_window(folder: Path, steps: list[int], *, num_devices: int) -> None:
 
 
 def test_a_run_traces_its_window_and_accounts_for_its_time(tmp_path: Path) -> None:
-    """Four steps on four devices, a report beside them, and no second of the run unaccounted for."""
+    """Four traced steps on four devices have a report, and every second of the run has a category."""
     began_s = time.time()
     output = ended(start(tmp_path, "num_steps=30", "profile.steps=(10,14)", devices=4))
     assert_window(tmp_path / "profile" / "10", [11, 12, 13, 14], num_devices=4)
@@ -104,15 +103,17 @@ def test_a_run_traces_its_window_and_accounts_for_its_time(tmp_path: Path) -> No
 
 
 def ignores(pid: int, number: int) -> bool:
-    """Whether a process ignores a signal, as Linux says it."""
+    """True if a process ignores a signal, according to /proc."""
     (mask,) = re.findall(r"^SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
+@pytest.mark.slow
 def test_a_signal_opens_a_window_in_a_running_job(tmp_path: Path) -> None:
     """SIGUSR1 traces the five steps that follow; the run goes on to its end."""
     process = start(tmp_path, "num_steps=100")
-    while not ignores(process.pid, signal.SIGUSR1):  # before jax is even imported: too early, and no reason to end
+    # A signal before jax is imported must not end the run.
+    while not ignores(process.pid, signal.SIGUSR1):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.001)
     process.send_signal(signal.SIGUSR1)
@@ -127,10 +128,11 @@ def test_a_signal_opens_a_window_in_a_running_job(tmp_path: Path) -> None:
     assert len(train_lines(tmp_path)) == 100
 
 
+@pytest.mark.slow
 def test_a_killed_run_accounts_for_what_it_lost(tmp_path: Path) -> None:
-    """SIGKILL some steps past a save: the steps since that save are redone, nothing else is.
+    """After a SIGKILL some steps past a save, exactly the steps since that save are redone.
 
-    The second between the attempts is idle, and so is what the kill left unwritten.
+    The second between the attempts counts as idle, and so does the time that the kill left unwritten.
     """
     began_s = time.time()
     process = start(tmp_path, "num_steps=200")
@@ -164,7 +166,7 @@ def test_a_killed_run_accounts_for_what_it_lost(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_second_attempt_says_why_it_cannot_trace_a_window_of_the_past(tmp_path: Path) -> None:
-    """Stopped before the window was over: the next attempt begins in it, where it would trace its own compilation."""
+    """A run stopped inside its window is resumed there; its next attempt would trace its own compilation."""
     sets = ("num_steps=2000", "profile.steps=(20,1900)")
     process = start(tmp_path, *sets)
     wait_for_step(process, tmp_path, 25)
@@ -179,13 +181,15 @@ def test_a_second_attempt_says_why_it_cannot_trace_a_window_of_the_past(tmp_path
     wait_for_step(process, tmp_path, stopped + 1)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=240)
-    said = f"profile.steps=(20, 1900) is over: this attempt began at step {stopped}, whose first step compiles."
+    said = (
+        f"profile.steps=(20, 1900) is not traced: this attempt starts at step {stopped}, and its first step compiles."
+    )
     assert said in output
 
 
 @pytest.mark.slow
 def test_two_processes_open_one_window_together(tmp_path: Path) -> None:
-    """Process 0 traces its devices, the other goes along; each host has its score."""
+    """Both processes trace their own devices; each host has a straggler score."""
     environment = os.environ | {"XLA_FLAGS": "", "PYTHON": sys.executable}
     sets = ("num_steps=20", "mesh.data=2", "profile.steps=(10,13)")
     command = ["bash", str(ROOT / "launch" / "local.sh"), "-n", "2", *flags(tmp_path, *sets), "--emulate-devices", "1"]

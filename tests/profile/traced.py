@@ -1,4 +1,4 @@
-"""A window of a real run: a tiny model on the eight emulated devices, traced as the loop traces."""
+"""Trace window of a real run: a tiny model on eight emulated devices, traced like in the training loop."""
 
 import functools
 import tempfile
@@ -11,15 +11,17 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jtrain.dims import Batch
-from jtrain.layout import LayoutSpec, make_layout
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
-from jtrain.plan.collectives import collectives
-from jtrain.plan.flops import flops_per_token
-from jtrain.profile.trace import Window, compiled_text
-from jtrain.step import BATCH_SPEC, init_state, make_train_step
+from jtrain.plan.estimate.collectives import collectives
+from jtrain.plan.estimate.flops import flops_per_token
+from jtrain.plan.job import Job
+from jtrain.profile.capture.trace import Window, compiled_text
+from jtrain.step.state import init_state
+from jtrain.step.train_step import BATCH_SPEC, make_train_step
+from tests.layouts import layout_from
 
 SIZES: dict[str, Any] = dict(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=64, vocab_size=64, z_loss=1e-4
@@ -27,7 +29,7 @@ SIZES: dict[str, Any] = dict(
 ROWS, COLS = 32, 16
 STEPS = (11, 12, 13)
 WAIT_S = 0.004
-"""Slept before each step but the first, as if data were late."""
+"""Seconds of sleep before each step but the first, which simulate late data."""
 
 MODULE = "jit_train_step"
 PEAKS: dict[str, Any] = dict(flops=None, hbm_bytes_per_s=None, ref_mhz=None, max_mhz=None)
@@ -40,16 +42,17 @@ def traced(data: int = 8, tensor: int = 1, zero_stage: Any = 3, microbatches: in
     mesh = make_mesh(spec, jax.devices()[: spec.size])
     model = Transformer(**SIZES)
     infos = model.param_infos()
-    layout_spec = LayoutSpec(zero_stage=zero_stage, remat="full", microbatches=microbatches, compute_dtype="float32")
-    layout = make_layout(layout_spec, spec, infos)
-    optimizer = build(AdamW(peak_lr=3e-3, warmup_steps=4), num_steps=20, params=map_params(lambda i: i, infos))
+    fields = dict(zero_stage=zero_stage, remat="full", microbatches=microbatches, compute_dtype="float32")
+    layout = layout_from(fields, spec, infos)
+    adam = AdamW(peak_lr=3e-3, warmup_steps=4)
+    optimizer = build(adam, num_steps=20, params=map_params(lambda i: i, infos))
     token = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (ROWS, COLS), np.int32)
     position = np.tile(np.arange(COLS, dtype=np.int32), (ROWS, 1))
     batch = jax.tree.map(
         lambda x: jax.device_put(x, NamedSharding(mesh, BATCH_SPEC)),
         Batch(token, np.roll(token, -1, 1), position, np.ones_like(token)),
     )
-    planned = collectives(model, layout, global_batch=ROWS, seq_len=COLS)
+    planned = collectives(Job(model, layout, adam, ROWS, COLS))
     window = Window(
         Path(tempfile.mkdtemp(prefix="jtrain-traced-")),
         facts={

@@ -1,12 +1,13 @@
-"""The colocated baseline of data_end_to_end: every rank mixes, tokenises and packs for itself, with Grain.
+"""Colocated baseline of data_end_to_end: every rank mixes, tokenises and packs for itself, with Grain.
 
-Runs in jtrain's own environment, but imports nothing of it.
+Runs in jtrain's environment, but does not import jtrain.
 
     python data_colocated.py FOLDER TOKENIZER --ranks 8 --context 1 --seq-len 32768 --rows 2 --linear-s 0.75
 
-A rank is a process. Ranks that share a sequence (`--context` of them) read the same documents, each for itself. Its
-accelerator is emulated: it sleeps as long as its rows would take, by tokens and attention, and then waits for all
-others. Each line of standard input says how many steps; the answer holds their seconds, and each rank's waits for data.
+A rank is a process. Ranks that share a sequence (`--context` of them) each read the same documents. The
+accelerator is emulated: the rank sleeps as long as its rows would take, by tokens and attention, and then waits for
+all other ranks. Each line of standard input is a number of steps; the answer holds their seconds, and each rank's waits
+for data.
 """
 
 import argparse
@@ -52,13 +53,13 @@ def rows_of(folder: str, tokenizer: str, shard: int, shards: int, seq_len: int) 
 
 
 def cost_of(segments: Any) -> float:
-    """Of a row: its tokens, and the square of each piece."""
+    """Cost of a row: its tokens, plus the square of the length of each document in it."""
     pieces = np.bincount(segments)[1:].astype(np.float64)
     return float((LINEAR * pieces + pieces**2).sum())
 
 
 def rank(args: argparse.Namespace, number: int, together: Any, orders: Any, answers: Any) -> None:
-    """One rank, for as many steps as each order says, until one says none."""
+    """Runs one rank for as many steps as each order says; an order of 0 ends it."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     rows = rows_of(args.folder, args.tokenizer, number // args.context, args.ranks // args.context, args.seq_len)
     second_per_cost = args.linear_s / (LINEAR * args.rows * args.seq_len)
@@ -77,7 +78,7 @@ def rank(args: argparse.Namespace, number: int, together: Any, orders: Any, answ
 
 
 def main() -> None:
-    """Starts the ranks, then passes on what is asked of them."""
+    """Starts the ranks, then passes each request to them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("tokenizer")
@@ -85,7 +86,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--seq-len", type=int, required=True)
     parser.add_argument("--rows", type=int, required=True, help="per group of ranks that share sequences")
-    parser.add_argument("--linear-s", type=float, required=True, help="of a rank's own rows, without attention")
+    parser.add_argument("--linear-s", type=float, required=True, help="seconds for one rank's rows, without attention")
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     together, answers = context.Barrier(args.ranks), context.SimpleQueue()

@@ -1,15 +1,15 @@
 """Grain's side of the data benchmarks: documents of many sources, mixed, as int32 arrays of byte tokens.
 
-Runs in jtrain's own environment, but imports nothing of it: with jax installed, `import grain` imports jax, and so it
-does in every worker process that Grain spawns.
+Runs in jtrain's environment, but does not import jtrain. With jax installed, `import grain` imports jax, also in every
+worker process that Grain spawns.
 
     python data_grain.py consumers FOLDER --consumers 32 --batches 40     each opens every source (Parquet)
     python data_grain.py mixing FOLDER                                    one process, MapDataset.mix (ArrayRecord)
     python data_grain.py resume FOLDER --step 1000000                     the same from a saved state
     python data_grain.py scaling --slow-weight 0.3 --slow-s 0.01          one source that is slow to read
 
-`consumers` are what the workers of 32 ranks are under Grain: processes started by spawn, each with all sources, since
-`mp_prefetch` slices the numbers of the mixture and not the sources.
+`consumers` stand for the workers of 32 ranks under Grain: processes started by spawn, each with all sources open, since
+`mp_prefetch` slices the indices of the mixture and not the sources.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from data_protocol import answer, consumers, draw, weights_of
 
 
 def parquet_batches(folder: str, seed: int, batch: int) -> Iterator[Any]:
-    """`IterDataset.mix`, the only one that Grain has for Parquet."""
+    """Batches by `IterDataset.mix`, the only mixture that Grain has for Parquet."""
     import grain
     import pyarrow.parquet  # noqa: F401
     from grain import experimental
@@ -42,7 +42,7 @@ def parquet_batches(folder: str, seed: int, batch: int) -> Iterator[Any]:
 
 
 def arrayrecord_batches(folder: str, batch: int) -> Any:
-    """`MapDataset.mix`, Grain's fastest: every source shuffled, endless, and no threads, which do not help here."""
+    """Batches by `MapDataset.mix`, Grain's fastest: every source shuffled, endless, without threads (no gain here)."""
     import grain
 
     files = sorted(Path(folder).glob("*.arrayrecord"))
@@ -59,7 +59,7 @@ def arrayrecord_batches(folder: str, batch: int) -> Any:
 
 
 def mixing(args: argparse.Namespace) -> None:
-    """Draws from one process."""
+    """Draws batches in one process."""
     start = time.perf_counter()
     iterator = arrayrecord_batches(args.folder, args.batch)
     next(iterator)
@@ -68,7 +68,7 @@ def mixing(args: argparse.Namespace) -> None:
 
 
 def resume(args: argparse.Namespace) -> None:
-    """From Grain's first call to the first batch after `step`."""
+    """Times a resume from Grain's first call to the first batch after `step`."""
     import grain.sources  # noqa: F401
 
     start = time.perf_counter()
@@ -80,7 +80,7 @@ def resume(args: argparse.Namespace) -> None:
 
 
 class Slowly:
-    """Documents that take so long each, with the interpreter's lock held: as decoding on a core of one's own."""
+    """Source whose documents take `seconds` each to read, holding the interpreter's lock as decoding would."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -101,11 +101,11 @@ class Slowly:
 
 
 def scaling(args: argparse.Namespace) -> None:
-    """Steps of a trainer whose accelerator takes `step_s`, with the last source slow: each line says how many."""
+    """Runs the steps of a trainer whose accelerator takes `step_s`, with a slow last source; each line is a count."""
     import grain
     from absl import flags
 
-    flags.FLAGS.mark_as_parsed()  # Grain 0.2.18's workers look at one
+    flags.FLAGS.mark_as_parsed()  # Grain 0.2.18's workers read a flag
     quick = [grain.MapDataset.source(Slowly(args.quick_s)) for _ in range(args.sources - 1)]
     shares = [(1 - args.slow_weight) / len(quick)] * len(quick) + [args.slow_weight]
     mixed = grain.MapDataset.mix([*quick, grain.MapDataset.source(Slowly(args.slow_s))], weights=shares)
@@ -125,7 +125,7 @@ def scaling(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Does what the command line says."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["consumers", "mixing", "resume", "scaling"])
     parser.add_argument("folder", nargs="?")

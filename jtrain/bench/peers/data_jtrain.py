@@ -1,11 +1,11 @@
-"""Our side of data_memory: one trainer per emulated host, each with the rows of its own ranks.
+"""jtrain's side of data_memory: one trainer per emulated host, each with the rows of its own ranks.
 
-Runs in jtrain's own environment.
+Runs in jtrain's environment.
 
     python data_jtrain.py FOLDER --hosts 4 --global-batch 160 --seq-len 8192 --batches 40
 
-Trainers are processes started by spawn. What they import before their data is opened is the trainer's, which would be
-there anyway: the first answer gives their process ids, then a line of standard input opens the data.
+Trainers are processes started by spawn. Their imports before the data is opened count as the trainer's own memory, not
+as the data's: the first answer gives the process ids, then a line of standard input opens the data.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from data_protocol import answer
 
 
 def trainer(args: argparse.Namespace, host: int, ready: Any, go: Any, first: Any, done: Any, end: Any) -> None:
-    """Opens every source, takes its batches, keeps what it has until the end."""
+    """Opens every source, draws its batches, and keeps its data until the end."""
     import jtrain.data.dataset
     from jtrain.bench.data_sources import mixture
 
@@ -38,7 +38,7 @@ def trainer(args: argparse.Namespace, host: int, ready: Any, go: Any, first: Any
 
 
 def main() -> None:
-    """Starts the trainers, then says when all have their first batch, and when all have all."""
+    """Starts the trainers, then reports when all have their first batch and when all have every batch."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--hosts", type=int, required=True)

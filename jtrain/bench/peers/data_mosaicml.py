@@ -1,25 +1,31 @@
 """MosaicML streaming's side of the data benchmarks: one stream per source, mixed by proportion, shuffled.
 
-Runs in the peers' environment: `pip install torch==2.13.0 mosaicml-streaming==0.13.0 pyarrow`.
+Runs in the peers' environment, which setup.sh makes.
 
     python data_mosaicml.py write PARQUET_FOLDER FOLDER
     python data_mosaicml.py mixing FOLDER --workers 2
 """
 
 import argparse
+import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from data_protocol import answer, draw, weights_of
-from streaming import MDSWriter, Stream, StreamingDataset
-from streaming.base.util import clean_stale_shared_memory
+
+# Before streaming is imported: streaming.vision needs torchvision, which a benchmark of text does not.
+sys.modules["streaming.vision"] = types.ModuleType("streaming.vision")
+
+from streaming import MDSWriter, Stream, StreamingDataset  # noqa: E402
+from streaming.base.util import clean_stale_shared_memory  # noqa: E402
 
 
 def write(parquet: str, folder: str) -> None:
-    """A folder of shards for each Parquet file."""
+    """Writes a folder of MDS shards for each Parquet file."""
     import pyarrow.parquet
 
     for file in sorted(Path(parquet).glob("*.parquet")):
@@ -29,14 +35,14 @@ def write(parquet: str, folder: str) -> None:
 
 
 class Tokens(StreamingDataset):
-    """Byte tokens."""
+    """Dataset of byte tokens."""
 
     def __getitem__(self, at: Any) -> Any:
         return torch.from_numpy(np.frombuffer(super().__getitem__(at)["text"].encode(), np.uint8).astype(np.int32))
 
 
 def mixing(folder: str, batch: int, workers: int) -> None:
-    """Draws, with or without worker processes."""
+    """Draws batches, with or without worker processes."""
     clean_stale_shared_memory()
     start = time.perf_counter()
     sources = sorted(Path(folder).iterdir())
@@ -52,7 +58,7 @@ def mixing(folder: str, batch: int, workers: int) -> None:
 
 
 def main() -> None:
-    """Does what the command line says."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["write", "mixing"])
     parser.add_argument("folder")

@@ -1,6 +1,6 @@
-"""What the data benchmarks' peers have in common: a line of JSON when ready, then one for each line of standard input.
+"""Protocol of the data benchmarks' peers: a line of JSON when ready, then one for each line of standard input.
 
-Imported by the scripts beside it, in whatever environment they run: the standard library alone.
+The scripts beside this module import it in their own environments, so it uses only the standard library.
 """
 
 import itertools
@@ -13,17 +13,17 @@ from typing import Any
 
 
 def weights_of(num_sources: int) -> list[float]:
-    """The mixture that all are given."""
+    """Mixture weights that every peer is given."""
     return [1.0 + i % 7 for i in range(num_sources)]
 
 
 def answer(**values: object) -> None:
-    """One line of JSON."""
+    """Prints one line of JSON."""
     print(json.dumps(values), flush=True)
 
 
 def draw(iterator: Iterator[Any]) -> None:
-    """For each line, as many batches as it says."""
+    """Draws, for each line of standard input, as many batches as the line says."""
     for line in sys.stdin:
         start = time.perf_counter()
         samples = tokens = 0
@@ -34,9 +34,9 @@ def draw(iterator: Iterator[Any]) -> None:
 
 
 def consumers(count: int, batches_of: Callable[[str, int, int], Iterator[Any]], args: Any) -> None:
-    """Processes that each draw `args.batches`, then keep what they have until standard input ends.
+    """Starts processes that each draw `args.batches` and keep their data until standard input ends.
 
-    They are started by spawn: what Grain does for its workers, and torch where CUDA is in use.
+    Processes are started by spawn, as Grain starts its workers, and as torch does where CUDA is in use.
     """
     context = multiprocessing.get_context("spawn")
     first, done, end = context.Semaphore(0), context.Semaphore(0), context.Event()

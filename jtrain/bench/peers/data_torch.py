@@ -1,6 +1,6 @@
 """torchdata's side of the data benchmarks: a StatefulDataLoader over an iterable that mixes many Parquet files.
 
-Runs in the peers' environment: `pip install torch==2.13.0 torchdata==0.11.0 pyarrow`.
+Runs in the peers' environment, which setup.sh makes.
 
     python data_torch.py consumers FOLDER --consumers 32 --batches 40     each opens every source
     python data_torch.py resume FOLDER --step 1000                        the iterable has no state: it is read again
@@ -21,12 +21,14 @@ from data_protocol import answer, consumers, weights_of
 
 
 def loader_of(folder: str, seed: int, batch: int) -> Any:
-    """What users write: an iterator per source, and a weighted choice among them for each sample."""
+    """Loader as users write it: an iterator per source, and a weighted choice among them for each sample."""
     import numpy as np
     import pyarrow.parquet
     import torch
 
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata calls what torch retired
+    warnings.filterwarnings(
+        "ignore", message="'set_vital' is deprecated"
+    )  # torchdata calls a function that torch retired
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     def documents(file: Path) -> Iterator[Any]:
@@ -36,7 +38,7 @@ def loader_of(folder: str, seed: int, batch: int) -> Any:
                     yield torch.from_numpy(np.frombuffer(text.as_py().encode(), np.uint8).astype(np.int32))
 
     class Mixture(torch.utils.data.IterableDataset):
-        """Endless."""
+        """Endless weighted mixture of all sources."""
 
         def __iter__(self) -> Iterator[Any]:
             sources = [documents(file) for file in sorted(Path(folder).glob("*.parquet"))]
@@ -54,7 +56,7 @@ def batches_of(folder: str, seed: int, batch: int) -> Iterator[Any]:
 
 
 def resume(args: argparse.Namespace) -> None:
-    """From torchdata's first call to the first batch after `step` batches, which are read and thrown away."""
+    """Times a resume from torchdata's first call to the first batch after `step`, reading all earlier batches again."""
     loader = loader_of(args.folder, 0, args.batch)  # imports
     next(iter(loader))
     state = loader.state_dict() | {"_num_yielded": args.step, "_sampler_iter_yielded": args.step}
@@ -66,7 +68,7 @@ def resume(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Does what the command line says."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["consumers", "resume"])
     parser.add_argument("folder")

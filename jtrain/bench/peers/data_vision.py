@@ -1,6 +1,6 @@
-"""The work of data_end_to_end's vision-like step, for real: one image or sequence after another on one core.
+"""Real computation of data_end_to_end's vision-like step: one image or sequence after another on one core.
 
-Runs in jtrain's own environment, but imports nothing of it: numpy alone, with OPENBLAS_NUM_THREADS=1.
+Runs in jtrain's environment, but imports only numpy, with OPENBLAS_NUM_THREADS=1.
 
 Each line of standard input is a step: `{"images": [patches, ...], "sequences": [tokens, ...]}`. The answer holds the
 CPU seconds of each image in the encoder (patches cut out of pixels, attention over them, an MLP) and of each sequence
@@ -18,7 +18,7 @@ from data_protocol import answer
 
 PATCH = 14
 ENCODER, BACKBONE = 192, 256
-"""Widths."""
+"""Widths of the encoder and the backbone."""
 
 _rng = np.random.default_rng(0)
 _pixels = _rng.random((PATCH * 64, PATCH * 64, 3), dtype=np.float32)
@@ -30,7 +30,7 @@ _weights = {
 
 
 def layer(x: Any, layers: int) -> None:
-    """Attention and MLP, the shape of a transformer layer's work."""
+    """Computes attention and MLP, the work of a transformer layer."""
     up, down = _weights[x.shape[1]]
     for _ in range(layers):
         scores = x @ x.T
@@ -43,21 +43,21 @@ def layer(x: Any, layers: int) -> None:
 
 
 def encode(patches: int) -> None:
-    """One image: cut into patches, embedded, encoded."""
+    """Cuts one image into patches, embeds and encodes them."""
     rows = -(-patches // 64)
     cut = _pixels[: rows * PATCH].reshape(rows, PATCH, 64, PATCH, 3).transpose(0, 2, 1, 3, 4)
     layer(cut.reshape(rows * 64, -1)[:patches] @ _embed, 2)
 
 
 def seconds(work: Callable[[int], None], size: int) -> float:
-    """Of CPU time: what else runs on the machine does not count."""
+    """CPU time of `work(size)`, which other programs on the machine do not change."""
     start = time.thread_time()
     work(size)
     return time.thread_time() - start
 
 
 def main() -> None:
-    """Warms up, then answers."""
+    """Warms up, then answers each line of standard input."""
     hidden = _rng.standard_normal((1 << 16, BACKBONE), dtype=np.float32)
     encode(256)
     layer(hidden[:256], 2)

@@ -1,6 +1,6 @@
 """WebDataset's side of the data benchmarks: RandomMix over one tar per source, each through a shuffle buffer.
 
-Runs in the peers' environment: `pip install torch==2.13.0 webdataset==1.0.2`.
+Runs in the peers' environment, which setup.sh makes.
 
     python data_webdataset.py mixing FOLDER
 """
@@ -21,7 +21,7 @@ SHUFFLED = 100
 
 
 def batches(folder: str, batch: int) -> Iterator[Any]:
-    """Lists of int32 arrays, for ever."""
+    """Endless batches, each a list of int32 arrays."""
     sources = [
         webdataset.WebDataset(str(tar), shardshuffle=False).repeat().shuffle(SHUFFLED)
         for tar in sorted(Path(folder).glob("*.tar"))
@@ -32,7 +32,7 @@ def batches(folder: str, batch: int) -> Iterator[Any]:
 
 
 def main() -> None:
-    """Does what the command line says."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["mixing"])
     parser.add_argument("folder")

@@ -1,11 +1,11 @@
 """The CPU step's baseline: Hugging Face's Llama on torch, trained under bf16 autocast.
 
-Runs in the peer's own environment (no jtrain there): `pip install torch==2.13.0 transformers==5.23.0`.
+Runs in the peers' environment, which setup.sh makes; jtrain is not installed there.
 
     python torch_llama_step.py --mode eager|compile --threads 2
 
 After warm-up it prints `{"ready": ...}`; then, for each line `N` on standard input, it runs N steps and prints
-`{"step_ms": [...], "loss": ...}`. The caller can so take turns with other programs on the same cores.
+`{"step_ms": [...], "loss": ...}`. This lets the caller alternate with other programs on the same cores.
 """
 
 import argparse

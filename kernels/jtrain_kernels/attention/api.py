@@ -1,4 +1,4 @@
-"""Causal, segment-aware attention by the implementation that suits the device."""
+"""Causal, segment-aware attention, by the implementation that the registry selects for the device."""
 
 import functools
 from functools import partial
@@ -11,9 +11,10 @@ from jaxtyping import Array, Float, Int
 from jtrain_kernels import registry
 from jtrain_kernels.attention import cudnn, splash, tokamax, xla
 from jtrain_kernels.attention.mask import Mask, Passes
+from jtrain_kernels.errors import UserError
 
 PASSES = {"cudnn": cudnn.PASSES, "tokamax": tokamax.PASSES, "splash": splash.PASSES, "xla": xla.PASSES}
-"""Implementation -> how it computes."""
+"""Forward and backward pass of each implementation."""
 
 type _Config = tuple[tuple[str, int], ...]
 
@@ -28,29 +29,30 @@ def attention(
     chunk: int,
     window: int | None = None,
 ) -> Float[Array, "B L N H"]:
-    """Softmax attention of each query to the keys of its own segment at its own index or before, at most `window`.
+    """Softmax attention of each query to the keys of its segment up to its own index, at most `window` of them.
 
-    In plain JAX it holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes, on a TPU those to
-    `chunk` keys; the backward pass computes them again from q, k, v and the log-partition of each query. Scores are
-    scaled by 1 / sqrt(H); softmax in float32, matmuls and result in q's dtype. Query head n uses key head n // (N / K).
-    Segment 0 is padding: its queries attend among themselves, so their rows are finite and of no meaning.
+    The plain JAX implementation holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes; on a TPU
+    only those to `chunk` keys. The backward pass recomputes them from q, k, v and the log-partition of each query.
+    Scores are scaled by 1 / sqrt(H). The softmax is float32, matmuls and result have q's dtype. Query head n uses key
+    head n // (N / K). Segment 0 is padding: its queries attend among themselves, so their rows are finite but
+    meaningless.
 
-    What the backward pass needs of the result carries the checkpoint name "attention".
+    The results that the backward pass needs carry the checkpoint name "attention".
 
     Raises:
-      ValueError: chunk or window is not positive, K does not divide N, or L is not M; or a forced implementation
+      UserError: chunk or window is not positive, K does not divide N, or L is not M; or a forced implementation
         cannot run.
     """
     L, N = q_BLNH.shape[1:3]
     M, K = k_BMKH.shape[1:3]
     if L != M:
-        raise ValueError(f"attention: L={L} queries but M={M} keys; causal order by index needs as many of each.")
+        raise UserError(f"attention: L={L} queries but M={M} keys; causal attention by index needs equally many.")
     if N % K:
-        raise ValueError(f"attention: num_heads={N} is no multiple of num_kv_heads={K}.")
+        raise UserError(f"attention: num_heads={N} is no multiple of num_kv_heads={K}.")
     if chunk < 1:
-        raise ValueError(f"attention: chunk={chunk} must be at least 1.")
+        raise UserError(f"attention: chunk={chunk} must be at least 1.")
     if window is not None and window < 1:
-        raise ValueError(f"attention: window={window} must be at least 1, the query's own key; None for all before it.")
+        raise UserError(f"attention: window={window} must be at least 1, the query's own key. Set None for no window.")
     return registry.call(
         ATTENTION,
         q_BLNH=q_BLNH,
@@ -65,29 +67,29 @@ def attention(
 
 
 def passes_for(*shapes: jax.ShapeDtypeStruct | Array, chunk: int, causal: bool) -> Passes:
-    """What the registry chooses for arrays of these shapes, as passes: for what puts blocks together itself.
+    """Passes of the implementation that the registry selects for these shapes, for callers that combine blocks.
 
     Args:
-      shapes: of q_BLNH, k_BMKH, v_BMKH, segment_BL and segment_BM.
+      shapes: q_BLNH, k_BMKH, v_BMKH, segment_BL and segment_BM, or their shapes.
 
     Raises:
-      ValueError: a forced implementation cannot run, or has no passes.
+      UserError: a forced implementation cannot run, or has no passes.
     """
     names = ("q_BLNH", "k_BMKH", "v_BMKH", "segment_BL", "segment_BM")
     avals = registry.avals_of(dict(zip(names, shapes, strict=True), chunk=chunk, window=None, causal=causal))
     choice = registry.select(ATTENTION, avals)
     name = choice.implementation.name
     if name not in PASSES:
-        raise ValueError(
-            f"kernels.attention={name}: it has no passes that a ring could put together. There are: "
-            f"{', '.join(PASSES)}. Force one of them, or set layout.context_attention=ulysses."
+        raise UserError(
+            f"kernels.attention={name}: this implementation has no passes that a ring could combine. Implementations "
+            f"with passes: {', '.join(PASSES)}. Force one of them, or set layout.context_attention=ulysses."
         )
     return configured(name, tuple(sorted(choice.config.items())))
 
 
 @functools.cache
 def configured(name: str, config: _Config) -> Passes:
-    """The passes of an implementation with a configuration; the same object whenever it is asked for."""
+    """Passes of an implementation with a configuration; cached, so that equal arguments give the same object."""
     passes = PASSES[name]
     return Passes(partial(passes.forward, **dict(config)), partial(passes.backward, **dict(config)))
 

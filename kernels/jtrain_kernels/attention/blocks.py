@@ -1,6 +1,6 @@
-"""Attention of some queries to some keys, neither before the other: what a ring sends round, block by block.
+"""Attention of a block of queries to a block of keys without a causal mask, as ring attention needs it at each hop.
 
-Only segments mask, so every score is computed; a chunk of queries has its scores with all keys at a time.
+Only segments mask, so every score is computed; the scores of one chunk of queries with all keys exist at a time.
 """
 
 import jax
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 
 def _parts(x: Array, chunk: int, axis: int = 1) -> Array:
-    """The positions in chunks, which come first."""
+    """Positions split into chunks, with the chunk index as the first dimension."""
     shape = *x.shape[:axis], x.shape[axis] // chunk, chunk, *x.shape[axis + 1 :]
     return jnp.moveaxis(x.reshape(shape), axis, 0)
 
@@ -20,7 +20,7 @@ def _whole(x: Array, axis: int = 1) -> Array:
 
 
 def _fitting(length: int, chunk: int) -> int:
-    """The largest chunk up to `chunk` that divides the length."""
+    """Largest chunk size up to `chunk` that divides the length."""
     return next(size for size in range(min(chunk, length), 0, -1) if length % size == 0)
 
 
@@ -30,7 +30,7 @@ def _grouped(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B L K G H"]:
 
 
 def _scores(q_BLKGH: Array, k_BMKH: Array, segment_BL: Array, segment_BM: Array) -> Float[Array, "B K G L M"]:
-    """Scaled, float32, -inf where masked; whole rows may be."""
+    """Scaled scores in float32, -inf where masked; a row may be fully masked."""
     s_BKGLM = jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32)
     seen_BLM = segment_BL[:, :, None] == segment_BM[:, None, :]
     return jnp.where(seen_BLM[:, None, None], s_BKGLM * q_BLKGH.shape[-1] ** -0.5, -jnp.inf)
@@ -44,13 +44,13 @@ def forward(
     segment_BL: Int[Array, "B L"],
     segment_BM: Int[Array, "B M"],
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
-    """The result, and each query's log-partition in float32, 0 and -inf where it sees no key."""
+    """Result, and each query's log-partition in float32; 0 and -inf for a query that sees no key."""
     chunk, K = _fitting(q_BLNH.shape[1], chunk), k_BMKH.shape[2]
 
     def one(part: tuple[Array, Array]) -> tuple[Array, Array]:
         q_BCKGH, segment_BC = part
         s = _scores(q_BCKGH, k_BMKH, segment_BC, segment_BM)
-        # The lowest finite number: where a row is masked whole, -inf - -inf would be nan.
+        # The lowest finite number, because -inf - -inf would be nan if a row is fully masked.
         top = jnp.maximum(jnp.max(s, axis=-1), jnp.finfo(jnp.float32).min)
         p = jnp.exp(s - top[..., None])
         total = jnp.sum(p, axis=-1)
@@ -75,7 +75,7 @@ def backward(
     lse_BNL: Array,
     dy_BLNH: Array,
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
-    """Gradients of q, k and v in float32: those of other blocks are to be added."""
+    """Gradients of q, k and v in float32, so that the caller can add those of other blocks."""
     dtype, scale = q_BLNH.dtype, q_BLNH.shape[-1] ** -0.5
     (B, L, N, _), K = q_BLNH.shape, k_BMKH.shape[2]
     chunk = _fitting(L, chunk)

@@ -1,7 +1,7 @@
-"""Causal, segment-aware attention, a chunk of queries at a time.
+"""Causal, segment-aware attention in plain JAX, one chunk of queries at a time.
 
-A chunk sees only the keys up to its last query, and of a window's those from its first query's on: of the scores that
-are masked whatever the segments, hardly any is computed.
+A chunk uses only the keys up to its last query, and with a window only those from its first query's window on, so
+hardly any score is computed that the causal mask or the window hides.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ def forward(
     segment_BL: Array,
     segment_BM: Array,
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
-    """The result, and each query's log-partition in float32.
+    """Result, and each query's log-partition in float32.
 
-    Holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes, on a TPU those to `chunk` keys.
+    Holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes; on a TPU only those to `chunk` keys.
     """
     given = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM
     y_BLNH, lse_BKGL1 = _on_each_platform(_forward, pairs.forward, chunk, window, given)
@@ -45,7 +45,7 @@ def backward(
     lse_BNL: Array,
     dy_BLNH: Array,
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
-    """Gradients of q, k and v; scores are computed again from q, k and the log-partitions."""
+    """Gradients of q, k and v; scores are recomputed from q, k and the log-partitions."""
     (B, N, L), K = lse_BNL.shape, k_BMKH.shape[2]
     lse_BKGL1 = lse_BNL.reshape(B, K, N // K, L, 1)
     given = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, y_BLNH, lse_BKGL1, dy_BLNH
@@ -53,7 +53,7 @@ def backward(
 
 
 def _heads_first(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B K G L H"]:
-    """Each head a plain matrix, the G query heads of a key head together (G = 1 for keys and values)."""
+    """Transposed so that each head is a matrix; the G query heads of a key head are adjacent (G = 1 for k and v)."""
     B, L, N, H = x_BLNH.shape
     return x_BLNH.reshape(B, L, num_kv_heads, N // num_kv_heads, H).transpose(0, 2, 3, 1, 4)
 
@@ -64,7 +64,7 @@ def _heads_last(x_BKGLH: Array) -> Float[Array, "B L N H"]:
 
 
 class _Chunk(NamedTuple):
-    """Queries start..stop, and every key that they may see: first..stop."""
+    """Chunk of queries start..stop, and the keys that they may see: first..stop."""
 
     first: int
     start: int
@@ -72,21 +72,21 @@ class _Chunk(NamedTuple):
     window: int | None
 
     def queries(self, x_BKGLH: Array) -> Float[Array, "B K Q H"]:
-        """Rows of the score matrix: query heads of one key head, then positions."""
+        """The chunk's queries as rows of the score matrix: query heads of one key head, then positions."""
         part = x_BKGLH[:, :, :, self.start : self.stop]
         return part.reshape(*part.shape[:2], -1, part.shape[-1])
 
     def keys(self, x_BKMH: Array) -> Float[Array, "B K M H"]:
-        """Those that may be seen."""
+        """Keys that the chunk's queries may see."""
         return x_BKMH[:, :, self.first : self.stop]
 
     def add(self, total_BKHM: Array, found_BKHM: Array) -> Float[Array, "B K H M"]:
-        """What was found of the keys that may be seen, added to what of all keys up to the last of them was."""
+        """Adds this chunk's gradient of its keys to the total over all keys up to the chunk's last."""
         seen = total_BKHM[..., self.first : self.stop] + found_BKHM
         return jnp.concatenate([total_BKHM[..., : self.first], seen], axis=-1) if self.first else seen
 
     def scores(self, q_BKQH: Array, k_BKMH: Array, segment_BL: Array, segment_BM: Array) -> Float[Array, "B K Q M"]:
-        """Scaled, float32, -inf where masked; never a whole row, for a query sees itself."""
+        """Scaled scores in float32, -inf where masked; no row is fully masked, because a query sees itself."""
         s_BKQM = jnp.einsum("bkqh,bkmh->bkqm", q_BKQH, k_BKMH, preferred_element_type=jnp.float32)
         same_BLM = segment_BL[:, self.start : self.stop, None] == segment_BM[:, None, self.first : self.stop]
         query_L, key_M = jnp.arange(self.start, self.stop), jnp.arange(self.first, self.stop)
@@ -94,7 +94,7 @@ class _Chunk(NamedTuple):
         if self.window is not None:
             seen_LM &= query_L[:, None] - key_M[None, :] < self.window
         bias_BLM = jnp.where(same_BLM & seen_LM[None], 0.0, -jnp.inf).astype(jnp.float32)
-        # Made once for all heads: fused into the loops over scores, the comparisons keep XLA:CPU from vectorising them.
+        # One bias for all heads: comparisons fused into the loops over scores keep XLA:CPU from vectorising the loops.
         bias_BLM = jax.lax.optimization_barrier(bias_BLM)
         B, K, Q, M = s_BKQM.shape
         s_BKGLM = s_BKQM.reshape(B, K, -1, self.stop - self.start, M)
@@ -102,7 +102,7 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(length: int, chunk: int, window: int | None) -> list[_Chunk]:
-    """All queries; the last chunk is shorter where `chunk` does not divide them."""
+    """Chunks of all queries; the last one is shorter if `chunk` does not divide the length."""
     reach = length if window is None else window - 1
     starts = range(0, length, chunk)
     return [_Chunk(max(start - reach, 0), start, min(start + chunk, length), window) for start in starts]
@@ -114,16 +114,16 @@ type _Pass = Callable[..., tuple[Array, ...]]
 def _on_each_platform(
     by_queries: _Pass, by_pairs: _Pass, chunk: int, window: int | None, arrays: tuple[Array, ...]
 ) -> tuple[Array, ...]:
-    """A pass over the whole block, in the form that each platform's compiler likes.
+    """Runs a pass over the whole block, in the form that suits the platform's compiler.
 
-    On a CPU a sequence at a time: scores of all sequences (B * N * chunk * M * 4 bytes) overflow the caches, and their
-    fresh pages cost as much as the arithmetic. On a TPU in loops over pairs of chunks, if they divide the length:
-    written out they take its compiler minutes, and it keeps the scores of several.
+    CPU: one sequence at a time, because the scores of all sequences (B * N * chunk * M * 4 bytes) overflow the caches,
+    and their fresh pages cost as much as the arithmetic. TPU: loops over pairs of chunks if `chunk` divides the length,
+    because unrolled chunks take the compiler minutes, and it keeps the scores of several.
     """
 
     def by_sequence(*arrays: Array) -> tuple[Array, ...]:
         def one(sequence: tuple[Array, ...]) -> tuple[Array, ...]:
-            # Without the barrier every loop that reads them would slice them anew, element by element.
+            # Without the barrier every loop that reads the arrays would slice them again, element by element.
             sequence = jax.lax.optimization_barrier(sequence)
             return tuple(x[0] for x in by_queries(chunk, window, *(x[None] for x in sequence)))
 
@@ -143,7 +143,7 @@ def _forward(
     segment_BL: Array,
     segment_BM: Array,
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B K G L 1"]]:
-    """The result, and each query's log-partition in float32."""
+    """Result, and each query's log-partition in float32."""
     B, L, N, H = q_BLNH.shape
     K = k_BMKH.shape[2]
     q_BKGLH = _heads_first(q_BLNH, K)
@@ -184,7 +184,7 @@ def _backward(
 
     dqs, dk_tails, dv_tails = [], [], []
     dk_BKHM = dv_BKHM = jnp.zeros((B, K, H, L), jnp.float32)
-    # From the last chunk to the first: what lies behind a chunk's last key is then finished.
+    # From the last chunk to the first, so that gradients of keys behind a chunk's last key are finished.
     for part in reversed(_chunks(L, chunk, window)):
         k, v = part.keys(k_BKMH), part.keys(v_BKMH)
         q, dy = part.queries(q_BKGLH), part.queries(dy_BKGLH)
@@ -208,11 +208,12 @@ def _backward(
 
 
 def _after(results: tuple[Array, ...], *arrays: Array) -> tuple[Array, ...]:
-    """`arrays`, bit for bit, but not before `results`: one chunk after the other.
+    """`arrays`, bit for bit, but computed only after `results`, so that chunks run one after the other.
 
-    Schedulers start what they can, and keep the scores of all chunks for it: B * N * L * L * 2 bytes, 4 GiB of 26 for
-    an 8B model at L=8192 on 8 H200. They do not see an `optimization_barrier`, which is gone by then. No compiler may
-    drop that a gradient could be NaN; where it is, the rest becomes it too.
+    XLA's schedulers start whatever they can, and would keep the scores of all chunks: B * N * L * L * 2 bytes, 4 GiB of
+    26 for an 8B model at L=8192 on 8 H200. An `optimization_barrier` does not help, since it is removed before
+    scheduling. A test for NaN stays, because no compiler may assume that a gradient is not NaN; if it is, the rest
+    becomes NaN too.
     """
     token = sum(x[(0,) * x.ndim].astype(jnp.float32) for x in results)
     return tuple(jnp.where(jnp.isnan(token), jnp.nan, x).astype(x.dtype) for x in arrays)

@@ -1,4 +1,4 @@
-"""Attention over rows whose positions are split over devices: by a ring, or by exchanging heads for positions."""
+"""Context parallelism: attention over rows split across devices, as a ring or by exchanging heads (Ulysses)."""
 
 import dataclasses
 from typing import Literal
@@ -8,19 +8,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jtrain_kernels.attention.api import attention, passes_for
-from jtrain_kernels.attention.ring import Ring, ring_attention
+from jtrain_kernels.attention.ring import RingAttention, ring_attention
+from jtrain_kernels.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
 class RowSplit:
-    """How a row lies over the devices along a mesh axis, and how its attention is computed.
+    """Split of rows over the devices of a mesh axis, and the algorithm of their attention.
 
-    size: devices, c.
-    by: `ring` sends keys and values round (`ring.py`); `ulysses` (arXiv:2309.14509) exchanges them, so that each device
-      has all positions of 1 / c of the heads: less on the network where c is small against N / K, and the kernel sees
-      whole rows; but the heads have to divide.
-    order: `contiguous`: device i has the i-th of c parts; `zigzag`: of 2 c parts it has the i-th, and the i-th from the
-      end. A ring takes `zigzag` only: else its last device has all of the work.
+    size: number of devices, c.
+    by: `ring` sends keys and values around the devices (`ring.py`). `ulysses` (arXiv:2309.14509) exchanges them, so
+      that each device has all positions of 1 / c of the heads: fewer bytes if c is small against N / K, and the kernel
+      sees whole rows; but c must divide the heads.
+    order: with `contiguous`, device i has the i-th of c parts; with `zigzag`, of 2 c parts it has the i-th and the
+      i-th from the end. A ring needs `zigzag`, because otherwise the last device has c times the
+      work of the first.
+    axis: mesh axis.
     """
 
     size: int
@@ -30,19 +33,19 @@ class RowSplit:
 
     def __post_init__(self) -> None:
         if self.by == "ring" and self.order != "zigzag" and self.size > 1:
-            raise ValueError(
+            raise UserError(
                 f"layout.context_attention=ring with data.context_order={self.order}: under a causal mask the last of "
                 f"{self.size} devices would have {self.size} times the work of the first. Set "
                 "data.context_order=zigzag, or layout.context_attention=ulysses."
             )
 
     def position_L(self, length: int) -> Int[Array, " L"]:
-        """Where in the whole row this device's `length` positions are."""
+        """Positions of this device's `length` tokens within the whole row."""
         index, position_L = jax.lax.axis_index(self.axis), jnp.arange(length)
         if self.order == "contiguous" or self.size == 1:
             return position_L + index * length
         half = length // 2
-        late = (2 * self.size - 1 - index) * half - half  # its second half starts at `half` already
+        late = (2 * self.size - 1 - index) * half - half  # position_L of the second half already starts at `half`
         return position_L + jnp.where(position_L < half, index * half, late)
 
 
@@ -60,22 +63,22 @@ def context_attention(
     chunk: int,
     window: int | None = None,
 ) -> Float[Array, "B L N H"]:
-    """As `attention`, of this device's positions to those of all devices along `split.axis`; under shard_map.
+    """`attention` of this device's queries to the keys of all devices along `split.axis`; call it under shard_map.
 
     Raises:
-      ValueError: positions or heads do not divide over the devices; or a window is to go round a ring.
+      UserError: positions or heads do not divide over the devices, or a ring is asked for a window.
     """
     if split.size == 1:
         return attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=chunk, window=window)
     if split.order == "zigzag" and q_BLNH.shape[1] % 2:
-        raise ValueError(
+        raise UserError(
             f"attention: a device has L={q_BLNH.shape[1]} positions, which zig-zag cannot halve. Set data.seq_len to a "
             f"multiple of 2 * mesh.context = {2 * split.size}, or data.context_order=contiguous."
         )
     if split.by == "ring":
         if window is not None:
-            raise ValueError(
-                f"attention: window={window} with layout.context_attention=ring: its blocks know nothing of distances. "
+            raise UserError(
+                f"attention: window={window} with layout.context_attention=ring: a ring's blocks have no distances. "
                 "Set layout.context_attention=ulysses."
             )
         return _by_ring(q_BLNH, k_BLKH, v_BLKH, segment_BL, split, chunk)
@@ -89,7 +92,7 @@ def _by_ring(
     half = [jax.ShapeDtypeStruct((2 * x.shape[0], x.shape[1] // 2, *x.shape[2:]), x.dtype) for x in
             (q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL)]  # fmt: skip
     hop = passes_for(*half, chunk=chunk, causal=False)
-    ring = Ring(split.axis, split.size, chunk, own, hop)
+    ring = RingAttention(split.axis, split.size, chunk, own, hop)
     return ring_attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, ring)
 
 
@@ -105,7 +108,7 @@ def _by_heads(
     N, K, c = q_BLNH.shape[2], k_BLKH.shape[2], split.size
     repeats = 1 if K % c == 0 else c // K
     if N % c or K * repeats % c:
-        raise ValueError(
+        raise UserError(
             f"layout.context_attention=ulysses: a device has {N} query heads and {K} key heads (all of them over "
             f"mesh.tensor), which do not divide over mesh.context={c}. Set layout.context_attention=ring, or another "
             "mesh.context or mesh.tensor."
@@ -114,7 +117,7 @@ def _by_heads(
     def all_positions(x_BLNH: Array) -> Array:
         return _in_order(jax.lax.all_to_all(x_BLNH, split.axis, split_axis=2, concat_axis=1, tiled=True), split)
 
-    # Fewer key heads than devices: some get the same one.
+    # With fewer key heads than devices, several devices share a key head.
     k_BLKH, v_BLKH = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BLKH, v_BLKH))
     segment_BM = _in_order(jax.lax.all_gather(segment_BL, split.axis, axis=1, tiled=True), split)
     q, k, v = map(all_positions, (q_BLNH, k_BLKH, v_BLKH))
@@ -123,7 +126,7 @@ def _by_heads(
 
 
 def _in_order(x_BM: Array, split: RowSplit) -> Array:
-    """Of positions as the devices have them, the first first."""
+    """Sorts positions from the devices' order into the order of the row."""
     if split.order == "contiguous":
         return x_BM
     part_BZL = x_BM.reshape(x_BM.shape[0], split.size, 2, -1, *x_BM.shape[2:])
@@ -131,7 +134,7 @@ def _in_order(x_BM: Array, split: RowSplit) -> Array:
 
 
 def _as_split(x_BM: Array, split: RowSplit) -> Array:
-    """The inverse of `_in_order`."""
+    """Inverse of `_in_order`."""
     if split.order == "contiguous":
         return x_BM
     part_BZL = x_BM.reshape(x_BM.shape[0], 2, split.size, -1, *x_BM.shape[2:])

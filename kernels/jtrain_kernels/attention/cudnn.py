@@ -1,8 +1,8 @@
 """cuDNN's fused attention, for NVIDIA GPUs.
 
-Segments are an additive mask of B * L * M elements in the compute dtype, made once per layer: cuDNN's own packed layout
-needs to know how many documents a row has at most, and leaves out what is over. Given as lengths alone, as JAX's
-`dot_product_attention` takes them, they would not be honoured (MaxText issue 4478).
+Segments become an additive mask of B * L * M elements in the compute dtype, made once per layer. cuDNN's own packed
+layout needs the maximum number of documents per row, and drops the documents beyond it. Lengths alone, as JAX's
+`dot_product_attention` takes them, would not separate the documents (MaxText issue 4478).
 """
 
 import importlib.util
@@ -17,11 +17,11 @@ from jtrain_kernels.attention.mask import Mask, Passes
 from jtrain_kernels.device import DeviceSpec
 
 _LARGEST_HEAD = {8: 128, 9: 256, 10: 128}
-"""By major compute capability, forward and backward (cuDNN 9 support matrix)."""
+"""Largest head size by major compute capability, forward and backward (cuDNN 9 support matrix)."""
 
 
 def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
-    """None if it runs, else the reason."""
+    """Reason why the implementation cannot run; None if it can."""
     query, M = avals["q_BLNH"], avals["k_BMKH"].shape[1]
     L, H = query.shape[1], query.shape[3]
     if device.compute_capability is None or device.compute_capability[0] not in _LARGEST_HEAD:
@@ -32,7 +32,7 @@ def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
     if largest < H or H % 8:
         return f"cuDNN takes heads of a multiple of 8 up to {largest} on {device.name}, but head_dim={H}"
     if L % 2 or M % 2:
-        return f"cuDNN takes an even number of positions beside a mask, but there are {L} queries and {M} keys"
+        return f"cuDNN takes an even number of positions with a mask, but there are {L} queries and {M} keys"
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "JAX's CUDA plugin is not installed: pip install 'jtrain[cuda]'"
     return None
@@ -56,7 +56,7 @@ def forward(
     )
     if mask.causal:
         return y_BLNH, lse_BNL
-    # Where a query sees none of these keys, all have the mask's value, and its sum is no number to join with.
+    # If a query sees none of these keys, all scores have the mask's value, and the log-partition is meaningless.
     seen_BL1 = jnp.any(segment_BL[:, :, None] == segment_BM[:, None, :], axis=2, keepdims=True)
     lse_BNL = jnp.where(seen_BL1.mT, lse_BNL, -jnp.inf)
     return jnp.where(seen_BL1[..., None], y_BLNH, 0), lse_BNL
@@ -91,7 +91,7 @@ def _statics(mask: Mask, q_BLNH: Array) -> dict[str, Any]:
 
 
 def _bias(segment_BL: Array, segment_BM: Array, q_BLNH: Array) -> Float[Array, "B 1 L M"]:
-    """Added to the scores: 0 within a segment, elsewhere the lowest number that leaves room to add to."""
+    """Bias of the scores: 0 within a segment, elsewhere half of the dtype's lowest number, so that sums stay finite."""
     same_BLM = segment_BL[:, :, None] == segment_BM[:, None, :]
     lowest = 0.5 * float(jnp.finfo(q_BLNH.dtype).min)
     return jnp.where(same_BLM, 0.0, lowest).astype(q_BLNH.dtype)[:, None]

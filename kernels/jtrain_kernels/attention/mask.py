@@ -1,4 +1,4 @@
-"""Which keys a query sees, and what a pass over queries and keys is: what every implementation offers."""
+"""Attention masks, and the interface of an implementation: a forward and a backward pass over blocks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from jaxtyping import Array
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Of the keys of its own segment, a query at index l sees those at index m with
+    """Mask within a segment, for a query at index l and a key at index m.
 
-    causal: m <= l; queries and keys are then the same positions.
-    window: also m > l - window, so `window` keys with its own at most; only of a causal mask.
+    causal: the query sees keys with m <= l; queries and keys are the same positions.
+    window: the query also needs m > l - window, so it sees at most `window` keys, its own included; causal masks only.
     """
 
     causal: bool = True
@@ -29,10 +29,10 @@ class Passes:
     """Attention without its gradient rule: two functions over blocks of queries and keys.
 
     forward: (q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, *, mask, chunk) -> (y_BLNH, lse_BNL): the result in q's
-      dtype, and each query's log-partition, float32, -inf where it sees no key; its y is 0 then.
+      dtype, and each query's log-partition in float32. A query that sees no key has y = 0 and lse = -inf.
     backward: (q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, y_BLNH, lse_BNL, dy_BLNH, *, mask, chunk) -> (dq_BLNH,
-      dk_BMKH, dv_BMKH). Where the keys are only some of those that a query sees, y and lse are of all of them: then
-      the gradients of all such blocks add up to the whole (arXiv:2310.01889, appendix B).
+      dk_BMKH, dv_BMKH). If a query sees more keys than those of the block, y and lse are over all its keys; the
+      gradients of all blocks then add up to the whole gradient (arXiv:2310.01889, appendix B).
     """
 
     forward: Callable[..., tuple[Array, Array]]

@@ -1,7 +1,8 @@
-"""Attention as two nested loops over chunks of queries and of keys.
+"""Attention as two nested loops over chunks of queries and chunks of keys.
 
-One loop body is compiled, whatever the length, and one pair's scores exist, B * N * chunk * chunk * 4 bytes. Written
-out chunk by chunk as in `api`, a layer of llama8b at length 4096 took XLA:TPU 3 minutes of its 4.
+One loop body is compiled for any length, and only one pair's scores exist, B * N * chunk * chunk * 4 bytes. Unrolled
+chunk by chunk as in `chunks.py`, attention took 3 of the 4 minutes in which XLA:TPU compiled a layer of llama8b at
+length 4096.
 """
 
 import jax
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 
 def _at(x: Array, index: Array, chunk: int, axis: int = 1) -> Array:
-    """One chunk of the positions."""
+    """Chunk `index` of the positions."""
     return jax.lax.dynamic_slice_in_dim(x, index * chunk, chunk, axis)
 
 
@@ -19,7 +20,7 @@ def _put(x: Array, part: Array, index: Array, chunk: int) -> Array:
 
 
 def _grouped(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B L K G H"]:
-    """The G query heads of a key head together."""
+    """Query heads grouped by key head, G each."""
     B, L, N, H = x_BLNH.shape
     return x_BLNH.reshape(B, L, num_kv_heads, N // num_kv_heads, H)
 
@@ -27,7 +28,7 @@ def _grouped(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B L K G H"]:
 def _scores(
     q_BLKGH: Array, k_BMKH: Array, query_BL: Array, key_BM: Array, ahead: Array, window: int | None
 ) -> Float[Array, "B K G L M"]:
-    """Scaled, float32, -inf where masked; the queries begin `ahead` positions after the keys."""
+    """Scaled scores in float32, -inf where masked; the queries start `ahead` positions after the keys."""
     s_BKGLM = jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32)
     chunk = key_BM.shape[1]
     distance_LM = jnp.arange(chunk)[:, None] + ahead - jnp.arange(chunk)[None, :]
@@ -37,7 +38,7 @@ def _scores(
 
 
 def _first(i: Array, chunk: int, window: int | None) -> Array | int:
-    """The first chunk of keys that some query of chunk i sees."""
+    """First chunk of keys that some query of chunk i sees."""
     return 0 if window is None else jnp.maximum(i * chunk - (window - 1), 0) // chunk
 
 
@@ -50,7 +51,7 @@ def forward(
     segment_BL: Int[Array, "B L"],
     segment_BM: Int[Array, "B M"],
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B K G L 1"]]:
-    """The result, and each query's log-partition in float32; `chunk` divides L."""
+    """Result, and each query's log-partition in float32; `chunk` divides L."""
     B, L, N, H = q_BLNH.shape
     K = k_BMKH.shape[2]
     q_BLKGH = _grouped(q_BLNH, K)
@@ -69,7 +70,7 @@ def forward(
             y = y * shrink + jnp.einsum("bkglm,bmkh->bkglh", p, v_BCKH, preferred_element_type=jnp.float32)
             return higher, total, y
 
-        # The lowest finite number: where a chunk of keys is masked whole, -inf - -inf would be nan.
+        # The lowest finite number, because -inf - -inf would be nan if a chunk of keys is fully masked.
         one = (B, K, N // K, chunk, 1)
         start = jnp.full(one, jnp.finfo(jnp.float32).min), jnp.zeros(one), jnp.zeros((*one[:-1], H))
         top, total, y_BKGCH = jax.lax.fori_loop(_first(i, chunk, window), i + 1, keys, start)

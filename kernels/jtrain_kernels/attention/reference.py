@@ -1,4 +1,4 @@
-"""The formula on the whole score matrix, differentiated by JAX."""
+"""Reference attention: the formula on the whole score matrix, differentiated by JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,10 @@ def attention_reference(
     *,
     window: int | None = None,
 ) -> Float[Array, "B L N H"]:
-    """`softmax(q k / sqrt(H)) v` over a query's segment up to it, at most `window` keys; every score exists."""
+    """`softmax(q k / sqrt(H)) v` over the keys of a query's segment up to its index, at most `window` of them.
+
+    Materialises all scores.
+    """
     (L, N, H), (M, K) = q_BLNH.shape[1:], k_BMKH.shape[1:3]
     k_BMNH, v_BMNH = jnp.repeat(k_BMKH, N // K, axis=2), jnp.repeat(v_BMKH, N // K, axis=2)
     s_BNLM = jnp.einsum("blnh,bmnh->bnlm", q_BLNH, k_BMNH) * H**-0.5

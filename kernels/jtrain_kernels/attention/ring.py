@@ -1,15 +1,15 @@
-"""Attention over positions that lie on a ring of devices: keys and values go round, queries stay (arXiv:2310.01889).
+"""Ring attention over rows split across devices: keys and values travel, queries stay (arXiv:2310.01889).
 
-A row is cut into 2 c parts, of which device i of c has parts i and 2c - 1 - i, in this order: its early and its late
-part. So under a causal mask every device has the same to do at every hop (arXiv:2405.07719 section 3, "zig-zag"): its
-late queries see the early keys of every other device, and besides,
+A row is cut into 2 c parts. Device i of c has parts i and 2c - 1 - i, its early and its late part. Under a causal mask
+every device then has the same work at every hop (arXiv:2405.07719 section 3, "zig-zag"): its late queries see the early
+keys of every other device, and in addition
 
 | the keys come from | what else is seen |
 |---|---|
 | an earlier device j < i | its early queries see the early keys |
 | a later device j > i | its late queries see the late keys |
 
-Those are two blocks without any causal mask, of the same shape whoever sent the keys, so one call computes them both.
+These are two blocks without a causal mask and of equal shape for every sender, so one call computes both.
 """
 
 import dataclasses
@@ -25,11 +25,12 @@ from jtrain_kernels.attention.mask import CAUSAL, EVERY, Passes
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
-    """What the passes over a ring are made of.
+class RingAttention:
+    """Configuration of ring attention.
 
-    axis, size: of the mesh.
-    own, hop: passes over a device's own keys, and over those that arrive.
+    axis, size: mesh axis of the ring, and its number of devices.
+    chunk: queries whose scores exist at a time, for implementations in plain JAX.
+    own, hop: passes over a device's own keys, and over the keys that arrive.
     """
 
     axis: str
@@ -39,17 +40,17 @@ class Ring:
     hop: Passes
 
     def send[T](self, arrays: T) -> T:
-        """What the device before has, of which this device's goes to the next."""
+        """Sends this device's arrays to the next device and returns those of the previous one."""
         to_next = [(i, (i + 1) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, to_next), arrays)
 
     def earlier(self, distance: Array | int) -> Array:
-        """Whether what was sent `distance` times comes from a device with earlier positions than this one's."""
+        """True if arrays that were sent `distance` times come from an earlier device than this one."""
         return jax.lax.axis_index(self.axis) >= distance
 
 
 type _Result = tuple[Array, Array]
-"""y_BLNH and lse_BNL of queries over some of the keys, float32."""
+"""y_BLNH and lse_BNL of the queries over some of the keys, float32."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -58,20 +59,19 @@ def ring_attention(
     k_BLKH: Float[Array, "B L K H"],
     v_BLKH: Float[Array, "B L K H"],
     segment_BL: Int[Array, "B L"],
-    ring: Ring,
+    ring: RingAttention,
 ) -> Float[Array, "B L N H"]:
     """Causal attention within segments of this device's queries to the keys of all devices of the ring.
 
-    Everything is this device's early and late part, one after the other. A device sends k, v and segments c - 1 times
-    in either pass, and gradients of k and v, float32, c times in the backward pass: each while a block is computed. It
-    holds the keys of two devices at a time. What the backward pass needs of the result carries the checkpoint name
-    "attention".
+    Every array is this device's early part followed by its late part. A device sends k, v and segments c - 1 times in
+    each pass, and gradients of k and v, float32, c times in the backward pass, each while a block is computed. It holds
+    the keys of two devices at a time. The results that the backward pass needs carry the checkpoint name "attention".
     """
     return _vjp_forward(q_BLNH, k_BLKH, v_BLKH, segment_BL, ring)[0]
 
 
 def _vjp_forward(
-    q_BLNH: Array, k_BLKH: Array, v_BLKH: Array, segment_BL: Array, ring: Ring
+    q_BLNH: Array, k_BLKH: Array, v_BLKH: Array, segment_BL: Array, ring: RingAttention
 ) -> tuple[Array, tuple[Array, ...]]:
     given = q_BLNH, k_BLKH, v_BLKH, segment_BL
     arrived = ring.send(given[1:])
@@ -85,7 +85,7 @@ def _vjp_forward(
 
     def step(carry: tuple[_Result, tuple[Array, ...]], distance: Array) -> tuple[Any, None]:
         total, here = carry
-        arriving = ring.send(here)  # needs nothing of what is computed meanwhile
+        arriving = ring.send(here)  # independent of the block computed meanwhile
         return (hop(total, here, distance), arriving), None
 
     total = own[0].astype(jnp.float32), own[1]
@@ -95,7 +95,7 @@ def _vjp_forward(
     return y_BLNH, (*given, y_BLNH, lse_BNL)
 
 
-def _vjp_backward(ring: Ring, saved: tuple[Array, ...], dy_BLNH: Array) -> tuple[Array, Array, Array, None]:
+def _vjp_backward(ring: RingAttention, saved: tuple[Array, ...], dy_BLNH: Array) -> tuple[Array, Array, Array, None]:
     q_BLNH, k_BLKH, v_BLKH, segment_BL, y_BLNH, lse_BNL = saved
     arrived = ring.send((k_BLKH, v_BLKH, segment_BL))
     own = ring.own.backward(*saved[:4], *saved[3:], dy_BLNH, mask=CAUSAL, chunk=ring.chunk)
@@ -106,7 +106,7 @@ def _vjp_backward(ring: Ring, saved: tuple[Array, ...], dy_BLNH: Array) -> tuple
         k, v, segment = map(pair.keys, keys)
         rows = pair.queries(y_BLNH), pair.queries(lse_BNL, axis=2), pair.queries(dy_BLNH)
         queries = pair.queries(q_BLNH), k, v, pair.queries(segment_BL), segment
-        # Gradients of the keys that are here were found by the device that had them before, and follow them.
+        # Gradients of keys travel one hop behind the keys: the previous holder sends its sum so far.
         arriving = ring.send(dkv)
         more, *of_keys = ring.hop.backward(*queries, *rows, mask=EVERY, chunk=ring.chunk)
         dkv = [pair.add_to_keys(total, found) for total, found in zip(arriving, of_keys, strict=True)]
@@ -119,7 +119,7 @@ def _vjp_backward(ring: Ring, saved: tuple[Array, ...], dy_BLNH: Array) -> tuple
 
     (dq, dkv, last), _ = jax.lax.scan(step, (dq, dkv, arrived), jnp.arange(1, ring.size - 1))
     dq, dkv = hop(dq, dkv, last, ring.size - 1)
-    dk, dv = ring.send(dkv)  # home
+    dk, dv = ring.send(dkv)  # back to the owner of the keys
     return dq.astype(q_BLNH.dtype), dk.astype(k_BLKH.dtype), dv.astype(v_BLKH.dtype), None
 
 
@@ -136,37 +136,37 @@ def _late(x: Array, axis: int = 1) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Pair:
-    """The two blocks of a hop, one after the other along B: late queries with early keys, and what the table says.
+    """The two blocks of a hop, concatenated along B: late queries with early keys, and the block of the table above.
 
-    earlier: whether the keys come from an earlier device.
+    earlier: True if the keys come from an earlier device.
     """
 
     earlier: Array
 
     def queries(self, x: Array, axis: int = 1) -> Array:
-        """Those of both blocks."""
+        """Query-side arrays of both blocks."""
         return jnp.concatenate([_late(x, axis), jnp.where(self.earlier, _early(x, axis), _late(x, axis))])
 
     def keys(self, x: Array) -> Array:
-        """Those of both blocks."""
+        """Key-side arrays of both blocks."""
         return jnp.concatenate([_early(x), jnp.where(self.earlier, _early(x), _late(x))])
 
     def add_to_queries(self, total: Array, found: Array) -> Array:
-        """`found` of the queries of both blocks, added where they are."""
+        """Adds `found`, of the queries of both blocks, at their positions."""
         first, second = jnp.split(found.astype(jnp.float32), 2)
         early = jnp.where(self.earlier, second, 0.0)
         late = first + jnp.where(self.earlier, 0.0, second)
         return total + jnp.concatenate([early, late], axis=1)
 
     def add_to_keys(self, total: Array, found: Array) -> Array:
-        """`found` of the keys of both blocks, added where they are."""
+        """Adds `found`, of the keys of both blocks, at their positions."""
         first, second = jnp.split(found.astype(jnp.float32), 2)
         early = first + jnp.where(self.earlier, second, 0.0)
         late = jnp.where(self.earlier, 0.0, second)
         return total + jnp.concatenate([early, late], axis=1)
 
     def join(self, total: _Result, found: _Result) -> _Result:
-        """The result over the keys so far and over those of the hop."""
+        """Combines the result over the keys so far with the result over the keys of this hop."""
         y, lse = total
         (y1, y2), (lse1, lse2) = jnp.split(found[0].astype(jnp.float32), 2), jnp.split(found[1], 2)
         late = _joined((_late(y), _late(lse, 2)), (y1, lse1))
@@ -176,7 +176,7 @@ class _Pair:
 
 
 def _joined(one: _Result, other: _Result) -> _Result:
-    """Softmax over both sets of keys; `one` has at least one key (arXiv:2112.05682, section 2)."""
+    """Result over both sets of keys; `one` has at least one key (arXiv:2112.05682, section 2)."""
     lse_BNL = jnp.logaddexp(one[1], other[1])
     first, second = (y * jnp.exp(lse - lse_BNL).swapaxes(1, 2)[..., None] for y, lse in (one, other))
     return first + second, lse_BNL

@@ -1,4 +1,4 @@
-"""Splash attention, JAX's Pallas kernel for TPUs: blocks that a mask empties are not even looked at."""
+"""Splash attention, JAX's Pallas kernel for TPUs, which skips blocks that the mask hides."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -13,23 +13,23 @@ from jtrain_kernels.attention.mask import Mask, Passes
 from jtrain_kernels.device import DeviceSpec
 
 LANES = 128
-"""Widths of blocks, and of heads, are multiples of it: a row of a TPU's vector registers."""
+"""Lanes of a TPU's vector registers; widths of blocks and heads are multiples of it."""
 
 
 def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
-    """None if it runs, else the reason."""
+    """Reason why the implementation cannot run; None if it can."""
     (L, _, H), M = avals["q_BLNH"].shape[1:], avals["k_BMKH"].shape[1]
     if device.platform != "tpu":
         return "splash is a kernel for TPUs"
     if L % LANES or M % LANES:
-        return f"splash takes positions by {LANES}, but there are {L} queries and {M} keys"
+        return f"splash takes multiples of {LANES} positions, but there are {L} queries and {M} keys"
     if H % LANES and H != LANES // 2:
         return f"splash takes heads of {LANES // 2} or multiples of {LANES}, but head_dim={H}"
     return None
 
 
 def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[str, int]]:
-    """Blocks of queries and of keys; the largest that the published tunings use first."""
+    """Candidate blocks of queries and keys; the largest of the published tunings first."""
     del device
     L, M = avals["q_BLNH"].shape[1], avals["k_BMKH"].shape[1]
     sizes = [(512, 1024), (512, 512), (1024, 1024), (256, 512), (128, 128)]
@@ -50,12 +50,12 @@ def forward(
     block_kv: int,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
-    """See `Passes`. The scale is in the queries, so in bfloat16 they are rounded once more where H is no power of 4."""
+    """See `Passes`. The scale is applied to the queries: in bfloat16 a further rounding if H is no power of 4."""
     del chunk
     kernel = _kernel(q_BLNH, k_BMKH, mask, block_q, block_kv, interpret, residuals=True)
     of_heads = _scaled(q_BLNH), *map(_heads_first, (k_BMKH, v_BMKH))
     y_BNLH, (lse_BNL,) = jax.vmap(kernel)(*of_heads, _segments(segment_BL, segment_BM))
-    seen_BNL = lse_BNL > kernel.kwargs["mask_value"] / 2  # a row that sees nothing has the mask's value all over
+    seen_BNL = lse_BNL > kernel.kwargs["mask_value"] / 2  # a query that sees no key has only the mask's value
     return _heads_first(y_BNLH), jnp.where(seen_BNL, lse_BNL, -jnp.inf)
 
 
@@ -89,7 +89,7 @@ PASSES = Passes(forward, backward)
 
 
 def _heads_first(x_BLNH: Array) -> Float[Array, "B N L H"]:
-    """And back: it is its own inverse."""
+    """Swaps positions and heads; its own inverse."""
     return x_BLNH.swapaxes(1, 2)
 
 

@@ -1,8 +1,9 @@
 """tokamax's flash attention for Hopper GPUs, a Pallas kernel (Mosaic GPU).
 
-It takes no segments, but the first key that a query sees and the one after the last, which says the same: documents of
-a row lie one after another. So blocks of other documents are not even looked at. Its functions are called below their
-public ones, which ask the device that is here, and give no gradients for a log-partition of one's own.
+The kernel takes no segments, but a range of keys per query: the first key that the query sees, and the one after the
+last. The documents of a row are contiguous, so the range is equivalent, and blocks of other documents are skipped.
+tokamax's inner functions are called, because its public ones query the live device and give no gradients for a
+log-partition that the caller provides.
 """
 
 import functools
@@ -18,11 +19,11 @@ from jtrain_kernels.attention.mask import Mask, Passes
 from jtrain_kernels.device import DeviceSpec
 
 VERSION = "0.0.17"
-"""The one whose inner functions are called here."""
+"""The tokamax version whose inner functions are called here."""
 
 
 def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
-    """None if it runs, else the reason."""
+    """Reason why the implementation cannot run; None if it can."""
     query, M = avals["q_BLNH"], avals["k_BMKH"].shape[1]
     L, H = query.shape[1], query.shape[3]
     if device.compute_capability is None or device.compute_capability[0] != 9:
@@ -34,12 +35,12 @@ def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
     if H not in (64, 128, 256):
         return f"tokamax takes heads of 64, 128 or 256, but head_dim={H}"
     if L % 128 or M % 128:
-        return f"tokamax takes positions by 128, but there are {L} queries and {M} keys"
+        return f"tokamax takes multiples of 128 positions, but there are {L} queries and {M} keys"
     return None
 
 
 def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[str, int]]:
-    """Blocks and stages of the forward kernel and of the backward kernels; tokamax's own heuristic first."""
+    """Candidate blocks and stages of the forward and backward kernels; tokamax's own heuristic first."""
     del device
     wide = avals["q_BLNH"].shape[3] > 128
     first = dict(
@@ -80,7 +81,7 @@ def forward(
         return_residuals=True,
         use_stable_softmax=True,
         rescale_threshold=1.0,
-        # A persistent kernel would ask the device that is here for its cores.
+        # A persistent kernel would query the live device for its number of cores.
         config=sm90.Config(block_q=block_q, block_kv=block_kv, num_stages=stages, persistent=False),
     )
     each: Any = jax.vmap(lambda q, k, v, first, end: kernel(q, k, v, None, None, first, end))
@@ -117,7 +118,7 @@ def backward(
 
     def one(*arrays: Array) -> tuple[Array, Array, Array]:
         q, k, v, lse, y, dy, first, end = arrays
-        # With the log-partition for the largest score, the sum of the exponentials is 1.
+        # With the log-partition in place of the largest score, the exponentials sum to 1.
         return sm90.flash_attention_vjp_kernel(
             q, k, v, (lse, jnp.ones_like(lse)), y, dy, None, None, first, end,
             logits_scale=q.shape[-1] ** -0.5,
@@ -135,7 +136,7 @@ PASSES = Passes(forward, backward)
 
 
 def _ranges(segment_BL: Array, segment_BM: Array, mask: Mask) -> tuple[Int[Array, "B 1 L"], Int[Array, "B 1 L"]]:
-    """The first key of each query's segment and window, and the one after the last of its segment; equal if none."""
+    """First key of each query's segment and window, and the one after the segment's last; equal if it has no key."""
     same_BLM = segment_BL[:, :, None] == segment_BM[:, None, :]
     first_BL = jnp.argmax(same_BLM, axis=2).astype(jnp.int32)
     end_BL = first_BL + jnp.sum(same_BLM, axis=2, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Attention in plain JAX, which runs everywhere."""
+"""Attention in plain JAX, which runs on every device."""
 
 from jaxtyping import Array
 

@@ -1,1 +1,1 @@
-"""Rows of a table."""
+"""Embedding lookup."""

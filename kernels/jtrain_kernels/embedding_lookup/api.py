@@ -1,4 +1,4 @@
-"""Rows of a table, with a gradient that is summed in float32."""
+"""Embedding lookup with a gradient that is summed in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,9 @@ from jtrain_kernels import registry
 
 
 def embedding_lookup(table_VD: Float[Array, "V D"], token_BL: Int[Array, "B L"]) -> Float[Array, "B L D"]:
-    """`table[token]`. Ids must be in [0, V): others are clipped, as a gather under jit cannot refuse.
+    """`table[token]`. Ids must be in [0, V); others are clipped, because a gather under jit cannot raise.
 
-    The gradient has the table's dtype; rows of equal tokens are added in float32.
+    The gradient has the table's dtype; gradients of equal tokens are added in float32.
     """
     return registry.call(EMBEDDING_LOOKUP, table_VD=table_VD, token_BL=token_BL)
 

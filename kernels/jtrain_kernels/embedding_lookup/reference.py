@@ -1,4 +1,4 @@
-"""Indexing, differentiated by JAX."""
+"""Reference embedding lookup: indexing, differentiated by JAX."""
 
 from jaxtyping import Array, Float, Int
 

@@ -1,1 +1,1 @@
-"""Complete examples of what others add; nothing here is used unless an entry point names it."""
+"""Complete examples of extensions; nothing here is used unless an entry point names it."""

@@ -1,17 +1,18 @@
-"""A new vendor's chip and a kernel for it, whole, in one file that may lie in a distribution of its own.
+"""Example of a new vendor's chip with a kernel, complete in one file, which may be part of another distribution.
 
-1. Say what the chip is: `DEVICES`. The planner, MFU and the choice of kernels then know it by name (`acme1`).
-2. Write the kernel. Here Pallas, emulated on CPUs; Triton, an FFI call or plain JAX do as well. It takes the op's
-   arguments by name (see the op's `api.py`), and keywords of its own for what can be tuned.
-3. Say where it runs (`supports`: None or the reason), what can be tuned (`configs`), and if you can what it costs.
+1. Describe the chip in `DEVICES`. The planner, MFU and the choice of kernels then know it by name (`acme1`).
+2. Write the kernel: here in Pallas, emulated on CPUs; Triton, an FFI call or plain JAX work as well. It takes the op's
+   arguments by name (see the op's `api.py`), and further keywords for the parameters that can be tuned.
+3. State where it runs (`supports`: None or the reason), which configurations to tune (`configs`), and if possible its
+   cost.
 4. Name the module in the distribution's pyproject.toml, so that jtrain finds it:
 
     [project.entry-points.jtrain_kernels]
     acme = "jtrain_kernels.examples.new_backend"
 
-Then `python -m jtrain.bench kernels --explain rms_norm --device acme1` says why it is taken or not,
-`--set "layout.kernels=(('rms_norm','acme'),)"` forces it in a run, and `python -m jtrain.bench kernels --tune` on the
-chip measures which configuration is best. Prove it by the ladder of tests/kernels/test_ladder.py.
+Then `python -m jtrain.bench kernels --explain rms_norm --device acme1` explains whether it is chosen,
+`--set "kernels=(('rms_norm','acme'),)"` forces it in a run, and `python -m jtrain.bench kernels --tune` on the
+chip measures which configuration is fastest. Test it with the ladder of tests/kernels/test_ladder.py.
 """
 
 import functools
@@ -28,7 +29,7 @@ from jtrain_kernels.device import DeviceSpec
 ACME1 = DeviceSpec(
     "acme1",
     "gpu",
-    "Acme A1",  # part of what JAX calls `device_kind`
+    "Acme A1",  # part of JAX's `device_kind`
     peak_bf16_flops=500e12,
     peak_fp8_flops=None,
     hbm_bytes=64 * 10**9,
@@ -45,7 +46,7 @@ def rms_norm(x: Float[Array, "*rest C"], scale_C: Float[Array, " C"], eps: float
 
 
 def _forward(x: Array, scale_C: Array, eps: float, rows: int) -> tuple[Array, tuple[Array, Array]]:
-    from jax.experimental import pallas as pl  # lazy: importing jtrain must not pay for it
+    from jax.experimental import pallas as pl  # lazy: importing jtrain must stay fast
 
     def kernel(x_ref: Any, scale_ref: Any, y_ref: Any) -> None:
         x_RC = x_ref[...].astype(jnp.float32)
@@ -60,7 +61,7 @@ def _forward(x: Array, scale_C: Array, eps: float, rows: int) -> tuple[Array, tu
         grid=(total // rows,),
         in_specs=[block, pl.BlockSpec((1, C), lambda i: (0, 0))],
         out_specs=block,
-        # Asks what is traced for, not what is here: a program may be compiled for a chip that is not.
+        # The device that is traced for, not the live one, because a program may be compiled for another chip.
         interpret=registry.device().platform == "cpu",
         name="acme_rms_norm",
     )(x.reshape(total, C), scale_C[None])
@@ -89,20 +90,20 @@ def _rows(avals: registry.Avals) -> int:
 
 
 def supports(device: DeviceSpec, avals: registry.Avals) -> str | None:
-    """Acme's chip, and CPUs, which emulate it; whole blocks of rows."""
+    """Reason why the kernel cannot run; None on Acme's chip and on CPUs, which emulate it, for whole blocks of rows."""
     if device.name not in (ACME1.name, "cpu"):
         return f"it is written for {ACME1.name}, not for {device.name}"
     return None if _rows(avals) % 8 == 0 else f"{_rows(avals)} rows are no multiple of 8"
 
 
 def configs(device: DeviceSpec, avals: registry.Avals) -> tuple[dict[str, int], ...]:
-    """Rows of a block; the first is the guess of a chip that was never tuned."""
+    """Candidate rows of a block; the first is used on a chip that was never tuned."""
     del device
     return tuple({"rows": rows} for rows in (64, 16, 8) if _rows(avals) % rows == 0)
 
 
 def cost_s(device: DeviceSpec, avals: registry.Avals) -> float | None:
-    """It reads x once and writes the result once: the memory's bandwidth decides, at 80 % of the maker's figure."""
+    """Seconds to read x once and write the result once, at 80 % of the memory's published bandwidth."""
     x = avals["x"]
     assert isinstance(x, jax.ShapeDtypeStruct)
     if device.hbm_bytes_per_s is None:

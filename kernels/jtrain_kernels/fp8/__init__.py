@@ -1,1 +1,1 @@
-"""Matmuls of 8-bit floating-point operands."""
+"""Matmuls with FP8 operands."""

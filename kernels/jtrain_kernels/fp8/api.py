@@ -1,4 +1,4 @@
-"""Contraction with a weight in 8-bit floats: e4m3 forward, e5m2 gradients, sums in float32 (arXiv:2209.05433)."""
+"""Contraction with a weight in FP8: e4m3 forward, e5m2 gradients, accumulated in float32 (arXiv:2209.05433)."""
 
 import dataclasses
 import functools
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jtrain_kernels.errors import UserError
 from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, largest, quantised, restored, scale_of
 from jtrain_kernels.linear.cpu import kernel_gradient_cpu
 from jtrain_kernels.linear.reference import contract
@@ -17,13 +18,13 @@ from jtrain_kernels.linear.reference import contract
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fp8Kernel:
-    """A weight whose matmuls are to be in 8-bit floats.
+    """Weight whose matmuls are computed in FP8.
 
-    value: the weight, in the dtype that its gradient is to have; a tree's leaf may stand here before it is fetched.
-    scale_3: what x, the weight and the gradient of the result are multiplied by before they are rounded, of
-      `history.ROLES`; None scales each by its own largest number (current scaling).
-    seen_3: with scale_3, what is differentiated in order to learn the largest numbers of the three: the cotangent is
-      those numbers, and the value is never read. Use the weight once, or the numbers are added.
+    value: the weight, in the dtype of its gradient; before the weight is fetched, a leaf of the parameter tree.
+    scale_3: delayed scaling: factors by which x, the weight and the gradient of the result (`history.ROLES`) are
+      multiplied before they are rounded. None scales each tensor by its own amax (current scaling).
+    seen_3: with scale_3, an input that is differentiated to obtain the amax of the three tensors: its cotangent is
+      those numbers, and its value is never read. Use the weight only once, because cotangents are added.
     """
 
     value: Any
@@ -31,24 +32,24 @@ class Fp8Kernel:
     seen_3: Any = None
 
     def __getitem__(self, key: Any) -> "Fp8Kernel":
-        """Itself, so that a module's `weight[...]` reads a weight of either kind."""
+        """Returns itself, so that `weight[...]` works for both kinds of weights."""
         assert key is Ellipsis, key
         return self
 
 
 def linear_fp8(x: Float[Array, "..."], kernel: Fp8Kernel, num_in: int = 1) -> Float[Array, "..."]:
-    """As `linear`, of operands rounded to 8 bits; the backward pass rounds the arriving gradient, to e5m2.
+    """`linear` with operands rounded to FP8; the backward pass rounds the incoming gradient to e5m2.
 
-    Keeps x and the kernel as they come for the backward pass and rounds them there anew: several matmuls share one x,
-    whose 8-bit copies would be kept once for each, and on a GPU the backward pass needs it transposed anyway.
-    Clipping passes gradients through.
+    Keeps x and the kernel unrounded for the backward pass and rounds them again there: several matmuls share one x,
+    and each would keep an FP8 copy of it; on a GPU the backward pass needs x transposed anyway. Gradients pass through
+    clipping unchanged.
 
     Raises:
-      ValueError: the contracted dimensions differ.
+      UserError: the contracted dimensions differ.
     """
     shape = kernel.value.shape
     if num_in < 1 or x.shape[x.ndim - num_in :] != shape[:num_in]:
-        raise ValueError(
+        raise UserError(
             f"linear_fp8: the last {num_in} dimensions of x {x.shape} must equal the first {num_in} of kernel "
             f"{shape}. Set num_in to the number of dimensions to contract."
         )
@@ -69,7 +70,7 @@ def _forward(x_TI: Array, kernel_IO: Array, scale_3: Array | None, seen_3: Array
     x8_TI, x_scale = _to_8bit(x_TI, scales[0], FORWARD)
     kernel8_IO, kernel_scale = _to_8bit(kernel_IO, scales[1], FORWARD)
     dtype = x_TI.dtype
-    # On Hopper the tensor cores' own sums keep 14 bits: faster, and enough here, but not for gradients (see _backward).
+    # Hopper's tensor cores accumulate in 14 bits: faster, and enough here, but not for gradients (see _backward).
     y_TO = contract(restored(x8_TI, x_scale, dtype), restored(kernel8_IO, kernel_scale, dtype), 1, 0, dtype)
     return y_TO, (x_TI, kernel_IO, x_scale, kernel_scale, scale_3)
 
@@ -86,7 +87,7 @@ def _backward(saved: Any, dy_TO: Array) -> tuple[Array, Array, Array | None, Arr
         x,
         kernel,
         cpu=lambda dy, x, kernel: (contract(dy, kernel, 1, 1, dtype), kernel_gradient_cpu(x, dy, kernel_IO.dtype)),
-        # HIGHEST is how XLA:GPU is told not to sum in the tensor cores alone; elsewhere it would mean float32 operands.
+        # HIGHEST makes XLA:GPU accumulate outside the tensor cores; on other platforms it would mean float32 operands.
         cuda=functools.partial(_products, dtype=kernel_IO.dtype, precision=jax.lax.Precision.HIGHEST),
         default=functools.partial(_products, dtype=kernel_IO.dtype),
     )

@@ -1,8 +1,8 @@
-"""8-bit floats: which of them, by what factor a tensor is brought into their range, and which chips multiply them.
+"""FP8 formats: scales that bring a tensor into their range, quantisation, and the chips that multiply them.
 
-Scales are powers of two. Scaling is exact then, so a value's rounding does not depend on the scale unless it falls
-below the format's range: two devices or two microbatches that scale by other factors still round alike, and what is
-quantised is exact in bfloat16, where a chip without 8-bit matmuls can compute the same.
+Scales are powers of two, so scaling is exact, and the rounding of a value does not depend on the scale unless the value
+falls below the format's range. Two devices or microbatches with different scales therefore round alike, and quantised
+values are exact in bfloat16, in which a chip without FP8 matmuls can compute the same results.
 """
 
 import jax
@@ -12,14 +12,14 @@ from jaxtyping import Array, Float
 from jtrain_kernels.device import DeviceSpec
 
 FORWARD = jnp.float8_e4m3fn
-"""Of activations and weights: 3 bits of mantissa, 2^-9 to 448 (arXiv:2209.05433)."""
+"""Format of activations and weights: 3 bits of mantissa, 2^-9 to 448 (arXiv:2209.05433)."""
 
 GRADIENT = jnp.float8_e5m2
-"""Of gradients: 2 bits of mantissa, 2^-16 to 57344."""
+"""Format of gradients: 2 bits of mantissa, 2^-16 to 57344."""
 
 
 def unsupported(device: DeviceSpec) -> str | None:
-    """Why these formats are of no use on a device, one sentence without a full stop; None if they are.
+    """Reason why these formats are useless on a device, one sentence without a full stop; None if they are useful.
 
     A CPU computes the same numbers slowly, for tests and for trying a recipe.
     """
@@ -28,19 +28,19 @@ def unsupported(device: DeviceSpec) -> str | None:
     if device.peak_fp8_flops is None:
         return f"{device.name} has no 8-bit matmul units, so casts would only cost time and precision"
     if device.platform == "gpu" and device.compute_capability is None:
-        return f"{device.name} multiplies float8_e4m3fnuz and float8_e5m2fnuz, other formats than are written here"
+        return f"{device.name} multiplies float8_e4m3fnuz and float8_e5m2fnuz, which this code does not support"
     return None
 
 
 def largest(x: Float[Array, "..."]) -> Float[Array, ""]:
-    """`max |x|`, float32; nan if x has one."""
+    """`max |x|` (amax), float32; nan if x contains nan."""
     return jnp.max(jnp.abs(x)).astype(jnp.float32)
 
 
 def scale_of(amax: Float[Array, "*some"], dtype: jax.typing.DTypeLike, *, margin: int = 0) -> Float[Array, "*some"]:
-    """The largest power of two that brings `amax` to at most `dtype`'s largest number over 2^margin; 1 for 0.
+    """Largest power of two that scales `amax` to at most `dtype`'s largest number over 2^margin; 1 if amax is 0.
 
-    Made of bits, since exp2 and log2 round otherwise on every chip. It stays within 2^-100 to 2^100, so that its
+    Computed from bits, because exp2 and log2 round differently on every chip. Limited to 2^-100 to 2^100, so that its
     inverse is exact as well.
     """
     fraction, exponent = jnp.frexp(amax)
@@ -51,9 +51,9 @@ def scale_of(amax: Float[Array, "*some"], dtype: jax.typing.DTypeLike, *, margin
 
 
 def quantised(x: Float[Array, "..."], scale: Float[Array, ""], dtype: jax.typing.DTypeLike) -> Float[Array, "..."]:
-    """`x * scale` in an 8-bit `dtype`, rounded to nearest even; beyond its largest number, that number.
+    """`x * scale` in an FP8 `dtype`, rounded to nearest even and clipped to the format's largest number.
 
-    An infinity becomes nan: clipping it would hide that a run has diverged.
+    An infinity becomes nan, because clipping it would hide that a run has diverged.
     """
     top = float(jnp.finfo(dtype).max)
     scaled = x.astype(jnp.float32) * scale
@@ -61,8 +61,8 @@ def quantised(x: Float[Array, "..."], scale: Float[Array, ""], dtype: jax.typing
 
 
 def restored(x8: Float[Array, "..."], scale: Float[Array, ""], dtype: jax.typing.DTypeLike) -> Float[Array, "..."]:
-    """What `quantised` kept of its x, in `dtype`: exact in bfloat16 and float32.
+    """Inverse of `quantised` up to rounding, in `dtype`: exact in bfloat16 and float32.
 
-    In front of a matmul XLA:GPU takes this for its scaled 8-bit operand: conversion and factor go into cuBLAS.
+    Before a matmul, XLA:GPU recognises this as a scaled FP8 operand and moves conversion and factor into cuBLAS.
     """
     return x8.astype(dtype) * (1.0 / scale).astype(dtype)

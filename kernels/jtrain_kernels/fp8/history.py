@@ -1,8 +1,8 @@
-"""Delayed scaling: a tensor is scaled by what was largest in it in the steps before.
+"""Delayed scaling: a tensor is scaled by its largest amax in previous steps.
 
-Its own largest number would have to be found first, one more pass over the tensor; one that is known beforehand lets
-the cast go with whatever makes the tensor. Also it is one number for all devices and microbatches of a step, so
-neither changes what is computed. Source: arXiv:2209.05433 section 3.3, and NVIDIA's Transformer Engine.
+Scaling by the tensor's current amax needs one more pass over the tensor; a scale that is known beforehand lets XLA fuse
+the cast with the producer of the tensor. The scale is also the same for all devices and microbatches of a step, so
+their number does not change the results. Source: arXiv:2209.05433 section 3.3, and NVIDIA's Transformer Engine.
 """
 
 import jax.numpy as jnp
@@ -11,39 +11,39 @@ from jaxtyping import Array, Float
 from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, scale_of
 
 ROLES = ("x", "kernel", "gradient")
-"""Of a matmul's three tensors, in the order of every array here."""
+"""The three tensors of a matmul, in the order of every array here."""
 
 STEPS = 16
-"""How far back. Long enough to remember an outlier for some steps, short enough that gradients, which shrink by orders
-of magnitude in a run's first hundreds of steps, do not fall below the range."""
+"""Length of the history in steps. Long enough to remember an outlier for some steps, short enough that gradients, which
+shrink by orders of magnitude in the first hundreds of steps of a run, do not fall below the range."""
 
 MARGIN = 1
-"""Twofold growth from one step to the next is not clipped; it costs range (of which there are 18 powers of two in e4m3
-and 32 in e5m2), not precision."""
+"""Headroom in powers of two: twofold growth from one step to the next is not clipped. It costs range (e4m3 has 18
+powers of two, e5m2 has 32), not precision."""
 
 FIRST_X = 64.0
-"""What the largest activation is taken for while none was seen: clipped above 224, which leaves normalised ones whole;
-rounded coarser below 2^-7."""
+"""Assumed amax of activations before the first step: values above 224 are clipped, which keeps normalised activations,
+and values below 2^-7 are rounded more coarsely."""
 
 FIRST_GRADIENT = 128.0
-"""The same of a gradient, times `unit`: rounded as any other from 2^-21 to 256 units."""
+"""Assumed amax of gradients before the first step, in units of `unit`: 2^-21 to 256 units round normally."""
 
 
 def empty(num_layers: int) -> Float[Array, "Y 3 S"]:
-    """No step seen."""
+    """History before the first step."""
     return jnp.zeros((num_layers, len(ROLES), STEPS), jnp.float32)
 
 
 def pushed(history_Y3S: Float[Array, "Y 3 S"], seen_Y3: Float[Array, "Y 3"]) -> Float[Array, "Y 3 S"]:
-    """The history with this step's largest numbers in front, the oldest gone."""
+    """History with this step's amax values at the front and the oldest removed."""
     return jnp.concatenate([seen_Y3[..., None], history_Y3S[..., :-1]], axis=-1)
 
 
 def scales(history_Y3S: Float[Array, "Y 3 S"], unit: Float[Array, ""]) -> Float[Array, "Y 3"]:
-    """What to scale each role's tensor by in this step.
+    """Scale of each role's tensor in this step.
 
     Args:
-      unit: the order of magnitude of a gradient, for a first step: 1 / tokens of the batch.
+      unit: order of magnitude of a gradient in the first step: 1 / tokens of the batch.
     """
     amax_Y3 = jnp.max(history_Y3S, axis=-1)
     first_3 = jnp.stack([jnp.float32(FIRST_X), jnp.float32(1), FIRST_GRADIENT * unit])

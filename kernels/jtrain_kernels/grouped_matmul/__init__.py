@@ -1,1 +1,1 @@
-"""Each group of rows with a matrix of its own."""
+"""Matmul of groups of rows, each with a matrix of its own."""

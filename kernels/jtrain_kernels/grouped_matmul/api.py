@@ -1,4 +1,4 @@
-"""Groups of rows, each times a matrix of its own: the experts of a mixture."""
+"""Matmul of groups of rows, each with a matrix of its own: the experts of a mixture-of-experts layer."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jtrain_kernels import registry
 from jtrain_kernels.device import DeviceSpec
+from jtrain_kernels.errors import UserError
 from jtrain_kernels.grouped_matmul import blocked, tokamax
 
 _KERNEL_GRADIENT = jax.lax.RaggedDotDimensionNumbers(
@@ -18,22 +19,22 @@ _KERNEL_GRADIENT = jax.lax.RaggedDotDimensionNumbers(
 def grouped_matmul(
     x_TI: Float[Array, "T _"], kernel_XIO: Float[Array, "_ _ O"], group_size_X: Int[Array, " _"]
 ) -> Float[Array, "T O"]:
-    """Row t of group x times `kernel_XIO[x]`; the rows of a group are neighbours, groups in their order.
+    """Multiplies each row of group x with `kernel_XIO[x]`; groups are contiguous and in order.
 
-    Accumulates in float32. The gradient of x comes in x's dtype, that of the kernel in the kernel's dtype.
+    Accumulates in float32. The gradient of x has x's dtype, and the gradient of the kernel has the kernel's dtype.
 
     Args:
-      group_size_X: rows of each group; their sum may be less than T. The rows after it give zeros, and whatever
-        they hold goes nowhere.
+      group_size_X: rows of each group; their sum may be less than T. Rows after the last group give zeros, and their
+        contents have no effect.
 
     Returns:
-      x's dtype.
+      The products, in x's dtype.
 
     Raises:
-      ValueError: shapes that do not fit each other.
+      UserError: the shapes do not fit each other.
     """
     if x_TI.shape[1] != kernel_XIO.shape[1] or group_size_X.shape[0] != kernel_XIO.shape[0]:
-        raise ValueError(
+        raise UserError(
             f"grouped_matmul: x {x_TI.shape} and {group_size_X.shape[0]} groups do not fit kernel {kernel_XIO.shape}, "
             "which is [groups, columns of x, columns of the result]."
         )
@@ -41,7 +42,7 @@ def grouped_matmul(
 
 
 def _plain(x: Array, kernel: Array, group_size: Array, *, block_rows: int) -> Array:
-    """XLA's own where it has one, else blocks."""
+    """Implementation in plain JAX: `ragged_dot` on TPUs, a loop over blocks elsewhere."""
 
     @jax.custom_vjp
     def matmul(x_TI: Array, kernel_XIO: Array, group_size_X: Array) -> Array:
@@ -61,7 +62,7 @@ def _plain(x: Array, kernel: Array, group_size: Array, *, block_rows: int) -> Ar
 
 
 def _product(x: Array, kernel: Array, group_size: Array, *, transposed: bool, block_rows: int) -> Array:
-    """`ragged_dot` where the compiler has a kernel for it; it leaves zeros in rows of no group."""
+    """Product in x's dtype, by `ragged_dot` where the compiler has a kernel for it; zeros in rows without a group."""
 
     def ragged(x: Array, kernel: Array) -> Array:
         matrix = kernel.swapaxes(1, 2) if transposed else kernel
@@ -74,7 +75,7 @@ def _product(x: Array, kernel: Array, group_size: Array, *, transposed: bool, bl
 
 
 def _kernel_gradient(x_TI: Array, dy_TO: Array, group_size_X: Array, *, block_rows: int) -> Array:
-    """`x^T dy` of each group, float32."""
+    """`x^T dy` for each group, float32."""
 
     def ragged(x: Array, dy: Array) -> Array:
         return jax.lax.ragged_dot_general(
@@ -89,13 +90,13 @@ def _kernel_gradient(x_TI: Array, dy_TO: Array, group_size_X: Array, *, block_ro
 
 def _plain_configs(device: DeviceSpec, avals: registry.Avals) -> list[dict[str, int]]:
     del avals
-    # Of a CPU: in its caches, and little waste at a group's end. Of a GPU: enough tiles for its multiprocessors.
+    # CPU: blocks fit the caches and waste little at a group's end. GPU: enough tiles for all multiprocessors.
     sizes = (128, 64, 256) if device.platform == "cpu" else (_GPU_BLOCK_ROWS, 512, 2048)
     return [{"block_rows": rows} for rows in sizes]
 
 
 def _plain_cost(device: DeviceSpec, avals: registry.Avals) -> float | None:
-    """On a GPU: a loop of one block after another, each too small for all multiprocessors. Unknown elsewhere."""
+    """Seconds on a GPU, where blocks run one after another and may not fill all multiprocessors; None elsewhere."""
     x, kernel = avals["x"], avals["kernel"]
     assert isinstance(x, jax.ShapeDtypeStruct)
     assert isinstance(kernel, jax.ShapeDtypeStruct)
@@ -111,8 +112,8 @@ def _plain_cost(device: DeviceSpec, avals: registry.Avals) -> float | None:
 _GPU_BLOCK_ROWS = 1024
 
 _STEP_S = 2e-5
-"""Of a loop whose length is not known before: the host starts each step's kernels, and reads whether there is another.
-A guess, until it is measured."""
+"""Overhead per step of a loop of unknown length: the host launches each step's kernels, and reads the loop condition.
+An estimate that is not measured yet."""
 
 _BF16 = jnp.dtype("bfloat16")
 

@@ -1,8 +1,8 @@
-"""A loop over blocks of rows of one group each, whose number is known only when it runs.
+"""Grouped matmul as a loop over blocks of rows, each of one group, with a number of blocks known only at run time.
 
-For back ends whose compiler makes `ragged_dot` dense (XLA:CPU and XLA:GPU multiply every row with every matrix and keep
-one of the results): here the work is that of the rows that are used, rounded up to blocks. Rows of no group cost
-nothing, so a buffer sized for the worst case costs memory alone.
+This is for back ends whose compiler makes `ragged_dot` dense (XLA:CPU and XLA:GPU multiply every row with every matrix
+and keep one of the results). Here the work is proportional to the rows in groups, rounded up to blocks. Rows without a
+group cost nothing, so a buffer sized for the worst case costs only memory.
 """
 
 import jax
@@ -18,10 +18,10 @@ def matmul(
     transposed: bool,
     block_rows: int,
 ) -> Float[Array, "T O"]:
-    """Rows times their group's matrix, accumulated in float32, in x's dtype; zeros in rows of no group.
+    """Multiplies rows with their group's matrix, accumulated in float32, in x's dtype; zeros in rows without a group.
 
     Args:
-      kernel: [X, I, O], or `transposed`, [X, O, I].
+      kernel: [X, I, O], or [X, O, I] if `transposed`.
       block_rows: rows per product.
     """
     num_rows = x_TI.shape[0]
@@ -35,7 +35,7 @@ def matmul(
         matrix = jax.lax.dynamic_index_in_dim(kernel, group, keepdims=False)
         contracted = ((1,), (1 if transposed else 0,))
         y_bO = jax.lax.dot_general(x_bI, matrix, (contracted, ((), ())), preferred_element_type=x_TI.dtype)
-        # Past the group's end these rows are another group's, whose blocks come later and overwrite them.
+        # Rows past the group's end belong to later groups, whose blocks come later and overwrite them.
         y_TO = jax.lax.dynamic_update_slice_in_dim(y_TO, y_bO, start, axis=0)
         return *blocks.after(group, start), y_TO
 
@@ -48,7 +48,7 @@ def matmul(
 def kernel_gradient(
     x_TI: Float[Array, "T I"], dy_TO: Float[Array, "T O"], group_size_X: Int[Array, " X"], *, block_rows: int
 ) -> Float[Array, "X I O"]:
-    """`x^T dy` of each group, float32; zeros for a group without rows."""
+    """`x^T dy` for each group, float32; zeros for a group without rows."""
     blocks = _Blocks(group_size_X, block_rows)
     padded_TI, padded_TO = (jnp.pad(a, ((0, block_rows), (0, 0))) for a in (x_TI, dy_TO))
 
@@ -67,7 +67,7 @@ def kernel_gradient(
 
 
 class _Blocks:
-    """Where blocks begin: the first at its group's first row, each next one where the last ends or a group begins."""
+    """Positions of blocks: each starts where the previous one ends, or at the first row of a group."""
 
     def __init__(self, group_size_X: Int[Array, " X"], block_rows: int) -> None:
         self.block_rows = block_rows
@@ -75,7 +75,7 @@ class _Blocks:
         self.end_X = jnp.cumsum(group_size_X).astype(jnp.int32)
 
     def _group_of(self, row: Array) -> Array:
-        """The group of a row; the number of groups past the last. Groups without rows are skipped."""
+        """Group of a row, or the number of groups for a row past the last group. Groups without rows are skipped."""
         return jnp.sum(self.end_X <= row).astype(jnp.int32)
 
     @property
@@ -90,5 +90,5 @@ class _Blocks:
         return self._group_of(start), start
 
     def remain(self, group: Array) -> Array:
-        """Whether a block's group is one."""
+        """True if `group` is a valid group, so that blocks remain."""
         return group < self.num_groups

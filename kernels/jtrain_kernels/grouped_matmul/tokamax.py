@@ -1,7 +1,6 @@
 """tokamax's grouped matmul for Hopper GPUs, Pallas kernels (Mosaic GPU), forward and backward.
 
-Its inner functions are called: the public one asks the device that is here for its kind, also when it compiles for
-another.
+tokamax's inner functions are called, because its public one queries the live device even when compiling for another.
 """
 
 import importlib.util
@@ -16,14 +15,14 @@ from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.registry import Avals
 
 VERSION = "0.0.17"
-"""The one whose inner functions are called here."""
+"""The tokamax version whose inner functions are called here."""
 
 _TILE = 64
-"""What the smallest blocks are multiples of."""
+"""Size of the smallest blocks."""
 
 
 def supports(device: DeviceSpec, avals: Avals) -> str | None:
-    """None if it runs, else the reason."""
+    """Reason why the implementation cannot run; None if it can."""
     x, kernel = avals["x"], avals["kernel"]
     assert isinstance(x, jax.ShapeDtypeStruct)
     assert isinstance(kernel, jax.ShapeDtypeStruct)
@@ -34,19 +33,19 @@ def supports(device: DeviceSpec, avals: Avals) -> str | None:
     if x.dtype != jnp.bfloat16 or kernel.dtype != jnp.bfloat16:
         return f"tokamax multiplies bfloat16 with bfloat16, not {x.dtype} with {kernel.dtype}"
     if kernel.shape[1] % 128 or kernel.shape[2] % 128 or x.shape[0] % _TILE:
-        return f"tokamax takes columns by 128 and rows by {_TILE}, but there are {x.shape} and {kernel.shape}"
+        return f"tokamax takes multiples of 128 columns and {_TILE} rows, not x {x.shape} and kernel {kernel.shape}"
     return None
 
 
 def configs(device: DeviceSpec, avals: Avals) -> Sequence[dict[str, int]]:
-    """Blocks and stages; tokamax's own heuristic first."""
+    """Candidate blocks and stages; tokamax's own heuristic first."""
     del device, avals
     first = dict(block_m=64, block_n=64, block_k=64, stages=2)
     return [first, *(first | more for more in (dict(block_m=128), dict(block_n=128), dict(block_m=128, block_n=128)))]
 
 
 def cost_s(device: DeviceSpec, avals: Avals) -> float | None:
-    """At two thirds of the peak, all rows in use."""
+    """Seconds at two thirds of peak FLOP/s, with all rows in groups."""
     x, kernel = avals["x"], avals["kernel"]
     assert isinstance(x, jax.ShapeDtypeStruct)
     assert isinstance(kernel, jax.ShapeDtypeStruct)
@@ -75,12 +74,12 @@ def matmul(
         block_k=block_k,
         num_stages=stages,
         split_k=1,
-        persistent=False,  # a persistent kernel would ask the device that is here for its cores
+        persistent=False,  # a persistent kernel would query the live device for its cores
         grid_minor_dim=common.MatmulDimension.M,
     )
 
     def used(rows: Array, group_size: Array) -> Array:
-        """Its kernels leave rows of no group as they find them, and multiply what is there with zero."""
+        """Zeroes rows without a group, which tokamax's kernels leave uninitialised and multiply with zero."""
         return jnp.where((jnp.arange(rows.shape[0]) < jnp.sum(group_size))[:, None], rows, 0)
 
     @jax.custom_vjp

@@ -1,1 +1,1 @@
-"""Contraction with a weight."""
+"""Contraction of activations with a weight."""

@@ -1,4 +1,4 @@
-"""Contraction of the last dimensions with a weight, and a backward pass in the form each back end likes."""
+"""Contraction of the last dimensions with a weight, with a backward pass that suits each back end."""
 
 import math
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jtrain_kernels import registry
+from jtrain_kernels.errors import UserError
 from jtrain_kernels.linear.cpu import kernel_gradient_cpu
 from jtrain_kernels.linear.reference import contract
 
@@ -14,14 +15,14 @@ from jtrain_kernels.linear.reference import contract
 def linear(x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1) -> Float[Array, "..."]:
     """`x` contracted over its last `num_in` dimensions with the first `num_in` of `kernel`.
 
-    Computes and returns x's dtype. The gradient of x comes in x's dtype, that of the kernel in the kernel's dtype:
-    give a float32 kernel to a bfloat16 x, and its gradient is never rounded to bfloat16.
+    Computes and returns x's dtype. The gradient of x has x's dtype, and the gradient of the kernel has the kernel's: a
+    float32 kernel's gradient is never rounded to bfloat16, even if x is bfloat16.
 
     Raises:
-      ValueError: the contracted dimensions differ.
+      UserError: the contracted dimensions differ.
     """
     if num_in < 1 or x.shape[x.ndim - num_in :] != kernel.shape[:num_in]:
-        raise ValueError(
+        raise UserError(
             f"linear: the last {num_in} dimensions of x {x.shape} must equal the first {num_in} of kernel "
             f"{kernel.shape}. Set num_in to the number of dimensions to contract."
         )

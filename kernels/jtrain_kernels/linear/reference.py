@@ -1,4 +1,4 @@
-"""One matmul, in plain JAX."""
+"""Reference contraction: one matmul in plain JAX."""
 
 import jax
 from jaxtyping import Array, Float
@@ -13,12 +13,12 @@ def contract(
     *,
     precision: jax.lax.Precision | None = None,
 ) -> Float[Array, "..."]:
-    """`a` and `b` summed over dimension `a_dim` of one and `b_dim` of the other; accumulated in float32."""
+    """Contraction of dimension `a_dim` of `a` with dimension `b_dim` of `b`, accumulated in float32."""
     dims = (((a_dim,), (b_dim,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=dtype)
 
 
 def linear_reference(x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1) -> Float[Array, "..."]:
-    """The same contraction, differentiated by JAX."""
+    """The contraction of `linear`, differentiated by JAX."""
     dims = (tuple(range(x.ndim - num_in, x.ndim)), tuple(range(num_in)))
     return jax.lax.dot_general(x, kernel.astype(x.dtype), (dims, ((), ())), preferred_element_type=x.dtype)

@@ -1,1 +1,1 @@
-"""Unembedding and cross entropy in one."""
+"""Fused unembedding and cross entropy."""

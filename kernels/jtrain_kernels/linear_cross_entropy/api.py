@@ -1,4 +1,4 @@
-"""Unembedding and cross entropy in one, without ever holding all the logits."""
+"""Fused unembedding and cross entropy, which never holds all the logits."""
 
 from functools import partial
 
@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jtrain_kernels import registry
 from jtrain_kernels.device import DeviceSpec
+from jtrain_kernels.errors import UserError
 from jtrain_kernels.linear.cpu import transposed
 from jtrain_kernels.linear.reference import contract
 from jtrain_kernels.linear_cross_entropy.chunking import CANDIDATES, best_chunk, predict
@@ -24,25 +25,25 @@ def linear_cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Cross entropy of `x @ unembed` and its gradient, holding the logits of `chunk_tokens` tokens at a time.
 
-    That is chunk_tokens * V * 4 bytes of logits instead of B * L * V * 4. When differentiated, the gradient is
-    computed in the same pass as the loss: three matmuls, where recomputing the logits in the backward pass takes
-    four; `d unembed`, D * V * 4 bytes, is then alive from here until the backward pass. Not differentiated, only
-    the loss is computed. All shapes are one device's block, with `unembed` whole.
+    These are chunk_tokens * V * 4 bytes of logits instead of B * L * V * 4. When differentiated, the gradient is
+    computed in the same pass as the loss, with three matmuls; recomputing the logits in the backward pass would take
+    four. `d unembed`, D * V * 4 bytes, is then alive from the forward to the backward pass. Without differentiation,
+    only the loss is computed. All shapes are one device's block, with `unembed` whole.
 
     Args:
       x_BLD: last hidden states; the matmuls run in their dtype, the softmax and all sums in float32.
       target_BL: next-token ids in [0, V), or -1 where there is nothing to predict.
-      chunk_tokens: tokens whose logits exist at a time; None takes what was measured on the device, or else what
-        `chunking` predicts to be the best.
+      chunk_tokens: tokens whose logits exist at a time; None takes the size that was measured on the device, or else
+        the best size predicted by `chunking`.
       z_loss: coefficient of the squared log-partition (arXiv:2204.02311, section 5).
 
     Returns:
-      Two float32 sums over tokens with a target, not means: divide by the global number of such tokens, so that
-      accumulation over microbatches is exact. First the objective, nats + z_loss * sum(logsumexp^2), differentiable;
-      then the cross entropy in nats, for reporting: its gradient is zero.
+      Two float32 sums (not means) over tokens with a target: divide by the global number of such tokens, so that
+      accumulation over microbatches is exact. The first is the objective, nats + z_loss * sum(logsumexp^2). The second
+      is the cross entropy in nats, for reporting; its gradient is zero.
 
     Raises:
-      ValueError: chunk_tokens is not positive.
+      UserError: chunk_tokens is not positive.
 
     Source: the gradient in the forward pass is Liger Kernel's, arXiv:2410.10989, section 3.2.
     """
@@ -68,29 +69,30 @@ def vocab_parallel_linear_cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`linear_cross_entropy` inside a `shard_map` whose `axis` splits both positions and vocabulary: W = V / n.
 
-    No device ever holds the unembedding of another. Chunk by chunk each has all devices' hidden states (an all-gather),
-    their logits in its own columns, and sends back its part of their gradient (a reduce-scatter, in x's dtype): twice
-    B * L * D elements on the network, where gathering the unembedding takes twice D * V. Three float32 per token and
-    device, of a log-partition that each knows in part, go with them.
+    No device ever holds the columns of another. For each chunk a device gathers all devices' hidden states
+    (all-gather), computes their logits in its own columns, and returns its part of their gradient (reduce-scatter, in
+    x's dtype). The network carries 2 * B * L * D elements, where gathering the unembedding takes 2 * D * V. In addition
+    it carries three float32 per token and device, the parts of the log-partition.
 
     Args:
-      x_BLD: this device's block of the L positions: device i of n has those from i * L / n on.
-      unembed_DW: this device's columns: device i has those from i * W on.
-      target_BL: of all positions, the same on every device of the axis.
-      chunk_tokens: of each device; n times as many meet V / n columns, so the logits are as many as on one device.
+      x_BLD: this device's block of the L positions; device i of n has positions from i * L / n on.
+      unembed_DW: this device's columns; device i has columns from i * W on.
+      target_BL: targets of all positions, the same on every device of the axis.
+      chunk_tokens: tokens per device; a chunk has n times as many tokens and V / n columns, so equally many logits as
+        on one device.
 
     Returns:
-      The two sums over this device's own tokens. Their cotangent must be the same on every device of the axis, as the
-      weight of a mean is: gradients are made before it is known.
+      The two sums over this device's own tokens. Their cotangent must be the same on every device of the axis, like the
+      weight of a mean, because gradients are computed before it is known.
 
     Raises:
-      ValueError: chunk_tokens is not positive, or L is not n times the length of x.
+      UserError: chunk_tokens is not positive, or L is not n times the length of x.
 
     Source: the split is Megatron-LM's vocab-parallel cross entropy, arXiv:1909.08053, section 3.
     """
     n, L = jax.lax.axis_size(axis), x_BLD.shape[1]
     if target_BL.shape[1] != n * L:
-        raise ValueError(
+        raise UserError(
             f"vocab_parallel_linear_cross_entropy: x has {L} positions on each of {n} devices along `{axis}`, but "
             f"there are {target_BL.shape[1]} targets, not {n * L}. Give the targets of all positions."
         )
@@ -116,7 +118,7 @@ def _xla(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     size, vocab = chunk if chunk_tokens is None else chunk_tokens, Vocab(axis)
     x_ZcD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), size)
-    # In a chunk, as the all-gather brings them: device by device.
+    # The order within a chunk is that of the all-gather: device by device.
     target_Tn = target_BL.reshape(target_BL.shape[0], -1, x_BLD.shape[1]).swapaxes(1, 2)
     target_Zcn = in_chunks(target_Tn.reshape(x_BLD.shape[0] * x_BLD.shape[1], -1), size, fill=IGNORE)
     target_ZC = target_Zcn.swapaxes(1, 2).reshape(target_Zcn.shape[0], -1)
@@ -124,20 +126,20 @@ def _xla(
 
 
 def chosen_chunk(x_BLD: Float[Array, "B _ D"], columns: int, target_BL: Int[Array, "B L"], axis: str | None) -> int:
-    """Tokens of a chunk where none are asked for, for a device with so many columns of the unembedding."""
+    """Default tokens of a chunk, for a device with `columns` columns of the unembedding."""
     unembed = jax.ShapeDtypeStruct((x_BLD.shape[2], columns), x_BLD.dtype)
     arguments = dict(x_BLD=x_BLD, unembed_DV=unembed, target_BL=target_BL, chunk_tokens=None, z_loss=0.0, axis=axis)
     return registry.select(LINEAR_CROSS_ENTROPY, registry.avals_of(arguments)).config["chunk"]
 
 
 def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> Shaped[Array, "..."]:
-    """[tokens, ...] as [chunks, tokens of a chunk, ...], at most `chunk_tokens`; the last is filled up with `fill`.
+    """Reshapes [tokens, ...] to [chunks, at most `chunk_tokens` tokens, ...]; pads the last chunk with `fill`.
 
     Raises:
-      ValueError: chunk_tokens is not positive.
+      UserError: chunk_tokens is not positive.
     """
     if chunk_tokens < 1:
-        raise ValueError(f"linear_cross_entropy: chunk_tokens={chunk_tokens} must be at least 1.")
+        raise UserError(f"linear_cross_entropy: chunk_tokens={chunk_tokens} must be at least 1.")
     chunk = min(chunk_tokens, x.shape[0])
     if missing := -x.shape[0] % chunk:
         x = jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
@@ -146,7 +148,7 @@ def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> S
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _loss(x_ZcD: Array, unembed_DW: Array, target_ZC: Array, z_loss: float, vocab: Vocab) -> tuple[Array, Array]:
-    """Z chunks of c tokens of this device, C of all that share the vocabulary."""
+    """Loss over Z chunks, with c tokens of this device and C tokens of all devices that share the vocabulary."""
     kernel_DW = unembed_DW.astype(x_ZcD.dtype)
 
     def chunk(sums: Array, x_and_target: tuple[Array, Array]) -> tuple[Array, None]:
@@ -159,7 +161,7 @@ def _loss(x_ZcD: Array, unembed_DW: Array, target_ZC: Array, z_loss: float, voca
 
 
 def _sums(summary: tuple[Array, ...], z_loss: float) -> Float[Array, "2"]:
-    """[objective, nats] of one chunk."""
+    """Objective and nats of one chunk."""
     lse_c, picked_c, target_c = summary
     valid_c = target_c != IGNORE
     nats = jnp.sum(jnp.where(valid_c, lse_c - picked_c, 0.0))
@@ -201,7 +203,7 @@ def _forward(
 def _backward(
     z_loss: float, vocab: Vocab, saved: tuple[Array, Array], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None]:
-    del z_loss, vocab  # are in the saved gradients
+    del z_loss, vocab  # already part of the saved gradients
     dx_ZcD, dkernel_DW = saved
     scale = cotangents[0]
 
@@ -215,7 +217,7 @@ _loss.defvjp(_forward, _backward)
 
 
 def _sizes(avals: registry.Avals) -> dict[str, int]:
-    """What `chunking` takes of an op's arguments."""
+    """Arguments of `chunking.predict` for an op's arguments."""
     x, unembed, target = avals["x_BLD"], avals["unembed_DV"], avals["target_BL"]
     assert isinstance(x, jax.ShapeDtypeStruct)
     assert isinstance(unembed, jax.ShapeDtypeStruct)
@@ -226,7 +228,7 @@ def _sizes(avals: registry.Avals) -> dict[str, int]:
 
 
 def _configs(device: DeviceSpec, avals: registry.Avals) -> tuple[dict[str, int], ...]:
-    """Sizes of chunks, the predicted best first; the one that is asked for, alone."""
+    """Candidate chunk sizes, the predicted best first; only the requested one if chunk_tokens is given."""
     if isinstance(asked := avals["chunk_tokens"], int):
         return ({"chunk": asked},)
     sizes = _sizes(avals)

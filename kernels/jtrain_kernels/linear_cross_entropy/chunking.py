@@ -1,9 +1,9 @@
-"""How many tokens' logits to hold at a time, by a model of what a chunk costs.
+"""Cost model for the chunk size of the loss: the number of tokens whose logits exist at a time.
 
-A chunk of few tokens reads and writes the sum of the unembedding's gradient, D * V float32, more often than its matmul
-can hide; one of many only takes memory. What each pass reads and writes is as XLA:GPU fuses the loss (read from its HLO
-for an H200): logits float32 are written by their matmul, read by the maximum, by the sum of exponentials and by what
-makes their gradient; the sum of the kernel's gradient is added to in its matmul's epilogue.
+Small chunks read and write the accumulated gradient of the unembedding, D * V float32, more often than their matmuls
+can hide; large chunks only take memory. Reads and writes follow XLA:GPU's fusions of the loss (from its HLO for an
+H200): float32 logits are written by their matmul, and read by the maximum, by the sum of exponentials and by the
+computation of their gradient; the kernel's gradient is accumulated in the epilogue of its matmul.
 """
 
 import dataclasses
@@ -11,35 +11,37 @@ import dataclasses
 from jtrain_kernels.device import DeviceSpec
 
 MATMUL, MEMORY, NETWORK = 0.8, 0.85, 0.8
-"""Shares of the makers' peaks that large matmuls, passes over memory, and collectives reach."""
+"""Fractions of the published peaks that large matmuls, passes over memory, and collectives reach."""
 
 BUDGET_BYTES = 2 * 2**30
-"""What a chunk may take, beside the gradients."""
+"""Memory budget of a chunk, without the gradients."""
 
 CANDIDATES = tuple(128 * size for size in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128))
-"""Multiples of what fills a tile."""
+"""Candidate chunk sizes, multiples of a tile's 128 rows."""
 
 UNKNOWN = 1024
-"""Where nothing is published of a device. Best of 256 to 4096 on two cores of an EPYC with V = 32000."""
+"""Chunk size for a device without published peaks. Best of 256 to 4096 on two cores of an EPYC with V = 32000."""
 
 ENOUGH = 1.01
-"""A chunk that costs 1 % more than the best, and takes less memory, is better."""
+"""Accepted cost relative to the fastest chunk size: one that is at most 1 % slower and takes less memory is better."""
 
 _LAUNCH_S = 5e-6
 _HOP_S = 1e-5
-"""What a kernel and a collective take at least."""
+"""Minimum time of a kernel, and of a collective."""
 
 _F32 = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """One size of chunks, predicted.
+    """Predicted cost of a chunk size, for loss and gradient of all tokens of a device.
 
-    tokens: of each device.
-    seconds: of loss and gradient of all its tokens; matmul_s, softmax_s, sums_s, network_s: what of it the matmuls take
-      by themselves, the passes over the logits, what of the gradient's sum no matmul hides, and the collectives.
-    temp_bytes: logits and their gradient of a chunk, and the hidden states that it gathers.
+    tokens: tokens of a chunk per device.
+    matmul_s: time of the matmuls alone.
+    softmax_s: time of the passes over the logits.
+    sums_s: time to accumulate gradients that no matmul hides.
+    network_s: time of the collectives.
+    temp_bytes: a chunk's logits, their gradient, and the hidden states that it gathers.
     """
 
     tokens: int
@@ -57,11 +59,11 @@ class Chunk:
 def predict(
     device: DeviceSpec, chunk: int, *, tokens: int, d_model: int, vocab: int, itemsize: int = 2, shards: int = 1
 ) -> Chunk | None:
-    """Loss and gradient of a device's `tokens` in chunks of `chunk`; None where the device's peaks are unknown.
+    """Predicts the cost of a device's `tokens` in chunks of `chunk`; None if the device's peaks are unknown.
 
     Args:
-      vocab: all of it; the device has vocab / shards columns, and meets the tokens of all shards.
-      itemsize: bytes of what is multiplied.
+      vocab: size of the whole vocabulary; the device has vocab / shards columns and processes all shards' tokens.
+      itemsize: bytes per element of the matmuls' operands.
     """
     peak = device.peak_bf16_flops if itemsize == 2 else None
     if peak is None or device.hbm_bytes_per_s is None:
@@ -95,12 +97,12 @@ def best_chunk(
     shards: int = 1,
     budget_bytes: int = BUDGET_BYTES,
 ) -> tuple[int, str]:
-    """Tokens of a chunk, and why: the fewest within 1 % of the fastest that the budget allows."""
+    """Best tokens per chunk, and the reason: the fewest within 1 % of the fastest that the memory budget allows."""
     sizes = dict(tokens=tokens, d_model=d_model, vocab=vocab, itemsize=itemsize, shards=shards)
     found = [predict(device, chunk, **sizes) for chunk in CANDIDATES]
     known = [chunk for chunk in found if chunk is not None]
     if not known:
-        return min(UNKNOWN, tokens), f"nothing is published of a {device.name}'s peaks, so the usual size"
+        return min(UNKNOWN, tokens), f"no peaks are published for a {device.name}, so the default size"
     fitting = [chunk for chunk in known if chunk.temp_bytes <= budget_bytes]
     if not fitting:
         least = min(known, key=lambda chunk: chunk.temp_bytes)
@@ -108,6 +110,6 @@ def best_chunk(
     fastest = min(chunk.seconds for chunk in fitting)
     best = min((c for c in fitting if c.seconds <= ENOUGH * fastest), key=lambda chunk: chunk.temp_bytes)
     return best.tokens, (
-        f"{best.seconds * 1e3:.3g} ms predicted on a {device.name}, {best.sums_s * 1e3:.3g} of it for the gradient's "
-        f"sum that no matmul hides; {best.temp_bytes / 2**30:.2f} GiB"
+        f"{best.seconds * 1e3:.3g} ms predicted on a {device.name}, {best.sums_s * 1e3:.3g} of it to accumulate "
+        f"gradients that no matmul hides; {best.temp_bytes / 2**30:.2f} GiB"
     )

@@ -1,4 +1,4 @@
-"""Unembedding and cross entropy in one, a part of the vocabulary at a time; the unembedding is nowhere whole."""
+"""Fused unembedding and cross entropy over parts of the vocabulary, which never holds the whole unembedding."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Vocab
 type Fetch = Callable[[Any], Float[Array, "D W"]]
 
 NO_COLUMN = -2
-"""Instead of an id, for columns that only fill up the last part."""
+"""Id of columns that only pad the last part."""
 
 
 def linear_cross_entropy_in_parts(
@@ -29,22 +29,23 @@ def linear_cross_entropy_in_parts(
     z_loss: float = 0.0,
     axis: str | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """`linear_cross_entropy` with an unembedding that comes in Z parts of W columns, each fetched when it is needed.
+    """`linear_cross_entropy` with an unembedding in Z parts of W columns, each fetched when it is needed.
 
-    Holds one part, D * W, its gradient in float32, and chunk_tokens * W logits, where `linear_cross_entropy` holds
-    D * V of each and chunk_tokens * V. For that a part is fetched twice when differentiated, and its logits are
-    computed twice: four matmuls, not three.
+    Holds one part (D * W), its gradient in float32, and chunk_tokens * W logits; `linear_cross_entropy` holds D * V of
+    each and chunk_tokens * V. In return, a part is fetched twice when differentiated, and its logits are computed
+    twice: four matmuls instead of three.
 
-    With `axis` it is `vocab_parallel_linear_cross_entropy` in parts: each device has parts of its own columns, and all
-    devices' hidden states and their gradient, once.
+    With `axis` it is `vocab_parallel_linear_cross_entropy` in parts: each device has parts of its own columns, and
+    holds the hidden states of all devices and their gradient once.
 
     Args:
-      parts: what `fetch` makes a part of, an array or a tree of them with a leading Z each; differentiable.
-      column_ZW: which ids the columns of each part are; NO_COLUMN for what only fills it up.
-      target_BL: with `axis`, of the positions of all its devices.
-      fetch: must be differentiable; its gradient is taken part by part, before the next is fetched.
+      parts: inputs of `fetch`, an array or a tree of arrays with leading dimension Z; differentiable.
+      column_ZW: ids of the columns of each part; NO_COLUMN for padding.
+      target_BL: with `axis`, targets of the positions of all its devices.
+      fetch: part -> columns of the unembedding [D, W]; must be differentiable. Its gradient is computed part by part,
+        before the next part is fetched.
 
-    Everything else is as in `linear_cross_entropy`.
+    All other arguments and the results are those of `linear_cross_entropy`.
     """
     if chunk_tokens is None:
         width = jax.eval_shape(fetch, jax.tree.map(lambda part: part[0], parts)).shape[1] * column_ZW.shape[0]
@@ -65,7 +66,7 @@ def _logits(x_CD: Array, kernel_DW: Array, column_W: Array) -> Float[Array, "C W
 def _summaries(
     x_SCD: Array, parts: Any, column_ZW: Array, target_SC: Array, fetch: Fetch, vocab: Vocab
 ) -> tuple[Float[Array, "S C"], Float[Array, "S C"]]:
-    """Each token's log-partition, and the logit of its target."""
+    """Log-partition of each token, and the logit of its target."""
 
     def part(carry: tuple[Array, ...], given: tuple[Any, Array]) -> tuple[tuple[Array, ...], None]:
         kernel_DW, column_W = fetch(given[0]).astype(x_SCD.dtype), given[1]
@@ -81,14 +82,14 @@ def _summaries(
         return jax.lax.scan(chunk, None, (x_SCD, target_SC, *carry))[1], None
 
     shape = target_SC.shape
-    # The lowest finite number: -inf - -inf would be nan, where a part has no column at all.
+    # The lowest finite number, because -inf - -inf would be nan if a part has only padding.
     start = jnp.full(shape, jnp.finfo(jnp.float32).min), jnp.zeros(shape), jnp.zeros(shape)
     (top_SC, total_SC, picked_SC), _ = jax.lax.scan(part, start, (parts, column_ZW))
     return vocab.merge(top_SC, total_SC, picked_SC)
 
 
 def _sums(lse_SC: Array, picked_SC: Array, own_SC: Array, z_loss: float) -> tuple[Array, Array]:
-    """Objective and nats."""
+    """Objective and cross entropy in nats."""
     valid_SC = own_SC != IGNORE
     nats = jnp.sum(jnp.where(valid_SC, lse_SC - picked_SC, 0.0))
     return nats + z_loss * jnp.sum(jnp.where(valid_SC, lse_SC * lse_SC, 0.0)), nats
@@ -105,7 +106,7 @@ def _loss(
     z_loss: float,
     vocab: Vocab,
 ) -> tuple[Array, Array]:
-    """S chunks of C tokens; `own` are the targets of this device's tokens, IGNORE where they are others'."""
+    """Loss over S chunks of C tokens; `own` holds the targets of this device's tokens and IGNORE for all others."""
     return _sums(*_summaries(x_SCD, parts, column_ZW, target_SC, fetch, vocab), own_SC, z_loss)
 
 
@@ -147,7 +148,7 @@ def _forward(
 def _backward(
     fetch: Fetch, z_loss: float, vocab: Vocab, saved: tuple[Array, Any], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Any, None, None, None]:
-    del fetch, z_loss, vocab  # they are in the saved gradients
+    del fetch, z_loss, vocab  # already part of the saved gradients
 
     def scaled(gradient: Array) -> Array:
         return (gradient.astype(jnp.float32) * cotangents[0]).astype(gradient.dtype)

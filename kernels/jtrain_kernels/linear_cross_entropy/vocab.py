@@ -1,4 +1,4 @@
-"""A vocabulary on one device, or split over those of a mesh axis, each of which has a block of the tokens too."""
+"""Vocabulary parallelism: a vocabulary on one device, or split along a mesh axis that splits the tokens too."""
 
 import dataclasses
 
@@ -12,30 +12,30 @@ IGNORE = -1
 
 @dataclasses.dataclass(frozen=True)
 class Vocab:
-    """Where the columns of an unembedding are: all here, or device i of `axis` has W of them, from i * W on.
+    """Placement of an unembedding's columns: all on this device, or columns from i * W on at device i of `axis`.
 
-    Methods run inside a `shard_map`. C tokens are of all devices along the axis, in their order; c are this device's.
-    Without an axis both are the same tokens.
+    Methods run inside a `shard_map`. C counts the tokens of all devices along the axis, in their order; c counts this
+    device's tokens. Without an axis both are the same.
     """
 
     axis: str | None = None
 
     def gather(self, x: Shaped[Array, "..."], dim: int = 0) -> Shaped[Array, "..."]:
-        """What every device has, one after the other along `dim`: C tokens for c."""
+        """Concatenation of all devices' arrays along `dim`: from c to C tokens."""
         return x if self.axis is None else jax.lax.all_gather(x, self.axis, axis=dim, tiled=True)
 
     def scatter(self, x: Shaped[Array, "..."], dim: int = 0) -> Shaped[Array, "..."]:
-        """This device's tokens of the sum over devices: the transpose of `gather`."""
+        """Sum over devices, reduced to this device's tokens; the transpose of `gather`."""
         return x if self.axis is None else jax.lax.psum_scatter(x, self.axis, scatter_dimension=dim, tiled=True)
 
     def column(self, target_C: Int[Array, "*C"], num_columns: int) -> Int[Array, "*C"]:
-        """Which of this device's columns a target is; out of their range where it is another's, or none."""
+        """Column of a target on this device; out of range if another device has it, or if there is no target."""
         return target_C if self.axis is None else target_C - jax.lax.axis_index(self.axis) * num_columns
 
     def summary(
         self, logits_CW: Float[Array, "C W"], target_C: Int[Array, " C"]
     ) -> tuple[Float[Array, " C"], Float[Array, " C"]]:
-        """Log-partition over the whole vocabulary, and logit of the target (anything where there is none)."""
+        """Log-partition over the whole vocabulary, and logit of the target (arbitrary if there is no target)."""
         width = logits_CW.shape[1]
         column_C = self.column(target_C, width)
         picked_C = jnp.take_along_axis(logits_CW, jnp.clip(column_C, 0, width - 1)[:, None], axis=1)[:, 0]
@@ -49,14 +49,16 @@ class Vocab:
     def merge(
         self, top: Float[Array, "*C"], total: Float[Array, "*C"], picked: Float[Array, "*C"]
     ) -> tuple[Float[Array, "*C"], Float[Array, "*C"]]:
-        """Log-partition and target's logit of all columns, out of what each device knows of its own.
+        """Log-partition and target's logit over all columns, from each device's values over its own columns.
 
         Args:
-          top: the largest logit. total: sum of exp(logit - top). picked: the target's logit, 0 if it is another's.
+          top: largest logit.
+          total: sum of exp(logit - top).
+          picked: logit of the target, 0 if another device has its column.
         """
         if self.axis is None:
             return top + jnp.log(total), picked
-        # One all-gather, which all sum in the same order; a maximum and two sums would be three times the latency.
+        # One all-gather, summed in the same order everywhere; a maximum and two sums have three times the latency.
         each_n3C = jax.lax.all_gather(jnp.stack([top, total, picked]), self.axis)
         tops, totals, picks = each_n3C[:, 0], each_n3C[:, 1], each_n3C[:, 2]
         highest = jnp.max(tops, axis=0)
@@ -64,7 +66,7 @@ class Vocab:
         return highest + jnp.log(total), jnp.sum(picks, axis=0)
 
     def own(self, *of_all: Shaped[Array, " C"]) -> tuple[Shaped[Array, " c"], ...]:
-        """This device's tokens."""
+        """Slices of this device's tokens."""
         if self.axis is None:
             return of_all
         size = of_all[0].shape[0] // jax.lax.axis_size(self.axis)
@@ -72,7 +74,7 @@ class Vocab:
         return tuple(jax.lax.dynamic_slice_in_dim(x, start, size) for x in of_all)
 
     def own_targets(self, target_BL: Int[Array, "B L"]) -> Int[Array, "B L"]:
-        """Those of this device's positions; IGNORE at all others'."""
+        """Targets of this device's positions; IGNORE at all other positions."""
         if self.axis is None:
             return target_BL
         owner_BL = jax.lax.broadcasted_iota(jnp.int32, target_BL.shape, 1) // (

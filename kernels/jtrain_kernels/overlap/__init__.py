@@ -1,1 +1,1 @@
-"""Collectives that hide behind matmuls: one schedule as data, and back ends that carry it out."""
+"""Collectives that overlap with matmuls: one schedule as data, and the back ends that execute it."""

@@ -1,4 +1,4 @@
-"""Collectives over a mesh axis that hide behind the matmul before or after them.
+"""Collectives over a mesh axis that overlap with the matmul before or after them.
 
 Call them inside a fully manual `shard_map`. Rows are the dimension that is gathered or scattered: the sequence.
 """
@@ -14,17 +14,19 @@ from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.fp8.api import Fp8Kernel, linear_fp8
 from jtrain_kernels.fp8.formats import unsupported
 from jtrain_kernels.linear.api import linear
-from jtrain_kernels.overlap import fp8, mosaic_op, xla
+from jtrain_kernels.overlap import fp8
 from jtrain_kernels.overlap.cost import Work, overlapped_s, plain_s
+from jtrain_kernels.overlap.mosaic_gpu import op as mosaic_op
 from jtrain_kernels.overlap.schedule import OpName
 from jtrain_kernels.overlap.swizzle import SWIZZLES, Swizzle
+from jtrain_kernels.overlap.xla import op as xla
 from jtrain_kernels.registry import Avals, Implementation, Op
 
 
 def all_gather_matmul(
     x: Float[Array, "B _ K"], *kernels: Float[Array, "..."], axis_name: str, axis_size: int
 ) -> tuple[Float[Array, "B _ ..."], ...]:
-    """`x` gathered along its rows over the axis, times each kernel; x travels once for all kernels.
+    """Gathers x along its rows over the axis and multiplies it with each kernel; x is sent once for all kernels.
 
     Args:
       x: this device's rows.
@@ -45,25 +47,17 @@ def matmul_reduce_scatter(
     """This device's rows of `x @ kernel`, summed over the axis.
 
     Args:
-      x: all rows, this device's part of what is contracted, [B, axis_size * R, ...].
-      kernel: this device's part, [..., N]; contracted over all but its last dimension.
+      x: all rows and this device's share of the contracted dimensions, [B, axis_size * R, ...].
+      kernel: this device's share, [..., N]; contracted over all but its last dimension.
     """
     rows, columns = _flat(x, kernel)
     return registry.call(MATMUL_REDUCE_SCATTER, x=rows, kernel=columns, axis_name=axis_name, axis_size=axis_size)
 
 
-def matmul_all_reduce(
-    x: Float[Array, "B _ ..."], kernel: Float[Array, "..."], *, axis_name: str, axis_size: int
-) -> Float[Array, "B _ N"]:
-    """`x @ kernel` summed over the axis, whole on every device; see `matmul_reduce_scatter`."""
-    rows, columns = _flat(x, kernel)
-    return registry.call(MATMUL_ALL_REDUCE, x=rows, kernel=columns, axis_name=axis_name, axis_size=axis_size)
-
-
 def all_gather_matmul_fp8(
     x: Float[Array, "B _ K"], *kernels: Fp8Kernel, axis_name: str, axis_size: int
 ) -> tuple[Float[Array, "B _ ..."], ...]:
-    """As `all_gather_matmul`, multiplied in 8 bits; behind the matmuls x travels in 8 bits too."""
+    """`all_gather_matmul` with FP8 matmuls; where it overlaps with them, x is sent in FP8 too."""
     flat = {f"kernel_{i}": k.value.reshape(x.shape[2], -1) for i, k in enumerate(kernels)}
     axis = dict(axis_name=axis_name, axis_size=axis_size)
     found = registry.call(ALL_GATHER_MATMUL_FP8, x=x, **flat, **_scaling(kernels), **axis)
@@ -73,7 +67,7 @@ def all_gather_matmul_fp8(
 def matmul_reduce_scatter_fp8(
     x: Float[Array, "B _ ..."], kernel: Fp8Kernel, *, axis_name: str, axis_size: int
 ) -> Float[Array, "B _ N"]:
-    """As `matmul_reduce_scatter`, multiplied in 8 bits; behind the matmuls dy travels in 8 bits too."""
+    """`matmul_reduce_scatter` with FP8 matmuls; where the backward pass overlaps with them, dy is sent in FP8 too."""
     rows, columns = _flat(x, kernel.value)
     axis = dict(axis_name=axis_name, axis_size=axis_size)
     return registry.call(MATMUL_REDUCE_SCATTER_FP8, x=rows, kernel=columns, **_scaling([kernel]), **axis)
@@ -96,23 +90,27 @@ def _kernels(arguments: Mapping[str, Array]) -> tuple[Array, ...]:
 def _gather_permute(
     x: Array, axis_name: str, axis_size: int, swizzle: int, parts: int, **kernels: Array
 ) -> tuple[Array, ...]:
-    plan = xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts)
+    plan = xla.OverlapPlan(axis_name, axis_size, SWIZZLES[swizzle], parts)
     return xla.all_gather_matmul(x, _kernels(kernels), plan)
 
 
 def _gather_tpu(
     x: Array, axis_name: str, axis_size: int, swizzle: int, parts: int, **kernels: Array
 ) -> tuple[Array, ...]:
-    from jtrain_kernels.overlap import pallas_tpu  # lazy: Pallas is 0.9 s that only its kernels need
+    from jtrain_kernels.overlap.pallas_tpu import (
+        kernel as pallas_tpu,  # lazy: Pallas is 0.9 s that only its kernels need
+    )
 
-    plan = xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts)
+    plan = xla.OverlapPlan(axis_name, axis_size, SWIZZLES[swizzle], parts)
     return pallas_tpu.all_gather_matmul(x, _kernels(kernels), plan)
 
 
 def _scatter_tpu(x: Array, kernel: Array, axis_name: str, axis_size: int, swizzle: int, parts: int) -> Array:
-    from jtrain_kernels.overlap import pallas_tpu  # lazy: Pallas is 0.9 s that only its kernels need
+    from jtrain_kernels.overlap.pallas_tpu import (
+        kernel as pallas_tpu,  # lazy: Pallas is 0.9 s that only its kernels need
+    )
 
-    plan = xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts)
+    plan = xla.OverlapPlan(axis_name, axis_size, SWIZZLES[swizzle], parts)
     return pallas_tpu.matmul_reduce_scatter(x, kernel, plan)
 
 
@@ -123,21 +121,12 @@ def _gather_plain(x: Array, axis_name: str, axis_size: int, **kernels: Array) ->
 
 
 def _scatter_permute(x: Array, kernel: Array, axis_name: str, axis_size: int, swizzle: int, parts: int) -> Array:
-    return xla.matmul_reduce_scatter(x, kernel, xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts))
+    return xla.matmul_reduce_scatter(x, kernel, xla.OverlapPlan(axis_name, axis_size, SWIZZLES[swizzle], parts))
 
 
 def _scatter_plain(x: Array, kernel: Array, axis_name: str, axis_size: int) -> Array:
     del axis_size
     return jax.lax.psum_scatter(linear(x, kernel), axis_name, scatter_dimension=1, tiled=True)
-
-
-def _reduce_permute(x: Array, kernel: Array, axis_name: str, axis_size: int, swizzle: int, parts: int) -> Array:
-    return xla.matmul_all_reduce(x, kernel, xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts))
-
-
-def _reduce_plain(x: Array, kernel: Array, axis_name: str, axis_size: int) -> Array:
-    del axis_size
-    return jax.lax.psum(linear(x, kernel), axis_name)
 
 
 type _Scaling = Float[Array, "G 3"] | None
@@ -153,14 +142,14 @@ def _gather_fp8(
     parts: int,
     **kernels: Array,
 ) -> tuple[Array, ...]:
-    plan = xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts)
+    plan = xla.OverlapPlan(axis_name, axis_size, SWIZZLES[swizzle], parts)
     return fp8.all_gather_matmul(x, _kernels(kernels), scale, seen, plan)
 
 
 def _scatter_fp8(
     x: Array, kernel: Array, scale: _Scaling, seen: _Scaling, axis_name: str, axis_size: int, swizzle: int, parts: int
 ) -> Array:
-    plan = xla.Plan(axis_name, axis_size, SWIZZLES[swizzle], parts)
+    plan = xla.OverlapPlan(axis_name, axis_size, SWIZZLES[swizzle], parts)
     return fp8.matmul_reduce_scatter(x, kernel, scale, seen, plan)
 
 
@@ -201,17 +190,17 @@ def _work(op: OpName, avals: Avals, *, itemsize: int | None = None, in_8_bits: b
     columns = sum(_shape(avals, name).shape[1] for name in avals if name.startswith("kernel"))
     gathers = op == "all_gather_matmul"
     rows = x.shape[0] * x.shape[1] * (_ranks(avals) if gathers else 1)
-    travels = x.shape[2] if gathers else columns * (2 if op == "matmul_all_reduce" else 1)
+    travels = x.shape[2] if gathers else columns
     return Work(_ranks(avals), rows, x.shape[2], columns, travels * (itemsize or x.dtype.itemsize), in_8_bits)
 
 
 def _configs(op: OpName) -> Callable[[DeviceSpec, Avals], Sequence[Mapping[str, int]]]:
-    """The swizzles whose pieces divide the rows: on a torus both ways around, through a switch one, in larger pieces.
+    """Candidate swizzles whose pieces divide the rows, the preferred one first.
 
-    A full mesh would do on a switch, but XLA:GPU has one permute under way at a time, and those that wait for nothing
-    it was seen to put before all matmuls, one after the other.
+    TPU links form a torus, so both directions are used. GPUs share a switch, so one direction with larger pieces comes
+    first. A full mesh would suit a switch, but XLA:GPU runs one permute at a time, and was seen to schedule permutes
+    that depend on nothing before all matmuls, one after the other.
     """
-    parts = 2 if op == "matmul_all_reduce" else 1
 
     def configs(device: DeviceSpec, avals: Avals) -> Sequence[Mapping[str, int]]:
         order: list[Swizzle] = ["bidirectional", "ring", "full_mesh"]
@@ -219,7 +208,7 @@ def _configs(op: OpName) -> Callable[[DeviceSpec, Avals], Sequence[Mapping[str, 
             order = ["ring", "bidirectional", "full_mesh"]
         found = [
             {"swizzle": SWIZZLES.index(swizzle), "parts": number}
-            for number in dict.fromkeys((parts, 1, 2))
+            for number in (1, 2)
             for swizzle in order
             if _divides(op, swizzle, number, avals)
         ]
@@ -276,15 +265,14 @@ def _op(
     op: OpName,
     permute: Callable[..., object],
     plain: Callable[..., object],
-    tpu: Callable[..., object] | None,
+    tpu: Callable[..., object],
     case: Avals,
 ) -> Op:
-    kernel = () if tpu is None else (Implementation("pallas_tpu", tpu, _tpu_supports(op), configs=_configs(op)),)
     return Op(
         op,
         (
             mosaic_op.IMPLEMENTATIONS[op],
-            *kernel,
+            Implementation("pallas_tpu", tpu, _tpu_supports(op), configs=_configs(op)),
             Implementation("permute", permute, _supports(op), _permute_s(op), _configs(op)),
             Implementation("xla", plain, cost_s=_plain_s(op)),
         ),
@@ -293,7 +281,7 @@ def _op(
 
 
 def _op_fp8(op: OpName, name: str, permute: Callable[..., object], plain: Callable[..., object], case: Avals) -> Op:
-    # Only what is gathered is rounded before it travels.
+    # Gathered operands are rounded before they are sent; partial sums are not.
     sent = {"itemsize": 1} if op == "all_gather_matmul" else {}
 
     def supports(device: DeviceSpec, avals: Avals) -> str | None:
@@ -328,15 +316,8 @@ _DOWN = {"x": _bf16(1, 8192, 1792), "kernel": _bf16(1792, 4096)}
 
 ALL_GATHER_MATMUL = _op("all_gather_matmul", _gather_permute, _gather_plain, _gather_tpu, _UP)
 MATMUL_REDUCE_SCATTER = _op("matmul_reduce_scatter", _scatter_permute, _scatter_plain, _scatter_tpu, _DOWN)
-MATMUL_ALL_REDUCE = _op("matmul_all_reduce", _reduce_permute, _reduce_plain, None, _DOWN)
 ALL_GATHER_MATMUL_FP8 = _op_fp8("all_gather_matmul", "all_gather_matmul_fp8", _gather_fp8, _gather_fp8_plain, _UP)
 MATMUL_REDUCE_SCATTER_FP8 = _op_fp8(
     "matmul_reduce_scatter", "matmul_reduce_scatter_fp8", _scatter_fp8, _scatter_fp8_plain, _DOWN
 )
-OPS = (
-    ALL_GATHER_MATMUL,
-    MATMUL_REDUCE_SCATTER,
-    MATMUL_ALL_REDUCE,
-    ALL_GATHER_MATMUL_FP8,
-    MATMUL_REDUCE_SCATTER_FP8,
-)
+OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, ALL_GATHER_MATMUL_FP8, MATMUL_REDUCE_SCATTER_FP8)

@@ -1,7 +1,7 @@
-"""Overlapped collectives whose matmuls are in 8 bits, and whose operands travel in 8 bits: half of bfloat16's bytes.
+"""Overlapped collectives with FP8 matmuls, whose gathered operands are sent in FP8: half of bfloat16's bytes.
 
-As `xla.py`, with the numbers of `jtrain_kernels.fp8`: what is gathered is rounded before it is sent, x to e4m3 and in
-the backward pass dy to e5m2. Partial sums travel in x's dtype, as they do without.
+The algorithm is that of `xla/op.py`, the number formats are those of `jtrain_kernels.fp8`. A gathered operand is
+rounded before it is sent: x to e4m3, and in the backward pass dy to e5m2. Partial sums are sent in x's dtype.
 """
 
 import functools
@@ -13,34 +13,34 @@ from jaxtyping import Array, Float
 
 from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, largest, quantised, restored, scale_of
 from jtrain_kernels.linear.reference import contract
-from jtrain_kernels.overlap.emit import gather, put, rows_of
-from jtrain_kernels.overlap.xla import Kernels, Plan, reduced
+from jtrain_kernels.overlap.xla.lower_schedule import gather, put, rows_of
+from jtrain_kernels.overlap.xla.op import KernelTuple, OverlapPlan, reduce_scattered
 
 type PerKernel = Float[Array, "G 3"] | None
-"""`Fp8Kernel.scale_3`, or `seen_3`, of G kernels; None for current scaling."""
+"""`Fp8Kernel.scale_3`, or `seen_3`, for each of G kernels; None for current scaling."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def all_gather_matmul(
-    x_BRK: Float[Array, "B _ K"], kernels: Kernels, scale_G3: PerKernel, seen_G3: PerKernel, plan: Plan
-) -> Kernels:
-    """`gathered x @ kernel` of each kernel [K, N]: [B, ranks * R, N] each.
+    x_BRK: Float[Array, "B _ K"], kernels: KernelTuple, scale_G3: PerKernel, seen_G3: PerKernel, plan: OverlapPlan
+) -> KernelTuple:
+    """`gathered x @ kernel` for each kernel [K, N], of shape [B, ranks * R, N] each.
 
-    With delayed scaling x has one history, of which every kernel keeps a copy; the first's is taken.
+    With delayed scaling x has one amax history. Every kernel keeps a copy of it; the first kernel's copy is used.
     """
     return _gather_forward(x_BRK, kernels, scale_G3, seen_G3, plan)[0]
 
 
 def _gather_forward(
-    x_BRK: Array, kernels: Kernels, scale_G3: PerKernel, seen_G3: PerKernel, plan: Plan
-) -> tuple[Kernels, Any]:
+    x_BRK: Array, kernels: KernelTuple, scale_G3: PerKernel, seen_G3: PerKernel, plan: OverlapPlan
+) -> tuple[KernelTuple, Any]:
     del seen_G3
     dtype = x_BRK.dtype
     x_scale = _scale(x_BRK, scale_G3, 0, 0, plan)
     kernel_scales = tuple(_scale(k, scale_G3, i, 1) for i, k in enumerate(kernels))
     kernels8 = tuple(quantised(k, scale, FORWARD) for k, scale in zip(kernels, kernel_scales, strict=True))
 
-    def visit(outputs: Kernels, number: Array, rows8: Array) -> Kernels:
+    def visit(outputs: KernelTuple, number: Array, rows8: Array) -> KernelTuple:
         rows = restored(rows8, x_scale, dtype)
         products = (_dot(rows, restored(k8, s, dtype), dtype) for k8, s in zip(kernels8, kernel_scales, strict=True))
         return tuple(put(y, number, product) for y, product in zip(outputs, products, strict=True))
@@ -52,7 +52,9 @@ def _gather_forward(
     return outputs, (x_BRK, kernels, x_scale, kernel_scales, scale_G3)
 
 
-def _gather_backward(plan: Plan, saved: Any, dys: Kernels) -> tuple[Array, Kernels, PerKernel, PerKernel]:
+def _gather_backward(
+    plan: OverlapPlan, saved: Any, dys: KernelTuple
+) -> tuple[Array, KernelTuple, PerKernel, PerKernel]:
     x_BRK, kernels, x_scale, kernel_scales, scale_G3 = saved
     dtype = x_BRK.dtype
     schedule = plan.schedule("all_gather_matmul")
@@ -64,7 +66,7 @@ def _gather_backward(plan: Plan, saved: Any, dys: Kernels) -> tuple[Array, Kerne
     def dy_rows(number: Array) -> list[Array]:
         return [restored(rows_of(dy8, number, each), s, dtype) for dy8, s in zip(dys8, dy_scales, strict=True)]
 
-    def kernel_parts(totals: Kernels, number: Array, rows8: Array) -> Kernels:
+    def kernel_parts(totals: KernelTuple, number: Array, rows8: Array) -> KernelTuple:
         rows = restored(rows8, x_scale, dtype)
         return tuple(t + _kernel_part(rows, dy) for t, dy in zip(totals, dy_rows(number), strict=True))
 
@@ -74,7 +76,7 @@ def _gather_backward(plan: Plan, saved: Any, dys: Kernels) -> tuple[Array, Kerne
 
     zeros = tuple(jnp.zeros(kernel.shape, jnp.float32) for kernel in kernels)
     totals = gather(schedule, plan.axis_name, quantised(x_BRK, x_scale, FORWARD), kernel_parts, zeros)
-    dx_BRK = reduced("matmul_reduce_scatter", plan, rows, dtype)
+    dx_BRK = reduce_scattered(plan, rows, dtype)
     dkernels = tuple(total.astype(kernel.dtype) for total, kernel in zip(totals, kernels, strict=True))
     return dx_BRK, dkernels, *_of_scales(scale_G3, x_BRK, kernels, dys)
 
@@ -84,14 +86,18 @@ all_gather_matmul.defvjp(_gather_forward, _gather_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def matmul_reduce_scatter(
-    x_BRK: Float[Array, "B _ K"], kernel_KN: Float[Array, "K N"], scale_13: PerKernel, seen_13: PerKernel, plan: Plan
+    x_BRK: Float[Array, "B _ K"],
+    kernel_KN: Float[Array, "K N"],
+    scale_13: PerKernel,
+    seen_13: PerKernel,
+    plan: OverlapPlan,
 ) -> Float[Array, "B _ N"]:
     """This rank's rows of `x @ kernel` summed over ranks, [B, R / ranks, N]."""
     return _scatter_forward(x_BRK, kernel_KN, scale_13, seen_13, plan)[0]
 
 
 def _scatter_forward(
-    x_BRK: Array, kernel_KN: Array, scale_13: PerKernel, seen_13: PerKernel, plan: Plan
+    x_BRK: Array, kernel_KN: Array, scale_13: PerKernel, seen_13: PerKernel, plan: OverlapPlan
 ) -> tuple[Array, Any]:
     del seen_13
     dtype = x_BRK.dtype
@@ -103,11 +109,11 @@ def _scatter_forward(
         x = restored(rows_of(x8_BRK, number, each), x_scale, dtype)
         return _dot(x, restored(kernel8_KN, kernel_scale, dtype), jnp.float32)
 
-    y_BRN = reduced("matmul_reduce_scatter", plan, rows, dtype)
+    y_BRN = reduce_scattered(plan, rows, dtype)
     return y_BRN, (x_BRK, kernel_KN, x_scale, kernel_scale, scale_13)
 
 
-def _scatter_backward(plan: Plan, saved: Any, dy_BRN: Array) -> tuple[Array, Array, PerKernel, PerKernel]:
+def _scatter_backward(plan: OverlapPlan, saved: Any, dy_BRN: Array) -> tuple[Array, Array, PerKernel, PerKernel]:
     x_BRK, kernel_KN, x_scale, kernel_scale, scale_13 = saved
     dtype = x_BRK.dtype
     schedule = plan.schedule("all_gather_matmul")
@@ -129,8 +135,11 @@ def _scatter_backward(plan: Plan, saved: Any, dy_BRN: Array) -> tuple[Array, Arr
 matmul_reduce_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
-def _scale(x: Array, scale_G3: PerKernel, kernel: int, role: int, plan: Plan | None = None) -> Float[Array, ""]:
-    """Of `history.ROLES[role]`; with a plan x is one rank's part of what is gathered, and all must scale alike."""
+def _scale(x: Array, scale_G3: PerKernel, kernel: int, role: int, plan: OverlapPlan | None = None) -> Float[Array, ""]:
+    """Scale of the tensor in `history.ROLES[role]`.
+
+    With a plan, x is one rank's shard of a gathered array, and the amax is taken over ranks so that all scale alike.
+    """
     if scale_G3 is not None:
         return scale_G3[kernel, role]
     amax = largest(x)
@@ -139,8 +148,8 @@ def _scale(x: Array, scale_G3: PerKernel, kernel: int, role: int, plan: Plan | N
     return scale_of(amax, GRADIENT if role == 2 else FORWARD)
 
 
-def _of_scales(scale_G3: PerKernel, x: Array, kernels: Kernels, dys: Kernels) -> tuple[PerKernel, PerKernel]:
-    """The cotangents of `scale_G3` and `seen_G3`: none, and the largest numbers of what this rank has."""
+def _of_scales(scale_G3: PerKernel, x: Array, kernels: KernelTuple, dys: KernelTuple) -> tuple[PerKernel, PerKernel]:
+    """Cotangents of `scale_G3` (zero) and `seen_G3` (this rank's amax of each tensor)."""
     if scale_G3 is None:
         return None, None
     seen_G3 = [[largest(x), largest(kernel), largest(dy)] for kernel, dy in zip(kernels, dys, strict=True)]
@@ -148,7 +157,7 @@ def _of_scales(scale_G3: PerKernel, x: Array, kernels: Kernels, dys: Kernels) ->
 
 
 def _dot(x_BRK: Array, kernel_KN: Array, dtype: jax.typing.DTypeLike) -> Float[Array, "B _ N"]:
-    """On Hopper the tensor cores' own sums keep 14 bits: faster, and enough forward."""
+    """Product for the forward pass. On Hopper the tensor cores accumulate in 14 bits: faster, and enough forward."""
     y = contract(x_BRK.reshape(-1, x_BRK.shape[2]), kernel_KN, 1, 0, dtype)
     return y.reshape(*x_BRK.shape[:2], -1)
 
@@ -163,7 +172,10 @@ def _kernel_part(x_BRK: Array, dy_BRN: Array) -> Float[Array, "K N"]:
 
 
 def _exact(a: Array, b: Array, a_dim: int, b_dim: int) -> Array:
-    """Summed in float32 throughout. HIGHEST says so to XLA:GPU; elsewhere it would mean float32 operands."""
+    """Product accumulated in float32 throughout.
+
+    Precision HIGHEST asks XLA:GPU for that; on other platforms it would mean float32 operands.
+    """
     product = functools.partial(contract, a_dim=a_dim, b_dim=b_dim, dtype=jnp.float32)
     return jax.lax.platform_dependent(
         a, b, cuda=functools.partial(product, precision=jax.lax.Precision.HIGHEST), default=product

@@ -16,9 +16,9 @@ type Backward = Callable[[Array, Array, Array, Array, float, Array | None], tupl
 
 
 def rms_norm(x: Float[Array, "*rest C"], scale_C: Float[Array, " C"], eps: float) -> Float[Array, "*rest C"]:
-    """`x / sqrt(mean(x^2) + eps) * scale`, computed in float32, back in x's dtype (arXiv:1910.07467).
+    """`x / sqrt(mean(x^2) + eps) * scale`, computed in float32, returned in x's dtype (arXiv:1910.07467).
 
-    Keeps its input for the backward pass, and one float32 per row.
+    Keeps its input and one float32 per row for the backward pass.
     """
     return registry.call(RMS_NORM, x=x, scale_C=scale_C, eps=eps)
 
@@ -26,16 +26,16 @@ def rms_norm(x: Float[Array, "*rest C"], scale_C: Float[Array, " C"], eps: float
 def rms_norm_branch(
     x: Float[Array, "*rest C"], scale_C: Float[Array, " C"], eps: float
 ) -> tuple[Float[Array, "*rest C"], Float[Array, "*rest C"]]:
-    """A residual stream x, to go on with, and `rms_norm(x)`, for the branch that is added to it.
+    """Residual stream x and `rms_norm(x)`, the input of the branch that is later added to x.
 
-    The values are those of x and `rms_norm(x)`. The gradient of x is that of both uses, added in float32 and rounded
-    once; what is gained is that one pass over memory can do it.
+    The gradient of x is the sum over both uses, added in float32 and rounded once. Combining them lets one pass over
+    memory compute it.
     """
     return registry.call(RMS_NORM_BRANCH, x=x, scale_C=scale_C, eps=eps)
 
 
 def _normalised(x: Array, scale_C: Array, eps: float) -> tuple[Float[Array, "*rest C"], Float[Array, "*rest 1"]]:
-    """The result, and the inverse root mean square of every row."""
+    """Result, and the inverse root mean square of every row."""
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * inverse * _broadcast(scale_C, x.ndim)).astype(x.dtype), inverse
@@ -47,7 +47,7 @@ def _broadcast(scale_C: Float[Array, " C"], ndim: int) -> Float[Array, "..."]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def norm_by(x: Array, scale_C: Array, eps: float, backward: Backward) -> Array:
-    """`rms_norm` with this backward pass."""
+    """`rms_norm` with the given backward pass."""
     del backward
     return _normalised(x, scale_C, eps)[0]
 
@@ -67,7 +67,7 @@ norm_by.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def branch_by(x: Array, scale_C: Array, eps: float, backward: Backward) -> tuple[Array, Array]:
-    """`rms_norm_branch` with this backward pass."""
+    """`rms_norm_branch` with the given backward pass."""
     del backward
     return x, _normalised(x, scale_C, eps)[0]
 
@@ -92,8 +92,8 @@ branch_by.defvjp(_branch_forward, _branch_backward)
 def _gradients(
     dy: Array, x: Array, inverse: Array, scale_C: Array, eps: float, residual: Array | None
 ) -> tuple[Array, Array]:
-    """In plain JAX."""
-    del eps  # is in `inverse`
+    """Backward pass in plain JAX."""
+    del eps  # part of `inverse`
     x32, dy32 = x.astype(jnp.float32), dy.astype(jnp.float32)
     unit = x32 * inverse
     dscale_C = jnp.sum(dy32 * unit, axis=tuple(range(x.ndim - 1)))
@@ -105,10 +105,10 @@ def _gradients(
 
 
 def _implementations(*, residual: bool) -> tuple[registry.Implementation, ...]:
-    """Of the op with or without a residual stream; all have XLA's forward pass.
+    """Implementations of the op with or without a residual stream; all use XLA's forward pass.
 
-    Nothing is predicted for any: no hardware has run the kernels yet, and around one XLA cannot fuse. A kernel runs
-    where it is forced or was measured to be faster.
+    None of them predicts a cost: the kernels have not been measured on hardware yet, and XLA cannot fuse across a
+    kernel. A kernel runs only where it is forced or was measured to be faster.
     """
     call = branch_by if residual else norm_by
 
@@ -118,12 +118,12 @@ def _implementations(*, residual: bool) -> tuple[registry.Implementation, ...]:
     return (
         registry.Implementation(
             "pallas_tpu",
-            lambda x, scale_C, eps: call(x, scale_C, eps, pallas_tpu.OnePass()),
+            lambda x, scale_C, eps: call(x, scale_C, eps, pallas_tpu.OnePassTPU()),
             supports=supports(pallas_tpu.refusal),
         ),
         registry.Implementation(
             "triton",
-            lambda x, scale_C, eps, **config: call(x, scale_C, eps, triton.OnePass(**config)),
+            lambda x, scale_C, eps, **config: call(x, scale_C, eps, triton.OnePassTriton(**config)),
             supports=supports(triton.refusal),
             configs=triton.configs,
         ),

@@ -1,8 +1,9 @@
-"""RMSNorm's backward pass on TPUs: one pass over memory, where XLA makes three.
+"""RMSNorm's backward pass on TPUs in one pass over memory, where XLA makes three.
 
-XLA:TPU reads x for its mean square, x and dy for the mean of their product, and both again for the result: compiled for
-a v5p, 384 MiB for 8192 x 4096 in bfloat16 that take 192, and 448 MiB with a residual's gradient that take 256. A block
-of whole rows in VMEM needs each once. The forward pass stays XLA's, which joins it to whatever makes its input.
+XLA:TPU reads x for its mean square, x and dy for the mean of their product, and both again for the result. Compiled for
+a v5p at 8192 x 4096 in bfloat16, it moves 384 MiB where 192 are enough, and with a residual's gradient 448 MiB where
+256 are enough. The kernel holds a block of whole rows in VMEM and reads each array once. The forward pass stays XLA's,
+which fuses it with the producer of its input.
 """
 
 import dataclasses
@@ -16,27 +17,27 @@ from jaxtyping import Array, Float
 from jtrain_kernels.device import DeviceSpec
 
 VMEM_BYTES = 8 * 2**20
-"""What a block's arrays may take: half of what every TPU gives a kernel by default."""
+"""VMEM for the arrays of a block: half of the default limit of a kernel, which is the same on every TPU."""
 
 PARTS = 2
-"""Sums over rows that run side by side: a v4 or v5p has two cores behind one device."""
+"""Sums over rows that run in parallel: a v4 or v5p device has two cores."""
 
 _LANES, _SUBLANES = 128, 8
 
 
 def block_rows(rows: int, width: int, itemsize: int, *, residual: bool) -> int | None:
-    """Rows of a block: the most that fit, as a power of two; None where no block divides the rows."""
+    """Rows of a block: the largest power of two that fits; None if no block size divides the rows."""
     arrays = 4 if residual else 3
-    row_bytes = width * (2 * arrays * itemsize + 4 * 4)  # each array in two buffers; four float32 in between
+    row_bytes = width * (2 * arrays * itemsize + 4 * 4)  # two buffers per array, and four float32 intermediates
     found = None
-    size = _SUBLANES * 4 // itemsize  # what fills a tile
+    size = _SUBLANES * 4 // itemsize  # rows of one tile
     while size * row_bytes <= VMEM_BYTES and rows % (PARTS * size) == 0:
         found, size = size, 2 * size
     return found
 
 
 def refusal(device: DeviceSpec, x: jax.ShapeDtypeStruct, *, residual: bool) -> str | None:
-    """Why the kernel cannot run, None if it can."""
+    """Reason why the kernel cannot run; None if it can."""
     if device.platform != "tpu":
         return f"it is for TPUs, not for a {device.name}"
     if x.dtype not in (jnp.bfloat16, jnp.float32):
@@ -51,10 +52,10 @@ def refusal(device: DeviceSpec, x: jax.ShapeDtypeStruct, *, residual: bool) -> s
 
 
 @dataclasses.dataclass(frozen=True)
-class OnePass:
+class OnePassTPU:
     """Gradients of `x * inverse_rms(x) * scale` in one kernel.
 
-    interpret: of `pallas_call`, for emulation.
+    interpret: passed to `pallas_call`, for emulation.
     """
 
     interpret: Any = False
@@ -68,15 +69,15 @@ class OnePass:
         eps: float,
         residual: Float[Array, "*rest C"] | None = None,
     ) -> tuple[Float[Array, "*rest C"], Float[Array, " C"]]:
-        """dx (with `residual` added in float32, if there is one) and dscale. `inverse` is computed again."""
+        """Returns dx (plus `residual`, added in float32, if given) and dscale. `inverse` is recomputed."""
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import tpu as pltpu
 
-        del inverse  # one column of a tile of 128: to read it would cost as much as 128 columns
+        del inverse  # a single column fills a tile of 128: reading it would cost as much as 128 columns
         width = x.shape[-1]
         rows = x.size // width
         block = block_rows(rows, width, x.dtype.itemsize, residual=residual is not None)
-        assert block is not None, "`refusal` says so first"
+        assert block is not None, "`refusal` checks this first"
         steps = rows // (PARTS * block)
         wide = pl.BlockSpec((block, width), lambda part, step: (part * steps + step, 0))
         given = [dy, x] if residual is None else [dy, x, residual]
@@ -114,5 +115,5 @@ def _kernel(scale_ref: Any, dy_ref: Any, x_ref: Any, *refs: Any, eps: float) -> 
     def _() -> None:
         sums_ref[...] = jnp.zeros_like(sums_ref)
 
-    # Tiles are added to each other; only XLA adds the eight rows that are left.
+    # The kernel adds up tiles; XLA adds the eight rows that remain.
     sums_ref[...] += jnp.sum((dy * unit).reshape(rows // _SUBLANES, _SUBLANES, width), axis=0)

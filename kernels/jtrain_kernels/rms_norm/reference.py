@@ -1,4 +1,4 @@
-"""The formula, differentiated by JAX."""
+"""Reference RMSNorm: the formula, differentiated by JAX."""
 
 import jax
 import jax.numpy as jnp

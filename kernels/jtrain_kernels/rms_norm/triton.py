@@ -1,8 +1,9 @@
-"""RMSNorm's backward pass on NVIDIA and AMD GPUs: one pass over memory, where XLA makes three.
+"""RMSNorm's backward pass on NVIDIA and AMD GPUs in one pass over memory, where XLA makes three.
 
-XLA:GPU makes the forward pass one kernel that reads and writes each element once, so that stays. Of the backward pass
-it makes three, 386 MiB for 8192 x 4096 in bfloat16 that take 192 (compiled for an H200). Here a program has a row in
-registers, goes through every so many rows, and adds up the gradient of the scale on the way.
+XLA:GPU compiles the forward pass to one kernel that reads and writes each element once, so it stays. It compiles the
+backward pass to three kernels, which move 386 MiB at 8192 x 4096 in bfloat16 where 192 are enough (compiled for an
+H200). Here each program holds a row in registers, takes every `programs`-th row, and accumulates the gradient of the
+scale on the way.
 """
 
 import dataclasses
@@ -18,13 +19,13 @@ from jtrain_kernels.registry import Avals
 from jtrain_kernels.rms_norm.triton_kernels import kernels
 
 MAX_WIDTH = 16384
-"""Elements of a row that registers hold: 16 warps with 32 each in four arrays."""
+"""Maximum elements of a row in registers: 16 warps, with 32 elements per thread in four arrays."""
 
 _PER_THREAD = 16
 
 
 def refusal(device: DeviceSpec, x: jax.ShapeDtypeStruct, *, residual: bool) -> str | None:
-    """Why the kernel cannot run, None if it can."""
+    """Reason why the kernel cannot run; None if it can."""
     del residual
     if (reason := triton_call.refusal(device)) is not None:
         return reason
@@ -36,7 +37,7 @@ def refusal(device: DeviceSpec, x: jax.ShapeDtypeStruct, *, residual: bool) -> s
 
 
 def configs(device: DeviceSpec, avals: Avals) -> Sequence[dict[str, int]]:
-    """Programs and warps: first two programs per core, 16 elements a thread."""
+    """Candidate programs and warps; first two programs per core and 16 elements per thread."""
     x = avals["x"]
     assert isinstance(x, jax.ShapeDtypeStruct)
     width = x.shape[-1]
@@ -56,7 +57,7 @@ def _power_of_two(width: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class OnePass:
+class OnePassTriton:
     """Gradients of `x * inverse_rms(x) * scale` in one kernel."""
 
     programs: int
@@ -72,8 +73,8 @@ class OnePass:
         eps: float,
         residual: Float[Array, "*rest C"] | None = None,
     ) -> tuple[Float[Array, "*rest C"], Float[Array, " C"]]:
-        """dx (with `residual` added in float32, if there is one) and dscale. `inverse` is computed again."""
-        del inverse  # costs nothing where the row is in registers, and after remat nobody else needs it
+        """Returns dx (plus `residual`, added in float32, if given) and dscale. `inverse` is recomputed."""
+        del inverse  # recomputing it is free with the row in registers, and after remat nothing else needs it
         width = x.shape[-1]
         rows = x.size // width
         given = [dy, x] if residual is None else [dy, x, residual]

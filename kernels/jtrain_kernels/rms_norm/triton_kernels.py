@@ -1,4 +1,4 @@
-"""The Triton source of RMSNorm's backward pass; Triton, which is optional, is imported when a kernel is asked for."""
+"""Triton source of RMSNorm's backward pass; Triton is optional, so it is imported only when a kernel is compiled."""
 
 import functools
 import importlib
@@ -11,7 +11,7 @@ class _NotYet:
 
 
 tl: Any = _NotYet
-"""`triton.language`, once `kernels` was called: Triton looks its names up in a kernel's module."""
+"""`triton.language` after `kernels` was called, because Triton looks up names in the globals of a kernel's module."""
 
 _CONSTANTS = ("rows", "width", "block", "stride", "eps")
 
@@ -28,7 +28,7 @@ def backward(
     stride: tl.constexpr,
     eps: tl.constexpr,
 ) -> None:
-    """dx of every `stride`-th row, and this program's part of dscale."""
+    """Computes dx of every `stride`-th row, and this program's part of dscale."""
     program = tl.program_id(0)
     column = tl.arange(0, block)
     inside = column < width
@@ -61,7 +61,7 @@ def backward_with_residual(
     stride: tl.constexpr,
     eps: tl.constexpr,
 ) -> None:
-    """The same, and the gradient of the residual stream added to dx."""
+    """Computes the same as `backward`, with the gradient of the residual stream added to dx."""
     program = tl.program_id(0)
     column = tl.arange(0, block)
     inside = column < width
@@ -89,7 +89,7 @@ def kernels() -> tuple[Any, Any]:
     triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
 
     def compiled(function: Any) -> Any:
-        # Triton reads a function's source and its globals: not those of whatever is wrapped around it.
+        # Triton reads a function's source and globals, so a decorator's wrapper must be removed.
         source = inspect.unwrap(function)
         source.__annotations__.update(dict.fromkeys(_CONSTANTS, tl.constexpr))
         return triton.jit(source)

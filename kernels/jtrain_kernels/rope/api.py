@@ -14,10 +14,10 @@ from jtrain_kernels.rope import pallas_tpu
 def rope(
     x_BLNH: Float[Array, "B L N H"], cos_BLR: Float[Array, "B L R"], sin_BLR: Float[Array, "B L R"]
 ) -> Float[Array, "B L N H"]:
-    """Rotates pair (i, i + H/2) of every head by its position's angle, in float32, back in x's dtype.
+    """Rotates pair (i, i + H/2) of every head by its position's angle, in float32, and returns x's dtype.
 
-    The half-split layout of Llama checkpoints (arXiv:2104.09864 rotates (2i, 2i + 1)). Only x has a gradient: the
-    opposite rotation.
+    This is the half-split layout of Llama checkpoints (arXiv:2104.09864 rotates (2i, 2i + 1)). Only x has a gradient:
+    the opposite rotation.
     """
     return registry.call(ROPE, x_BLNH=x_BLNH, cos_BLR=cos_BLR, sin_BLR=sin_BLR)
 
@@ -27,7 +27,7 @@ type Rotation = Callable[[Array, Array, Array], Array]
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def rope_by(x_BLNH: Array, cos_BLR: Array, sin_BLR: Array, rotation: Rotation) -> Float[Array, "B L N H"]:
-    """`rope` by this rotation, forwards and backwards."""
+    """`rope` with the given rotation in both passes."""
     return rotation(x_BLNH, cos_BLR, sin_BLR)
 
 
@@ -44,7 +44,7 @@ rope_by.defvjp(_forward, _backward)
 
 
 def _rotated(x_BLNH: Array, cos_BLR: Array, sin_BLR: Array) -> Array:
-    """In plain JAX."""
+    """Rotation in plain JAX."""
     a, b = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos_BLR[:, :, None, :], sin_BLR[:, :, None, :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BLNH.dtype)
@@ -54,7 +54,7 @@ _ANGLES = jax.ShapeDtypeStruct((1, 8192, 64), jnp.float32)
 ROPE = registry.Op(
     "rope",
     (
-        # Nothing is predicted for a kernel that no hardware has run: it runs where it is forced or was measured.
+        # No cost is predicted for a kernel that no hardware has run: it runs only if it is forced or was measured.
         registry.Implementation("pallas_tpu", partial(rope_by, rotation=pallas_tpu.rotated), pallas_tpu.refusal),
         registry.Implementation("xla", partial(rope_by, rotation=_rotated)),
     ),

@@ -1,8 +1,8 @@
-"""The rotation on TPUs in one pass over memory.
+"""Rotary embedding on TPUs in one pass over memory.
 
-XLA:TPU widens x to float32 in memory first, for it has no other way to cut a head's 128 lanes in two and join them
-again: compiled for a v5p, 528 MiB for 8192 tokens of 32 heads, that take 132. In a register half a head is one turn of
-the lanes.
+XLA:TPU first widens x to float32 in memory, because it cannot otherwise split a head's 128 lanes in two and join them
+again. Compiled for a v5p at 8192 tokens of 32 heads, it moves 528 MiB where 132 are enough. In a register, swapping the
+halves of a head is one rotation of the lanes.
 """
 
 import functools
@@ -16,13 +16,13 @@ from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.registry import Avals
 
 VMEM_BYTES = 8 * 2**20
-"""What a block's arrays may take: half of what every TPU gives a kernel by default."""
+"""VMEM for the arrays of a block: half of the default limit of a kernel, which is the same on every TPU."""
 
 _LANES = 128
 
 
 def block_tokens(tokens: int, heads: int, width: int, itemsize: int) -> int | None:
-    """Tokens of a block: the most that fit, as a power of two; None where no block divides them."""
+    """Tokens of a block: the largest power of two that fits; None if no block size divides the tokens."""
     padded = -(-heads // 16) * 16
     token_bytes = width * (padded * (4 * itemsize + 3 * 4) + 4 * 4)
     found, size = None, 8
@@ -32,7 +32,7 @@ def block_tokens(tokens: int, heads: int, width: int, itemsize: int) -> int | No
 
 
 def refusal(device: DeviceSpec, avals: Avals) -> str | None:
-    """Why the kernel cannot run, None if it can."""
+    """Reason why the kernel cannot run; None if it can."""
     x = avals["x_BLNH"]
     assert isinstance(x, jax.ShapeDtypeStruct)
     B, L, N, H = x.shape
@@ -54,18 +54,18 @@ def rotated(
     *,
     interpret: Any = False,
 ) -> Float[Array, "B L N H"]:
-    """Pair (i, i + H/2) of every head turned by its angle.
+    """Rotates pair (i, i + H/2) of every head by its angle.
 
     Args:
-      interpret: of `pallas_call`, for emulation.
+      interpret: passed to `pallas_call`, for emulation.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     B, L, N, H = x_BLNH.shape
     block = block_tokens(B * L, N, H, x_BLNH.dtype.itemsize)
-    assert block is not None, "`refusal` says so first"
-    # Over the whole width of a head: x * cos + (x turned by half a head) * (-sin, sin).
+    assert block is not None, "`refusal` checks this first"
+    # Over the whole width of a head: x * cos + (x rotated by half a head) * (-sin, sin).
     cos_TH = jnp.concatenate([cos_BLR, cos_BLR], axis=-1).reshape(B * L, H)
     sin_TH = jnp.concatenate([-sin_BLR, sin_BLR], axis=-1).reshape(B * L, H)
     heads = pl.BlockSpec((block, N, H), lambda step: (step, 0, 0))

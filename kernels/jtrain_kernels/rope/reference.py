@@ -1,4 +1,4 @@
-"""The rotation as complex numbers."""
+"""Reference rotary embedding, as products of complex numbers."""
 
 import jax
 import jax.numpy as jnp

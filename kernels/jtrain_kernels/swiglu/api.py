@@ -1,4 +1,4 @@
-"""The gate of a gated feed-forward layer, keeping only its inputs for the backward pass."""
+"""SwiGLU, the gate of a feed-forward layer; keeps only its inputs for the backward pass."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jtrain_kernels import registry
 
 
 def swiglu(gate: Float[Array, "*dims"], up: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-    """`silu(gate) * up`, computed in float32, in gate's dtype (arXiv:2002.05202)."""
+    """`silu(gate) * up`, computed in float32, returned in gate's dtype (arXiv:2002.05202)."""
     return registry.call(SWIGLU, gate=gate, up=up)
 
 

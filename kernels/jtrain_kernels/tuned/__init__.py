@@ -1,4 +1,4 @@
-"""What was measured on live devices: one JSON file per device, entries keyed by (op, shape bucket, dtype)."""
+"""Tuning results measured on live devices: one JSON file per device, with entries keyed by (op, bucket, dtype)."""
 
 import dataclasses
 import functools
@@ -13,12 +13,12 @@ FOLDER = Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The fastest that was measured.
+    """Fastest implementation that was measured for an op and a bucket of arguments.
 
-    bucket: of the arguments, see `bucket`.
-    dtype: of the arguments, see `dtype`.
-    seconds: of one call.
-    measured: when and with what versions.
+    bucket: bucket of the arguments, see `bucket`.
+    dtype: dtypes of the arguments, see `dtype`.
+    seconds: time of one call.
+    measured: date and versions of the measurement.
     """
 
     op: str
@@ -31,9 +31,9 @@ class Entry:
 
 
 def bucket(avals: Mapping[str, Any]) -> str:
-    """Arguments that share an entry: each dimension up to the next power of two, statics as they are.
+    """Key of arguments that share an entry: dimensions rounded up to powers of two, static arguments unchanged.
 
-    `chunk=512 k=4x4096x8x128 q=4x4096x32x128`.
+    Example: `chunk=512 k=4x4096x8x128 q=4x4096x32x128`.
     """
 
     def one(value: Any) -> str:
@@ -50,18 +50,18 @@ def dtype(avals: Mapping[str, Any]) -> str:
 
 
 def key(op: str, avals: Mapping[str, Any]) -> tuple[str, str, str]:
-    """By what an entry for these arguments is found."""
+    """Key of the entry for these arguments."""
     return op, bucket(avals), dtype(avals)
 
 
 @functools.cache
 def load(device: str) -> Mapping[tuple[str, str, str], Entry]:
-    """The entries that are committed for a device."""
+    """Entries committed for a device."""
     return read(FOLDER / f"{device}.json")
 
 
 def read(file: Path) -> Mapping[tuple[str, str, str], Entry]:
-    """The entries of a file; none where there is no file."""
+    """Entries of a file; empty if the file does not exist."""
     if not file.exists():
         return {}
     entries = [Entry(**fields) for fields in json.loads(file.read_text())]
@@ -69,7 +69,7 @@ def read(file: Path) -> Mapping[tuple[str, str, str], Entry]:
 
 
 def write(file: Path, entries: Iterable[Entry]) -> None:
-    """Adds entries to a file, in the place of older ones for the same arguments."""
+    """Adds entries to a file; they replace older ones for the same arguments."""
     known = dict(read(file)) | {(e.op, e.bucket, e.dtype): e for e in entries}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps([dataclasses.asdict(known[k]) for k in sorted(known)], indent=1) + "\n")

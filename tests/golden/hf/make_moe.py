@@ -1,19 +1,25 @@
-"""Makes the reference directory of Qwen3-MoE with torch and transformers; the tests that read it need neither.
+"""Makes the reference directories of Qwen3-MoE with torch and transformers; the tests that read them need neither.
 
+    tests/golden/hf/setup.sh              # makes the environments and runs make.py and this script
     PYTHON_WITH_TORCH tests/golden/hf/make_moe.py
 
-As make.py's cases, and besides them in `reference.npz`: every layer's router logits, and transformers' load-balancing
-loss of them by layer and row. Made with torch 2.13.0 and transformers 4.57.6; the loss has no balancing term in it.
+`qwen3_moe` is written by transformers 4. Under transformers 5 the script loads it and saves the same model as
+`qwen3_moe_v5`: the weights are equal, config.json spells `num_experts` as `num_local_experts`. Each directory has the
+files of make.py's cases and besides them, in `reference.npz`, every layer's router logits and transformers'
+load-balancing loss of the logits by layer and row. The loss has no balancing term. Made with torch 2.13.0, transformers
+4.57.6 and 5.23.0.
 """
 
 from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-CONFIG = Qwen3MoeConfig(
+VERSION = int(transformers.__version__.split(".")[0])
+CONFIG = dict(
     vocab_size=64,
     hidden_size=32,
     intermediate_size=40,  # of dense layers, of which there are none
@@ -33,18 +39,37 @@ CONFIG = Qwen3MoeConfig(
 BATCH, LENGTH = 2, 64
 
 
-def make(folder: Path) -> None:
-    """Writes the directory."""
-    torch.manual_seed(3)
-    CONFIG._attn_implementation = "eager"
-    model = Qwen3MoeForCausalLM(CONFIG).float()
+def fresh_model() -> Qwen3MoeForCausalLM:
+    """A model with random weights, drawn larger than usual, so that errors show in the logits."""
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG, attn_implementation="eager")).float()
     with torch.no_grad():
         for path, weight in model.named_parameters():
             if weight.ndim == 1:
                 weight.copy_(1.0 + 0.2 * torch.randn(weight.shape))
             else:
                 weight.copy_(torch.randn(weight.shape) * (1.0 if "embed" in path else 1.2 * weight.shape[1] ** -0.5))
-    tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, LENGTH))
+    return model
+
+
+def gradients(model: Qwen3MoeForCausalLM) -> dict[str, np.ndarray]:
+    """Gradients by the names of the saved tensors: version 5 joins all experts of a layer in memory, not in files."""
+    out: dict[str, np.ndarray] = {}
+    for path, weight in model.named_parameters():
+        grad = weight.grad.numpy()
+        if path.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            prefix, _, joined = path.rpartition(".")
+            names = ("gate_proj", "up_proj") if joined == "gate_up_proj" else ("down_proj",)
+            for expert, matrix in enumerate(grad):
+                parts = zip(names, np.split(matrix, len(names)), strict=True)
+                out |= {f"{prefix}.{expert}.{name}.weight": part for name, part in parts}
+        else:
+            out[path] = grad
+    return out
+
+
+def make(model: Qwen3MoeForCausalLM, tokens: torch.Tensor, folder: Path) -> None:
+    """Writes one directory."""
+    config = model.config
     out = model(input_ids=tokens, use_cache=False, output_router_logits=True)
     loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
@@ -53,9 +78,9 @@ def make(folder: Path) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
     (folder / "model.safetensors").chmod(0o644)
     router = torch.stack([logits.view(BATCH, LENGTH, -1) for logits in out.router_logits]).detach()
-    top_k = CONFIG.num_experts_per_tok
+    top_k = config.num_experts_per_tok
     balance = [
-        [load_balancing_loss_func((row,), CONFIG.num_experts, top_k).item() for row in layer] for layer in router
+        [load_balancing_loss_func((row,), config.num_experts, top_k).item() for row in layer] for layer in router
     ]
     arrays = {
         "tokens": tokens.numpy().astype(np.int32),
@@ -64,12 +89,20 @@ def make(folder: Path) -> None:
         "router_logits": router.numpy(),
         "balance": np.array(balance, np.float32),
     }
-    arrays |= {f"grad/{path}": weight.grad.numpy() for path, weight in model.named_parameters()}
+    arrays |= {f"grad/{path}": grad for path, grad in gradients(model).items()}
     np.savez_compressed(folder / "reference.npz", **arrays)
     print(f"loss {loss.item():.4f}, logits' deviation {out.logits.std().item():.2f}, balance {balance}")
-    chosen = router.topk(top_k).indices.flatten().bincount(minlength=CONFIG.num_experts)
+    chosen = router.topk(top_k).indices.flatten().bincount(minlength=config.num_experts)
     print(f"tokens of each expert: {chosen.tolist()}")
 
 
 if __name__ == "__main__":
-    make(Path(__file__).parent / "qwen3_moe")
+    here = Path(__file__).parent
+    if VERSION == 4:
+        torch.manual_seed(3)
+        model = fresh_model()
+        make(model, torch.randint(0, CONFIG["vocab_size"], (BATCH, LENGTH)), here / "qwen3_moe")
+    else:
+        model = Qwen3MoeForCausalLM.from_pretrained(here / "qwen3_moe", attn_implementation="eager")
+        tokens = torch.from_numpy(np.load(here / "qwen3_moe" / "reference.npz")["tokens"]).long()
+        make(model, tokens, here / "qwen3_moe_v5")

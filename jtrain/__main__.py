@@ -1,0 +1,50 @@
+"""`jtrain VERB ...`, the console script: the same as `python -m jtrain.VERB ...`.
+
+Imports neither jax nor the verb, so that the list of verbs and a misspelt verb are answered at once.
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+
+VERBS = {
+    "launch": "train the model of a config; the same command again resumes",
+    "plan": "bytes, FLOPs, network, seconds and money of a run, before it runs",
+    "profile": "where a run's time went, and what got slower between two runs",
+    "checkpoint": "list, show and verify the checkpoints of a run",
+    "data": "inspect, plan, prepare, verify and time what a run reads",
+    "hf": "export to and import from Hugging Face directories",
+    "generate": "sample text from a checkpoint",
+    "bench": "measure one of the published numbers",
+}
+"""Verb -> one line of help. A verb is a module or package of `jtrain` that runs with `python -m`."""
+
+
+def usage() -> str:
+    """The verbs with a line each."""
+    lines = [f"  {verb:11} {line}" for verb, line in VERBS.items()]
+    return "\n".join(["usage: jtrain VERB [options]    (`jtrain VERB --help` lists the options)", "", *lines])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replaces this process by the verb's; returns only for `--help` (0) and a mistake (2)."""
+    verb, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if verb in ("-h", "--help"):
+        print(usage())
+        return 0
+    if verb in VERBS:
+        sys.stdout.flush()
+        # `python -m`, word for word: the same sys.path, the same command in run.json, the same process id for signals.
+        os.execv(sys.executable, [sys.executable, "-m", f"jtrain.{verb}", *rest])
+    if not verb:
+        print(usage(), file=sys.stderr)
+        return 2
+    near = difflib.get_close_matches(verb, VERBS, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    print(f"error: no verb {verb}.{hint} There are: {', '.join(VERBS)}.", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Config loading: makes a `fdl.Config[Run]` of `--config NAME --with FIDDLER --set PATH=VALUE`."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+import traceback
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+
+from jtrain.config import fiddlers as shared
+from jtrain.config import tree
+from jtrain.config.run import Run, _built
+from jtrain.errors import UserError, did_you_mean
+from jtrain.layout import LayoutSpec
+from jtrain.mesh import BATCH_AXES, MeshSpec, shard_size
+
+
+def load_config(name: str, fiddlers: Sequence[str] = (), sets: Sequence[str] = ()) -> fdl.Config[Run]:
+    """Loads the config that `--config=name --with fiddler ... --set path=value ...` describes.
+
+    Args:
+      name: a file in configs/ (see `folders`), `path/to/file.py[:function]` or `module:function`.
+      fiddlers: functions of the same file, or of `jtrain.config.fiddlers`, applied in order.
+      sets: `path=literal` each; text that is not a Python literal is taken as a string.
+
+    Raises:
+      UserError: the config, fiddler or path does not exist (the message suggests similar names), or a value has the
+        wrong type.
+    """
+    module, function = _find(name)
+    config = _call(module, function, "base function", 0)
+    if not isinstance(config, fdl.Config) or fdl.get_callable(config) is not Run:
+        raise UserError(
+            f"--config={name}: {function}() must return a fdl.Config(Run, ...), not {type(config).__name__}."
+        )
+    tree.expand(config)
+    for fiddler in fiddlers:
+        _call(module, fiddler, "fiddler", 1, config)
+        tree.expand(config)
+    tree.check_types(config)
+    for text in sets:
+        tree.set_path(config, text)
+    return config
+
+
+def mesh_size(config: fdl.Config[Run]) -> int:
+    """Number of devices in a config's mesh."""
+    return _built(config.mesh).size
+
+
+def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
+    """Changes a config's mesh to `count` devices, if it has another number; returns one line per changed field.
+
+    `data` takes up the difference and absorbs `replica`; the other axes keep their sizes. `layout.microbatches` is
+    chosen so that a device computes at most as many sequences at a time as before.
+
+    Raises:
+      UserError: `count` is not a multiple of the other axes, or the batch does not split over `count` devices.
+    """
+    was: MeshSpec = _built(config.mesh)
+    layout: LayoutSpec = _built(config.layout)
+    if was.size == count:
+        return []
+    others = was.size // was.replica // was.data
+    if count % others:
+        axes = " * ".join(f"mesh.{axis}={size}" for axis, size in was.shape.items() if size > 1 and axis != "data")
+        raise UserError(
+            f"{count} devices are not a multiple of {axes} = {others}. Use a multiple of {others}, or --set them to 1."
+        )
+    mesh = dataclasses.replace(was, replica=1, data=count // others)
+    batch = config.data.global_batch
+    rows = shard_size("data.global_batch", batch, mesh.shape, BATCH_AXES)
+    at_a_time = max(1, batch // (was.replica * was.data * was.expert) // layout.microbatches)
+    parts = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= at_a_time)
+    changes = {"mesh.replica": 1, "mesh.data": mesh.data, "layout.microbatches": parts}
+    before = {"mesh.replica": was.replica, "mesh.data": was.data, "layout.microbatches": layout.microbatches}
+    config.mesh.replica, config.mesh.data, config.layout.microbatches = 1, mesh.data, parts
+    return [f"{path}={value} (the config: {before[path]})" for path, value in changes.items() if before[path] != value]
+
+
+def set_values(config: fdl.Config[Run], values: Mapping[str, object]) -> None:
+    """Sets fields of a loaded config; `values` maps paths to values."""
+    for path, value in values.items():
+        owner: Any = config
+        *parents, last = path.split(".")
+        for name in parents:
+            owner = getattr(owner, name)
+        setattr(owner, last, value)
+
+
+def folders() -> list[Path]:
+    """Folders searched for a config's name, in order: ./configs, the checkout's configs/, the configs in the wheel."""
+    package = Path(__file__).parents[1]
+    return [Path.cwd() / "configs", package.parent / "configs", package / "_configs"]
+
+
+def _find(name: str) -> tuple[types.ModuleType, str]:
+    """Loads a config's module; returns it with the name of its base function."""
+    file, py, function = name.rpartition(".py")
+    if py and function[:1] in ("", ":"):
+        path = Path(file + py)
+        if not path.is_file():
+            raise UserError(f"--config={name}: there is no file {path.absolute()}.")
+        return load_python_file(path), function[1:] or path.stem
+    module, colon, function = name.partition(":")
+    if colon:
+        try:
+            return importlib.import_module(module), function
+        except ModuleNotFoundError as error:
+            raise UserError(f"--config={name}: no module {module} ({error}).") from error
+    here = [folder for folder in folders() if folder.is_dir()]
+    for folder in here:
+        if (path := folder / f"{name}.py").is_file():
+            return load_python_file(path), name
+    names = sorted({path.stem for folder in here for path in folder.glob("*.py")})
+    raise UserError(
+        f"--config={name}: no such config. {did_you_mean(name, names)}There are: {', '.join(names)}. "
+        "A config is also path/to/file.py[:function] or module:function."
+    )
+
+
+def load_python_file(path: Path) -> types.ModuleType:
+    """Loads a Python file outside the package; an exception in it becomes a UserError with file and line."""
+    spec = importlib.util.spec_from_file_location(f"jtrain_config_{path.stem}", path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    with _located(path):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _located(path: Path) -> Iterator[None]:
+    """Turns any exception from a config file into a UserError with file and line, because the user can fix it."""
+    try:
+        yield
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+        if isinstance(error, SyntaxError):
+            lines = [error.lineno]
+        where = f"{path}:{lines[-1]}" if lines else f"{path}"
+        raise UserError(f"{where}: {type(error).__name__}: {error}") from error
+
+
+def _call(module: types.ModuleType, name: str, what: str, num_arguments: int, *arguments: Any) -> Any:
+    """Calls the base function or fiddler `name` of a module."""
+    assert module.__file__ is not None, module
+    found = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isfunction(value)
+        and not key.startswith("_")
+        and value.__module__ == module.__name__
+        and len(inspect.signature(value).parameters) == num_arguments
+    }
+    if what == "fiddler":
+        found |= {each.__name__: each for each in (shared.debug, shared.profile) if each.__name__ not in found}
+    if name not in found:
+        raise UserError(
+            f"{module.__file__} has no {what} {name}. {did_you_mean(name, found)}It has: {', '.join(found) or 'none'}."
+        )
+    with _located(Path(module.__file__)):
+        return found[name](*arguments)

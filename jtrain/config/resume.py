@@ -1,0 +1,133 @@
+"""Rules for resuming: which config fields may differ from the run in a workdir."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import fiddle as fdl
+
+from jtrain.config import tree
+from jtrain.config.run import Run
+from jtrain.errors import UserError, did_you_mean
+
+ADDED = {"model.moe": "None", "optimizer.master_dtype": "'none'", "optimizer.param_rounding": "'nearest'"}
+"""Fields that older runs lack -> the value, as text, that reproduces their behaviour."""
+
+
+MOVED = {
+    "layout.param_dtype": "precision.param_dtype",
+    "layout.compute_dtype": "precision.compute_dtype",
+    "layout.reduce_dtype": "precision.reduce_dtype",
+    "layout.matmul_dtype": "precision.matmul_dtype",
+    "layout.kernels": "kernels",
+}
+"""Paths in older runs -> paths of the same fields now."""
+
+CHANGEABLE = {"precision": "precision.", "kernels": "kernels"}
+"""Names for `--allow-change` -> prefix of the paths that may then differ. Losses differ from that step on, so the
+change is printed, and kept as a remark in config.txt and in every later checkpoint."""
+
+MAY_CHANGE_ON_RESUME = {
+    "mesh.": "the layout does not change the losses",
+    "layout.": "the layout does not change the losses",
+    "model.scan_layers": "changes only how the model compiles",
+    "model.loss_chunk_tokens": "changes only how the model compiles",
+    "model.attention_chunk": "changes only how the model compiles",
+    "checkpoint.": "changes what a run writes, not what it computes",
+    "eval.": "changes what a run writes, not what it computes",
+    "data.eval_batches": "changes what a run writes, not what it computes",
+    "data.mixture": "the log records the change and its step",
+    "data.sources.": "the log records the change; the data state refuses a source whose documents changed",
+    "data.on_bad_record": "changes only what happens at an unreadable document",
+    "data.epochs": "changes where the data ends, not its order",
+    "data.shuffle_window_bytes": "sources keep the window that they began with",
+    "data.engine": "changes how the data is read, not the data",
+    "data.max_loaders": "changes how the data is read, not the data",
+    "data.shadows": "changes how the data is read, not the data",
+    "data.read_timeout_s": "changes how the data is read, not the data",
+    "data.prepared": "changes how the data is read, not the data",
+    "data.cache_dir": "changes how the data is read, not the data",
+    "data.lookahead_steps": "changes how the data is read, not the data",
+    "data.context_order": "changes which device has which positions, not the positions",
+    "metrics.": "changes what a run writes, not what it computes",
+    "profile.": "changes what a run writes, not what it computes",
+    "callbacks": "callbacks watch a run and do not change it",
+}
+"""Prefix of a path -> why a resumed run may change it. A change of any other field makes it another run, `num_steps`
+included, because the learning-rate schedule reads it."""
+
+
+def config_from_text(config_text: str) -> fdl.Config[Run]:
+    """Reads a config from the text kept in a workdir or a checkpoint.
+
+    Raises:
+      UserError: as `jtrain.config.tree.read`.
+    """
+    return tree.read(Run, _with_moved_paths(config_text))
+
+
+def differences(there: str, here: str) -> list[str]:
+    """Lists the differences that make two flat config texts different runs, one `path: a there, b here` each.
+
+    Fields in MAY_CHANGE_ON_RESUME are left out. A field that an older version did not have counts as a difference,
+    unless it has its value in ADDED.
+    """
+    old, new = tree.parse(_with_moved_paths(there)), tree.parse(here)
+    old = {path: text for path, text in ADDED.items() if path in new} | old
+    return [
+        f"{path}: {old.get(path, 'absent')} there, {new.get(path, 'absent')} here"
+        for path in dict.fromkeys([*old, *new])
+        if old.get(path) != new.get(path) and not path.startswith(tuple(MAY_CHANGE_ON_RESUME))
+    ]
+
+
+def _with_moved_paths(config_text: str) -> str:
+    """Returns the text with the paths in MOVED replaced by their new ones."""
+    lines = []
+    for line in config_text.splitlines(keepends=True):
+        path, colon, rest = line.partition(":")
+        lines.append(MOVED.get(path, path) + colon + rest)
+    return "".join(lines)
+
+
+def check_same_run(workdir: Path, config_text: str, *, allow: Sequence[str] = ()) -> list[str]:
+    """Refuses a workdir whose config.txt belongs to another run; returns the differences that `allow` permits.
+
+    Args:
+      allow: names of CHANGEABLE.
+
+    Raises:
+      UserError: the workdir belongs to another run (lists each differing path with both values), or `allow` has an
+        unknown name.
+    """
+    if unknown := [name for name in allow if name not in CHANGEABLE]:
+        raise UserError(
+            f"--allow-change {unknown[0]}: {did_you_mean(unknown[0], CHANGEABLE)}It takes {', '.join(CHANGEABLE)}; "
+            "every other field that changes the losses makes another run."
+        )
+    file = workdir / "config.txt"
+    if not file.exists():
+        return []
+    allowed = tuple(CHANGEABLE[name] for name in allow)
+    lines = differences(file.read_text(), config_text)
+    if refused := [line for line in lines if not line.startswith(allowed)]:
+        listed = "".join(f"\n  {line}" for line in refused)
+        names = [name for name, prefix in CHANGEABLE.items() if all(line.startswith(prefix) for line in refused)]
+        way = f", or add --allow-change {names[0]} to go on with other numbers" if names else ""
+        raise UserError(
+            f"{workdir} holds another run:{listed}\nSet --workdir to a new folder, or run with the config in {file}"
+            f"{way}."
+        )
+    return lines
+
+
+def with_history(workdir: Path, config_text: str, *, step: int, changes: Sequence[str]) -> str:
+    """Appends to `config_text` one remark per change that `--allow-change` permitted, in this and earlier attempts.
+
+    Args:
+      step: the step that this attempt resumes from.
+      changes: the lines that `check_same_run` returned.
+    """
+    file = workdir / "config.txt"
+    earlier = [line for line in file.read_text().splitlines() if line.startswith("#")] if file.exists() else []
+    remarks = [*earlier, *(f"# changed at step {step}: {change}" for change in changes)]
+    return config_text + "".join(f"{remark}\n" for remark in remarks)

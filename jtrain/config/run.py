@@ -1,0 +1,159 @@
+"""One run as data: `Run` has a field per component, and a config file returns a `fdl.Config[Run]`.
+
+The base function makes the config, fiddlers change it, then `--set` does, as on the command line. The result prints as
+one `path: type = value` line per field; the workdir keeps this text to recognise its run.
+"""
+
+import dataclasses
+from typing import Any
+
+import fiddle as fdl
+
+from jtrain.checkpoint import CheckpointSpec
+from jtrain.config import tree
+from jtrain.data import PackedText
+from jtrain.errors import UserError
+from jtrain.layout import Kernels, Layout, LayoutSpec, OffloadSpec, check_batch, make_layout
+from jtrain.mesh import MeshSpec
+from jtrain.model.layer_scan import check_scanned
+from jtrain.model.param import map_params
+from jtrain.model.saved_activations import offloaded_names
+from jtrain.model.transformer import SAVEABLE, Transformer
+from jtrain.optim import AdamW, Muon, check_layout
+from jtrain.optim import build as build_optimizer
+from jtrain.optim.optimizer import check_offload
+from jtrain.precision import PrecisionSpec
+from jtrain.profile.spec import ProfileSpec
+from jtrain.telemetry.metrics import MetricsSpec
+from jtrain_kernels import registry
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSpec:
+    """When to evaluate on the held-out split; `data.eval_fraction` and `data.eval_batches` give its size.
+
+    every_steps: train steps between evaluations; None disables evaluation.
+    """
+
+    every_steps: int | None = 100
+
+    def __post_init__(self) -> None:
+        if self.every_steps is not None and self.every_steps < 1:
+            raise UserError(f"eval.every_steps={self.every_steps} must be at least 1, or None to disable evaluation.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run: `num_steps` updates of the weights drawn from `seed`.
+
+    num_steps: length of the run, and of the learning-rate schedule.
+    kernels: implementations of ops that replace the registry's choice: (("attention", "cudnn"),).
+    callbacks: objects that watch the loop (jtrain/train/callbacks.py): `module:name` or `path/to/file.py:name`.
+    """
+
+    seed: int
+    num_steps: int
+    mesh: MeshSpec
+    layout: LayoutSpec
+    precision: PrecisionSpec = dataclasses.field(default_factory=PrecisionSpec)
+    kernels: Kernels = ()
+    model: Transformer
+    optimizer: AdamW | Muon
+    data: PackedText
+    checkpoint: CheckpointSpec = dataclasses.field(default_factory=CheckpointSpec)
+    eval: EvalSpec = dataclasses.field(default_factory=EvalSpec)
+    metrics: MetricsSpec = dataclasses.field(default_factory=MetricsSpec)
+    profile: ProfileSpec = dataclasses.field(default_factory=ProfileSpec)
+    callbacks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise UserError(f"num_steps={self.num_steps} must be at least 1.")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed={self.seed} must be in [0, 2**32).")
+        if len(dict(self.kernels)) < len(self.kernels):
+            raise UserError(f"kernels={self.kernels!r} names an op twice. Keep one implementation for each.")
+
+
+def build_run(config: fdl.Config[Run]) -> Run:
+    """Builds every component and checks that they fit each other.
+
+    Raises:
+      UserError: a field has no value, or a component or `validate` refuses one.
+    """
+    if unset := [leaf.path for leaf in tree.leaves(config) if leaf.text == tree.NOT_SET]:
+        raise UserError(f"{', '.join(unset)}: no value. Set it in the config, or with --set {unset[0]}=VALUE.")
+    run: Run = _built(config)
+    validate(run)
+    return run
+
+
+def _built(component: Any) -> Any:
+    """Builds a component; its refusal is raised as a UserError without fiddle's context."""
+    try:
+        return fdl.build(component)
+    except ValueError as error:  # fiddle appends all arguments to the component's message
+        message = str(error).partition("\n\nFiddle context:")[0]
+        raise UserError(message).with_traceback(error.__traceback__) from None
+
+
+def run_layout(run: Run) -> Layout:
+    """Returns the layout of a run: sharding, memory and dtype of every array.
+
+    Raises:
+      UserError: as `make_layout`.
+    """
+    return make_layout(
+        run.layout,
+        run.mesh,
+        run.model.param_infos(),
+        context_order=run.data.context_order,
+        precision=run.precision,
+        kernels=run.kernels,
+    )
+
+
+def validate(run: Run) -> None:
+    """Checks that the components of a run fit each other.
+
+    Raises:
+      UserError: two components do not fit; names the fields, their values and the way out.
+    """
+    offload = run.layout.offload
+    if {offload.params, offload.activations} - {"none", 0}:
+        check_scanned(run.model.scan_layers)
+    if "as_needed" in (offload.optimizer, offload.params, offload.activations):
+        offload = OffloadSpec()  # the share depends on the devices
+    # Checks that heads, widths and vocabulary split over the mesh, and that offloaded activations are among the saved.
+    layout = run_layout(dataclasses.replace(run, layout=dataclasses.replace(run.layout, offload=offload)))
+    offloaded_names(layout)
+    check_offload(run.layout, run.optimizer)
+    registry.check(dict(run.kernels))
+    check_layout(run.optimizer, layout)
+    build_optimizer(
+        run.optimizer, num_steps=run.num_steps, params=map_params(lambda info: info, run.model.param_infos())
+    )
+    check_batch(run.layout, run.mesh, global_batch=run.data.global_batch, seq_len=run.data.seq_len)
+    if unknown := [name for name in run.layout.remat_save if name not in SAVEABLE]:
+        raise UserError(
+            f"layout.remat_save names {', '.join(unknown)}, which no layer computes. There are: {', '.join(SAVEABLE)}."
+        )
+    if run.eval.every_steps is not None and not run.data.eval_fraction:
+        raise UserError(
+            f"eval.every_steps={run.eval.every_steps} evaluates on held-out documents, but data.eval_fraction=0 holds "
+            "none out. Set eval.every_steps=None, or data.eval_fraction above 0."
+        )
+    run.profile.check_length(run.num_steps)
+
+
+def check_vocabulary(model: Transformer, vocab_size: int) -> None:
+    """Refuses a model that cannot embed every id; not part of `validate`, because it needs the tokenizer's file.
+
+    Raises:
+      UserError: the tokenizer has more ids than the model; names both sizes.
+    """
+    if vocab_size > model.vocab_size:
+        raise UserError(
+            f"data.tokenizer makes {vocab_size} different ids, but model.vocab_size={model.vocab_size}. "
+            f"Set model.vocab_size={vocab_size} or more, or another data.tokenizer."
+        )

@@ -1,0 +1,290 @@
+"""Config tree with flat paths: prints all fields, sets one, checks types.
+
+A path joins the names from the root by dots, as in `model.rope.theta`. In a field of type `dict[str, Component]` the
+component's key is part of the path, as in `data.sources.web.weight`. This module is independent of `Run`.
+"""
+
+import ast
+import collections.abc
+import dataclasses
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import fiddle as fdl
+
+from jtrain.errors import UserError
+
+
+def flat(config: fdl.Config[Any]) -> str:
+    """Returns one `path: type = value` line per leaf, defaults included; a chosen component gets its own line."""
+    return "".join(f"{leaf.path}: {_type_name(leaf.annotation)} = {leaf.text}\n" for leaf in leaves(config))
+
+
+def parse(text: str) -> dict[str, str]:
+    """Parses the text that `flat` wrote into path -> value as text; lines that begin with # are remarks."""
+    paths: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        head, _, value = line.partition(" = ")
+        paths[head.partition(": ")[0]] = value
+    return paths
+
+
+def read(component: type, text: str) -> fdl.Config[Any]:
+    """Reads back the config that `flat` printed; fields added to the code since then take their defaults.
+
+    Raises:
+      UserError: a line names an unknown field, or a component that its field does not accept.
+    """
+    values = parse(text)
+    config = _read(component, values, "")
+    if unknown := values.keys() - {leaf.path for leaf in leaves(config)}:
+        raise UserError(
+            f"this version of jtrain has no field {', '.join(sorted(unknown))}. Use the one that wrote the config."
+        )
+    return config
+
+
+def expand(config: fdl.Config[Any]) -> None:
+    """Replaces every nested dataclass value by a config, so that each of its fields has a path to set."""
+    for name, (annotation, value) in _fields(config).items():
+        if _named_component(annotation) is not None and isinstance(value, dict):
+            setattr(config, name, {key: _expanded(item) for key, item in value.items()})
+        elif isinstance(value, fdl.Config) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+            setattr(config, name, _expanded(value))
+
+
+def _expanded(value: Any) -> Any:
+    """Returns a component as an expanded config."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        value = fdl.Config(type(value), **given)
+    if isinstance(value, fdl.Config):
+        expand(value)
+    return value
+
+
+def check_types(config: fdl.Config[Any], prefix: str = "") -> None:
+    """Checks every value against its field's annotation; converts int to float and list to tuple where needed.
+
+    Raises:
+      UserError: a value has the wrong type; names the path, the value and the type.
+    """
+    for name, (annotation, value) in _fields(config).items():
+        if isinstance(value, fdl.Config):
+            check_types(value, f"{prefix}{name}.")
+        elif (named := _named(annotation, value)) is not None:
+            for key, item in named.items():
+                check_types(item, f"{prefix}{name}.{key}.")
+        elif name in config.__arguments__:
+            setattr(config, name, _typed(prefix + name, value, annotation))
+
+
+def set_path(config: fdl.Config[Any], text: str) -> None:
+    """Applies one `path=literal`; text that is not a literal, or is meant for a string field, is taken as a string.
+
+    Raises:
+      UserError: the path does not exist (the message suggests similar ones), the value has the wrong type, or the path
+        is that of a component.
+    """
+    path, equals, raw = (part.strip() for part in text.partition("="))
+    if not equals or not path:
+        raise UserError(f"--set {text}: expected PATH=VALUE, as in --set num_steps=100.")
+    owner: Any = config
+    *parents, last = path.split(".")
+    for depth, name in enumerate([*parents, last]):
+        if isinstance(owner, dict):
+            above = ".".join(parents[:depth])
+            if depth == len(parents):
+                raise UserError(f"--set {text}: {path} is a component, not a value. Set one of its fields.")
+            if name not in owner:
+                near = difflib.get_close_matches(name, owner)
+                hint = f"Did you mean {near[0]}? " if near else ""
+                raise UserError(f"--set {text}: {above} has no {name}. {hint}It has: {', '.join(owner) or 'none'}.")
+            owner = owner[name]
+            continue
+        if not isinstance(owner, fdl.Config):
+            above = ".".join(parents[:depth])
+            way = "A fiddler (--with) can put a component there." if owner is None else f"Set {above} itself."
+            raise UserError(f"--set {text}: {above} is {owner!r}, which has no fields. {way}")
+        if name not in _fields(owner):
+            raise UserError(f"--set {text}: {_unknown_path(config, owner, path, depth)}")
+        if depth < len(parents):
+            owner = _fields(owner)[name][1]
+    annotation, value = _fields(owner)[last]
+    try:
+        literal = ast.literal_eval(raw)
+    except (ValueError, SyntaxError):
+        literal = raw
+    if isinstance(value, fdl.Config) and literal is not None:
+        raise UserError(
+            f"--set {text}: {path} is a component ({fdl.get_callable(value).__name__}), not a value. Set one of its "
+            f"fields ({', '.join(f'{path}.{name}' for name in _fields(value))}), or replace it with a fiddler (--with)."
+        )
+    if _convert(literal, annotation) is _NO and _convert(raw, annotation) is not _NO:
+        literal = raw
+    setattr(owner, last, _typed(path, literal, annotation))
+
+
+NOT_SET = "(not set)"
+"""Text of a leaf that has neither value nor default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One value of a config: `text` is its repr, a component's class name, or `NOT_SET`."""
+
+    path: str
+    annotation: Any
+    text: str
+
+
+def leaves(config: fdl.Config[Any], prefix: str = "") -> Iterator[Leaf]:
+    """Yields every leaf, depth first, in the order of the components' signatures."""
+    for name, (annotation, value) in _fields(config).items():
+        path = prefix + name
+        if isinstance(value, fdl.Config):
+            if annotation is not fdl.get_callable(value):
+                yield Leaf(path, annotation, fdl.get_callable(value).__name__)
+            yield from leaves(value, path + ".")
+        elif (named := _named(annotation, value)) is not None and named:
+            for key, item in named.items():
+                yield from leaves(item, f"{path}.{key}.")
+        else:
+            yield Leaf(path, annotation, NOT_SET if value is inspect.Parameter.empty else repr(value))
+
+
+def _fields(config: fdl.Config[Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns name -> (annotation, value or default) of a component's fields, in the order of its signature."""
+    component: Any = fdl.get_callable(config)
+    constructor = component.__init__  # not the class: flax's metaclass shows its signature as (*args, **kwargs)
+    hints = typing.get_type_hints(component if dataclasses.is_dataclass(component) else constructor)
+    factories = {
+        field.name: field.default_factory
+        for field in (dataclasses.fields(component) if dataclasses.is_dataclass(component) else ())
+        if field.default_factory is not dataclasses.MISSING
+    }
+    fields: dict[str, tuple[Any, Any]] = {}
+    for name, parameter in list(inspect.signature(constructor).parameters.items())[1:]:  # without self
+        default = factories[name]() if name in factories else parameter.default
+        fields[name] = (_resolve(hints.get(name, Any)), config.__arguments__.get(name, default))
+    return fields
+
+
+def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config[Any]:
+    config = fdl.Config(component)
+    for name, (annotation, _) in _fields(config).items():
+        path = prefix + name
+        components = [kind for kind in typing.get_args(annotation) or (annotation,) if isinstance(kind, type)]
+        if (component_kind := _named_component(annotation)) is not None and path not in values:
+            keys = dict.fromkeys(p[len(path) + 1 :].partition(".")[0] for p in values if p.startswith(f"{path}."))
+            if keys:
+                setattr(config, name, {key: _read(component_kind, values, f"{path}.{key}.") for key in keys})
+        elif path not in values:
+            if any(other.startswith(f"{path}.") for other in values):
+                setattr(config, name, _read(annotation, values, f"{path}."))
+        elif chosen := [kind for kind in components if kind.__name__ == values[path]]:
+            setattr(config, name, _read(chosen[0], values, f"{path}."))
+        elif values[path] != NOT_SET:
+            try:
+                value = ast.literal_eval(values[path])
+            except (ValueError, SyntaxError) as error:
+                raise UserError(f"{path} = {values[path]}: neither a value nor one of its components.") from error
+            setattr(config, name, _typed(path, value, annotation))
+    return config
+
+
+def _named_component(annotation: Any) -> type | None:
+    """Returns the component type in `dict[str, Component]`; None for every other type."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is not dict or len(arguments) != 2 or not dataclasses.is_dataclass(arguments[1]):
+        return None
+    return arguments[1] if isinstance(arguments[1], type) else None
+
+
+def _named(annotation: Any, value: Any) -> dict[str, Any] | None:
+    """Returns the components of a `dict[str, Component]` field; None for every other field."""
+    return value if _named_component(annotation) is not None and isinstance(value, dict) else None
+
+
+def _unknown_path(config: fdl.Config[Any], owner: fdl.Config[Any], path: str, depth: int) -> str:
+    parts = path.split(".")
+    above = ".".join(parts[:depth])
+    everywhere = [leaf.path for leaf in leaves(config)]
+    siblings = [".".join([*parts[:depth], field]) for field in _fields(owner)]
+    near = difflib.get_close_matches(path, everywhere)
+    near += [other for other in everywhere if other.split(".")[-1] == parts[-1]]
+    near += difflib.get_close_matches(".".join(parts[: depth + 1]), siblings)
+    hint = f"Did you mean {', '.join(list(dict.fromkeys(near))[:3])}? " if near else ""
+    where = above or "the config"
+    return f"{where} has no field {parts[depth]}. {hint}Fields of {where}: {', '.join(_fields(owner))}."
+
+
+def _typed(path: str, value: Any, annotation: Any) -> Any:
+    converted = _convert(value, annotation)
+    if converted is not _NO:
+        return converted
+    choices = typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
+    if not choices:
+        raise UserError(f"{path}={value!r} is a {type(value).__name__}, but must be {_type_name(annotation)}.")
+    near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise UserError(f"{path}={value!r} must be one of {', '.join(map(repr, choices))}.{hint}")
+
+
+_NO = object()
+"""Result of `_convert` for a value of the wrong type; None would be a valid value."""
+
+
+def _convert(value: Any, annotation: Any) -> Any:
+    """Converts int to float and list to tuple as `annotation` needs; returns `_NO` for a value of another type."""
+    annotation = _resolve(annotation)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return value
+    if origin is Literal:
+        return value if any(value == choice and type(value) is type(choice) for choice in arguments) else _NO
+    if origin in (types.UnionType, typing.Union):
+        exact = [choice for choice in arguments if type(value) is choice]
+        return next((found for choice in exact or arguments if (found := _convert(value, choice)) is not _NO), _NO)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            return _NO
+        same = len(arguments) == 2 and arguments[1] is Ellipsis
+        kinds = [arguments[0]] * len(value) if same else list(arguments)
+        items = [_convert(item, kind) for item, kind in zip(value, kinds, strict=False)]
+        return _NO if len(kinds) != len(value) or any(item is _NO for item in items) else tuple(items)
+    if annotation is float and type(value) is int:
+        return float(value)
+    kind = origin or annotation
+    if kind is int and isinstance(value, bool):
+        return _NO
+    return value if not isinstance(kind, type) or isinstance(value, kind) else _NO
+
+
+def _resolve(annotation: Any) -> Any:
+    """Returns the type behind a `type Name = ...` alias."""
+    while isinstance(annotation, typing.TypeAliasType):
+        annotation = annotation.__value__
+    return annotation
+
+
+def _type_name(annotation: Any) -> str:
+    """Returns a type as written in source, without module names: `int`, `float | None`, `Literal['none', 'full']`."""
+    annotation = _resolve(annotation)
+    if annotation is types.NoneType:
+        return "None"
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation.__name__
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return " | ".join(_type_name(choice) for choice in typing.get_args(annotation))
+    origin = typing.get_origin(annotation)
+    if origin in (dict, tuple, collections.abc.Mapping) and isinstance(origin, type):
+        parts = ("..." if part is Ellipsis else _type_name(part) for part in typing.get_args(annotation))
+        return f"{origin.__name__}[{', '.join(parts)}]"
+    return inspect.formatannotation(annotation)

@@ -1,0 +1,1 @@
+"""Autoscaler: places sources on loader processes and changes the placement during a run."""

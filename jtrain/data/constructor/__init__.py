@@ -1,0 +1,1 @@
+"""Data Constructors: plan the steps and fill the rows of one host."""

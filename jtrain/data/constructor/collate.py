@@ -1,0 +1,115 @@
+"""Collation of planned document pieces into the rows of a batch: tokens, targets, positions, segments."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from jaxtyping import Int32
+
+from jtrain.constants import IGNORE
+from jtrain.data.planner.pieces import Pieces
+from jtrain.errors import UserError
+
+ARRAYS = ("token_BL", "target_BL", "position_BL", "segment_BL")
+"""Arrays of a batch, in their order in a slot of shared memory."""
+
+_BLOCK_TOKENS = 1 << 15
+"""Tokens filled at a time, so that intermediate arrays stay in the CPU cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Arrays of a batch, or of part of one, to be filled. The fields are those of `jtrain.dims.Batch`."""
+
+    token_BL: Int32[np.ndarray, "B L"]
+    target_BL: Int32[np.ndarray, "B L"]
+    position_BL: Int32[np.ndarray, "B L"]
+    segment_BL: Int32[np.ndarray, "B L"]
+
+    @staticmethod
+    def empty(rows: int, seq_len: int) -> "Rows":
+        """Returns uninitialised arrays of shape [rows, seq_len]."""
+        return Rows(*(np.empty((rows, seq_len), np.int32) for _ in range(4)))
+
+
+Views = Callable[[Pieces], list[np.ndarray]]
+"""views(pieces) returns the ids of each piece; raises UserError if a document is shorter than planned."""
+
+
+def views_of(ids_of: Callable[[int, int], np.ndarray]) -> Views:
+    """Returns `Views` into the ids of whole documents, which `ids_of` returns by source and number."""
+
+    def views(pieces: Pieces) -> list[np.ndarray]:
+        found = []
+        for source, document, start, end in each(pieces):
+            ids = ids_of(source, document)[start:end]
+            if len(ids) != end - start:
+                raise shrunk(source, document, end, start + len(ids))
+            found.append(ids)
+        return found
+
+    return views
+
+
+def each(pieces: Pieces) -> Iterator[tuple[int, int, int, int]]:
+    """Yields source, document, start and end of every piece, as plain integers."""
+    columns = (pieces.source, pieces.document, pieces.start, pieces.end)
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def shrunk(source: int, document: int, planned_end: int, end: int) -> UserError:
+    """Returns the error for a document that is shorter than planned."""
+    return UserError(
+        f"document {document} of source {source} was planned up to token {planned_end}, but ends at {end}: its files "
+        "have changed. Restore them, or start in a new --workdir."
+    )
+
+
+def fill_rows(out: Rows, pieces: Pieces, views: Views) -> None:
+    """Fills every row of `out`. A target is the next token of the same piece, or IGNORE; positions count from 0.
+
+    Args:
+      out: contiguous arrays.
+      pieces: document pieces, with rows numbered as in `out`.
+
+    Raises:
+      UserError: a document is shorter than planned.
+    """
+    num_rows, seq_len = out.token_BL.shape
+    if not num_rows:
+        return
+    ids, length = views(pieces), pieces.end - pieces.start
+    filled = np.bincount(pieces.row, weights=length, minlength=num_rows).astype(np.int64)
+    assert len(filled) == num_rows, "a piece lies beyond the last row"
+    assert (filled <= seq_len).all(), "a row holds more than there is room for"
+    first = np.searchsorted(pieces.row, np.arange(num_rows + 1))
+    segment = np.arange(1, len(pieces) + 1) - first[pieces.row]
+    padded = np.flatnonzero(filled < seq_len)
+    if len(padded):  # padding becomes one more piece, of segment 0, at the end of its row
+        at, missing = first[padded + 1], seq_len - filled[padded]
+        length, segment = np.insert(length, at, missing), np.insert(segment, at, 0)
+        zeros = np.zeros(int(missing.max()), np.int8)
+        for place, size in zip(reversed(at.tolist()), reversed(missing.tolist()), strict=True):
+            ids.insert(place, zeros[:size])
+    ends = np.cumsum(length)
+    starts, segment = (ends - length).astype(np.int32), segment.astype(np.int32)
+
+    tokens = num_rows * seq_len
+    block = max(1, _BLOCK_TOKENS // seq_len) * seq_len
+    borders = np.searchsorted(ends, np.arange(0, tokens + block, block), side="right").tolist()
+    count = np.arange(min(block, tokens), dtype=np.int32)
+    arrays = (array.reshape(-1) for array in (out.token_BL, out.target_BL, out.position_BL, out.segment_BL))
+    token_out, target_out, position_out, segment_out = arrays
+    for first_token, (low, high) in zip(range(0, tokens, block), itertools.pairwise(borders), strict=True):
+        here = slice(first_token, min(first_token + block, tokens))
+        token, target = token_out[here], target_out[here]
+        np.concatenate(ids[low:high], out=token, casting="same_kind")
+        target[:-1] = token[1:]
+        target[ends[low:high] - (first_token + 1)] = IGNORE
+        segment_out[here] = np.repeat(segment[low:high], length[low:high])
+        start = np.repeat(starts[low:high] - np.int32(first_token), length[low:high])
+        np.subtract(count[: len(token)], start, out=position_out[here])
+    for row in padded.tolist():
+        out.target_BL[row, filled[row] :] = IGNORE
+        out.position_BL[row, filled[row] :] = 0

@@ -1,0 +1,368 @@
+"""Data Constructor: plans each step, asks loaders for its documents, and fills the host's rows.
+
+Each host has one. Its planner is a pure function, so the constructors of all hosts make the same plan without
+communication.
+"""
+
+import collections
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int, Int64
+
+from jtrain.data.constructor.collate import Rows, fill_rows
+from jtrain.data.constructor.document_buffer import DocumentBuffer, keys_of, places_of
+from jtrain.data.document_stream import DocumentStream, SourceSetup
+from jtrain.data.loaders.loader import RequestPart
+from jtrain.data.loaders.messages import DocumentRun, LoaderState
+from jtrain.data.loaders.pool import Pool
+from jtrain.data.planner import balance
+from jtrain.data.planner.pieces import Pieces
+from jtrain.data.planner.planner import EndOfData, LoadingPlan, NotYet, Planner, PlannerSpec, PlannerState
+from jtrain.data.sources.source import field_of
+
+RUN_BYTES, ALL_RUNS_BYTES = 1 << 16, 6 << 20
+MOST_RUN_DOCUMENTS = 64
+"""Size of a run: about RUN_BYTES of text, at most MOST_RUN_DOCUMENTS documents: few messages, little read in vain.
+
+At least one run of each source is in memory, so with hundreds of sources runs are shorter: ALL_RUNS_BYTES in total.
+"""
+
+RUNS_AT_A_TIME = 8
+"""Runs of different sources that one message asks for, at most."""
+
+LENGTHS_AT_A_TIME = 256
+"""Lengths of a prepared source looked up in one call: a call takes as long as a thousand lengths."""
+
+NAMED_SKIPPED = 10
+"""Bad documents of a source that are reported one by one; later ones are only counted."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConstructorSetup:
+    """Settings of a constructor, as plain values, so that they can be sent to a process.
+
+    rows: rows of the global batch that this host's devices need, ascending.
+    column_order: for each position of a row, the position to take its token from; None keeps the order.
+    documents_bytes: mean size of a document by source; it decides how many documents make a run.
+    lookahead_steps: how many steps ahead of the step being filled documents are asked for.
+    """
+
+    sources: tuple[SourceSetup, ...]
+    planner: PlannerSpec
+    rows: Int[np.ndarray, " rows"]
+    column_order: Int[np.ndarray, " L"] | None
+    documents_bytes: tuple[int, ...]
+    lookahead_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DataState:
+    """Position in the stream: the planner's state, and the number of documents skipped so far by source."""
+
+    planner: PlannerState
+    skipped: Int[np.ndarray, " sources"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchStats:
+    """Statistics of one batch, for logs.
+
+    drift: largest difference, over the sources, between the share of all tokens so far and the scheduled share.
+    wait_s: seconds that the constructor waited for documents of this batch.
+    """
+
+    step: int
+    tokens_by_source: Int[np.ndarray, " sources"]
+    fill: float
+    drift: float
+    row_cost: Float64[np.ndarray, " rows"]
+    plan_s: float
+    fill_s: float
+    wait_s: float
+    skipped: int
+    loaders: tuple[LoaderState, ...]
+
+    def spread(self, ranks: int) -> float:
+        """Returns the largest over the mean cost of `ranks` data ranks."""
+        return balance.spread(self.row_cost, ranks)
+
+    def tokens(self, names: Sequence[str]) -> dict[str, int]:
+        """Returns the number of tokens by source name; sources without tokens are left out."""
+        counts = zip(names, self.tokens_by_source.tolist(), strict=True)
+        return {name: count for name, count in counts if count}
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """Filled batch, and the state from which the next one follows."""
+
+    state: DataState
+    stats: BatchStats
+    plan: LoadingPlan
+
+
+class _Planned(NamedTuple):
+    """Step that is planned ahead; `pieces` are the pieces in this host's rows."""
+
+    plan: LoadingPlan
+    after: PlannerState
+    pieces: Pieces
+    plan_s: float
+
+
+@dataclasses.dataclass
+class _Known:
+    """Known lengths of documents first, first + 1, ... of a source; also their records if the source is prepared."""
+
+    first: int
+    lengths: Int[np.ndarray, " n"]
+    records: Int[np.ndarray, " n"] | None = None
+    early: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Lengths that arrived out of order, by their first document."""
+    asked: int = 0
+    """Number of the first document that has not been asked for."""
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.lengths)
+
+    def add(self, first: int, lengths: Int[np.ndarray, " n"]) -> None:
+        self.early[first] = lengths
+        while (found := self.early.pop(self.end, None)) is not None:
+            self.lengths = np.concatenate([self.lengths, found])
+
+    def drop_before(self, number: int) -> None:
+        """Drops lengths before `number`, at least `LENGTHS_AT_A_TIME` at once: each step calls this for each source."""
+        gone = number - self.first
+        if gone < LENGTHS_AT_A_TIME:
+            return
+        self.first += gone
+        self.lengths = self.lengths[gone:]
+        self.records = None if self.records is None else self.records[gone:]
+
+
+class Constructor:
+    """Fills batches from the documents that a pool of loaders reads. Starts no process and knows no transport."""
+
+    def __init__(self, setup: ConstructorSetup, pool: Pool, state: DataState | None) -> None:
+        self._setup = setup
+        self._pool = pool
+        self._planner = Planner(setup.planner, self._lengths)
+        num_sources = len(setup.sources)
+        self._state = state or DataState(self._planner.start(), np.zeros(num_sources, np.int64))
+        self._plans: collections.deque[_Planned] = collections.deque()
+        # A host that needs all rows reads prepared sources in runs, like other sources. A host that needs some rows
+        # plans with the lengths of the index first, and then asks only for the documents in its rows.
+        some_rows = len(setup.rows) < setup.planner.global_batch
+        prepared = {i: s for i, s in enumerate(setup.sources) if s.prepared is not None and some_rows}
+        self._prepared = {i: DocumentStream(s) for i, s in prepared.items()}
+        run_bytes = min(RUN_BYTES, ALL_RUNS_BYTES // num_sources)
+        self._run_documents = [max(1, min(MOST_RUN_DOCUMENTS, run_bytes // max(b, 1))) for b in setup.documents_bytes]
+        self._buffer = DocumentBuffer(self._state.planner.cursors, pool.release)
+        self.said: list[str] = []
+        """Lines for the log that nobody has taken yet."""
+        self._named = [0] * num_sources
+        self._planned_all = False
+        self._missing: list[tuple[int, int, int]] = []
+        self._waiting_since_s: float | None = None
+        self._wait_s = 0.0
+        cursors = self._state.planner.cursors.tolist()
+        self._known = [
+            _Known(cursor, np.zeros(0, np.int32), np.zeros(0, np.int64) if i in self._prepared else None, asked=cursor)
+            for i, cursor in enumerate(cursors)
+        ]
+        # Documents that were open or postponed when the state was saved are read again.
+        self._carried = _carried(self._state.planner)
+        open_documents = map(tuple, self._state.planner.carry[:, :2].tolist())
+        self._awaited = {(source, number) for source, number in open_documents if source not in self._prepared}
+        again: dict[int, list[int]] = collections.defaultdict(list)
+        for source, number in sorted(self._awaited):
+            again[source].append(number)
+        for source, numbers in again.items():
+            pool.request([RequestPart(source, np.asarray(numbers, np.int64))], first=True)
+
+    @property
+    def ended(self) -> bool:
+        """True if no batch is left to fill."""
+        return self._planned_all and not self._plans
+
+    def advance(self) -> None:
+        """Takes the runs that have arrived, plans ahead as far as their lengths allow, and asks for more. Never waits.
+
+        Raises:
+          DataError: the stream cannot continue.
+        """
+        for run in self._pool.collect():
+            self._keep(run)
+        if any(self._known[source].end <= first for source, first, _ in self._missing):
+            return  # planning would stop at the same document again
+        self._missing = []
+        new: list[_Planned] = []
+        try:
+            while len(self._plans) < self._setup.lookahead_steps and not self._planned_all:
+                begun_s = time.perf_counter()
+                plan, after = self._planner.plan(self._plans[-1].after if self._plans else self._state.planner)
+                pieces = plan.pieces.of_rows(self._setup.rows)
+                new.append(_Planned(plan, after, pieces, time.perf_counter() - begun_s))
+                self._plans.append(new[-1])
+                self._planned_all = plan.last
+        except EndOfData:
+            self._planned_all = True
+        except ValueError:  # no further step can be planned, but the run may end with the steps planned so far
+            if not self._plans:
+                raise
+        except NotYet as not_yet:
+            self._missing = not_yet.wanted
+            self._ask([(source, first + count) for source, first, count in self._missing], first=True)
+        if self._prepared:
+            self._ask_for_payload(new)
+        if new or self._missing:
+            planned = self._plans[-1].after if self._plans else self._state.planner
+            ahead = self._planner.lookahead(planned, self._setup.lookahead_steps)
+            self._ask([(source, first + count) for source, first, count in ahead])
+
+    def fill(self, out: dict[str, Int[np.ndarray, "rows L"]]) -> Built | None:
+        """Fills the next batch into `out`; returns None while documents of it are missing."""
+        if self.ended:
+            return None
+        if not self._plans or not self._has_payload(self._plans[0].pieces):
+            self._waiting_since_s = self._waiting_since_s or time.perf_counter()
+            return None
+        planned = self._plans.popleft()
+        plan, after = planned.plan, planned.after
+        if self._waiting_since_s is not None:
+            self._wait_s = time.perf_counter() - self._waiting_since_s
+            self._waiting_since_s = None
+        begun_s = time.perf_counter()
+        fill_rows(Rows(**out), planned.pieces, self._views)
+        if (order := self._setup.column_order) is not None:
+            for array in out.values():
+                array[:] = array[:, order]
+        self._state = DataState(after, self._state.skipped + self._forget(self._state.planner, after))
+        stats = BatchStats(
+            step=plan.step,
+            tokens_by_source=plan.tokens_by_source,
+            fill=plan.fill,
+            drift=plan.drift,
+            row_cost=plan.row_cost,
+            plan_s=planned.plan_s,
+            fill_s=time.perf_counter() - begun_s,
+            wait_s=self._wait_s,
+            skipped=int(self._state.skipped.sum()),
+            loaders=tuple(self._pool.states()),
+        )
+        self._wait_s = 0.0
+        return Built(self._state, stats, plan)
+
+    def _lengths(self, source: int, first: int, count: int) -> Int[np.ndarray, " known"]:
+        """Returns the known lengths of documents first, first + 1, ...; raises NotYet if the first is not known."""
+        known = self._known[source]
+        if known.records is not None and first + count > known.end:
+            numbers = np.arange(known.end, max(first + count, known.end + LENGTHS_AT_A_TIME), dtype=np.int64)
+            lengths, records = self._prepared[source].lengths(numbers)
+            known.lengths = np.concatenate([known.lengths, lengths])
+            known.records = np.concatenate([known.records, records])
+        if first >= known.end:
+            raise NotYet
+        return known.lengths[first - known.first : first - known.first + count]
+
+    def _ask(self, ends: list[tuple[int, int]], *, first: bool = False) -> None:
+        """Asks for the whole runs up to document `end` of each source that have not been asked for.
+
+        Prepared sources are left out: their documents are asked for after planning (`_ask_for_payload`).
+        """
+        parts = []
+        for source, end in ends:
+            known, size = self._known[source], self._run_documents[source]
+            while known.records is None and known.asked < end:
+                stop = (known.asked // size + 1) * size
+                parts.append(RequestPart(source, np.arange(known.asked, stop, dtype=np.int64)))
+                known.asked = stop
+        for at in range(0, len(parts), RUNS_AT_A_TIME):
+            self._pool.request(parts[at : at + RUNS_AT_A_TIME], first=first)
+
+    def _ask_for_payload(self, planned: list[_Planned]) -> None:
+        """Asks for the documents of prepared sources that are in this host's rows, and for no others."""
+        wanted: dict[int, set[int]] = collections.defaultdict(set)
+        for step in planned:
+            for source, document in zip(step.pieces.source.tolist(), step.pieces.document.tolist(), strict=True):
+                if source in self._prepared:
+                    wanted[source].add(document)
+        parts = []
+        for source, documents in wanted.items():
+            numbers, known = self._buffer.expect(source, np.asarray(sorted(documents), np.int64)), self._known[source]
+            if len(numbers):
+                assert known.records is not None
+                inside = bool(len(known.records)) and int(numbers[0]) >= known.first
+                parts.append(RequestPart(source, numbers, known.records[numbers - known.first] if inside else None))
+        if parts:
+            self._pool.request(parts)
+
+    def _has_payload(self, pieces: Pieces) -> bool:
+        """True if all documents have arrived; documents of sources that are not prepared arrive with their lengths."""
+        return (not self._prepared and not self._awaited) or self._buffer.holds(pieces)
+
+    def _views(self, pieces: Pieces) -> list[np.ndarray]:
+        return self._buffer.views(pieces)
+
+    def _keep(self, run: DocumentRun) -> None:
+        if self._awaited:  # only after a resume
+            self._awaited.difference_update(zip(itertools.repeat(run.source), run.numbers.tolist()))
+        self._buffer.put(run)
+        known, first = self._known[run.source], int(run.numbers[0])
+        if known.records is None and first >= known.end:
+            known.add(first, np.diff(run.starts).astype(np.int32))
+
+    def _forget(self, before: PlannerState, after: PlannerState) -> Int[np.ndarray, " sources"]:
+        """Drops the documents that no later step needs; returns the number of bad ones among them, by source."""
+        skipped = np.zeros_like(self._state.skipped)
+        moved = np.flatnonzero(after.cursors != before.cursors)
+        count = (after.cursors - before.cursors)[moved]
+        passed = np.arange(int(count.sum())) + np.repeat(before.cursors[moved] - np.cumsum(count) + count, count)
+        for source, cursor in zip(moved.tolist(), after.cursors[moved].tolist(), strict=True):
+            self._known[source].drop_before(cursor)
+        drawn = np.concatenate([self._carried, keys_of(np.repeat(moved, count), passed)])
+        self._carried = _carried(after)
+        bad, absent = self._buffer.drop(drawn[~_among(drawn, self._carried)], self._carried, after.cursors)
+        for run, number in bad:
+            skipped[run.source] += 1
+            self._name_skipped(run.source, run.skipped[number])
+        if self._prepared:  # an absent document is in another host's rows, or the index leaves it out
+            for source, number in zip(*(part.tolist() for part in places_of(absent)), strict=True):
+                if (why := self._skipped_by_index(source, number)) is not None:
+                    skipped[source] += 1
+                    self._name_skipped(source, why)
+        return skipped
+
+    def _skipped_by_index(self, source: int, number: int) -> str | None:
+        """Returns the reason why `prepare` left a document out, or None if it did not."""
+        documents = self._prepared.get(source)
+        if documents is None or documents.prepared is None or not documents.prepared.num_skipped:
+            return None
+        record = int(documents.order.records(np.asarray([number], np.int64))[0])
+        return None if bool(documents.held_out(np.asarray([record]))[0]) else documents.prepared.skipped.get(record)
+
+    def _name_skipped(self, source: int, why: str) -> None:
+        self._named[source] += 1
+        name = self._setup.sources[source].name
+        if self._named[source] <= NAMED_SKIPPED:
+            self.said.append(f"data: {field_of(name)}: left out: {why}")
+        elif self._named[source] == NAMED_SKIPPED + 1:
+            self.said.append(f"data: {field_of(name)}: more documents are left out; data_skipped counts them")
+
+
+def _carried(state: PlannerState) -> Int64[np.ndarray, " open"]:
+    """Returns the keys of the documents that are drawn but not yet completely placed, ascending."""
+    return np.sort(keys_of(state.carry[:, 0], state.carry[:, 1]))
+
+
+def _among(keys: Int64[np.ndarray, " n"], ascending: Int64[np.ndarray, " m"]) -> Bool[np.ndarray, " n"]:
+    """Returns True for each of `keys` that is in `ascending`. Avoids np.isin, which would import numpy.ma."""
+    if not len(ascending):
+        return np.zeros(len(keys), np.bool_)
+    return ascending[np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)] == keys

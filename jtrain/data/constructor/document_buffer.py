@@ -1,0 +1,201 @@
+"""Buffer of tokenised documents waiting to be packed, indexed by (source, document number).
+
+It is made of arrays, because documents are looked up and dropped hundreds at a time: dicts of dicts took three times as
+long, most of it waiting for memory (bench/NOTES.md).
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Int64
+
+from jtrain.data.constructor.collate import shrunk
+from jtrain.data.loaders.messages import DocumentRun
+from jtrain.data.planner.pieces import Pieces
+
+_SMALLEST = 64
+_NOTHING = -1
+_NO_IDS = np.empty(0, np.int32)
+_ABOVE = 1 << 40
+"""Upper bound of document numbers, so that source * _ABOVE + number is a unique key."""
+
+
+def keys_of(source: Int64[np.ndarray, " n"], number: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+    """Returns one key per document, from its source and number."""
+    return source * _ABOVE + number
+
+
+def places_of(keys: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+    """Returns the source and the number of each key."""
+    return keys // _ABOVE, keys % _ABOVE
+
+
+class DocumentBuffer:
+    """Ring buffer per source that maps a document number to the run and the token range of its ids.
+
+    Document n is at position n modulo the size of the ring. A document before the cursor of its source that is still
+    needed is kept outside the ring (`_open`), so a ring is only as long as its source is read ahead.
+
+    Args:
+      cursors: first document of each source that is still to be drawn.
+      release: called with a run when none of its documents is needed any more.
+    """
+
+    def __init__(self, cursors: Int64[np.ndarray, " sources"], release: Callable[[DocumentRun], None]) -> None:
+        num_sources = len(cursors)
+        self._release = release
+        self._size = np.full(num_sources, _SMALLEST, np.int64)
+        self._base = np.arange(num_sources) * _SMALLEST
+        places = num_sources * _SMALLEST
+        self._number = np.full(places, _NOTHING, np.int64)
+        self._run = np.full(places, _NOTHING, np.int32)
+        self._first, self._stop = np.zeros(places, np.int64), np.zeros(places, np.int64)
+        self._open: dict[int, tuple[int, int, int]] = {}
+        self._runs: list[DocumentRun | None] = []
+        self._ids: list[np.ndarray] = []
+        self._unused: list[int] = []
+        self._live = np.zeros(0, np.int64)
+        self._cursors = cursors
+
+    def put(self, run: DocumentRun) -> None:
+        """Adds a run, whose document numbers ascend."""
+        at = self._unused.pop() if self._unused else len(self._runs)
+        if at == len(self._runs):
+            self._runs.append(None)
+            self._ids.append(run.ids)
+            if at >= len(self._live):
+                self._live = np.concatenate([self._live, np.zeros(max(64, at), np.int64)])
+        self._runs[at], self._ids[at], self._live[at] = run, run.ids, len(run.numbers)
+        source, numbers = run.source, run.numbers
+        starts = run.starts
+        oldest = int(self._cursors[source])
+        if int(numbers[0]) < oldest:  # documents that were open in the state that the run resumed from
+            behind = int(np.searchsorted(numbers, oldest))
+            for i, number in enumerate(numbers[:behind].tolist()):
+                self._open[source * _ABOVE + number] = at, int(starts[i]), int(starts[i + 1])
+            numbers, starts = numbers[behind:], starts[behind:]
+            if not len(numbers):
+                return
+        if int(numbers[-1]) - oldest >= self._size[source]:
+            self._grow(source, int(numbers[-1]) - oldest + 1)
+        place = self._base[source] + (numbers & (self._size[source] - 1))
+        self._number[place] = numbers
+        self._run[place] = at
+        self._first[place], self._stop[place] = starts[:-1], starts[1:]
+
+    def expect(self, source: int, numbers: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " new"]:
+        """Marks documents as asked for; returns the new ones among them, ascending. `numbers` has no duplicates."""
+        if not len(numbers):
+            return numbers
+        oldest = int(self._cursors[source])
+        ahead = numbers[numbers >= oldest]
+        if len(ahead) and int(ahead.max()) - oldest >= self._size[source]:
+            self._grow(source, int(ahead.max()) - oldest + 1)
+        place = self._base[source] + (ahead & (self._size[source] - 1))
+        new = ahead[self._number[place] != ahead]
+        place = self._base[source] + (new & (self._size[source] - 1))
+        self._number[place], self._run[place] = new, _NOTHING
+        behind = [n for n in numbers[numbers < oldest].tolist() if source * _ABOVE + n not in self._open]
+        self._open.update((source * _ABOVE + n, (_NOTHING, 0, 0)) for n in behind)
+        return np.concatenate([np.asarray(behind, np.int64), new])
+
+    def holds(self, pieces: Pieces) -> bool:
+        """True if all documents of `pieces` have arrived."""
+        return bool((self._find(pieces.source, pieces.document)[0] >= 0).all())
+
+    def find(self, source: int, number: int) -> tuple[DocumentRun, int] | None:
+        """Returns the run of a document and its index in the run; None if it has not arrived."""
+        at = int(self._find(*(np.asarray([x], np.int64) for x in (source, number)))[0][0])
+        if at < 0:
+            return None
+        run = self._runs[at]
+        assert run is not None
+        return run, int(np.searchsorted(run.numbers, number))
+
+    def views(self, pieces: Pieces) -> list[np.ndarray]:
+        """Returns the ids of each piece; all must have arrived. Raises UserError like `collate.Views`."""
+        run, first, stop = self._find(pieces.source, pieces.document)
+        end = first + pieces.end
+        if (end > stop).any():
+            at = int(np.argmax(end > stop))
+            length = int(stop[at] - first[at])
+            raise shrunk(int(pieces.source[at]), int(pieces.document[at]), int(pieces.end[at]), length)
+        ids = self._ids
+        where = zip(run.tolist(), (first + pieces.start).tolist(), end.tolist(), strict=True)
+        return [ids[r][a:b] for r, a, b in where]
+
+    def drop(
+        self, done: Int64[np.ndarray, " n"], kept: Int64[np.ndarray, " open"], cursors: Int64[np.ndarray, " sources"]
+    ) -> tuple[list[tuple[DocumentRun, int]], Int64[np.ndarray, " absent"]]:
+        """Drops the documents `done` and releases the runs that are no longer needed.
+
+        Args:
+          done: keys of documents to drop.
+          kept: keys of documents before `cursors` that are still needed; none of them is in `done`.
+          cursors: first document of each source that is still to be drawn.
+
+        Returns:
+          (run, number) of each dropped document that its run lists as skipped; and the keys that never arrived.
+        """
+        source, number = places_of(done)
+        run, _, _ = self._find(source, number)
+        kept_source, kept_number = places_of(kept)
+        kept_place = self._place(kept_source, kept_number)
+        columns = [kept, *(array[kept_place] for array in (self._run, self._first, self._stop))]
+        on_ring = self._number[kept_place] == kept_number
+        for key, at, first, stop in zip(*(column[on_ring].tolist() for column in columns), strict=True):
+            self._open.setdefault(key, (at, first, stop))
+        if self._open:
+            for key in done.tolist():
+                self._open.pop(key, None)
+        place = self._place(source, number)
+        self._number[place[self._number[place] == number]] = _NOTHING
+        self._cursors = cursors
+        here = run >= 0
+        gone = np.bincount(run[here], minlength=len(self._live))
+        self._live -= gone
+        skipped: list[tuple[DocumentRun, int]] = []
+        touched = np.flatnonzero(gone).tolist()
+        for at in touched:
+            if (found := self._runs[at]) is not None and found.skipped:
+                skipped += [(found, n) for n in number[run == at].tolist() if n in found.skipped]
+        for at in touched:
+            if not self._live[at]:
+                finished = self._runs[at]
+                assert finished is not None
+                self._runs[at], self._ids[at] = None, _NO_IDS
+                self._unused.append(at)
+                self._release(finished)
+        return skipped, done[~here]
+
+    def _place(self, source: Int64[np.ndarray, " n"], number: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        return self._base[source] + (number & (self._size[source] - 1))
+
+    def _find(
+        self, source: Int64[np.ndarray, " n"], number: Int64[np.ndarray, " n"]
+    ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """Returns the run of each document, -1 if it has not arrived, and the document's start and end in the run."""
+        place = self._place(source, number)
+        run = np.where(self._number[place] == number, self._run[place], _NOTHING).astype(np.int64)
+        first, stop = self._first[place], self._stop[place]
+        if self._open:
+            elsewhere = np.flatnonzero(run < 0)
+            for at, key in zip(elsewhere.tolist(), keys_of(source, number)[elsewhere].tolist(), strict=True):
+                run[at], first[at], stop[at] = self._open.get(key, (_NOTHING, 0, 0))
+        return run, first, stop
+
+    def _grow(self, source: int, span: int) -> None:
+        """Moves a source to a ring for `span` documents, appended to the arrays; its old places stay empty."""
+        old = slice(int(self._base[source]), int(self._base[source] + self._size[source]))
+        kept = np.flatnonzero(self._number[old] != _NOTHING) + old.start
+        size = 1 << (span - 1).bit_length()
+        self._base[source], self._size[source] = len(self._number), size
+        saved = [array[kept] for array in (self._number, self._run, self._first, self._stop)]
+        self._number[old] = _NOTHING
+        more = np.full(size, _NOTHING)
+        self._number = np.concatenate([self._number, more])
+        self._run = np.concatenate([self._run, more.astype(np.int32)])
+        self._first, self._stop = np.concatenate([self._first, more]), np.concatenate([self._stop, more])
+        place = self._base[source] + (saved[0] & (size - 1))
+        for array, values in zip((self._number, self._run, self._first, self._stop), saved, strict=True):
+            array[place] = values

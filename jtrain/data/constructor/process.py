@@ -1,0 +1,137 @@
+"""Data Constructor process: fills batches into shared memory, from loaders that it starts and scales."""
+
+import collections
+import contextlib
+import dataclasses
+import pickle
+import socket
+import threading
+import time
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jtrain.data.autoscaler.controller import Scaling
+from jtrain.data.constructor.collate import ARRAYS
+from jtrain.data.constructor.constructor import Constructor, ConstructorSetup, DataState
+from jtrain.data.loaders.forkserver import ForkserverClient
+from jtrain.data.loaders.pool import ProcessPool
+from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
+
+SCALE_EVERY_S = 0.25
+"""Shortest time between two updates of the autoscaler."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessSetup:
+    """Settings of a constructor process: its work, and how to run its loaders."""
+
+    constructor: ConstructorSetup
+    max_loaders: int
+    shadows: int
+    read_timeout_s: float
+    slots: int
+    state: DataState | None
+
+
+class Slots:
+    """Ring of batches in shared memory, filled by the constructor and read by the trainer."""
+
+    def __init__(self, slab: SharedMemory, *, slots: int, rows: int, seq_len: int) -> None:
+        words = np.frombuffer(slab.view(HEADER_BYTES, slots * slot_bytes(rows, seq_len)), np.int32)
+        self._words = words.reshape(slots, len(ARRAYS), rows, seq_len)
+
+    def arrays(self, slot: int) -> dict[str, Int[np.ndarray, "rows L"]]:
+        """Returns the arrays of one slot by name."""
+        return dict(zip(ARRAYS, self._words[slot], strict=True))
+
+
+def slot_bytes(rows: int, seq_len: int) -> int:
+    """Returns the bytes of one batch."""
+    return len(ARRAYS) * rows * seq_len * 4
+
+
+def serve(connection: Connection, descriptors: list[int]) -> None:
+    """Main loop of a constructor process: fills free slots until the connection ends.
+
+    Receives `("free", slot)`. Sends, pickled: `("batch", slot, state, stats)`, where the state is pickled separately;
+    `("end",)` after the last batch; `("say", text)` for the log; `("failed", message)`, and nothing after it; and
+    `("alive",)` once a second.
+    """
+    setup: ProcessSetup = connection.recv()
+    work = setup.constructor
+    door = ForkserverClient(socket.socket(fileno=descriptors[0]))
+    slots = Slots(SharedMemory(descriptors[1]), slots=setup.slots, rows=len(work.rows), seq_len=work.planner.seq_len)
+    free = collections.deque(range(setup.slots))
+
+    sending = threading.Lock()
+
+    def send(message: tuple[Any, ...]) -> None:
+        with sending:
+            connection.send(message)
+
+    def say(text: str) -> None:
+        send(("say", text))
+
+    def beat() -> None:
+        """Sends `alive` from its own thread, because opening hundreds of remote sources may take minutes."""
+        with contextlib.suppress(OSError):
+            while True:
+                time.sleep(1.0)
+                send(("alive",))
+
+    threading.Thread(target=beat, name="data-heartbeat", daemon=True).start()
+    try:
+        scaling = Scaling(work.planner, work.documents_bytes, max_loaders=setup.max_loaders)
+        placement, why = scaling.start(0 if setup.state is None else setup.state.planner.step)
+        pool = ProcessPool(
+            work.sources,
+            door,
+            placement=placement,
+            shadows=setup.shadows,
+            read_timeout_s=setup.read_timeout_s,
+            say=say,
+            observe=scaling.observe,
+        )
+        for line in why:
+            say(line)
+        constructor = Constructor(work, pool, setup.state)
+        ended, looked_s, steps, starved_s = False, time.monotonic(), 0, 0.0
+        while True:
+            constructor.advance()
+            while free and (built := constructor.fill(slots.arrays(free[0]))) is not None:
+                state = pickle.dumps(built.state, protocol=pickle.HIGHEST_PROTOCOL)
+                for line in constructor.said:
+                    say(line)
+                constructor.said.clear()
+                send(("batch", free.popleft(), state, built.stats))
+                steps += 1
+                if (seconds := time.monotonic() - looked_s) > SCALE_EVERY_S:
+                    new, lines = scaling.after_step(
+                        built.stats.step + work.lookahead_steps,
+                        step_s=seconds / steps,
+                        wait_s=starved_s / steps,
+                        loaders=pool.states(),
+                    )
+                    looked_s, steps, starved_s = time.monotonic(), 0, 0.0
+                    if new is not None:
+                        pool.place(new)
+                    for line in lines:
+                        say(line)
+                constructor.advance()
+            if constructor.ended and not ended:
+                send(("end",))
+                ended = True
+            begun_s = time.monotonic()
+            ready = wait([connection, *pool.connections()], timeout=0.2)
+            if len(free) == setup.slots:  # all slots are free: the trainer is waiting for data
+                starved_s += time.monotonic() - begun_s
+            while connection in ready and connection.poll():
+                free.append(connection.recv()[1])
+    except (ValueError, OSError) as error:
+        if isinstance(error, ConnectionError):
+            raise
+        send(("failed", str(error)))
+        connection.recv()  # waits for the trainer to close the connection

@@ -1,0 +1,1 @@
+"""Source Loaders: processes that read and tokenise documents, and their pool."""

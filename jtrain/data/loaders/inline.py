@@ -1,0 +1,58 @@
+"""Loader pool without processes: for `data.engine=inline`, and for commands that look at a few documents."""
+
+import time
+from typing import Any
+
+from jtrain.data.document_stream import SourceSetup
+from jtrain.data.loaders.loader import RequestPart, SourceLoader
+from jtrain.data.loaders.messages import DataError, DocumentRun, LoaderState, starts_of
+from jtrain.data.sources.source import field_of
+from jtrain.runtime.resident_memory import resident_bytes
+
+
+class InlinePool:
+    """Pool that reads documents in the caller's thread as soon as they are requested."""
+
+    def __init__(self, setups: tuple[SourceSetup, ...]) -> None:
+        self._setups = setups
+        self._loader = SourceLoader(setups)
+        self._ready: list[DocumentRun] = []
+        self._documents = 0
+        self._busy_s = 0.0
+
+    def request(self, parts: list[RequestPart], *, first: bool = False) -> None:
+        """Reads the documents; raises DataError if a source cannot be read."""
+        for part in parts:
+            begun_s = time.perf_counter()
+            try:
+                read = self._loader.documents(part.source).read(part.numbers, records=part.records)
+            except (ValueError, OSError) as error:
+                raise DataError(f"{field_of(self._setups[part.source].name)}: {error}") from error
+            seconds = time.perf_counter() - begun_s
+            self._documents += len(part.numbers)
+            self._busy_s += seconds
+            skipped = dict(read.skipped)
+            self._ready.append(
+                DocumentRun(part.source, part.numbers, starts_of(read.lengths), read.ids, skipped, seconds, "trainer")
+            )
+
+    def connections(self) -> list[Any]:
+        return []
+
+    def collect(self) -> list[DocumentRun]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    def release(self, run: DocumentRun) -> None:
+        pass
+
+    def states(self) -> list[LoaderState]:
+        everything = tuple(range(len(self._setups)))
+        return [LoaderState("trainer", 0, resident_bytes() or 0, self._documents, self._busy_s, everything)]
+
+    def place(self, placement: dict[str, tuple[int, ...]]) -> None:
+        pass
+
+    def close(self) -> None:
+        for source in range(len(self._setups)):
+            self._loader.close(source)

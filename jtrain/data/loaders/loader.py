@@ -1,0 +1,135 @@
+"""Source Loader: reads and tokenises documents of one or more sources on request.
+
+A loader opens a source at the first request for it and has no other state: the requests say which documents to read, in
+what order and how far ahead. So a loader can be killed, replaced or duplicated at any time, and the stream of documents
+stays the same.
+"""
+
+import dataclasses
+import time
+from multiprocessing.connection import Connection
+
+import numpy as np
+from jaxtyping import Int
+
+from jtrain.data.document_stream import DocumentStream, Read, SourceSetup
+from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
+from jtrain.runtime.resident_memory import resident_bytes
+
+IDLE, OPENING, READING = range(3)
+STATE, SOURCE, NUMBER, RECORD, SINCE_NS, DOCUMENTS, MEMORY_BYTES = range(7)
+"""Words of the header of a loader's shared memory: what the loader is doing, since when (CLOCK_MONOTONIC), and how
+much it has done so far."""
+
+IDENTITY_AT, IDENTITY_BYTES = 64, HEADER_BYTES - 64 * 8
+"""First header word of the identity of the document being read, `file:number` as UTF-8 with a zero byte at the end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoaderSetup:
+    """First message to a loader process."""
+
+    sources: tuple[SourceSetup, ...]
+
+
+class SourceLoader:
+    """The loader, which runs in a process of its own, in a Ray actor, or in the trainer."""
+
+    def __init__(self, setups: tuple[SourceSetup, ...]) -> None:
+        self._setups = setups
+        self._open: dict[int, DocumentStream] = {}
+
+    def documents(self, source: int) -> DocumentStream:
+        """Returns a source, opened if it is not open yet; raises what `DocumentStream` raises."""
+        if source not in self._open:
+            self._open[source] = DocumentStream(self._setups[source])
+        return self._open[source]
+
+    def close(self, source: int) -> None:
+        """Closes a source that other loaders read from now on."""
+        if (documents := self._open.pop(source, None)) is not None:
+            documents.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestPart:
+    """Part of a request to a loader: documents of one source.
+
+    numbers: numbers of the documents.
+    records: their records, if the caller knows them; otherwise the loader looks them up.
+    skip: document numbers to leave out.
+    """
+
+    source: int
+    numbers: Int[np.ndarray, " n"]
+    records: Int[np.ndarray, " n"] | None = None
+    skip: frozenset[int] = frozenset()
+
+    def each(self) -> "list[RequestPart]":
+        """Splits the part into parts of one document each."""
+        records = [None] * len(self.numbers) if self.records is None else self.records[:, None]
+        return [
+            dataclasses.replace(self, numbers=self.numbers[i : i + 1], records=records[i])
+            for i in range(len(self.numbers))
+        ]
+
+
+def serve(connection: Connection, descriptors: list[int]) -> None:
+    """Main loop of a loader process: answers requests until the connection closes.
+
+    Requests, pickled: `("read", id, parts)`, `("free", starts)`, `("close", source)`. Answers: `("run", id, [(start,
+    bytes of ids, dtype of ids, skipped, seconds) of each part])`, where the payload starts at
+    `start` in shared memory, the lengths before the ids; or `("failed", id, source, message)`.
+    """
+    setup: LoaderSetup = connection.recv()
+    shared = SharedMemory(descriptors[0])
+    header = shared.header
+    identity = np.frombuffer(header, np.uint8)[IDENTITY_AT * 8 :]
+    loader = SourceLoader(setup.sources)
+
+    def read(part: RequestPart) -> Read:
+        header[[SOURCE, NUMBER, RECORD, SINCE_NS]] = part.source, -1, -1, time.monotonic_ns()
+        header[STATE] = OPENING
+        documents = loader.documents(part.source)
+
+        def watch(number: int, record: int) -> None:
+            name = documents.identity_of(record).encode()[: IDENTITY_BYTES - 1]
+            identity[: len(name)] = np.frombuffer(name, np.uint8)
+            identity[len(name)] = 0
+            header[NUMBER], header[RECORD], header[SINCE_NS] = number, record, time.monotonic_ns()
+            header[STATE] = READING
+
+        found = documents.read(part.numbers, records=part.records, skip=part.skip, watch=watch)
+        header[DOCUMENTS] += len(part.numbers)
+        return found
+
+    while True:
+        match connection.recv():
+            case ("free", starts):
+                for start in starts:
+                    shared.free(start)
+            case ("close", source):
+                loader.close(source)
+            case ("read", request, parts):
+                source, found = -1, []
+                try:
+                    for part in parts:
+                        source, begun_s = part.source, time.perf_counter()
+                        done = read(part)
+                        lengths_bytes = padded(done.lengths.nbytes)
+                        start = shared.allocate(lengths_bytes + done.ids.nbytes)
+                        shared.view(start, done.lengths.nbytes)[:] = done.lengths.view(np.uint8)
+                        shared.view(start + lengths_bytes, done.ids.nbytes)[:] = done.ids.view(np.uint8)
+                        seconds = time.perf_counter() - begun_s
+                        found.append((start, done.ids.nbytes, done.ids.dtype.str, done.skipped, seconds))
+                except (ValueError, OSError) as error:
+                    connection.send(("failed", request, source, str(error)))
+                else:
+                    header[MEMORY_BYTES] = resident_bytes() or 0
+                    connection.send(("run", request, found))
+                header[STATE] = IDLE
+
+
+def padded(size_bytes: int) -> int:
+    """Rounds up to a multiple of 8, so that the array that follows is aligned."""
+    return -(-size_bytes // 8) * 8

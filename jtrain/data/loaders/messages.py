@@ -1,0 +1,54 @@
+"""Messages from Source Loaders: documents that were read, the state of a loader, and errors that end the stream."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Int64, Integer
+
+from jtrain.errors import UserError
+
+
+class DataError(UserError):
+    """Error that ends the stream; the message names the source and, if one is the cause, the document."""
+
+
+@dataclasses.dataclass(eq=False)
+class DocumentRun:
+    """Documents of one source that a loader has read.
+
+    numbers: numbers of the documents.
+    starts, ids: `ids[starts[i]:starts[i + 1]]` are the token ids of document `numbers[i]`.
+    skipped: number -> reason, for bad documents that were left out.
+    read_s: seconds that reading and tokenising took.
+    loader: name of the loader.
+    """
+
+    source: int
+    numbers: Int[np.ndarray, " n"]
+    starts: Int64[np.ndarray, " n_and_end"]
+    ids: Integer[np.ndarray, " tokens"]
+    skipped: dict[int, str]
+    read_s: float
+    loader: str
+    place: Any = None
+    """Location of the payload, by which the pool frees it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoaderState:
+    """State of one loader, for metrics and the autoscaler; `queued` counts the requests that it has not answered."""
+
+    name: str
+    queued: int
+    memory_bytes: int
+    documents: int
+    busy_s: float
+    sources: tuple[int, ...]
+
+
+def starts_of(lengths: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " n_and_end"]:
+    """Returns the first token of each document when all are concatenated, then the end of the last one."""
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts

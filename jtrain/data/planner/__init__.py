@@ -1,0 +1,1 @@
+"""Plans each step from document lengths alone: which tokens go to which row."""

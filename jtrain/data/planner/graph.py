@@ -1,0 +1,334 @@
+"""Metadata graph of one step: mix, then pack or freeze, then only rearrange. The primitives are named as in OVERLORD.
+
+    graph = Graph(buffers, place=tree).mix(schedule, step=k).freeze(1024)
+    graph.view("text").distribute("data").cost(backbone_flops).balance("lpt")
+    graph.view("image").distribute("world").cost(encoder_flops).balance("karmarkar_karp")
+    plan = graph.broadcast_at("tensor").plan()
+
+Only lengths and numbers of documents come here, never their tokens. After `pack` or `freeze` the documents of the step
+no longer change.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Int64, Shaped
+
+from jtrain.data.mixture.draw import Buffers, DocumentLengths, Draws
+from jtrain.data.mixture.schedule import ONE, SHARE_BITS, Schedule, integer_shares
+from jtrain.data.planner import balance
+from jtrain.data.planner.device_tree import ClientPlaceTree
+from jtrain.data.planner.packing import Packed, Packing, concat, fit
+from jtrain.data.planner.pieces import Pieces
+from jtrain.data.planner.view import CostFn, NodeAssignment, View
+from jtrain.errors import UserError
+
+Unit = Literal["tokens", "samples", "rows"]
+
+Spans = Int64[np.ndarray, "documents 4"]
+"""Documents, or their remainders: source, number, first token, end token (exclusive)."""
+
+Sizes = Callable[[Int64[np.ndarray, " documents"], Int64[np.ndarray, " documents"]], Shaped[np.ndarray, " documents"]]
+"""sizes(source, number): the size of each document in another modality: image patches, frames."""
+
+
+class GraphPlan(NamedTuple):
+    """Result of `Graph.plan`.
+
+    views: assignment by modality.
+    fetch_from: for each device the device that fetches for it; None without a place tree.
+    """
+
+    views: dict[str, NodeAssignment]
+    fetch_from: Int64[np.ndarray, " devices"] | None
+
+
+class Graph:
+    """Metadata graph of one step.
+
+    Args:
+      buffers: document lengths to draw from.
+      place: the trainer's mesh; needed only to distribute along one of its axes.
+      sizes: document sizes in modalities other than `text`.
+
+    Attributes, after `pack` or `freeze`:
+      pieces: the spans that each node holds.
+      carry: remainders that wait for the next step.
+      cursors, deficit, units: state of the mixture after this step; `units` counts tokens, samples or rows.
+      at_end: True if the documents ended in this step.
+    """
+
+    pieces: Pieces
+    carry: Spans
+    cursors: Int64[np.ndarray, " sources"]
+    deficit: Int64[np.ndarray, " sources"]
+    units: int
+    at_end: bool
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        *,
+        place: ClientPlaceTree | None = None,
+        sizes: Mapping[str, Sizes] | None = None,
+    ) -> None:
+        self._buffers, self._place, self._sizes = buffers, place, sizes or {}
+        self._views: dict[str, View] = {}
+        self._broadcast: tuple[str, ...] = ()
+        self.num_nodes = 0
+
+    def mix(
+        self,
+        schedule: Schedule,
+        *,
+        step: int,
+        unit: Unit = "tokens",
+        cursors: Int64[np.ndarray, " sources"] | None = None,
+        deficit: Int64[np.ndarray, " sources"] | None = None,
+        mean_tokens: int | None = None,
+    ) -> "Graph":
+        """Sets the shares at `step` and the state of each source, which together decide which documents are due.
+
+        mean_tokens: mean tokens per document, the first estimate if shares do not count tokens. It must follow from
+          the state alone: when a source ends, the order of documents depends on how much is asked for.
+        """
+        zeros = np.zeros(len(self._buffers.names), np.int64)
+        self.weights = schedule.weights(step, self._buffers.names)
+        self.cursors, self.deficit = zeros if cursors is None else cursors, zeros if deficit is None else deficit
+        self._unit: Unit = unit
+        self._mean_tokens = mean_tokens
+        return self
+
+    def freeze(self, documents: int) -> "Graph":
+        """Makes the next `documents` the members of the step; each document is a node."""
+        draws, drawn = self._draws(typical_tokens=1), []
+        while (lacking := documents - sum(len(part.source) for part in drawn)) > 0 and (more := draws.more(lacking)):
+            drawn.append(more)
+        found = [np.concatenate(arrays)[:documents] for arrays in zip(*drawn, strict=True)]
+        source, document, length = found or [np.empty(0, np.int64)] * 3
+        self.at_end = len(source) < documents
+        self.cursors, self.deficit, self.units = draws.commit(len(source))
+        self.num_nodes = len(source)
+        self.pieces = Pieces(np.arange(len(source)), source, document, np.zeros_like(length), length)
+        self.carry = np.empty((0, 4), np.int64)
+        return self
+
+    def pack(self, packing: Packing, *, rows: int, seq_len: int, carry: Spans, lanes: int) -> "Graph":
+        """Chooses the documents of the step and packs them into rows; each row is a node. Carried ones go first."""
+        self.num_nodes = rows
+        if self._unit == "rows":
+            return self._pack_by_source(packing, rows, seq_len, carry, lanes)
+        draws = self._draws(typical_tokens=self._mean_tokens or seq_len)
+        group = _Group(carry, draws.more)
+        packed = group.pack(packing, rows, seq_len, lanes)
+        self.cursors, self.deficit, self.units = draws.commit(packed.used - len(carry))
+        self.pieces, self.carry = group.result(packed)
+        self.at_end = group.at_end
+        return self
+
+    def view(self, modality: str) -> View:
+        """Returns the view of one modality, which is distributed and balanced separately from the others."""
+        if modality not in self._views:
+            if modality == "text":
+                sizes = self.pieces.end - self.pieces.start
+            elif modality in self._sizes:
+                sizes = self._sizes[modality](self.pieces.source, self.pieces.document)
+            else:
+                raise UserError(f"view({modality!r}): no such modality; there are {', '.join(['text', *self._sizes])}.")
+            self._views[modality] = View(sizes, self.pieces.row, self.num_nodes, self._place)
+        return self._views[modality]
+
+    def distribute(self, axis: str | None, *, group_size: int = 1) -> "Graph":
+        """Calls `View.distribute` of the text view."""
+        self.view("text").distribute(axis, group_size=group_size)
+        return self
+
+    def cost(self, cost_fn: CostFn) -> "Graph":
+        """Calls `View.cost` of the text view."""
+        self.view("text").cost(cost_fn)
+        return self
+
+    def balance(self, method: balance.Method, *, min_gain: float = 0.0) -> "Graph":
+        """Calls `View.balance` of the text view."""
+        self.view("text").balance(method, min_gain=min_gain)
+        return self
+
+    def broadcast_at(self, *dims: str) -> "Graph":
+        """Lets only the first peer along `dims` fetch; it broadcasts to the other peers."""
+        self._broadcast = (*self._broadcast, *dims)
+        return self
+
+    def plan(self) -> GraphPlan:
+        """Computes the assignment of every view, and checks that each node is assigned exactly once."""
+        views = {modality: view.plan() for modality, view in self._views.items()}
+        for modality, found in views.items():
+            whole = np.array_equal(np.sort(found.order), np.arange(self.num_nodes))
+            assert whole, f"{modality}: a node was lost or doubled"
+        return GraphPlan(views, None if self._place is None else self._place.fetch_from(*self._broadcast))
+
+    def _draws(self, *, typical_tokens: int) -> Draws:
+        return Draws(
+            self._buffers,
+            weights=self.weights,
+            cursors=self.cursors,
+            deficit=self.deficit,
+            by_tokens=self._unit == "tokens",
+            typical_tokens=typical_tokens,
+        )
+
+    def _pack_by_source(self, packing: Packing, rows: int, seq_len: int, carry: Spans, lanes: int) -> "Graph":
+        """Packs rows of one source each; a source that ends before its rows are full leaves them to the others.
+
+        Rows that no source with a share can fill take the open documents of sources whose share is now 0.
+        """
+        num = len(self._buffers.names)
+        lanes = -(-lanes // num)
+        carries = {s: carry[carry[:, 0] == s] for s in np.unique(carry[:, 0]).tolist()}
+        waiting = np.bincount(carry[:, 0], weights=carry[:, 3] - carry[:, 2], minlength=num).astype(np.int64)
+        nothing = np.empty((0, 4), np.int64)
+        pieces: list[Pieces] = []
+        free = np.arange(rows)
+        ended = np.zeros(num, bool)
+        while len(free):
+            active = (self.weights > 0) & ((self.cursors < self._buffers.ends) | (waiting > 0)) & ~ended
+            drawing = bool(active.any())
+            if not drawing and not (active := waiting > 0).any():
+                break
+            shares = integer_shares(np.where(active, self.weights if drawing else 1.0, 0.0))
+            turns = _turns(shares, self.deficit, len(free))
+            counts = np.bincount(turns, minlength=num)
+            feed = _Feed(self._buffers, self.cursors, np.maximum(counts * seq_len - waiting, 0) * drawing)
+            left_over = []
+            for source in np.flatnonzero(counts).tolist():
+                mine = free[turns == source]
+                group = _Group(carries.get(source, nothing), feed.of(source) if drawing else lambda _: None)
+                packed = group.pack(packing, len(mine), seq_len, lanes)
+                found, carries[source] = group.result(packed)
+                self.cursors = feed.commit(self.cursors, source, packed.used - group.carried)
+                waiting[source] = (carries[source][:, 3] - carries[source][:, 2]).sum()
+                used = np.unique(found.row)
+                row = mine[np.searchsorted(used, found.row)]
+                pieces.append(Pieces(row, found.source, found.document, found.start, found.end))
+                left_over.append(mine[len(used) :])
+                counts[source] = len(used)
+                ended[source] = drawing and len(used) < len(mine)
+            self.deficit = self.deficit + shares * int(counts.sum()) - (counts << SHARE_BITS)
+            free = np.sort(np.concatenate(left_over))
+        self.cursors = np.where(ended, self._buffers.ends, self.cursors)
+        self.units, self.at_end = rows - len(free), len(free) > 0
+        joined = [np.concatenate(arrays) for arrays in zip(*map(_arrays, pieces), strict=True)] or [nothing[:, 0]] * 5
+        order = np.argsort(joined[0], kind="stable")
+        self.pieces = Pieces(*(array[order] for array in joined))
+        self.carry = np.concatenate([nothing, *(carries[source] for source in sorted(carries))])
+        return self
+
+
+class _Group:
+    """Group of documents that may share rows: the carried ones, then the ones that `more` returns."""
+
+    def __init__(self, carry: Spans, more: Callable[[int], DocumentLengths | None]) -> None:
+        self._more = more
+        self.carried = len(carry)
+        self.at_end = False
+        self._arrays = [carry]
+
+    def pack(self, packing: Packing, rows: int, seq_len: int, lanes: int) -> Packed:
+        """Packs the group with the chosen method."""
+        carried = self._arrays[0][:, 2:]
+        if packing == "concat":
+            return concat(carried, self._grow, rows=rows, seq_len=seq_len, lanes=lanes)
+        slack_tokens, best = max(1, rows // 16) * seq_len, packing == "best_fit"
+        return fit(carried, self._grow, rows=rows, seq_len=seq_len, slack_tokens=slack_tokens, best=best)
+
+    def result(self, packed: Packed) -> tuple[Pieces, Spans]:
+        """Returns pieces and carry by source and number; checks that each token is there exactly once."""
+        spans = np.concatenate(self._arrays)[: packed.used]
+        row, at, start, end = packed.pieces
+        left, left_start = packed.left
+        both = (np.concatenate(two) for two in ((at, left), (start, left_start), (end, spans[left, 3])))
+        _check_conserved(spans, *both)
+        carry = spans[left]
+        carry[:, 2] = left_start
+        return Pieces(row, spans[at, 0], spans[at, 1], start, end), carry
+
+    def _grow(self, tokens: int) -> Int64[np.ndarray, "documents 2"] | None:
+        found = self._more(tokens)
+        if found is None:
+            self.at_end = True
+            return None
+        new = np.stack([found.source, found.document, np.zeros_like(found.length), found.length], axis=1)
+        self._arrays.append(new)
+        return new[:, 2:]
+
+
+class _Feed:
+    """Documents of each source separately; the first ones of all sources are looked up in one call."""
+
+    def __init__(self, buffers: Buffers, cursors: np.ndarray, limits: np.ndarray) -> None:
+        self._buffers, self._cursors = buffers, cursors
+        found, _, _ = buffers.ahead(cursors, limits, by_tokens=True)
+        border = np.searchsorted(found.source, np.arange(len(cursors) + 1))
+        self._given = {
+            s: [DocumentLengths(*(array[border[s] : border[s + 1]] for array in found))]
+            for s in np.flatnonzero(limits).tolist()
+        }
+        self._asked: set[int] = set()
+
+    def of(self, source: int) -> Callable[[int], DocumentLengths | None]:
+        """Returns a function like `Draws.more` that gives the documents of one source."""
+        given = self._given.setdefault(source, [])
+
+        def more(tokens: int) -> DocumentLengths | None:
+            first_lot = given[:1] if source not in self._asked else []
+            self._asked.add(source)
+            if first_lot and len(first_lot[0].source):
+                return first_lot[0]
+            cursors, limits = self._cursors.copy(), np.zeros_like(self._cursors)
+            cursors[source] = max([cursors[source], *(part.document[-1] + 1 for part in given if len(part.source))])
+            limits[source] = tokens
+            found, _, _ = self._buffers.ahead(cursors, limits, by_tokens=True)
+            if not len(found.source):
+                return None
+            given.append(found)
+            return found
+
+        return more
+
+    def commit(self, cursors: np.ndarray, source: int, count: int) -> np.ndarray:
+        """Returns the cursors after the first `count` of the documents that `of(source)` gave."""
+        if not count:
+            return cursors
+        given = np.concatenate([part.document for part in self._given[source]])
+        cursors = cursors.copy()
+        cursors[source] = given[count - 1] + 1
+        return cursors
+
+
+def _turns(shares: Int64[np.ndarray, " s"], deficit: Int64[np.ndarray, " s"], rows: int) -> Int64[np.ndarray, " rows"]:
+    """Returns the source of each row: fair queueing as in `Draws`, where every row counts 1."""
+    horizon = 2 * rows + max(0, -(int(deficit[shares > 0].sum()) // ONE)) + len(shares)
+    counts = np.where(shares > 0, np.maximum(-((-horizon * shares - deficit) // ONE), 0), 0)
+    source = np.repeat(np.arange(len(shares)), counts)
+    number = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    due = ((number << SHARE_BITS) + ONE // 2 - deficit[source]) * 256 // shares[source]
+    return source[np.argsort(due, kind="stable")][:rows]
+
+
+def _check_conserved(spans: np.ndarray, at: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
+    """Asserts that pieces and carry together are exactly the spans that they were cut from."""
+    order = np.lexsort((start, at))
+    at, start, end = at[order], start[order], end[order]
+    new = np.diff(at, prepend=-1) > 0
+    whole = (
+        np.array_equal(at[new], np.arange(len(spans)))
+        and np.array_equal(start[new], spans[:, 2])
+        and np.array_equal(end[np.roll(new, -1)], spans[:, 3])
+        and bool((start[1:][~new[1:]] == end[:-1][~new[1:]]).all())
+        and bool((start < end).all())
+    )
+    assert whole, "the plan does not hold exactly the tokens of the step's documents"
+
+
+def _arrays(pieces: Pieces) -> tuple[np.ndarray, ...]:
+    return pieces.row, pieces.source, pieces.document, pieces.start, pieces.end

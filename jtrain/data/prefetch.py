@@ -1,0 +1,219 @@
+"""Prefetch of batches: copies host batches to global arrays on the mesh, ahead of the consumer."""
+
+import collections
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int
+
+from jtrain.dims import Batch
+from jtrain.mesh import BATCH_AXES, shard_size
+
+PEER_AXES = ("tensor", "stage", "context")
+"""Mesh axes along which devices need the same rows, or other parts of the same rows."""
+
+
+def fetch_axes(mesh: Mesh, global_batch: int) -> tuple[str, ...]:
+    """Returns the mesh axes over which hosts split the rows of a batch before the devices exchange them.
+
+    If peers are on several hosts, each host fetches a different part of their rows; the rest comes from the peers, over
+    the accelerators' network (`share_batch`). If the rows do not split evenly over the peers, for example because there
+    are fewer rows than peers, every peer fetches the same rows.
+    """
+    devices = mesh.devices
+    processes = np.vectorize(lambda device: device.process_index, otypes=[np.int64])(devices)
+    axes, rows = BATCH_AXES, global_batch // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    for axis in PEER_AXES:
+        apart = np.ptp(processes, axis=mesh.axis_names.index(axis)).any()
+        if apart and rows % mesh.shape[axis] == 0:
+            axes, rows = (*axes, axis), rows // mesh.shape[axis]
+    return axes
+
+
+def host_rows(mesh: Mesh, global_batch: int) -> Int[np.ndarray, " rows"]:
+    """Returns the rows of the global batch that this process fetches, ascending; see `fetch_axes`.
+
+    Raises:
+      UserError: `data.global_batch` does not split evenly over the mesh.
+    """
+    shard_size("data.global_batch", global_batch, dict(mesh.shape), BATCH_AXES)
+    sharding = NamedSharding(mesh, PartitionSpec(fetch_axes(mesh, global_batch)))
+    slices = sharding.addressable_devices_indices_map((global_batch,)).values()
+    return np.unique(np.concatenate([np.arange(global_batch)[index] for index in slices if index is not None]))
+
+
+def put_batch(
+    batch: Batch, mesh: Mesh, *, rows: Int[np.ndarray, " rows"] | None = None, global_batch: int | None = None
+) -> Batch:
+    """Copies a host batch to global arrays: sequences split over replica, data and expert, positions over context.
+
+    With several processes the sequences may be split over more axes until `share_batch` is called.
+
+    Args:
+      batch: all rows, or the rows that `host_rows` returned.
+      mesh: mesh of the global arrays.
+      rows: rows of the global batch that `batch` holds, ascending; None for all.
+      global_batch: number of rows of the global batch; required if `rows` is given.
+
+    Raises:
+      UserError: `data.global_batch` or `data.seq_len` does not split evenly over the mesh.
+    """
+    held, length = batch.token_BL.shape
+    num_rows = held if global_batch is None else global_batch
+    shape = dict(mesh.shape)
+    shard_size("data.global_batch", num_rows, shape, BATCH_AXES)
+    shard_size("data.seq_len", length, shape, ("context",))
+    axes = BATCH_AXES if rows is None else fetch_axes(mesh, num_rows)
+    sharding = NamedSharding(mesh, PartitionSpec(axes, None if "context" in axes else "context"))
+
+    def place(array: Any) -> jax.Array:
+        host = np.asarray(array)
+
+        def block(index: Any) -> np.ndarray:
+            if rows is None:
+                return host[index]
+            start, stop, _ = index[0].indices(num_rows)
+            first = int(np.searchsorted(rows, start))
+            return host[first : first + stop - start, index[1]]
+
+        # Calls `block` for this process's blocks only. On one process also faster than device_put: 0.17 ms
+        # against 0.20 for 16 x 256 on 8 emulated devices, 0.06 against 0.11 on one.
+        return jax.make_array_from_callback((num_rows, length), sharding, block)
+
+    with jax.transfer_guard_host_to_device(
+        "allow"
+    ):  # intended transfer, allowed even where the guard forbids accidental ones
+        return jax.tree.map(place, batch)
+
+
+def share_batch(batch: Batch, mesh: Mesh) -> Batch:
+    """Returns the batch with the sharding of the train step: peers exchange the rows that each has fetched.
+
+    This is a collective if `put_batch` has split the batch further than the step does: every process must call it at
+    the same point between steps, not on another thread.
+    """
+    if batch.token_BL.sharding.spec[0] == BATCH_AXES:
+        return batch
+    return _share(mesh)(batch)
+
+
+@functools.lru_cache(maxsize=2)
+def _share(mesh: Mesh) -> Callable[[Batch], Batch]:
+    return jax.jit(lambda batch: batch, out_shardings=NamedSharding(mesh, PartitionSpec(BATCH_AXES, "context")))
+
+
+class Fed(NamedTuple):
+    """Batch that `prefetch` yields.
+
+    batch: global arrays on the devices.
+    state: returns the data state to save after the batch was used.
+    stats: statistics of the batch; None if the source has none.
+    said: log lines since the previous batch.
+    wait_ms: milliseconds that the consumer waited for the batch.
+    """
+
+    batch: Batch
+    state: Callable[[], dict[str, Any]]
+    stats: Any
+    said: list[str]
+    wait_ms: float
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """Source that `prefetch` reads: host batches, with their data state, statistics and log lines."""
+
+    stats: Any
+
+    def __next__(self) -> Batch: ...
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]: ...
+
+    def said(self) -> list[str]: ...
+
+    def close(self) -> None: ...
+
+
+def prefetch(batches: Batches, put: Callable[[Batch], Batch], *, depth: int = 2) -> "Prefetch":
+    """Reads batches and copies them to the devices on one thread, up to `depth` batches ahead of the consumer.
+
+    Yields `Fed` until the batches end. Close it, or use it as a context manager; that also closes `batches`.
+    """
+    return Prefetch(batches, put, depth)
+
+
+class Prefetch:
+    """Iterator that `prefetch` returns. At most `depth` batches are ready or being made, however slow the consumer."""
+
+    def __init__(self, batches: Batches, put: Callable[[Batch], Batch], depth: int) -> None:
+        assert depth >= 1, depth
+        self.said: list[str] = []
+        """Log lines between the last batch and an error."""
+        self._batches = batches
+        self._ready: collections.deque[Fed] = collections.deque()
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._closed = False
+        self._depth = depth
+        self._thread = threading.Thread(target=self._produce, args=(batches, put), name="data-prefetch", daemon=True)
+        self._thread.start()
+
+    def _produce(self, batches: Batches, put: Callable[[Batch], Batch]) -> None:
+        try:
+            while True:
+                with self._changed:  # waits for room first, because building earlier would hold one more batch
+                    self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+                    if self._closed:
+                        return
+                batch = put(next(batches))
+                fed = Fed(batch, batches.snapshot(), batches.stats, batches.said(), 0.0)
+                with self._changed:
+                    self._ready.append(fed)
+                    self._changed.notify_all()
+        except BaseException as error:  # handed to the consumer, StopIteration included
+            self.said = batches.said()
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[Fed]:
+        return self
+
+    def __next__(self) -> Fed:
+        """Returns the next batch; after the last good batch, raises the error of the thread."""
+        start_s = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._error or self._closed)
+            if self._closed:
+                raise RuntimeError("this prefetch is closed")
+            if not self._ready:
+                assert self._error is not None
+                raise self._error
+            fed = self._ready.popleft()
+            self._changed.notify_all()
+        return fed._replace(wait_ms=(time.perf_counter() - start_s) * 1e3)
+
+    def close(self) -> None:
+        """Stops the thread, waits for it, drops the batches that were ready and closes their source.
+
+        May be called twice.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._batches.close()  # ends the wait of a thread for its next batch
+        self._thread.join()
+        self._ready.clear()
+
+    def __enter__(self) -> "Prefetch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

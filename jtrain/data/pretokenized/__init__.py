@@ -1,0 +1,1 @@
+"""Pretokenised corpora: built once, verified, and read by offset."""

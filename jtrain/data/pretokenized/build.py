@@ -1,0 +1,395 @@
+"""Builder of pretokenised indexes, `python -m jtrain.data prepare`: tokenises sources once, in parallel.
+
+Each source is cut into shards, ranges of records worth some MB; the cut depends on the corpus alone. Worker processes
+write one file per shard. This process appends those files in order to the index in OUT/.NAME.partial/ and renames that
+folder to OUT/NAME after the last shard. A build may be killed at any instant: the same command continues from the files
+that are left, and the finished bytes are the same. Training reads the index with reader.py.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import connection as pipes
+from pathlib import Path
+from typing import IO, Literal, Protocol, cast, runtime_checkable
+
+from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized.shard import Recipe, Task
+from jtrain.data.pretokenized.writer import IndexSummary, IndexWriter
+from jtrain.data.sources.source import Source, field_of
+from jtrain.errors import FileError, UserError
+from jtrain.runtime.atomic_io import write_whole
+
+SHARD_BYTES = 1 << 24
+"""Bytes of source files per shard: about 8 s of byte-pair encoding, which each worker loses when it is killed."""
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_TRIES = 3
+_LINE_S = 10.0
+
+
+@runtime_checkable
+class ProgressOutput(Protocol):
+    """Text stream that progress is written to, such as sys.stderr."""
+
+    def write(self, text: str, /) -> int: ...
+    def flush(self) -> None: ...
+    def isatty(self) -> bool: ...
+
+
+def prepare(
+    recipes: Sequence[Recipe],
+    out: Path,
+    *,
+    workers: int,
+    stream: ProgressOutput,
+    command: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[IndexSummary]:
+    """Builds the index of each source that has none, continuing where an earlier call stopped.
+
+    An index that was built from other data is replaced once the new one is complete.
+
+    Args:
+      out: folder that receives one folder per source.
+      workers: processes that read and tokenise. Each takes 60 MB, plus a few MB of text or, for formats that decode
+        records in groups, one group.
+      stream: progress output: a bar on a terminal, otherwise a line every 10 s.
+      command: command line that repeats this call; kept in OUT/command.txt.
+      shard_bytes: bytes of source files per shard.
+
+    Raises:
+      UserError: a bad record where `on_bad_record` is fail, a damaged index, or a wrong argument.
+      FileError: a file cannot be read, the disk is full, another process is writing to `out`, or workers keep dying.
+    """
+    if workers < 1:
+        raise UserError(f"--workers {workers} must be at least 1.")
+    for recipe in recipes:
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", recipe.name):
+            raise UserError(
+                f"{field_of(recipe.name)}: the name is a folder's too: use letters, digits, '_', '-', and '.' except "
+                "at the start."
+            )
+    out.mkdir(parents=True, exist_ok=True)
+    with _says_disk_full(out), _locked(out), contextlib.ExitStack() as stack:
+        if command is not None:
+            write_whole(out / reader.COMMAND, command + "\n")
+        builds = [IndexWriter(index, recipe, out, shard_bytes) for index, recipe in enumerate(recipes)]
+        progress = (_Bar if stream.isatty() else _Lines)(stream, sum(build.records for build in builds))
+        stack.callback(progress.close)
+        for build in builds:
+            progress.advance(build.records_done, 0)
+            for line in build.notes:
+                progress.say(line)
+        progress.start()
+        pool = _Pool(recipes, workers=min(workers, max(1, sum(len(build.waiting) for build in builds))))
+        for build in builds:
+            stack.callback(build.sweep)  # runs after the pool is closed; on a full disk every byte counts
+        stack.callback(pool.close)
+        pool.run(builds, progress)
+        return [build.summary() for build in builds]
+
+
+class _Worker:
+    """Worker process that tokenises shards.
+
+    Attributes:
+      task: the shard in progress, if any.
+      source: index of the source of its latest task.
+      reported: records and tokens of `task` that the process has reported as done.
+    """
+
+    def __init__(self, recipes: Sequence[Recipe]) -> None:
+        ours, theirs = socket.socketpair()
+        code = (
+            f"import sys; sys.modules['jax'] = None; sys.path[:] = {sys.path!r}; "
+            f"from jtrain.data.pretokenized import shard; shard.serve({theirs.fileno()})"
+        )
+        one_thread = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=os.environ | one_thread | {"TOKENIZERS_PARALLELISM": "false"},
+            )
+        self.connection = pipes.Connection(ours.detach())
+        self.task: Task | None = None
+        self.source: int | None = None
+        self.reported = [0, 0]
+        with contextlib.suppress(OSError):  # it has died already: `recv` will report that
+            self.connection.send(list(recipes))
+
+    def start(self, task: Task) -> None:
+        """Hands the process a shard to tokenise."""
+        self.task, self.source, self.reported = task, task.source, [0, 0]
+        with contextlib.suppress(OSError):
+            self.connection.send(task)
+
+    def close(self) -> int:
+        """Ends the process, even in the middle of a shard, by closing its connection; returns the exit code."""
+        self.connection.close()
+        try:
+            return self.process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+class _Pool:
+    """Pool of workers. A worker stays with the source whose files it has open while shards of that source wait."""
+
+    def __init__(self, recipes: Sequence[Recipe], *, workers: int) -> None:
+        self._recipes = recipes
+        self._most = workers
+        self._workers: list[_Worker] = []
+        self._deaths: collections.Counter[tuple[int, int]] = collections.Counter()
+
+    def run(self, builds: Sequence[IndexWriter], progress: "_Lines") -> None:
+        """Runs all builds to their end."""
+        for build in builds:
+            self._advance(build, progress)
+        while True:
+            self._give_work(builds)
+            busy = {worker.connection: worker for worker in self._workers if worker.task is not None}
+            if not busy:
+                return
+            for connection in pipes.wait(list(busy), timeout=_LINE_S):
+                self._listen(busy[connection], builds, progress)  # pyright: ignore[reportArgumentType]
+            progress.advance(0, 0)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+    def _give_work(self, builds: Sequence[IndexWriter]) -> None:
+        for worker in [*self._workers, *(None,) * (self._most - len(self._workers))]:
+            if worker is not None and worker.task is not None:
+                continue
+            waiting = [build for build in builds if build.waiting]
+            if not waiting:
+                return
+            source = None if worker is None else worker.source
+            build = min(waiting, key=lambda build: (build.index != source, build.workers))
+            if worker is None:
+                worker = _Worker(self._recipes)
+                self._workers.append(worker)
+            build.workers += 1
+            worker.start(build.waiting.popleft())
+
+    def _listen(self, worker: _Worker, builds: Sequence[IndexWriter], progress: "_Lines") -> None:
+        task = worker.task
+        assert task is not None
+        build = builds[task.source]
+        try:
+            kind, *said = worker.connection.recv()
+        except (EOFError, OSError):
+            self._bury(worker, build, task, progress)
+            return
+        if kind == "progress":
+            worker.reported[0] += said[0]
+            worker.reported[1] += said[1]
+            progress.advance(*said)
+        elif kind == "done":
+            worker.task = None
+            build.workers -= 1
+            build.add(task.shard)
+            self._advance(build, progress)
+        elif kind == "bad record":
+            raise UserError(f"{field_of(build.recipe.name)}: {said[0]}")
+        elif kind == "error":
+            message = f"{field_of(build.recipe.name)}: {said[1]}"
+            if said[0] in _DISK_FULL:
+                raise OSError(said[0], message)  # `_says_disk_full` words it
+            raise FileError(message)
+        else:
+            raise RuntimeError(f"a worker failed on {_place(build, task)}:\n{said[0]}")
+
+    def _bury(self, worker: _Worker, build: IndexWriter, task: Task, progress: "_Lines") -> None:
+        """Puts the shard of a dead worker back in the queue; raises FileError if several workers died on that shard."""
+        self._workers.remove(worker)
+        build.workers -= 1
+        progress.advance(-worker.reported[0], -worker.reported[1])
+        code = worker.close()
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        self._deaths[task.source, task.shard] += 1
+        if (deaths := self._deaths[task.source, task.shard]) == _TRIES:
+            raise FileError(
+                f"{field_of(build.recipe.name)}: {deaths} workers died ({how}) on {_place(build, task)}. If "
+                "memory is short, lower --workers. Run the same command again: it goes on where this one stopped."
+            )
+        progress.say(f"a worker died ({how}) on {_place(build, task)}; doing it again.")
+        build.waiting.appendleft(task)
+
+    def _advance(self, build: IndexWriter, progress: "_Lines") -> None:
+        if build.advance():
+            row = build.summary()
+            skipped = f", {row.skipped:,} bad ones left out" if row.skipped else ""
+            progress.say(f"{row.name}: {row.records:,} records, {row.tokens:,} tokens{skipped}.")
+
+
+class _Lines:
+    """Progress as plain lines, one every 10 s."""
+
+    def __init__(self, stream: ProgressOutput, records: int) -> None:
+        self._stream = stream
+        self._records = records
+        self._done = self._tokens = 0
+        self._there = 0
+        self._started_s = self._said_s = time.monotonic()
+
+    def start(self) -> None:
+        """Starts the clock; records counted so far were done by an earlier call and do not count for the speed."""
+        self._there = self._done
+        self._started_s = self._said_s = time.monotonic()
+
+    def advance(self, records: int, tokens: int) -> None:
+        """Adds to the records and tokens done; negative numbers take them back."""
+        self._done += records
+        self._tokens += tokens
+        self._show()
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+    def _show(self) -> None:
+        if time.monotonic() - self._said_s >= _LINE_S:
+            self._said_s = time.monotonic()
+            self.say(f"{self._done:,} of {self._records:,} records  {self._speed()}")
+
+    def _speed(self) -> str:
+        took_s = max(1e-3, time.monotonic() - self._started_s)
+        done = self._done - self._there
+        if done <= 0:
+            return ""
+        left_s = round((self._records - self._done) / (done / took_s))
+        return f"{self._tokens / took_s / 1e6:.2f} M tokens/s  {left_s // 3600}h {left_s // 60 % 60:02}m left"
+
+
+class _Bar(_Lines):
+    """Progress bar for a terminal."""
+
+    def __init__(self, stream: ProgressOutput, records: int) -> None:
+        super().__init__(stream, records)
+        from rich.console import Console  # lazy: 0.1 s
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        columns = (TextColumn("records"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+        self._bar = Progress(*columns, console=Console(file=cast(IO[str], stream)))
+        self._task = self._bar.add_task("", total=records)
+        self._bar.start()
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+    def _show(self) -> None:
+        self._bar.update(self._task, completed=self._done, description=self._speed())
+
+
+def prepare_command(
+    sources: Mapping[str, Source],
+    out: Path,
+    *,
+    tokenizer: str,
+    end_token: str | None,
+    on_bad_record: Literal["fail", "skip"],
+    cache_dir: Path,
+    workers: int | None,
+    command: str,
+    json_file: Path | None,
+) -> int:
+    """Runs `python -m jtrain.data prepare`: prepares all sources, prints a table, returns the exit code.
+
+    Args:
+      sources: name -> source. A source's own tokenizer takes precedence over `tokenizer` and finds its own end token.
+      workers: worker processes; None for one per core that this process may use.
+      command: command line that repeats this call; kept beside the indexes and shown when one of them is stale.
+      json_file: file that receives the table as JSON.
+    """
+    if "://" in str(out) or ":/" in str(out):  # Path made one slash of two
+        raise UserError(f"--out {out}: indexes can only be written to local folders. Set --out to a local path.")
+    recipes = [
+        Recipe(
+            name=name,
+            source=source,
+            tokenizer=source.tokenizer or tokenizer,
+            end_token=None if source.tokenizer else end_token,
+            on_bad_record=on_bad_record,
+            cache_dir=cache_dir,
+        )
+        for name, source in sources.items()
+    ]
+    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    start_s = time.monotonic()
+    made = prepare(recipes, out, workers=workers, stream=sys.stderr, command=command)
+    _print_table(made, time.monotonic() - start_s)
+    if json_file is not None:
+        json_file.write_text(json.dumps({"sources": [dataclasses.asdict(row) for row in made]}, indent=1))
+    return 0
+
+
+def _print_table(made: Sequence[IndexSummary], took_s: float) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE)
+    table.add_column("source", overflow="fold")
+    for column in ("records", "tokens", "empty", "bad, left out", "MiB", ""):
+        table.add_column(column, justify="right")
+    for row in made:
+        counts = (f"{n:,}" for n in (row.records, row.tokens, row.empty, row.skipped))
+        table.add_row(row.name, *counts, f"{row.bytes / 2**20:,.1f}", row.state)
+    console = Console()
+    console.print(table)
+    tokens, size = sum(row.tokens for row in made), sum(row.bytes for row in made)
+    console.print(f"{len(made)} sources, {tokens:,} tokens, {size / 2**20:,.1f} MiB, {took_s:.1f} s", highlight=False)
+
+
+def _place(build: IndexWriter, task: Task) -> str:
+    return f"records {task.first} to {task.end - 1} of {build.recipe.name}"
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Holds the lock of `out` for this process alone; the kernel releases it when the process dies."""
+    with open(out / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileError(
+                f"--out {out}: another process is writing there. Wait until it ends, or choose another --out."
+            ) from None
+        yield
+
+
+@contextlib.contextmanager
+def _says_disk_full(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        raise FileError(
+            f"--out {out}: the disk is full, or a limit on the size of files is reached ({error}); "
+            f"{shutil.disk_usage(out).free / 2**20:,.0f} MiB are free. Make room and run the same command again: it "
+            "goes on where this one stopped."
+        ) from error

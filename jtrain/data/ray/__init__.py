@@ -1,0 +1,1 @@
+"""Data plane on Ray actors, with loaders on any host of the cluster."""

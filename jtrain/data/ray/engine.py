@@ -1,0 +1,356 @@
+"""Data plane on Ray actors, `data.engine=ray`: Source Loaders shared by all hosts, a Data Constructor per trainer.
+
+Each run of documents is read once for all hosts: every constructor requests it from the same loader and gets the
+lengths, which is all that planning needs. A constructor fetches only the ids that its own rows need, through Ray's
+object store. Planners do not communicate, because all of them compute the same plan.
+
+Ownership: the loaders belong to process 0 and each constructor to its trainer, and Ray ends actors with their owners. A
+loader that dies is restarted, on another node if its own is gone; until it is back a standby answers for it.
+
+`ray` is imported when a plane is created, because the import takes 1 s and 60 MB.
+"""
+
+import collections
+import dataclasses
+import importlib.util
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Int32
+
+from jtrain.data.constructor.collate import ARRAYS
+from jtrain.data.constructor.constructor import BatchStats, ConstructorSetup, DataState
+from jtrain.data.data_plane import MOST_RESTARTS, SILENCE_S, Delivered
+from jtrain.data.loaders.messages import DataError
+from jtrain.data.ray.actor_pool import RayPool
+from jtrain.data.ray.loader_actor import ActorEnvironment, RayLoader
+from jtrain.data.ray.row_packing import RayRows
+from jtrain.errors import UserError
+from jtrain.runtime import multihost
+
+PATIENCE_S = 60.0
+"""How long the other trainers wait for process 0 to start the loaders."""
+
+_CURRENT = Path("/tmp/ray/ray_current_cluster")
+"""File in which `ray start` records the address of the cluster, on every node."""
+
+BATCHES_AHEAD = 2
+"""Batches requested from a constructor ahead of their use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstructorReply:
+    """Reply of a constructor; without batch, end or failure it means that the constructor is still at work."""
+
+    batch: tuple[DataState, BatchStats] | None = None
+    ended: bool = False
+    failed: str | None = None
+    said: tuple[str, ...] = ()
+
+
+class RayConstructor:
+    """Ray actor of a Data Constructor, on the node of its trainer."""
+
+    def __init__(
+        self,
+        setup: ConstructorSetup,
+        state: DataState | None,
+        surroundings: ActorEnvironment,
+        actors: dict[str, Any],
+        *,
+        who: int,
+        read_timeout_s: float,
+    ) -> None:
+        surroundings.enter()
+        self._setup = setup
+        self._state = state
+        self._pool = RayPool(setup.sources, actors, who=who, read_timeout_s=read_timeout_s)
+        self._rows: RayRows | None = None
+
+    def alive(self) -> tuple[int, str]:
+        """Returns process id and node."""
+        import ray
+
+        return os.getpid(), ray.get_runtime_context().get_node_id()
+
+    def take(self) -> tuple[ConstructorReply, Int32[np.ndarray, "arrays rows L"]]:
+        """Returns the next batch; after 1 s without one, a reply without a batch."""
+        until_s = time.monotonic() + 1
+        arrays = np.empty((len(ARRAYS), len(self._setup.rows), self._setup.planner.seq_len), np.int32)
+        try:
+            if self._rows is None:
+                self._rows = RayRows(self._setup, self._pool, self._state)
+            while True:
+                self._rows.advance()
+                built = self._rows.fill(dict(zip(ARRAYS, arrays, strict=True)))
+                if built is not None:
+                    self._rows.advance()  # the next batch is prepared while this one is in transit
+                    return ConstructorReply(batch=(built.state, built.stats), said=self._words()), arrays
+                if self._rows.ended or time.monotonic() > until_s:
+                    return ConstructorReply(ended=self._rows.ended, said=self._words()), arrays[:, :0]
+                self._pool.wait(0.2)
+        except (ValueError, OSError) as error:
+            return ConstructorReply(failed=str(error), said=self._words()), arrays[:, :0]
+
+    def _words(self) -> tuple[str, ...]:
+        said = self._pool.said()
+        if self._rows is not None:
+            said, self._rows.said = [*self._rows.said, *said], []
+        return tuple(said)
+
+
+def trainers() -> dict[str, Any]:
+    """Returns the arguments `run`, `process` and `processes` of `RayPlane`; all trainers must call it together."""
+    # Process 0 draws a random name, because two runs may share a cluster.
+    words = multihost.from_process_zero(np.frombuffer(secrets.token_bytes(8), np.int32))
+    return {
+        "run": words.tobytes().hex(),
+        "process": multihost.process_index(),
+        "processes": multihost.process_count(),
+    }
+
+
+class RayPlane:
+    """Data plane of one trainer whose loaders and constructor are Ray actors.
+
+    Process 0 starts the loaders, evenly over the nodes of the cluster, and ends them when it closes. Every process
+    starts its own constructor and replaces one that dies, continuing from the state of the last batch taken.
+
+    Args:
+      run: name that only the trainers of this run share.
+      process, processes: index of this trainer and number of trainers.
+      loaders, shadows: Source Loaders and standbys in all; the values of process 0 count.
+
+    Raises:
+      UserError: the package ray is missing, or this machine is not part of a cluster.
+    """
+
+    _users: ClassVar[int] = 0
+    _connected_here: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        setup: ConstructorSetup,
+        state: DataState | None,
+        *,
+        run: str,
+        process: int,
+        processes: int,
+        loaders: int,
+        shadows: int,
+        read_timeout_s: float,
+    ) -> None:
+        self._ray = _connect()
+        self._setup = setup
+        self._state = state
+        self._process = process
+        self._read_timeout_s = read_timeout_s
+        self._said: list[str] = []
+        self._asked: collections.deque[list[Any]] = collections.deque()
+        self._deaths = 0
+        self._ended = self._closed = False
+        # One thread may take while another closes, and any call after ray.shutdown() would start a new cluster.
+        self._changing, self._taking = threading.Lock(), threading.Lock()
+        self._constructor: Any = None
+        self._loaders: dict[str, Any] = {}
+        try:
+            if process == 0:
+                self._loaders = self._start_loaders(f"jtrain-{run}", processes, loaders, shadows)
+            else:
+                self._loaders = self._find_loaders(f"jtrain-{run}")
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def take(self) -> Delivered:
+        with self._taking:
+            return self._take()
+
+    def _take(self) -> Delivered:
+        heard_s = time.monotonic()
+        while not (self._ended or self._closed):
+            asked = self._ask()
+            try:
+                told, arrays = self._ray.get(asked, timeout=1.0)
+            except self._ray.exceptions.GetTimeoutError:
+                if time.monotonic() - heard_s > SILENCE_S:
+                    self._restart(f"has said nothing for {SILENCE_S:g} s")
+                    heard_s = time.monotonic()
+                continue
+            except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
+                self._restart("died", str(error))
+                heard_s = time.monotonic()
+                continue
+            self._asked.popleft()
+            heard_s = time.monotonic()
+            self._said += told.said
+            self._ended = told.ended
+            if told.failed is not None:
+                raise DataError(told.failed)
+            if told.batch is not None:
+                self._state, stats = told.batch
+                self._deaths = 0
+                # Copied, because arrays in the object store do not outlive the connection to it.
+                return Delivered(dict(zip(ARRAYS, arrays.copy(), strict=True)), self._state, stats)
+        raise StopIteration
+
+    def said(self) -> list[str]:
+        said, self._said = self._said, []
+        return said
+
+    def actors(self) -> dict[str, tuple[int, str]]:
+        """Returns process id and node of every loader and of this trainer's constructor."""
+        everyone = {**self._loaders, "constructor": self._constructor}
+        answers = self._ray.get([actor.alive.remote() for actor in everyone.values()])
+        return {name: answer[:2] for name, answer in zip(everyone, answers, strict=True)}
+
+    def close(self) -> None:
+        with self._changing:
+            if self._closed:
+                return
+            self._closed = True
+            mine = [] if self._constructor is None else [self._constructor]
+            for actor in [*mine, *(self._loaders.values() if self._process == 0 else ())]:
+                self._ray.kill(actor)
+        with self._taking:
+            self._asked.clear()
+            RayPlane._users -= 1
+            if RayPlane._connected_here and not RayPlane._users:
+                RayPlane._connected_here = False
+                self._ray.shutdown()
+
+    def _start_loaders(self, space: str, processes: int, loaders: int, shadows: int) -> dict[str, Any]:
+        nodes = sorted(node["NodeID"] for node in self._ray.nodes() if node["Alive"])
+        names = (*(f"loader-{i}" for i in range(loaders)), *(f"shadow-{i}" for i in range(shadows)))
+        actor = _actor_class(self._ray, RayLoader)
+        started = {}
+        for i, name in enumerate(names):
+            # The node is a preference: if it is gone, Ray takes another one.
+            options = {"name": name, "namespace": space, "max_restarts": -1}
+            started[name] = actor.options(**options, scheduling_strategy=_on(nodes[i % len(nodes)], soft=True)).remote(
+                self._setup.sources,
+                ActorEnvironment.here(),
+                constructors=processes,
+                read_timeout_s=self._read_timeout_s,
+                names=names,
+            )
+        return started
+
+    def _find_loaders(self, space: str) -> dict[str, Any]:
+        """Returns the loaders that process 0 has started; the first of them knows the names of the others."""
+        until_s = time.monotonic() + PATIENCE_S
+        found: dict[str, Any] = {}
+        names: tuple[str, ...] = ("loader-0",)
+        while missing := [name for name in names if name not in found]:
+            try:
+                found[missing[0]] = self._ray.get_actor(missing[0], namespace=space)
+            except ValueError:
+                if time.monotonic() > until_s:
+                    raise DataError(
+                        f"data.engine='ray': process 0 has not started {missing[0]} within {PATIENCE_S:g} s. See its "
+                        "output; all processes must be in one Ray cluster (RAY_ADDRESS)."
+                    ) from None
+                time.sleep(0.1)
+            else:
+                if len(found) == 1:
+                    names = self._ray.get(found["loader-0"].alive.remote())[2]
+        return {name: found[name] for name in names}
+
+    def _start(self) -> None:
+        """Starts a constructor that continues after the last batch taken."""
+        node = self._ray.get_runtime_context().get_node_id()
+        with self._changing:
+            if self._closed:
+                return
+            actor = _actor_class(self._ray, RayConstructor).options(scheduling_strategy=_on(node, soft=False))
+            self._asked.clear()
+            self._constructor = actor.remote(
+                self._setup,
+                self._state,
+                ActorEnvironment.here(),
+                self._loaders,
+                who=self._process,
+                read_timeout_s=self._read_timeout_s,
+            )
+
+    def _ask(self) -> list[Any]:
+        """Requests batches ahead; returns the oldest request that has no answer."""
+        while len(self._asked) < BATCHES_AHEAD:
+            self._asked.append(self._constructor.take.options(num_returns=2).remote())
+        return self._asked[0]
+
+    def _restart(self, why: str, details: str = "") -> None:
+        if self._closed:
+            return
+        self._deaths += 1
+        if self._deaths > MOST_RESTARTS:
+            raise DataError(
+                f"the data constructor {why}, {self._deaths} times in a row, without a batch. See "
+                f"/tmp/ray/session_latest/logs on this host. {details}"
+            )
+        self._ray.kill(self._constructor)
+        self._start()
+        step = 0 if self._state is None else self._state.planner.step
+        self._said.append(f"data: the constructor {why}; another one goes on from step {step}")
+
+
+def _connect() -> Any:
+    """Imports ray and connects it to the cluster that this machine is part of; never starts a cluster."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("data.engine='ray' needs the package ray: pip install 'jtrain[ray]'. Or set data.engine.")
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS", "")
+    if "://" in address or address == "local":
+        raise UserError(
+            f"RAY_ADDRESS={address}: data.engine='ray' needs a cluster that this machine is a node of. Run `ray start "
+            "--address=HEAD:6379` here, and set RAY_ADDRESS=HEAD:6379."
+        )
+    if not ray.is_initialized():
+        try:
+            _check_answers(address or (_CURRENT.read_text() if _CURRENT.exists() else ""))
+            ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
+        except ConnectionError as error:
+            where = f" at RAY_ADDRESS={address}" if address else ""
+            raise UserError(
+                f"data.engine='ray' finds no running cluster{where}. Run `ray start --head` on one host and `ray start "
+                f"--address=HEAD:6379` on the others (launch/ray/README.md), or set data.engine='processes'. {error}"
+            ) from None
+        RayPlane._connected_here = True
+    RayPlane._users += 1
+    return ray
+
+
+def _check_answers(address: str) -> None:
+    """Raises ConnectionError if nothing listens at `address`; ray.init would try for 2 minutes and end the process."""
+    host, _, port = address.strip().rpartition(":")
+    if not host:
+        return  # ray.init finds the address itself
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError) as error:
+        raise ConnectionError(f"{address.strip()}: {error}") from None
+
+
+def _actor_class(ray: Any, kind: type) -> Any:
+    """Returns `kind` as an actor class whose `alive` is answered while other calls run.
+
+    It reserves almost no CPU in Ray, because the trainer beside it reserves none either. With exactly none, Ray 2.60
+    would ignore the requested node.
+    """
+    ray.method(concurrency_group="watch")(kind.alive)
+    return ray.remote(num_cpus=0.001, concurrency_groups={"watch": 1})(kind)
+
+
+def _on(node: str, *, soft: bool) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node, soft=soft)

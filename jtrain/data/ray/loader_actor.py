@@ -1,0 +1,211 @@
+"""Source Loader as a Ray actor: serves the constructors of all hosts and reads each run of documents once for them.
+
+Like every loader it may be killed, replaced or duplicated at any time. It keeps only ids that some constructor has yet
+to fetch, and reads them again if they are lost.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Int64, Integer, UInt8
+
+from jtrain.data.document_stream import Read, SourceSetup
+from jtrain.data.loaders.loader import RequestPart, SourceLoader
+from jtrain.data.loaders.messages import starts_of
+from jtrain.runtime.resident_memory import resident_bytes
+
+KEPT_BYTES = 64 << 20
+"""Most bytes of ids kept for constructors that have yet to fetch them; older ids are dropped and read again."""
+
+_FAREWELL_S = 0.5
+
+RunKey = tuple[int, bytes, frozenset[int]]
+"""Key of a run: source, bytes of its numbers, and the numbers left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorEnvironment:
+    """Working directory and module path of the trainer, which its actors take over."""
+
+    folder: str
+    modules: tuple[str, ...]
+
+    @classmethod
+    def here(cls) -> "ActorEnvironment":
+        return cls(os.getcwd(), tuple(path for path in sys.path if path))
+
+    def enter(self) -> None:
+        """Applies both to this process; raises FileNotFoundError if the trainer's folder is not on this node."""
+        sys.modules["jax"] = None  # pyright: ignore[reportArgumentType]: jax takes 1 s and 200 MB and is never needed here
+        sys.path += [path for path in self.modules if path not in sys.path]
+        os.environ.update(RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", ARROW_IO_THREADS="1")
+        os.chdir(self.folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRequest:
+    """Request for a run of documents.
+
+    part: documents of the run.
+    wanted: places in `part.numbers` of the documents whose ids are wanted. None: the lengths of all are wanted, and the
+      loader keeps the ids until they are requested.
+    """
+
+    part: RequestPart
+    wanted: Int[np.ndarray, " k"] | None
+
+    @property
+    def key(self) -> RunKey:
+        return self.part.source, self.part.numbers.tobytes(), self.part.skip
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents that it takes to read, at most."""
+        return len(self.part.numbers) if self.wanted is None else len(self.wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunReply:
+    """Reply to one `RunRequest`: lengths of all documents, or of those whose ids are in the payload."""
+
+    lengths: Int[np.ndarray, " n"]
+    ids_bytes: int
+    dtype: str
+    skipped: tuple[tuple[int, str], ...]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LoaderReply:
+    """Reply of a loader; if `failed` or `stuck` is set, the other fields have their defaults.
+
+    failed: source and message.
+    stuck: source, document (-1: none yet) and `file:number` that the loader has been reading for longer than
+      `data.read_timeout_s`; the process `pid` then ends itself.
+    """
+
+    pid: int
+    found: tuple[RunReply, ...] = ()
+    memory_bytes: int = 0
+    documents: int = 0
+    failed: tuple[int, str] | None = None
+    stuck: tuple[int, int, str] | None = None
+
+
+@dataclasses.dataclass
+class _Kept:
+    read: Read
+    starts: Int64[np.ndarray, " n_and_end"]
+    taken: set[int] = dataclasses.field(default_factory=set)
+
+
+class RayLoader:
+    """Ray actor of a Source Loader.
+
+    Args:
+      constructors: number of constructors that take each run; ids that all of them have taken are dropped.
+      names: names of all loaders and standbys, for trainers that have found one of them.
+    """
+
+    def __init__(
+        self,
+        setups: tuple[SourceSetup, ...],
+        surroundings: ActorEnvironment,
+        *,
+        constructors: int,
+        read_timeout_s: float,
+        names: tuple[str, ...],
+    ) -> None:
+        surroundings.enter()
+        self._names = names
+        self._loader = SourceLoader(setups)
+        self._constructors = constructors
+        self._read_timeout_s = read_timeout_s
+        self._kept: collections.OrderedDict[RunKey, _Kept] = collections.OrderedDict()
+        self._kept_bytes = 0
+        self._documents = 0
+        self._at = (0, -1, -1, 0.0)  # source, document, record, since: one tuple, so both threads see a whole value
+        self._reader = concurrent.futures.ThreadPoolExecutor(1, "reader")
+
+    def alive(self) -> tuple[int, str, tuple[str, ...]]:
+        """Returns process id, node and the names of all loaders, even while the actor reads."""
+        import ray
+
+        return os.getpid(), ray.get_runtime_context().get_node_id(), self._names
+
+    def kept(self) -> tuple[int, int, list[str]]:
+        """Returns documents read so far, bytes of ids kept, and needless heavy libraries that are loaded."""
+        heavy = [name for name in ("jax", "jaxlib", "flax", "orbax") if sys.modules.get(name) is not None]
+        return self._documents, self._kept_bytes, heavy
+
+    def read(
+        self, who: int, asks: list[RunRequest], done: list[RunKey]
+    ) -> tuple[LoaderReply, UInt8[np.ndarray, " bytes"]]:
+        """Answers one request of constructor `who`, which needs nothing more of the runs in `done`."""
+        for key in done:
+            if (kept := self._kept.get(key)) is not None:
+                kept.taken.add(who)
+                if len(kept.taken) == self._constructors:
+                    self._let_go(key)
+        self._at = (asks[0].part.source, -1, -1, time.monotonic())
+        working = self._reader.submit(self._answer, asks)
+        while not concurrent.futures.wait([working], min(1.0, self._read_timeout_s / 4)).done:
+            source, number, record, since_s = self._at
+            if time.monotonic() - since_s > self._read_timeout_s:
+                identity = "opening it" if record < 0 else self._loader.documents(source).identity_of(record)
+                threading.Timer(_FAREWELL_S, os._exit, (1,)).start()  # after the answer is sent; Ray restarts the actor
+                return LoaderReply(os.getpid(), stuck=(source, number, identity)), np.zeros(0, np.uint8)
+        return working.result()
+
+    def _answer(self, asks: list[RunRequest]) -> tuple[LoaderReply, UInt8[np.ndarray, " bytes"]]:
+        found: list[RunReply] = []
+        payload: list[np.ndarray] = []
+        for ask in asks:
+            begun_s = time.perf_counter()
+            try:
+                read, ids = self._one(ask)
+            except (ValueError, OSError) as error:
+                return LoaderReply(os.getpid(), failed=(ask.part.source, str(error))), np.zeros(0, np.uint8)
+            seconds = time.perf_counter() - begun_s
+            found.append(RunReply(read.lengths, ids.nbytes, ids.dtype.str, read.skipped, seconds))
+            payload.append(np.ascontiguousarray(ids).view(np.uint8))
+        return LoaderReply(os.getpid(), tuple(found), resident_bytes() or 0, self._documents), np.concatenate(payload)
+
+    def _one(self, ask: RunRequest) -> tuple[Read, Integer[np.ndarray, " tokens"]]:
+        kept = self._kept.get(ask.key)
+        if ask.wanted is None:
+            if kept is None:
+                read = self._read(ask.part)
+                kept = self._kept[ask.key] = _Kept(read, starts_of(read.lengths))
+                self._kept_bytes += read.ids.nbytes
+                while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+                    self._let_go(next(iter(self._kept)))
+            return kept.read, kept.read.ids[:0]
+        if kept is None:  # of a prepared source, dropped, or kept by a loader that is gone
+            part = ask.part
+            records = None if part.records is None else part.records[ask.wanted]
+            read = self._read(dataclasses.replace(part, numbers=part.numbers[ask.wanted], records=records))
+            return read, read.ids
+        ids = [kept.read.ids[kept.starts[i] : kept.starts[i + 1]] for i in ask.wanted.tolist()]
+        read = Read(kept.read.lengths[ask.wanted], np.concatenate(ids))
+        return read, read.ids
+
+    def _read(self, part: RequestPart) -> Read:
+        self._at = (part.source, -1, -1, time.monotonic())
+
+        def watch(number: int, record: int) -> None:
+            self._at = (part.source, number, record, time.monotonic())
+
+        self._documents += len(part.numbers)
+        documents = self._loader.documents(part.source)
+        return documents.read(part.numbers, records=part.records, skip=part.skip, watch=watch)
+
+    def _let_go(self, key: Any) -> None:
+        self._kept_bytes -= self._kept.pop(key).read.ids.nbytes

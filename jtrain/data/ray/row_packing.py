@@ -1,0 +1,46 @@
+"""Data Constructor whose Source Loaders are Ray actors."""
+
+import numpy as np
+
+from jtrain.data.constructor.collate import views_of
+from jtrain.data.constructor.constructor import Constructor, ConstructorSetup, DataState
+from jtrain.data.planner.pieces import Pieces
+from jtrain.data.ray.actor_pool import RayPool
+
+
+class RayRows(Constructor):
+    """Constructor that plans its rows first, then fetches the ids of only the documents in them."""
+
+    def __init__(self, setup: ConstructorSetup, pool: RayPool, state: DataState | None) -> None:
+        super().__init__(setup, pool, state)
+        self._fetcher = pool
+        self._looked_at = -1
+        self._unasked: list[list[tuple[int, int]]] = []  # by step, so that no step waits for the ids of a later one
+
+    def advance(self) -> None:
+        super().advance()
+        for planned in self._plans:
+            if planned.plan.step > self._looked_at:
+                self._looked_at = planned.plan.step
+                keys = zip(planned.pieces.source.tolist(), planned.pieces.document.tolist(), strict=True)
+                self._unasked.append([key for key in dict.fromkeys(keys) if key[0] not in self._prepared])
+        later = []
+        for keys in self._unasked:
+            here = {key: found for key in keys if (found := self._buffer.find(*key)) is not None}
+            self._fetcher.fetch(list(here.values()))
+            if left := [key for key in keys if key not in here]:  # being read again after a restart, not here yet
+                later.append(left)
+        self._unasked = later
+
+    def _has_payload(self, pieces: Pieces) -> bool:
+        keys = zip(pieces.source.tolist(), pieces.document.tolist(), strict=True)
+        found = (self._buffer.find(*key) for key in dict.fromkeys(keys))
+        return all(at is not None and at[1] in at[0].place.ids for at in found)
+
+    def _views(self, pieces: Pieces) -> list[np.ndarray]:
+        return views_of(self._ids)(pieces)
+
+    def _ids(self, source: int, document: int) -> np.ndarray:
+        found = self._buffer.find(source, document)
+        assert found is not None
+        return found[0].place.ids[found[1]]

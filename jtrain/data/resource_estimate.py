@@ -1,0 +1,88 @@
+"""Estimate of the processes, threads, descriptors and memory of a host's data plane, before anything starts."""
+
+import dataclasses
+import sys
+
+from jtrain.data.constructor.process import slot_bytes
+from jtrain.data.dataset import SLOTS, TextDataset
+from jtrain.data.loaders.pool import IN_FLIGHT
+
+_MIB = 1 << 20
+_ARROW_THREADS, _ARRAY_RECORD_THREADS = 2, 66
+"""Threads that these libraries start in a loader at the first read, regardless of their settings."""
+
+_RAY_MIB = 140
+"""Memory of an actor before it opens a source, nearly all of it used by Ray."""
+
+_PYTHON_MIB, _ARROW_MIB, _ARRAY_RECORD_MIB, _TOKENIZER_MIB = 16, 40, 12, 30
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleUsage:
+    """Resources of each process of one role. Threads and descriptors are upper bounds, memory is an estimate."""
+
+    role: str
+    processes: int
+    threads: int
+    descriptors: int
+    memory_mib: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Resources of all roles of a host. They grow with sources plus loaders, never with their product."""
+
+    roles: tuple[RoleUsage, ...]
+
+    def total(self, field: str) -> int:
+        """Returns the total `threads`, `descriptors` or `memory_mib` of all processes, or the number of `processes`."""
+        if field == "processes":
+            return sum(role.processes for role in self.roles)
+        return sum(role.processes * getattr(role, field) for role in self.roles)
+
+    def line(self) -> str:
+        """Returns one line for the plan of a run."""
+        if not self.roles:
+            return "data plane: in the trainer (data.engine=inline)"
+        loaders = sum(role.processes for role in self.roles if role.role == "loader")
+        most = f"at most {self.total('threads')} threads and {self.total('descriptors')} descriptors, "
+        return (
+            f"data plane: 1 constructor, up to {loaders} loaders, {self.total('processes')} processes in all, "
+            f"{most if self.total('threads') else ''}about {self.total('memory_mib')} MiB"
+        )
+
+
+def budget(dataset: TextDataset, *, rows: int) -> Budget:
+    """Estimates the resources of one host that fills `rows` rows of each batch.
+
+    With `data.engine=inline` there is no process besides the trainer.
+    """
+    spec, sources = dataset.spec, dataset.documents
+    if spec.engine == "inline":
+        return Budget(())
+    if spec.engine == "ray":  # Ray decides the number of threads and descriptors
+        roles = (("constructor", 1), ("loader", spec.num_loaders()), ("standby", spec.shadows))
+        return Budget(tuple(RoleUsage(role, count, 0, 0, _RAY_MIB) for role, count in roles))
+    loaders, shadows = spec.num_loaders(), spec.shadows
+    prepared = len(sources) if spec.prepared is not None else 0
+    arrow = "pyarrow" in sys.modules and not prepared  # opening the sources has imported the libraries that they need
+    array_record = "array_record" in sys.modules and not prepared
+    threads = 1 + arrow * _ARROW_THREADS + array_record * _ARRAY_RECORD_THREADS
+    kinds = sum(d.setup.tokenizer != "bytes" for d in sources) > 0 and not prepared
+    base = _PYTHON_MIB + arrow * _ARROW_MIB + array_record * _ARRAY_RECORD_MIB + kinds * _TOKENIZER_MIB
+    decoded = sum(min(int(d.corpus.group_bytes.sum()), 2 * d.setup.window_bytes) for d in sources) * arrow
+    documents = [max(1, d.corpus.size_bytes // max(1, len(d))) for d in sources]
+    ahead = spec.lookahead_steps * spec.global_batch * spec.seq_len * 4 + IN_FLIGHT * sum(documents) * 16
+    slots = SLOTS * slot_bytes(rows, spec.seq_len)
+    # A loader maps few files per open source (line starts of JSON lines, or lengths and ids of a prepared source).
+    loader_descriptors = 8 + 2 * len(sources)
+    children = 1 + loaders + shadows
+    share = -(-(decoded + ahead) // loaders // _MIB)
+    return Budget(
+        (
+            RoleUsage("forkserver", 1, 1 + arrow * _ARROW_THREADS, 12 + 2 * children, _PYTHON_MIB),
+            RoleUsage("constructor", 1, 2, 16 + 4 * children + 2 * prepared, _PYTHON_MIB - (-(slots + ahead) // _MIB)),
+            RoleUsage("loader", loaders, threads, loader_descriptors, base + share),
+            RoleUsage("standby", shadows, threads, loader_descriptors, _PYTHON_MIB),
+        )
+    )

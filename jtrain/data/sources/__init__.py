@@ -1,0 +1,1 @@
+"""Sources: files in many formats, local or remote, as shuffled documents."""

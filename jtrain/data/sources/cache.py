@@ -1,0 +1,142 @@
+"""Cache folder `data.cache_dir`: copies of remote and compressed files, and record indexes of large files."""
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from jaxtyping import Int
+
+from jtrain.data.sources.remote import explained, filesystem, translated
+from jtrain.data.sources.storage import StoredFile
+from jtrain.errors import FileError
+from jtrain.runtime.atomic_io import replacing
+
+SMALL_TABLE_BYTES = 1 << 20
+"""Largest file whose index is kept in memory (reading it takes a millisecond); larger ones have theirs in the cache."""
+
+_BLOCK_BYTES = 1 << 23
+
+
+def local_copy(file: StoredFile, *, compression: str | None, cache_dir: Path) -> StoredFile:
+    """Returns the file, copied to this machine and decompressed; one process makes the copy while others wait.
+
+    Args:
+      file: local or remote file; a local one without compression is returned as it is.
+      compression: `gzip`, `zstd` or None.
+      cache_dir: folder of the copies. A copy is used as long as location, size and version of the file stay the same.
+
+    Raises:
+      FileError: the file is missing, cut short or corrupt, or there is no space for the copy.
+    """
+    if compression is None and not file.is_remote:
+        return file
+
+    def write(out: BinaryIO) -> None:
+        _copy(file, compression, out)
+
+    suffix = file.name.rpartition("/")[2]
+    path = cached(cache_dir / "files" / f"{file.key}-{suffix}", write, what=file.called)
+    status = path.stat()
+    return StoredFile(str(path), file.name, status.st_size, str(status.st_mtime_ns), file.called)
+
+
+def _copy(file: StoredFile, compression: str | None, out: BinaryIO) -> None:
+    import pyarrow as pa
+
+    if file.is_remote:
+        fs, path = filesystem(file.location, file.called)
+        with explained(file.called):
+            raw = fs.open(path, "rb", block_size=_BLOCK_BYTES)
+    else:
+        raw = file.open()
+    received = 0
+    with raw:
+        stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression) if compression else raw
+        while True:
+            try:
+                block = stream.read(_BLOCK_BYTES)
+            except Exception as error:
+                # Codecs raise plain OSError or Arrow's exceptions; stores raise classes of their own.
+                if compression and (type(error) is OSError or isinstance(error, pa.ArrowException)):
+                    raise FileError(
+                        f"{file.called}: not a whole {compression} file ({error}): cut short or corrupt. Replace it."
+                    ) from error
+                raise translated(file.called, error) from error
+            if not block:
+                break
+            received += len(block)
+            out.write(block)
+    if not compression and file.size_bytes not in (-1, received):
+        raise FileError(f"{file.called}: {received:,} of {file.size_bytes:,} bytes arrived. Start again.")
+
+
+def cached(path: Path, write: Callable[[BinaryIO], None], *, what: str) -> Path:
+    """Returns `path`, written by `write` unless it exists; a kill at any time leaves no partial file at `path`.
+
+    A process that calls this while another is writing waits for it; the lock is released when its holder dies.
+
+    Raises:
+      FileError: the folder cannot be written to.
+    """
+    if path.exists():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{path}.lock", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if path.exists():
+                return path
+            with replacing(path, durable=False) as part, part.open("wb") as out:
+                write(out)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EEXIST):
+            raise FileError(
+                f"{what}: its copy or index cannot be written to {path.parent} ({error.strerror}). Make room there, or "
+                "set data.cache_dir to another folder."
+            ) from error
+        raise
+    return path
+
+
+class NumberTable:
+    """Table of two int64 per record: in memory for small files, otherwise in a cache file that is read by entry.
+
+    The cache file is not mapped, because each map would hold a descriptor; reading 16 bytes takes 1 us.
+    """
+
+    __slots__ = ("_path", "_rows", "_what")
+
+    def __init__(
+        self, file: StoredFile, kind: str, make: Callable[[], Int[np.ndarray, "records 2"]], cache_dir: Path
+    ) -> None:
+        self._what = file.called
+        self._path: Path | None = None
+        self._rows: np.ndarray | int
+        if file.size_bytes <= SMALL_TABLE_BYTES:
+            self._rows = make()
+            return
+
+        def write(out: BinaryIO) -> None:
+            out.write(make().astype("<i8").tobytes())
+
+        self._path = cached(cache_dir / "index" / f"{file.key}.{kind}", write, what=file.called)
+        self._rows = self._path.stat().st_size // 16
+
+    def __len__(self) -> int:
+        return self._rows if isinstance(self._rows, int) else len(self._rows)
+
+    def rows(self, records: list[int]) -> list[list[int]]:
+        """Returns the pairs of these records."""
+        if isinstance(self._rows, np.ndarray):
+            return self._rows[records].tolist()
+        assert self._path is not None
+        try:
+            with self._path.open("rb") as file:
+                content = [os.pread(file.fileno(), 16, 16 * record) for record in records]
+        except OSError as error:
+            raise FileError(f"{self._what}: its index {self._path} is gone ({error.strerror}). Start again.") from error
+        return np.frombuffer(b"".join(content), "<i8").reshape(-1, 2).tolist()

@@ -1,0 +1,122 @@
+"""Arrow streams as written by `save_to_disk` of Hugging Face datasets: record batches, memory-mapped."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from jtrain.data.sources.formats.parquet import check_column, read_grouped
+from jtrain.data.sources.formats.record import BadRecord, Records
+from jtrain.data.sources.storage import StoredFile
+from jtrain.errors import FileError, UserError
+
+_FILE_MAGIC = b"ARROW1\0\0"
+"""First 8 bytes of Arrow's file format: a stream follows, then an index that is not needed here."""
+
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+class ArrowFile(Records):
+    """Arrow file with one document per row of column `text_field`. Reading a row of the map touches no other row.
+
+    Raises:
+      UserError: the file is not an Arrow file, is cut short or compressed, or has no text column of that name.
+    """
+
+    __slots__ = ("_batch_at", "_file", "_first_row", "_text_field")
+
+    def __init__(self, file: StoredFile, *, text_field: str, field: str) -> None:
+        import pyarrow as pa
+
+        self._file = file
+        self._text_field = text_field
+        first_row, batch_at = [0], []
+        with self._map() as mapped:
+            try:
+                if mapped.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC:
+                    mapped.seek(len(_FILE_MAGIC))
+                schema = pa.ipc.read_schema(pa.ipc.read_message(mapped))
+                check_column(schema, text_field, called=file.called, field=field)
+                while mapped.read_at(8, position := mapped.tell()) != _END_OF_STREAM:
+                    message = pa.ipc.read_message(mapped)
+                    if message.type != "record batch":
+                        raise UserError(
+                            f"{file.called}: holds a {message.type}, but only record batches can be read. Save the "
+                            "dataset without dictionary columns."
+                        )
+                    batch = pa.ipc.read_record_batch(message, schema)
+                    if batch.num_rows and not _lies_in(batch.column(text_field), message.body):
+                        raise UserError(
+                            f"{file.called}: its batches are compressed, so a row can only be read with its whole "
+                            "batch. Save it uncompressed, as `save_to_disk` does, or as Parquet."
+                        )
+                    batch_at.append(position)
+                    first_row.append(first_row[-1] + batch.num_rows)
+            except (pa.ArrowException, OSError, EOFError) as error:
+                raise UserError(
+                    f"{file.called}: not a whole Arrow stream ({error or 'it ends early'}): cut short, or of another "
+                    f"format. Save it again, or leave it out of {field}.path."
+                ) from error
+        self._first_row = np.asarray(first_row, np.int64)
+        self._batch_at = np.asarray(batch_at, np.int64)
+
+    def __len__(self) -> int:
+        return int(self._first_row[-1])
+
+    def read(self, records: list[int]) -> list[str | BadRecord]:
+        import pyarrow as pa
+
+        with self._map() as mapped:
+            try:
+                mapped.seek(len(_FILE_MAGIC) if mapped.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC else 0)
+                schema = pa.ipc.read_schema(pa.ipc.read_message(mapped))
+
+                def column_of(batch: int) -> Any:
+                    mapped.seek(int(self._batch_at[batch]))
+                    return pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema).column(self._text_field)
+
+                return read_grouped(records, self._first_row, column_of, self._text_field, self._file.called)
+            except (pa.ArrowException, OSError, EOFError) as error:
+                raise FileError(f"{self._file.called}: cannot be read ({error}). Save the dataset again.") from error
+
+    def _map(self) -> Any:
+        import pyarrow as pa
+
+        self._file.open().close()  # raises a clear error if the file is gone or cut short
+        return pa.memory_map(self._file.location)
+
+
+def _lies_in(column: Any, body: Any) -> bool:
+    """True if the texts of the column lie in the mapped file, which means that they were not compressed."""
+    texts = column.buffers()[-1]
+    return texts is None or texts.size == 0 or body.address <= texts.address < body.address + body.size
+
+
+def saved_dataset_files(files: list[StoredFile], *, field: str) -> list[StoredFile] | None:
+    """Returns the files with the rows of a folder that `save_to_disk` wrote; None for any other folder.
+
+    Such a folder may also hold caches of earlier transforms in the same format.
+
+    Args:
+      files: all files below the folder.
+      field: config path of the folder, for messages.
+
+    Raises:
+      UserError: the folder holds several splits.
+      FileError: a file of the dataset is missing.
+    """
+    by_name = {file.name: file for file in files}
+    if "dataset_dict.json" in by_name:
+        with by_name["dataset_dict.json"].open() as opened:
+            splits = json.loads(opened.read())["splits"]
+        raise UserError(
+            f"{field}: a dataset of several splits ({', '.join(splits)}), which would be mixed. Set it to the "
+            f"folder of one split, such as {splits[0]!r} in there."
+        )
+    if not {"state.json", "dataset_info.json"} <= by_name.keys():
+        return None
+    with by_name["state.json"].open() as opened:
+        names = [entry["filename"] for entry in json.loads(opened.read())["_data_files"]]
+    if missing := [name for name in names if name not in by_name]:
+        raise FileError(f"{field}: {missing[0]} is named by state.json but missing. Save the dataset again.")
+    return [by_name[name] for name in names]

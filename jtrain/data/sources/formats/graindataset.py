@@ -1,0 +1,57 @@
+"""Records of a `grain.MapDataset` of strings that a function of the user returns."""
+
+import importlib
+
+from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
+from jtrain.errors import UserError
+
+
+class GrainDataset(Records):
+    """Grain dataset in which element n is record n; elements that the dataset filters out are empty documents.
+
+    Raises:
+      UserError: there is no such function, or it returns another type or a dataset without an end.
+    """
+
+    def __init__(self, path: str, *, field: str) -> None:
+        import grain  # lazy: takes 0.9 s, and only this format needs it
+
+        module, _, function = path.partition(":")
+        where = f"{field}.path={path!r}"
+        try:
+            if not function:
+                raise ImportError("it is not of the form module:function")
+            make = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise UserError(
+                f"{where}: no such function ({error}). For {field}.format='grain' set it to `module:function`, the "
+                "module importable by every process."
+            ) from error
+        self._path = path
+        self._dataset = make()
+        if not isinstance(self._dataset, grain.MapDataset):
+            raise UserError(
+                f"{where}: returned a {type(self._dataset).__name__}, not a grain.MapDataset; records are read by "
+                "number. Return the dataset before `to_iter_dataset`."
+            )
+        if len(self._dataset) >= 1 << 62:
+            raise UserError(f"{where}: the dataset has no end. Leave out `repeat()`; the run repeats it by itself.")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, records: list[int]) -> list[str | BadRecord]:
+        return [self._element(record) for record in records]
+
+    def _element(self, record: int) -> str | BadRecord:
+        try:
+            element = self._dataset[record]
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        else:
+            if element is None:
+                return ""
+            if isinstance(element, str):
+                return element
+            why = f"it is {type(element).__name__}, not text"
+        return BadRecord(f"{self._path}, element {record}: {why}. Mend the dataset, {SKIP}")

@@ -1,0 +1,174 @@
+"""Parquet files: row groups are decoded as a whole and cached."""
+
+import collections
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
+from jtrain.data.sources.storage import StoredFile
+from jtrain.errors import FileError, UserError
+
+
+class RowGroupCache:
+    """Least-recently-used cache of decoded columns, safe to share between threads."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._groups: collections.OrderedDict[tuple[Any, ...], Any] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[Any, ...], read: Callable[[], Any]) -> Any:
+        """Returns the column under `key`, calling `read` if it is not cached; the latest is kept whatever its size."""
+        with self._lock:
+            if key in self._groups:
+                self._groups.move_to_end(key)
+                return self._groups[key]
+            column = read()
+            self._groups[key] = column
+            self._bytes += column.nbytes
+            while self._bytes > self._max_bytes and len(self._groups) > 1:
+                self._bytes -= self._groups.popitem(last=False)[1].nbytes
+            return column
+
+    def drop(self, first: Any) -> None:
+        """Drops all columns whose key starts with `first`."""
+        with self._lock:
+            for key in [key for key in self._groups if key[0] == first]:
+                self._bytes -= self._groups.pop(key).nbytes
+
+
+class ParquetFile(Records):
+    """Parquet file with one document per row, its text in column `text_field`; `groups` caches decoded row groups.
+
+    Between reads it keeps only two numbers per row group; an open file with its schema would take 34 KB or more.
+
+    Raises:
+      UserError: the file is not a Parquet file, or has no text column of that name.
+    """
+
+    __slots__ = ("_field", "_file", "_group_bytes", "_group_starts", "_groups", "_text_field")
+
+    def __init__(self, file: StoredFile, *, text_field: str, field: str, groups: RowGroupCache) -> None:
+        import pyarrow as pa  # lazy: takes 0.1 s, which other formats need not pay
+        import pyarrow.parquet as pq
+
+        self._file = file
+        self._text_field = text_field
+        self._field = field
+        self._groups = groups
+        with file.open() as opened:
+            try:
+                with pq.ParquetFile(opened) as parquet:
+                    schema = parquet.schema_arrow
+                    metadata = parquet.metadata
+            except (pa.ArrowException, OSError) as error:
+                if file.called in str(error):
+                    raise  # an error of the store, already translated
+                raise UserError(
+                    f"{file.called}: not a readable Parquet file ({error}): cut short, or of another format. Replace "
+                    f"it, or leave it out of {field}.path."
+                ) from error
+        check_column(schema, text_field, called=file.called, field=field)
+        row_groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        column = next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path == text_field)
+        self._group_starts = np.cumsum([0, *(group.num_rows for group in row_groups)], dtype=np.int64)
+        self._group_bytes = np.asarray([g.column(column).total_uncompressed_size for g in row_groups], np.int64)
+
+    @property
+    def group_starts(self) -> Int[np.ndarray, " groups_and_end"]:
+        return self._group_starts
+
+    @property
+    def group_bytes(self) -> Int[np.ndarray, " groups"]:
+        """Decoded size of each row group's text by the file's metadata; with dictionaries it takes more memory."""
+        return self._group_bytes
+
+    def __len__(self) -> int:
+        return int(self._group_starts[-1])
+
+    def read(self, records: list[int]) -> list[str | BadRecord]:
+        return read_grouped(records, self._group_starts, self._column, self._text_field, self._file.called)
+
+    def close(self) -> None:
+        self._groups.drop(self._file.key)
+
+    def _column(self, group: int) -> Any:
+        return self._groups.get((self._file.key, self._text_field, group), lambda: self._read_group(group))
+
+    def _read_group(self, group: int) -> Any:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        with self._file.open() as opened:
+            try:
+                with pq.ParquetFile(opened) as parquet:
+                    column = parquet.read_row_group(group, columns=[self._text_field], use_threads=False).column(0)
+            except (pa.ArrowException, OSError) as error:
+                if self._file.called in str(error):
+                    raise  # an error of the store, already translated
+                said = " ".join(str(error).split())
+                raise FileError(
+                    f"{self._file.called}: row group {group} cannot be read ({said}). Replace the file."
+                ) from error
+        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def check_column(schema: Any, text_field: str, *, called: str, field: str) -> None:
+    """Raises UserError unless the Arrow schema has a text column `text_field`."""
+    import pyarrow as pa
+
+    if text_field not in schema.names:
+        raise UserError(
+            f"{called}: no column {text_field!r}; its columns: {', '.join(schema.names)}. Set {field}.text_field "
+            "to one of them."
+        )
+    kind = schema.field(text_field).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        raise UserError(
+            f"{called}: column {text_field!r} is {kind}, not text. Set {field}.text_field to a text column."
+        )
+
+
+def read_grouped(
+    records: list[int],
+    group_starts: Int[np.ndarray, " groups_and_end"],
+    column_of: Callable[[int], Any],
+    text_field: str,
+    called: str,
+) -> list[str | BadRecord]:
+    """Returns the texts of rows in the given order, fetching the column of each group once."""
+    places_of: dict[int, list[int]] = {}
+    for place, group in enumerate((np.searchsorted(group_starts, records, side="right") - 1).tolist()):
+        places_of.setdefault(group, []).append(place)
+    texts: list[str | BadRecord] = [""] * len(records)
+    for group, places in places_of.items():
+        column, start = column_of(group), int(group_starts[group])
+        rows = [records[place] - start for place in places]
+        # Not `take`: its first call imports pyarrow.compute, 80 ms in each loader, and it is no faster for few rows.
+        found = [_text_or_why(column, row) for row in rows]
+        for place, text in zip(places, found, strict=True):
+            if text is None:
+                text = ValueError(f"column {text_field!r} is null")
+            if isinstance(text, ValueError):
+                text = BadRecord(f"{called}, row {records[place]}: {text}. Mend the row, {SKIP}")
+            texts[place] = text
+    return texts
+
+
+def _text_or_why(column: Any, row: int) -> str | ValueError | None:
+    try:
+        return column[row].as_py()
+    except UnicodeDecodeError as error:
+        return ValueError(f"not UTF-8 at byte {error.start} of its text ({error.reason})")
+
+
+@functools.cache
+def shared_cache(max_bytes: int) -> RowGroupCache:
+    """Returns this process's cache of that size, shared by its sources so that one limit bounds their memory."""
+    return RowGroupCache(max_bytes)

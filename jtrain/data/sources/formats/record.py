@@ -1,0 +1,89 @@
+"""Interface of all formats: documents by number, and the error for a bad one."""
+
+import abc
+import json
+
+import numpy as np
+from jaxtyping import Int
+
+from jtrain.errors import UserError
+
+SKIP = "or set data.on_bad_record='skip'."
+
+
+class BadRecord(UserError):
+    """Record that is not UTF-8 or violates its format; the message names the file and the place in it."""
+
+    __module__ = "jtrain.data.sources.formats"  # where users import it from
+
+
+class Records(abc.ABC):
+    """Documents of one file, by number. Each read opens the file again, so idle files hold no descriptor."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def read(self, records: list[int]) -> list[str | BadRecord]:
+        """Returns texts in the given order, BadRecord for each bad record; raises OSError if the file itself fails."""
+
+    def __getitem__(self, record: int) -> str:
+        """Returns one text; raises BadRecord, or OSError if the file itself fails."""
+        [text] = self.read([record])
+        if isinstance(text, BadRecord):
+            raise text
+        return text
+
+    @property
+    def group_starts(self) -> Int[np.ndarray, " groups_and_end"]:
+        """First record of each group that is decoded as a whole, then the number of records."""
+        return np.asarray([0, len(self)], np.int64)
+
+    @property
+    def group_bytes(self) -> Int[np.ndarray, " groups"]:
+        """Bytes decoded into memory to read any record of each group; 0 if records are read one by one."""
+        return np.zeros(1, np.int64)
+
+    def close(self) -> None:  # noqa: B027 (most formats keep nothing)
+        """Frees everything kept between reads."""
+
+
+def text_of_json(line: bytes, *, text_field: str, what: str, field: str, way_out: str, place: str = "") -> str:
+    """Returns the text in `text_field` of a JSON object.
+
+    Args:
+      line: the object, as UTF-8.
+      text_field: key of the text.
+      what: file and place of the object, for messages.
+      field: config path of the source, for messages.
+      way_out: how to mend the object, for messages.
+      place: words after `at byte N` in the message about bytes that are not UTF-8.
+
+    Raises:
+      BadRecord: `line` is not UTF-8, not JSON or not an object, or the field is missing or not text.
+    """
+
+    def bad(why: str) -> BadRecord:
+        return BadRecord(f"{what}: {why}. {way_out}, {SKIP}")
+
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise bad(f"not UTF-8 at byte {error.start}{place} ({error.reason})") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise bad(f"no JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise bad(f"a JSON {type(record).__name__}, not an object with a field {text_field!r}")
+    if not isinstance(text := record.get(text_field), str):
+        if text_field in record:
+            raise bad(f"field {text_field!r} is {type(text).__name__}, not text")
+        fields = ", ".join(map(repr, record)) or "none"
+        raise bad(f"no field {text_field!r}; its fields: {fields}. Set {field}.text_field")
+    if b"\\ud" in line.lower():  # an escape may spell half a surrogate pair, which cannot be encoded
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise bad(f"field {text_field!r} holds half a surrogate pair ({error.reason})") from error
+    return text

@@ -1,0 +1,141 @@
+"""WebDataset tar files: consecutive members with one name and different suffixes form a sample."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+
+from jtrain.data.sources.cache import NumberTable
+from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
+from jtrain.data.sources.storage import StoredFile
+from jtrain.errors import UserError
+
+_BLOCK = 512
+
+
+class TarFile(Records):
+    """WebDataset file with one document per sample: the member with the suffix `text_field`, such as `txt`.
+
+    Opening reads all headers; for files above 1 MiB the positions found are kept in the cache folder.
+
+    Raises:
+      UserError: the file is not a tar file, is cut short, or has no member with that suffix.
+    """
+
+    __slots__ = ("_field", "_file", "_places", "_text_field")
+
+    def __init__(self, file: StoredFile, *, text_field: str, field: str, cache_dir: Path) -> None:
+        self._file = file
+        self._text_field = text_field
+        self._field = field
+        kind = f"{text_field.replace('/', '_')}.samples"
+        self._places = NumberTable(file, kind, self._index, cache_dir)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def read(self, records: list[int]) -> list[str | BadRecord]:
+        texts: list[str | BadRecord] = []
+        with self._file.open() as file:
+            for record, (start, size) in zip(records, self._places.rows(records), strict=True):
+                file.seek(abs(start) - _BLOCK)
+                name = _name(file.read(_BLOCK))
+                if start < 0:
+                    texts.append(self._bad(record, f"{name} and what follows hold no member .{self._text_field}"))
+                    continue
+                try:
+                    texts.append(file.read(size).decode("utf-8"))
+                except UnicodeDecodeError as error:
+                    texts.append(self._bad(record, f"{name} is not UTF-8 at byte {error.start} ({error.reason})"))
+        return texts
+
+    def _bad(self, record: int, why: str) -> BadRecord:
+        return BadRecord(f"{self._file.called}, sample {record}: {why}. Mend it, {SKIP}")
+
+    def _index(self) -> Int[np.ndarray, "records 2"]:
+        """Returns start and size of each sample's text; without text, minus the start of its first member, and 0."""
+        places: list[tuple[int, int]] = []
+        suffixes: set[str] = set()
+        last = None
+        for name, suffix, start, size in self._members():
+            suffixes.add(suffix)
+            if name != last:
+                places.append((-start, 0))
+                last = name
+            if suffix == self._text_field:
+                places[-1] = (start, size)
+        if places and self._text_field not in suffixes:
+            raise UserError(
+                f"{self._file.called}: no member ends in .{self._text_field}; suffixes: "
+                f"{', '.join(f'.{suffix}' for suffix in sorted(suffixes))}. Set {self._field}.text_field to one of "
+                "them, without its dot."
+            )
+        return np.asarray(places, np.int64).reshape(-1, 2)
+
+    def _members(self) -> Iterator[tuple[str, str, int, int]]:
+        """Yields sample name, suffix, first byte and size of each member that belongs to a sample."""
+        position, long_name = 0, ""
+        with self._file.open() as file:
+            while position < self._file.size_bytes:
+                file.seek(position)
+                header = file.read(_BLOCK)
+                if header == bytes(_BLOCK):
+                    return
+                start = position + _BLOCK
+                try:
+                    size = _number(header[124:136])
+                    summed = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+                    if len(header) < _BLOCK or _number(header[148:156]) != summed:
+                        raise UserError("the header's checksum is wrong")
+                    if start + size > self._file.size_bytes:
+                        raise UserError(f"its {size:,} bytes go beyond the end of the file")
+                    if (kind := header[156:157]) in (b"L", b"x"):  # the next member's long name, by GNU and by POSIX
+                        content = file.read(size)
+                        long_name = _gnu_name(content) if kind == b"L" else _posix_name(content)
+                except ValueError as error:
+                    raise UserError(
+                        f"{self._file.called}: not a whole tar file: at byte {position:,}, {error}. Replace it, or "
+                        f"leave it out of {self._field}.path."
+                    ) from error
+                position = start + -(-size // _BLOCK) * _BLOCK
+                if kind in (b"0", b"\0", b"7"):
+                    folder, _, name = (long_name or _name(header)).rpartition("/")
+                    long_name = ""
+                    stem, dot, suffix = name.partition(".")
+                    if dot and stem and not (stem.startswith("__") and stem.endswith("__")):
+                        yield f"{folder}/{stem}" if folder else stem, suffix, start, size
+                elif kind not in (b"L", b"x", b"g"):
+                    long_name = ""
+        raise UserError(
+            f"{self._file.called}: the tar file ends without its end mark: cut short. Replace it, or leave it out of "
+            f"{self._field}.path."
+        )
+
+
+def _number(field: bytes) -> int:
+    """Parses octal digits, or GNU's binary form for larger numbers."""
+    if field[:1] == b"\x80":
+        return int.from_bytes(field[1:])
+    return int(field.strip(b" \0") or b"0", 8)
+
+
+def _name(header: bytes) -> str:
+    name = header[:100].rstrip(b"\0").decode("utf-8", "surrogateescape")
+    prefix = header[345:500].rstrip(b"\0").decode("utf-8", "surrogateescape") if header[257:263] == b"ustar\0" else ""
+    return f"{prefix}/{name}" if prefix else name
+
+
+def _gnu_name(content: bytes) -> str:
+    return content.rstrip(b"\0").decode("utf-8", "surrogateescape")
+
+
+def _posix_name(content: bytes) -> str:
+    """Returns `path` of records of the form `length key=value` that each end in a line feed; empty if there is none."""
+    while content:
+        length = int(content[: content.index(b" ")])
+        key, _, value = content[content.index(b" ") + 1 : length - 1].partition(b"=")
+        if key == b"path":
+            return value.decode("utf-8", "surrogateescape")
+        content = content[length:]
+    return ""

@@ -1,0 +1,107 @@
+"""Remote files: the fsspec reader of each URL scheme, reads by byte range, and errors of object stores."""
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from jtrain.errors import FileError, UserError
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http"}
+"""URL scheme -> extra of this package that installs its reader."""
+
+
+class RangeFile(io.RawIOBase):
+    """Remote file that sends one request per read, for exactly the bytes read; it neither caches nor reads ahead."""
+
+    def __init__(self, location: str, size_bytes: int, *, called: str) -> None:
+        self._size_bytes = size_bytes
+        self._called = called
+        self._fs, self._path = filesystem(location, called)
+        # File systems with an event loop fetch ranges directly; the others open the file and would read ahead.
+        self._options = {} if getattr(self._fs, "async_impl", False) else {"cache_type": "none"}
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
+        self._position = start + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        start, end = self._position, min(self._position + len(buffer), self._size_bytes)
+        if start >= end:
+            return 0
+        with explained(self._called):
+            content = self._fs.cat_file(self._path, start=start, end=end, **self._options)
+        if len(content) != end - start:
+            raise FileError(
+                f"{self._called}: asked for bytes {start:,} to {end:,} of {self._size_bytes:,}, and the server sent "
+                f"{len(content):,}. Either the file changed, or the server cannot send ranges: then copy the file here."
+            )
+        buffer[: len(content)] = content
+        self._position = end
+        return len(content)
+
+
+def filesystem(url: str, what: str) -> tuple[Any, str]:
+    """Returns the fsspec file system of a URL, one per process and scheme, and the path in its own form."""
+    import fsspec  # lazy: takes 0.1 s, which local files need not pay
+
+    scheme = url.partition("://")[0]
+    try:
+        return fsspec.url_to_fs(url)
+    except ImportError as error:
+        extra = _EXTRAS.get(scheme)
+        way_out = f"Run pip install 'jtrain[{extra}]'." if extra else "Install the package that it names."
+        raise UserError(f"{what}: the reader of {scheme}:// is not installed ({error}). {way_out}") from error
+    except ValueError as error:
+        raise UserError(
+            f"{what}: no reader for {scheme}:// ({error}). Use s3://, gs://, hf://, http(s)://, file://, a path, or "
+            "another scheme that fsspec knows."
+        ) from error
+    except Exception as error:
+        raise translated(what, error) from error
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Converts exceptions of store libraries into FileError; a dozen libraries share no classes."""
+    try:
+        yield
+    except Exception as error:
+        raise translated(what, error) from error
+
+
+def translated(what: str, error: Exception) -> FileError:
+    """Returns the FileError for an exception of a store: nothing found, access refused, or store unreachable."""
+    if isinstance(error, FileNotFoundError) and isinstance(cause := error.__cause__, Exception):
+        away = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+        # fsspec over http reports all of these as missing files.
+        error = cause if away or _status(cause) in (401, 403) else error
+    said = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":.")
+    status = _status(error)
+    if isinstance(error, FileNotFoundError) or status == 404:
+        return FileError(f"{what}: nothing there ({said}). Name a file, folder or glob that the store holds.")
+    forbidden = "Credentials" in type(error).__name__ or str(error).startswith("Forbidden")  # botocore; gcsfs
+    if isinstance(error, PermissionError) or status in (401, 403) or forbidden:
+        return FileError(
+            f"{what}: the store refuses ({said}). Give this machine credentials for it, as the store's own tools read "
+            "them, or rights to this path."
+        )
+    return FileError(f"{what}: cannot be read ({said}). If the network or the store was away, start again.")
+
+
+def _status(error: BaseException | None) -> Any:
+    """Returns the HTTP status of an error of any of the client libraries; None if it has none."""
+    response = getattr(error, "response", None)
+    return getattr(response, "status_code", None) or getattr(error, "status", None) or getattr(error, "code", None)

@@ -1,0 +1,249 @@
+"""Source of documents as declared in the config, and its corpus: all its records as one numbered sequence."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+from jaxtyping import Float, Int, UInt64
+
+from jtrain.data.sources.formats import BadRecord, Records, open_file
+from jtrain.data.sources.formats.arrow import saved_dataset_files
+from jtrain.data.sources.formats.parquet import shared_cache
+from jtrain.data.sources.storage import find_files
+from jtrain.errors import UserError
+
+Format = Literal["auto", "text", "jsonl", "parquet", "arrayrecord", "webdataset", "arrow", "grain"]
+
+DECODED_CACHE_BYTES = 1 << 30
+"""Decoded Parquet text that a process keeps in memory, over all its sources."""
+
+_REMOTE_OPENERS = 16
+"""Remote files opened in parallel; each waits for one or two round trips."""
+
+_RUN_RECORDS = 512
+"""Records that `Corpus.read` reads at a time: enough to look up a row group once, few enough to hold as text."""
+
+
+ONE_SOURCE = "data"
+"""Name of the single source that `data.path` declares."""
+
+
+def field_of(name: str) -> str:
+    """Returns the config path of a source, for messages."""
+    return "data" if name == ONE_SOURCE else f"data.sources.{name}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """Source of documents, with a share in the mixture.
+
+    path: a file, a folder, a glob (`**` for any depth), `stdlib` (source text of the Python standard library), or the
+      URL of a file, folder or glob: s3://, gs://, hf://, http(s)://, file://, or another scheme that fsspec knows. For
+      format grain, `module:function` of a function that returns a `grain.MapDataset` of str.
+    weight: weight in the mixture, relative to the other sources; may be zero.
+    format: `auto` goes by each file's suffix: .jsonl, .parquet, .arrayrecord, .tar (WebDataset), .arrow, each also with
+      .gz or .zst behind it; any other file is text, one document per file. A folder written by Hugging Face's
+      `save_to_disk` is recognised by its state.json.
+    text_field: JSON key, column, or suffix of the tar's members (such as txt). For ArrayRecord it applies to records
+      that are JSON objects; if it is empty, each whole record is the text.
+    tokenizer: tokenizer of this source; None for data.tokenizer.
+    text_piece_bytes: text files longer than this are read as several documents, so that one big file can be shuffled
+      too. Raise it for longer contexts.
+    """
+
+    path: str
+    weight: float = 1.0
+    format: Format = "auto"
+    text_field: str = "text"
+    tokenizer: str | None = None
+    text_piece_bytes: int = 1 << 16
+
+    def check(self, name: str) -> None:
+        """Raises UserError for an invalid value, naming it as `data.sources.NAME.FIELD`."""
+        field = field_of(name)
+        if not self.path:
+            raise UserError(f"{field}.path is empty. Set it to a file, a folder, a glob, a URL or 'stdlib'.")
+        if self.format not in get_args(Format):
+            raise UserError(f"{field}.format={self.format!r} must be one of {', '.join(get_args(Format))}.")
+        if not (math.isfinite(self.weight) and self.weight >= 0):
+            raise UserError(f"{field}.weight={self.weight} must be a number, zero or more.")
+        if self.text_piece_bytes < 16:
+            raise UserError(f"{field}.text_piece_bytes={self.text_piece_bytes} must be at least 16.")
+
+
+class Corpus:
+    """All records of one source with random access, numbered through its files in the order of their names.
+
+    Between reads a file takes some hundred bytes and no descriptor; a Parquet file takes 16 more bytes per row group.
+
+    Attributes:
+      source: the source as declared.
+      name: name of the source.
+      names: names of the files relative to the folder searched, which are their identities.
+      file_ends: number of records up to the end of each file.
+      size_bytes: total size of the files as stored.
+
+    Raises:
+      UserError: the files are not in the declared format, or all of them are empty.
+      FileError: nothing is there, or it cannot be read.
+    """
+
+    def __init__(
+        self, source: Source, *, name: str, cache_dir: Path, decoded_cache_bytes: int = DECODED_CACHE_BYTES
+    ) -> None:
+        source.check(name)
+        self.source = source
+        self.name = name
+        field = field_of(name)
+        if source.format == "grain":
+            from jtrain.data.sources.formats.graindataset import GrainDataset
+
+            self.names, self._sizes = [source.path], [0]
+            self._records: list[Records] = [GrainDataset(source.path, field=field)]
+        else:
+            files = find_files(source.path, field=f"{field}.path")
+            if source.format in ("auto", "arrow"):
+                files = saved_dataset_files(files, field=f"{field}.path={source.path!r}") or files
+            self.names = [file.name for file in files]
+            self._sizes = [max(file.size_bytes, 0) for file in files]
+            open_one = functools.partial(
+                open_file,
+                format=source.format,
+                text_field=source.text_field,
+                text_piece_bytes=source.text_piece_bytes,
+                field=field,
+                cache_dir=cache_dir,
+                groups=shared_cache(decoded_cache_bytes),
+            )
+            if len(files) > 1 and files[0].is_remote:
+                with concurrent.futures.ThreadPoolExecutor(min(_REMOTE_OPENERS, len(files))) as pool:
+                    self._records = list(pool.map(open_one, files))
+            else:
+                self._records = [open_one(file) for file in files]
+        self.size_bytes = sum(self._sizes)
+        counts = [len(records) for records in self._records]
+        self.file_ends: Int[np.ndarray, " files"] = np.cumsum(counts, dtype=np.int64)
+        if not len(self):
+            raise UserError(
+                f"{field}.path={source.path!r}: {len(self.names)} files, all of them empty (first: {self.names[0]}). "
+                f"Set {field}.path to files with text in them."
+            )
+
+    @functools.cached_property
+    def group_starts(self) -> Int[np.ndarray, " groups_and_end"]:
+        """First record of each Parquet row group or other file, then the number of records."""
+        firsts = (self.file_ends - self._counts).tolist()
+        starts = [r.group_starts[:-1] + first for r, first in zip(self._records, firsts, strict=True)]
+        return np.append(np.concatenate(starts), len(self))
+
+    @functools.cached_property
+    def group_bytes(self) -> Int[np.ndarray, " groups"]:
+        """Bytes decoded into memory to read any record of each group; 0 if records are read one by one."""
+        return np.concatenate([records.group_bytes for records in self._records])
+
+    @property
+    def _counts(self) -> Int[np.ndarray, " files"]:
+        return np.diff(self.file_ends, prepend=0)
+
+    def __len__(self) -> int:
+        return int(self.file_ends[-1])
+
+    def __getitem__(self, record: int) -> str:
+        """Returns the text of a record; raises BadRecord, or FileError if the file is gone or cut short."""
+        file, number = self._place(record)
+        return self._records[file][number]
+
+    def read(self, records: Int[np.ndarray, " records"]) -> Iterator[str | BadRecord]:
+        """Yields the texts in the given order, with a BadRecord in place of each bad record.
+
+        Records of the same file are read together. Each record of a file or row group that cannot be read is bad, with
+        the file's error as its reason: which records are bad does not depend on the other records requested.
+        """
+        for start in range(0, len(records), _RUN_RECORDS):
+            run = records[start : start + _RUN_RECORDS]
+            if len(self._records) == 1:
+                yield from _read_or_why(self._records[0], run.tolist())
+                continue
+            files = np.searchsorted(self.file_ends, run, side="right")
+            numbers = run - (self.file_ends - self._counts)[files]
+            texts: list[str | BadRecord] = [""] * len(run)
+            for file in sorted(set(files.tolist())):
+                places = np.flatnonzero(files == file)
+                read = _read_or_why(self._records[file], numbers[places].tolist())
+                for place, text in zip(places.tolist(), read, strict=True):
+                    texts[place] = text
+            yield from texts
+
+    def identity_of(self, record: int) -> str:
+        """Returns `file:number` of a record, the number counted from 0 within the file."""
+        file, number = self._place(record)
+        return f"{self.names[file]}:{number}"
+
+    def _place(self, record: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self.file_ends, record, side="right"))
+        return file, int(record - self.file_ends[file] + len(self._records[file]))
+
+    def split_positions(self, records: Int[np.ndarray, " records"]) -> Float[np.ndarray, " records"]:
+        """Returns a hash of each record's identity (file name and number in the file) as a number in [0, 1).
+
+        Records below `data.eval_fraction` are held out, so adding files or changing the seed moves no record between
+        training and evaluation.
+        """
+        files = np.searchsorted(self.file_ends, records, side="right")
+        number = records - (self.file_ends - self._counts)[files]
+        mixed = splitmix64(self._file_keys[files] ^ splitmix64(number.astype(np.uint64)))
+        return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+    @functools.cached_property
+    def _file_keys(self) -> UInt64[np.ndarray, " files"]:
+        keys = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in self.names]
+        return np.asarray(keys, np.uint64)
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the files' names, sizes and numbers of records; folder and time stamps do not count."""
+        digest = hashlib.blake2b(digest_size=8)
+        for name, size, count in zip(self.names, self._sizes, self._counts.tolist(), strict=True):
+            digest.update(f"{name}\0{size}\0{count}\n".encode())
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Frees decoded row groups and closes readers; a later read opens them again."""
+        for records in self._records:
+            records.close()
+
+
+def _read_or_why(file: Records, numbers: list[int]) -> list[str | BadRecord]:
+    """Reads records; where the file raises OSError, each record that fails when read alone becomes a BadRecord."""
+    try:
+        return file.read(numbers)
+    except OSError as error:
+        if len(numbers) == 1:
+            return [BadRecord(str(error))]
+    # Reads again in parts: single records, or all those of one row group, which is decoded once.
+    group = np.searchsorted(file.group_starts, numbers, side="right") - 1
+    part = np.where(file.group_bytes[group] > 0, group, len(file.group_bytes) + np.arange(len(numbers)))
+    texts: list[str | BadRecord] = [""] * len(numbers)
+    for one in np.unique(part).tolist():
+        places = np.flatnonzero(part == one).tolist()
+        wanted = [numbers[place] for place in places]
+        try:
+            found = file.read(wanted)
+        except OSError as error:
+            found = [BadRecord(str(error)) for _ in wanted]
+        for place, text in zip(places, found, strict=True):
+            texts[place] = text
+    return texts
+
+
+def splitmix64(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
+    """Returns a hash of each number in which every input bit affects every output bit (Steele, Lea and Flood 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

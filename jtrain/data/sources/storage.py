@@ -1,0 +1,195 @@
+"""Stored files, local or behind a URL: how they are found and opened."""
+
+import dataclasses
+import errno
+import glob
+import hashlib
+import io
+import os
+import stat
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from jtrain.data.sources.remote import RangeFile, explained, filesystem
+from jtrain.errors import FileError
+
+STDLIB = "stdlib"
+"""Path of a source that stands for the source text of the Python standard library, a corpus on every machine."""
+
+_NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+"""Folders left out: installed packages, and tests, which some systems lack and which hold broken files on purpose."""
+
+_VERSION_KEYS = ("ETag", "etag", "generation", "blob_id", "Last-Modified", "LastModified", "mtime", "created")
+"""Metadata keys that change with a file's content, one per kind of store; the first one present is used."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredFile:
+    """File as it was found. Each read opens it again, so that thousands of files hold no descriptors.
+
+    Attributes:
+      location: path or URL.
+      name: path relative to the folder searched. It identifies the file, also when the folder moves.
+      size_bytes: size in bytes; -1 if the server does not tell.
+      version: text that changes with the content (etag, or time of the last change).
+      called: name in messages; for a copy in the cache, the URL or compressed file that it was made from.
+    """
+
+    location: str
+    name: str
+    size_bytes: int
+    version: str
+    called: str
+
+    @property
+    def is_remote(self) -> bool:
+        return "://" in self.location
+
+    @property
+    def key(self) -> str:
+        """Name for files derived from this content."""
+        identity = f"{self.location}\0{self.size_bytes}\0{self.version}"
+        return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+
+    def open(self) -> io.BufferedReader | io.RawIOBase:
+        """Opens the file to read and seek; raises FileError if it is gone, may not be read, or has another size."""
+        if self.is_remote:
+            return RangeFile(self.location, self.size_bytes, called=self.called)
+        try:
+            file = open(self.location, "rb")  # noqa: SIM115
+        except FileNotFoundError as error:
+            raise FileError(
+                f"{self.called}: {self.location if self.called != self.location else 'it'} is gone since this run "
+                "opened it. Put it back, and start again."
+            ) from error
+        except PermissionError as error:
+            raise FileError(
+                f"{self.called}: may no longer be read ({error.strerror}). Mend its permissions."
+            ) from error
+        except OSError as error:
+            raise FileError(f"{self.called}: cannot be opened ({error.strerror}).") from error
+        if (size := os.fstat(file.fileno()).st_size) != self.size_bytes:
+            file.close()
+            raise FileError(
+                f"{self.called}: {self.size_bytes:,} bytes when this run opened it, {size:,} now: cut short or "
+                "written over. Put the file back as it was, and start again."
+            )
+        return file
+
+
+def find_files(path: str, *, field: str) -> list[StoredFile]:
+    """Returns the files of a source's path, ordered by name.
+
+    The path is a file; a folder, searched recursively without hidden files; a glob, `**` for any depth; `stdlib`; or
+    the URL of a file, folder or glob.
+
+    Args:
+      path: the path as the user wrote it.
+      field: config path of `path`, for messages.
+
+    Raises:
+      FileError: nothing is there, it may not be read, or a store refuses or cannot be reached.
+      UserError: an unknown scheme, or one whose reader is not installed.
+    """
+    if path.startswith("file://"):
+        path = path.removeprefix("file://")
+    files = _find_remote(path, field) if "://" in path else _find_local(path, field)
+    return sorted(files, key=lambda file: file.name)
+
+
+def _find_local(path: str, field: str) -> list[StoredFile]:
+    root = Path(sysconfig.get_paths()["stdlib"]) if path == STDLIB else Path(os.path.expanduser(path))
+    if path == STDLIB:
+        found = [f for f in _walk(root, field=field, skip=_NOT_STDLIB.__contains__) if f.suffix == ".py"]
+        looked_for = f"*.py below {root}"
+    elif (kind := _kind(root, field)) == "folder":
+        found = list(_walk(root, field=field, skip=lambda name: name.startswith(".")))
+        looked_for = f"any file that is not hidden, below {root.absolute()}"
+    elif kind == "file":
+        found, root, looked_for = [root], root.parent, str(root)
+    elif glob.has_magic(path):
+        looked_for = f"files that match {root.absolute()}"
+        found = [Path(f) for f in set(glob.glob(str(root), recursive=True)) if not os.path.isdir(f)]
+        magic = next(i for i, part in enumerate(root.parts) if glob.has_magic(part))
+        root = Path(*root.parts[:magic])
+    else:
+        found, looked_for = [], str(root.absolute())
+    if not found:
+        raise FileError(
+            f"{field}={path!r}: nothing there; looked for {looked_for}. Set {field} to a file, a folder, a glob, a URL "
+            f"or {STDLIB!r}."
+        )
+    files = []
+    for file in found:
+        try:
+            status = file.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file")
+            file.open("rb").close()  # permissions, access lists, network file systems: only opening the file tells
+        except OSError as error:
+            raise FileError(
+                f"{field}={path!r}: {file} cannot be read ({error.strerror}). Mend it or its permissions, or leave "
+                "it out."
+            ) from error
+        name = os.path.relpath(file, root).replace(os.sep, "/")
+        files.append(StoredFile(str(file), name, status.st_size, str(status.st_mtime_ns), str(file)))
+    return files
+
+
+def _kind(path: Path, field: str) -> str | None:
+    """Returns `folder`, `file` or None; raises FileError if a folder above it may not be entered."""
+    try:
+        return "folder" if stat.S_ISDIR(path.stat().st_mode) else "file"
+    except PermissionError as error:
+        raise FileError(
+            f"{field}={str(path)!r} cannot be reached ({error.strerror}). Mend the permissions of the folders above it."
+        ) from error
+    except OSError:
+        return None
+
+
+def _walk(root: Path, *, field: str, skip: Callable[[str], bool]) -> Iterator[Path]:
+    """Yields every file below `root`, in no particular order; raises FileError for a folder that cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise FileError(
+            f"{field}: the folder {error.filename} cannot be read ({error.strerror}). Mend its permissions, or set "
+            f"{field} to what lies beside it."
+        ) from error
+
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not skip(name)]
+        yield from (Path(folder, file) for file in files if not skip(file))
+
+
+def _find_remote(url: str, field: str) -> list[StoredFile]:
+    where = f"{field}={url!r}"
+    fs, root = filesystem(url, where)
+    web = urlsplit(url).scheme in ("http", "https")
+    # In a web address `?` starts the query, and only `*` and `[` can be a glob.
+    magic = any(sign in root for sign in ("*[" if web else "*[?"))
+    with explained(where):
+        fs.invalidate_cache()  # a listing from earlier in this process may be stale
+        if magic:
+            parts = root.split("/")
+            base = "/".join(parts[: next(i for i, part in enumerate(parts) if any(sign in part for sign in "*[?"))])
+            found = fs.glob(root, detail=True)
+        else:
+            info = fs.info(root)
+            is_file = info["type"] == "file"
+            base = root.rpartition("/")[0] if is_file else root.rstrip("/")
+            found = {info["name"]: info} if is_file else fs.find(root, detail=True)
+    files = []
+    for path, info in found.items():
+        name = urlsplit(path).path.rpartition("/")[2] if web and not magic else path.removeprefix(base).lstrip("/")
+        if info["type"] != "file" or not name or any(part.startswith(".") for part in name.split("/")):
+            continue
+        location = str(fs.unstrip_protocol(path))
+        version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
+        size = info.get("size")
+        files.append(StoredFile(location, name, -1 if size is None else int(size), version, location))
+    if not files:
+        raise FileError(f"{where}: nothing there; looked for files at {url}. Set {field} to one.")
+    return files

@@ -1,0 +1,1 @@
+"""Readers of compiled XLA programs: instructions, network traffic, memory traffic."""

@@ -1,0 +1,42 @@
+"""Memory traffic of a compiled program: bytes that each instruction reads and writes."""
+
+import dataclasses
+
+from jtrain.errors import UserError
+from jtrain.hlo.parser import array_bytes, read
+
+_NOTHING = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
+"""Opcodes that do not access memory."""
+
+_IN_LOOPS = {"while", "conditional", "call"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """Memory pass of one instruction of the entry computation: bytes of its operands and of its results."""
+
+    name: str
+    read_bytes: int
+    written_bytes: int
+
+
+def passes(hlo: str) -> tuple[Pass, ...]:
+    """Every instruction of an optimized program that accesses memory; each distinct operand counts whole, once.
+
+    Exact for programs of whole-array fusions.
+
+    Raises:
+      UserError: the program has a loop, conditional or call.
+    """
+    computations, entry = read(hlo)
+    instructions = computations[entry]
+    size = {i.name: array_bytes(i.type) for i in instructions}
+    found: list[Pass] = []
+    for i in instructions:
+        if i.opcode in _IN_LOOPS:
+            raise UserError(f"{i.name} is a {i.opcode}: bytes are counted only in programs without one.")
+        if i.opcode in _NOTHING or i.opcode.endswith("-done"):
+            continue
+        written = size[i.name] if not i.opcode.endswith("-start") else 0
+        found.append(Pass(i.name, sum(size[name] for name in set(i.operands) if name in size), written))
+    return tuple(found)

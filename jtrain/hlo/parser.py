@@ -1,0 +1,251 @@
+"""Parser of optimized HLO text: computations, how often each instruction runs, and what overlaps it.
+
+The text is in schedule order. A pair of start and done (`all-gather-start`, `copy-start`, `async-start`, the
+`call-start` of a TPU's sparse cores) is asynchronous, and hidden if a matmul runs in between.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
+
+_ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+_ITEMSIZE |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8}
+_ITEMSIZE |= dict.fromkeys(("f8e4m3", "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "f8e8m0fnu"), 1)
+
+_KERNEL = re.compile(r'custom_call_target="[^"]*(gemm|matmul|mosaic|tpu_custom_call|triton|fmha)')
+
+_CALLED = re.compile(r"\b(calls|to_apply|body|branch_computations|called_computations)=(?:%([\w.-]+)|\{([^}]*)\})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of HLO; `type` is a tuple type if the instruction has several results."""
+
+    name: str
+    type: str
+    opcode: str
+    line: str
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of its operands."""
+        _, _, rest = self.line.partition(f" {self.opcode}(")
+        return re.findall(r"%([\w.-]+)", rest.partition("), ")[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """One instruction at one call site, with its number of executions.
+
+    times: executions per run of the program; None if a loop around it has no known trip count.
+    asynchronous, hidden: True if it is part of a pair of start and done, and if a matmul runs in between.
+    computation, around: name and instructions of its computation; it is in flight from index `start` to `stop`.
+    """
+
+    computation: str
+    instruction: Instruction
+    times: int | None
+    asynchronous: bool
+    hidden: bool
+    around: list[Instruction]
+    start: int
+    stop: int
+
+
+def visits(hlo: str) -> Iterator[Visit]:
+    """Every instruction reachable from the entry computation, once per call site."""
+    computations, entry = read(hlo)
+    multiplies: dict[str, bool] = {}
+
+    def visit(name: str, times: int | None, asynchronous: bool, hidden: bool) -> Iterator[Visit]:
+        instructions = computations[name]
+        for index, instruction in enumerate(instructions):
+            opcode = instruction.opcode
+            if opcode.endswith(("-done", "-update")):
+                continue
+            beside, under, stop = asynchronous, hidden, index
+            if opcode.endswith("-start") and '"is_sync":true' not in instruction.line:
+                beside, stop = True, done_of(instructions, index) or len(instructions)
+                between = instructions[index + 1 : stop]
+                under |= any(
+                    _multiplies(i, computations, multiplies)
+                    for i in between
+                    if not i.opcode.endswith(("-start", "-update", "-done"))
+                )
+            yield Visit(name, instruction, times, beside, under, instructions, index, stop)
+            inner = times
+            if opcode == "while":
+                trips = _trip_count(instruction.line, computations)
+                inner = None if times is None or trips is None else times * trips
+            # The computation of a reduction (to_apply) is visited too; its arithmetic is ignored by all callers.
+            for inside in called(instruction.line):
+                yield from visit(inside, inner, beside, under)
+
+    yield from visit(entry, 1, False, False)
+
+
+def done_of(instructions: list[Instruction], start: int) -> int | None:
+    """Index of the done instruction for the start at `start`; None if it is in another computation."""
+    waiting = instructions[start].name
+    for index in range(start + 1, len(instructions)):
+        instruction = instructions[index]
+        if instruction.opcode.endswith(("-done", "-update")) and waiting in instruction.operands:
+            if instruction.opcode.endswith("-done"):
+                return index
+            waiting = instruction.name
+    return None
+
+
+def _multiplies(
+    instruction: Instruction, computations: Mapping[str, list[Instruction]], known: dict[str, bool]
+) -> bool:
+    """True if an instruction is or contains a matmul, or calls a kernel."""
+    if instruction.opcode in ("dot", "convolution"):
+        return True
+    if instruction.opcode == "custom-call":
+        return _KERNEL.search(instruction.line) is not None
+    for name in called(instruction.line):
+        if name not in known:
+            known[name] = any(_multiplies(i, computations, known) for i in computations[name])
+        if known[name]:
+            return True
+    return False
+
+
+def array_bytes(type_: str) -> int:
+    """Bytes of an array type, or of all arrays of a tuple type."""
+    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_)
+    return sum(_ITEMSIZE[dtype] * math.prod(int(d) for d in dims.split(",") if d) for dtype, dims in arrays)
+
+
+def elements(type_: str) -> list[str]:
+    """Element types of a tuple type, split at the commas outside of brackets."""
+    depth, parts = 0, [""]
+    for char in type_[1:-1]:
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts
+
+
+def read(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
+    """Parses HLO text: instructions of each computation by name, and the name of the entry computation."""
+    found: dict[str, list[Instruction]] = {}
+    entry = ""
+    current: list[Instruction] = []
+    for line in hlo.splitlines():
+        if line.endswith("{") and (head := re.match(r"(ENTRY )?%?([\w.-]+)[ .]*\(", line)):
+            current = found[head[2]] = []
+            entry = head[2] if head[1] else entry
+        elif (start := line.find(" = ")) > 0:
+            type_, rest = _split_type(line[start + 3 :])
+            name = line[:start].split()[-1].removeprefix("%")
+            current.append(Instruction(name, type_, rest.partition("(")[0].strip(), line))
+    return found, entry
+
+
+def _split_type(text: str) -> tuple[str, str]:
+    """Splits an instruction after its result type, which for a tuple ends at the closing parenthesis."""
+    if not text.startswith("("):
+        type_, _, rest = text.partition(" ")
+        return type_, rest
+    depth = 0
+    for index, char in enumerate(text):
+        depth += (char == "(") - (char == ")")
+        if depth == 0:
+            return text[: index + 1], text[index + 1 :]
+    return text, ""
+
+
+def called(line: str) -> Iterator[str]:
+    """Names of the computations that an instruction calls."""
+    for match in _CALLED.finditer(line):
+        yield from [match[2]] if match[2] else re.findall(r"%([\w.-]+)", match[3])
+
+
+def _trip_count(line: str, computations: Mapping[str, list[Instruction]]) -> int | None:
+    """Trip count of a while loop: the compiler's annotation, else the bound in its condition (a count from 0 by 1)."""
+    if noted := re.search(r'"?known_trip_count"?[=:]\{"?n"?[=:]"?(\d+)', line):
+        return int(noted[1])
+    condition = re.search(r"condition=%([\w.-]+)", line)
+    if not condition:
+        return None
+    bounds: list[int] = []
+    pending = [condition[1]]
+    compared = False
+    while pending:
+        for instruction in computations[pending.pop()]:
+            if constant := re.search(r"= [su]32\[\]\S* constant\((\d+)\)", instruction.line):
+                bounds.append(int(constant[1]))
+            compared |= "direction=LT" in instruction.line
+            pending += called(instruction.line)
+    return bounds[0] if len(bounds) == 1 and compared else None
+
+
+def whole_arrays(instruction: Instruction, kind: str, group: int) -> Iterator[tuple[str, int]]:
+    """(dtype, bytes) of each whole array: an all-gather's result, a reduce-scatter's operand, an all-reduce's sum."""
+    type_ = instruction.type
+    if type_.startswith("((") or instruction.opcode in ("all-gather-start", "collective-permute-start"):
+        type_ = elements(type_)[1]  # (operands, results, ...): each an array or a tuple of arrays
+    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_)
+    if kind == "all-to-all":  # the tuple has one piece per device, together one array
+        yield arrays[0][0], array_bytes(type_)
+        return
+    for dtype, dims in arrays:
+        yield dtype, array_bytes(f"{dtype}[{dims}]") * (group if kind == "reduce-scatter" else 1)
+
+
+def wire_bytes(kind: str, array_bytes: int, group: int) -> int:
+    """Bytes that one device sends: (n - 1) / n of the array on a ring, twice for an all-reduce, all for a permute."""
+    if kind == "collective-permute":
+        return array_bytes
+    return (2 if kind == "all-reduce" else 1) * array_bytes * (group - 1) // group
+
+
+def groups_of(instruction: Instruction, mesh_shape: Mapping[str, int]) -> list[list[int]]:
+    """Groups of devices that communicate in a collective, as indices into the mesh."""
+    line = instruction.line
+    if instruction.opcode.startswith("collective-permute"):
+        return _permuted(line)
+    size = math.prod(mesh_shape.values())
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\S+)? ?\{([^}]*)\}", line):
+        shape = {name: int(n) for name, n in re.findall(r"'?(\w+)'?=(\d+)", named[1])}
+        names = re.findall(r"'(\w+)'", named[2])
+        return _along(shape, names)
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        ids = np.arange(size).reshape([int(n) for n in iota[3].split(",")])
+        if iota[4]:
+            ids = ids.transpose([int(n) for n in iota[4].split(",")])
+        return ids.reshape(int(iota[1]), int(iota[2])).tolist()
+    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line):
+        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+    return [list(range(size))]
+
+
+def _along(shape: Mapping[str, int], axes: list[str]) -> list[list[int]]:
+    """Groups of devices that differ only in their position along `axes`."""
+    ids = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))
+    inside = [index for index, name in enumerate(shape) if name in axes]
+    outside = [index for index, name in enumerate(shape) if name not in axes]
+    return ids.transpose([*outside, *inside]).reshape(-1, math.prod(shape[name] for name in axes)).tolist()
+
+
+def _permuted(line: str) -> list[list[int]]:
+    """(sender, receiver) of each pair of a collective-permute."""
+    pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line)
+    return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])] if pairs else []
+
+
+def axes_of(groups: list[list[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
+    """Mesh axes along which the members of a group differ."""
+    places = [np.unravel_index(np.asarray(group), tuple(mesh_shape.values())) for group in groups]
+    return tuple(
+        axis for index, axis in enumerate(mesh_shape) if any(len(set(place[index].tolist())) > 1 for place in places)
+    )

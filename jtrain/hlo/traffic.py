@@ -1,0 +1,202 @@
+"""Traffic of a compiled program: collectives and host-memory copies, multiplied by the trip counts of loops."""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from jtrain.errors import UserError
+from jtrain.hlo.parser import (
+    KINDS,
+    Instruction,
+    Visit,
+    array_bytes,
+    axes_of,
+    called,
+    done_of,
+    elements,
+    groups_of,
+    visits,
+    whole_arrays,
+    wire_bytes,
+)
+
+_HOST = "S(5)"
+"""Memory space of pinned host memory in HLO, on TPUs and GPUs."""
+
+type _Direction = Literal["to host", "to device"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind, axes, group size and dtype in one execution of a program, as one device sees them.
+
+    axes: mesh axes that the groups span, entirely or, if `group` is smaller than their product, in part.
+    group: number of devices that communicate with each other.
+    count: number of arrays; instructions may be fewer, as the compiler may combine several arrays into one.
+    array_bytes: bytes of the unsharded arrays: an all-gather's result, a reduce-scatter's operand, an all-reduce's sum;
+      for a ragged all-to-all the smaller of its operand and its result.
+    async_bytes: part of array_bytes in pairs of start and done.
+    hidden_bytes: part of async_bytes in pairs with a matmul in between.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group: int
+    dtype: str
+    count: int
+    array_bytes: int
+    async_bytes: int
+    hidden_bytes: int
+
+    def on_wire(self, array_bytes: int) -> int:
+        """Bytes that one device sends for `array_bytes` of unsharded arrays."""
+        return wire_bytes(self.kind, array_bytes, self.group)
+
+    @property
+    def wire_bytes(self) -> int:
+        return self.on_wire(self.array_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCopies:
+    """All copies in one direction between a device's memory and host memory, in one execution of a program.
+
+    count, bytes: copied arrays, or slices where only slices are copied.
+    async_bytes, hidden_bytes: as in `Traffic`.
+    duplex_bytes: part of async_bytes in flight at the same time as a copy in the other direction.
+    """
+
+    direction: _Direction
+    count: int
+    bytes: int
+    async_bytes: int
+    hidden_bytes: int
+    duplex_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """Network bytes that one device sends per execution: all, the asynchronous ones, and those hidden by a matmul."""
+
+    wire_bytes: int
+    async_bytes: int
+    hidden_bytes: int
+
+
+def overlap(collectives: Iterable[Traffic]) -> Overlap:
+    """Sums over all collectives, in bytes that one device sends."""
+    rows = list(collectives)
+    return Overlap(*(sum(t.on_wire(getattr(t, name)) for t in rows) for name in ("array_bytes", *_OVERLAP)))
+
+
+_OVERLAP = ("async_bytes", "hidden_bytes")
+
+
+def traffic(hlo: str, mesh_shape: Mapping[str, int]) -> list[Traffic]:
+    """Every collective of optimized HLO, multiplied by the trip counts of the loops around it.
+
+    Args:
+      hlo: `Compiled.as_text()`.
+      mesh_shape: devices along each axis of the mesh that it was compiled for, in the order of `AXES`.
+
+    Raises:
+      UserError: the trip count of a loop around a collective is unknown.
+    """
+    total: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    for visit in visits(hlo):
+        instruction = visit.instruction
+        kind = instruction.opcode.removesuffix("-start")
+        if kind not in (*KINDS, "ragged-all-to-all"):
+            continue
+        times = _known(visit, kind)
+        groups = groups_of(instruction, mesh_shape)
+        group = max(len(g) for g in groups) if groups else 1
+        for dtype, size in whole_arrays(instruction, kind, group):
+            if kind == "ragged-all-to-all":
+                size = min(size, _operand_bytes(visit))
+            key = (kind, axes_of(groups, mesh_shape), group, dtype)
+            _add(total, key, visit, times, size)
+    return [Traffic(*key, *_sums(total, key)) for key in sorted({key[:-1] for key in total}, key=str)]
+
+
+def _operand_bytes(visit: Visit) -> int:
+    """Bytes of an instruction's first operand.
+
+    The bytes that a ragged all-to-all sends depend on the data. Its operand or its result may have room to spare, so
+    the smaller of the two is counted.
+    """
+    name = visit.instruction.operands[0]
+    return next(array_bytes(other.type) for other in visit.around if other.name == name)
+
+
+def host_copies(hlo: str) -> list[HostCopies]:
+    """Every copy between device and host memory in optimized HLO, multiplied by the trip counts of loops around it.
+
+    Raises:
+      UserError: the trip count of a loop around a copy is unknown.
+    """
+    total: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    counted: set[str] = set()  # computations inside a start that is counted already
+    for visit in visits(hlo):
+        copy = None if visit.computation in counted else _host_copy(visit.instruction, visit.around)
+        if copy is not None:
+            direction, size = copy
+            counted.update(called(visit.instruction.line))
+            times = _known(visit, "copy")
+            _add(total, (direction,), visit, times, size)
+            total[direction, "duplex_bytes"] += times * size * _meets_opposite(visit, direction)
+    found = sorted({key[:-1] for key in total})
+    return [HostCopies(*key, *_sums(total, key), duplex_bytes=total[*key, "duplex_bytes"]) for key in found]
+
+
+def _meets_opposite(visit: Visit, direction: _Direction) -> bool:
+    """True if an asynchronous copy is in flight at the same time as a copy in the other direction."""
+    for index, other in enumerate(visit.around if visit.asynchronous else ()):
+        copy = _host_copy(other, visit.around)
+        if copy is not None and copy[0] != direction and index < visit.stop:
+            stop = done_of(visit.around, index) if other.opcode.endswith("-start") else index
+            if stop is not None and stop > visit.start:
+                return True
+    return False
+
+
+def _add(total: collections.Counter[Any], key: tuple[Any, ...], visit: Visit, times: int, size: int) -> None:
+    total[*key, "count"] += times
+    total[*key, "bytes"] += times * size
+    total[*key, "async_bytes"] += times * size * visit.asynchronous
+    total[*key, "hidden_bytes"] += times * size * visit.hidden
+
+
+def _sums(total: collections.Counter[Any], key: tuple[Any, ...]) -> list[int]:
+    return [total[*key, name] for name in ("count", "bytes", *_OVERLAP)]
+
+
+def _known(visit: Visit, what: str) -> int:
+    if visit.times is None:
+        line = visit.instruction.line[:200]
+        raise UserError(f"{what} is in a loop whose trip count is not in the HLO: {line}")
+    return visit.times
+
+
+def _host_copy(instruction: Instruction, around: list[Instruction]) -> tuple[_Direction, int] | None:
+    """Direction and bytes of an instruction's copy between host and device memory; None if it copies nothing.
+
+    The type of a start names the types of operands and result, whether it starts a slice or a fusion around one.
+    """
+    opcode, type_ = instruction.opcode, instruction.type
+    if opcode == "copy-start":
+        result, *given = elements(type_)[:2]
+    elif opcode.endswith("-start") and type_.startswith("(("):
+        given, result = elements(elements(type_)[0]), elements(type_)[1]
+    elif opcode in ("copy", "dynamic-slice", "dynamic-update-slice"):
+        types = {i.name: i.type for i in around}
+        given, result = [types.get(name, "") for name in instruction.operands], type_
+    else:
+        return None
+    if _HOST not in result:
+        return ("to device", array_bytes(result)) if any(_HOST in one for one in given) else None
+    if _HOST not in given[0]:
+        return "to host", array_bytes(result)
+    written = [one for one in given[1:2] if _HOST not in one]  # an in-place update copies only its second operand
+    return ("to host", array_bytes(written[0])) if written else None

@@ -1,0 +1,216 @@
+"""Dispatch of tokens to experts and back: rows sorted by expert, without any scatter of activations.
+
+A row is a pair of a token and one of its S experts. There are P = T * S rows, and the rows of one expert are
+neighbours. With n devices along `expert`, each holds X / n experts. One ragged all-to-all sends rows to the device of
+their expert and sorts them by expert at the same time; its inverse returns the results. Buffers are sized for the worst
+case, in which all tokens of all devices choose one device's experts: n * T * min(S, X / n) rows.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertOrder:
+    """Permutation that sorts (token, slot) pairs by expert; int32 arrays, or other leaves when used as a pytree.
+
+    pair_P: the pair of each row, t * S + s. Rows of pairs without an expert come last.
+    row_TS: the row of each pair.
+    count_X: number of rows of each expert.
+    """
+
+    pair_P: Any
+    row_TS: Any
+    count_X: Any
+
+
+def order_of(expert_TS: Int[Array, "T S"], num_experts: int) -> ExpertOrder:
+    """Sorts pairs by expert, then by token; an expert index of `num_experts` means no expert."""
+    expert_P = expert_TS.reshape(-1)
+    pair_P = jnp.argsort(expert_P, stable=True).astype(jnp.int32)
+    row_P = jnp.zeros_like(pair_P).at[pair_P].set(jnp.arange(pair_P.size, dtype=jnp.int32), unique_indices=True)
+    count_X = jnp.sum(expert_P[:, None] == jnp.arange(num_experts)[None, :], axis=0, dtype=jnp.int32)
+    return ExpertOrder(pair_P, row_P.reshape(expert_TS.shape), count_X)
+
+
+@jax.custom_vjp
+def to_rows(x_TD: Float[Array, "T D"], order: ExpertOrder) -> Float[Array, "P D"]:
+    """Copies each token to its rows. The gradient of a token is the sum over its rows, in float32."""
+    return x_TD[order.pair_P // order.row_TS.shape[1]]
+
+
+def _to_rows_forward(x_TD: Array, order: ExpertOrder) -> tuple[Array, ExpertOrder]:
+    return to_rows(x_TD, order), order
+
+
+def _to_rows_backward(order: ExpertOrder, dx_PD: Array) -> tuple[Array, None]:
+    return _sum_of_slots(dx_PD, order.row_TS, None), None
+
+
+to_rows.defvjp(_to_rows_forward, _to_rows_backward)
+
+
+@jax.custom_vjp
+def from_rows(y_PD: Float[Array, "P D"], weight_TS: Float[Array, "T S"], order: ExpertOrder) -> Float[Array, "T D"]:
+    """Weighted sum of each token's rows, computed in float32 and returned in the dtype of y."""
+    return _sum_of_slots(y_PD, order.row_TS, weight_TS)
+
+
+def _from_rows_forward(
+    y_PD: Array, weight_TS: Array, order: ExpertOrder
+) -> tuple[Array, tuple[Array, Array, ExpertOrder]]:
+    return from_rows(y_PD, weight_TS, order), (y_PD, weight_TS, order)
+
+
+def _from_rows_backward(saved: tuple[Array, Array, ExpertOrder], dout_TD: Array) -> tuple[Array, Array, None]:
+    y_PD, weight_TS, order = saved
+    slots = weight_TS.shape[1]
+    dout_PD = dout_TD[order.pair_P // slots].astype(jnp.float32)
+    dy_PD = (dout_PD * weight_TS.reshape(-1)[order.pair_P][:, None]).astype(y_PD.dtype)
+    dweight_P = jnp.sum(dout_PD * y_PD.astype(jnp.float32), axis=-1)  # by row
+    return dy_PD, dweight_P[order.row_TS].astype(weight_TS.dtype), None
+
+
+from_rows.defvjp(_from_rows_forward, _from_rows_backward)
+
+
+def _sum_of_slots(y_PD: Array, row_TS: Array, weight_TS: Array | None) -> Array:
+    """Sum over slots, one slot at a time, so that XLA fuses the reads and no array of T * S * D elements exists."""
+    total_TD = jnp.zeros((row_TS.shape[0], y_PD.shape[1]), jnp.float32)
+    for s in range(row_TS.shape[1]):
+        y_TD = y_PD[row_TS[:, s]].astype(jnp.float32)
+        total_TD += y_TD if weight_TS is None else y_TD * weight_TS[:, s, None]
+    return total_TD.astype(y_PD.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Row counts of every (device, expert) pair, equal on all devices along `expert`.
+
+    count_EX: rows that device e sends to expert x, an int32 array.
+    """
+
+    count_EX: Any
+
+    @property
+    def _devices(self) -> int:
+        return self.count_EX.shape[0]
+
+    @property
+    def _me(self) -> Array:
+        return jax.lax.axis_index("expert")
+
+    @property
+    def _place_EX(self) -> Array:
+        """First row of each (device, expert) block on the expert's device, by expert, then by sending device."""
+        count_EX = self.count_EX
+        before_EX = jnp.cumsum(count_EX, axis=0) - count_EX
+        total_Ex = jnp.sum(count_EX, axis=0).reshape(self._devices, -1)
+        first_X = (jnp.cumsum(total_Ex, axis=1) - total_Ex).reshape(-1)
+        return before_EX + first_X[None, :]
+
+    @property
+    def group_size(self) -> Int[Array, " Z"]:
+        """Rows of each of this device's experts, summed over all devices."""
+        mine_EZ = self._mine(self.count_EX)
+        return jnp.sum(mine_EZ, axis=0)
+
+    def _mine(self, x_EX: Array) -> Array:
+        """Columns of this device's experts."""
+        local = x_EX.shape[1] // self._devices
+        return jax.lax.dynamic_slice_in_dim(x_EX, self._me * local, local, axis=1)
+
+    def sent(self) -> tuple[Array, Array, Array, Array]:
+        """Slices of the all-to-all to the experts: first row here, rows, first row there, and rows that arrive here.
+
+        The first three have one entry per expert, by device; the last has one per sending device and local expert.
+        """
+        count_X, place_X = self.count_EX[self._me], self._place_EX[self._me]
+        return jnp.cumsum(count_X) - count_X, count_X, place_X, self._mine(self.count_EX).reshape(-1)
+
+    def returned(self) -> tuple[Array, Array, Array, Array]:
+        """Slices of the all-to-all back: one entry per receiving device and local expert."""
+        count_EX = self.count_EX
+        first_EX = jnp.cumsum(count_EX, axis=1) - count_EX
+        first, count, place = (self._mine(x).reshape(-1) for x in (self._place_EX, count_EX, first_EX))
+        return first, count, place, count_EX[self._me]
+
+
+def exchange_of(count_X: Int[Array, " X"]) -> Exchange:
+    """Gathers the row counts of all devices along `expert`."""
+    return Exchange(jax.lax.all_gather(count_X, "expert"))
+
+
+def buffer_rows(num_pairs: int, top_k: int, *, num_experts: int, expert: int) -> int:
+    """Largest number of rows that a device can receive: all tokens of all devices, each for min(S, X / n) experts."""
+    return expert * num_pairs // top_k * min(top_k, num_experts // expert)
+
+
+@jax.custom_vjp
+def send(x_PD: Float[Array, "P D"], exchange: Exchange, like_R: Array) -> Float[Array, "R D"]:
+    """Sends rows to the devices of their experts, where they are sorted by expert; unused rows are zero.
+
+    Args:
+      like_R: any array with `buffer_rows` rows.
+    """
+    return _ragged(x_PD, like_R.shape[0], exchange.sent(), exchange._devices)
+
+
+@jax.custom_vjp
+def send_back(y_RD: Float[Array, "R D"], exchange: Exchange, like_P: Array) -> Float[Array, "P D"]:
+    """Returns rows to the devices they came from, the inverse of `send`; rows without an expert are zero."""
+    return _ragged(y_RD, like_P.shape[0], exchange.returned(), exchange._devices)
+
+
+send.defvjp(
+    lambda x, exchange, like: (send(x, exchange, like), (exchange, x[:, :0])),
+    lambda saved, dx: (send_back(dx, *saved), None, None),
+)
+send_back.defvjp(
+    lambda y, exchange, like: (send_back(y, exchange, like), (exchange, y[:, :0])),
+    lambda saved, dy: (send(dy, *saved), None, None),
+)
+
+
+def _ragged(x: Array, num_rows: int, slices: tuple[Array, Array, Array, Array], devices: int) -> Array:
+    """Ragged all-to-all. XLA:CPU has none: there each pair of devices exchanges blocks of the largest possible size."""
+    first, count, place, coming = slices
+
+    def ragged(x: Array) -> Array:
+        out = jnp.zeros((num_rows, *x.shape[1:]), x.dtype)
+        return jax.lax.ragged_all_to_all(x, out, first, count, place, coming, axis_name="expert")
+
+    def padded(x: Array) -> Array:
+        return _padded(x, num_rows, first, count, place, coming, devices)
+
+    return jax.lax.platform_dependent(x, cpu=padded, default=ragged)
+
+
+def _padded(
+    x: Array, num_rows: int, first: Array, count: Array, place: Array, coming: Array, devices: int
+) -> Float[Array, "..."]:
+    """Result of the ragged all-to-all by an all-to-all of equal blocks, each as long as the longest possible."""
+    block_rows = max(x.shape[0], num_rows) // devices
+
+    def slice_of(count: Array) -> tuple[Array, Array, Array]:
+        """Slice of each row of a block, its offset within the slice, and True if the row is in use."""
+        end = jnp.cumsum(count, axis=1)
+        row = jnp.broadcast_to(jnp.arange(block_rows), (devices, block_rows))
+        which = jnp.sum(row[:, :, None] >= end[:, None, :], axis=-1)
+        used = which < count.shape[1]
+        which = jnp.minimum(which, count.shape[1] - 1)
+        return which, row - jnp.take_along_axis(end - count, which, axis=1), used
+
+    first, count, place, coming = (a.reshape(devices, -1) for a in (first, count, place, coming))
+    which, offset, _ = slice_of(count)
+    blocks = x[jnp.take_along_axis(first, which, axis=1) + offset]
+    blocks, place = (jax.lax.all_to_all(a, "expert", 0, 0, tiled=True) for a in (blocks, place))
+    which, offset, used = slice_of(coming)
+    row = jnp.where(used, jnp.take_along_axis(place, which, axis=1) + offset, num_rows)
+    return jnp.zeros((num_rows, *x.shape[1:]), x.dtype).at[row].set(blocks, mode="drop")

@@ -1,0 +1,221 @@
+"""Autoregressive sampling with a key-value cache, on one device, from the model's own modules.
+
+Two programs are compiled for any prompt and number of tokens: one reads `PROMPT_CHUNK` tokens, the other generates
+`DECODE_CHUNK`. Both work on a cache of fixed size.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from jtrain.errors import UserError
+from jtrain.model import ops
+from jtrain.model.param import Params
+from jtrain.model.transformer import Block, Placement, Transformer
+
+PROMPT_CHUNK = 64
+"""Prompt tokens per pass. Attention scores take N * 64 * M floats; each pass reads all weights once."""
+
+DECODE_CHUNK = 16
+"""Tokens generated per call. Text appears in chunks of this size, and an end token is seen up to this many late."""
+
+_AS_THEY_ARE = Placement(fetch=lambda path, tree: tree)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Rotated keys and values of the first `length` of M positions.
+
+    Fields are arrays: k_YBMKH and v_YBMKH in the compute dtype, length int32.
+    """
+
+    k_YBMKH: Any
+    v_YBMKH: Any
+    length: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSampler:
+    """Sampling rule that draws the next token from its logits.
+
+    temperature: divides the logits; 0 takes the most likely token.
+    top_k: samples from the k most likely tokens.
+    top_p: samples from the most likely tokens whose probabilities sum to p (arXiv:1904.09751).
+    vocab_size: ids from here on are never drawn; a model may have more embeddings than its tokenizer has tokens.
+    """
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature={self.temperature} must be at least 0; 0 takes the most likely token.")
+        if self.top_k is not None and self.top_p is not None:
+            raise UserError(f"top_k={self.top_k} and top_p={self.top_p} exclude each other. Give one of them.")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k={self.top_k} must be at least 1.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1.")
+
+    def draw(self, logits_BV: Float[Array, "B V"], key: Key[Array, ""]) -> Int[Array, " B"]:
+        """The next token of each sequence."""
+        if self.vocab_size is not None:
+            known_V = jnp.arange(logits_BV.shape[1]) < self.vocab_size
+            logits_BV = jnp.where(known_V[None, :], logits_BV, -jnp.inf)
+        if self.temperature == 0:
+            return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+        logits_BV = logits_BV / self.temperature
+        if self.top_k is not None:
+            least_B1 = jax.lax.top_k(logits_BV, min(self.top_k, logits_BV.shape[1]))[0][:, -1:]
+            logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+        if self.top_p is not None:
+            sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+            p_BV = jax.nn.softmax(sorted_BV, axis=-1)
+            # A token stays while the more likely tokens sum to less than p; the most likely token always stays.
+            kept_BV = jnp.cumsum(p_BV, axis=-1) - p_BV < self.top_p
+            least_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+            logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+        return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
+
+
+def empty_cache(model: Transformer, *, batch: int, max_len: int, dtype: str) -> KVCache:
+    """Empty cache for `max_len` positions of `batch` sequences: 2 Y B M K H elements."""
+    shape = (model.num_layers, batch, max_len, model.num_kv_heads, model.head_dim)
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+
+
+def extend(
+    model: Transformer, params: Params, token_BL: Int[Array, "B L"], count: Int[Array, ""], cache: KVCache
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """Appends `count` tokens of each sequence to the cache, computing in the dtype of `params`.
+
+    Args:
+      token_BL: the next tokens; tokens from `count` on are padding. Padding writes keys beyond the cache's length,
+        which no query sees and the next tokens overwrite. The cache must have room for all L.
+
+    Returns:
+      Logits after the last of the `count` tokens, float32, and the extended cache.
+    """
+    length = token_BL.shape[1]
+    position_BL = jnp.broadcast_to(cache.length + jnp.arange(length), token_BL.shape)
+    cos_BLR, sin_BLR = model.rope.tables(position_BL, model.head_dim)
+    block_def, _ = nnx.split(model.layers)
+
+    def layer(x_BLD: Array, of_layer: tuple[Params, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        weights, k_BMKH, v_BMKH = of_layer
+        block: Block = nnx.merge(block_def, weights)
+        q_BLNH, k_BLKH, v_BLKH = block.attention.project(block.attention_norm(x_BLD), cos_BLR, sin_BLR)
+        k_BMKH = jax.lax.dynamic_update_slice_in_dim(k_BMKH, k_BLKH, cache.length, axis=1)
+        v_BMKH = jax.lax.dynamic_update_slice_in_dim(v_BMKH, v_BLKH, cache.length, axis=1)
+        y_BLNH = _attend(q_BLNH, k_BMKH, v_BMKH, position_BL)
+        x_BLD = x_BLD + ops.linear(y_BLNH, block.attention.o_NHD[...], num_in=2)
+        y_BLD, _ = block.feed_forward(block.mlp_norm(x_BLD), jnp.ones(token_BL.shape, bool))
+        return x_BLD + y_BLD, (k_BMKH, v_BMKH)
+
+    x_BLD = ops.embedding_lookup(params["embed_VD"], token_BL)
+    x_BLD, (k_YBMKH, v_YBMKH) = jax.lax.scan(layer, x_BLD, (params["layers"], cache.k_YBMKH, cache.v_YBMKH))
+    last_B1D = jax.lax.dynamic_slice_in_dim(x_BLD, count - 1, 1, axis=1)
+    norm = nnx.merge(nnx.split(model.final_norm)[0], params["final_norm"])
+    kernel_DV = model.unembed(params, _AS_THEY_ARE)
+    logits_BV = jnp.einsum("bd,dv->bv", norm(last_B1D)[:, 0], kernel_DV, preferred_element_type=jnp.float32)
+    return logits_BV, KVCache(k_YBMKH, v_YBMKH, cache.length + count)
+
+
+def _attend(
+    q_BLNH: Float[Array, "B L N H"],
+    k_BMKH: Float[Array, "B M K H"],
+    v_BMKH: Float[Array, "B M K H"],
+    position_BL: Int[Array, "B L"],
+) -> Float[Array, "B L N H"]:
+    """Attention of queries at `position_BL` to all keys up to the same position; softmax in float32."""
+    *rest, heads, size = q_BLNH.shape
+    kv_heads = k_BMKH.shape[2]
+    q_BLKGH = q_BLNH.reshape(*rest, kv_heads, heads // kv_heads, size)
+    s_BKGLM = jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32) * size**-0.5
+    seen_BLM = jnp.arange(k_BMKH.shape[1])[None, None, :] <= position_BL[:, :, None]
+    p_BKGLM = jax.nn.softmax(jnp.where(seen_BLM[:, None, None], s_BKGLM, -jnp.inf), axis=-1)
+    return jnp.einsum("bkglm,bmkh->blkgh", p_BKGLM.astype(v_BMKH.dtype), v_BMKH).reshape(q_BLNH.shape)
+
+
+def generate_ids(
+    model: Transformer,
+    params: Params,
+    prompt_ids: Int[np.ndarray, " T"],
+    *,
+    max_tokens: int,
+    sampler: TokenSampler,
+    seed: int,
+    end_id: int | None = None,
+) -> Iterator[list[int]]:
+    """Yields the tokens that follow a prompt in chunks, until `end_id` (not yielded) or `max_tokens`.
+
+    The tokens depend only on the parameters, the prompt, the sampler and the seed.
+
+    Args:
+      params: matrices in the dtype to compute in, scales in float32.
+
+    Raises:
+      UserError: the prompt is empty.
+    """
+    num_prompt = len(prompt_ids)
+    if num_prompt == 0:
+        raise UserError("the prompt has no token to start from. Give a prompt.")
+    # The last chunks of prompt and answer are padded to full length, so the cache needs room for them.
+    max_len = _round_up(num_prompt, PROMPT_CHUNK) + _round_up(max_tokens, PROMPT_CHUNK)
+    cache = empty_cache(model, batch=1, max_len=max_len, dtype=params["embed_VD"].dtype.name)
+    logits_BV: Array | None = None
+    for start in range(0, num_prompt, PROMPT_CHUNK):
+        chunk = prompt_ids[start : start + PROMPT_CHUNK]
+        token_BL = np.pad(chunk, (0, PROMPT_CHUNK - len(chunk)))[None]
+        logits_BV, cache = _read(model, params, jnp.asarray(token_BL, jnp.int32), jnp.int32(len(chunk)), cache)
+    left = max_tokens
+    while left > 0:
+        assert logits_BV is not None
+        tokens_LB, logits_BV, cache = _write(model, sampler, params, logits_BV, cache, jax.random.key(seed))
+        ids = np.asarray(tokens_LB)[:left, 0].tolist()
+        if end_id in ids:
+            yield ids[: ids.index(end_id)]
+            return
+        yield ids
+        left -= len(ids)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
+def _read(
+    model: Transformer, params: Params, token_BL: Int[Array, "B L"], count: Int[Array, ""], cache: KVCache
+) -> tuple[Float[Array, "B V"], KVCache]:
+    return extend(model, params, token_BL, count, cache)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def _write(
+    model: Transformer,
+    sampler: TokenSampler,
+    params: Params,
+    logits_BV: Float[Array, "B V"],
+    cache: KVCache,
+    key: Key[Array, ""],
+) -> tuple[Int[Array, "L B"], Float[Array, "B V"], KVCache]:
+    """Draws the next `DECODE_CHUNK` tokens; returns them, the next logits and the cache."""
+
+    def step(carry: tuple[Array, KVCache], _: None) -> tuple[tuple[Array, KVCache], Array]:
+        logits_BV, cache = carry
+        token_B = sampler.draw(logits_BV, jax.random.fold_in(key, cache.length))
+        return extend(model, params, token_B[:, None], jnp.int32(1), cache), token_B
+
+    (logits_BV, cache), tokens_LB = jax.lax.scan(step, (logits_BV, cache), length=DECODE_CHUNK)
+    return tokens_LB, logits_BV, cache

@@ -1,0 +1,145 @@
+"""Loop over layers, with prefetch of weights that live in host memory.
+
+The plain loop is one `jax.lax.scan`. With weights in host memory, a plain scan would start each copy when its layer
+starts and wait for it, and it would save the copies of all layers for the backward pass. The streamed loop therefore
+has its own forward and backward pass: each layer computes with weights that arrived during the previous layer, while
+the weights of the next layer are being copied. The weights of two layers are on the device at a time.
+
+| per microbatch, of Y layers | weights copied to the device |
+|---|---|
+| forward | Y + 1: each layer once, and the last layer a second time, for the backward pass |
+| backward | Y: the previous layer each time, and the first layer a second time, unused |
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jtrain.errors import UserError
+from jtrain.model.param import Params
+
+type LayerCarry = Any
+"""Pytree carried from layer to layer: the residual stream, and sums that layers add to (router losses)."""
+
+type Layer = Callable[[LayerCarry, Params, Any], LayerCarry]
+"""(carry, one layer's weights, values shared by all layers) -> carry."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Detached:
+    """Weight whose gradient has another shape or sharding than the weight itself.
+
+    trained: the array that JAX differentiates; only its shape matters, its value is never read and XLA drops it.
+    value: the array that the forward pass computes with.
+    """
+
+    trained: Array
+    value: Array
+
+
+def scan_layers(layer: Layer, x: LayerCarry, weights: Params, shared: Any, *, unroll: int) -> LayerCarry:
+    """`x = layer(x, weights[y], shared)` for every y of the stacked weights, differentiable in x and weights.
+
+    Args:
+      layer: must not save values derived from streamed weights: see `transformer.checkpointed`.
+      weights: stacked, [Y, ...]; a `Detached` whose value is in host memory is streamed.
+      shared: values passed to every layer; not differentiated.
+      unroll: layers per iteration of the compiled loop.
+    """
+    leaves = jax.tree.leaves(weights, is_leaf=_is_detached)
+    if any(_is_detached(leaf) and _on_host(leaf.value) for leaf in leaves):
+        assert unroll == 1, "check_scanned refuses it"
+        return _streamed(layer, x, weights, shared)
+    return jax.lax.scan(lambda x, w: (layer(x, w, shared), None), x, weights, unroll=unroll)[0]
+
+
+def check_scanned(scan_layers: bool) -> None:
+    """Refuses offloaded weights or activations in an unrolled loop.
+
+    Raises:
+      UserError: the loop is unrolled.
+    """
+    if not scan_layers:
+        raise UserError(
+            "model.scan_layers=False with layout.offload.params or .activations: only a loop fetches one layer while "
+            "another computes; unrolled, XLA joins all layers' arrays on the device, or on the host's cores, and needs "
+            "more memory than without. Set model.scan_layers=True."
+        )
+
+
+def _streamed(layer: Layer, x: LayerCarry, weights: Params, shared: Any) -> LayerCarry:
+    leaves, tree = jax.tree.flatten(weights, is_leaf=_is_detached)
+    num_layers = jax.tree.leaves(weights)[0].shape[0]
+    steps = jnp.arange(num_layers)
+    # Each list has one entry per weight: None where the weight has no such array.
+    trained = [leaf.trained if _is_detached(leaf) else leaf for leaf in leaves]
+    values = [leaf.value if _is_detached(leaf) else None for leaf in leaves]
+    near = [None if value is None or _on_host(value) else value for value in values]
+    far = [value if value is not None and _on_host(value) else None for value in values]
+
+    def one(x: LayerCarry, trained: list[Array], values: list[Array | None], shared: Any) -> LayerCarry:
+        pairs = zip(trained, values, strict=True)
+        merged = [t if value is None else Detached(t, value) for t, value in pairs]
+        return layer(x, jax.tree.unflatten(tree, merged), shared)
+
+    def fetch(stacked: Any, index: Array | int) -> Any:
+        slices = jax.tree.map(lambda value: jax.lax.dynamic_index_in_dim(value, index, keepdims=False), stacked)
+        return jax.device_put(slices, jax.memory.Space.Device)
+
+    def loop(compute: Callable[..., tuple[LayerCarry, Any]], x: LayerCarry, trained: Any, near: Any, far: Any) -> Any:
+        def body(carry: Any, now: Any) -> Any:
+            (x, held), (y, trained, near) = carry, now
+            ahead = fetch(far, jnp.minimum(y + 1, num_layers - 1))
+            x, kept = compute(x, trained, _either(near, held))
+            return (x, ahead), kept
+
+        return jax.lax.scan(body, (x, fetch(far, 0)), (steps, trained, near))
+
+    @jax.custom_vjp
+    def run(x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any) -> LayerCarry:
+        (x, _), _ = loop(lambda x, trained, values: (one(x, trained, values, shared), None), x, trained, near, far)
+        return x
+
+    def forward(x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any) -> Any:
+        # Only the layer's input is saved; the backward pass gets weights and shared values again.
+        keep = (True, False, False, False)
+
+        def compute(x: LayerCarry, trained: Any, values: Any) -> tuple[LayerCarry, Any]:
+            return jax.vjp(one, x, trained, values, shared, saveable_args=keep)
+
+        (x, held), vjps = loop(compute, x, trained, near, far)
+        return x, (vjps, held, trained, near, far, shared)
+
+    def backward(kept: Any, grad: LayerCarry) -> Any:
+        vjps, held, trained, near, far, shared = kept
+
+        def body(carry: Any, now: Any) -> Any:
+            (grad, held), (y, vjp, trained, near) = carry, now
+            ahead = fetch(far, jnp.maximum(y - 1, 0))
+            vjp.args_res[1:] = [trained, _either(near, held), shared]
+            grad, trained_grad, _, _ = vjp(grad)
+            return (grad, ahead), trained_grad
+
+        xs = (steps, vjps, trained, near)
+        (grad, _), trained_grad = jax.lax.scan(body, (grad, held), xs, reverse=True)
+        return grad, trained_grad, None, None, None
+
+    run.defvjp(forward, backward)
+    return run(x, trained, near, far, shared)
+
+
+def _either(near: list[Array | None], held: list[Array | None]) -> list[Array | None]:
+    return [b if a is None else a for a, b in zip(near, held, strict=True)]
+
+
+def _is_detached(leaf: Any) -> bool:
+    return isinstance(leaf, Detached)
+
+
+def _on_host(value: Array) -> bool:
+    return jax.typeof(value).memory_space is jax.memory.Space.Host

@@ -1,0 +1,96 @@
+"""Activations that a layer saves for its backward pass: names, bytes, and which of them go to host memory."""
+
+from jtrain.errors import UserError
+from jtrain.layout import Layout, largest_first
+from jtrain.model.expert_dispatch import buffer_rows
+from jtrain.model.transformer import LAYER_INPUT, SAVEABLE
+from jtrain.precision import itemsize
+
+_F32 = 4
+
+
+def keeps_by_name(layout: Layout) -> bool:
+    """True if a layer saves only named activations.
+
+    This also holds with `remat=none` if unnamed residuals would include copies of weights: values derived from a
+    gathered or offloaded weight have no name, so the backward pass recomputes them.
+    """
+    spec = layout.spec
+    return spec.remat != "none" or copies_weights(layout) or spec.offload.share("activations") > 0
+
+
+def copies_weights(layout: Layout) -> bool:
+    """True if a layer computes with temporary copies of its weights: gathered (ZeRO-3) or fetched from host memory."""
+    gathers = layout.spec.zero_stage == 3 and layout.mesh.data > 1
+    return gathers or any(p.param_memory == "pinned_host" for p in layout.params)
+
+
+def kept_names(layout: Layout) -> tuple[str, ...] | None:
+    """Names that a layer saves besides its input; None if it saves everything and recomputes nothing."""
+    if not keeps_by_name(layout):
+        return None
+    return SAVEABLE if layout.spec.remat == "none" else layout.spec.remat_save
+
+
+def named_bytes(layout: Layout) -> dict[str, int]:
+    """Bytes per token of each named activation of one layer, including the layer's input.
+
+    Sum over all devices along `tensor`: each holds 1 / tensor, split by heads, by F, or by positions.
+    """
+    size = {letter: n for p in layout.params for letter, n in zip(p.info.dims, p.info.shape, strict=True)}
+    wide = wide_per_token(layout)
+    compute = itemsize(layout.precision.compute_dtype)
+    query, key = size["N"] * size["H"] * compute, size["K"] * size["H"] * compute
+    return {
+        LAYER_INPUT: size["D"] * compute,
+        "attention_q": query,
+        "attention_k": key,
+        "attention_v": key,
+        "attention": query + size["N"] * _F32,  # plus the log-partition of each head
+        "attention_out": size["D"] * compute,
+        "mlp_gate": wide * compute,
+        "mlp_up": wide * compute,
+    }
+
+
+def wide_per_token(layout: Layout) -> int:
+    """Elements per token of one of the mlp's wide arrays, summed over all devices along `tensor`.
+
+    For a mixture of experts: its whole dispatch buffer, sized for the worst case, plus the shared experts.
+    """
+    wide = 0
+    for info in (p.info for p in layout.params if p.info.path.rpartition(".")[2] in ("gate_DF", "gate_XDF")):
+        wide += info.shape[info.dims.index("F")] * (rows_per_token(layout) if info.is_experts else 1)
+    return wide
+
+
+def rows_per_token(layout: Layout) -> int:
+    """Rows in a device's dispatch buffer per token (see `jtrain.model.expert_dispatch`); 0 without experts."""
+    for info in (p.info for p in layout.params if p.info.is_experts):
+        sizes = dict(num_experts=info.shape[info.dims.index("X")], expert=layout.mesh.expert)
+        return buffer_rows(info.top_k, info.top_k, **sizes)
+    return 0
+
+
+def offloaded_names(layout: Layout) -> tuple[str, ...]:
+    """Saved activations that go to host memory: at most the share `layout.offload.activations` of their bytes.
+
+    Takes the largest activations first and skips those that no longer fit.
+
+    Raises:
+      UserError: the share is above zero, but smaller than every saved activation.
+    """
+    share = layout.spec.offload.share("activations")
+    if share == 0:
+        return ()
+    candidates = (LAYER_INPUT, *(kept_names(layout) or ()))
+    sizes = {name: n for name, n in named_bytes(layout).items() if name in candidates}
+    chosen = largest_first(share * sum(sizes.values()), sizes)
+    if not chosen:
+        smallest = min(sizes, key=lambda name: sizes[name])
+        raise UserError(
+            f"layout.offload.activations={share:g} moves nothing: with layout.remat={layout.spec.remat} a layer keeps "
+            f"{', '.join(sizes)}, of which {smallest} is the smallest, {sizes[smallest] / sum(sizes.values()):.1%} of "
+            "the bytes. Set layout.offload.activations to at least that, or to `none`."
+        )
+    return tuple(name for name in sizes if name in chosen)

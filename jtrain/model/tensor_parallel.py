@@ -1,0 +1,47 @@
+"""Tensor-parallel projections of a layer, with the residual stream split by sequence.
+
+`gather_sequence` runs before a layer's matmuls and `scatter_sequence` after them (arXiv:2205.05198, section 4.2.2).
+Each is the transpose of the other. With `overlap`, each collective and its matmul run as one op, piece by piece, which
+hides the communication behind the matmul.
+"""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float
+
+from jtrain.model import ops
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorAxis:
+    """The `tensor` axis of the mesh; size 1 means no communication and needs no mesh.
+
+    overlap: True if collectives overlap with matmuls, except where the kernels' cost model predicts a loss.
+    """
+
+    size: int = 1
+    overlap: bool = False
+
+    def project_in(self, x_BLD: Float[Array, "B _ D"], *kernels: ops.Kernel) -> tuple[Array, ...]:
+        """This device's columns of each product, [B, L, ...], from its positions of x."""
+        if self.overlap:
+            return ops.all_gather_linear(x_BLD, kernels, axis_name="tensor", axis_size=self.size)
+        whole_BLD = gather_sequence(x_BLD, self.size)
+        return tuple(ops.linear(whole_BLD, kernel) for kernel in kernels)
+
+    def project_out(self, y: Float[Array, "B L ..."], kernel: ops.Kernel) -> Float[Array, "B _ D"]:
+        """This device's positions of the product, summed over all devices' parts of the contracted dimensions."""
+        if self.overlap:
+            return ops.linear_reduce_scatter(y, kernel, axis_name="tensor", axis_size=self.size)
+        return scatter_sequence(ops.linear(y, kernel, num_in=y.ndim - 2), self.size)
+
+
+def gather_sequence(x_BLD: Float[Array, "B _ D"], tensor: int) -> Float[Array, "B L D"]:
+    """All positions of a residual stream split by sequence over `tensor`."""
+    return jax.lax.all_gather(x_BLD, "tensor", axis=1, tiled=True) if tensor > 1 else x_BLD
+
+
+def scatter_sequence(x_BLD: Float[Array, "B L D"], tensor: int) -> Float[Array, "B _ D"]:
+    """This device's positions of the sum of every device's partial x over `tensor`."""
+    return jax.lax.psum_scatter(x_BLD, "tensor", scatter_dimension=1, tiled=True) if tensor > 1 else x_BLD

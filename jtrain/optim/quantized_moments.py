@@ -1,0 +1,154 @@
+"""Quantized moments (`moment_dtype="int8"`): eight bits per element and one f32 scale per block.
+
+A block is up to 128 neighbours along one dimension of one layer, so that shards and layers hold whole blocks and the
+scales are split like the parameter. Values are relative to the largest of their block, in the dynamic map of
+arXiv:2110.02861 section 2.1: seven decades, each with half as many values as the next larger one. For e = 2^k + j,
+0 <= j < 2^k, code e stands for
+
+    10^(k - K) (0.1 + 0.9 (j + 0.5) / 2^k) / top
+
+with K = 6 for first moments (127 magnitudes, a sign, and 0) and K = 7 for second moments (254 and 0; code e - 1). `top`
+is the largest value of the map, 1 - 0.45 / 2^K, so that the block's largest is exact with either sign.
+
+Differences from the paper: blocks lie along one dimension and are smaller than 2048, to fit shards; the second moment
+is stored as its root, which spans half as many decades; rounding is stochastic, so that a moment also moves where its
+steps are smaller than the map's; a positive second moment is never stored as 0, which would divide by eps alone
+(arXiv:2309.01507 section 4.1). The embedding stays float32 as in the paper (section 2.3). The unembedding and norm
+scales stay float32 too: no loop over layers updates the unembedding in parts, and three float32 copies of it take 6 GiB
+at 4096 x 128256 on an H200.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jtrain.dims import ParamInfo
+from jtrain.optim.rounding import apart, uniform
+
+LETTERS = ("H", "F")
+"""Candidate dimensions for blocks; a matrix uses the first that it has. ZeRO splits neither, `tensor` only F."""
+
+LONGEST = 128
+
+SHORTEST = 8
+"""Shorter blocks would spend more on scales than eight bits save."""
+
+_DECADES = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Division of one parameter's moments into blocks.
+
+    letter: the dimension along which blocks lie.
+    dim: index of the dimension, counted from the end (-1), so that it is valid with and without the layer dimension.
+    length: elements per block; divides the dimension.
+    """
+
+    letter: str
+    dim: int
+    length: int
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scales of an array; the number of dimensions stays the same."""
+        lengths = list(shape)
+        lengths[self.dim] //= self.length
+        return tuple(lengths)
+
+    def split(self, x: Array) -> Array:
+        """`x` with its blocked dimension reshaped to (blocks, elements per block)."""
+        dim = x.ndim + self.dim
+        return x.reshape(*x.shape[:dim], -1, self.length, *x.shape[dim + 1 :])
+
+    def joined(self, blocks: Array) -> Array:
+        """The inverse of `split`."""
+        dim = blocks.ndim + self.dim - 1
+        return blocks.reshape(*blocks.shape[:dim], -1, *blocks.shape[dim + 2 :])
+
+
+def blocks_of(info: ParamInfo) -> Blocks | None:
+    """Blocks of a parameter's moments; None if they stay float32.
+
+    Moments of norm scales, embedding and unembedding stay float32, and moments whose blocks would be shorter than
+    `SHORTEST`.
+    """
+    letter = next((letter for letter in LETTERS if letter in info.dims), None)
+    if letter is None or not info.dims.startswith("Y"):
+        return None
+    place = info.dims.index(letter)
+    length = math.gcd(info.shape[place], LONGEST)
+    return Blocks(letter, place - len(info.dims), length) if length >= SHORTEST else None
+
+
+def top(signed: bool) -> float:
+    """The largest value of the map, before normalisation to 1."""
+    return 1 - 0.45 / 2 ** _levels(signed)
+
+
+def encode(x: Array, blocks: Blocks, *, signed: bool, bits: Array | None) -> tuple[Array, Array]:
+    """Quantizes `x`, f32, to codes and f32 scales: a first moment to int8 (signed), the root of a second one to uint8.
+
+    bits: random uint32s of the shape of `x` for stochastic rounding, so that `decode` returns `x` on average (the
+      second moment itself, not its root). None rounds to the value of the cell that holds `x`.
+    """
+    split = blocks.split(x)
+    size = jnp.abs(split) if signed else jnp.sqrt(split)
+    scale = jnp.max(size, axis=blocks.dim, keepdims=True) * jnp.float32(1 / top(signed))
+    share = size / jnp.where(scale > 0, scale, 1.0)
+    code = _cell(share, signed)
+    if bits is not None:
+        lower = jnp.maximum(code - (share < _value(code, signed)), 0)
+        below, above = _value(lower, signed), _value(lower + 1, signed)
+        if not signed:
+            share, below, above = apart(share**2), apart(below**2), apart(above**2)
+        code = lower + (share - below > uniform(blocks.split(bits)) * (above - below))
+    code = jnp.clip(code, 0 if signed else (size > 0).astype(jnp.int32), _codes(signed))
+    if signed:
+        code = jnp.where(split < 0, -code, code)
+    codes = blocks.joined(code).astype(jnp.int8 if signed else jnp.uint8)
+    return codes, jnp.squeeze(scale, blocks.dim)
+
+
+def decode(codes: Array, scale: Array, blocks: Blocks) -> Array:
+    """Dequantizes a moment to f32."""
+    signed = codes.dtype == jnp.int8
+    split = blocks.split(codes.astype(jnp.int32))
+    size = _value(jnp.abs(split), signed) * jnp.expand_dims(scale, blocks.dim)
+    if signed:
+        return blocks.joined(jnp.where(split < 0, -size, size))
+    return blocks.joined(size**2)
+
+
+def _levels(signed: bool) -> int:
+    return _DECADES - signed
+
+
+def _codes(signed: bool) -> int:
+    """The largest code."""
+    return 2**_DECADES - 1 if signed else 2 ** (_DECADES + 1) - 2
+
+
+def _value(code: Array, signed: bool) -> Array:
+    """Value of a code from 0 to `_codes`, relative to the block's largest value times `top`."""
+    e = code if signed else code + 1
+    first = 0 if signed else 1
+    value = jnp.zeros(code.shape, jnp.float32)
+    for k in range(first, first + _DECADES):
+        decade = 10.0 ** (k - _levels(signed))
+        slope = decade * 0.9 / 2**k
+        line = apart(slope * e.astype(jnp.float32)) + (decade * (0.1 + 0.45 / 2**k) - slope * 2**k)
+        value = jnp.where(e >= 2**k, line, value)
+    return jnp.where(code > 0, value, 0.0)
+
+
+def _cell(share: Array, signed: bool) -> Array:
+    """Code of the cell (an equal part of a decade) that holds `share`; 0 below the lowest decade."""
+    first = 0 if signed else 1
+    code = jnp.zeros(share.shape, jnp.int32)
+    for k in range(first, first + _DECADES):
+        low = 10.0 ** (k - _levels(signed) - 1)
+        part = jnp.floor((share - low) * (2**k / (9 * low))).astype(jnp.int32)
+        code = jnp.where(share >= low, 2**k + jnp.clip(part, 0, 2**k - 1) - first, code)
+    return code

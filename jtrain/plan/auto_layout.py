@@ -1,0 +1,197 @@
+"""Settings that a config leaves to the devices, decided before a run: `layout.auto`, `as_needed` shares of offload, and
+the chunk size of the loss.
+
+The choice is written into the config, so config.txt holds it and a rerun keeps it. A rerun chooses again only if the
+devices, the batch or the rest of the layout have changed, or if the old choice no longer fits.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jtrain.config import tree
+from jtrain.config.load import set_values
+from jtrain.config.resume import config_from_text
+from jtrain.config.run import build_run
+from jtrain.errors import UserError
+from jtrain.mesh import BATCH_AXES
+from jtrain.model.ops import best_chunk
+from jtrain.plan.compile.compiled_step import topology_devices
+from jtrain.plan.estimate.machine import Machine
+from jtrain.plan.fit_check import available_bytes, free_host_bytes
+from jtrain.plan.from_run import search_task
+from jtrain.plan.search import (
+    evaluate,
+    fastest_miss,
+    fits,
+    layout_settings,
+    no_point,
+    resolve_as_needed,
+    search,
+)
+from jtrain.precision import itemsize
+from jtrain.runtime.multihost import from_process_zero, same_everywhere
+from jtrain_kernels.device import DEVICES, DeviceSpec, Host, from_device, live
+
+_CPU = dataclasses.replace(
+    DEVICES["cpu"], peak_bf16_flops=1e12, hbm_bytes_per_s=5e10, link_bytes_per_s=1e10, host=Host(1, None, 1e9)
+)
+"""Nominal figures of a CPU, whose peaks are not published: here only the order of the predictions counts. It has no
+link to host memory, because its memory is the host's."""
+
+_HOST_SHARE = 0.8
+"""Fraction of the host's free memory that offloading may use; the rest is left for data and checkpoints."""
+
+
+def devices_of(topology: str | None) -> list[jax.Device]:
+    """The compile-only devices of a topology; without one, the devices of this process.
+
+    Raises:
+      UserError: the topology is unknown.
+    """
+    return jax.devices() if topology is None else topology_devices(topology)
+
+
+def settle(run_config: Any, *, devices: Sequence[jax.Device], workdir: Path | None) -> list[str]:
+    """Decides the open settings of a config; returns lines for the log.
+
+    Args:
+      run_config: config of a `Run`; changed in place.
+      devices: all devices of the run.
+      workdir: folder of an earlier attempt, whose choice is kept; None if there is none.
+
+    Raises:
+      UserError: nothing fits (the message has the closest layout); the devices' peaks are unknown; or processes see
+        different workdirs and would train differently.
+    """
+    notes = settle_loss_chunk(run_config, live(devices[0])) + _settle(run_config, devices, workdir)
+    if notes and not same_everywhere(tree.flat(run_config)):
+        raise UserError(
+            f"{notes[0]}: other processes chose other settings, because {workdir} is not the same folder for all of "
+            "them. Set --workdir to a shared folder, or layout.auto=False and the shares of layout.offload to numbers."
+        )
+    return notes
+
+
+def settle_loss_chunk(run_config: Any, device: DeviceSpec) -> list[str]:
+    """Sets `model.loss_chunk_tokens` if it is `auto`; returns lines for the log.
+
+    Args:
+      run_config: config of a `Run`; changed in place.
+    """
+    run = build_run(run_config)
+    if run.model.loss_chunk_tokens != "auto":
+        return []
+    mesh = run.mesh.shape
+    shards = math.prod(mesh[axis] for axis in (*BATCH_AXES, "context", "tensor"))
+    tokens, because = best_chunk(
+        device,
+        tokens=max(1, run.data.global_batch * run.data.seq_len // shards // run.layout.microbatches),
+        d_model=run.model.d_model,
+        vocab=run.model.vocab_size,
+        itemsize=itemsize(run.precision.compute_dtype),
+        shards=mesh["tensor"],
+    )
+    set_values(run_config, {"model.loss_chunk_tokens": tokens})
+    return [f"model.loss_chunk_tokens=auto: {tokens}, {because}"]
+
+
+def _settle(run_config: Any, devices: Sequence[jax.Device], workdir: Path | None) -> list[str]:
+    run = build_run(run_config)
+    spec = run.layout
+    shares = [path for path, value in layout_settings(spec).items() if value == "as_needed"]
+    if not spec.auto and not shares:
+        return []
+    machine = _machine(devices, run.mesh.size)
+    task = search_task(run, machine)
+    open_paths = list(layout_settings(spec)) if spec.auto else shares
+    said = f"layout.auto on {machine}" if spec.auto else f"{', '.join(shares)} on {machine}"
+    if workdir is not None and (kept := _picked_before(run_config, open_paths, workdir, devices)) is not None:
+        set_values(run_config, kept)
+        again = build_run(run_config).layout
+        if fits(task, evaluate(task, again, run.mesh, timed=False).plan):
+            return [f"{said}: as before, {_text(kept)}"]
+    if not spec.auto:
+        picked = {path: layout_settings(resolve_as_needed(task, run.mesh))[path] for path in shares}
+        set_values(run_config, picked)
+        return [f"{said}: the smallest that fits, {_text(picked)}"]
+    points = search(task, [run.mesh])
+    if not points:
+        raise no_point(task, lambda _: [run.mesh], fixed=True)
+    best = points[0]
+    set_values(run_config, layout_settings(best.spec))
+    nominal = " (nominal: a CPU's peaks are not published)" if machine.device.platform == "cpu" else ""
+    notes = [
+        f"{said}: {_text(best.settings)}: the fastest of {len(points)} layouts that fit, {best.step_s:.3g} s per "
+        f"step predicted{nominal}, {best.plan.total_bytes / 2**30:.2f} of {task.budget_bytes / 2**30:.2f} GiB"
+    ]
+    if (miss := fastest_miss(task, [run.mesh])) is not None and miss.step_s < best.step_s:
+        notes.append(
+            f"layout.auto: {_text(miss.settings)} would take {miss.step_s:.3g} s, but needs "
+            f"{miss.plan.total_bytes / 2**30:.2f} GiB"
+        )
+    if len(points) > 1:
+        notes.append(
+            f"layout.auto: the second fastest that fits, {_text(points[1].settings)}, {points[1].step_s:.3g} s"
+        )
+    return notes
+
+
+def _machine(devices: Sequence[jax.Device], count: int) -> Machine:
+    """The run's machine with the memory that is free on process 0, so that every process makes the same choice.
+
+    Raises:
+      UserError: the devices' peaks are not published.
+    """
+    first = devices[0]
+    spec = from_device(first)
+    available = available_bytes(devices)
+    if spec is None or available is None or (spec.platform != "cpu" and spec.peak_bf16_flops is None):
+        raise UserError(
+            f"layout.auto and as_needed compare predicted times, but the peaks of {first.device_kind!r} are not "
+            "published. Set layout.auto=False, and layout.offload.* to numbers or none."
+        )
+    compile_only = first.platform != "cpu" and first.client is not jax.local_devices()[0].client
+    per_host = jax.local_device_count()
+    here = np.asarray([available, 0 if compile_only or spec.platform == "cpu" else free_host_bytes() or 0], np.int64)
+    hbm_bytes, host_bytes = (int(size) for size in from_process_zero(here))
+    known = _CPU if spec.platform == "cpu" else spec
+    host = known.host if compile_only else dataclasses.replace(known.host, devices=per_host)
+    described: DeviceSpec = dataclasses.replace(
+        known, hbm_bytes=hbm_bytes, host=host, linked=count if spec.platform == "cpu" else known.linked
+    )
+    return Machine(described, count, int(host_bytes * _HOST_SHARE) or None)
+
+
+def _picked_before(
+    run_config: Any, open_paths: Sequence[str], workdir: Path, devices: Sequence[jax.Device]
+) -> dict[str, object] | None:
+    """The choice of an earlier attempt in this workdir, if its config and its devices were the same; None otherwise."""
+    text_file, facts_file = workdir / "config.txt", workdir / "run.json"
+    if not (text_file.is_file() and facts_file.is_file()):
+        return None
+    there, here = tree.parse(text_file.read_text()), tree.parse(tree.flat(run_config))
+    asked = ("mesh.", "layout.", "precision.", "kernels", "data.global_batch", "data.seq_len", "model.", "optimizer.")
+    same = all(there.get(path) == here[path] for path in here if path.startswith(asked) and path not in open_paths)
+    facts = json.loads(facts_file.read_text())
+    if not same or facts["devices"] != {"kind": devices[0].device_kind, "count": len(devices)}:
+        return None
+    earlier = layout_settings(build_run(config_from_text(text_file.read_text())).layout)
+    return {path: earlier[path] for path in open_paths}
+
+
+def _text(settings: dict[str, object]) -> str:
+    """Settings as text, such as `layout.zero_stage=3 layout.remat=full`; without the mesh, if many without defaults."""
+    shown = {path: value for path, value in settings.items() if not path.startswith("mesh.")}
+    if len(shown) > 3:
+        may_be_empty = ("layout.remat_save", "layout.offload.")
+        defaults = [path for path, value in shown.items() if value in ("none", (), "device")]
+        empty = [path for path in defaults if path.startswith(may_be_empty)]
+        shown = {path: value for path, value in shown.items() if path not in empty}
+    return " ".join(f"{path}={value}" for path, value in shown.items())

@@ -1,0 +1,94 @@
+"""Ahead-of-time compilation of the real train step for a machine that is not here, by that machine's own compiler.
+
+The environment must hold `jtrain.plan.AOT_ENVIRONMENT` before JAX is imported. The result says nothing about speed:
+compilers tune only on the hardware.
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jtrain.dims import Batch
+from jtrain.hlo.traffic import HostCopies, Traffic, host_copies, traffic
+from jtrain.mesh import make_mesh
+from jtrain.optim import Optimizer
+from jtrain.plan.job import Job
+from jtrain.step.state import abstract_state
+from jtrain.step.train_step import BATCH_SPEC, make_train_step
+from jtrain.step.zero import along_torus
+from jtrain_kernels.compat import lowering_for, no_compile_cache
+from jtrain_kernels.compile_only.targets import topology_devices
+from jtrain_kernels.device import live
+
+__all__ = ["CompiledStep", "compile_step", "no_compile_cache", "topology_devices"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """The compiler's figures of one train step; bytes are per device.
+
+    argument_bytes: state and batch in device memory; host_argument_bytes: in host memory.
+    temp_bytes: temporaries, which the compiler packs into one block that lives for the whole step.
+    peak_bytes: everything that the program allocates on the device: arguments, temporaries, and outputs beyond the
+      donated state.
+    rings: `Layout.rings` of the machine.
+    traffic, host_copies: every collective of a step, and every copy to or from host memory; those in loops count once
+      per iteration.
+    lower_s, compile_s: seconds of lowering and of compilation.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    host_argument_bytes: int
+    host_temp_bytes: int
+    peak_bytes: int
+    rings: tuple[int, ...]
+    traffic: tuple[Traffic, ...]
+    host_copies: tuple[HostCopies, ...]
+    lower_s: float
+    compile_s: float
+
+
+def compile_step(job: Job, optimizer: Optimizer, *, devices: list[jax.Device]) -> CompiledStep:
+    """Compiles the train step for `devices`, which may be compile-only. Takes seconds to minutes; allocates nothing.
+
+    Args:
+      optimizer: `job.optimizer`, built.
+
+    Raises:
+      UserError: the mesh is not of that many devices, or the batch does not split evenly.
+    """
+    job.rows()  # refuses a batch that does not split evenly
+    layout = job.layout
+    mesh = make_mesh(layout.mesh, devices)
+    ids = jax.ShapeDtypeStruct((job.global_batch, job.seq_len), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+    step: Any = make_train_step(job.model, optimizer, layout, mesh)
+    start = time.perf_counter()
+    with lowering_for(mesh, live(devices[0])):  # GPU kernels ask for the chip's number of cores
+        lowered = step.lower(abstract_state(layout, optimizer, mesh), Batch(ids, ids, ids, ids))
+    lowered_at = time.perf_counter()
+    with no_compile_cache():
+        program = lowered.compile()
+    compiled_at = time.perf_counter()
+    memory = program.memory_analysis()
+    text = program.as_text()
+    return CompiledStep(
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.total_allocation_bytes - memory.indefinite_allocations,
+        host_argument_bytes=memory.host_argument_size_in_bytes,
+        host_temp_bytes=memory.host_temp_size_in_bytes,
+        peak_bytes=memory.total_allocation_bytes,
+        rings=along_torus(layout, mesh).rings,
+        traffic=tuple(traffic(text, layout.mesh.shape)),
+        host_copies=tuple(host_copies(text)),
+        lower_s=lowered_at - start,
+        compile_s=compiled_at - lowered_at,
+    )

@@ -1,0 +1,318 @@
+"""Collectives of one train step, from the layout alone: kind, axes, dtype, number of arrays and bytes.
+
+`jtrain.step.train_step` and `jtrain.model.transformer` write every collective out, and this module mirrors them line by
+line; a test compiles the real step and finds the same arrays. Compilers may join several arrays into one instruction.
+
+Not counted: the collectives that the partitioner adds under Muon, which updates whole matrices.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+from jtrain.layout import Layout, ParamLayout, unsplit_axes
+from jtrain.mesh import BATCH_AXES
+from jtrain.model.fp8_scaling import fp8_weights
+from jtrain.model.router import MoESpec
+from jtrain.model.saved_activations import kept_names
+from jtrain.model.unembedding import num_parts
+from jtrain.plan.job import Job
+from jtrain.precision import itemsize
+
+type Kind = Literal[
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute"
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """All collectives of a step that share a purpose, as one device sees them.
+
+    axes: mesh axes that a group spans.
+    group: devices of a group; fewer than the axes have if `Layout.rings` splits an axis.
+    count: arrays per step.
+    array_bytes: sum of the sizes of the whole arrays: results of all-gathers, operands of reduce-scatters and
+      all-reduces, a device's operands of all-to-alls and collective-permutes. A ragged all-to-all counts with all
+      experts chosen equally often.
+    """
+
+    purpose: str
+    kind: Kind
+    axes: tuple[str, ...]
+    group: int
+    dtype: str
+    count: int
+    array_bytes: int
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends per step, on a ring: (n - 1) / n of the array, twice for an all-reduce."""
+        if self.kind == "collective-permute":
+            return self.array_bytes
+        passes = 2 if self.kind == "all-reduce" else 1
+        return passes * self.array_bytes * (self.group - 1) // self.group
+
+
+def collectives(job: Job) -> tuple[Collective, ...]:
+    """The collectives of one train step with an elementwise optimizer, largest first.
+
+    Raises:
+      UserError: the batch does not split evenly over the mesh and the microbatches.
+    """
+    model, layout, rows = job.model, job.layout, job.rows()
+    found = _Found(layout)
+    for p in layout.params:
+        _parameter(found, job, p)
+    tokens = rows * job.seq_len // layout.mesh.context
+    if splits_embeddings(layout):
+        _split_embeddings(found, job, tokens=tokens)
+    if layout.mesh.tensor > 1:
+        _split_vocabulary(found, job, tokens=tokens)
+        _activations(found, job, elements=tokens * model.d_model)
+    if layout.mesh.context > 1:
+        _context(found, job, tokens=tokens)
+    if model.moe is not None:
+        _experts(found, job, model.moe, tokens=tokens)
+    _scalars(found, layout)
+    return found.result()
+
+
+def splits_embeddings(layout: Layout) -> bool:
+    """True if no device ever holds a whole embedding or unembedding: see `Placement.lookup`."""
+    return layout.spec.zero_stage == 3 and layout.mesh.data > 1
+
+
+class _Found:
+    """Sums of the arrays that share a purpose."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.mesh = layout.mesh.shape
+        self.rings = layout.rings or (self.mesh["data"],)
+        self.totals: collections.Counter[tuple[str, Kind, tuple[str, ...], int, str, str]] = collections.Counter()
+
+    def add(
+        self,
+        purpose: str,
+        kind: Kind,
+        axes: Iterable[str],
+        dtype: str,
+        elements: int,
+        count: int,
+        *,
+        size: int | None = None,
+        group: int | None = None,
+    ) -> None:
+        """Adds `count` arrays of `elements` each; nothing if the axes have one device, which needs no network."""
+        used = tuple(axis for axis in axes if self.mesh[axis] > 1)
+        if used and count:
+            key = purpose, kind, used, group or math.prod(self.mesh[axis] for axis in used), dtype
+            self.totals[*key, "count"] += count
+            self.totals[*key, "bytes"] += count * elements * (size or itemsize(dtype))
+
+    def over_data(self, purpose: str, kind: Kind, dtype: str, elements: int, count: int) -> None:
+        """Adds a collective of `gather_data` or `scatter_data`: one per ring, each over its part of the array."""
+        for index, group in enumerate(self.rings):
+            self.add(purpose, kind, ("data",), dtype, elements // math.prod(self.rings[:index]), count, group=group)
+
+    def result(self) -> tuple[Collective, ...]:
+        """The collectives found, the most bytes on the wire first."""
+        rows = [
+            Collective(*key[:5], count=self.totals[*key[:5], "count"], array_bytes=self.totals[*key[:5], "bytes"])
+            for key in self.totals
+            if key[5] == "count"
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
+
+
+def _parameter(found: _Found, job: Job, p: ParamLayout) -> None:
+    """Adds one parameter's gathers, the sums of its gradient, and its term of the gradient norm."""
+    model, layout = job.model, job.layout
+    spec, mesh = layout.spec, layout.mesh
+    stacked = p.info.dims.startswith("Y")
+    whole = layout.local_size(p.spec(over_data=False), p.info.shape)  # all layers, gathered over data
+    # A tied table is used twice, as embedding and as unembedding.
+    uses = model.num_layers if stacked else 2 if model.tie_embeddings and p.info.path == "embed_VD" else 1
+    one = whole // uses if stacked else whole
+    if p.data_dim is not None:
+        passes = spec.microbatches * uses
+        if spec.zero_stage == 3 and stacked:
+            found.over_data("parameters, forward", "all-gather", layout.precision.compute_dtype, one, passes)
+            found.over_data("parameters, backward", "all-gather", layout.precision.compute_dtype, one, passes)
+        if spec.zero_stage == 2 or (spec.zero_stage == 3 and stacked):
+            found.over_data("gradients", "reduce-scatter", layout.precision.reduce_dtype, one, passes)
+        if spec.zero_stage == 1:
+            found.over_data("gradients", "reduce-scatter", layout.precision.reduce_dtype, whole, 1)
+        if spec.zero_stage in (1, 2):
+            found.over_data("updated parameters", "all-gather", layout.precision.param_dtype, whole, 1)
+    local = layout.local_size(p.optimizer, p.info.shape)
+    found.add("gradients", "all-reduce", unsplit_axes(p.optimizer, mesh.shape), layout.precision.reduce_dtype, local, 1)
+    for axis in mesh.shape:
+        if axis in p.optimizer:  # the partitioner sums one axis after the other
+            found.add("gradient norm", "all-reduce", (axis,), "float32", 1, 1)
+
+
+def _split_embeddings(found: _Found, job: Job, *, tokens: int) -> None:
+    """Adds the traffic of split embeddings: see `jtrain.step.zero._lookup` and `jtrain.model.unembedding`."""
+    model, layout = job.model, job.layout
+    spec, mesh = layout.spec, layout.mesh
+    found.add("token ids", "all-gather", ("data",), "int32", mesh.data * tokens, spec.microbatches, size=4)
+    found.add(
+        "embedding",
+        "all-to-all",
+        ("data",),
+        layout.precision.compute_dtype,
+        tokens * model.d_model,
+        2 * spec.microbatches,
+    )
+    parts = num_parts(model.vocab_size, mesh.tensor)
+    local = model.d_model * -(-model.vocab_size // mesh.tensor // parts)  # of one part, gathered over data
+    count = spec.microbatches * parts
+    fetches = count * (2 if parts > 1 else 1)  # once for the loss, once for its gradient
+    found.over_data("unembedding", "all-gather", layout.precision.compute_dtype, local, fetches)
+    found.over_data("unembedding", "reduce-scatter", layout.precision.reduce_dtype, local, count)
+
+
+def _split_vocabulary(found: _Found, job: Job, *, tokens: int) -> None:
+    """Adds the loss over `tensor`: hidden states, their gradient, and three numbers of each token's logits.
+
+    They are sent in chunks of tokens, the last one padded. If columns come in parts, all tokens are sent at once,
+    because each part needs all hidden states.
+    """
+    model, layout = job.model, job.layout
+    spec, n = layout.spec, layout.mesh.tensor
+    in_parts = splits_embeddings(layout) and num_parts(model.vocab_size, n) > 1
+    own = tokens if in_parts else tokens // n
+    chunk = min(model.loss_chunk, own)
+    chunks = -(-own // chunk)
+    times = spec.microbatches if in_parts else spec.microbatches * chunks
+    states = tokens if in_parts else chunk * n
+    known = chunks * chunk if in_parts else chunk * n
+    for kind in ("all-gather", "reduce-scatter"):
+        found.add("loss", kind, ("tensor",), layout.precision.compute_dtype, states * model.d_model, times)
+    found.add("loss", "all-gather", ("tensor",), "float32", 3 * n * known, times)
+
+
+def _activations(found: _Found, job: Job, *, elements: int) -> None:
+    """Adds the arrays of `gather_sequence` and `scatter_sequence` over `tensor`; `elements` of one [B, L, D]."""
+    layout, spec = job.layout, job.layout.spec
+    layers = spec.microbatches * job.model.num_layers
+    # Each layer gathers before attention and before the MLP, and scatters after both; the backward pass is the
+    # transpose, with as many of each. The embedding scatters, so its backward pass gathers.
+    gathers, scatters = 4 * layers + spec.microbatches, 4 * layers + spec.microbatches
+    kept = kept_names(layout)
+    dtype = layout.precision.compute_dtype
+    if spec.tensor_overlap:
+        _permutes(found, layout, layers, kept, elements=elements)
+        gathers, scatters, kept = spec.microbatches, spec.microbatches, None
+    if kept is not None:
+        gathers += 2 * layers
+        if "attention_out" not in kept:  # the MLP's scatter is the last operation of a layer, and never recomputed
+            scatters += layers
+    found.add("activations", "all-gather", ("tensor",), dtype, elements, gathers)
+    found.add("activations", "reduce-scatter", ("tensor",), dtype, elements, scatters)
+
+
+def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] | None, *, elements: int) -> None:
+    """Adds the permutes of the layers' overlapped projections: each gathers or scatters n - 1 of n parts.
+
+    The forward pass gathers twice and scatters twice. In the backward pass each gathering projection gathers its input
+    again, because a layer keeps no gathered input, and scatters; each scattering one gathers. Projections whose names
+    are not kept are recomputed.
+
+    With 8-bit matmuls gathered arrays travel in 8 bits, with the same scale on all devices.
+    """
+    again = [0, 0, 0]
+    if kept is not None:
+        again = [
+            not {"attention_q", "attention_k", "attention_v"} <= set(kept),
+            not {"mlp_gate", "mlp_up"} <= set(kept),
+            "attention_out" not in kept,
+        ]
+    gathers, sums = 4 + again[0] + again[1], 4 + again[2]
+    mode, dtype, n = layout.precision.matmul_dtype, layout.precision.compute_dtype, layout.mesh.tensor
+    forward, gradient = (dtype, dtype) if mode == "compute" else ("float8_e4m3fn", "float8_e5m2")
+    for travels, times in ((forward, gathers), (gradient, 2), (dtype, sums)):
+        found.add(
+            "activations", "collective-permute", ("tensor",), travels, elements // n, times * layers * (n - 1), group=2
+        )
+    if mode == "fp8_current":  # scales of x, kept for its second gather, and of dy
+        found.add("scales", "all-reduce", ("tensor",), "float32", 1, (4 + again[0] + again[1]) * layers)
+
+
+def _context(found: _Found, job: Job, *, tokens: int) -> None:
+    """Adds the traffic of attention over `context`: see `jtrain_kernels.attention`; `tokens` of one device.
+
+    Segments are the same for all layers, so JAX hoists their sends in the forward pass out of the loop over layers;
+    those of the backward pass and of recomputation stay in it. If the backward pass recomputes a ring, XLA joins its
+    first hop with the first hop of the gradient's ring: the same keys go to the same neighbour.
+    """
+    model, layout = job.model, job.layout
+    spec, mesh = layout.spec, layout.mesh
+    layers = spec.microbatches * model.num_layers
+    query, key = (tokens * heads // mesh.tensor * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
+    kept, axes = kept_names(layout), ("context",)
+    again, once = layers if kept is not None else 0, spec.microbatches
+    if spec.context_attention == "ulysses":
+        kv_heads = model.num_kv_heads // mesh.tensor
+        key *= 1 if kv_heads % mesh.context == 0 else mesh.context // kv_heads
+        for elements in (query, key):  # queries and the output; keys and values
+            found.add(
+                "heads for positions",
+                "all-to-all",
+                axes,
+                layout.precision.compute_dtype,
+                elements,
+                2 * (2 * layers + again),
+            )
+        found.add("segments", "all-gather", axes, "int32", tokens * mesh.context, once + again, size=4)
+        return
+    recomputed = again if kept is not None and "attention" not in kept else 0
+    hops = mesh.context - 1
+    for dtype, elements, count in (
+        (layout.precision.compute_dtype, key, 2 * (hops * (2 * layers + recomputed) - recomputed)),
+        ("int32", tokens, hops * (once + layers + recomputed) - recomputed),
+        ("float32", key, 2 * mesh.context * layers),
+    ):
+        size = 4 if dtype == "int32" else None
+        found.add("keys and values", "collective-permute", axes, dtype, elements, count, size=size, group=2)
+
+
+def _experts(found: _Found, job: Job, moe: MoESpec, *, tokens: int) -> None:
+    """Adds the traffic of `jtrain.model.router` and `jtrain.model.expert_dispatch`."""
+    model, layout = job.model, job.layout
+    spec, mesh = layout.spec, layout.mesh
+    layers = spec.microbatches * model.num_layers
+    again = 0 if kept_names(layout) is None else layers
+    found.add(
+        "expert counts", "all-gather", ("expert",), "int32", mesh.expert * moe.num_experts, layers + again, size=4
+    )
+    # To the experts and back, and the same for gradients. No name in remat_save keeps any of it.
+    row_elements = tokens * moe.top_k * model.d_model
+    found.add(
+        "rows to experts",
+        "ragged-all-to-all",
+        ("expert",),
+        layout.precision.compute_dtype,
+        row_elements,
+        4 * layers + 2 * again,
+    )
+    slots = tokens * moe.top_k
+    found.add("routing", "all-gather", ("tensor",), "int32", slots, layers + again, size=4)
+    found.add("routing", "all-gather", ("tensor",), "float32", slots, layers + again)
+    found.add("routing", "reduce-scatter", ("tensor",), "float32", slots, layers)
+    # A step needs only the gradient of the router's losses: if the backward pass counts the choices again, XLA drops
+    # the first count.
+    found.add("routing", "all-reduce", ("context", "tensor"), "int32", job.rows() * moe.num_experts, layers, size=4)
+
+
+def _scalars(found: _Found, layout: Layout) -> None:
+    """Adds the sums of metrics, and the maxima that delayed scaling needs."""
+    found.add("metrics", "all-reduce", layout.mesh.shape, "float32", 1, 1)  # loss
+    batch = [axis for axis in layout.mesh.shape if axis in (*BATCH_AXES, "context")]
+    found.add("metrics", "all-reduce", batch, "int32", 1, 1, size=4)  # valid targets
+    found.add("metrics", "all-reduce", batch, "uint32", 2, 1, size=4)  # batch hash
+    if layout.precision.matmul_dtype == "fp8_delayed":
+        for info in fp8_weights([p.info for p in layout.params]):  # the absolute maxima of x, the weight and dy
+            found.add("scales", "all-reduce", layout.mesh.shape, "float32", 3 * info.shape[0], 1)

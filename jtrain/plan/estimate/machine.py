@@ -1,0 +1,77 @@
+"""The machine that a plan is made for: a number of devices of one kind, and the hosts that they are in."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from jtrain.errors import UserError
+from jtrain_kernels.device import DEVICES, DeviceSpec, from_name, live
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """`count` devices of one kind.
+
+    host_memory_bytes: memory of one host that a run may pin, shared by the host's devices; None if it is unknown.
+    """
+
+    device: DeviceSpec
+    count: int
+    host_memory_bytes: int | None = None
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Memory of one device, in bytes."""
+        assert self.device.hbm_bytes is not None
+        return self.device.hbm_bytes
+
+    @property
+    def devices_per_host(self) -> int:
+        """Devices of this machine that share one host."""
+        return min(self.count, self.device.host.devices)
+
+    @property
+    def host_bytes_per_device(self) -> int | None:
+        """One device's share of its host's memory; None if the host's memory is unknown."""
+        return None if self.host_memory_bytes is None else self.host_memory_bytes // self.devices_per_host
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.device.name}"
+
+
+def machine_of(devices: Sequence[jax.Device]) -> Machine:
+    """The machine that `devices` make up, live or compile-only; its peaks may be unknown."""
+    return Machine(live(devices[0]), len(devices))
+
+
+def make_machine(
+    name: str, count: int, *, host_memory_bytes: int | None = None, network_bytes_per_s: float | None = None
+) -> Machine:
+    """The machine that a command line names.
+
+    Args:
+      network_bytes_per_s: speed of one device's share of the network between hosts; replaces the maker's figure.
+
+    Raises:
+      UserError: the device is unknown or has no published peaks, or the count is zero or not a whole number of hosts.
+    """
+    spec = from_name(name)
+    if spec.peak_bf16_flops is None or spec.hbm_bytes is None or spec.hbm_bytes_per_s is None:
+        known = [spec.name for spec in DEVICES.values() if spec.peak_bf16_flops is not None]
+        raise UserError(
+            f"--device {name}: its peaks are not published, so no step time can be predicted. Choose one of: "
+            f"{', '.join(known)}. For memory alone, run python -m jtrain.launch --config=... --dry-run."
+        )
+    if count < 1:
+        raise UserError(f"--count {count} must be at least 1.")
+    per_host = spec.host.devices
+    if count > per_host and count % per_host:
+        below = count - count % per_host
+        raise UserError(
+            f"--count {count}: a host has {per_host} x {name}. Use {below}, {below + per_host}, or fewer than "
+            f"{per_host}."
+        )
+    if network_bytes_per_s is not None:
+        spec = dataclasses.replace(spec, host=dataclasses.replace(spec.host, network_bytes_per_s=network_bytes_per_s))
+    return Machine(spec, count, host_memory_bytes)

@@ -1,0 +1,140 @@
+"""Interconnects of a machine, and the time that a collective takes over them.
+
+The model of a collective is a ring: every device sends (n - 1) / n of the array, an all-reduce twice that, at the speed
+of the slowest link of the ring, and every hop adds a latency. Inside a host of GPUs, or a slice of TPUs, these are the
+direct links; beyond, all of the group's devices in one host share their network adapters. Source of the GPU latencies:
+NCCL's tuning.cc, Simple protocol; of the bandwidths: `jtrain_kernels.device`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from jtrain.errors import UserError
+from jtrain.plan.estimate.collectives import Collective, Kind
+from jtrain.plan.estimate.machine import Machine
+
+RING_BASE_S, TREE_BASE_S = 8.4e-6, 8.4e-6
+LINK_HOP_S = {"ring": 3.4e-6, "tree": 4.0e-6}
+NETWORK_HOP_S = 14e-6
+"""NCCL's constants for NVLink and for the network between hosts (tuning.cc, 2026-06)."""
+
+TORUS_HOP_S = 1e-6
+"""Latency from one TPU to its neighbour. Source: scaling book, part 3."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Interconnect of a group of devices.
+
+    devices: devices of the group; hosts: hosts, or TPU slices, that it spans.
+    bytes_per_s: peak rate at which each device can send.
+    torus_hops: hops of the group's ring on a torus of TPUs; None for GPUs.
+    """
+
+    devices: int
+    hosts: int
+    bytes_per_s: float
+    torus_hops: float | None = None
+
+    def latency_s(self, kind: Kind) -> float:
+        """Latency of one collective of zero bytes, in seconds."""
+        passes = 2 if kind == "all-reduce" else 1
+        if kind == "collective-permute":  # only to the next device, possibly on the next host
+            if self.torus_hops is not None:
+                return NETWORK_HOP_S if self.hosts > 1 else TORUS_HOP_S
+            return nccl_latency_s(kind, "ring", devices=2, hosts=min(self.hosts, 2))
+        if self.torus_hops is not None:
+            return passes * (self.torus_hops * TORUS_HOP_S + (self.hosts - 1) * NETWORK_HOP_S)
+        return nccl_latency_s(kind, "ring", devices=self.devices, hosts=self.hosts)
+
+
+def nccl_latency_s(kind: Kind, algorithm: Literal["ring", "tree"], *, devices: int, hosts: int) -> float:
+    """Latency in NCCL's own model, for the Simple protocol, without its plateau factor.
+
+    A ring takes n - 1 steps, an all-reduce 2 (n - 1); hosts - 1 steps of a pass go over the network. A tree is for
+    all-reduce only: it goes down and up, through each host's devices and over log2 of the hosts.
+    """
+    if algorithm == "tree":
+        per_host = devices // hosts
+        hops = (per_host - 1) * LINK_HOP_S["tree"] + math.floor(math.log2(hosts)) * NETWORK_HOP_S
+        return TREE_BASE_S + 2 * hops
+    passes = 2 if kind == "all-reduce" else 1
+    between = passes * (hosts - 1)
+    return RING_BASE_S + (passes * (devices - 1) - between) * LINK_HOP_S["ring"] + between * NETWORK_HOP_S
+
+
+def ring(machine: Machine, mesh: Mapping[str, int], axes: tuple[str, ...], group: int | None = None) -> Ring:
+    """Interconnect of the groups along `axes` of a mesh; neighbours along the last axis are the closest.
+
+    Args:
+      group: devices of one group, if `Layout.rings` splits an axis; the product of the axes otherwise.
+
+    Raises:
+      UserError: the group spans more than the direct links, and the speed of the network beyond them is unknown.
+    """
+    spec = machine.device
+    order = list(mesh)
+    devices = group or math.prod(mesh[axis] for axis in axes)
+    stride = math.prod(mesh[axis] for axis in order[order.index(axes[-1]) + 1 :] if axis not in axes)
+    linked = min(spec.linked, machine.count)
+    inside = max(1, min(devices, linked // stride))
+    hosts = -(-devices // inside)
+    hops = None
+    speeds: list[float] = []
+    if inside > 1:
+        assert spec.link_bytes_per_s is not None, spec.name
+        share = 1.0
+        if spec.torus_dims is not None:
+            share, hops = _torus(spec.torus_dims, linked, inside)
+        speeds.append(spec.link_bytes_per_s * share)
+    elif spec.torus_dims is not None:
+        hops = 0.0
+    if hosts > 1:
+        if spec.host.network_bytes_per_s is None:
+            raise UserError(
+                f"mesh axes {' * '.join(axes)} span {devices} devices, but links join only {linked} x {spec.name}, and "
+                "the speed of the network beyond them is not published. Give --network GBIT, per device."
+            )
+        speeds.append(inside * spec.host.network_bytes_per_s)
+    return Ring(devices, hosts, min(speeds, default=math.inf), hops)
+
+
+def _torus(dims: int, slice_devices: int, group: int) -> tuple[float, float]:
+    """Fraction of a chip's links that a group of a slice uses, and the number of hops of its rings.
+
+    A group lies along some of the slice's dimensions, at least one. Slices below a cube of 4 x 4 x 4, or 16 x 16, have
+    no wrap-around, which halves a ring's bandwidth. Source: scaling book, part 2.
+    """
+    there = max(1, min(dims, int(math.log2(slice_devices))))
+    used = max(1.0, there * math.log(group) / math.log(slice_devices))
+    wraps = slice_devices >= (64 if dims == 3 else 256)
+    side = group ** (1 / used)
+    return used / dims * (1.0 if wraps else 0.5), used * (side / 2 if wraps else side - 1)
+
+
+def collective_s(kind: Kind, array_bytes: int, over: Ring, *, count: int = 1, efficiency: float = 1.0) -> float:
+    """Seconds that `count` collectives of `array_bytes` in total take, one after another.
+
+    Args:
+      array_bytes: as in `Collective`: sum of the sizes of the whole arrays.
+      efficiency: fraction of the peak bandwidth that is reached.
+    """
+    if over.devices == 1:
+        return 0.0
+    if kind == "collective-permute":
+        return array_bytes / (over.bytes_per_s * efficiency) + count * over.latency_s(kind)
+    passes = 2 if kind == "all-reduce" else 1
+    wire_bytes = passes * array_bytes * (over.devices - 1) / over.devices
+    if kind.endswith("all-to-all") and over.torus_hops is not None:
+        wire_bytes = max(wire_bytes, array_bytes * over.torus_hops / 2)  # the farthest device is half the ring away
+    return wire_bytes / (over.bytes_per_s * efficiency) + count * over.latency_s(kind)
+
+
+def seconds(sent: Collective, machine: Machine, mesh: Mapping[str, int], *, efficiency: float = 1.0) -> float:
+    """Seconds that all collectives of one purpose take per step."""
+    # A permute's group is a pair of devices, but all pairs of the ring send at once.
+    group = None if sent.kind == "collective-permute" else sent.group
+    over = ring(machine, mesh, sent.axes, group)
+    return collective_s(sent.kind, sent.array_bytes, over, count=sent.count, efficiency=efficiency)

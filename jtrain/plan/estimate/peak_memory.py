@@ -1,0 +1,330 @@
+"""Temporaries alive on a device at each moment of a step that can be its peak, in closed form.
+
+Arguments are not counted, because they live for the whole step. Every term is an array of `jtrain.step.train_step`,
+`jtrain.step.zero` or `jtrain.model`, or a copy of one that a compiler makes; comments give the compiler's reason.
+Source: XLA's buffer assignment at its peak, read for H200 and v5p.
+"""
+
+import dataclasses
+from typing import Literal
+
+from jtrain.layout import ParamLayout
+from jtrain.model.saved_activations import (
+    copies_weights,
+    kept_names,
+    named_bytes,
+    offloaded_names,
+    rows_per_token,
+    wide_per_token,
+)
+from jtrain.model.transformer import LAYER_INPUT
+from jtrain.model.unembedding import num_parts
+from jtrain.plan.estimate.collectives import splits_embeddings
+from jtrain.plan.estimate.tpu_padding import local_elements
+from jtrain.plan.job import Job
+from jtrain.precision import itemsize
+from jtrain.step.host_offload import SLICE_ELEMENTS
+from jtrain_kernels.device import Platform
+
+_F32 = 4
+
+_VECTOR_MEMORY_BYTES = 48 * 2**20
+"""Temporaries that XLA:TPU was seen to place in vector memory on a v5p."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """Bytes of temporaries on one device, by the classes of `jtrain.plan.estimate.memory.MemoryPlan`."""
+
+    name: Literal["loss", "layer", "embedding", "update"]
+    gradients: int = 0
+    weights: int = 0
+    activations: int = 0
+    loss: int = 0
+    workspace: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all classes together."""
+        return self.gradients + self.weights + self.activations + self.loss + self.workspace
+
+
+def worst_moment(job: Job) -> Moment:
+    """Returns the moment of a job's step that takes the most memory.
+
+    Raises:
+      UserError: the batch does not split evenly over the mesh and the microbatches.
+    """
+    step = _Step(job)
+    return max((step.loss(), step.layer(), step.embedding(), step.update()), key=lambda moment: moment.bytes)
+
+
+class _Step:
+    """Sizes of one device's arrays while it computes one microbatch, in bytes.
+
+    x: residual stream, split by sequence over `tensor`; h: the same, gathered, as matmuls read it.
+    q: queries, or attention's output; k: keys, or values; lse: attention's log-partition.
+    f: one of the MLP's wide arrays.
+    pairs, rows_x: rows of tokens before and after they are sent to their experts; 0 for a dense model.
+    """
+
+    def __init__(self, job: Job) -> None:
+        model, layout = job.model, job.layout
+        spec, mesh = layout.spec, layout.mesh
+        self.model, self.layout, self.rows = model, layout, job.rows()
+        self.platform: Platform = job.platform
+        self.seq_len = job.seq_len // mesh.context  # of this device
+        self.param, self.compute, self.reduce = map(
+            itemsize, (layout.precision.param_dtype, layout.precision.compute_dtype, layout.precision.reduce_dtype)
+        )
+        self.tokens, tensor = self.rows * self.seq_len, mesh.tensor
+        self.h = self.tokens * model.d_model * self.compute
+        self.x = self.h // tensor
+        self.q = self.tokens * model.num_heads // tensor * model.head_dim * self.compute
+        self.k = self.tokens * model.num_kv_heads // tensor * model.head_dim * self.compute
+        self.f = self.tokens * wide_per_token(layout) // tensor * self.compute
+        self.pairs = self.h * (model.moe.top_k if model.moe else 0)
+        self.rows_x = self.h * rows_per_token(layout)
+        self.lse = self.tokens * model.num_heads // tensor * _F32
+        self.casts = layout.precision.param_dtype != layout.precision.compute_dtype
+        self.reduces = spec.zero_stage >= 2 and mesh.data > 1  # every layer's gradient, at once
+        self.gathers = spec.zero_stage == 3 and mesh.data > 1
+        self.stacked = [p for p in layout.params if p.info.is_matrix and p.info.dims.startswith("Y")]
+        self.names = kept_names(layout)
+
+    # Gradients ---------------------------------------------------------------------------------------------------
+
+    def _carried(self) -> int:
+        """Float32 sums of all gradients over microbatches; 0 with one microbatch."""
+        if self.layout.spec.microbatches == 1:
+            return 0
+        return _F32 * sum(self._accumulated(p) for p in self.layout.params)
+
+    def _found(self, *, layers: bool) -> int:
+        """Gradients of one microbatch in the parameters' dtype: of the layers, or of embedding and unembedding."""
+        which = [p for p in self.layout.params if p.info.dims.startswith("Y") == layers]
+        return self.param * sum(self._accumulated(p) for p in which)
+
+    def _accumulated(self, p: ParamLayout) -> int:
+        return local_elements(self.layout, p.accumulator, p.info.shape, self.platform)
+
+    def _unembedding_gradient(self) -> int:
+        """Unembedding gradient of this device's columns, alive from the loss on: float32 and whole, or a shard."""
+        kernel = self.model.d_model * self.model.vocab_size // self.layout.mesh.tensor
+        if splits_embeddings(self.layout) and num_parts(self.model.vocab_size, self.layout.mesh.tensor) > 1:
+            return kernel // self.layout.mesh.data * self.param
+        return kernel * _F32
+
+    # Weights -----------------------------------------------------------------------------------------------------
+
+    def _whole(self, p: ParamLayout) -> int:
+        """Elements of a parameter, all layers, gathered over `data`."""
+        return self.layout.local_size(p.spec(over_data=False), p.info.shape)
+
+    def _one_layer(self) -> int:
+        """Elements of one layer's matrices, gathered over `data`."""
+        return sum(self._whole(p) for p in self.stacked) // self.model.num_layers
+
+    def _hoisted(self) -> int:
+        """Copies of parameters that XLA hoists out of the loops over layers and microbatches.
+
+        XLA:TPU casts parameters before the loops. XLA:GPU gathers only along an array's slowest dimension, so it
+        transposes parameters whose last dimension is split.
+        """
+        if self.platform == "tpu" and self.casts:
+            matrices = [p for p in self.layout.params if p.info.is_matrix]
+            return self.compute * sum(self.layout.local_size(p.param, p.info.shape) for p in matrices)
+        if self.platform == "gpu" and self.gathers:
+            last = [p for p in self.stacked if p.data_dim == len(p.info.shape) - 1]
+            return self.param * sum(self.layout.local_size(p.param, p.info.shape) for p in last)
+        return 0
+
+    def _kept_weights(self) -> int:
+        """Casts of the weights that a layer keeps without remat; 0 if the parameters have the compute dtype."""
+        copies = self.casts and self.names is None
+        return self._one_layer() * self.model.num_layers * self.compute if copies else 0
+
+    def _streamed(self) -> int:
+        """Parameters fetched from host memory: those of the current layer and of the next."""
+        far = [p for p in self.stacked if p.param_memory == "pinned_host"]
+        local = sum(self.layout.local_size(p.param, p.info.shape) for p in far) // self.model.num_layers
+        return 2 * self.param * local
+
+    # Activations -------------------------------------------------------------------------------------------------
+
+    def _kept(self) -> int:
+        """Activations that one layer's forward pass keeps on the device for its backward pass.
+
+        Without remat: the inputs and outputs of both norms, q, k, v, attention's output as it is and as the next matmul
+        reads it, gate, up and their product.
+        """
+        if self.names is None:
+            before_norm = self.q + self.k if self.model.qk_norm else 0
+            of_rows = self.rows_x + self.pairs  # inputs and outputs of the experts
+            return 2 * self.x + 2 * self.h + 3 * self.q + 2 * self.k + self.lse + 3 * self.f + before_norm + of_rows
+        on_device = [name for name in (LAYER_INPUT, *self.names) if name not in offloaded_names(self.layout)]
+        return sum(self._named(name) for name in on_device)
+
+    def _named(self, name: str) -> int:
+        """Bytes of one layer's activation of this name on one device."""
+        return self.tokens // self.layout.mesh.tensor * named_bytes(self.layout)[name]
+
+    def _back_from_host(self) -> int:
+        """Offloaded activations of the current layer, and those of the next on their way."""
+        return 2 * sum(self._named(name) for name in offloaded_names(self.layout))
+
+    # Moments -----------------------------------------------------------------------------------------------------
+
+    def loss(self) -> Moment:
+        """Moment of the loss: a chunk's float32 logits, their exponentials, and their gradient in the compute dtype.
+
+        The loss computes its gradient in the same pass, so the float32 gradients of the unembedding and of the hidden
+        states are alive too. The vocabulary is taken whole or in parts. Over `tensor` a device has its own columns and
+        the hidden states of all devices: one chunk at a time, or all of them if its columns come in parts.
+        """
+        model, tensor = self.model, self.layout.mesh.tensor
+        chunk = min(model.loss_chunk, self.tokens // tensor)
+        parts = num_parts(model.vocab_size, tensor) if splits_embeddings(self.layout) else 1
+        columns = -(-model.vocab_size // tensor // parts)
+        kernel = model.d_model * columns
+        loss = kernel * (self.compute + _F32) + 2 * self.x
+        if parts > 1:
+            loss += chunk * columns * (2 * _F32 + self.compute)
+            loss += self._unembedding_gradient() + kernel * self.reduce + 2 * self.h * _F32 // self.compute
+        else:
+            loss += chunk * tensor * columns * (2 * _F32 + self.compute)
+        if tensor > 1:
+            loss += 2 * (self.h if parts > 1 else chunk * tensor * model.d_model * self.compute)
+        return Moment(
+            "loss",
+            gradients=self._carried(),
+            weights=self._hoisted() + self._kept_weights() + self._streamed(),
+            activations=model.num_layers * self._kept(),
+            loss=loss,
+        )
+
+    def layer(self) -> Moment:
+        """Moment of a layer's backward pass."""
+        weights = self._hoisted() + self._kept_weights() + self._streamed()
+        if self.gathers:
+            weights += self._one_layer() * self.compute
+        if self.reduces:
+            # A layer's gradients are reduced while the layer before it computes. XLA:TPU keeps only the largest of
+            # them waiting.
+            sizes = [self._whole(p) // self.model.num_layers for p in self.stacked]
+            weights += self.reduce * (max(sizes) if self.platform == "tpu" else sum(sizes))
+        return Moment(
+            "layer",
+            gradients=self._carried() + self._found(layers=True),
+            weights=weights,
+            activations=self.model.num_layers * self._kept() + self._back_from_host(),
+            loss=self._unembedding_gradient(),
+            workspace=(self._tpu_workspace() if self.platform == "tpu" else self._workspace()) + self._over_context(),
+        )
+
+    def _mlp(self) -> int:
+        """Gate, up and their gradients; if gate and up are kept activations, their product in place of both.
+
+        A mixture adds rows of tokens with their gradients, and one more copy of arriving rows if they are exchanged.
+        """
+        kept = self.names is None or {"mlp_gate", "mlp_up"} <= set(self.names)
+        copies = 2 if self.layout.mesh.expert == 1 else 3
+        return (3 if kept else 4) * self.f + 2 * self.pairs + copies * self.rows_x
+
+    def _workspace(self) -> int:
+        """Workspace in attention's backward pass on a GPU or CPU, while the MLP's wide arrays are still alive.
+
+        The MLP's arrays stay because XLA computes its weight gradients after attention. Besides them there are the
+        layer's input and its gradient, the outputs of the norms, attention's output and its gradient, and kept
+        activations sliced out of the stack of all layers, or recomputed. Attention holds probabilities and their
+        gradient, in float32 and in the compute dtype, for a chunk of queries with all keys, and for every chunk its
+        float32 mask and its part of the keys.
+        """
+        sliced = 2 * self.h + self.x + self.q if self.names is None else 0
+        rows = 1 if self.platform == "cpu" else self.rows
+        num_chunks = -(-self.seq_len // self._chunk)
+        masks = rows * self.seq_len * (self.seq_len + self._chunk) // 2 * _F32
+        keys = 2 * self.k * _F32 // self.compute + self.k * (num_chunks - 1) // 2
+        attention = rows * self._heads * self._chunk * self.seq_len * self._score + masks + keys
+        return self._mlp() + sliced + 2 * self.h + 2 * self.x + 2 * self.q + attention
+
+    def _tpu_workspace(self) -> int:
+        """Workspace of a layer's backward pass on a TPU, in the MLP or in attention, less what vector memory holds.
+
+        The arrays that both need are those of `_workspace`, with queries, keys and values in chunks as well. Attention
+        holds one chunk of queries and one of keys at a time, the gradient of its output in chunks, and that of the
+        queries in float32, while the gradients of gate and up are still alive.
+        """
+        both = 2 * self.h + 2 * self.x + 3 * self.q + 4 * self.k
+        keys = self._chunk if self.seq_len % self._chunk == 0 else self.seq_len
+        attention = self.rows * self._heads * self._chunk * keys * self._score
+        if self.seq_len > self._chunk:
+            attention += self.q + self.q * _F32 // self.compute
+        needed = both + max(self._mlp(), 2 * self.f + attention)
+        return needed - min(_VECTOR_MEMORY_BYTES, needed // 3)
+
+    def _over_context(self) -> int:
+        """Workspace of attention over `context`.
+
+        A ring holds keys and values of two devices, their float32 gradients, that of the queries, and copies of the
+        arrays that a hop pairs. An exchange of heads (ulysses) holds the exchanged arrays.
+        """
+        if self.layout.mesh.context == 1:
+            return 0
+        if self.layout.spec.context_attention == "ulysses":
+            return 3 * self.q + 4 * self.k
+        wide = _F32 // self.compute
+        return 6 * self.k + 4 * self.k * wide + 3 * self.q + self.q * wide
+
+    @property
+    def _heads(self) -> int:
+        return self.model.num_heads // self.layout.mesh.tensor
+
+    @property
+    def _chunk(self) -> int:
+        return min(self.model.attention_chunk, self.seq_len)
+
+    @property
+    def _score(self) -> int:
+        """Bytes per pair of query and key: probabilities and their gradient, in float32 and in the compute dtype.
+
+        XLA:TPU holds one float32 array at a time.
+        """
+        return (_F32 if self.platform == "tpu" else 2 * _F32) + 2 * self.compute
+
+    def embedding(self) -> Moment:
+        """Moment of the embedding's gradient: a float32 scatter of the residual stream's, then a sum over devices."""
+        model, mesh = self.model, self.layout.mesh
+        table = model.vocab_size // mesh.tensor * model.d_model
+        workspace = table * _F32 + self.x
+        if splits_embeddings(self.layout):
+            # The gradient of all devices' tokens, in this device's columns.
+            workspace = table // mesh.data * _F32 + self.x * (1 + _F32 // self.compute)
+        return Moment(
+            "embedding",
+            gradients=self._carried() + self._found(layers=True),
+            weights=self._hoisted(),
+            loss=self._unembedding_gradient(),
+            workspace=workspace,
+        )
+
+    def update(self) -> Moment:
+        """Moment of the update: all gradients, and under stage 1 their float32 shards over `data`.
+
+        Under stages 1 and 2 the new parameters are gathered before they replace the old ones.
+        """
+        spec = self.layout.spec
+        gradients = self._carried() or self._found(layers=True) + self._found(layers=False)
+        weights = 0
+        if spec.zero_stage in (1, 2) and self.layout.mesh.data > 1:
+            shards = _F32 * sum(self.layout.local_size(p.optimizer, p.info.shape) for p in self.layout.params)
+            whole = [p for p in self.layout.params if p.param != p.optimizer]
+            gathered = self.param * sum(self.layout.local_size(p.param, p.info.shape) for p in whole)
+            if spec.zero_stage == 1:
+                gradients += shards
+            if shards + gathered > gradients:
+                gradients, weights = shards, gathered
+        streams = spec.offload.share("optimizer") > 0 or (copies_weights(self.layout) and not self.gathers)
+        largest = max(self.layout.local_size(p.optimizer, p.info.shape) for p in self.layout.params)
+        slices = 4 * _F32 * min(SLICE_ELEMENTS, largest) if streams else 0
+        return Moment("update", gradients=gradients, weights=weights, workspace=slices)

@@ -1,0 +1,157 @@
+"""Refuses a run that cannot fit before anything is allocated, and names settings that would fit."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jtrain.errors import UserError
+from jtrain.layout import Layout, LayoutSpec
+from jtrain.mesh import BATCH_AXES, MeshSpec
+from jtrain.optim import Muon
+from jtrain.plan.estimate.memory import MemoryPlan, memory
+from jtrain.plan.job import Job
+from jtrain.plan.search import SLACK
+from jtrain_kernels.device import from_device
+
+GIB = 2**30
+
+MARGIN = {"gpu": 1.15, "tpu": 1.15, "cpu": 1.5}
+"""Platform -> largest ratio of estimated to available bytes that is still let through, so that no run that fits is
+refused. The estimate was at most 10 % above what compilers allocate for H200 and v5p (`python -m jtrain.bench
+plan_accuracy`), and 12.5 % for small shapes, much of which a TPU keeps in vector memory. The margin is wider for
+XLA:CPU: it widens some bfloat16 arrays, and the estimate was not fitted to it. Settings that the message offers fit
+without a margin."""
+
+
+def available_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """Bytes that a step may use on one of `devices`; None if unknown.
+
+    An accelerator reports its allocator's limit; of a compile-only device there is only the data sheet. CPU devices
+    share the free memory of this machine, also with several processes, because they then emulate a cluster on it.
+    """
+    device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
+    if device.platform == "cpu":
+        free = free_host_bytes()
+        return None if free is None else free // len(devices)
+    spec = from_device(device)
+    try:
+        stats = device.memory_stats() or {}
+    except (jax.errors.JaxRuntimeError, NotImplementedError):  # compile-only
+        stats = {}
+    return stats.get("bytes_limit") or (spec.hbm_bytes if spec else None)
+
+
+def free_host_bytes() -> int | None:
+    """Memory of this host that is free, as Linux reports it in /proc/meminfo; None on other systems."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def check_fits(job: Job, *, available: int, asked: Layout | None = None) -> MemoryPlan:
+    """Returns the memory plan of a job that fits into `available` bytes per device.
+
+    Args:
+      asked: the layout of the user's config, if it is not the job's: the changes offered are relative to it.
+
+    Raises:
+      UserError: the job does not fit; the message has both sizes and settings that would fit.
+    """
+    plan = memory(job)
+    if plan.total_bytes <= MARGIN[job.platform] * available:
+        return plan
+    ways = ways_out(job, limit=available, asked=asked)
+    largest = sorted(plan.classes().items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
+    out = (
+        "Any of these fits:\n" + "\n".join(ways)
+        if ways
+        else (
+            "No ZeRO stage, remat, accumulation, offload or mesh.data up to 4096 alone makes it fit: set a smaller "
+            "model or data.seq_len, or raise mesh.tensor."
+        )
+    )
+    raise UserError(
+        f"this run needs {plan.total_bytes / GIB:.1f} GiB per device ({parts} GiB), but {available / GIB:.1f} GiB are "
+        f"available. {out}"
+    )
+
+
+def ways_out(job: Job, *, limit: int, asked: Layout | None = None, host: bool = True) -> list[str]:
+    """Up to four lines of layout settings that need at most `limit` bytes per device, the smallest change first.
+
+    Args:
+      asked: as in `check_fits`.
+      host: True if offloading may be offered, that is, if the host's memory is known.
+    """
+    ways: list[str] = []
+    offloads = host and job.platform != "cpu" and not isinstance(job.optimizer, Muon)
+    offloads &= not job.layout.spec.offload.unified_memory
+    for change in _changes(job, asked or job.layout, offloads=offloads):
+        try:
+            needed = memory(job.relaid(change.layout, change.mesh, global_batch=change.global_batch)).total_bytes
+        except ValueError:
+            continue  # does not split evenly
+        on_host = "as_needed" in change.text  # as_needed keeps SLACK free, and moves no more than it must
+        if needed <= limit * (1 - SLACK if on_host else 1):
+            ways.append(f"  {change.text}  ({'down to ' if on_host else ''}{needed / GIB:.1f} GiB)")
+        if len(ways) == 4:
+            break
+    return ways
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """Another layout and batch, with the `--set` options that select it."""
+
+    text: str
+    layout: LayoutSpec
+    mesh: MeshSpec
+    global_batch: int
+
+
+def _changes(job: Job, asked: Layout, *, offloads: bool) -> Iterator[_Change]:
+    """Yields other settings, the smallest change first: on the same number of devices, then on more.
+
+    Args:
+      offloads: True if the optimizer's state can be kept in host memory.
+    """
+    spec, mesh, global_batch = job.layout.spec, job.layout.mesh, job.global_batch
+    stages = [stage for stage in (0, 1, 2, 3) if stage >= spec.zero_stage]
+    remats = ["none", "full"] if spec.remat == "none" else ["full"] if spec.remat == "full" else [spec.remat, "full"]
+    for data in (mesh.data, *(mesh.data * 2**k for k in range(1, 13) if mesh.data * 2**k <= 4096)):
+        shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES) // mesh.data * data
+        batch = max(global_batch, shards)
+        parts = sorted({spec.microbatches, max(1, batch // shards)})
+        on_host: list[tuple[str, ...]] = [()]
+        if offloads and data == mesh.data:
+            on_host += [("optimizer",), *([("optimizer", "params")] if job.model.scan_layers else [])]
+        for names, stage, remat, microbatches in itertools.product(on_host, stages, remats, parts):
+            save = spec.remat_save if remat == "named" else ()
+            offload: Any = dataclasses.replace(spec.offload, **dict.fromkeys(names, 1.0))
+            new = dataclasses.replace(
+                spec, zero_stage=stage, remat=remat, remat_save=save, microbatches=microbatches, offload=offload
+            )
+            changes = {
+                "mesh.replica": (asked.mesh.replica, mesh.replica),
+                "mesh.data": (asked.mesh.data, data),
+                "layout.zero_stage": (asked.spec.zero_stage, stage),
+                "layout.remat": (asked.spec.remat, remat),
+                "layout.microbatches": (asked.spec.microbatches, microbatches),
+                "data.global_batch": (global_batch, batch),
+                **{f"layout.offload.{name}": (getattr(asked.spec.offload, name), "as_needed") for name in names},
+            }
+            text = " ".join(f"--set {path}={to}" for path, (was, to) in changes.items() if was != to)
+            if text:
+                yield _Change(text, new, dataclasses.replace(mesh, data=data), batch)
+        if shards < global_batch and data == mesh.data:
+            strongest = dataclasses.replace(spec, zero_stage=3, remat="full", remat_save=(), microbatches=1)
+            text = f"--set data.global_batch={shards} --set layout.zero_stage=3 --set layout.remat=full"
+            yield _Change(text + " --set layout.microbatches=1", strongest, mesh, shards)

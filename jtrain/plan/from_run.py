@@ -1,0 +1,52 @@
+"""Planning values of a whole `Run`: its job, its search, its dry run, its built optimizer."""
+
+from typing import Any
+
+import jax
+
+from jtrain.config.run import Run, run_layout
+from jtrain.layout import LayoutSpec, make_layout
+from jtrain.mesh import MeshSpec
+from jtrain.model.param import map_params
+from jtrain.optim import Optimizer, build
+from jtrain.plan.estimate.machine import Machine, machine_of
+from jtrain.plan.job import Job
+from jtrain.plan.report.summary import print_plan
+from jtrain.plan.search import SearchTask
+
+
+def plan_job(run: Run, machine: Machine | None = None) -> Job:
+    """The job of a run, laid out as its config says.
+
+    Raises:
+      UserError: the model does not split evenly over the mesh, as in `make_layout`.
+    """
+    return Job(run.model, run_layout(run), run.optimizer, run.data.global_batch, run.data.seq_len, machine)
+
+
+def search_task(run: Run, machine: Machine, **settings: Any) -> SearchTask:
+    """The search for a run's layout on a machine.
+
+    The config's layout may hold `as_needed` or not fit the mesh yet, so the job starts from the plain layout of one
+    device, which every model has.
+
+    Args:
+      settings: `assume` and `memory_share` of `SearchTask`.
+    """
+    plain = make_layout(LayoutSpec(), MeshSpec(), run.model.param_infos(), precision=run.precision, kernels=run.kernels)
+    job = Job(run.model, plain, run.optimizer, run.data.global_batch, run.data.seq_len, machine)
+    return SearchTask(job, run.layout, **settings)
+
+
+def dry_run(run: Run, *, topology: str | None) -> None:
+    """Prints the plan; with a topology also what that machine's compiler reports. Allocates nothing on a device.
+
+    Raises:
+      UserError: the topology is unknown, or the mesh is not of that many devices.
+    """
+    print_plan(plan_job(run, machine_of(jax.devices())), optimizer=make_optimizer(run), topology=topology)
+
+
+def make_optimizer(run: Run) -> Optimizer:
+    """The optimizer of a run, bound to its number of steps and its parameters."""
+    return build(run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos()))

@@ -1,0 +1,57 @@
+"""The training job that a plan is made for, as one value: model, layout, optimizer, batch shape and machine."""
+
+import dataclasses
+
+from jtrain.layout import Layout, LayoutSpec, check_batch
+from jtrain.mesh import MeshSpec
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW, Muon
+from jtrain.plan.estimate.machine import Machine
+from jtrain_kernels.device import Platform
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Everything that decides the bytes, FLOPs and network traffic of a train step.
+
+    layout: where every array of the model lives, with the number formats.
+    global_batch: sequences per step, over all devices; seq_len: tokens of each sequence.
+    machine: the devices that the step runs on; None if only bytes are asked for, which are then those of a GPU.
+    """
+
+    model: Transformer
+    layout: Layout
+    optimizer: AdamW | Muon
+    global_batch: int
+    seq_len: int
+    machine: Machine | None = None
+
+    @property
+    def platform(self) -> Platform:
+        """Platform whose compiler decides what a step keeps in memory."""
+        return "gpu" if self.machine is None else self.machine.device.platform
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step, over all devices."""
+        return self.global_batch * self.seq_len
+
+    def rows(self) -> int:
+        """Sequences that one device computes at a time: its share of one microbatch.
+
+        Raises:
+          UserError: the batch does not split evenly over the mesh and the microbatches.
+        """
+        return check_batch(self.layout.spec, self.layout.mesh, global_batch=self.global_batch, seq_len=self.seq_len)
+
+    def relaid(self, spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int | None = None) -> "Job":
+        """The same job with another layout, and another batch if one is given.
+
+        Raises:
+          UserError: a dimension of the model does not split evenly, as in `make_layout`.
+        """
+        return dataclasses.replace(
+            self,
+            layout=self.layout.relaid(spec, mesh),
+            global_batch=self.global_batch if global_batch is None else global_batch,
+        )

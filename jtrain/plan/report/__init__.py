@@ -1,0 +1,1 @@
+"""Printed plans: summary, sheet, and the tables of the survey."""

@@ -1,0 +1,163 @@
+"""Plan printed as tables: where every array lives, bytes, FLOPs and collectives, beside the compiler's figures."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import jax
+from jax.sharding import PartitionSpec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jtrain.layout import Layout
+from jtrain.optim import Optimizer, state_bytes
+from jtrain.plan.compile.compiled_step import CompiledStep, compile_step, topology_devices
+from jtrain.plan.estimate.collectives import Collective, collectives
+from jtrain.plan.estimate.flops import MFU_DEFINITION, flops_per_token
+from jtrain.plan.estimate.machine import machine_of
+from jtrain.plan.estimate.memory import MemoryPlan, memory
+from jtrain.plan.job import Job
+from jtrain.precision import itemsize
+
+
+def print_plan(
+    job: Job,
+    *,
+    available: int | None = None,
+    optimizer: Optimizer | None = None,
+    topology: str | None = None,
+    console: Console | None = None,
+) -> CompiledStep | None:
+    """Prints the plan; with `topology` also compiles the step for that machine and prints its compiler's figures.
+
+    Args:
+      available: bytes that a step may use on one device; None if unknown.
+      optimizer: `job.optimizer`, built; needed to compile for `topology`.
+
+    Raises:
+      UserError: the topology is unknown, or the mesh is not of that many devices.
+    """
+    console = console or new_console()
+    compiled = None
+    if topology is not None:
+        assert optimizer is not None, "compiling takes the built optimizer"
+        devices: list[jax.Device] = topology_devices(topology)
+        job = dataclasses.replace(job, machine=machine_of(devices))
+        compiled = compile_step(job, optimizer, devices=devices)
+    tables = [
+        _layout_table(job),
+        _memory_table(memory(job), compiled, available),
+        collective_table(collectives(job)),
+    ]
+    if compiled is not None:
+        tables.append(_compiled_table(compiled, topology or ""))
+    for title, table in tables:
+        console.print(title, style="bold", highlight=False)
+        console.print(table)
+    flops = flops_per_token(job.model, seq_len=job.seq_len)
+    console.print(
+        f"{flops.total_flops / 1e9:,.3f} GFLOP per token ({flops.attention_flops / flops.total_flops:.0%} attention), "
+        f"{flops.total_flops * job.tokens / 1e12:,.2f} TFLOP per step of {job.tokens:,} tokens\n"
+        f"MFU counts {MFU_DEFINITION}"
+    )
+    return compiled
+
+
+def new_console() -> Console:
+    """A console as wide as the terminal, or of 110 columns without one."""
+    return Console(width=None if Console().is_terminal else 110)
+
+
+def new_table(left: Sequence[str], right: Sequence[str]) -> Table:
+    """A plain table with `left` columns of text and `right` columns of numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    for index, name in enumerate(left):
+        table.add_column(name, overflow="fold", no_wrap=index < 2)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _layout_table(job: Job) -> tuple[str, Table]:
+    """Title and table with a row per parameter; stacked layers are one, so the largest models have a dozen rows."""
+    layout, precision = job.layout, job.layout.precision
+    total = sum(p.info.size for p in layout.params)
+    mesh = " ".join(f"{axis}={n}" for axis, n in layout.mesh.shape.items() if n > 1) or "one device"
+    title = f"{total:,} parameters over {mesh}, zero_stage={layout.spec.zero_stage}, {precision.param_dtype} on device"
+    columns = ("parameter", "shape", "split", "grad", "optim")
+    table = new_table(columns, ("MiB", "moments"))
+    for p in layout.params:
+        moments = state_bytes(job.optimizer, p.info, layout.local_size(p.optimizer, p.info.shape))
+        size = layout.local_size(p.param, p.info.shape) * itemsize(precision.param_dtype)
+        table.add_row(
+            p.info.path.removeprefix("layers."),
+            " ".join(map(str, p.info.shape)),
+            *(_split(layout, p.info.dims, where) for where in (p.param, p.accumulator, p.optimizer)),
+            _mib(size),
+            _mib(moments),
+        )
+    return title, table
+
+
+def _memory_table(plan: MemoryPlan, compiled: CompiledStep | None, available: int | None) -> tuple[str, Table]:
+    columns = ["GiB", *(["compiler GiB", "formula/compiler"] if compiled else [])]
+    title = f"bytes per device, at the peak ({plan.moment})"
+    table = new_table(("class",), columns)
+    for name, size in plan.classes().items():
+        table.add_row(name, gib(size), *(["", ""] if compiled else []))
+    sums: list[tuple[str, int, int]] = [("arguments", plan.argument_bytes, compiled.argument_bytes if compiled else 0)]
+    sums.append(("temporaries", plan.temp_bytes, compiled.temp_bytes if compiled else 0))
+    sums.append(("total", plan.total_bytes, compiled.peak_bytes if compiled else 0))
+    for name, formula, said in sums:
+        table.add_row(name, gib(formula), *([gib(said), f"{formula / said:.3f}"] if compiled else []), style="bold")
+    if available is not None:
+        table.add_row("available", gib(available), *(["", ""] if compiled else []))
+    if plan.host_bytes or (compiled and compiled.host_argument_bytes):
+        said = compiled.host_argument_bytes if compiled else 0
+        ratio = f"{plan.host_argument_bytes / said:.3f}" if said else "-"
+        host = plan.host_argument_bytes
+        table.add_row("host memory, arguments", gib(host), *([gib(said), ratio] if compiled else []))
+        table.add_row("host memory, all", gib(plan.host_bytes), *(["", ""] if compiled else []))
+    return title, table
+
+
+def collective_table(sent: Iterable[Collective]) -> tuple[str, Table]:
+    """Title and table of the collectives that one device takes part in."""
+    rows = list(sent)
+    title = f"collectives per device and step: {gib(sum(row.wire_bytes for row in rows))} GiB sent"
+    table = new_table(("what", "kind", "axes", "dtype"), ("arrays", "GiB whole", "GiB sent"))
+    for row in rows:
+        axes = "*".join(f"{axis}" for axis in row.axes) + f" ({row.group})"
+        table.add_row(
+            row.purpose, row.kind, axes, row.dtype, f"{row.count:,}", gib(row.array_bytes), gib(row.wire_bytes)
+        )
+    if not rows:
+        table.add_row("none", "", "", "", "0", "0", "0")
+    return title, table
+
+
+def _compiled_table(compiled: CompiledStep, topology: str) -> tuple[str, Table]:
+    title = f"collectives as compiled for {topology} ({compiled.lower_s + compiled.compile_s:.0f} s)"
+    table = new_table(("kind", "axes", "dtype"), ("arrays", "GiB whole", "GiB sent", "asynchronous", "hidden"))
+    for t in sorted(compiled.traffic, key=lambda t: -t.wire_bytes):
+        shares = [f"{part / t.array_bytes:.0%}" if t.array_bytes else "-" for part in (t.async_bytes, t.hidden_bytes)]
+        axes = "*".join(t.axes) + f" ({t.group})"
+        table.add_row(t.kind, axes, t.dtype, f"{t.count:,}", gib(t.array_bytes), gib(t.wire_bytes), *shares)
+    return title, table
+
+
+def _split(layout: Layout, dims: str, where: PartitionSpec) -> str:
+    """Dimensions with the axes that split them, such as `D/data F/tensor`; axes of one device are left out."""
+    used = [(dim, axis) for dim, axis in zip(dims, where, strict=True) if axis and layout.mesh.shape[axis] > 1]
+    return " ".join(f"{dim}/{axis}" for dim, axis in used) or "whole"
+
+
+def gib(size: int) -> str:
+    """Bytes as text in GiB; small sizes have more decimals."""
+    gib = size / 2**30
+    return f"{gib:,.2f}" if gib >= 0.1 else f"{gib:.4f}" if gib >= 1e-4 else f"{gib:.1e}" if size else "0"
+
+
+def _mib(size: int) -> str:
+    mib = size / 2**20
+    return f"{mib:,.1f}" if mib >= 0.1 else f"{mib:.1e}"

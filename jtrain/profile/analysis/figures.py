@@ -1,0 +1,268 @@
+"""Figures derived from a breakdown and number formats, shared by the HTML page, the terminal and the comparison."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Sequence
+
+from jtrain.profile.analysis.records import Breakdown, CommRow, OpRow, StepBreakdown
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPart:
+    """One part of a step's time: its key in `StepBreakdown.parts`, the name that reports show, and its meaning."""
+
+    key: str
+    name: str
+    meaning: str
+
+
+PARTS = (
+    StepPart("theoretical", "math at peak speed", "the model's own FLOPs and bytes at the device's peak"),
+    StepPart("instruction", "extra instructions", "FLOPs beyond the model's own: recomputation, padding"),
+    StepPart("utilisation", "low utilisation", "computing, but below the peak of compute or memory"),
+    StepPart("overlap", "overlap", "computing slower because a collective takes its share of memory and cores"),
+    StepPart("clocks", "clock loss", "computing below the reference clock: power, temperature"),
+    StepPart("exposed_communication", "exposed communication", "collectives that no compute hides"),
+    StepPart("data_wait", "data wait", "the step waits for its batch"),
+    StepPart("host", "host", "Python and dispatch: devices wait for the host"),
+    StepPart("idle", "idle", "devices wait for each other, or for a reason that the trace does not record"),
+)
+"""Parts of a step in the order in which reports stack them; they sum to the step."""
+
+CATEGORIES = {"compute": "computing", "redone": "steps done again", "startup": "start-up"}
+"""Displayed names of goodput categories, where they differ from the key."""
+
+CHAIN = ("instruction", "utilisation", "overlap", "frequency")
+"""Factors between the theoretical time and the time in which a device computes (`chopper.py`)."""
+
+MFU = {
+    "spec": "of the specified peak",
+    "clock": "of the peak at the measured clock",
+    "reference": "of the peak at the highest clock",
+}
+"""Displayed meaning of each key of `StepBreakdown.mfu`."""
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean of the known values; None if all are unknown."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def mean_step(breakdown: Breakdown) -> StepBreakdown:
+    """Mean over the steps of the window, as a step with the number of the first."""
+    steps = breakdown.steps
+
+    def dicts(field: str) -> dict[str, float | None]:
+        each: list[dict[str, float | None]] = [getattr(step, field) for step in steps]
+        return {key: mean(values.get(key) for values in each) for key in each[0]}
+
+    return StepBreakdown(
+        step=steps[0].step,
+        duration_s=statistics.fmean(step.duration_s for step in steps),
+        # A part that is unknown in some steps counts as 0 there; otherwise the parts would not sum to the mean step.
+        parts={part.key: part_mean([step.parts.get(part.key) for step in steps]) for part in PARTS},
+        chain=dicts("chain"),
+        clocks_lost_s={cause: value or 0.0 for cause, value in dicts("clocks_lost_s").items()},
+        energy_j=mean(step.energy_j for step in steps),
+        mfu=dicts("mfu"),
+        devices=[],
+    )
+
+
+def part_mean(values: Sequence[float | None]) -> float | None:
+    """Mean over all values, with unknown ones counted as 0; None if all are unknown."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(values) if known else None
+
+
+def joules_per_token(breakdown: Breakdown) -> float | None:
+    """Energy of all devices per token of the window; None if the energy of any step is unknown.
+
+    With several processes, devices of other processes are assumed to use as much as this process's devices.
+    """
+    energies = [step.energy_j for step in breakdown.steps]
+    known = [energy for energy in energies if energy is not None]
+    tokens = breakdown.tokens_per_step * len(energies)
+    all_j = sum(known) * breakdown.all_devices / breakdown.num_devices
+    return all_j / tokens if tokens and len(known) == len(energies) else None
+
+
+def tokens_per_s(breakdown: Breakdown) -> float:
+    """Tokens per second of all devices together."""
+    return breakdown.tokens_per_step * len(breakdown.steps) / sum(step.duration_s for step in breakdown.steps)
+
+
+def per_step(breakdown: Breakdown, seconds: float) -> float:
+    """Converts seconds summed over all devices and steps of the window to seconds per device and step."""
+    return seconds / (len(breakdown.steps) * breakdown.num_devices)
+
+
+def parts_of(step: StepBreakdown) -> list[StepPart]:
+    """PARTS for this step; if the device's peak is unknown, the third part stands for all computing."""
+    if step.parts.get("theoretical") is not None:
+        return list(PARTS)
+    undivided = StepPart("utilisation", "computing", "math and losses in one: no peak of this device is known")
+    return [undivided if part.key == "utilisation" else part for part in PARTS]
+
+
+def largest_loss(step: StepBreakdown) -> tuple[StepPart, float] | None:
+    """The largest part other than the math itself; computing that could not be divided is left out."""
+    lost = {part: step.parts.get(part.key) or 0.0 for part in PARTS[1:]}
+    if step.parts.get("theoretical") is None:
+        lost = {part: value for part, value in lost.items() if part.key != "utilisation"}
+    most = max(lost, key=lambda part: lost[part])
+    return (most, lost[most]) if lost[most] > 0 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMean:
+    """Means of one device over the window: seconds per step, sampled clock and power.
+
+    compute_s: shows a slow device. busy_s does not: the other devices wait for it in collectives, so that all are
+      busy equally long.
+    """
+
+    device: int
+    compute_s: float
+    communication_s: float
+    exposed_communication_s: float
+    mean_mhz: float | None
+    mean_w: float | None
+
+
+def by_device(breakdown: Breakdown) -> list[DeviceMean]:
+    """Each device's means over the window, in order."""
+    seen: dict[int, list[dict[str, int | float]]] = {}
+    for step in breakdown.steps:
+        for one in step.devices:
+            seen.setdefault(int(one["device"]), []).append(one)
+
+    def sampled(device: int, field: str) -> float | None:
+        means = (mean(getattr(track, field)) for track in breakdown.clocks if track.device == device)
+        return next((value for value in means if value is not None), None)
+
+    def per_step_s(device: int, key: str) -> float:
+        return statistics.fmean(one[key] for one in seen[device])
+
+    return [
+        DeviceMean(
+            device,
+            compute_s=per_step_s(device, "busy_s") - per_step_s(device, "exposed_communication_s"),
+            communication_s=per_step_s(device, "communication_s"),
+            exposed_communication_s=per_step_s(device, "exposed_communication_s"),
+            mean_mhz=sampled(device, "sm_mhz"),
+            mean_w=sampled(device, "power_w"),
+        )
+        for device in sorted(seen)
+    ]
+
+
+def steps_line(breakdown: Breakdown) -> str:
+    """`steps 20 to 24`."""
+    first, last = breakdown.steps[0].step, breakdown.steps[-1].step
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def machine_line(breakdown: Breakdown) -> str:
+    """`8 × cpu (cpu)`; with several processes also the number of this process and of its devices."""
+    kind = f"{breakdown.all_devices} × {breakdown.device_kind} ({breakdown.platform})"
+    if breakdown.num_processes == 1:
+        return kind
+    return f"{kind}, the {breakdown.num_devices} of process {breakdown.process}"
+
+
+def headline(breakdown: Breakdown) -> str:
+    """One-sentence summary: duration of a step, share of the model's math, largest loss."""
+    step = mean_step(breakdown)
+    math, loss = step.parts.get("theoretical"), largest_loss(step)
+    text = f"Of a step of {seconds(step.duration_s)}, "
+    text += "the math's share is unknown" if math is None else f"{share(math, step.duration_s)} is math at peak speed"
+    if loss is None:
+        return f"{text}."
+    part, lost = loss
+    return f"{text}; the largest loss is {part.name}: {seconds(lost)}, {share(lost, step.duration_s)}."
+
+
+def chain_line(step: StepBreakdown) -> str:
+    """The product of `chopper.py` as text; unknown factors are marked as such."""
+    theoretical, compute = step.chain.get("theoretical_s"), seconds(step.chain.get("compute_s"))
+    if theoretical is None:
+        return f"{compute} computing; how much of it is math at peak speed is unknown"
+    factors = (step.chain.get(name) for name in CHAIN)
+    words = (
+        f"{name} {'unknown' if factor is None else f'{factor:.3f}'}"
+        for name, factor in zip(CHAIN, factors, strict=True)
+    )
+    return f"{seconds(theoretical)} at peak speed × {' × '.join(words)} = {compute} computing"
+
+
+def comm_name(row: CommRow) -> str:
+    """`all-gather over data`; axes as the mesh names them."""
+    return f"{row.kind} over {' × '.join(row.axes) or 'unknown axes'}"
+
+
+def where(row: OpRow) -> str:
+    """`layers/mlp, backward`."""
+    return ", ".join(dict.fromkeys(word for word in (row.layer, row.phase) if word)) or "unknown"
+
+
+def main_cause(row: OpRow) -> str:
+    """The factor through which an op loses most; "" if it loses nothing."""
+    cause = max(row.lost, key=lambda name: row.lost[name], default="")
+    if not cause or row.lost[cause] <= 0:
+        return ""
+    # If the peak is unknown, utilisation holds all of the op's own time, which need not be lost.
+    return "computing" if cause == "utilisation" and row.theoretical_s is None else cause
+
+
+def seconds(value: float | None) -> str:
+    """Formats seconds with four digits, in s, ms or µs."""
+    if value is None:
+        return "unknown"
+    if value == 0:
+        return "0 s"
+    unit, factor = next(
+        (unit, factor)
+        for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
+        if abs(value) * factor >= 1 or unit == "µs"
+    )
+    return f"{value * factor:#.4g} {unit}" if abs(value) * factor < 9999.5 else f"{value * factor:,.0f} {unit}"
+
+
+def share(value: float | None, whole: float) -> str:
+    """`15.0%`."""
+    return "unknown" if value is None or not whole else f"{value / whole:.1%}"
+
+
+def size(value: int | float | None) -> str:
+    """Bytes in powers of two: `1.50 GiB`."""
+    if value is None:
+        return "unknown"
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(value) >= factor:
+            return f"{value / factor:,.2f} {unit}"
+    return f"{value:,.0f} B"
+
+
+def rate(value: float | None) -> str:
+    """Bytes per second in powers of ten, as vendors quote link speeds: `42.1 GB/s`."""
+    if value is None:
+        return "unknown"
+    for unit, factor in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if abs(value) >= factor:
+            return f"{value / factor:,.1f} {unit}"
+    return f"{value:,.0f} B/s"
+
+
+def number(value: float | None, unit: str) -> str:
+    """`1,755 MHz`, or unknown."""
+    if value is None:
+        return "unknown"
+    return f"{value:,.0f} {unit}" if abs(value) >= 100 else f"{value:,.3g} {unit}"
+
+
+def by_category(breakdown: Breakdown) -> list[tuple[str, str, float]]:
+    """(key, name, seconds) of each goodput category that has any time, largest first."""
+    spent = [(key, CATEGORIES.get(key, key.replace("_", " ")), value) for key, value in breakdown.goodput.items()]
+    return sorted((one for one in spent if one[2] > 0), key=lambda one: -one[2])

@@ -1,0 +1,152 @@
+"""FLOPs and bytes of one execution of an HLO instruction, from the shapes in its text.
+
+FLOPs are those of matrix products, 2 per multiply-add. Elementwise operations are left out: they are about a
+thousandth of a model's, and vendors quote no peak for them.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from jtrain.hlo.parser import Instruction, array_bytes, called, elements
+
+type Computations = Mapping[str, list[Instruction]]
+
+_SLICES = ("dynamic-slice", "gather", "slice")
+
+
+def flops(instruction: Instruction, types: Mapping[str, str], computations: Computations) -> int:
+    """FLOPs of a matrix product, of all products in a fusion, or of a kernel's cost estimate; 0 if unknown.
+
+    Args:
+      instruction: not a loop or conditional; their bodies are executed, and counted, on their own.
+      types: result type of every instruction of the program, by name.
+      computations: as returned by `jtrain.hlo.parser.read`.
+    """
+    if instruction.opcode == "dot":
+        return _dot(instruction, types)
+    if instruction.opcode == "convolution":
+        return _convolution(instruction, types)
+    if instruction.opcode == "custom-call":
+        return _custom_call(instruction, types)
+    if instruction.opcode.startswith(("fusion", "async")):
+        inside = [i for name in called(instruction.line) for i in computations[name]]
+        return sum(flops(i, types, computations) for i in inside)
+    return 0
+
+
+def bytes_accessed(instruction: Instruction, types: Mapping[str, str], computations: Computations) -> int:
+    """Bytes read and written: each operand once, or only its slices if only slices are used.
+
+    For arrays that fit in a cache this is an upper bound on the traffic to main memory.
+    """
+    operands = instruction.operands
+    sizes = [array_bytes(types.get(name, "")) for name in operands]
+    result = array_bytes(instruction.type)
+    if instruction.opcode in _SLICES:
+        return 2 * result
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * sizes[1]
+    if instruction.opcode == "fusion":
+        inside = [i for name in called(instruction.line) for i in computations[name]]
+        for index, of_operand in enumerate(_read_inside(inside, types)):
+            if index < len(sizes) and of_operand is not None:
+                sizes[index] = of_operand
+        root = next((i for i in inside if i.line.lstrip().startswith("ROOT ")), None)
+        if root is not None and root.opcode == "dynamic-update-slice":
+            result = array_bytes(types.get(root.operands[1], ""))
+    return sum(sizes) + result
+
+
+def _read_inside(inside: list[Instruction], types: Mapping[str, str]) -> list[int | None]:
+    """Bytes that a fusion reads of each of its parameters; None if it reads the whole array."""
+    users: dict[str, list[Instruction]] = {}
+    for instruction in inside:
+        for name in dict.fromkeys(instruction.operands):
+            users.setdefault(name, []).append(instruction)
+    read: dict[int, int | None] = {}
+    for parameter in inside:
+        if parameter.opcode != "parameter":
+            continue
+        number = int(re.findall(r"parameter\((\d+)\)", parameter.line)[0])
+        parts: list[int | None] = []
+        for user in users.get(parameter.name, []):
+            first = user.operands[0] == parameter.name
+            if first and user.opcode in _SLICES:
+                parts.append(array_bytes(user.type))
+            elif first and user.opcode == "dynamic-update-slice":
+                parts.append(0)  # updated in place: the bytes written count as the result
+            else:
+                parts.append(None)
+        whole = any(part is None for part in parts)
+        read[number] = None if whole else sum(part or 0 for part in parts)
+    return [read.get(index) for index in range(len(read))]
+
+
+def _dims(type_: str) -> list[int]:
+    """Dimensions of an array type, or of a tuple's first array."""
+    found = re.search(r"[a-z]\w*\[([\d,]*)\]", type_)
+    return [int(n) for n in found[1].split(",") if n] if found else []
+
+
+def _dot(instruction: Instruction, types: Mapping[str, str]) -> int:
+    left = _dims(types.get(instruction.operands[0], ""))
+    over = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.line)
+    contracted = [left[int(n)] for n in over[1].split(",") if n] if over else []
+    return 2 * math.prod(_dims(instruction.type)) * math.prod(contracted)
+
+
+def _convolution(instruction: Instruction, types: Mapping[str, str]) -> int:
+    """FLOPs of a convolution, including the matrix products that XLA:TPU writes as convolutions.
+
+    Counts only window positions that meet the input: XLA:TPU makes batch dimensions spatial, and the window of a
+    batched product slides over a padded, dilated input of which each position meets one element.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.line)
+    if not labels:
+        return 0
+    left, right = (_dims(types.get(name, "")) for name in instruction.operands[:2])
+    result = _dims(instruction.type)
+    sizes = {
+        key: dict(zip(of, dims, strict=True))
+        for key, of, dims in zip("lro", labels.groups(), (left, right, result), strict=True)
+    }
+    window = _window(instruction.line)
+    met = 1
+    for index, place in enumerate(sorted(key for key in sizes["o"] if key.isdigit())):
+        stride, low, of_left, of_right = (
+            window[name][index] if name in window else default for name, default in _DEFAULTS
+        )
+        at = np.arange(sizes["o"][place])[:, None] * stride - low + np.arange(sizes["r"][place])[None, :] * of_right
+        reach = (sizes["l"][place] - 1) * of_left
+        met *= int(((at >= 0) & (at <= reach) & (at % of_left == 0)).sum())
+    return 2 * met * sizes["o"]["b"] * sizes["o"]["f"] * sizes["r"]["i"]
+
+
+_DEFAULTS = (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
+
+
+def _window(line: str) -> dict[str, list[int]]:
+    """Window attributes per dimension: size, stride, pad (low side), lhs_dilate, rhs_dilate."""
+    found = re.search(r"window=\{([^}]*)\}", line)
+    parts = dict(part.split("=") for part in found[1].split()) if found else {}
+    return {
+        name: [int(n.split("_")[0]) for n in value.split("x")]
+        for name, value in parts.items()
+        if name != "rhs_reversal"
+    }
+
+
+def _custom_call(instruction: Instruction, types: Mapping[str, str]) -> int:
+    """FLOPs of a cuBLAS product from its dimension numbers, or of another kernel from its cost estimate."""
+    if re.search(r'custom_call_target="__cublas\$', instruction.line):
+        over = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.line)
+        left = _dims(types.get(instruction.operands[0], ""))
+        result = instruction.type
+        result = elements(result)[0] if result.startswith("(") else result
+        contracted = [left[int(n)] for n in re.findall(r"\d+", over[1])] if over else []
+        return 2 * math.prod(_dims(result)) * math.prod(contracted) if contracted else 0
+    given = re.search(r'"?cost_estimate"?\s*[:=]\s*\{[^}]*?"?flops"?\s*[:=]\s*"?(\d+)', instruction.line)
+    return int(given[1]) if given else 0

@@ -1,0 +1,92 @@
+"""Set operations on time intervals: union, intersection, complement. All times are int64 nanoseconds.
+
+A set is an array [K, 2] of sorted, disjoint intervals: start and end of each. Events are arrays of starts and ends in
+any order.
+"""
+
+import numpy as np
+
+type Set = np.ndarray
+
+EMPTY = np.zeros((0, 2), np.int64)
+
+
+def union(starts: np.ndarray, ends: np.ndarray) -> Set:
+    """The times at which at least one event runs."""
+    keep = ends > starts
+    starts, ends = starts[keep], ends[keep]
+    if not len(starts):
+        return EMPTY
+    order = np.argsort(starts, kind="stable")
+    starts, reach = starts[order], np.maximum.accumulate(ends[order])
+    new = np.concatenate([[True], starts[1:] > reach[:-1]])
+    last = np.concatenate([np.flatnonzero(new)[1:] - 1, [len(starts) - 1]])
+    return np.stack([starts[new], reach[last]], axis=1).astype(np.int64)
+
+
+def total(times: Set) -> int:
+    """Nanoseconds in the set."""
+    return int((times[:, 1] - times[:, 0]).sum())
+
+
+def join(*sets: Set) -> Set:
+    """Union of the sets."""
+    both = np.concatenate([EMPTY, *sets])
+    return union(both[:, 0], both[:, 1])
+
+
+def complement(times: Set, start: int, end: int) -> Set:
+    """The times within start..end that are not in the set."""
+    inside = clip(times, start, end)
+    edges = np.concatenate([[start], inside.ravel(), [end]]).reshape(-1, 2)
+    return union(edges[:, 0], edges[:, 1])
+
+
+def clip(times: Set, start: int, end: int) -> Set:
+    """The times of the set within start..end."""
+    cut = np.clip(times, start, end)
+    return cut[cut[:, 1] > cut[:, 0]]
+
+
+def intersect(a: Set, b: Set) -> Set:
+    """The times that are in both sets."""
+    if not len(a) or not len(b):
+        return EMPTY
+    start, end = int(min(a[0, 0], b[0, 0])), int(max(a[-1, 1], b[-1, 1]))
+    return complement(join(complement(a, start, end), complement(b, start, end)), start, end)
+
+
+def subtract(a: Set, b: Set) -> Set:
+    """The times of `a` that are not in `b`."""
+    return intersect(a, complement(b, int(a[0, 0]), int(a[-1, 1]))) if len(a) else EMPTY
+
+
+def covered(starts: np.ndarray, ends: np.ndarray, times: Set) -> np.ndarray:
+    """Nanoseconds of each event that lie within the set `times`."""
+    before = np.concatenate([[0], np.cumsum(times[:, 1] - times[:, 0])])
+
+    def until(moment: np.ndarray) -> np.ndarray:
+        index = np.searchsorted(times[:, 0], moment, side="right")
+        inside = np.zeros(len(moment), np.int64)
+        some = index > 0
+        piece = times[index[some] - 1]
+        inside[some] = np.minimum(moment[some], piece[:, 1]) - piece[:, 1]
+        return before[index] + inside
+
+    return until(ends) - until(starts)
+
+
+def shares(starts: np.ndarray, ends: np.ndarray, within: Set | None = None) -> np.ndarray:
+    """Seconds of each event; time in which k events run is divided by k, so the results sum to their union.
+
+    Args:
+      within: count only these times; None counts all.
+    """
+    edges, place = np.unique(np.concatenate([starts, ends]), return_inverse=True)
+    running = np.zeros(len(edges), np.int64)
+    np.add.at(running, place[: len(starts)], 1)
+    np.add.at(running, place[len(starts) :], -1)
+    active = np.cumsum(running)[:-1]
+    lengths = np.diff(edges) if within is None else covered(edges[:-1], edges[1:], within)
+    until = np.concatenate([[0.0], np.cumsum(lengths * (active > 0) / np.maximum(active, 1))])
+    return (until[place[len(starts) :]] - until[place[: len(starts)]]) * 1e-9

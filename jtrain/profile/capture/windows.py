@@ -1,0 +1,168 @@
+"""Trace windows of a run: when they open and close, and the postprocessing that writes their reports."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jtrain.profile.spec import WINDOW_STEPS, ProfileSpec
+from jtrain.profile.trace_dir import FOLDER, other_parts, part_of
+
+
+class Windows:
+    """Trace windows of one attempt: the one of `profile.steps`, and one for each SIGUSR1.
+
+    Inside the `with` block SIGUSR1 only sets `requested`. All processes take the same decisions, and each traces its
+    own devices into its folder of the window (`part_of`). A failure to trace becomes a message; training goes on.
+
+        with Windows(workdir, spec) as windows:
+            ...
+            if windows.opens(step, asked=windows.requested): windows.open(step, facts())
+            with windows.step(step + 1): ...
+            if windows.closes(step): windows.close(program)
+    """
+
+    def __init__(self, workdir: Path, spec: ProfileSpec, *, process: int = 0, num_processes: int = 1) -> None:
+        self.requested = False
+        self._folder = workdir / FOLDER
+        self._spec = spec
+        self._process = process
+        self._num_processes = num_processes
+        self._last_step: int | None = None
+        self._window: Any = None
+        self._opened_ns = 0
+        self._here = self._folder
+        self._postprocessing: list[tuple[Path, subprocess.Popen[Any]]] = []
+        self._before: Any = None
+
+    @property
+    def is_open(self) -> bool:
+        """True while a window is open, even if this process failed to start its trace."""
+        return self._last_step is not None
+
+    def missed(self, start_step: int) -> str | None:
+        """Message if this attempt starts too late to trace the window of `profile.steps`; None if it does not."""
+        steps = self._spec.steps
+        if steps is None or start_step < steps[0] or (self._folder / str(steps[0]) / "breakdown.json").exists():
+            return None
+        return (
+            f"profile.steps={steps} is not traced: this attempt starts at step {start_step}, and its first step "
+            f"compiles. kill -USR1 {os.getpid()} traces the next {WINDOW_STEPS} steps."
+        )
+
+    def opens(self, step: int, *, asked: bool) -> bool:
+        """True if a window opens after `step`.
+
+        Args:
+          asked: True if `requested` is set in any process; must be the same in all.
+        """
+        if self.is_open:
+            return False
+        if asked:
+            self.requested = False
+            self._last_step = step + WINDOW_STEPS
+        elif self._spec.steps is not None and self._spec.steps[0] == step:
+            self._last_step = self._spec.steps[1]
+        return self.is_open
+
+    def open(self, step: int, facts: dict[str, Any]) -> str | None:
+        """Starts the trace; call it when no step is in flight. Returns an error message, or None."""
+        from jtrain.profile.capture.trace import Window
+
+        self._here = part_of(self._folder / str(step), self._process)
+        self._here.mkdir(parents=True, exist_ok=True)
+        self._clear()
+        self._opened_ns = time.time_ns()
+        try:
+            window = Window(self._here, facts=facts)
+            window.start()
+        except Exception as error:  # the profiler raises many types, and none of them may end the run
+            return f"no trace of the steps after {step}: {type(error).__name__}: {error}"
+        self._window = window
+        return None
+
+    def _clear(self) -> None:
+        """Removes files of an attempt that was killed in this window, or of an earlier signal at the same step."""
+        others = {} if self._process else other_parts(self._here)
+        # The other processes of this run clear their own folders.
+        theirs = {path for process, path in others.items() if process < self._num_processes}
+        for path in set(self._here.iterdir()) - theirs:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Marks one step in the trace if a window is open; wrap each step in it."""
+        if self._window is None:
+            yield
+            return
+        with self._window.step(step):
+            yield
+
+    def closes(self, step: int, *, last: bool) -> bool:
+        """True if the open window ends with `step`; the run's last step ends it early."""
+        return self._last_step is not None and (last or step >= self._last_step)
+
+    def close(
+        self, programs: Callable[[], dict[str, str]], save_samples: Callable[[Path, int, int], None]
+    ) -> str | None:
+        """Stops the trace and starts its postprocessing in a separate process. Returns an error message, or None.
+
+        Args:
+          programs: returns the compiled text of the step, by module.
+          save_samples: writes the clock samples between two times, in nanoseconds since the epoch, to a folder.
+        """
+        window, self._window, self._last_step = self._window, None, None
+        if window is None:
+            return None
+        try:
+            window.stop(programs())
+            save_samples(self._here, self._opened_ns, time.time_ns())
+        except Exception as error:  # as in `open`
+            return f"the trace in {self._here} is incomplete: {type(error).__name__}: {error}"
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+        with open(self._here / "postprocess.log", "wb") as log:
+            command = [sys.executable, "-m", "jtrain.profile.postprocess", str(self._here)]
+            # A new session, so that Ctrl-C in the terminal stops only the run.
+            streams: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            self._postprocessing.append((self._here, subprocess.Popen(command, env=environment, **streams)))
+        return None
+
+    def finished(self, *, wait: bool = False) -> list[str]:
+        """One line for each window whose postprocessing has ended since the last call: its report, or the error."""
+        said = []
+        for folder, process in list(self._postprocessing):
+            code = process.wait() if wait else process.poll()
+            if code is None:
+                continue
+            self._postprocessing.remove((folder, process))
+            lines = (folder / "postprocess.log").read_text(errors="replace").strip().splitlines()
+            if code == 0:
+                but = f" ({lines[-1]})" if lines else ""
+                said.append(f"profile after step {folder.name}: {folder / 'report.html'}{but}")
+                continue
+            lines = lines or [f"exit code {code}"]
+            said.append(f"no report of {folder}: {lines[-1]} (full log: {folder / 'postprocess.log'})")
+        return said
+
+    def __enter__(self) -> "Windows":
+        self._before = signal.signal(signal.SIGUSR1, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGUSR1, self._before if self._before is not None else signal.SIG_DFL)
+        if self._window is not None:  # the run failed inside the window
+            window, self._window = self._window, None
+            with contextlib.suppress(Exception):
+                window.stop({})
+
+    def _on_signal(self, number: int, _frame: types.FrameType | None) -> None:
+        self.requested = True

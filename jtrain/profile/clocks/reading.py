@@ -1,0 +1,85 @@
+"""Types of a clock source: one reading of a device, and the protocol that every source implements."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+NAN = float("nan")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """One reading of one device; -1 (integers) or nan if unknown or not due, as in `samples.Samples`."""
+
+    sm_mhz: float = NAN
+    mem_mhz: float = NAN
+    power_w: float = NAN
+    temperature_c: float = NAN
+    energy_j: float = NAN
+    reasons: int = -1
+    power_violation_ns: int = -1
+    thermal_violation_ns: int = -1
+
+
+@runtime_checkable
+class ClockSource(Protocol):
+    """Source of clock readings. Only the sampler's process opens one.
+
+    devices: numbers of the devices that it reads, as the run counts them; (-1,) if one reading is for all devices.
+    period_s, fast_period_s: seconds between readings of the clocks, normally and during a trace window.
+    slow_period_s: seconds between readings of power, energy, temperature and violations, which cost more and change
+      more slowly.
+    ref_mhz, max_mhz: clock at full speed on the source's own scale, and highest clock of a device; None if unknown.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def devices(self) -> Sequence[int]: ...
+
+    @property
+    def period_s(self) -> float: ...
+
+    @property
+    def fast_period_s(self) -> float: ...
+
+    @property
+    def slow_period_s(self) -> float: ...
+
+    @property
+    def ref_mhz(self) -> float | None: ...
+
+    @property
+    def max_mhz(self) -> float | None: ...
+
+    @property
+    def notes(self) -> "Notes": ...
+
+    def read(self, device: int, slow: bool) -> Reading:
+        """Reads one device; with `slow` also the quantities of the slow period."""
+        ...
+
+    def close(self) -> None:
+        """Closes the driver."""
+        ...
+
+
+class Notes:
+    """Messages about calls that the driver refused, each once; a refused call does not stop the others."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        """Adds a line unless it is already there."""
+        if line not in self.lines:
+            self.lines.append(line)
+
+    def ask[T](self, what: str, call: Callable[[], T], refusal: type[Exception] | tuple[type[Exception], ...]) -> Any:
+        """Returns the answer of `call`, or None and a note if the driver refuses; a later call may succeed."""
+        try:
+            return call()
+        except refusal as error:
+            self.add(f"clocks: {what} refused: {' '.join(str(error).split()) or type(error).__name__}.")
+            return None

@@ -1,0 +1,125 @@
+"""Choice of the clock source.
+
+| source | clock | reasons for a low clock | power, energy |
+|---|---|---|---|
+| nvml | NVML, every 20 ms | reasons, violation counters | every 100 ms |
+| amd | gpu_metrics, every 20 ms | violation accumulators | every 100 ms |
+| tpu | throttle score, every 1 s | - | - |
+| cpu | timed chain of dependent instructions, every 1 s; costs 0.3 ms | stolen time, thermal throttling | RAPL |
+| scripted | a JSON file, for exact tests | the same file | the same file |
+
+NVIDIA's CUPTI samples at higher rates but locks the clocks meanwhile (pytorch PR 188019), so it is not used.
+"""
+
+import ctypes
+import glob
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from jtrain.errors import UserError
+from jtrain.profile.clocks.reading import ClockSource
+from jtrain_kernels.device import DeviceSpec
+
+SOURCES = ("auto", "nvml", "amd", "tpu", "cpu", "none")
+"""Names of sources; `scripted:PATH` is valid too."""
+
+
+def _library(name: str) -> bool:
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
+def absent(source: str) -> str | None:
+    """Reason why `source` cannot be read here, with what to do about it; None if it looks readable. Costs 1 ms."""
+    if source.startswith("scripted:"):
+        path = Path(source.removeprefix("scripted:"))
+        return None if path.is_file() else f"{path} does not exist. Give profile.clocks=scripted:PATH an existing file."
+    if source == "nvml":
+        if importlib.util.find_spec("pynvml") is None:
+            return "nvidia-ml-py is not installed. Install jtrain[cuda], or set profile.clocks=none."
+        if not _library("libnvidia-ml.so.1"):
+            return "libnvidia-ml.so.1, part of NVIDIA's driver, is not installed. Set profile.clocks=none."
+    if source == "amd" and importlib.util.find_spec("amdsmi") is None:
+        return "amdsmi is not installed. Install it from ROCm (/opt/rocm/share/amd_smi), or set profile.clocks=none."
+    if source == "tpu":
+        if importlib.util.find_spec("libtpu") is None:
+            return "libtpu is not installed. Install jtrain[tpu], or set profile.clocks=none."
+        if not glob.glob("/dev/accel[0-9]*") and not glob.glob("/dev/vfio/[0-9]*"):
+            return "no TPU is attached (/dev/accel*, /dev/vfio/*). Set profile.clocks=none."
+    if source == "cpu" and not Path("/proc/stat").exists():
+        return "/proc/stat does not exist. Set profile.clocks=none."
+    return None
+
+
+def choose(source: str, platform: str) -> tuple[str, str]:
+    """Returns (source to open, note); for "auto" without a readable source, ("none", note with the reasons).
+
+    Raises:
+      UserError: the source does not exist, or was asked for by name and cannot be read here.
+    """
+    if source not in SOURCES and not source.startswith("scripted:"):
+        raise UserError(f"profile.clocks={source} is unknown. Set it to one of {', '.join(SOURCES)}, scripted:PATH.")
+    if source == "none":
+        return "none", "clocks: not sampled (profile.clocks=none)."
+    if source != "auto":
+        why = absent(source)
+        if why:
+            raise UserError(f"profile.clocks={source}: {why}")
+        return source, ""
+    candidates = {"gpu": ("nvml", "amd"), "cuda": ("nvml",), "rocm": ("amd",), "tpu": ("tpu",)}.get(platform, ("cpu",))
+    reasons = []
+    for candidate in candidates:
+        why = absent(candidate)
+        if why is None:
+            return candidate, ""
+        reasons.append(f"{candidate}: {why.split('. ')[0]}")
+    return "none", f"clocks: not sampled: {'; '.join(reasons)}."
+
+
+def open_source(source: str, devices: Sequence[int]) -> ClockSource:
+    """Opens a source that `choose` returned.
+
+    Args:
+      devices: for each device of the run, its number among the devices that the driver shows to this process.
+
+    Raises:
+      UserError: the driver cannot be initialised.
+    """
+    if source.startswith("scripted:"):
+        from jtrain.profile.clocks.scripted import Scripted
+
+        return Scripted(Path(source.removeprefix("scripted:")))
+    if source == "nvml":
+        from jtrain.profile.clocks.nvml import Nvml
+
+        return Nvml(devices)
+    if source == "amd":
+        from jtrain.profile.clocks.amdsmi import Amd
+
+        return Amd(devices)
+    if source == "tpu":
+        from jtrain.profile.clocks.tpu import Tpu
+
+        return Tpu(devices)
+    from jtrain.profile.clocks.cpufreq import Cpu
+
+    return Cpu()
+
+
+_FLOPS_PER_CORE_CYCLE = {"A100": 2048, "H100": 4096, "H200": 4096, "GH200": 4096, "B200": 8192, "MI300X": 2048}
+"""Dense bfloat16 FLOPs per cycle of one multiprocessor or compute unit. H100: 132 * 4096 * 1830 MHz = 989.4 TFLOP/s."""
+
+
+def spec_mhz(spec: DeviceSpec) -> float | None:
+    """Clock at which the vendor quotes the peak: A100 1410, H100 and H200 1830, B200 1856, MI300X 2100 MHz.
+
+    This is not the highest clock: an H100 reaches 1980 MHz. None if the FLOPs per core and cycle are unknown.
+    """
+    per_cycle = _FLOPS_PER_CORE_CYCLE.get(spec.kind)
+    if per_cycle is None or spec.num_cores is None or spec.peak_bf16_flops is None:
+        return None
+    return spec.peak_bf16_flops / (spec.num_cores * per_cycle) / 1e6

@@ -1,0 +1,53 @@
+"""Clock source of TPUs: libtpu.sdk's `tpu_throttle_score`, 0 to 10, since TPUs do not report their clock.
+
+A score of n means n * 10 % below full speed. The clock is given in per mille of the full clock. The exact multiplier of
+each op is in the trace, where libtpu writes it.
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from jtrain.profile.clocks.reading import Notes, Reading
+from jtrain.profile.clocks.samples import THROTTLED
+
+
+class Tpu:
+    """Clock source for the TPUs of this host, in libtpu's order."""
+
+    name = "tpu"
+    period_s = fast_period_s = slow_period_s = 1.0
+    ref_mhz = 1000.0
+    max_mhz = None
+
+    def __init__(self, devices: Sequence[int]) -> None:
+        tpumonitoring: Any = importlib.import_module("libtpu.sdk").tpumonitoring
+        self.notes = Notes()
+        self.notes.add("clocks: TPUs report throttling in steps of 10 % only; the clock is in per mille of full speed.")
+        self.devices = tuple(range(len(devices)))
+        self._numbers = tuple(devices)
+        self._metric = lambda: tpumonitoring.get_metric("tpu_throttle_score").data()
+
+    def read(self, device: int, slow: bool) -> Reading:
+        """Clock of one TPU from its score; unknown while no program uses the TPU."""
+        # libtpu's errors have no type of their own.
+        data = self.notes.ask("tpu_throttle_score", self._metric, Exception)
+        score = parse(data or ()).get(self._numbers[device])
+        if score is None:
+            if data is not None:
+                self.notes.add(f"clocks: tpu_throttle_score has no entry for TPU {self._numbers[device]}.")
+            return Reading()
+        return Reading(sm_mhz=self.ref_mhz * (1 - score / 10), reasons=THROTTLED if score else 0)
+
+    def close(self) -> None:
+        """Does nothing: no driver is open."""
+
+
+def parse(data: Sequence[str]) -> dict[int, int]:
+    """Score by TPU: ["0-0", "1-3"] means TPU 0 at full speed and TPU 1 throttled by 30 %."""
+    scores = {}
+    for item in data:
+        number, _, score = str(item).partition("-")
+        if number.isdigit() and score.isdigit():
+            scores[int(number)] = int(score)
+    return scores

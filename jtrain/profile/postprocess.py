@@ -1,0 +1,75 @@
+"""Postprocessing of a trace window: writes breakdown.json, report.html and clock counters into the xplane file.
+
+    python -m jtrain.profile.postprocess runs/tiny/profile/20
+
+A run starts this as a separate process and goes on training. All input comes from the window's folder, so it can also
+be run again later.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from jtrain.profile.analysis import clock_loss
+from jtrain.profile.analysis.breakdown import aligned_samples, load
+from jtrain.profile.analysis.records import Peaks
+from jtrain.profile.analysis.xplane import trace_files
+from jtrain.profile.trace_dir import read_facts
+
+
+def postprocess(folder: Path) -> str | None:
+    """Writes breakdown.json and report.html, and adds clocks and multipliers to the trace for XProf.
+
+    Returns:
+      The error if the trace could not be annotated, else None; the report is written in both cases.
+
+    Raises:
+      UserError: the trace cannot be read.
+    """
+    from jtrain.profile.analysis import breakdown
+    from jtrain.profile.report import html
+
+    found = breakdown.analyse(folder)
+    breakdown.write_json(found, folder / "breakdown.json")
+    html.write(found, folder / "report.html")
+    try:
+        annotate(folder)
+    except Exception as error:  # the report must not fail because the trace could not be annotated
+        return f"no clocks in the trace itself: {type(error).__name__}: {error}"
+    return None
+
+
+def main(argv: list[str]) -> int:
+    """Postprocesses a window at the lowest priority, since training goes first; the last line printed is the error."""
+    os.nice(19)
+    try:
+        if (said := postprocess(Path(argv[0]))) is not None:
+            print(said)
+    except (ValueError, OSError) as error:
+        print(error)
+        return 2
+    return 0
+
+
+def annotate(folder: Path) -> None:
+    """Adds clocks, power and each op's multiplier to the window's trace files, where XProf shows them.
+
+    Raises:
+      UserError: as `analyse`.
+    """
+    from jtrain.profile.report import xplane_counters  # lazy: readers of a breakdown do not need it
+
+    trace, ops = load(folder)
+    sampled = aligned_samples(folder, trace)
+    peaks = Peaks(**read_facts(folder)["peaks"])
+    flops, size = (np.array([getattr(op, name) for op in ops.values()], float) for name in ("flops", "bytes"))
+    unknown = np.full(len(ops), np.nan)
+    sensitivity = clock_loss.sensitivity(flops, size, peaks, unknown)
+    for file in trace_files(folder):
+        xplane_counters.annotate(file, sampled, peaks, dict(zip(ops, sensitivity.tolist(), strict=True)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Reports of a trace window: HTML page, terminal, comparison of two windows, Perfetto export."""

@@ -1,0 +1,198 @@
+"""Comparison of two profiles: which parts, ops and collectives got slower, and why.
+
+All seconds are per device and step, so windows of different lengths and runs on different numbers of devices can be
+compared. Ops are matched by name, phase and layer. The compiler numbers its names differently after any change of the
+program, so unmatched ops are summed by name without the number, phase and layer, and matched by that.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from jtrain.profile.analysis import figures
+from jtrain.profile.analysis.figures import comm_name, mean_step, per_step, seconds
+from jtrain.profile.analysis.records import Breakdown, OpRow
+from jtrain.profile.report.terminal import new_table
+
+TOP = 15
+"""Rows of a table in the terminal, the last three for what shrank most; --json has all."""
+
+LEAST = 0.001
+"""Smallest change shown in the terminal, as a share of a step."""
+
+_NUMBER = re.compile(r"(\.\d+)+(\.(clone|remat\d*))*$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Change of one part, op or collective between the profiles A and B, in seconds per step and device.
+
+    a_s, b_s: None if it is missing in that profile.
+    terms: change of each term that contributes: theoretical time and losses for an op, exposed and hidden time for a
+      collective.
+    """
+
+    name: str
+    where: str
+    a_s: float | None
+    b_s: float | None
+    terms: dict[str, float]
+
+    @property
+    def grew_s(self) -> float:
+        return (self.b_s or 0.0) - (self.a_s or 0.0)
+
+    @property
+    def why(self) -> str:
+        """The term that changed most in the direction of the total, or the only profile that has it."""
+        if self.a_s is None or self.b_s is None:
+            return "only in B" if self.a_s is None else "only in A"
+        if not self.terms or self.grew_s == 0:
+            return ""
+        sign = 1 if self.grew_s > 0 else -1
+        term = max(self.terms, key=lambda name: sign * self.terms[name])
+        grew_s = self.terms[term]
+        return f"{term} {signed(grew_s)}" if sign * grew_s > 0 else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Changes from profile A to B; parts, ops and communication are each sorted by growth, largest first."""
+
+    a: str
+    b: str
+    a_s: float
+    b_s: float
+    parts: list[Change]
+    ops: list[Change]
+    communication: list[Change]
+    clocks_mhz: tuple[float | None, float | None]
+    joules_per_token: tuple[float | None, float | None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the contents of the JSON file."""
+        return dataclasses.asdict(self) | {"says": verdict(self)}
+
+
+def compare(a: Breakdown, b: Breakdown, *, a_name: str, b_name: str) -> Comparison:
+    """Compares two profiles."""
+    step_a, step_b = mean_step(a), mean_step(b)
+    values = [(part, step_a.parts.get(part.key), step_b.parts.get(part.key)) for part in figures.parts_of(step_a)]
+    parts = [Change(part.name, "", x or 0.0, y or 0.0, {}) for part, x, y in values if (x, y) != (None, None)]
+    clocks = [figures.mean(device.mean_mhz for device in figures.by_device(each)) for each in (a, b)]
+    return Comparison(
+        a_name,
+        b_name,
+        step_a.duration_s,
+        step_b.duration_s,
+        _by_growth(parts),
+        _by_growth(_ops(a, b)),
+        _by_growth(_communication(a, b)),
+        (clocks[0], clocks[1]),
+        (figures.joules_per_token(a), figures.joules_per_token(b)),
+    )
+
+
+def verdict(found: Comparison) -> list[str]:
+    """Summary in a few sentences: change of the step time, parts that caused it, op that changed most."""
+    grew = found.b_s - found.a_s
+    how = "no slower" if grew == 0 else "slower" if grew > 0 else "faster"
+    lines = [f"A step of B is {how}: {seconds(found.a_s)} -> {seconds(found.b_s)} ({grew / found.a_s:+.1%})."]
+    sign = 1 if grew >= 0 else -1
+    causes = [part for part in found.parts if sign * part.grew_s > 0.005 * found.a_s]
+    causes.sort(key=lambda part: -sign * part.grew_s)
+    if causes:
+        parts = ", ".join(f"{part.name} {signed(part.grew_s)}" for part in causes)
+        lines.append(f"Because of {parts}.")
+    ops = sorted(found.ops, key=lambda op: -sign * op.grew_s)
+    if ops and sign * ops[0].grew_s > 0:
+        why = f": {ops[0].why}" if ops[0].why else ""
+        lines.append(f"The op that changed most: {ops[0].name} ({ops[0].where}), {signed(ops[0].grew_s)}{why}.")
+    mhz_a, mhz_b = found.clocks_mhz
+    if mhz_a is not None and mhz_b is not None and abs(mhz_b - mhz_a) > 0.01 * mhz_a:
+        lines.append(f"The clock went from {mhz_a:,.0f} to {mhz_b:,.0f} MHz.")
+    return lines
+
+
+def signed(value: float) -> str:
+    """`+12.00 ms`."""
+    return f"{'+' if value >= 0 else '-'}{seconds(abs(value))}"
+
+
+def print_comparison(found: Comparison, console: Console) -> None:
+    """Prints the comparison, per step and device."""
+    console.print(Text(f"A: {found.a}\nB: {found.b}"))
+    for line in verdict(found):
+        console.print(Text(line))
+    for title, changes, named in (
+        ("parts of the step", found.parts, "part"),
+        ("ops", found.ops, "op"),
+        ("communication", found.communication, "collective"),
+    ):
+        visible = [change for change in changes if abs(change.grew_s) >= LEAST * found.a_s]
+        shown = visible if len(visible) <= TOP else visible[: TOP - 3] + visible[-3:]
+        count = f"{len(shown)} of {len(changes)}; changes below {LEAST:.1%} of a step are left out"
+        console.print(Text(f"{title}: {count}", style="bold"))
+        if not shown:
+            continue
+        table = new_table((named, "where", "why"), ("A", "B", "change"))
+        for change in shown:
+            times = ("-" if value is None else seconds(value) for value in (change.a_s, change.b_s))
+            table.add_row(change.name, change.where, change.why, *times, signed(change.grew_s))
+        console.print(table)
+
+
+def _by_growth(changes: Iterable[Change]) -> list[Change]:
+    return sorted(changes, key=lambda change: (-change.grew_s, change.name, change.where))
+
+
+def _ops(a: Breakdown, b: Breakdown) -> list[Change]:
+    exact_a, exact_b = ({(op.name, op.phase, op.layer): op for op in each.ops} for each in (a, b))
+    both = exact_a.keys() & exact_b.keys()
+    found = [_change(key[0], [exact_a[key]], [exact_b[key]], a, b) for key in both]
+    rest_a, rest_b = (_stems(op for key, op in exact.items() if key not in both) for exact in (exact_a, exact_b))
+    for key in rest_a.keys() | rest_b.keys():
+        ops_a, ops_b = rest_a.get(key, []), rest_b.get(key, [])
+        names = [ops[0].name if len(ops) == 1 else f"{len(ops)} of {key[0]}" for ops in (ops_a, ops_b) if ops]
+        found.append(_change(" -> ".join(names), ops_a, ops_b, a, b))
+    return found
+
+
+def _stems(ops: Iterable[OpRow]) -> dict[tuple[str, str, str], list[OpRow]]:
+    """Groups ops by name without its number, phase and layer."""
+    found: dict[tuple[str, str, str], list[OpRow]] = collections.defaultdict(list)
+    for op in ops:
+        found[_NUMBER.sub("", op.name), op.phase, op.layer].append(op)
+    return found
+
+
+def _change(name: str, ops_a: list[OpRow], ops_b: list[OpRow], a: Breakdown, b: Breakdown) -> Change:
+    def took(ops: list[OpRow], breakdown: Breakdown) -> float | None:
+        return per_step(breakdown, sum(op.total_s for op in ops)) if ops else None
+
+    terms: dict[str, float] = collections.defaultdict(float)
+    for sign, ops, breakdown in ((-1, ops_a, a), (1, ops_b, b)):
+        for op in ops:
+            terms["theoretical"] += sign * per_step(breakdown, op.theoretical_s or 0.0)
+            for term, lost in op.lost.items():
+                terms[term] += sign * per_step(breakdown, lost)
+    return Change(name, figures.where([*ops_a, *ops_b][0]), took(ops_a, a), took(ops_b, b), dict(terms))
+
+
+def _communication(a: Breakdown, b: Breakdown) -> list[Change]:
+    rows_a, rows_b = ({comm_name(row): row for row in each.communication} for each in (a, b))
+    found = []
+    for name in rows_a.keys() | rows_b.keys():
+        row_a, row_b = rows_a.get(name), rows_b.get(name)
+        terms: dict[str, float] = {}
+        if row_a and row_b:
+            hidden = (row_b.total_s - row_b.exposed_s) - (row_a.total_s - row_a.exposed_s)
+            terms = {"exposed": row_b.exposed_s - row_a.exposed_s, "hidden": hidden}
+        a_s, b_s = row_a.total_s if row_a else None, row_b.total_s if row_b else None
+        found.append(Change(name, "", a_s, b_s, terms))
+    return found

@@ -1,0 +1,50 @@
+"""Atomic writes of files and folders: readers see the old contents or all of the new. Standard library only."""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Path beside `path` for a new file or folder, which replaces `path` when the block ends without an error.
+
+    If the block raises, the new file or folder is removed and `path` keeps its old contents.
+
+    Args:
+      durable: force a file to the disk before it is renamed, so that it also survives a power cut; about 10 ms.
+    """
+    new = path.with_name(path.name + ".tmp")
+    try:
+        yield new
+        if durable and new.is_file():
+            with open(new, "rb") as file:
+                os.fsync(file.fileno())
+        new.rename(path)
+    except BaseException:
+        if new.is_dir():
+            shutil.rmtree(new, ignore_errors=True)
+        else:
+            new.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+    """Writes a file atomically: readers see its old contents or all of `content`; `durable` as in `replacing`."""
+    with replacing(path, durable=durable) as new:
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def sync_directory(path: Path) -> None:
+    """Forces a directory's entries (file names) to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems do not support it
+            raise
+    finally:
+        os.close(handle)

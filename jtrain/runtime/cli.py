@@ -1,0 +1,43 @@
+"""Exit codes shared by all commands, `python -m jtrain.*`.
+
+Imports no jax, so that a command can parse its arguments first and `--help` answers at once.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from jtrain.errors import UserError
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds --config, --with and --set, which name a run."""
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="NAME",
+        help="a file of configs/ (tiny, llama8b, ...), path/to/file.py[:function] or module:function",
+    )
+    parser.add_argument(
+        "--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER", help="apply a fiddler of that file"
+    )
+    parser.add_argument(
+        "--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="set one field, after fiddlers"
+    )
+
+
+def run(main: Callable[[], int]) -> int:
+    """Runs a command and returns its exit code.
+
+    A `UserError`, or an OSError that names a file, is printed as a message and gives exit code 2. Every other exception
+    is a bug and keeps its traceback.
+    """
+    try:
+        return main()
+    except KeyboardInterrupt:
+        return 130  # shells report SIGINT as 130; during training the loop catches it, saves, and returns 75
+    except (UserError, OSError) as error:
+        if not isinstance(error, UserError) and error.filename is None:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2

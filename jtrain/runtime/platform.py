@@ -1,0 +1,158 @@
+"""JAX platform, compile cache and unified memory, configured before anything computes."""
+
+import glob
+import os
+import shutil
+import subprocess
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from jtrain.errors import UserError
+
+ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
+"""Device files of NVIDIA (under WSL too), AMD and TPU drivers."""
+
+
+COHERENT_GPUS = ("GH200", "GB200", "GB300")
+"""GPUs next to a Grace CPU, whose memory they access page by page over NVLink-C2C like their own."""
+
+
+NUMA_NODES = Path("/sys/devices/system/node")
+
+
+HOST_SHARE = 0.8
+"""Share of the host's memory that unified memory may use; the data plane and the system need the rest."""
+
+
+def start_jax(environ: MutableMapping[str, str], *, emulate_devices: int | None = None) -> None:
+    """Chooses jax's platform and its compile cache; call it before anything computes.
+
+    Without an accelerator's device file the platform is set to the CPU. Otherwise jax, with a TPU or CUDA plugin
+    installed, would first spend time looking for that hardware and print warnings. `JAX_PLATFORMS` and
+    `JAX_COMPILATION_CACHE_DIR` override these choices.
+
+    Args:
+      environ: os.environ.
+      emulate_devices: run on this many emulated CPU devices, whatever the hardware.
+
+    Raises:
+      UserError: emulate_devices is not positive.
+    """
+    if emulate_devices is not None:
+        if emulate_devices < 1:
+            raise UserError(f"--emulate-devices {emulate_devices} must be at least 1.")
+        # XLA uses the last of repeated flags, and reads them when its first client starts.
+        flag = f"--xla_force_host_platform_device_count={emulate_devices}"
+        environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+    import jax  # lazy: 0.6 s
+
+    from jtrain_kernels.host_memory import keep_freed_memory
+
+    no_choice = not environ.get("JAX_PLATFORMS")
+    if emulate_devices is not None or (no_choice and not any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)):
+        jax.config.update("jax_platforms", "cpu")
+    if jax.config.jax_platforms == "cpu":
+        keep_freed_memory()
+    if jax.config.jax_compilation_cache_dir is None:
+        user_cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(user_cache / "jtrain" / "xla"))
+        # jax's default skips programs that compile in under a second: for `tiny`, all but the step.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        # Programs of two versions of the code may differ only in the scope names of their ops, and trace analysis
+        # needs the right ones.
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+
+
+def compile_collectives_anew() -> None:
+    """Disables the compile cache if CPU devices communicate; call it after all processes have joined.
+
+    With programs read from the cache, devices were seen waiting for each other in different collectives until XLA ended
+    the process; with freshly compiled programs this never happened (jaxlib 0.12.0.1: bench/NOTES.md). Apparently the
+    order of independent collectives is lost in the cache.
+    """
+    import jax
+
+    if jax.default_backend() == "cpu" and jax.device_count() > 1:
+        jax.config.update("jax_enable_compilation_cache", False)
+
+
+def use_unified_memory(environ: MutableMapping[str, str], *, topology: str | None = None) -> None:
+    """Lets JAX allocate more than the GPU's memory, with pages moving to the host; call it before devices are used.
+
+    With TF_FORCE_UNIFIED_MEMORY, XLA's default allocator (`bfc`) uses managed memory, limited to
+    XLA_CLIENT_MEM_FRACTION (above 1) times the GPU's memory. Preallocation is disabled, since it would touch all pages.
+    Variables that are already set are kept. Source: jaxlib/xla_client.py; AlphaFold 3, docs/performance.md.
+
+    Args:
+      environ: os.environ.
+      topology: the machine that a plan is for, such as `gh200:1`; it is only checked, and nothing is set.
+
+    Raises:
+      UserError: the machine is not a Grace system, or a variable that is already set contradicts.
+    """
+    import jax
+
+    field = "layout.offload.unified_memory=True"
+    instead = "Set it to False, and layout.offload.optimizer, .params or .activations to a share instead."
+    if topology is not None:
+        gpus = [(topology.partition(":")[0].upper(), 0)]
+    elif jax.config.jax_platforms not in (None, "", "cuda", "gpu", "cuda,cpu"):
+        gpus = [(f"the platform {jax.config.jax_platforms}", 0)]
+    else:
+        gpus = nvidia_gpus() or [("a machine without NVIDIA GPUs", 0)]
+    for name, _ in gpus:
+        if not any(coherent in name for coherent in COHERENT_GPUS):
+            raise UserError(
+                f"{field}, but this is {name}: only GPUs with a Grace CPU ({', '.join(COHERENT_GPUS)}) access the "
+                f"host's memory over NVLink-C2C; elsewhere pages would move over the slower PCIe. {instead}"
+            )
+    if topology is not None:
+        return
+    allocator = environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
+    if allocator not in ("default", "bfc"):
+        raise UserError(
+            f"{field} needs XLA's own allocator, but XLA_PYTHON_CLIENT_ALLOCATOR={allocator} is set. Unset it."
+        )
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    given = next((name for name in names if environ.get(name)), None)
+    if given is None:
+        device_bytes = min(size for _, size in gpus)
+        fraction = 1 + HOST_SHARE * host_memory_bytes() / len(gpus) / device_bytes
+        environ[names[0]] = f"{fraction:.2f}"
+    elif not _above_one(environ[given]):
+        raise UserError(
+            f"{field}, but {given}={environ[given]} keeps JAX within the GPU's memory. Unset it, or set it above 1."
+        )
+    environ["TF_FORCE_UNIFIED_MEMORY"] = "1"
+    environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def _above_one(text: str) -> bool:
+    try:
+        return float(text) > 1
+    except ValueError:
+        return False
+
+
+def nvidia_gpus() -> list[tuple[str, int]]:
+    """Name and bytes of memory of each NVIDIA GPU, from nvidia-smi, since JAX must not be initialised yet."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode:  # a driver is installed, but no GPU
+        return []
+    lines = done.stdout.splitlines()
+    fields = [line.rpartition(",") for line in lines if line.strip()]
+    return [(name.strip(), int(mib) << 20) for name, _, mib in fields]
+
+
+def host_memory_bytes() -> int:
+    """Memory of the NUMA nodes with CPUs; on Grace systems the GPUs' memory is separate nodes without CPUs."""
+    total = 0
+    for node in NUMA_NODES.glob("node[0-9]*"):
+        if (node / "cpulist").read_text().strip():
+            line = next(line for line in (node / "meminfo").read_text().splitlines() if "MemTotal:" in line)
+            total += int(line.split()[-2]) << 10
+    return total or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

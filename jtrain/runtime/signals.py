@@ -1,0 +1,61 @@
+"""Signal handling: SIGINT and SIGTERM request a stop after the current step, with a checkpoint."""
+
+import contextlib
+import os
+import signal
+import types
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Ctrl-C, and the signal that schedulers send before they kill a job."""
+
+
+class StopRequest:
+    """Context in which SIGINT and SIGTERM only set a flag, so that the loop can finish its step and save.
+
+        with StopRequest() as stop:
+            while not agree(stop.requested)[0]: ...
+
+    The first Ctrl-C requests the stop, the second prints that the state is being saved, the third raises
+    KeyboardInterrupt. SIGTERM requests the stop however often it comes. The previous handlers return after the `with`
+    block.
+
+    Raises:
+      ValueError: entered outside the main thread, where Python allows no handlers.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._interrupts = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            if handler is not None:  # None stands for a handler of C code, which Python cannot restore
+                signal.signal(number, handler)
+        self._before.clear()
+
+    def _on_signal(self, number: int, _frame: types.FrameType | None) -> None:
+        first = not self.requested
+        self.requested = True
+        if number == signal.SIGINT:
+            self._interrupts += 1
+        if self._interrupts >= 3:
+            raise KeyboardInterrupt
+        if first:
+            _say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint.")
+        elif number == signal.SIGINT:
+            _say("Still saving the checkpoint. Ctrl-C once more to stop at once and lose the steps since the last one.")
+
+
+def _say(text: str) -> None:
+    # os.write, because a signal may interrupt a print, and buffered streams cannot be re-entered.
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())

@@ -1,0 +1,37 @@
+"""Hash of the batch that fed a step, to compare runs and to find a bad batch again."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, UInt
+
+from jtrain.dims import Batch
+from jtrain.mesh import BATCH_AXES
+
+
+def hash_block(batch: Batch, column_L: Int[Array, " L"]) -> UInt[Array, "2"]:
+    """Returns this device's term of a hash of the global batch; the hash is the sum of all terms modulo 2^32.
+
+    Each element is mixed with its global index, so the hash depends on the order of elements but not on how the batch
+    is sharded. It is computed from the batch on the device, so errors between loader and device show.
+
+    Args:
+      column_L: index in the whole row of each of this device's positions.
+    """
+    rows, cols = batch.token_BL.shape
+    row = jnp.arange(rows) + rows * jax.lax.axis_index(BATCH_AXES)
+    index_BL = row[:, None] * (cols * jax.lax.axis_size("context")) + column_L[None, :]
+
+    def one(seed: int) -> Array:
+        h = jnp.full((rows, cols), seed, jnp.uint32)
+        for x_BL in (index_BL, batch.token_BL, batch.target_BL, batch.position_BL, batch.segment_BL):
+            h = _mix(h ^ x_BL.astype(jnp.uint32))
+        return jnp.sum(h, dtype=jnp.uint32)
+
+    return jnp.stack([one(0x9E3779B9), one(0x85EBCA6B)])
+
+
+def _mix(h: Array) -> Array:
+    """Murmur3's 32-bit finaliser: every input bit changes half of the output bits."""
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)

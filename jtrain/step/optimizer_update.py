@@ -1,0 +1,146 @@
+"""Optimizer update of global arrays, on the device or streamed through host memory.
+
+The update is elementwise (for Muon, layer by layer), so the sharding of the optimizer state decides what each device
+computes. Parameters and state in host memory stream through the device slice by slice (`host_offload.py`). Each device
+streams its own shard, so the network carries no additional bytes.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from jtrain.layout import Layout, ParamLayout
+from jtrain.model.param import Params
+from jtrain.optim import Moments, Optimizer, Update
+from jtrain.optim.state import arrays, by_muon, by_path, nested
+from jtrain.step.host_offload import (
+    Arrays,
+    SliceIndex,
+    Slices,
+    StreamedParam,
+    global_start,
+    on_host_cores,
+    streamed,
+    to_device,
+    to_host,
+)
+from jtrain.step.zero import own_shard, whole_again
+
+
+def host_state(layout: Layout, optimizer: Optimizer) -> frozenset[tuple[str, str]]:
+    """Returns the optimizer arrays kept in host memory, as pairs (path of the parameter, name of the array)."""
+    kept = {path: arrays(optimizer.spec, info) for path, info in optimizer.infos.items()}
+    return layout.host_state(
+        {(path, name): math.prod(x.shape) * x.dtype.itemsize for path, of in kept.items() for name, x in of.items()}
+    )
+
+
+def make_update(
+    optimizer: Optimizer, layout: Layout, mesh: Mesh
+) -> Callable[[Params, Array, Params, Moments], tuple[Params, Moments, dict[str, Array]]]:
+    """Returns `update(grads, step, params, opt_state) -> (params, opt_state, metrics)`, to be called while tracing."""
+    kept_on_host = host_state(layout, optimizer)
+    on_host: dict[str, frozenset[str]] = {
+        p.info.path: frozenset(name for path, name in kept_on_host if path == p.info.path)
+        | ({"param"} if _streams(p, optimizer) else frozenset())
+        for p in layout.params
+    }
+    streaming = [p for p in layout.params if on_host[p.info.path]]
+
+    def update(
+        grads: Params, step: Array, params: Params, opt_state: Moments
+    ) -> tuple[Params, Moments, dict[str, Array]]:
+        scalars = optimizer.begin(grads, step)
+        grad, param = (by_path(optimizer.params, tree) for tree in (grads, params))
+        leaves = optimizer.leaves(opt_state)
+        for p in layout.params:
+            path = p.info.path
+            if not _streams(p, optimizer):
+                here = to_device(param[path]) if p.param_memory == "pinned_host" else param[path]
+                # The update reads and writes only this device's shard of the parameter, which is gathered afterwards.
+                param[path] = own_shard(layout, p, mesh, here)
+            if not on_host[path]:
+                new = optimizer.update_param(scalars, p.info, grad[path], param[path], leaves[path])
+                param[path], leaves[path] = new
+        if streaming:
+            states = {p.info.path: {"param": param[p.info.path], **leaves[p.info.path]} for p in streaming}
+            given = {p.info.path: grad[p.info.path] for p in streaming}
+            for path, new in _streamed_update(optimizer, layout, on_host, mesh, scalars, given, states).items():
+                param[path] = new.pop("param")
+                leaves[path] = new
+        for p in layout.params:
+            path = p.info.path
+            if not _streams(p, optimizer):
+                here = whole_again(layout, p, mesh, param[path])
+                param[path] = to_host(here) if p.param_memory == "pinned_host" else here
+        return nested(optimizer.params, param), optimizer.state(leaves), scalars.metrics
+
+    return update
+
+
+def _streams(p: ParamLayout, optimizer: Optimizer) -> bool:
+    """True if the parameter itself streams through the update, slice by slice of each device's shard.
+
+    A parameter that is gathered after the update cannot stream, because the device then holds all of it. Neither can
+    one that Muon updates, because Muon needs whole matrices.
+    """
+    return p.param_memory == "pinned_host" and p.param == p.optimizer and not by_muon(optimizer.spec, p.info)
+
+
+def _streamed_update(
+    optimizer: Optimizer,
+    layout: Layout,
+    on_host: dict[str, frozenset[str]],
+    mesh: Mesh,
+    scalars: Update,
+    grads: dict[str, Array],
+    states: dict[str, Arrays],
+) -> dict[str, Arrays]:
+    """Updates the parameters that have arrays in host memory, each device its own shard; dicts are keyed by path."""
+    layouts = [p for p in layout.params if on_host[p.info.path]]
+
+    def leaf(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> StreamedParam:
+        stacked = p.info.dims.startswith("Y")
+        slices = Slices({"grad": grad, **state}, stacked=stacked)
+        start = global_start(p.optimizer, grad.shape)
+
+        def update(index: SliceIndex, pieces: Arrays) -> Arrays:
+            layer, part = slices.place(index)
+            if stacked:
+                pieces = {name: x[0] for name, x in pieces.items()}
+            grad, param = pieces.pop("grad"), pieces.pop("param")
+            first = (start[stacked] + part * grad.shape[0], *start[stacked + 1 :])
+            param, of_leaf = optimizer.update_param(
+                scalars, p.info, grad, param, pieces, layer=layer if stacked else None, start=first
+            )
+            new = {"param": param, **of_leaf}
+            return {name: x[None] for name, x in new.items()} if stacked else new
+
+        return StreamedParam({"grad": grad}, state, on_host[p.info.path], slices, update)
+
+    def by_host(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> Arrays:
+        def update(scalars: Update, grad: Array, state: Arrays) -> Arrays:
+            of_leaf = {name: x for name, x in state.items() if name != "param"}
+            param, of_leaf = optimizer.update_param(scalars, p.info, grad, state["param"], of_leaf)
+            return {"param": param, **of_leaf}
+
+        new = on_host_cores(update, scalars, grad, state)
+        return new if "param" in on_host[p.info.path] else new | {"param": to_device(new["param"])}
+
+    def local(scalars: Update, grads: dict[str, Array], states: dict[str, Arrays]) -> dict[str, Arrays]:
+        # If update=host, the host's cores update parameters whose state is in host memory. A parameter in host memory
+        # whose state is on the device streams.
+        cores = [p for p in layouts if layout.spec.offload.update == "host" and on_host[p.info.path] - {"param"}]
+        found = {p.info.path: by_host(p, scalars, grads[p.info.path], states[p.info.path]) for p in cores}
+        others = [p for p in layouts if p not in cores]
+        leaves = [leaf(p, scalars, grads[p.info.path], states[p.info.path]) for p in others]
+        return found | {p.info.path: new for p, new in zip(others, streamed(leaves, scalars.grad_norm), strict=True)}
+
+    specs = {p.info.path: p.optimizer for p in layouts}
+    return jax.shard_map(local, mesh=mesh, in_specs=(P(), specs, specs), out_specs=specs, check_vma=False)(
+        scalars, grads, states
+    )

@@ -1,0 +1,123 @@
+"""Train state (parameters, optimizer state, step): its shardings and its first values."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from jtrain.dims import ParamInfo
+from jtrain.layout import Layout
+from jtrain.model.fp8_scaling import first_scaling
+from jtrain.model.param import Params, init_param, init_params
+from jtrain.optim import Moments, Optimizer, check_layout
+from jtrain.optim.optimizer import check_offload
+from jtrain.step.host_offload import sharding, to_host
+from jtrain.step.optimizer_update import host_state
+from jtrain.step.zero import param_tree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Train state: all arrays that a run carries from step to step.
+
+    It is a pytree, whose leaves may also be shapes or shardings.
+
+    step: completed updates, an int32 scalar.
+    scaling: scales of the 8-bit matmuls (`jtrain.model.fp8_scaling`); empty unless precision.matmul_dtype=fp8_delayed.
+    """
+
+    step: Any
+    params: Params
+    opt_state: Moments
+    scaling: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainState:
+    """Returns shapes, dtypes and shardings of the state without allocating anything.
+
+    Raises:
+      UserError: the layout or the offload does not suit the optimizer, or these devices have no host memory.
+    """
+    check_layout(optimizer.spec, layout)
+    check_offload(layout.spec, optimizer.spec)
+    on_host = host_state(layout, optimizer)
+    layouts = {p.info.path: p for p in layout.params}
+    shapes = jax.eval_shape(lambda: _first_state(layout, optimizer, 0))
+    params = param_tree(layout, lambda p: sharding(mesh, p.param, p.param_memory))
+    opt_state = optimizer.state_map(
+        lambda info, name: sharding(
+            mesh, layouts[info.path].optimizer, "pinned_host" if (info.path, name) in on_host else "device"
+        )
+    )
+    scaling = jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes.scaling)
+    shardings = TrainState(NamedSharding(mesh, P()), params, opt_state, scaling)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def init_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int) -> TrainState:
+    """Creates the state before the first step in its final sharding: no device ever holds more than its share.
+
+    Offloaded arrays start as zeros in host memory; random values overwrite them layer by layer.
+    """
+    like = abstract_state(layout, optimizer, mesh)
+    drawn = TrainState(
+        None,
+        optimizer.params,
+        optimizer.state_map(lambda i, name: i if name == "master" else None),
+        jax.tree.map(lambda _: None, like.scaling),
+    )
+    leaves, structure = jax.tree.flatten(like)
+    infos = jax.tree.leaves(drawn, is_leaf=lambda x: x is None)
+    here = [x.sharding.memory_kind != "pinned_host" for x in leaves]
+
+    def first_here() -> list[Array]:
+        values = jax.tree.leaves(_first_state(layout, optimizer, seed))
+        return [value for value, is_here in zip(values, here, strict=True) if is_here]
+
+    of_here = [x.sharding for x, is_here in zip(leaves, here, strict=True) if is_here]
+    made = iter(jax.jit(first_here, out_shardings=of_here)())
+    states = [next(made) if h else _first_on_host(x, i, seed) for x, i, h in zip(leaves, infos, here, strict=True)]
+    return jax.tree.unflatten(structure, states)
+
+
+def _first_on_host(like: jax.ShapeDtypeStruct, info: ParamInfo | None, seed: int) -> Array:
+    """Creates an array in host memory: zeros, or a parameter's first values, drawn on the device layer by layer."""
+    shape = like.sharding.shard_shape(like.shape)
+    zeros = jax.make_array_from_callback(like.shape, like.sharding, lambda _: np.zeros(shape, like.dtype))
+    if info is None:
+        return zeros
+    dtype = like.dtype.name
+
+    def fill(x: Array) -> Array:
+        if not info.dims.startswith("Y"):
+            return to_host(init_param(info, seed=seed, dtype=dtype))
+
+        def layer(y: Array, x: Array) -> Array:
+            value = to_host(init_param(info, seed=seed, dtype=dtype, layer=y))
+            return jax.lax.dynamic_update_index_in_dim(x, value, y, 0)
+
+        return jax.lax.fori_loop(0, info.shape[0], layer, x)
+
+    return jax.jit(fill, donate_argnums=0, out_shardings=like.sharding)(zeros)
+
+
+def shardings_of(state: TrainState) -> TrainState:
+    """Returns the shardings of a state's arrays; the state may be abstract."""
+    return jax.tree.map(lambda x: x.sharding, state)
+
+
+def _first_state(layout: Layout, optimizer: Optimizer, seed: int) -> TrainState:
+    infos = tuple(p.info for p in layout.params)
+    # Master weights start in float32. Parameters get the same bits whether they are rounded now or when drawn.
+    masters = optimizer.spec.master_dtype != "none"
+    params = init_params(infos, seed=seed, dtype="float32" if masters else layout.precision.param_dtype)
+    opt_state = optimizer.init(params)
+    params = jax.tree.map(lambda x: x.astype(layout.precision.param_dtype), params)
+    scaling = first_scaling(infos) if layout.precision.matmul_dtype == "fp8_delayed" else {}
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, scaling)

@@ -1,0 +1,181 @@
+"""One training step: a pure function of (state, batch), jitted once.
+
+Forward and backward run in one fully-manual `jax.shard_map`, so that every collective is a line here or in the model
+and none is left to the partitioner. Each device differentiates its own share of the global loss with respect to its
+own shards; `zero.py` gathers weights and reduces gradients.
+
+| zero_stage | in the layer, per microbatch | once per step |
+|---|---|---|
+| 0 | | all-reduce of gradients |
+| 1 | | reduce-scatter of gradients, all-gather of parameters |
+| 2 | reduce-scatter of gradients | all-gather of parameters |
+| 3 | all-gather of parameters (again in the backward pass), reduce-scatter of gradients | |
+
+The optimizer runs outside the shard_map, on global arrays: `optimizer_update.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from jtrain.dims import IGNORE, Batch
+from jtrain.layout import Layout
+from jtrain.mesh import BATCH_AXES
+from jtrain.model.fp8_scaling import advanced, check_matmul_dtype, unseen, with_fp8
+from jtrain.model.param import Params
+from jtrain.model.transformer import Transformer
+from jtrain.optim import Optimizer
+from jtrain.step.batch_hash import hash_block
+from jtrain.step.optimizer_update import make_update
+from jtrain.step.state import TrainState, abstract_state, shardings_of
+from jtrain.step.xla_options import compiler_options, kernels_for
+from jtrain.step.zero import (
+    along_torus,
+    finish_gradient,
+    param_tree,
+    placement_of,
+    psum_batch,
+    trained_part,
+    with_whole,
+)
+
+BATCH_SPEC = P(BATCH_AXES, "context")
+"""Partition of [B, L] arrays; devices along `tensor` hold the same tokens."""
+
+type StepMetrics = dict[str, Array]
+
+
+def make_train_step(
+    model: Transformer, optimizer: Optimizer, layout: Layout, mesh: Mesh
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+    """Returns the jitted `step(state, batch) -> (state, metrics)`; it donates its input state.
+
+    Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, without z-loss), grad_norm
+    (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32).
+
+    Raises:
+      UserError: these devices do not support precision.matmul_dtype.
+    """
+    check_matmul_dtype(layout.precision, mesh)
+    layout = along_torus(layout, mesh)
+    gradients = jax.shard_map(
+        lambda params, scaling, batch: _local_gradients(model, layout, params, scaling, batch),
+        mesh=mesh,
+        in_specs=(param_tree(layout, lambda p: p.param), P(), BATCH_SPEC),
+        out_specs=(param_tree(layout, lambda p: p.optimizer), P(), P()),
+        check_vma=False,  # all sums over axes are explicit: `finish_gradient`
+    )
+
+    update = make_update(optimizer, layout, mesh)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        with kernels_for(layout, mesh):
+            grads, seen, metrics = gradients(state.params, state.scaling, batch)
+            with jax.named_scope("optimizer"):
+                params, opt_state, norms = update(grads, state.step, state.params, state.opt_state)
+                scaling = advanced(state.scaling, seen)
+                return TrainState(state.step + 1, params, opt_state, scaling), metrics | norms
+
+    # Output shardings are explicit: if XLA inferred others, the second step would compile again.
+    state_shardings = shardings_of(abstract_state(layout, optimizer, mesh))
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        out_shardings=(state_shardings, NamedSharding(mesh, P())),
+        compiler_options=compiler_options(mesh, layout.precision.matmul_dtype),
+    )
+
+
+def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[Params, Batch], StepMetrics]:
+    """Returns the jitted `step(params, batch) -> {"nats", "tokens"}`, both summed over the batch.
+
+    With sums, the mean over batches is exact however full they are. A device computes as many sequences at a time as in
+    training, so evaluation needs no more memory.
+    """
+    layout = along_torus(layout, mesh)
+    placement = placement_of(layout)
+
+    def local(params: Params, batch: Batch) -> StepMetrics:
+        weights = with_whole(layout, trained_part(layout, params), params)
+
+        def microbatch(nats: Array, part: Batch) -> tuple[Array, None]:
+            return nats + model.loss(weights, part, placement)[1], None
+
+        nats, _ = jax.lax.scan(microbatch, jnp.zeros((), jnp.float32), _microbatches(layout, batch))
+        axes = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
+        tokens = jnp.sum(batch.target_BL != IGNORE)
+        return {"nats": jax.lax.psum(nats, axes), "tokens": psum_batch(layout, tokens)}
+
+    params_spec = param_tree(layout, lambda p: p.param)
+    sums = jax.shard_map(local, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=P(), check_vma=False)
+
+    def eval_step(params: Params, batch: Batch) -> StepMetrics:
+        with kernels_for(layout, mesh):
+            return sums(params, batch)
+
+    return jax.jit(eval_step, compiler_options=compiler_options(mesh))
+
+
+def _local_gradients(
+    model: Transformer, layout: Layout, params: Params, scaling: dict[str, Any], batch: Batch
+) -> tuple[Params, dict[str, Any], StepMetrics]:
+    """Computes one device's part of a step, inside the shard_map.
+
+    Returns:
+      Gradients sharded as the optimizer needs them; the largest values in 8-bit matmuls and the metrics, both of the
+      global batch.
+    """
+    spec = layout.spec
+    placement = placement_of(layout)
+    infos = tuple(p.info for p in layout.params)
+    with jax.named_scope("batch"):
+        num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
+        # Accumulation is exact because each microbatch is divided by the token count of the whole batch, not its own.
+        weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
+
+    def objective(trained: Params, seen: Any, part: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        weights = with_whole(layout, trained, params)
+        if layout.precision.matmul_dtype != "compute":
+            weights = with_fp8(weights, infos, scaling, seen, weight)
+        total, nats = model.loss(weights, part, placement)
+        with jax.named_scope("loss"):
+            return total * weight, nats * weight
+
+    differentiate = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+
+    def microbatch(carry: Any, part: Batch) -> tuple[Any, None]:
+        (_, loss), (grads, seen) = differentiate(trained, unseen(scaling), part)
+        with jax.named_scope("reduce_gradients"):
+            grads = jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[0], grads)
+            return (grads, jax.tree.map(jnp.maximum, carry[1], seen), carry[2] + loss), None
+
+    trained = trained_part(layout, params)
+    if spec.microbatches == 1:
+        (_, loss), (grads, seen) = differentiate(trained, unseen(scaling), batch)
+    else:
+        parts = _microbatches(layout, batch)
+        with jax.named_scope("reduce_gradients"):
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
+        carry = (zeros, unseen(scaling), jnp.zeros((), jnp.float32))
+        (grads, seen, loss), _ = jax.lax.scan(microbatch, carry, parts)
+
+    axes = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
+    with jax.named_scope("reduce_gradients"):
+        layouts = param_tree(layout, lambda p: p)
+        grads = jax.tree.map(lambda p, g: finish_gradient(layout, p, g), layouts, grads)
+        seen = jax.tree.map(lambda amax_Y3: jax.lax.pmax(amax_Y3, axes), seen)
+        loss = jax.lax.psum(loss, axes)
+    with jax.named_scope("batch"):
+        hash_2 = psum_batch(layout, hash_block(batch, placement.context.position_L(batch.token_BL.shape[1])))
+    return grads, seen, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}
+
+
+def _microbatches(layout: Layout, batch: Batch) -> Batch:
+    """Splits one device's rows into microbatches, which become the leading dimension."""
+    with jax.named_scope("batch"):
+        return jax.tree.map(lambda x: x.reshape(layout.spec.microbatches, -1, *x.shape[1:]), batch)

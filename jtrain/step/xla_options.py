@@ -1,0 +1,52 @@
+"""Compiler options and kernels of the train step per chip, the same for plans and for training."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jtrain.layout import Layout
+from jtrain.precision import MatmulDtype
+from jtrain_kernels import registry
+from jtrain_kernels.device import from_device, live
+
+_SPARSE_CORES = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+    "xla_tpu_use_tc_device_shape_on_sc": True,
+    "xla_sc_disable_megacore_partitioning": True,
+}
+"""Options that let the sparse cores drive collectives while matmuls compute. Without them every collective of a step
+is synchronous on these chips; they refuse v5e's option for it, `xla_tpu_enable_async_collective_fusion`."""
+
+_KEEP_SUMS_SPLIT = {"xla_disable_hlo_passes": "while-loop-all-reduce-code-motion"}
+"""Options for all TPUs. This pass moves sums of gradients out of the loop over microbatches, so that gradients sharded
+by ZeRO-2 are whole again (1.8 GiB more for Qwen3 8B's embeddings on 8 chips); with bfloat16 parameters it fails."""
+
+OPTIONS = {"v5p": _SPARSE_CORES, "v6e": _SPARSE_CORES, "tpu7x": _SPARSE_CORES}
+"""Name of a chip in `jtrain_kernels.device` -> its options; each generation refuses the options of others."""
+
+
+_KEEP_PRODUCTS_APART = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""Options for GPUs with 8-bit matmuls. XLA would merge matmuls of the same input below 32 MB into one. Their weights
+have different scales, so the merged matmul would run in bfloat16: 10 of the 21 matmuls of a small layer."""
+
+
+def compiler_options(mesh: Mesh, matmul_dtype: MatmulDtype = "compute") -> dict[str, Any]:
+    """Returns `compiler_options` for `jax.jit`; empty except for several TPUs, and for GPUs with 8-bit matmuls.
+
+    The options change which instructions overlap, never the results.
+    """
+    device = mesh.devices.flat[0]
+    if device.platform == "gpu" and matmul_dtype != "compute":
+        return dict(_KEEP_PRODUCTS_APART)
+    if device.platform != "tpu" or mesh.size == 1:
+        return {}
+    spec = from_device(device)
+    return _KEEP_SUMS_SPLIT | (OPTIONS.get(spec.name, {}) if spec is not None else {})
+
+
+def kernels_for(layout: Layout, mesh: Mesh) -> AbstractContextManager[None]:
+    """Context in which ops trace for the mesh's devices, present or compile-only, with the layout's forced kernels."""
+    return registry.on(live(mesh.devices.flat[0]), forced=dict(layout.kernels))

@@ -1,0 +1,276 @@
+"""ZeRO: gathers each weight for the matmul that uses it, and reduces and scatters its gradient.
+
+All collectives run inside the step's fully-manual `jax.shard_map`. `gather_data` and `scatter_data` are transposes of
+each other. One rule finishes every gradient: it is summed over each axis that does not split its parameter.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from jtrain.layout import Layout, ParamLayout, unsplit_axes
+from jtrain.mesh import BATCH_AXES
+from jtrain.model import ops
+from jtrain.model.layer_scan import Detached
+from jtrain.model.param import Params, map_params
+from jtrain.model.saved_activations import offloaded_names
+from jtrain.model.transformer import Placement
+
+
+def param_tree(layout: Layout, fn: Callable[[ParamLayout], Any]) -> Params:
+    """Applies `fn` to the layout of every parameter; returns a tree like the parameters."""
+    layouts = {p.info.path: p for p in layout.params}
+    return map_params(lambda info: fn(layouts[info.path]), tuple(p.info for p in layout.params))
+
+
+def placement_of(layout: Layout) -> Placement:
+    """Returns the functions and settings by which the model reads its weights inside the shard_map."""
+    spec = layout.spec
+    layouts = {p.info.path: p for p in layout.params}
+
+    def fetch(path: str, tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {key: fetch(f"{path}.{key}", value) for key, value in tree.items()}
+        if isinstance(tree, ops.Fp8Kernel):
+            return dataclasses.replace(tree, value=fetch(path, tree.value))
+        # Profiles use these names to tell which weight of which layer a collective moves.
+        with jax.named_scope(path.replace(".", "/")):
+            return _fetch(layout, layouts[path], tree)
+
+    return Placement(
+        fetch=fetch,
+        tensor=layout.mesh.tensor,
+        tensor_overlap=spec.tensor_overlap,
+        context=ops.RowSplit(layout.mesh.context, spec.context_attention, layout.context_order),
+        expert=layout.mesh.expert,
+        remat=spec.remat,
+        remat_save=spec.remat_save,
+        regather=spec.zero_stage == 3 and layout.mesh.data > 1,
+        streams=any(p.param_memory == "pinned_host" for p in layout.params),
+        offload=offloaded_names(layout),
+        lookup=functools.partial(_lookup, layout) if spec.zero_stage == 3 and layout.mesh.data > 1 else None,
+    )
+
+
+def along_torus(layout: Layout, mesh: Mesh) -> Layout:
+    """Returns the layout with collectives over `data` split by torus dimension, if the devices form a TPU torus.
+
+    XLA:TPU turns an all-gather or reduce-scatter over 128 chips into an all-reduce of twice the bytes. Along one torus
+    dimension at a time it does not, and the total bytes equal those of one collective over all chips.
+    """
+    line = mesh.devices[tuple(slice(None) if axis == "data" else 0 for axis in mesh.axis_names)]
+    if line[0].platform != "tpu" or layout.rings:
+        return layout
+    rings = torus_rings(np.array([(*device.coords, device.core_on_chip) for device in line]))
+    return dataclasses.replace(layout, rings=rings) if len(rings) > 1 else layout
+
+
+def torus_rings(place_NK: np.ndarray) -> tuple[int, ...]:
+    """Returns the length of each torus dimension that N devices in a row run through, the slowest first.
+
+    Args:
+      place_NK: K coordinates of each device.
+
+    Returns:
+      Lengths whose product is N; (N,) if the devices do not run through a torus in order.
+    """
+    num, dims = place_NK.shape
+    steps = {k: int(np.argmax(place_NK[:, k] != place_NK[0, k])) for k in range(dims) if np.ptp(place_NK[:, k])}
+    order = sorted(steps, key=lambda k: -steps[k])  # the slower a dimension, the later its coordinate first changes
+    rings = tuple(len(np.unique(place_NK[:, k])) for k in order)
+    if math.prod(rings) != num:
+        return (num,)
+    for index, k in enumerate(order):
+        place = np.moveaxis(place_NK[:, k].reshape(rings), index, 0).reshape(rings[index], -1)
+        if np.ptp(place, axis=1).any():
+            return (num,)
+    return rings
+
+
+def _splits_data(layout: Layout, p: ParamLayout) -> bool:
+    return p.data_dim is not None and layout.mesh.data > 1
+
+
+def _is_detached(layout: Layout, p: ParamLayout) -> bool:
+    """True if the forward pass reads another array than the one JAX differentiates.
+
+    This holds under ZeRO-2 (full parameter, sharded gradient) and for parameters in host memory.
+    """
+    return p.param_memory == "pinned_host" or (layout.spec.zero_stage == 2 and _splits_data(layout, p))
+
+
+def trained_part(layout: Layout, params: Params) -> Params:
+    """Returns the arrays that JAX differentiates: on the device, with the shapes in which gradients accumulate.
+
+    Under stage 2 parameters are whole but gradients are sharded, and a parameter in host memory accumulates its
+    gradient on the device. Both get a placeholder of zeros with the gradient's shape; XLA removes it, as nothing reads
+    its value.
+    """
+
+    def leaf(p: ParamLayout, value: Array) -> Array:
+        if not _is_detached(layout, p):
+            return value
+        shape = list(value.shape)
+        if layout.spec.zero_stage == 2 and _splits_data(layout, p):
+            assert p.data_dim is not None
+            shape[p.data_dim] //= layout.mesh.data
+        return jnp.zeros(shape, value.dtype)
+
+    return jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
+
+
+def with_whole(layout: Layout, trained: Params, params: Params) -> Params:
+    """Pairs each array of `trained` with the one that the forward pass reads, where the two differ."""
+    layouts = param_tree(layout, lambda p: p)
+    return jax.tree.map(lambda p, t, w: Detached(t, w) if _is_detached(layout, p) else t, layouts, trained, params)
+
+
+def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
+    """Returns one layer's weight for the forward pass: whole over `data`, matrices in the compute dtype."""
+    spec = layout.spec
+    if not p.info.is_matrix:
+        return leaf  # scales multiply in float32
+    if not _splits_data(layout, p) or spec.zero_stage < 2:
+        return _attached(leaf).astype(layout.precision.compute_dtype)
+    assert p.data_dim is not None
+    dim = p.data_dim - p.info.dims.startswith("Y")  # the loop over layers has removed Y
+    if spec.zero_stage == 2:
+        return _use_whole(layout, leaf.trained, leaf.value, dim)
+    return _gather(layout, _attached(leaf), dim)
+
+
+def _attached(leaf: Array | Detached) -> Array:
+    """Returns the value for the forward pass; its gradient goes to the array that JAX differentiates."""
+    if not isinstance(leaf, Detached):
+        return leaf
+
+    @jax.custom_vjp
+    def value_of(trained: Array, value: Array) -> Array:
+        del trained
+        return value
+
+    value_of.defvjp(lambda trained, value: (value, None), lambda _, grad: (grad, None))
+    return value_of(leaf.trained, leaf.value)
+
+
+def _gather(layout: Layout, shard: Array, dim: int) -> Array:
+    """Gathers a weight from its shards over `data`; the backward pass reduce-scatters its gradient."""
+
+    @jax.custom_vjp
+    def gather(shard: Array) -> Array:
+        return gather_data(shard.astype(layout.precision.compute_dtype), dim, layout.rings)
+
+    def backward(_: None, grad: Array) -> tuple[Array]:
+        return (scatter_data(grad.astype(layout.precision.reduce_dtype), dim, layout.rings).astype(shard.dtype),)
+
+    gather.defvjp(lambda shard: (gather(shard), None), backward)
+    return gather(shard)
+
+
+def _use_whole(layout: Layout, shard: Array, whole: Array, dim: int) -> Array:
+    """Returns `whole` in the compute dtype; the backward pass reduce-scatters its gradient into `shard`."""
+
+    @jax.custom_vjp
+    def use(shard: Array, whole: Array) -> Array:
+        del shard
+        return whole.astype(layout.precision.compute_dtype)
+
+    def backward(_: None, grad: Array) -> tuple[Array, None]:
+        return scatter_data(grad.astype(layout.precision.reduce_dtype), dim, layout.rings).astype(shard.dtype), None
+
+    use.defvjp(lambda shard, whole: (use(shard, whole), None), backward)
+    return use(shard, whole)
+
+
+def _lookup(layout: Layout, table_Vd: Array, token_BL: Array) -> Array:
+    """Looks up rows of a table whose columns are split over `data`.
+
+    Each device looks up the tokens of all devices in its own columns; an all-to-all then gives each device all columns
+    of its own tokens. The network carries B * L * D elements; gathering the table would take V * D. The gradient of the
+    table is summed in float32 on the device that needs it.
+    """
+    token_BL = jax.lax.all_gather(token_BL, "data", axis=0, tiled=True)
+    x_BLd = ops.embedding_lookup(table_Vd, token_BL).astype(layout.precision.compute_dtype)
+    return jax.lax.all_to_all(x_BLd, "data", split_axis=0, concat_axis=2, tiled=True)
+
+
+def gather_data(shard: Array, dim: int, rings: tuple[int, ...]) -> Array:
+    """Gathers all shards over `data` along `dim`, in device order."""
+    for groups in reversed(_ring_groups(rings)):  # fastest dimension first: each step joins adjacent parts
+        shard = jax.lax.all_gather(shard, "data", axis=dim, tiled=True, axis_index_groups=groups)
+    return shard
+
+
+def scatter_data(whole: Array, dim: int, rings: tuple[int, ...]) -> Array:
+    """Returns this device's shard of the sum over `data`, in the input dtype; the transpose of `gather_data`."""
+    for groups in _ring_groups(rings):
+        whole = jax.lax.psum_scatter(whole, "data", scatter_dimension=dim, tiled=True, axis_index_groups=groups)
+    return whole
+
+
+def _ring_groups(rings: tuple[int, ...]) -> list[list[list[int]] | None]:
+    """Returns for each torus dimension, slowest first, the groups of devices along `data` that differ only in it."""
+    if not rings:
+        return [None]
+    place = np.arange(math.prod(rings)).reshape(rings)
+    return [np.moveaxis(place, k, -1).reshape(-1, size).tolist() for k, size in enumerate(rings)]
+
+
+def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
+    """Sums a gradient over the axes that do not split its parameter; returns it sharded like the optimizer state.
+
+    The sum is float32. A gradient that needs no sum keeps its dtype: the optimizer computes in float32 anyway, and a
+    float32 copy of a whole model's bfloat16 gradients would take twice their bytes.
+    """
+    if layout.spec.zero_stage == 1 and _splits_data(layout, p):
+        assert p.data_dim is not None
+        grad = scatter_data(grad.astype(layout.precision.reduce_dtype), p.data_dim, layout.rings)
+    axes = unsplit_axes(p.optimizer, layout.mesh.shape)
+    if not axes:
+        return grad
+    return jax.lax.psum(grad.astype(layout.precision.reduce_dtype), axes).astype(jnp.float32)
+
+
+def own_shard(layout: Layout, p: ParamLayout, mesh: Mesh, param: Array) -> Array:
+    """Slices from a parameter that is whole over `data` the shard whose optimizer state each device holds."""
+    if p.param == p.optimizer:
+        return param
+    dim = p.data_dim
+    assert dim is not None
+
+    def local(whole: Array) -> Array:
+        size = whole.shape[dim] // layout.mesh.data
+        return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index("data") * size, size, dim)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=p.param, out_specs=p.optimizer, check_vma=False)(param)
+
+
+def whole_again(layout: Layout, p: ParamLayout, mesh: Mesh, shard: Array) -> Array:
+    """Gathers over `data` the parameter that `own_shard` sliced.
+
+    Shards are gathered along a new leading dimension and then moved into place. With a gather directly into the donated
+    parameter, XLA:TPU copies all parameters at the start of the step and keeps the copies to its end.
+    """
+    if p.param == p.optimizer:
+        return shard
+    dim = p.data_dim
+    assert dim is not None
+
+    def local(shard: Array) -> Array:
+        parts = gather_data(shard, 0, layout.rings).reshape(layout.mesh.data, *shard.shape)
+        return jnp.moveaxis(parts, 0, dim).reshape(*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
+
+    return jax.shard_map(local, mesh=mesh, in_specs=p.optimizer, out_specs=p.param, check_vma=False)(shard)
+
+
+def psum_batch(layout: Layout, x: Array) -> Array:
+    """Sums over the devices that hold different tokens."""
+    return jax.lax.psum(x, tuple(axis for axis in (*BATCH_AXES, "context") if layout.mesh.shape[axis] > 1))

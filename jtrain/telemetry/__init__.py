@@ -1,0 +1,1 @@
+"""Measurements during a run: metrics, step times, recompilations and the goodput ledger."""

@@ -1,0 +1,118 @@
+"""Detection of recompilations: whether a jitted function was compiled again, and which argument changed."""
+
+import contextlib
+import threading
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jtrain.telemetry.step_timer import Signature
+
+BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
+"""jax's event name for the time in which XLA compiled a program or read it from the persistent cache."""
+
+
+def signature(arguments: Sequence[Any], names: Sequence[str]) -> Signature:
+    """Shape, dtype and sharding of every leaf of the arguments, which determine the compiled program.
+
+    Donated arrays still have them.
+    """
+    import jax
+
+    leaves = {}
+    for name, argument in zip(names, arguments, strict=True):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
+            parts = (f"shape {list(np.shape(leaf))}", f"dtype {getattr(leaf, 'dtype', type(leaf).__name__)}")
+            weak = " weakly typed" if getattr(leaf, "weak_type", False) else ""
+            where = _where(getattr(leaf, "sharding", None))
+            leaves[name + jax.tree_util.keystr(path)] = (parts[0], parts[1] + weak, f"sharding {where}")
+    return leaves
+
+
+def _where(sharding: Any) -> str:
+    """Text of a sharding, such as `P('data',) of data=8, device`; mesh axes of size 1 are left out."""
+    import jax
+
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return "none, on the host" if sharding is None else str(sharding)
+    axes = " ".join(f"{axis}={size}" for axis, size in sharding.mesh.shape.items() if size > 1) or "one device"
+    return f"{sharding.spec} of {axes}, {sharding.memory_kind}"
+
+
+def changes(before: Signature, after: Signature) -> list[str]:
+    """Changed, new and missing leaves, such as `batch.token_BL: shape [8, 64] -> [8, 32]`."""
+    found = []
+    for path in dict.fromkeys([*before, *after]):
+        old, new = before.get(path), after.get(path)
+        if old is None or new is None:
+            found.append(f"{path}: {'gone' if new is None else 'new, ' + ', '.join(new)}")
+            continue
+        differs = [f"{a} -> {b.partition(' ')[2]}" for a, b in zip(old, new, strict=True) if a != b]
+        if differs:
+            found.append(f"{path}: {', '.join(differs)}")
+    return found
+
+
+class Compilations:
+    """Detects calls of a jitted function that compiled it.
+
+    Checks the size of the function's cache (0.1 us); the arguments are inspected only when it has grown.
+
+    Args:
+      function: the result of `jax.jit`; its `_cache_size` is private, but jax's own tests count compilations by it.
+      names: names of its arguments for messages.
+    """
+
+    def __init__(self, function: Any, names: tuple[str, ...]) -> None:
+        self.count = 0
+        self._function = function
+        self._names = names
+        self._known: Signature = {}
+        self._size = function._cache_size()
+
+    def called(self, *arguments: Any) -> str | None:
+        """Checks for a compilation; call it after each call of the function, with the same arguments.
+
+        Returns:
+          A message that names the changed arguments if the function was compiled again, else None.
+        """
+        size = self._function._cache_size()
+        if size == self._size:
+            return None
+        self._size = size
+        self.count += 1
+        before, self._known = self._known, signature(arguments, self._names)
+        if self.count == 1:
+            return None
+        found = changes(before, self._known)
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        said = "; ".join(found[:3]) + more if found else "no argument, but jax's configuration or context"
+        return f"compiled again (program {self.count} of this run), changed: {said}"
+
+
+class CompileSeconds:
+    """Calls `compiled(seconds)` for each program compiled inside the `with` block on the thread that created it."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+        self._thread = threading.get_ident()
+
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == BACKEND_COMPILE and threading.get_ident() == self._thread:
+            self._compiled(duration_secs)
+
+    def __enter__(self) -> "CompileSeconds":
+        import jax
+
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        import jax
+
+        with contextlib.suppress(ValueError, AssertionError):  # other code may have cleared all listeners
+            jax.monitoring.unregister_event_duration_listener(self._on_event)

@@ -1,0 +1,1 @@
+"""The training loop and the callbacks that watch it."""

@@ -1,0 +1,105 @@
+"""Callback that measures goodput: the ledger counts every second of an attempt in one category."""
+
+import contextlib
+import time
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jtrain.config.run import Run
+from jtrain.telemetry import goodput
+from jtrain.telemetry.recompiles import CompileSeconds
+from jtrain.telemetry.step_timer import StepTimes
+from jtrain.train.callbacks import Callback, DispatchedStep, LoopPhase, RunContext, StepResults
+
+_CATEGORIES: dict[LoopPhase, goodput.Category] = {
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
+    "profile": "idle",
+}
+
+
+class GoodputLedger(Callback):
+    """Keeps goodput.jsonl and goodput.json, and prints the sum at the end.
+
+    Args:
+      times: step times; a stall for data is counted from the median step time on.
+    """
+
+    def __init__(self, run: Run, times: StepTimes) -> None:
+        self._run = run
+        self._times = times
+        self._compiled_before_s = 0.0
+        self._compile_seconds = CompileSeconds(self._compiled)
+        self._opened: goodput.Ledger | None = None
+        self._dispatched_s: float | None = None
+
+    @property
+    def ledger(self) -> goodput.Ledger:
+        """Ledger of this attempt; on_start opens it."""
+        assert self._opened is not None, "on_start opens the ledger"
+        return self._opened
+
+    def __enter__(self) -> "GoodputLedger":
+        self._compile_seconds.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self._compile_seconds.__exit__(kind, error, trace)
+        if self._opened is not None:
+            self._opened.close()
+
+    def on_start(self, context: RunContext) -> None:
+        self._context = context
+        self._writes = jax.process_index() == 0 and context.start_step < self._run.num_steps
+        self._opened = goodput.Ledger(
+            context.workdir, start_step=context.start_step, started_s=context.started_s, writes=self._writes
+        )
+        self._opened.move(self._compiled_before_s, "compile")
+
+    @contextlib.contextmanager
+    def during(self, phase: LoopPhase, step: int, arguments: tuple[Any, ...]) -> Iterator[None]:
+        category = _CATEGORIES.get(phase)
+        if phase == "dispatch" and self._dispatched_s is None:
+            self.ledger.training()
+            category = "compile"
+        with self.ledger.during(category) if category is not None else contextlib.nullcontext():
+            yield
+        if phase == "dispatch":
+            self._dispatched_s = time.perf_counter()
+
+    def on_step(self, dispatched: DispatchedStep) -> None:
+        """Counts as `data_wait` the time in which the devices were idle for lack of data.
+
+        The step is assumed to end one median step time after its dispatch.
+        """
+        if not dispatched.idle:
+            return
+        assert self._dispatched_s is not None
+        percentiles = self._times.percentiles()
+        step_s = percentiles[0] if percentiles else 0.0
+        since_dispatch_s = dispatched.data_arrived_s - self._dispatched_s
+        stalled_s = min(1e-3 * dispatched.data_wait_ms, since_dispatch_s - step_s)
+        if stalled_s > 0:
+            self.ledger.move(stalled_s, "data_wait")
+
+    def on_results(self, results: StepResults) -> None:
+        if self._run.metrics.is_logged(results.step, self._run.num_steps):
+            self._context.metrics.goodput(results.step, self.ledger.write(results.step)["categories"])
+        else:
+            self.ledger.step_done(results.step)
+
+    def on_end(self) -> None:
+        summary = self.ledger.close()
+        if summary is not None and self._writes:
+            self._context.metrics.say(goodput.line(summary))
+
+    def _compiled(self, seconds: float) -> None:
+        if self._opened is None:
+            self._compiled_before_s += seconds
+        elif self._opened.current != "compile":
+            self._opened.move(seconds, "compile")

@@ -1,0 +1,347 @@
+"""Training loop: runs the steps, saves and evaluates; callbacks watch it.
+
+Invariants:
+- Step n is dispatched before the metrics of step n - 1 are read, so the device never waits for the host.
+- The data state saved with a step resumes with the batch after that step.
+- A state is saved only if its loss and gradient norm are finite.
+- All processes save, stop and evaluate at the same steps.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jtrain.checkpoint import Checkpoints, files
+from jtrain.config.resume import check_same_run, with_history
+from jtrain.config.run import Run, check_vocabulary
+from jtrain.data import Fed, Prefetch, TextDataset, host_rows, open_dataset, put_batch, share_batch
+from jtrain.data.prefetch import prefetch  # not of jtrain.data, where that name is the module
+from jtrain.data.resource_estimate import budget
+from jtrain.errors import UserError
+from jtrain.mesh import make_mesh
+from jtrain.plan.estimate.flops import flops_per_token
+from jtrain.plan.estimate.machine import machine_of
+from jtrain.plan.fit_check import available_bytes, check_fits
+from jtrain.plan.from_run import make_optimizer, plan_job
+from jtrain.plan.job import Job
+from jtrain.plan.oom_report import explained
+from jtrain.plan.report.summary import print_plan
+from jtrain.runtime.multihost import agree, same_everywhere
+from jtrain.runtime.run_files import write_run_files
+from jtrain.runtime.signals import StopRequest
+from jtrain.step.finite import check_finite
+from jtrain.step.state import TrainState, abstract_state, init_state
+from jtrain.step.train_step import make_eval_step, make_train_step
+from jtrain.telemetry.metrics import Metrics
+from jtrain.telemetry.step_timer import StepTimes
+from jtrain.train.callbacks import (
+    Callback,
+    Callbacks,
+    DispatchedStep,
+    LoopPhase,
+    RunContext,
+    StepResults,
+    load_callbacks,
+)
+from jtrain.train.goodput_ledger import GoodputLedger
+from jtrain.train.step_metrics import RecompileWatch, StepLog
+from jtrain.train.trace_windows import TraceWindows
+
+DONE = 0
+STOPPED = 75
+"""Exit codes: complete run; requested stop with a checkpoint (EX_TEMPFAIL: run again)."""
+
+
+def train(
+    run: Run, *, workdir: Path, config_text: str, started_s: float | None = None, allow_change: Sequence[str] = ()
+) -> int:
+    """Trains from the newest checkpoint of `workdir`, or from the start; returns the exit code.
+
+    Args:
+      run: the run, built and validated.
+      workdir: created if missing; gets config.txt, run.json, metrics.jsonl, goodput.json, tensorboard/, checkpoints/
+        and profile/.
+      config_text: the flat config, kept in the workdir and in every checkpoint.
+      started_s: start of this attempt, in seconds since the epoch; None for now.
+      allow_change: names in `resume.CHANGEABLE` of fields that may differ from the run in `workdir`.
+
+    Raises:
+      UserError: the run cannot start: it does not fit, the workdir belongs to another run, there is no data ...
+      NotFinite: a loss or gradient norm is NaN or infinite.
+      MemoryExhausted: a device ran out of memory although the plan fitted.
+    """
+    started_s = time.time() if started_s is None else started_s
+    devices = jax.devices()
+    changes = check_same_run(workdir, config_text, allow=allow_change)
+    step_there = max(files.steps(workdir / "checkpoints"), default=0)
+    config_text = with_history(workdir, config_text, step=step_there, changes=changes)
+    job = plan_job(run, machine_of(devices))
+    available = available_bytes(devices)
+    if available is not None:
+        _check_fits(job, devices, available=available)
+    mesh = make_mesh(run.mesh, devices)
+    optimizer = make_optimizer(run)
+    dataset = open_dataset(run.data, seed=run.seed)
+    check_vocabulary(run.model, dataset.vocab_size)
+    if jax.process_index() == 0:
+        print_plan(job, available=available)
+        print(dataset.describe())
+        print(budget(dataset, rows=len(host_rows(mesh, run.data.global_batch))).line(), flush=True)
+        write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
+
+    with (
+        explained(job, optimizer, mesh, available=available),
+        Checkpoints(workdir, run.checkpoint) as checkpoints,
+        StopRequest() as stop,
+        Callbacks([*built_in_callbacks(run, workdir), *load_callbacks(run.callbacks)]) as callbacks,
+    ):
+        start_step = checkpoints.latest_step() or 0
+        if checkpoints.latest_step() is None:
+            state, data_state = init_state(job.layout, optimizer, mesh, seed=run.seed), None
+        else:
+            state, data_state = checkpoints.restore(start_step, abstract_state(job.layout, optimizer, mesh))
+        rows = host_rows(mesh, run.data.global_batch)
+        with (
+            Metrics(workdir, run.metrics, num_steps=run.num_steps, start_step=start_step) as metrics,
+            prefetch(
+                dataset.train_batches(data_state, rows=rows, context=run.mesh.context, cost=_cost(run)),
+                lambda batch: put_batch(batch, mesh, rows=rows, global_batch=run.data.global_batch),
+            ) as fed,
+        ):
+            if start_step:
+                metrics.say(f"resumed from step {start_step}")
+            for change in changes:
+                metrics.say(f"changed from step {start_step} on, as --allow-change permits: {change}")
+            train_step = make_train_step(run.model, optimizer, job.layout, mesh)
+            context = RunContext(
+                run, job, mesh, workdir, start_step, started_s, dataset.names, train_step, metrics, callbacks.during
+            )
+            loop = Loop(context, callbacks, checkpoints, dataset, config_text)
+            with callbacks.running(context):
+                step = loop.run_steps(state, fed, stop)
+            seconds = time.time() - started_s
+            if loop.data_ended:
+                metrics.say(
+                    f"done: the data ended after {step} of {run.num_steps} steps (data.epochs={run.data.epochs}), in "
+                    f"{seconds:.0f} s; results in {workdir}"
+                )
+                return DONE
+            if step < run.num_steps:
+                metrics.say(f"stopped at step {step} after a good save; the same command goes on from there: {workdir}")
+                return STOPPED
+            metrics.say(f"done: {step} steps in {seconds:.0f} s; results in {workdir}")
+    return DONE
+
+
+def built_in_callbacks(run: Run, workdir: Path) -> list[Callback]:
+    """Creates the callbacks of every run; a step's metrics line comes before its line of the ledger."""
+    times = StepTimes()
+    goodput = GoodputLedger(run, times)
+    recompiles = RecompileWatch()
+    windows = TraceWindows(run, workdir, goodput)
+    return [recompiles, windows, StepLog(run, times, windows.sampler, recompiles), goodput]
+
+
+def _cost(run: Run) -> tuple[float, float]:
+    """Relative FLOPs of a token: 1.0 for itself, and those that each earlier token of its document adds."""
+    flops = flops_per_token(run.model, seq_len=run.data.seq_len)
+    return 1.0, flops.attention_flops / run.data.seq_len / flops.matmul_flops
+
+
+def _check_fits(job: Job, devices: list[jax.Device], *, available: int) -> None:
+    """Refuses a job that does not fit into the present devices, also if its mesh has another size.
+
+    `make_mesh` refuses a mesh of another size later. This check comes first because a user with one device and a config
+    for eight needs to know whether the model would fit on one at all.
+    """
+    asked = job.layout
+    data = len(devices) // (asked.mesh.size // asked.mesh.data // asked.mesh.replica)
+    if asked.mesh.size != len(devices) and data and job.global_batch % data == 0:
+        mesh = dataclasses.replace(asked.mesh, replica=1, data=data)
+        job = job.relaid(dataclasses.replace(asked.spec, microbatches=job.global_batch // data), mesh)
+    check_fits(job, available=available, asked=asked)
+
+
+def _phase[**P, R](phase: LoopPhase) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator for methods of Loop: announces the call to the callbacks as a phase of the current step."""
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(method)
+        def announced(*args: P.args, **kwargs: P.kwargs) -> R:
+            loop: Any = args[0]
+            with loop.callbacks.during(phase, loop.step):
+                return method(*args, **kwargs)
+
+        return announced
+
+    return decorate
+
+
+class Loop:
+    """Runs the steps of one attempt.
+
+    step: number of the current step: completed updates, and during a step the update being computed.
+    data_ended: True if the data has no batch for the next step.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        callbacks: Callbacks,
+        checkpoints: Checkpoints,
+        dataset: TextDataset,
+        config_text: str,
+    ) -> None:
+        self.context = context
+        self.callbacks = callbacks
+        self.checkpoints = checkpoints
+        self.dataset = dataset
+        self.config_text = config_text
+        self.eval_step = make_eval_step(context.run.model, context.job.layout, context.mesh)
+        self.step = context.start_step
+        self.data_ended = False
+        self._unread: tuple[int, Any, Fed] | None = None
+
+    def run_steps(self, state: TrainState, batches: Prefetch, stop: StopRequest) -> int:
+        """Runs steps until the run is complete, the data ends or a stop is requested, then saves; returns the step.
+
+        The loop takes each batch one step ahead, so it knows which one is the last. All processes plan the same batches
+        and reach the end together.
+        """
+        run, start_step = self.context.run, self.step
+        saved = start_step
+        fed = self._next(batches)
+        self.data_ended = fed is None and start_step < run.num_steps
+        while self.step < run.num_steps and fed is not None:
+            here = fed
+            self.step += 1
+            state, fed, stopping = self._one_step(state, here, batches, stop)
+            last = self.step == run.num_steps or stopping or self.data_ended
+            save = last or _due(self.step, run.checkpoint.every_steps)
+            evaluate = _due(self.step, run.eval.every_steps)
+            # Check that the results are finite before the state is saved or evaluated.
+            if save or evaluate:
+                self._report()
+            if evaluate or (run.eval.every_steps is not None and (self.step == run.num_steps or self.data_ended)):
+                self._evaluate(state)
+            if save:
+                self._save(state, here)
+                saved = self.step
+            self.checkpoints.check()
+            if stopping:
+                self.data_ended = False
+                break
+        assert saved == self.step, (saved, self.step)
+        self._wait_for_saves()
+        return self.step
+
+    @_phase("step")
+    def _one_step(
+        self, state: TrainState, fed: Fed, batches: Prefetch, stop: StopRequest
+    ) -> tuple[TrainState, Fed | None, bool]:
+        """Dispatches a step; returns the new state, the next batch, and True if a stop was requested in any process."""
+        batch = share_batch(fed.batch, self.context.mesh)
+        train_step = self.context.train_step
+        with self.callbacks.during("dispatch", self.step, state, batch):
+            state, metrics = train_step(state, batch)
+        # While the devices compute this step, the host prepares a save and reads the results of the previous step.
+        self.checkpoints.prepare()
+        self._report()
+        for text in fed.said:
+            self._note(self.step - 1, text)
+        self._unread = (self.step, metrics, fed)
+        following = self._next(batches) if self.step < self.context.run.num_steps else None
+        arrived_s = time.perf_counter()
+        wait_ms = 0.0 if following is None else following.wait_ms
+        idle = wait_ms >= 1.0 and metrics["loss_nats"].is_ready()
+        self.data_ended = following is None and self.step < self.context.run.num_steps
+        stopping, requested = self._agree(stop.requested)
+        self.callbacks.on_step(DispatchedStep(self.step, metrics, wait_ms, arrived_s, idle, requested))
+        return state, following, stopping
+
+    def _next(self, batches: Prefetch) -> Fed | None:
+        """Returns the next batch, None after the last; before an error propagates, logs the data plane's messages."""
+        try:
+            with jax.profiler.TraceAnnotation("jtrain:data_wait"):
+                return next(batches, None)
+        except Exception:
+            for text in batches.said:
+                self._note(self.step, text)
+            raise
+
+    @_phase("device_wait")
+    def _agree(self, stopping: bool) -> tuple[bool, ...]:
+        """Returns two flags that are equal in all processes: a stop is requested; a callback has `requested` set.
+
+        With several processes the call waits for the step. That costs milliseconds, but all processes then stop
+        at once: schedulers kill a job soon after their warning.
+        """
+        return agree(stopping, self.callbacks.requested)
+
+    def _report(self) -> None:
+        """Reads the results of the last dispatched step, checks them and passes them to the callbacks."""
+        if self._unread is None:
+            return
+        (step, metrics, fed), self._unread = self._unread, None
+        values = self._read(metrics)
+        hash_hex = "".join(f"{word:08x}" for word in np.asarray(values["batch_hash"]).tolist())
+        loss, norm = float(values["loss_nats"]), float(values["grad_norm"])
+        last = self.checkpoints.latest_step() if not math.isfinite(loss + norm) else None
+        check_finite(step, {"loss_nats": loss, "grad_norm": norm}, batch_hash=hash_hex, last_checkpoint_step=last)
+        self.callbacks.on_results(StepResults(step, values, hash_hex, fed))
+
+    @_phase("device_wait")
+    def _read(self, metrics: Any) -> Any:
+        return jax.device_get(metrics)
+
+    @_phase("evaluation")
+    def _evaluate(self, state: TrainState) -> None:
+        """Logs the mean cross entropy over the held-out batches."""
+        nats, tokens = 0.0, 0
+        with jax.profiler.TraceAnnotation("jtrain:evaluate"):
+            for batch in self.dataset.eval_batches(context=self.context.run.mesh.context):
+                sums = jax.device_get(self.eval_step(state.params, put_batch(batch, self.context.mesh)))
+                nats += float(sums["nats"])
+                tokens += int(sums["tokens"])
+        self.context.metrics.evaluation(self.step, nats / max(tokens, 1))
+
+    @_phase("checkpoint")
+    def _save(self, state: TrainState, fed: Fed) -> None:
+        """Saves the state, with the data state that resumes at the next batch.
+
+        Raises:
+          UserError: the processes plan different batches: one skipped documents that others could read, or their files
+            differ.
+        """
+        data_state = fed.state()
+        if not same_everywhere(json.dumps(data_state)):
+            raise UserError(
+                "the processes no longer plan the same batches: one of them skipped documents that others could read, "
+                "or its files differ. data.log and the stderr of each process list the skipped documents. Nothing was "
+                "saved. Fix the files, and run again from the last checkpoint."
+            )
+        with jax.profiler.TraceAnnotation("jtrain:checkpoint"):
+            self.checkpoints.save(self.step, state, data_state, self.config_text)
+
+    @_phase("checkpoint")
+    def _wait_for_saves(self) -> None:
+        self.checkpoints.wait()
+
+    def _note(self, step: int, text: str) -> None:
+        """Prints a message of the data plane and appends it to data.log."""
+        self.context.metrics.say(text)
+        if jax.process_index() == 0:
+            with open(self.context.workdir / "data.log", "a") as file:
+                print(f"step {step}: {text}", file=file)
+
+
+def _due(step: int, every_steps: int | None) -> bool:
+    return every_steps is not None and step % every_steps == 0

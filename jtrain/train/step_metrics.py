@@ -1,0 +1,190 @@
+"""Callbacks that time every step, count recompilations and write a line of metrics.jsonl for each logged step."""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jtrain.config.run import Run
+from jtrain.mesh import BATCH_AXES
+from jtrain.plan.estimate.flops import flops_per_token, mfu
+from jtrain.profile.clocks.sampler import Sampler
+from jtrain.runtime.multihost import gather
+from jtrain.runtime.resident_memory import resident_bytes
+from jtrain.telemetry import step_timer
+from jtrain.telemetry.metrics import TrainLine
+from jtrain.telemetry.recompiles import Compilations
+from jtrain.telemetry.step_timer import StepTimes
+from jtrain.train.callbacks import Callback, LoopPhase, RunContext, StepResults
+from jtrain_kernels import device
+
+_OUTSIDE: tuple[LoopPhase, ...] = ("evaluation", "checkpoint", "profile")
+"""Phases outside training; step times exclude them."""
+
+
+@dataclasses.dataclass
+class Interval:
+    """Sums since the last logged line.
+
+    since_s, since_ns: start of the interval, by time.perf_counter() and time.time_ns().
+    device_s: time in which the host waited for its devices.
+    outside_s: time in evaluations, saves and the profiler's own work.
+    """
+
+    since_s: float
+    since_ns: int
+    steps: int = 0
+    tokens: int = 0
+    wait_ms: float = 0.0
+    device_s: float = 0.0
+    outside_s: float = 0.0
+
+
+class RecompileWatch(Callback):
+    """Reports each recompilation of the train step, and which argument changed."""
+
+    @property
+    def count(self) -> int:
+        """Compilations of the train step so far."""
+        return self._compilations.count
+
+    def on_start(self, context: RunContext) -> None:
+        self._metrics = context.metrics
+        self._compilations = Compilations(context.train_step, ("state", "batch"))
+
+    @contextlib.contextmanager
+    def during(self, phase: LoopPhase, step: int, arguments: tuple[Any, ...]) -> Iterator[None]:
+        yield
+        if phase == "dispatch" and (again := self._compilations.called(*arguments)) is not None:
+            self._metrics.say(f"the train step was {again}")
+
+
+class StepLog(Callback):
+    """Times steps, and writes a metrics line every `metrics.log_every_steps` steps.
+
+    Args:
+      times: receives the time of every step.
+      sampler: clocks, power and energy of this process's devices.
+    """
+
+    def __init__(self, run: Run, times: StepTimes, sampler: Sampler, recompiles: RecompileWatch) -> None:
+        self._run = run
+        self._times = times
+        self._sampler = sampler
+        self._recompiles = recompiles
+        self._flops = flops_per_token(run.model, seq_len=run.data.seq_len)
+        self._dispatches = 0
+        self._compiling = True
+        self._outside_s = 0.0
+
+    def on_start(self, context: RunContext) -> None:
+        self._context = context
+        self._last_s = time.perf_counter()
+        self._interval = Interval(self._last_s, time.time_ns())
+
+    @contextlib.contextmanager
+    def during(self, phase: LoopPhase, step: int, arguments: tuple[Any, ...]) -> Iterator[None]:
+        before_s = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - before_s
+        if phase in _OUTSIDE:
+            self._outside_s += seconds
+        elif phase == "dispatch":
+            self._dispatches += 1
+            if self._dispatches > 1:  # a call waits while the devices' queue is full
+                self._interval.device_s += seconds
+        elif phase == "device_wait":
+            self._interval.device_s += seconds
+
+    def on_results(self, results: StepResults) -> None:
+        interval, now_s = self._interval, time.perf_counter()
+        if not self._compiling:
+            self._times.add(now_s - self._last_s - self._outside_s)
+        interval.steps += 1
+        interval.tokens += int(results.values["tokens"])
+        interval.wait_ms += results.batch.wait_ms
+        interval.outside_s += self._outside_s
+        self._last_s, self._outside_s = now_s, 0.0
+        logged = self._run.metrics.is_logged(results.step, self._run.num_steps)
+        if logged:
+            self._log(results, now_s)
+        if logged or self._compiling:  # an interval does not contain the compilation of the step
+            self._interval = Interval(now_s, time.time_ns())
+        self._compiling = False
+
+    def _log(self, results: StepResults, now_s: float) -> None:
+        interval, run, stats, values = self._interval, self._run, results.batch.stats, results.values
+        mesh = self._context.mesh
+        seconds = now_s - interval.since_s - interval.outside_s
+        spec = device.from_device(mesh.devices.flat[0])
+        self._context.metrics.train(
+            TrainLine(
+                step=results.step,
+                loss_nats=float(values["loss_nats"]),
+                grad_norm=float(values["grad_norm"]),
+                learning_rate=float(values["learning_rate"]),
+                tokens=int(values["tokens"]),
+                tokens_per_s=interval.tokens / seconds,
+                step_time_ms=1e3 * seconds / interval.steps,
+                data_wait_ms=interval.wait_ms / interval.steps,
+                batch_hash=results.hash_hex,
+                mfu=mfu(
+                    self._flops,
+                    tokens_per_s=interval.steps * run.data.global_batch * run.data.seq_len / seconds,
+                    num_devices=mesh.devices.size,
+                    peak_flops=None if spec is None else spec.peak_flops(run.precision.compute_dtype),
+                ),
+                device_memory_peak_gib=_memory_peak_gib(mesh),
+                data_fill=stats.fill,
+                data_cost_spread=stats.spread(math.prod(mesh.shape[axis] for axis in BATCH_AXES)),
+                data_drift=stats.drift,
+                data_skipped=stats.skipped,
+                data_tokens=stats.tokens(self._context.source_names),
+                data_queue={loader.name: loader.queued for loader in stats.loaders},
+                data_memory_mib={loader.name: loader.memory_bytes / 2**20 for loader in stats.loaders},
+                **self._machine(seconds / interval.steps),
+            )
+        )
+
+    def _machine(self, step_s: float) -> dict[str, Any]:
+        """Returns the fields of a metrics line about hosts and devices; a collective with several processes."""
+        interval = self._interval
+        percentiles_s = self._times.percentiles() or (step_s,) * len(step_timer.PERCENTILES)
+        means = self._sampler.means(interval.since_ns, time.time_ns())
+        own_s = max(0.0, step_s - interval.device_s / interval.steps)
+        values = [own_s, *means.sm_mhz, *means.power_w, *means.energy_j]
+        known = gather(np.asarray([math.nan if value is None else value for value in values], np.float32))
+        mhz, power_w, energy_j = (
+            [None if math.isnan(x) else float(x) for x in part.ravel()] for part in np.split(known[:, 1:], 3, axis=1)
+        )
+        energy = None if None in energy_j or not energy_j else sum(x for x in energy_j if x is not None)
+        resident = resident_bytes()
+        return {
+            "step_time_p50_ms": 1e3 * percentiles_s[0],
+            "step_time_p90_ms": 1e3 * percentiles_s[1],
+            "step_time_p99_ms": 1e3 * percentiles_s[2],
+            "straggler_score": step_timer.host_scores([float(own) for own in known[:, 0]], step_s)
+            | step_timer.device_scores(mhz),
+            "clock_mhz": _mean(mhz),
+            "power_w": _mean(power_w),
+            "joules_per_token": None if energy is None else energy / max(interval.tokens, 1),
+            "host_rss_mib": None if resident is None else resident / 2**20,
+            "compile_count": self._recompiles.count,
+        }
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _memory_peak_gib(mesh: Mesh) -> float | None:
+    """Peak memory in use on any of this process's devices; None if they report none, as on a CPU."""
+    peaks = [(one.memory_stats() or {}).get("peak_bytes_in_use") for one in mesh.local_devices]
+    known = [peak for peak in peaks if peak is not None]
+    return max(known) / 2**30 if known else None

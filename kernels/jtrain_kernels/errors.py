@@ -1,0 +1,22 @@
+"""Errors that a user can fix, and hints at the name that was meant. Standard library only."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Error in a setting, file or machine that the user can fix; names the field, the numbers and the way out.
+
+    A command prints the message and exits with code 2. Any other exception is a bug: it keeps its traceback and exits
+    with code 1.
+    """
+
+
+class FileError(UserError, OSError):
+    """A file or store that is missing, damaged or unreadable."""
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """`"Did you mean tiny? "` if some of `names` are close to `name`, else an empty string."""
+    near = difflib.get_close_matches(name, list(names))
+    return f"Did you mean {', '.join(near)}? " if near else ""

@@ -1,0 +1,1 @@
+"""Fused communication and matmul kernels for Hopper GPUs, in Mosaic GPU."""

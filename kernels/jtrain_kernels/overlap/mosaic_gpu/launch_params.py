@@ -1,0 +1,74 @@
+"""Parameters of one call of a fused kernel: its sizes, and the positions of pieces in its arrays."""
+
+import dataclasses
+from typing import Any
+
+from jax import lax
+
+from jtrain_kernels.overlap.mosaic_gpu.peer_access import PeerAccess
+from jtrain_kernels.overlap.mosaic_gpu.tables import GpuProgram, OverlapConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of one call, from which every block computes its tiles.
+
+    rows, columns: rows and columns of tiles in a piece.
+    of_one: rows of tiles of a piece that belong to one sequence.
+    steps: stages of a tile.
+    width: columns of the rows that are sent.
+    jobs, moves: turns of the program's two streams.
+    """
+
+    rows: int
+    of_one: int
+    columns: int
+    steps: int
+    width: int
+    jobs: int
+    moves: int
+
+    @property
+    def tiles(self) -> int:
+        return self.rows * self.columns
+
+    def row(self, piece: Any, row: Any, pieces: int) -> Any:
+        """Index of a piece's row of tiles in an array [sequences, rows of `pieces` pieces], in rows of tiles."""
+        sequence, within = lax.div(row, self.of_one), lax.rem(row, self.of_one)
+        return (sequence * pieces + piece) * self.of_one + within
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Constants of a call, the same in every block.
+
+    blocks: blocks of one rank.
+    """
+
+    program: GpuProgram
+    peers: PeerAccess
+    config: OverlapConfig
+    sizes: Sizes
+    blocks: int
+
+    @property
+    def gathers(self) -> bool:
+        return self.program.schedule.op == "all_gather_matmul"
+
+    @property
+    def counter_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the counters of delivered parts: per row of tiles of each piece, and per tile of each slot."""
+        schedule, sizes = self.program.schedule, self.sizes
+        return (schedule.num_pieces, sizes.rows), (max(schedule.num_slots, 1), sizes.rows, sizes.columns)
+
+    def own_row(self, piece: Any, row: Any) -> Any:
+        """Index of a row of tiles of one of this rank's pieces, in an array that holds only this rank's pieces."""
+        each = self.program.schedule.pieces_per_rank
+        return self.sizes.row(lax.rem(piece, each), row, each)
+
+    def row(self, piece: Any, row: Any) -> Any:
+        """Index of a row of tiles of any piece, in an array that holds all pieces."""
+        return self.sizes.row(piece, row, self.program.schedule.num_pieces)
+
+    def owner(self, piece: Any) -> Any:
+        return lax.div(piece, self.program.schedule.pieces_per_rank)

@@ -1,0 +1,202 @@
+"""Access to the memory and counters of peers: other GPUs, or virtual ranks that share one GPU.
+
+The kernels of `mosaic_gpu` are written once, against the `PeerAccess` protocol. Virtual ranks are groups of blocks of
+one GPU, where every array and counter has a leading rank dimension: the same tables, waits and copies without a second
+GPU.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jtrain_kernels.overlap.mosaic_gpu.tile_shapes import THREADS
+
+
+@runtime_checkable
+class PeerAccess(Protocol):
+    """Operations of one rank on its peers, inside a kernel whose grid has the single axis `block`.
+
+    num_ranks: number of ranks, this one included.
+    """
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    def blocks(self, num_cores: int) -> tuple[int, int]:
+        """Blocks of one rank and of the whole grid on a chip with `num_cores` cores, so that all run at once."""
+        ...
+
+    def grid(self, blocks: int) -> dict[str, Any]:
+        """Arguments of `plgpu.kernel` for a grid of `blocks` blocks."""
+        ...
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the whole array if each rank has an array of shape `shape`."""
+        ...
+
+    def counter_inputs(self, blocks: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        """Extra kernel inputs that serve as counters; empty where the chip has semaphores."""
+        ...
+
+    def counters(self, shape: tuple[int, ...], given: Any) -> Any:
+        """Counters of shape `shape` per rank, 0 when the kernel starts; `given` is their extra input or None."""
+        ...
+
+    def rank(self) -> jax.Array: ...
+
+    def block(self, blocks: int) -> jax.Array:
+        """This block's number within its rank."""
+        ...
+
+    def mine(self, ref: Any) -> Any:
+        """This rank's part of `ref`."""
+        ...
+
+    def to_peer(self, copy: Callable[[Any], None], ref: Any, peer: jax.Array, offsets: tuple[int, ...]) -> None:
+        """Calls `copy` with the ref of the same array on a peer, to be written.
+
+        offsets: (peer - rank) % num_ranks for every peer that this rank writes to.
+        """
+        ...
+
+    def signal(self, counters: Any, at: tuple[Any, ...], peer: jax.Array) -> None:
+        """Adds one to a counter of a peer, after all writes that this warpgroup has waited for."""
+        ...
+
+    def wait(self, counters: Any, at: tuple[Any, ...], value: Any) -> None:
+        """Waits until a counter of this rank is at least `value`; counters only grow."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerDevices:
+    """Ranks as the GPUs along a mesh axis, in one process or with NVSHMEM; arrays that peers write are symmetric.
+
+    axis: mesh axis over which the kernel is traced in shard_map.
+    """
+
+    axis: str
+    num_ranks: int
+
+    def blocks(self, num_cores: int) -> tuple[int, int]:
+        return num_cores, num_cores
+
+    def grid(self, blocks: int) -> dict[str, Any]:
+        return {"grid": (blocks,), "grid_names": ("block",)}
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    def counter_inputs(self, blocks: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        return ()
+
+    def counters(self, shape: tuple[int, ...], given: Any) -> Any:
+        return pl.get_global(plgpu.SemaphoreType.REGULAR(self.shape(shape)))
+
+    def rank(self) -> jax.Array:
+        return lax.axis_index(self.axis)
+
+    def block(self, blocks: int) -> jax.Array:
+        return lax.axis_index("block")
+
+    def mine(self, ref: Any) -> Any:
+        return ref
+
+    def to_peer(self, copy: Callable[[Any], None], ref: Any, peer: jax.Array, offsets: tuple[int, ...]) -> None:
+        # TMA writes through a descriptor that the host makes before the launch, so the host must know the peer as well:
+        # one branch per offset. Reading the peer from a table works from JAX 0.12 on, for at most 8 devices in a mesh
+        # and without NVSHMEM.
+        rank, size = self.rank(), jnp.int32(self.num_ranks)
+        for offset in offsets:
+            named = lax.rem(rank + jnp.int32(offset), size)
+
+            @pl.when(peer == named)
+            def _copy(named: Any = named) -> None:
+                copy(plgpu.remote_ref(ref, {self.axis: named}))
+
+    def signal(self, counters: Any, at: tuple[Any, ...], peer: jax.Array) -> None:
+        pl.semaphore_signal(counters.at[at], device_id={self.axis: peer})
+
+    def wait(self, counters: Any, at: tuple[Any, ...], value: Any) -> None:
+        pl.semaphore_wait(counters.at[at], value, decrement=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class VirtualRanks:
+    """Ranks as groups of blocks of one GPU, to test and time a protocol where only one GPU is available."""
+
+    num_ranks: int
+
+    def blocks(self, num_cores: int) -> tuple[int, int]:
+        each = num_cores // self.num_ranks
+        return each, each * self.num_ranks
+
+    def grid(self, blocks: int) -> dict[str, Any]:
+        return {"grid": (blocks,), "grid_names": ("block",)}
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (self.num_ranks, *shape)
+
+    def counter_inputs(self, blocks: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        return ()
+
+    def counters(self, shape: tuple[int, ...], given: Any) -> Any:
+        return pl.get_global(plgpu.SemaphoreType.REGULAR(self.shape(shape)))
+
+    def rank(self) -> jax.Array:
+        return lax.rem(lax.axis_index("block"), self.num_ranks)
+
+    def block(self, blocks: int) -> jax.Array:
+        return lax.div(lax.axis_index("block"), self.num_ranks)
+
+    def mine(self, ref: Any) -> Any:
+        return ref.at[self.rank()]
+
+    def to_peer(self, copy: Callable[[Any], None], ref: Any, peer: jax.Array, offsets: tuple[int, ...]) -> None:
+        copy(ref.at[peer])
+
+    def signal(self, counters: Any, at: tuple[Any, ...], peer: jax.Array) -> None:
+        pl.semaphore_signal(counters.at[(peer, *at)])
+
+    def wait(self, counters: Any, at: tuple[Any, ...], value: Any) -> None:
+        pl.semaphore_wait(counters.at[(self.rank(), *at)], value, decrement=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class EmulatedRanks(VirtualRanks):
+    """`VirtualRanks` for `plgpu.InterpretGPUParams`, without semaphores: every warpgroup counts in a cell of its own.
+
+    The grid is one cluster of blocks, because the interpreter runs only the blocks of a cluster concurrently. Not for a
+    GPU: nothing orders the counting.
+    """
+
+    def grid(self, blocks: int) -> dict[str, Any]:
+        return {"grid": (1,), "grid_names": ("all",), "cluster": (blocks,), "cluster_names": ("block",)}
+
+    def counter_inputs(self, blocks: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros((*self.shape(shape), blocks * THREADS), jnp.int32) for shape in shapes)
+
+    def counters(self, shape: tuple[int, ...], given: Any) -> Any:
+        return given
+
+    def signal(self, counters: Any, at: tuple[Any, ...], peer: jax.Array) -> None:
+        cell = (peer, *at, lax.axis_index("block") * THREADS + lax.axis_index("wg"))
+        counters[cell] = counters[cell] + 1
+
+    def wait(self, counters: Any, at: tuple[Any, ...], value: Any) -> None:
+        def read(_: Any) -> jax.Array:
+            return jnp.sum(counters[(self.rank(), *at, slice(None))])
+
+        lax.while_loop(lambda count: count < value, read, jnp.int32(-1))
+
+
+def when(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Runs `then` or `otherwise`, depending on a value that the kernel computes."""
+    pl.when(condition)(then)
+    pl.when(~condition)(otherwise)

@@ -1,0 +1,103 @@
+"""The sending blocks of a fused kernel: they pass gathered rows on as they are."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jtrain_kernels.overlap.mosaic_gpu.launch_params import Call
+from jtrain_kernels.overlap.mosaic_gpu.peer_access import when
+from jtrain_kernels.overlap.mosaic_gpu.tile_shapes import THREADS
+
+SENDERS = THREADS
+"""Warpgroups of a sending block; each copies its share of a row of tiles."""
+
+BOX_ROWS, BOX_COLUMNS, BOXES, AHEAD = 32, 256, 4, 2
+"""Copies of a sender: rows and maximum columns of one box, boxes in flight, and boxes that are being read."""
+
+
+def send(call: Call, block: Any, x: Any, moves: Any, inbox: Any, rows_here: Any) -> None:
+    """Executes this block's share of the moves: in every move, each `sending_blocks`-th row of tiles from `block` on.
+
+    Args:
+      call: constants of the call.
+      block: index among the sending blocks of this rank.
+      x: this rank's rows.
+      moves: move table of the program.
+      inbox: gathered rows of all ranks.
+      rows_here: counters of arrived rows, one per row of tiles of each piece.
+    """
+    sizes, peers = call.sizes, call.peers
+    rank, wg = peers.rank(), lax.axis_index("wg")
+    mine = peers.mine(inbox)
+    columns = next(c for c in (BOX_COLUMNS, 128, 64) if sizes.width % c == 0)
+    rows_of_boxes = call.config.tiles.tile_m // BOX_ROWS
+    boxes = rows_of_boxes * (sizes.width // columns)
+    share = lax.div(boxes - wg + SENDERS - 1, SENDERS)
+    mine_chunks = lax.div(sizes.rows - block + call.config.sending_blocks - 1, call.config.sending_blocks)
+
+    def body(box_smem: Any, box_barrier: Any) -> None:
+        def copy(piece: Any, row: Any, peer: Any, is_own: Any) -> None:
+            def box(first: Any, i: Any) -> tuple[Any, Any]:
+                number = wg + i * SENDERS
+                down, across = lax.rem(number, rows_of_boxes), lax.div(number, rows_of_boxes)
+                start = first * call.config.tiles.tile_m + down * BOX_ROWS
+                return pl.ds(start, BOX_ROWS), pl.ds(across * columns, columns)
+
+            there = call.row(piece, row)
+
+            def read(i: Any) -> None:
+                at = wg * BOXES + lax.rem(i, BOXES)
+
+                def copy_from(ref: Any, first: Any) -> None:
+                    plgpu.copy_gmem_to_smem(ref.at[box(first, i)], box_smem.at[at], box_barrier.at[at])
+
+                own = call.own_row(piece, row)
+                when(is_own, lambda: copy_from(x, own), lambda: copy_from(mine, there))
+
+            @pl.loop(0, jnp.minimum(share, AHEAD))
+            def _begin(i: Any) -> None:
+                read(i)
+
+            @pl.loop(0, share)
+            def _box(i: Any) -> None:
+                @pl.when(i + AHEAD < share)
+                def _next() -> None:
+                    plgpu.wait_smem_to_gmem(BOXES - AHEAD - 1, wait_read_only=True)
+                    read(i + AHEAD)
+
+                at = wg * BOXES + lax.rem(i, BOXES)
+                plgpu.barrier_wait(box_barrier.at[at])
+
+                def copy_to(ref: Any) -> None:
+                    plgpu.copy_smem_to_gmem(box_smem.at[at], ref.at[box(there, i)])
+
+                pl.when(peer == rank)(lambda: copy_to(mine))  # only with keep_gathered
+                pl.when(peer != rank)(lambda: peers.to_peer(copy_to, inbox, peer, call.program.offsets))
+
+            plgpu.wait_smem_to_gmem(0)
+
+            @pl.when(peer != rank)
+            def _arrived() -> None:
+                peers.signal(rows_here, (piece, row), peer)
+
+        @pl.loop(0, sizes.moves)
+        def _move(turn: Any) -> None:
+            piece, peer = moves[rank, turn, 0], moves[rank, turn, 1]
+            is_own = call.owner(piece) == rank
+
+            @pl.loop(0, mine_chunks)
+            def _rows(i: Any) -> None:
+                row = block + i * call.config.sending_blocks
+                # This rank's own rows are there from the start.
+                pl.when(~is_own)(lambda: peers.wait(rows_here, (piece, row), SENDERS))
+                copy(piece, row, peer, is_own)
+
+    pl.run_scoped(
+        body,
+        box_smem=plgpu.SMEM((SENDERS * BOXES, BOX_ROWS, columns), x.dtype),
+        box_barrier=plgpu.Barrier(num_arrivals=1, num_barriers=SENDERS * BOXES),
+        collective_axes="wg",
+    )

@@ -1,0 +1,1 @@
+"""Fused communication and matmul kernels for TPUs, in Pallas with remote DMA."""

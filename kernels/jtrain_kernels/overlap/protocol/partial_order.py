@@ -1,0 +1,147 @@
+"""Partial-order reduction: finds events that the model checker needs to try in one order only.
+
+An event commutes if nothing that could still happen without it touches the same places. Every order of events is then
+equivalent to one in which that event comes next (a persistent set of one event; doi:10.1007/3-540-60761-7, chapter 4).
+To find everything that could happen without the event, the schedule's control flow (signals and counters) runs with the
+event held back. Each signal is taken by one rank in the order of its program, so no choice on the way excludes another.
+"""
+
+from typing import Any, NamedTuple
+
+from jtrain_kernels.overlap.protocol.simulator import Event, Simulator, State
+from jtrain_kernels.overlap.schedule import Barrier, Compute, Place, Reduce, Release, Send, Wait
+
+
+class _Doing(NamedTuple):
+    """A step of the schedule that happens at one moment.
+
+    what: `run` (an instruction), `read` (the source of a copy), `land` (a copy) or `enter` (a rank).
+    who: rank for `run` and `enter`, number of the copy for `read` and `land`.
+    counter: index of the instruction for `run`, 0 for `read` and `land`, -1 for `enter`.
+    """
+
+    what: str
+    who: int
+    counter: int
+
+
+class Commuting:
+    """Finds commuting events in the states of one schedule."""
+
+    def __init__(self, simulator: Simulator[Any]) -> None:
+        self._simulator = simulator
+        self._programs = simulator.schedule.programs
+        self._num_ranks = simulator.schedule.num_ranks
+        self._touched: dict[_Doing, dict[Any, bool]] = {}
+
+    def first(self, state: State, events: list[Event]) -> Event | None:
+        """One of the events that commute; None if there is no such event."""
+        doing = {event: self._doing(state, event) for event in events}
+        for event in events:  # events that touch nothing need no search
+            if not self._touches(doing[event]):
+                return event
+        for event in events:
+            if not self._meets(state, doing[event]):
+                return event
+        return None
+
+    def _meets(self, state: State, held: _Doing) -> bool:
+        """True if a step that could happen without `held` conflicts with it."""
+        run = _Run(self._simulator, state, held)
+        touched = self._touches(held)
+        return any(_conflict(touched, self._touches(other)) for other in run.everything())
+
+    def _doing(self, state: State, event: Event) -> _Doing:
+        rank = event.where
+        if rank >= self._num_ranks:
+            number = rank - self._num_ranks
+            return _Doing("land" if self._simulator.has_been_read(state, number) else "read", number, 0)
+        counter = state.counters[rank]
+        return _Doing("enter" if counter < 0 else "run", rank, counter)
+
+    def _touches(self, doing: _Doing) -> dict[Any, bool]:
+        """Places (rank, place), and ranks that enter -> True if the step changes them."""
+        if doing not in self._touched:
+            self._touched[doing] = self._find_touched(doing)
+        return self._touched[doing]
+
+    def _find_touched(self, doing: _Doing) -> dict[Any, bool]:
+        if doing.what == "enter":
+            return {doing.who: True}
+        if doing.what == "run":
+            rank, instruction = doing.who, self._programs[doing.who][doing.counter]
+            if isinstance(instruction, Compute):
+                return {(rank, Place("shard", instruction.piece)): False, (rank, instruction.into): True}
+            if isinstance(instruction, Reduce):
+                return {(rank, instruction.slot): True, (rank, instruction.into): True}
+            return {instruction.peer: False} if isinstance(instruction, Release) else {}
+        sender, send = self._simulator.sends[doing.who]
+        if doing.what == "read":
+            return {(sender, send.source): False}
+        return {(send.peer, send.target): True, send.peer: False}
+
+
+class _Run:
+    """Run of the schedule's signals and counters without the step `held`."""
+
+    def __init__(self, simulator: Simulator[Any], state: State, held: _Doing) -> None:
+        self._simulator = simulator
+        self._programs = simulator.schedule.programs
+        self._held = held
+        self._state = state
+        self._counters, self._signals = list(state.counters), list(state.signals)
+        self._done: list[_Doing] = []
+
+    def everything(self) -> list[_Doing]:
+        """All steps that could happen while `held` does not."""
+        for number in self._state.flights:
+            self._copy(number, self._simulator.has_been_read(self._state, number))
+        moved = True
+        while moved:
+            moved = False
+            for rank in range(len(self._programs)):
+                while self._step(rank):
+                    moved = True
+        return self._done
+
+    def _copy(self, number: int, was_read: bool) -> None:
+        sender, send = self._simulator.sends[number]
+        if not was_read:
+            read = _Doing("read", number, 0)
+            if read == self._held:
+                return
+            self._done.append(read)
+            self._signals[self._simulator.signal(sender, send.source, "sent", send.peer)] += 1
+        land = _Doing("land", number, 0)
+        if land != self._held:
+            self._done.append(land)
+            self._signals[self._simulator.signal(send.peer, send.target, "arrived", sender)] += 1
+
+    def _step(self, rank: int) -> bool:
+        """Runs one instruction of a rank; False if the rank cannot go on."""
+        counter = self._counters[rank]
+        if counter == len(self._programs[rank]):
+            return False
+        doing = _Doing("enter" if counter < 0 else "run", rank, counter)
+        if doing == self._held:
+            return False
+        if counter >= 0:
+            instruction = self._programs[rank][counter]
+            if isinstance(instruction, Barrier) and any(self._counters[peer] < 0 for peer in instruction.peers):
+                return False
+            if isinstance(instruction, Wait):
+                index = self._simulator.signal(rank, instruction.place, instruction.until, instruction.peer)
+                if not self._signals[index]:
+                    return False
+                self._signals[index] -= 1
+            elif isinstance(instruction, Release):
+                self._signals[self._simulator.signal(instruction.peer, instruction.slot, "released", rank)] += 1
+            elif isinstance(instruction, Send):
+                self._copy(self._simulator.send_number[rank, counter], False)
+        self._done.append(doing)
+        self._counters[rank] += 1
+        return True
+
+
+def _conflict(first: dict[Any, bool], second: dict[Any, bool]) -> bool:
+    return any(key in second and (changes or second[key]) for key, changes in first.items())

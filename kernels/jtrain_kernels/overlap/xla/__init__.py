@@ -1,0 +1,1 @@
+"""Overlap schedules lowered to XLA permutes and matmuls."""

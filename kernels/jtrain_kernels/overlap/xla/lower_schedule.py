@@ -1,0 +1,185 @@
+"""Lowers a schedule to JAX: each send becomes a `ppermute`, each computation a call of the caller's function.
+
+All ranks run one traced program, rank 0's; the rows of a piece, which differ between ranks, are computed from the rank.
+Waits and barriers become data dependences, so XLA may keep permutes in flight while it multiplies.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jtrain_kernels.overlap.schedule import Compute, Place, Reduce, Schedule, Send, Wait
+
+
+def gather[C](
+    schedule: Schedule,
+    axis_name: str,
+    shard: Float[Array, "B _ _"],
+    visit: Callable[[C, Int[Array, ""], Array], C],
+    carry: C,
+) -> C:
+    """Calls `visit` with every piece of x on every rank, the rank's own first; inside `shard_map` over `axis_name`.
+
+    Ring swizzles become a loop, whose body holds one permute per ring and the matmuls of the pieces that arrived
+    before, so the two overlap. With the loop unrolled, XLA:TPU was seen to send the first half of all pieces at once
+    and to wait for them.
+
+    Args:
+      shard: this rank's rows, [B, rows of a shard, K].
+      visit: (carry, number of a piece, its rows) -> carry.
+      carry: initial carry.
+    """
+    rank = jax.lax.axis_index(axis_name)
+    rows = jnp.split(shard, schedule.pieces_per_rank, axis=1)
+    if schedule.swizzle in ("ring", "bidirectional") and schedule.num_ranks > 1:
+        return _around(schedule, axis_name, rows, visit, carry)
+    memory = {Place("shard", index): piece for index, piece in enumerate(rows)}  # rank 0's own pieces
+    arriving: dict[Place, deque[Array]] = {}
+    for step, instruction in enumerate(schedule.programs[0]):
+        if isinstance(instruction, Send):
+            _permute(schedule, step, axis_name, memory[instruction.source], arriving)
+        elif isinstance(instruction, Wait) and instruction.until == "arrived":
+            memory[instruction.place] = arriving[instruction.place].popleft()
+        elif isinstance(instruction, Compute):
+            carry = visit(carry, _number(schedule, step, rank), memory[Place("shard", instruction.piece)])
+    return carry
+
+
+def _around[C](
+    schedule: Schedule,
+    axis_name: str,
+    rows: list[Array],
+    visit: Callable[[C, Int[Array, ""], Array], C],
+    carry: C,
+) -> C:
+    n, each, peers = schedule.num_ranks, schedule.pieces_per_rank, _neighbours(schedule)
+
+    def visited(carry: C, turn: Int[Array, ""] | int, rows: list[Array]) -> C:
+        rank = jax.lax.axis_index(axis_name)
+        for index, (piece, peer) in enumerate(zip(rows, peers, strict=True)):
+            carry = visit(carry, (rank - turn * peer) % n * each + index, piece)
+        return carry
+
+    def one(turn: Int[Array, ""], state: tuple[C, list[Array]]) -> tuple[C, list[Array]]:
+        carry, rows = state
+        ahead = [_passed_on(piece, axis_name, n, peer) for piece, peer in zip(rows, peers, strict=True)]
+        return visited(carry, turn, rows), ahead
+
+    carry, rows = jax.lax.fori_loop(0, n - 1, one, (carry, rows))
+    return visited(carry, n - 1, rows)
+
+
+def _neighbours(schedule: Schedule) -> list[int]:
+    """Distance to the neighbour to which a ring swizzle sends each piece of a shard, the same for every owner."""
+    found = {i.piece % schedule.pieces_per_rank: i.peer for i in schedule.programs[0] if isinstance(i, Send)}
+    return [found[index] for index in range(schedule.pieces_per_rank)]
+
+
+def _passed_on(piece: Array, axis_name: str, n: int, peer: int) -> Array:
+    return jax.lax.ppermute(piece, axis_name, [(rank, (rank + peer) % n) for rank in range(n)])
+
+
+def reduce(
+    schedule: Schedule,
+    axis_name: str,
+    compute: Callable[[Int[Array, ""]], Float[Array, "B _ N"]],
+    *,
+    wire_dtype: jax.typing.DTypeLike,
+) -> list[Float[Array, "B _ N"]]:
+    """Sums over ranks of this rank's own pieces, in order, [B, rows, N]; inside `shard_map` over `axis_name`.
+
+    Ring swizzles become a loop, as in `gather`.
+
+    Args:
+      compute: number of a piece -> this rank's summand.
+      wire_dtype: dtype of partial sums while they are sent; they are added in the dtype that `compute` returns.
+    """
+    rank = jax.lax.axis_index(axis_name)
+    if schedule.swizzle in ("ring", "bidirectional") and schedule.num_ranks > 1:
+        return _reduce_around(schedule, axis_name, compute, wire_dtype)
+    memory: dict[Place, Array] = {}
+    arriving: dict[Place, deque[Array]] = {}
+    for step, instruction in enumerate(schedule.programs[0]):
+        if isinstance(instruction, Send):
+            _permute(schedule, step, axis_name, memory[instruction.source].astype(wire_dtype), arriving)
+        elif isinstance(instruction, Wait) and instruction.until == "arrived":
+            memory[instruction.place] = arriving[instruction.place].popleft()
+        elif isinstance(instruction, Compute):
+            memory[instruction.into] = compute(_number(schedule, step, rank))
+        elif isinstance(instruction, Reduce):
+            into = memory[instruction.into]
+            memory[instruction.into] = into + memory.pop(instruction.slot).astype(into.dtype)
+    return [memory[place] for place in sorted(memory) if place.kind == "output"]
+
+
+def _reduce_around(
+    schedule: Schedule,
+    axis_name: str,
+    compute: Callable[[Int[Array, ""]], Float[Array, "B _ N"]],
+    wire_dtype: jax.typing.DTypeLike,
+) -> list[Array]:
+    """Reduction around rings: a piece starts at its owner's neighbour, and each rank adds its summand on the way."""
+    n, each, peers = schedule.num_ranks, schedule.pieces_per_rank, _neighbours(schedule)
+    rank = jax.lax.axis_index(axis_name)
+
+    def computed(turn: Int[Array, ""] | int) -> list[Array]:
+        return [compute((rank - (turn + 1) * peer) % n * each + index) for index, peer in enumerate(peers)]
+
+    def one(turn: Int[Array, ""], sums: list[Array]) -> list[Array]:
+        arrived = [_passed_on(s.astype(wire_dtype), axis_name, n, peer) for s, peer in zip(sums, peers, strict=True)]
+        # Without the barrier XLA:TPU fuses the matmul with the sum after it, and waits for the permute before it
+        # multiplies.
+        own, arrived = jax.lax.optimization_barrier((computed(turn), arrived))
+        return [a + b.astype(a.dtype) for a, b in zip(own, arrived, strict=True)]
+
+    return jax.lax.fori_loop(1, n, one, computed(0))
+
+
+def _permute(schedule: Schedule, step: int, axis_name: str, value: Array, arriving: dict[Place, deque[Array]]) -> None:
+    """Sends of all ranks at this step as one permute; queues the result under the place where rank 0 receives it."""
+    same = [program[step] for program in schedule.programs]
+    pairs = [(sender, send.peer) for sender, send in enumerate(same) if isinstance(send, Send)]
+    target = next(send.target for send in same if isinstance(send, Send) and send.peer == 0)
+    arriving.setdefault(target, deque()).append(jax.lax.ppermute(value, axis_name, pairs))
+
+
+def _number(schedule: Schedule, step: int, rank: Int[Array, ""]) -> Int[Array, ""]:
+    """Number of the piece that this rank's instruction at `step` is about."""
+    found: list[int] = []
+    for program in schedule.programs:
+        instruction = program[step]
+        assert isinstance(instruction, Wait | Compute)
+        found.append(instruction.place.number if isinstance(instruction, Wait) else instruction.piece)
+    return piece_of(found, schedule, rank)
+
+
+def piece_of(numbers: Sequence[int], schedule: Schedule, rank: Int[Array, ""]) -> Int[Array, ""]:
+    """Entry for this rank of `numbers`, one piece per rank."""
+    n, each = schedule.num_ranks, schedule.pieces_per_rank
+    owner, index = divmod(numbers[0], each)
+    if list(numbers) == [(r + owner) % n * each + index for r in range(n)]:
+        return (rank + owner) % n * each + index
+    return by_rank(numbers, rank)
+
+
+def by_rank(numbers: Sequence[int], rank: Int[Array, ""]) -> Int[Array, ""]:
+    """Entry for this rank of `numbers`, one per rank, by arithmetic alone: a kernel has no table for a look-up."""
+    n = len(numbers)
+    if all(number == (numbers[0] + r) % n for r, number in enumerate(numbers)):
+        return (rank + numbers[0]) % n
+    if n == 1:
+        return jnp.int32(numbers[0])
+    return jnp.where(rank < n // 2, by_rank(numbers[: n // 2], rank), by_rank(numbers[n // 2 :], rank - n // 2))
+
+
+def rows_of(x_BRK: Float[Array, "B _ K"], number: Int[Array, ""], each: int) -> Float[Array, "B _ K"]:
+    """The `each` rows of piece `number`, taken from all rows."""
+    return jax.lax.dynamic_slice_in_dim(x_BRK, number * each, each, axis=1)
+
+
+def put(whole_BRN: Float[Array, "B _ _"], number: Int[Array, ""], rows: Array) -> Float[Array, "B _ _"]:
+    """All rows, with the rows of piece `number` replaced."""
+    return jax.lax.dynamic_update_slice_in_dim(whole_BRN, rows, number * rows.shape[1], axis=1)

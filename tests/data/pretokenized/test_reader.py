@@ -1,0 +1,215 @@
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized.build import prepare
+from jtrain.data.pretokenized.reader import BLOCK, PreparedIndex
+from jtrain.data.pretokenized.shard import Recipe
+from jtrain.data.sources.source import Source
+from jtrain.data.tokenizer import ByteTokenizer, HFTokenizer
+from jtrain.errors import FileError
+
+NUM_DOCUMENTS = 5 * BLOCK + 3  # the last block is not full
+
+
+def documents() -> list[str]:
+    """Texts of documents: empty, short and long ones."""
+    rng = np.random.default_rng(0)
+    return ["" if i % 7 == 3 else "the cat ü " * int(rng.integers(1, 60)) + str(i) for i in range(NUM_DOCUMENTS)]
+
+
+def make(folder: Path, tokenizer: str = "bytes", lines: list[str] | None = None) -> Path:
+    """Prepares these lines of JSON as source `web`, in several shards; returns the folder of its index."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "web.jsonl"
+    path.write_text("\n".join(lines or [json.dumps({"text": text}) for text in documents()]))
+    recipe = Recipe(
+        name="web", source=Source(path=str(path)), tokenizer=tokenizer, on_bad_record="skip", cache_dir=folder / "cache"
+    )
+    command = f"python -m jtrain.data prepare --config tiny --out {folder / 'out'}"
+    with open(folder / "progress", "w") as stream:
+        prepare([recipe], folder / "out", workers=1, stream=stream, command=command, shard_bytes=4096)
+    return folder / "out" / "web"
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> PreparedIndex:
+    """Index of byte tokens; shared by tests, which must not change it."""
+    return PreparedIndex(make(tmp_path_factory.mktemp("prepared")))
+
+
+@given(records=st.lists(st.integers(0, NUM_DOCUMENTS - 1), max_size=40))
+def test_any_records_in_any_order_have_the_ids_of_their_documents(index: PreparedIndex, records: list[int]) -> None:
+    numbers = np.asarray(records, np.int64)
+    lengths, ids = index.read(numbers)
+    want = [ByteTokenizer().encode_document(documents()[record]) for record in records]
+    assert lengths.dtype == np.int32
+    assert lengths.tolist() == index.lengths(numbers).tolist() == [len(one) for one in want]
+    assert ids.dtype == index.dtype == np.uint8
+    assert ids.tolist() == np.concatenate([*want, np.empty(0, np.int32)]).tolist()
+
+
+def test_counts_and_names_are_those_of_the_source(index: PreparedIndex) -> None:
+    want = [len(ByteTokenizer().encode_document(text)) for text in documents()]
+    assert len(index) == index.num_records == NUM_DOCUMENTS
+    assert index.num_tokens == sum(want)
+    assert index.num_empty == sum(not text for text in documents())
+    assert index.num_skipped == len(index.skipped) == 0
+    assert index.identity_of(5) == "web.jsonl:5"
+    assert index.file_ends.tolist() == [NUM_DOCUMENTS]
+    assert len((index.folder / reader.SHARDS).read_text().splitlines()) > 2, "one shard alone proves little"
+
+
+def test_a_larger_vocabulary_takes_two_bytes_for_an_id(tokenizer_json: Path, tmp_path: Path) -> None:
+    tokenizer = HFTokenizer(tokenizer_json)
+    index = PreparedIndex(make(tmp_path, str(tokenizer_json)))
+    assert index.dtype == np.uint16
+    lengths, ids = index.read(np.arange(len(index)))
+    want = [tokenizer.encode_document(text) for text in documents()]
+    assert lengths.tolist() == [len(one) for one in want]
+    np.testing.assert_array_equal(ids, np.concatenate(want))
+    assert max(lengths) > 100
+
+
+def test_an_open_index_can_be_sent_to_another_process(index: PreparedIndex) -> None:
+    again = pickle.loads(pickle.dumps(index))
+    numbers = np.asarray([3, 80, 0], np.int64)
+    np.testing.assert_array_equal(again.read(numbers)[1], index.read(numbers)[1])
+
+
+def test_reading_needs_no_jax_and_one_descriptor(index: PreparedIndex) -> None:
+    """Reads in a process where jax cannot be imported; ids.bin is open only during a read."""
+    code = f"""
+import os, sys
+sys.modules["jax"] = None
+from pathlib import Path
+import numpy as np
+from jtrain.data.pretokenized.reader import PreparedIndex
+import jtrain.data.pretokenized.build
+before = len(os.listdir("/proc/self/fd"))
+index = PreparedIndex(Path({str(index.folder)!r}))
+index.read(np.arange(len(index)))
+print(len(os.listdir("/proc/self/fd")) - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "1\n"
+
+
+def test_a_record_out_of_range_is_refused(index: PreparedIndex) -> None:
+    """Without a check, a negative number would read from the end."""
+    for record in (-1, NUM_DOCUMENTS):
+        with pytest.raises(IndexError, match=rf"{record} asked for, of {NUM_DOCUMENTS}"):
+            index.lengths(np.asarray([record]))
+        with pytest.raises(IndexError):
+            index.read(np.asarray([record]))
+
+
+def test_where_there_is_no_index_the_message_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"no prepared index there.*jtrain\.data prepare --config NAME --out /"):
+        PreparedIndex(tmp_path / "web")
+
+
+def test_a_stale_index_is_refused_with_the_command_that_mends_it(index: PreparedIndex, tmp_path: Path) -> None:
+    index.check(corpus=index.made_of["corpus"], tokenizer="bytes", format="auto", text_piece_bytes=1 << 16)
+    index.check()
+    message = (
+        r"data\.sources\.web: the prepared index .*/web is stale: it was made with tokenizer='bytes', now 'abc'\. "
+        rf"Make it again: python -m jtrain\.data prepare --config tiny --out {index.folder.parent}$"
+    )
+    with pytest.raises(ValueError, match=message):
+        index.check(corpus=index.made_of["corpus"], tokenizer="abc")
+    with pytest.raises(ValueError, match=r"with text_field='text', now 'body'"):
+        index.check(text_field="body")
+    one = PreparedIndex(shutil.copytree(index.folder, tmp_path / "data"))
+    with pytest.raises(ValueError, match=r"^data: the prepared index .*/data is stale"):
+        one.check(tokenizer="abc")
+
+
+def test_an_index_that_leaves_out_bad_records_is_refused_where_none_may_be(tmp_path: Path) -> None:
+    index = PreparedIndex(make(tmp_path, lines=['{"text": "good"}', "not json", '{"text": "also"}']))
+    assert index.num_skipped == 1
+    assert list(index.skipped) == [1]
+    assert "web.jsonl, line 2: no JSON" in index.skipped[1]
+    assert index.lengths(np.arange(3)).tolist() == [6, 0, 6]
+    index.check(on_bad_record="skip")
+    with pytest.raises(ValueError, match=r"leaves out 1 bad records, but data\.on_bad.*record 1: .*line 2"):
+        index.check(on_bad_record="fail")
+
+
+DATA_FILES = (reader.LENGTHS, reader.IDS, reader.SHARDS, reader.FILES)
+
+
+@pytest.mark.parametrize("name", [*DATA_FILES, reader.INDEX])
+def test_a_file_cut_short_or_gone_is_found_when_the_index_is_opened(name: str, tmp_path: Path) -> None:
+    folder = make(tmp_path)
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:-1] if name != reader.INDEX else content[: len(content) // 2])
+    with pytest.raises(ValueError, match=rf"is damaged: {name} .*Make it again: rm -r {folder} && python -m jtrain"):
+        PreparedIndex(folder)
+    (folder / name).unlink()
+    with pytest.raises((ValueError, FileError), match=r"is missing|no prepared index there"):
+        PreparedIndex(folder)
+
+
+@pytest.mark.parametrize("name", DATA_FILES)
+def test_a_flipped_bit_anywhere_is_found_by_verify(name: str, tmp_path: Path) -> None:
+    folder = make(tmp_path)
+    assert PreparedIndex(folder).verify() == []
+    content = (folder / name).read_bytes()
+    for byte in (0, len(content) // 2, len(content) - 1):
+        damaged = bytearray(content)
+        damaged[byte] ^= 4
+        (folder / name).write_bytes(damaged)
+        [line, *_] = PreparedIndex(folder).verify()
+        assert line.startswith(name)
+    (folder / name).write_bytes(content)
+    assert PreparedIndex(folder).verify() == []
+
+
+def test_a_changed_index_json_does_not_match_its_digest(tmp_path: Path) -> None:
+    folder = make(tmp_path)
+    body = (folder / reader.INDEX).read_text()
+    (folder / reader.INDEX).write_text(body.replace('"uint8"', '"uint16"'))
+    with pytest.raises(ValueError, match=r"index\.json does not match its own digest"):
+        PreparedIndex(folder)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    folder = make(tmp_path)
+    body = json.loads((folder / reader.INDEX).read_text())
+    body |= {"format": 99}
+    del body["digest"]
+    digest = reader.digest(json.dumps(body, sort_keys=True).encode())
+    (folder / reader.INDEX).write_text(json.dumps(body | {"digest": digest}))
+    with pytest.raises(ValueError, match=r"index format 99; this jtrain reads format 1\. Make it again"):
+        PreparedIndex(folder)
+
+
+def test_a_wrong_length_is_found_by_reading_near_it(tmp_path: Path) -> None:
+    """Reading finds the damage without `verify`: ids of another place would be the text of other documents."""
+    folder = make(tmp_path)
+    content = bytearray((folder / reader.LENGTHS).read_bytes())
+    content[4 * 20] ^= 1
+    (folder / reader.LENGTHS).write_bytes(content)
+    index = PreparedIndex(folder)
+    index.read(np.arange(16))
+    with pytest.raises(ValueError, match=r"lengths and starts disagree at record 31"):
+        index.read(np.asarray([5, 31]))
+
+
+def test_an_index_replaced_while_in_use_is_not_read(tmp_path: Path) -> None:
+    """Record numbers of the old index would name other documents in the new one."""
+    index = PreparedIndex(make(tmp_path))
+    make(tmp_path, lines=['{"text": "other"}'])
+    assert len(PreparedIndex(index.folder)) == 1
+    with pytest.raises(OSError, match="was made again while it was in use"):
+        index.read(np.asarray([0]))

@@ -1,0 +1,251 @@
+"""Object stores on the loopback interface: real servers for the real client libraries.
+
+S3 is moto's server. Google's JSON API and the Hugging Face Hub's are spoken here, as far as reading needs them.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import http.server
+import json
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+BUCKET = "corpus"
+REPOSITORY = "team/corpus"
+
+
+@dataclasses.dataclass
+class Request:
+    """Request of a client: method, path, query, and the byte range it wanted."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    range: str | None
+    token: str | None
+
+
+Reply = tuple[int, dict[str, str], bytes]
+
+
+@dataclasses.dataclass
+class Store:
+    """Store that serves `files` (name -> content).
+
+    url: URL of the folder of the files.
+    files: the files; may change while the server runs.
+    requests: all requests received, in order.
+    refuse: status that answers every request, if set.
+    ranges: True if the server can send parts of a file.
+    """
+
+    url: str
+    files: dict[str, bytes]
+    requests: list[Request] = dataclasses.field(default_factory=list)
+    refuse: int | None = None
+    ranges: bool = True
+
+    def content(self, name: str, request: Request) -> Reply:
+        """Responds with a file or a part of it."""
+        if name not in self.files:
+            return missing(name)
+        content = self.files[name]
+        etag = hashlib.md5(content).hexdigest()
+        headers = {"ETag": f'"{etag}"', "Accept-Ranges": "bytes" if self.ranges else "none"}
+        if request.range and self.ranges:
+            first, _, last = request.range.removeprefix("bytes=").partition("-")
+            start, end = int(first), min(int(last or len(content) - 1) + 1, len(content))
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+            return 206, headers, content[start:end]
+        return 200, headers, content
+
+
+def missing(name: str) -> Reply:
+    """Responds 404 as Google Cloud Storage and the Hub do."""
+    body = {"error": {"code": 404, "message": f"No such object: {name}"}}
+    return 404, {"Content-Type": "application/json", "X-Error-Code": "EntryNotFound"}, json.dumps(body).encode()
+
+
+def as_json(body: Any) -> Reply:
+    """Responds with JSON."""
+    return 200, {"Content-Type": "application/json"}, json.dumps(body).encode()
+
+
+@contextlib.contextmanager
+def _serve(store: Store, answer: Callable[[Store, Request], Reply]) -> Iterator[str]:
+    """Runs a server with a thread per connection and yields its address."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            parts = urlsplit(self.path)
+            query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+            token = self.headers.get("Authorization")
+            request = Request(self.command, unquote(parts.path), query, self.headers.get("Range"), token)
+            store.requests.append(request)
+            status, headers, body = (store.refuse, {}, b"{}") if store.refuse else answer(store, request)
+            self.send_response(status)
+            for key, value in headers.items():
+                self.send_header(key, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    class Server(http.server.ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            pass  # the client has disconnected
+
+    server = Server(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def web_store() -> Iterator[Store]:
+    """Plain web server, which lists no files."""
+    store = Store("", {})
+    with _serve(store, lambda store, request: store.content(request.path.lstrip("/"), request)) as address:
+        store.url = address
+        yield store
+
+
+@contextlib.contextmanager
+def s3_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """S3 by moto, found through the environment variables that every AWS client reads."""
+    import boto3
+    import s3fs
+    from moto.server import ThreadedMotoServer
+
+    class Bucket(dict[str, bytes]):
+        def __setitem__(self, name: str, content: bytes) -> None:
+            super().__setitem__(name, content)
+            client.put_object(Bucket=BUCKET, Key=name, Body=content)
+
+        def __delitem__(self, name: str) -> None:
+            super().__delitem__(name)
+            client.delete_object(Bucket=BUCKET, Key=name)
+
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        reset = urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")
+        urllib.request.urlopen(reset).close()  # the state of moto belongs to the process, not to the server
+        for key, value in {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }.items():
+            monkeypatch.setenv(key, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        client = boto3.client("s3")
+        client.create_bucket(Bucket=BUCKET)
+        yield Store(f"s3://{BUCKET}", Bucket())
+        client.close()
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+        server.stop()
+
+
+@contextlib.contextmanager
+def gs_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """JSON API of Google Cloud Storage."""
+    # Read at import: asks the service by gRPC what kind of bucket it is, which no emulator answers.
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    import gcsfs
+
+    def entry(store: Store, name: str) -> dict[str, Any]:
+        content = store.files[name]
+        etag = hashlib.md5(content).hexdigest()
+        return {"kind": "storage#object", "bucket": BUCKET, "name": name, "size": str(len(content)), "etag": etag}
+
+    def answer(store: Store, request: Request) -> Reply:
+        objects = f"/storage/v1/b/{BUCKET}/o"
+        path, query = request.path.removeprefix("/download"), request.query
+        if path == objects:
+            prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+            items, prefixes = [], set()
+            for name in sorted(store.files):
+                rest = name.removeprefix(prefix)
+                if name.startswith(prefix) and delimiter and delimiter in rest:
+                    prefixes.add(prefix + rest.partition(delimiter)[0] + delimiter)
+                elif name.startswith(prefix):
+                    items.append(entry(store, name))
+            return as_json({"kind": "storage#objects", "items": items, "prefixes": sorted(prefixes)})
+        name = path.removeprefix(objects + "/")
+        if not path.startswith(objects) or name not in store.files:
+            return missing(path)
+        if query.get("alt") == "media" or request.path.startswith("/download"):
+            return store.content(name, request)
+        return as_json(entry(store, name))
+
+    store = Store(f"gs://{BUCKET}", {})
+    with _serve(store, answer) as address:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+        gcsfs.GCSFileSystem.clear_instance_cache()
+        yield store
+        gcsfs.GCSFileSystem.clear_instance_cache()
+
+
+@contextlib.contextmanager
+def hf_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """API of the Hugging Face Hub with one dataset repository."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    def answer(store: Store, request: Request) -> Reply:
+        api, tree = f"/api/datasets/{REPOSITORY}", f"/api/datasets/{REPOSITORY}/tree/main"
+        resolve = f"/datasets/{REPOSITORY}/resolve/main/"
+        if request.path in (api, f"{api}/revision/main"):
+            return as_json({"id": REPOSITORY, "sha": "0" * 40, "private": False, "tags": [], "siblings": []})
+        if request.path == tree or request.path.startswith(tree + "/"):
+            prefix = request.path.removeprefix(tree).lstrip("/")
+            prefix = f"{prefix}/" if prefix else ""
+            entries: dict[str, dict[str, Any]] = {}
+            for name, content in sorted(store.files.items()):
+                if not name.startswith(prefix):
+                    continue
+                folders = name.removeprefix(prefix).split("/")[:-1]
+                for depth in range(1, len(folders) + 1):
+                    folder = prefix + "/".join(folders[:depth])
+                    entries[folder] = {"type": "directory", "oid": "1" * 40, "path": folder, "size": 0}
+                oid = hashlib.sha1(content).hexdigest()
+                entries[name] = {"type": "file", "oid": oid, "path": name, "size": len(content)}
+            if request.query.get("recursive", "").lower() != "true":
+                entries = {name: e for name, e in entries.items() if "/" not in name.removeprefix(prefix)}
+            return as_json(list(entries.values())) if entries else missing(prefix)
+        if request.path.startswith(resolve):
+            return store.content(request.path.removeprefix(resolve), request)
+        return missing(request.path)
+
+    store = Store(f"hf://datasets/{REPOSITORY}", {})
+    with _serve(store, answer) as address:
+        # What HF_ENDPOINT sets, which is read at import.
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        huggingface_hub.HfFileSystem.clear_instance_cache()
+        yield store
+        huggingface_hub.HfFileSystem.clear_instance_cache()

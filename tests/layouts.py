@@ -1,0 +1,18 @@
+"""Layouts of tests, from one set of fields."""
+
+import dataclasses
+from typing import Any
+
+from jtrain.dims import ParamInfo
+from jtrain.layout import Layout, LayoutSpec, make_layout
+from jtrain.mesh import MeshSpec
+from jtrain.precision import PrecisionSpec
+
+PRECISION = {field.name for field in dataclasses.fields(PrecisionSpec)}
+
+
+def layout_from(fields: dict[str, Any], mesh: MeshSpec, infos: tuple[ParamInfo, ...], **more: Any) -> Layout:
+    """A layout whose `fields` are those of LayoutSpec, PrecisionSpec, or `kernels`; `more` goes to `make_layout`."""
+    spec = LayoutSpec(**{name: value for name, value in fields.items() if name not in PRECISION | {"kernels"}})
+    precision = PrecisionSpec(**{name: value for name, value in fields.items() if name in PRECISION})
+    return make_layout(spec, mesh, infos, precision=precision, kernels=fields.get("kernels", ()), **more)

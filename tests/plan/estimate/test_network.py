@@ -1,0 +1,109 @@
+"""Collectives' times: NCCL's own latencies, the interconnect of a published fine-tune, and what joins whom."""
+
+import dataclasses
+import math
+
+import pytest
+
+from jtrain.mesh import MeshSpec
+from jtrain.plan.estimate.machine import make_machine
+from jtrain.plan.estimate.network import Ring, collective_s, nccl_latency_s, ring
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ring_us", "tree_us"),
+    [(1, 56, 64.4), (2, 131.6, 92.4), (8, 585.2, 148.4), (128, 9657.2, 260.4), (2048, 154809.2, 372.4)],
+)
+def test_nccl_latencies(hosts: int, ring_us: float, tree_us: float) -> None:
+    """All-reduce, Simple protocol, eight devices a host: what tuning.cc computes."""
+    ring_s = nccl_latency_s("all-reduce", "ring", devices=8 * hosts, hosts=hosts)
+    tree_s = nccl_latency_s("all-reduce", "tree", devices=8 * hosts, hosts=hosts)
+    assert (1e6 * ring_s, 1e6 * tree_s) == pytest.approx((ring_us, tree_us), rel=1e-9)
+
+
+def test_the_12b_fine_tune_that_400g_made_nine_times_faster() -> None:
+    """39.8 s a step over 10 GbE, 4.45 s over 400G InfiniBand (maknee.github.io, 2025): 40.1 s predicted.
+
+    Setting: two hosts of eight, 24.4 GB of bf16 gathered and scattered once, on one flat ring.
+    """
+    moved = 24_400_000_000
+
+    def network_s(gbit_per_host: float) -> float:
+        machine = make_machine("h100", 16, network_bytes_per_s=gbit_per_host / 8 * 1e9 / 8)
+        over = ring(machine, MeshSpec(data=16).shape, ("data",))
+        assert (over.devices, over.hosts) == (16, 2)
+        return collective_s("all-gather", moved, over) + collective_s("reduce-scatter", moved, over)
+
+    slow_s, fast_s = network_s(10), network_s(400)
+    assert slow_s == pytest.approx(36.6, abs=0.05)
+    predicted_s = 4.45 - fast_s + slow_s
+    assert predicted_s == pytest.approx(40.1, abs=0.05)
+    assert predicted_s == pytest.approx(39.8, rel=0.10)
+
+
+def test_gpus_of_a_host_use_links_and_those_of_several_the_network() -> None:
+    """Eight GPUs of a host each have an adapter: a flat ring has eight of them, a ring of one GPU per host one."""
+    machine = make_machine("h200", 16)
+    flat = ring(machine, MeshSpec(data=16).shape, ("data",))
+    assert flat == Ring(16, 2, 8 * 50e9)
+    mesh = MeshSpec(data=2, tensor=8).shape
+    assert ring(machine, mesh, ("tensor",)) == Ring(8, 1, 450e9)
+    assert ring(machine, mesh, ("data",)) == Ring(2, 2, 50e9)
+    assert ring(machine, MeshSpec(replica=4, data=4).shape, ("data",)) == Ring(4, 1, 450e9)
+    assert ring(machine, MeshSpec(replica=4, data=4).shape, ("replica", "data")) == Ring(16, 2, 400e9)
+
+
+def test_a_torus_gives_an_axis_its_dimensions() -> None:
+    """v5p: 1.8e11 bytes/s for an axis of the torus, three times that for the whole of a 4 x 4 x 4; less unwrapped."""
+    cube = make_machine("v5p", 64)
+    assert ring(cube, MeshSpec(data=64).shape, ("data",)).bytes_per_s == pytest.approx(5.4e11)
+    mesh = MeshSpec(data=16, tensor=4).shape
+    assert ring(cube, mesh, ("tensor",)).bytes_per_s == pytest.approx(1.8e11)
+    assert ring(cube, mesh, ("data",)).bytes_per_s == pytest.approx(3.6e11)
+    assert ring(make_machine("v5p", 4), MeshSpec(data=4).shape, ("data",)).bytes_per_s == pytest.approx(1.8e11)
+
+
+def test_slices_of_tpus_are_joined_by_the_network() -> None:
+    """Two v5e pods: a replica each, over 3.1 GB/s a chip; within them the torus."""
+    machine = make_machine("v5e", 512)
+    mesh = MeshSpec(replica=2, data=256).shape
+    assert ring(machine, mesh, ("replica",)).bytes_per_s == 3.125e9
+    assert ring(machine, mesh, ("data",)).bytes_per_s == pytest.approx(1.8e11)
+
+
+def test_more_bytes_more_devices_and_slower_networks_take_longer() -> None:
+    """And one device needs no network at all."""
+    over = Ring(8, 1, 450e9)
+    one = collective_s("all-gather", 10**9, over)
+    assert one < collective_s("all-gather", 2 * 10**9, over) < collective_s("all-reduce", 2 * 10**9, over)
+    assert one < collective_s("all-gather", 10**9, over, efficiency=0.5)
+    assert one < collective_s("all-gather", 10**9, over, count=1000)
+    assert collective_s("all-gather", 10**9, dataclasses.replace(over, devices=1)) == 0
+    assert math.isclose(one, 1e9 * 7 / 8 / 450e9 + 8.4e-6 + 7 * 3.4e-6)
+
+
+def test_a_device_without_published_peaks_is_refused() -> None:
+    """A CPU's step time would be a guess."""
+    with pytest.raises(ValueError, match=r"--device cpu: its peaks are not published.*Choose one of: a100, h100"):
+        make_machine("cpu", 8)
+
+
+def test_an_unknown_device_lists_those_that_exist() -> None:
+    """With the nearest."""
+    with pytest.raises(ValueError, match=r"No device is called 'h2000'\. Did you mean h200, "):
+        make_machine("h2000", 8)
+
+
+@pytest.mark.parametrize(("count", "match"), [(0, "must be at least 1"), (12, "a host has 8 x h200. Use 8, 16,")])
+def test_a_count_that_is_no_machine_is_refused(count: int, match: str) -> None:
+    """Half a host is not rented."""
+    with pytest.raises(ValueError, match=f"--count {count}.*{match}"):
+        make_machine("h200", count)
+
+
+def test_a_network_that_nobody_publishes_is_asked_for() -> None:
+    """Rather than taken to be infinitely fast."""
+    with pytest.raises(ValueError, match=r"links join only 8 x mi300x.*Give --network GBIT"):
+        ring(make_machine("mi300x", 16), MeshSpec(data=16).shape, ("data",))
+    machine = make_machine("mi300x", 16, network_bytes_per_s=50e9)
+    assert ring(machine, MeshSpec(data=16).shape, ("data",)).bytes_per_s == 400e9

@@ -1,0 +1,317 @@
+"""HTML report in a real browser: its numbers are those of breakdown.json, it fits a phone, it loads no other file."""
+
+import dataclasses
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jtrain.profile.analysis import figures
+from jtrain.profile.analysis.breakdown import analyse
+from jtrain.profile.analysis.records import Breakdown
+from jtrain.profile.report import html
+from jtrain.profile.report.page.clock_chart import thin
+from tests.profile import example
+from tests.profile.report import browser
+from tests.profile.traced import traced
+
+SECTIONS = ["waterfall", "advice", "steps", "communication", "ops", "clocks", "goodput", "devices", "memory", "notes"]
+
+UNITS = {"s": 1, "ms": 1e-3, "µs": 1e-6, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+UNITS |= {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "B/s": 1, "J": 1, "%": 0.01, "": 1}
+
+# Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB.
+SEEN_BY = {
+    "all": np.eye(3),
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[browser.Page]:
+    with browser.page() as found:
+        yield found
+
+
+def show(page: browser.Page, breakdown: Breakdown, folder: Path, *, width: int = 1200, dark: bool = False) -> Path:
+    """Writes the page and opens it; fails on any problem and on any request but its own."""
+    file = folder / "report.html"
+    html.write(breakdown, file)
+    page.problems.clear()
+    page.requests.clear()
+    page.open(file, width=width, dark=dark)
+    assert page.problems == []
+    assert page.requests == [file.as_uri()]
+    return file
+
+
+def at(values: Any, path: str) -> Any:
+    """Value at a path such as `steps.0.parts.idle` in nested dicts and lists."""
+    for key in path.split("."):
+        values = values[int(key)] if isinstance(values, list) else values[key]
+    return values
+
+
+def parsed(shown: str) -> float:
+    """Parses `561.2 ms` as 0.5612."""
+    number, unit = re.fullmatch(r"(-?[\d,.]+) ?(\S*)", shown).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    return float(number.replace(",", "")) * UNITS[unit]
+
+
+@pytest.mark.parametrize("of", [example.breakdown, example.unknown], ids=lambda of: of.__name__)
+def test_every_number_on_the_page_is_the_one_in_breakdown_json(page: browser.Page, tmp_path: Path, of: Any) -> None:
+    """`<data>` elements have the path and all digits; the displayed text has four digits, or "unknown"."""
+    breakdown = of()
+    show(page, breakdown, tmp_path)
+
+    embedded = json.loads(page.value("document.getElementById('breakdown').textContent"))
+    assert embedded == json.loads(json.dumps(breakdown.to_dict()))
+    found = page.value("[...document.querySelectorAll('data')].map(d => [d.dataset.path, d.value, d.textContent])")
+    assert len(found) > 10 * len(breakdown.steps)
+    for path, value, shown in found:
+        exact = at(embedded, path)
+        assert json.loads(value) == exact, path
+        if exact is None:
+            assert shown == "unknown", path
+        else:
+            assert parsed(shown) == pytest.approx(exact, rel=6e-3 if "GiB" in shown or "/s" in shown else 6e-4), path
+    paths = {path for path, _, _ in found}
+    for i, step in enumerate(breakdown.steps):
+        assert {f"steps.{i}.parts.{key}" for key in step.parts} <= paths
+    for i in range(len(breakdown.communication)):
+        names = ("exposed_s", "total_s", "wire_bytes", "planned_bytes", "bytes_per_s")
+        assert {f"communication.{i}.{name}" for name in names} <= paths
+    assert {path for path in paths if path.startswith("goodput")} == {
+        f"goodput.{key}" for key, spent in breakdown.goodput.items() if spent
+    }
+
+
+def test_the_waterfall_ends_where_the_step_does(page: browser.Page, tmp_path: Path) -> None:
+    """Each bar starts where the previous one ends, and together they are as long as the step's bar."""
+    show(page, example.breakdown(), tmp_path)
+    chosen = "document.querySelector('[data-waterfall=\"2\"]')"
+    page.value(
+        "(() => {const s = document.getElementById('step'); s.value = 2; s.dispatchEvent(new Event('change'))})()"
+    )
+
+    shown = page.value("[...document.querySelectorAll('[data-waterfall]')].filter(w => !w.hidden).length")
+    bars = page.value(
+        f"[...{chosen}.querySelectorAll('rect')].map(r => r.getBoundingClientRect()).map(b => [b.x, b.width])"
+    )
+
+    assert shown == 1
+    *parts, whole = bars
+    assert len(parts) == len(figures.PARTS)
+    assert sum(width for _, width in parts) == pytest.approx(whole[1], rel=1e-3)
+    for (start, width), (following, _) in itertools.pairwise(parts):
+        assert following == pytest.approx(start + width, abs=0.5)
+    assert parts[0][1] / whole[1] == pytest.approx(example.SHARES["theoretical"], abs=1e-3)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_phone_and_a_desk_show_the_whole_page(page: browser.Page, tmp_path: Path, width: int, dark: bool) -> None:
+    """All sections are there in both colour schemes; nothing is wider than the screen; a screenshot is small."""
+    show(page, example.breakdown(), tmp_path, width=width, dark=dark)
+
+    assert page.value("[...document.querySelectorAll('section')].map(s => s.id)") == SECTIONS
+    assert page.value("innerWidth") == width
+    assert page.value("document.documentElement.scrollWidth") <= width
+    # Only tables scroll, each in its own frame.
+    outside = "[...document.querySelectorAll('main *')].filter(e => !e.closest('.frame') && !e.closest('svg') && "
+    assert page.value(f"{outside} e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML)") == []
+    sizes = page.value("[...document.querySelectorAll('td, p, li, dd, .side')].map(e => getComputedStyle(e).fontSize)")
+    assert min(float(text.removesuffix("px")) for text in sizes) >= 11
+    for css in ("body", ".soft", "dt"):
+        assert contrast(page, css) >= 4.5, css
+    page.screenshot(tmp_path / "page.jpg")
+    assert 20_000 < (tmp_path / "page.jpg").stat().st_size < 400_000
+
+
+def contrast(page: browser.Page, css: str) -> float:
+    """Contrast of an element's text with the page, as defined by WCAG."""
+    colours = page.value(
+        f"[getComputedStyle(document.querySelector('{css}')).color, getComputedStyle(document.body).backgroundColor]"
+    )
+    found = [linear([int(word) for word in re.findall(r"\d+", colour)[:3]]) for colour in colours]
+    dark, light = sorted(float(rgb @ [0.2126, 0.7152, 0.0722]) for rgb in found)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def linear(rgb: list[int]) -> np.ndarray:
+    """Converts sRGB of 0..255 to linear light of 0..1."""
+    share = np.array(rgb) / 255
+    return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+
+
+def test_every_chart_and_control_has_a_name(page: browser.Page, tmp_path: Path) -> None:
+    """Each chart has a name for screen readers, with its unit."""
+    show(page, example.breakdown(), tmp_path)
+
+    assert page.value("document.querySelectorAll('svg:not([role=img])').length") == 0
+    names = page.value("[...document.querySelectorAll('svg')].map(s => s.ariaLabel)")
+    assert len(names) > 60
+    assert all(names)
+    parts = ("exposed communication: 158.6 ms, 13.0% of the step", "temporaries over step 22, up to 24.00 GiB")
+    for expected in (*parts, "SM clock in MHz", "power in W", "°C"):
+        assert any(expected in name for name in names), expected
+    unnamed = "[...document.querySelectorAll('select, input')].filter(c => !c.labels.length && !c.ariaLabel).length"
+    assert page.value(unnamed) == 0
+
+
+def test_a_click_on_a_heading_sorts_the_ops(page: browser.Page, tmp_path: Path) -> None:
+    """Numbers start with the largest, words with A, a second click reverses; 25 rows are shown until "show all"."""
+    breakdown = example.breakdown()
+    many = [dataclasses.replace(op, name=f"x.{i}", lost_s=op.lost_s / 2) for i, op in enumerate(breakdown.ops)]
+    breakdown = dataclasses.replace(breakdown, ops=[*breakdown.ops, *many])
+    show(page, breakdown, tmp_path)
+    names = (
+        "[...document.querySelectorAll('#ops-table tbody tr')].filter(r => !r.hidden).map(r => r.cells[0].textContent)"
+    )
+    click = "[...document.querySelectorAll('#ops-table thead button')].find(b => b.textContent === '{}').click()"
+
+    by_lost = [op.name for op in sorted(breakdown.ops, key=lambda op: -op.lost_s)]
+    assert page.value(names) == by_lost[:25]
+    page.value(click.format("total"))
+    totals = {op.name: op.total_s for op in breakdown.ops}
+    first = [totals[name] for name in page.value(names)]
+    assert first == sorted(totals.values(), reverse=True)[:25]
+    assert page.value("document.querySelector('[aria-sort]').getAttribute('aria-sort')") == "descending"
+    page.value(click.format("op"))
+    assert page.value(names) == sorted(totals)[:25]
+    page.value(click.format("op"))
+    assert page.value(names) == sorted(totals, reverse=True)[:25]
+    page.value("document.getElementById('more-ops').click()")
+    assert page.value(names) == sorted(totals, reverse=True)
+    assert page.problems == []
+
+
+def test_the_timeline_reads_out_the_samples_of_the_device_in_front(page: browser.Page, tmp_path: Path) -> None:
+    """At 80% of the window, for device 2: clocks, power, temperature and reasons of the last sample before it."""
+    breakdown = example.breakdown()
+    show(page, breakdown, tmp_path)
+    change = "(() => {{const c = document.getElementById('{}'); c.value = {}; c.dispatchEvent(new Event('{}'))}})()"
+    page.value(change.format("track", 2, "change"))
+    page.value(change.format("moment", 800, "input"))
+
+    track = breakdown.clocks[2]
+    end_s = max(track.time_s[-1], sum(step.duration_s for step in breakdown.steps))
+    index = max(i for i, time_s in enumerate(track.time_s) if time_s <= 0.8 * end_s)
+    shown = page.value("document.getElementById('readout').textContent")
+    assert f"{track.time_s[index]:.3f} s, step 24:" in shown
+    assert f"SM {track.sm_mhz[index]:,.0f} MHz, memory 2,619 MHz" in shown
+    watts = re.search(r"([\d.]+) W", shown)
+    assert watts is not None
+    assert float(watts[1]) == pytest.approx(track.power_w[index], abs=1e-3)
+    assert "throttled by power_cap" in shown
+    front = page.value("[...document.querySelectorAll('path.front')].map(p => p.dataset.track)")
+    assert front == ["2"] * 4
+
+
+def test_where_nothing_is_known_the_page_says_so(page: browser.Page, tmp_path: Path) -> None:
+    """Without peak, clocks and collectives, the sections are there and give the reason."""
+    show(page, example.unknown(), tmp_path, width=390)
+
+    words = page.value("document.body.innerText")
+    assert page.value("[...document.querySelectorAll('section')].map(s => s.id)") == SECTIONS
+    for expected in ("No clock was sampled", "No collective ran", "no peak of this device is known", "idle: 300.0 ms"):
+        assert expected in words
+    assert "NaN" not in words
+    assert "undefined" not in words
+
+
+def test_a_real_runs_page_holds_together(page: browser.Page, tmp_path: Path) -> None:
+    """Three steps on eight emulated devices, on a phone: shares sum to 100%, and all sections are filled."""
+    breakdown = analyse(traced(data=8))
+    show(page, breakdown, tmp_path, width=390)
+
+    shares = page.value(
+        "[...document.querySelectorAll('[data-waterfall=\"1\"] tbody tr')].map(r => r.cells[3].textContent)"
+    )
+    known = [parsed(shown) for shown in shares[:-1] if shown != "unknown"]
+    assert sum(known) == pytest.approx(1, abs=0.0005 * len(known))
+    assert page.value("document.documentElement.scrollWidth") <= 390
+    assert page.value("document.querySelectorAll('#devices tbody tr').length") == 8
+    assert "all-gather over data" in page.value("document.getElementById('communication').innerText")
+    words = page.value("document.body.textContent")
+    assert "NaN" not in words.partition('{"')[0]
+
+
+def test_names_out_of_a_program_cannot_become_markup(page: browser.Page, tmp_path: Path) -> None:
+    """An op named `</script><b id=x>` is shown literally."""
+    breakdown = example.breakdown()
+    bad = '</script><b id="bad">&amp;"'
+    op = dataclasses.replace(breakdown.ops[0], name=bad, layer=bad)
+    show(page, dataclasses.replace(breakdown, ops=[op], device_kind=bad, notes=[bad]), tmp_path)
+
+    assert page.value("document.getElementById('bad')") is None
+    assert page.value("document.querySelector('#ops-table tbody th').textContent") == bad
+    assert page.value("document.querySelector('#notes li').textContent") == bad
+
+
+def test_a_large_window_stays_a_file_that_a_phone_opens(page: browser.Page, tmp_path: Path) -> None:
+    """Eight devices with 2,000 samples each, 3,000 ops and 20 steps make under 6 MB, and 400 rows of ops."""
+    small = example.breakdown()
+    ops = [dataclasses.replace(small.ops[i % 24], name=f"op.{i}") for i in range(3000)]
+    steps = [example.step(i) for i in range(20)]
+    clocks = [example.track(device, points=2000) for device in range(8)]
+    file = show(page, dataclasses.replace(small, ops=ops, steps=steps, clocks=clocks), tmp_path, width=390)
+
+    assert file.stat().st_size < 6e6
+    assert page.value("document.querySelectorAll('#ops-table tbody tr').length") == html.MOST_OPS
+    assert "3,000 ops" in page.value("document.getElementById('ops').innerText")
+    assert page.value("document.documentElement.scrollWidth") <= 390
+
+
+def test_a_thinned_line_keeps_its_extremes() -> None:
+    """Of 10,000 samples about 1,600 are drawn, including a single dip; of few samples all are drawn."""
+    times = [i / 1000 for i in range(10_000)]
+    values: list[float | None] = [1980.0] * 10_000
+    values[4321], values[777] = 345.0, None
+
+    kept = thin(times, values, 10.0)
+
+    assert len(kept) <= 4 * 401
+    assert {0, 4321, 9999} <= set(kept)
+    assert thin(times[:50], values[:50], 10.0) == list(range(50))
+
+
+def test_the_colours_of_the_parts_differ_for_every_kind_of_eye() -> None:
+    """Colours are at least 15 apart in CIE Lab (1 is just visible), also for protan, deutan and tritan vision."""
+    css = (Path(html.__file__).parent / "page" / "page.css").read_text()
+    colours = dict(re.findall(r"^\.(\w+) \{ fill: #(\w{6}); background", css, re.MULTILINE))
+    assert set(colours) == {part.key for part in figures.PARTS} - {"idle"}
+    for eye, matrix in SEEN_BY.items():
+        seen = {
+            name: lab(np.clip(np.array(matrix) @ linear(list(bytes.fromhex(code))), 0, 1))
+            for name, code in colours.items()
+        }
+        for a, b in itertools.combinations(seen, 2):
+            assert np.linalg.norm(seen[a] - seen[b]) > 15, (eye, a, b)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    """Converts linear sRGB to CIE Lab under D65."""
+    to_xyz = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+    xyz = np.array(to_xyz) @ rgb / np.array([0.95047, 1.0, 1.08883])
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def test_without_a_browser_ci_fails_and_others_skip_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a browser the page is untested, so CI must fail."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="chromium-headless-shell"):
+        browser.find()
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match="no headless browser"):
+        browser.find()

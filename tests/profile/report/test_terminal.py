@@ -1,0 +1,158 @@
+import dataclasses
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from jtrain.profile.analysis import advice, figures
+from jtrain.profile.analysis.records import Breakdown
+from jtrain.profile.report import terminal
+from tests.profile import example
+
+
+def printed(breakdown: Breakdown, width: int = 110) -> str:
+    """Output of the report to a file or a pipe."""
+    into = io.StringIO()
+    terminal.print_breakdown(breakdown, Console(file=into, width=width))
+    return into.getvalue()
+
+
+def test_the_terminal_says_what_the_page_says() -> None:
+    """Title, sentence, every part with its seconds and share, collectives, ops, devices, memory, advice, notes."""
+    breakdown = example.breakdown()
+    text = printed(breakdown)
+
+    step = figures.mean_step(breakdown)
+    assert text.startswith("Steps 20 to 24 on 4 × NVIDIA H200 (cuda)\n")
+    for part in figures.PARTS:
+        row = re.search(rf"^ *{part.name} .* (\S+ (?:m|µ)?s) +(\S+%) *$", text, re.MULTILINE)
+        assert row is not None, part.name
+        assert row[1] == figures.seconds(step.parts[part.key])
+        assert row[2] == figures.share(step.parts[part.key], step.duration_s)
+    assert re.search(r"all-gather over data +50.00 ms +180.0 ms +14.00 GiB +14.00 GiB +1.00 +83.5 GB/s", text)
+    assert re.search(r"gemm_fusion_dot.9 +layers/mlp, backward +utilisation +108.0 ms +8.9% +270.0 ms +1,680 MHz", text)
+    assert re.search(r"computing +150.0 s +71.4% *\n *compile +31.00 s +14.8% *\n *exposed", text)
+    assert "0.02327 J per token" in text
+    assert "at peak speed × instruction 1.261 × utilisation 1.207 × overlap 1.029 × frequency 1.111" in text
+    assert "Not Supported" in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_a_waterfalls_bars_follow_each_other() -> None:
+    """Each of ten bars of a tenth starts in the column where the previous one ends; a tiny part is still visible."""
+    bars = [terminal.bar(i / 10, 0.1) for i in range(10)]
+    assert [len(bar) for bar in bars] == [3 * (i + 1) for i in range(10)]
+    assert [bar.count("█") for bar in bars] == [3] * 10
+    assert terminal.bar(0.5, 1e-4) == " " * 15 + "▏"
+    assert terminal.bar(0.5, 0.0).strip() == ""
+
+
+def test_nothing_is_said_to_be_lost_where_no_peak_is_known() -> None:
+    """Without a peak all computing is one part, which is neither the largest loss nor the subject of advice."""
+    breakdown = example.unknown()
+    text = printed(breakdown)
+
+    assert re.search(r"computing +█+ +900.0 ms +75.0%", text)
+    assert "low utilisation" not in text
+    assert "the math's share is unknown; the largest loss is idle: 300.0 ms, 25.0%" in text
+    assert "MFU unknown" in text
+    assert len(found := advice.advise(breakdown)) == 1
+    assert found[0].startswith("Idle: 300.0 ms")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (1.5, "1.500 s"),
+        (0.1586, "158.6 ms"),
+        (2.5e-6, "2.500 µs"),
+        (0.0, "0 s"),
+        (12345.0, "12,345 s"),
+        (None, "unknown"),
+    ],
+)
+def test_seconds_keep_four_digits(value: float | None, shown: str) -> None:
+    """The unit is the largest in which the value is at least 1."""
+    assert figures.seconds(value) == shown
+
+
+def test_a_part_that_some_steps_do_not_know_keeps_the_sum() -> None:
+    """The mean step's parts sum to its duration; an unknown part counts as 0."""
+    breakdown = example.breakdown()
+    first = breakdown.steps[0]
+    merged = first.parts | {"idle": None, "host": (first.parts["host"] or 0.0) + (first.parts["idle"] or 0.0)}
+    breakdown = dataclasses.replace(breakdown, steps=[dataclasses.replace(first, parts=merged), *breakdown.steps[1:]])
+
+    step = figures.mean_step(breakdown)
+
+    assert sum(value or 0.0 for value in step.parts.values()) == pytest.approx(step.duration_s, rel=1e-12)
+
+
+def test_energy_per_token_needs_every_steps_energy() -> None:
+    """With one step's energy unknown, the window's energy is unknown."""
+    breakdown = example.breakdown()
+    energies = [step.energy_j or 0.0 for step in breakdown.steps]
+    assert figures.joules_per_token(breakdown) == pytest.approx(sum(energies) / (5 * 131_072))
+
+    blind = dataclasses.replace(breakdown.steps[0], energy_j=None)
+    assert figures.joules_per_token(dataclasses.replace(breakdown, steps=[blind, *breakdown.steps[1:]])) is None
+
+
+def test_advice_names_the_seconds_and_the_setting() -> None:
+    """Largest first: communication, recomputation, the power limit, and a collective larger than planned."""
+    found = advice.advise(example.breakdown())
+
+    starts = ["Exposed communication: 158.6 ms, 13.0%", "Extra instructions: 146.4 ms, 12.0%", "Clock loss: 97.60 ms"]
+    assert [line.startswith(start) for line, start in zip(found, starts, strict=False)] == [True] * 3
+    assert "reduce-scatter over data: 100.0 ms of 120.0 ms exposed" in found[0]
+    assert "precision.reduce_dtype" in found[0]
+    assert "1.26 times" in found[1]
+    assert "layout.remat" in found[1]
+    assert "73.20 ms of it due to the power limit at 642 W: `nvidia-smi --power-limit`" in found[2]
+    assert found[3].startswith("reduce-scatter over data sends 9.00 GiB where the plan has 7.00 GiB, 1.29 times")
+    assert len(found) == 4
+
+
+def test_advice_does_not_name_what_is_set_already() -> None:
+    """Without remat, with one microbatch and bfloat16 gradients, the advice is a larger batch."""
+    breakdown = example.breakdown()
+    settings: dict[str, str | int] = {"layout.zero_stage": 1, "layout.microbatches": 1, "layout.remat": "none"}
+    settings["precision.reduce_dtype"] = "bfloat16"
+    found = advice.advise(dataclasses.replace(breakdown, settings=settings))
+    assert "try a larger data.global_batch" in found[0]
+    assert not any("layout.remat" in line or "microbatches" in line for line in found[:2])
+    assert "layout.microbatches=4" in advice.advise(_gathering(breakdown))[0]
+
+
+def _gathering(breakdown: Breakdown) -> Breakdown:
+    return dataclasses.replace(breakdown, communication=breakdown.communication[:1])
+
+
+def test_advice_blames_a_slow_device_on_its_clock() -> None:
+    """Device 3 at 1,400 MHz delays the others: its clock is blamed, or without clocks its work."""
+    breakdown = example.breakdown()
+    steps = [
+        dataclasses.replace(
+            step,
+            devices=[one | ({"exposed_communication_s": 0.0} if one["device"] == 3 else {}) for one in step.devices],
+        )
+        for step in breakdown.steps
+    ]
+    slow = dataclasses.replace(breakdown.clocks[3], sm_mhz=[1400.0] * 300)
+    clocked = dataclasses.replace(breakdown, steps=steps, clocks=[*breakdown.clocks[:3], slow])
+
+    assert any(
+        line.startswith("Device 3 computes 156.0 ms longer per step than the median one (19.0%)")
+        and "its clock is 1,400 MHz against 1,75" in line
+        for line in advice.advise(clocked)
+    )
+    assert any("data.balance=True" in line for line in advice.advise(dataclasses.replace(clocked, clocks=[])))
+    assert not any("Device" in line for line in advice.advise(breakdown))
+
+
+def test_a_good_step_gets_no_advice() -> None:
+    """With every part below its threshold there is no advice."""
+    shares = dict.fromkeys(example.SHARES, 0.01) | {"theoretical": 0.92}
+    good = dataclasses.replace(example.breakdown(), steps=[example.step(0, shares=shares)], communication=[])
+    assert advice.advise(good) == []

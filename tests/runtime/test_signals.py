@@ -1,0 +1,156 @@
+"""Stopping a run: by signals, and by non-finite metrics."""
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from jtrain.runtime.multihost import agree
+from jtrain.runtime.signals import StopRequest
+from jtrain.step.finite import NotFinite, check_finite
+
+LOOP = """
+import sys, time
+from jtrain.runtime.signals import StopRequest
+with StopRequest() as stop:
+    print("looping", flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    print("saving", flush=True)
+    for _ in range(int(sys.argv[1])):
+        time.sleep(0.01)
+    print("saved", flush=True)
+"""
+
+
+def start(saving_ticks: int) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP, str(saving_ticks)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "looping\n"
+    return process
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_ends_the_loop_with_a_save(number: signal.Signals) -> None:
+    """The first signal prints a message and interrupts nothing."""
+    process = start(1)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert output == "saving\nsaved\n"
+    assert errors.strip() == f"{number.name}: stopping after this step, with a checkpoint."
+
+
+def test_the_second_ctrl_c_says_that_it_saves_and_the_third_stops_at_once() -> None:
+    """A save that hangs can be left with a third Ctrl-C."""
+    process = start(3000)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "saving\n"
+    process.send_signal(signal.SIGINT)
+    said = [process.stderr.readline() for _ in range(4)]
+    assert said[1].startswith("SIGINT: stopping")
+    assert said[3].startswith("Still saving the checkpoint. Ctrl-C once more to stop at once")
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert "KeyboardInterrupt" in errors
+    assert process.returncode == -signal.SIGINT
+    assert output == ""
+
+
+def test_sigterm_asks_however_often_it_comes() -> None:
+    """Schedulers repeat SIGTERM, and a save must survive that."""
+    process = start(50)
+    assert process.stdout is not None
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "saving\n"
+    for _ in range(5):
+        process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert output == "saved\n"
+    assert errors.count("stopping after this step") == 1
+
+
+def test_the_previous_handlers_come_back() -> None:
+    """The handlers return after an error inside the block too."""
+    calls: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, lambda number, _: calls.append(number))
+    try:
+        mine = signal.getsignal(signal.SIGTERM)
+        with contextlib.suppress(RuntimeError), StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise RuntimeError("inside")
+        assert stop.requested
+        assert signal.getsignal(signal.SIGTERM) is mine
+        assert calls == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert calls == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+    assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
+
+
+def test_a_thread_cannot_ask() -> None:
+    """Python's ValueError reaches the caller."""
+    errors: list[ValueError] = []
+
+    def enter() -> None:
+        try:
+            with StopRequest():
+                pass
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+
+
+def test_one_process_agrees_with_itself() -> None:
+    """One process gets its own flags; for several processes see tests/checkpoint/test_processes.py."""
+    assert agree(True, False) == (True, False)
+    assert agree(False) == (False,)
+
+
+def test_finite_metrics_pass() -> None:
+    """Very large numbers are finite."""
+    check_finite(3, {"loss_nats": 1e308, "grad_norm": 0.0}, batch_hash="ab", last_checkpoint_step=None)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_none_stops_the_run_with_what_to_try(value: float) -> None:
+    """The message has the step, the batch, every metric, the last good checkpoint, and what to change."""
+    with pytest.raises(
+        NotFinite,
+        match=rf"(?s)loss_nats and grad_norm not finite at step 12: loss_nats={value:.6g}, grad_norm=nan, "
+        r"learning_rate=0\.003; batch_hash=00ff\. The state after it was not saved\. The checkpoint of step 10 is from "
+        r"before it.*another --workdir: a lower optimizer\.peak_lr",
+    ) as caught:
+        check_finite(
+            12,
+            {"loss_nats": value, "grad_norm": math.nan, "learning_rate": 0.003},
+            batch_hash="00ff",
+            last_checkpoint_step=10,
+        )
+    assert caught.value.step == 12
+    assert caught.value.names == ("loss_nats", "grad_norm")
+
+
+def test_without_a_checkpoint_it_says_so() -> None:
+    """The message says that there is no checkpoint, and has a singular for one metric."""
+    with pytest.raises(
+        NotFinite, match=r"^grad_norm not finite at step 1: .* No checkpoint was written before it\. Try"
+    ):
+        check_finite(1, {"loss_nats": 2.0, "grad_norm": math.inf}, batch_hash="00", last_checkpoint_step=None)

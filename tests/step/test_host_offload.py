@@ -1,0 +1,385 @@
+"""Optimizer state in host memory: in float32 compute the same run, bit for bit, with less device memory."""
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jtrain.checkpoint import Checkpoints, CheckpointSpec
+from jtrain.dims import Batch
+from jtrain.layout import Layout, OffloadSpec, largest_first
+from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.model.param import map_params
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW, Muon, Optimizer, build
+from jtrain.step import host_offload
+from jtrain.step.host_offload import Slices, StreamedParam, check_host_memory, streamed, to_device, to_host
+from jtrain.step.state import TrainState, abstract_state, init_state
+from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
+from tests.layouts import layout_from
+from tests.step.test_train_step import packed_batch
+
+SIZES: dict[str, Any] = dict(
+    num_layers=3, d_model=32, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=64, vocab_size=64, z_loss=1e-4
+)
+ADAMW = AdamW(peak_lr=3e-3, warmup_steps=2)
+NUM_STEPS = 4
+
+
+@dataclasses.dataclass
+class Setting:
+    """A small model on emulated devices, and its step."""
+
+    layout: Layout
+    optimizer: Optimizer
+    mesh: jax.sharding.Mesh
+    step: Any
+    batch: Batch
+
+    def first(self) -> TrainState:
+        return init_state(self.layout, self.optimizer, self.mesh, seed=0)
+
+    def like(self) -> TrainState:
+        return abstract_state(self.layout, self.optimizer, self.mesh)
+
+
+def setting(axes: dict[str, int], *, optimizer: Any = ADAMW, **fields: Any) -> Setting:
+    """The setting, compiled once for all tests that use it and do not change how updates are sliced."""
+    return _setting(host_offload.SLICE_ELEMENTS, tuple(axes.items()), optimizer, **fields)
+
+
+@functools.cache
+def _setting(slice_elements: int, axes: tuple[tuple[str, int], ...], optimizer: Any, **fields: Any) -> Setting:
+    del slice_elements  # a step is traced with it
+    mesh_spec = MeshSpec(**dict(axes))
+    mesh = make_mesh(mesh_spec, jax.devices()[: mesh_spec.size])
+    model = Transformer(**SIZES)
+    infos = model.param_infos()
+    spec: dict[str, Any] = {"compute_dtype": "float32"} | fields
+    lay = layout_from(spec, mesh_spec, infos)
+    opt = build(optimizer, num_steps=20, params=map_params(lambda info: info, infos))
+    batch = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, BATCH_SPEC)), packed_batch())
+    return Setting(lay, opt, mesh, make_train_step(model, opt, lay, mesh), batch)
+
+
+@dataclasses.dataclass
+class Trained:
+    losses: list[float]
+    first: dict[str, np.ndarray]
+    last: dict[str, np.ndarray]
+    kinds: dict[str, str]  # memory of every array of the state, before the first step
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+
+
+def kinds_of(state: TrainState) -> dict[str, str]:
+    return {name: x.sharding.memory_kind for name, x in by_name(state).items()}
+
+
+def trained(axes: dict[str, int], **fields: Any) -> Trained:
+    """Four steps; the state stays where it was, and the step is traced once."""
+    run = setting(axes, **fields)
+    state = run.first()
+    kinds, shardings = kinds_of(state), jax.tree.map(lambda x: x.sharding, state)
+    assert jax.tree.map(lambda x: x.sharding, run.like()) == shardings
+    first = jax.tree.map(np.array, by_name(state))
+    losses: list[float] = []
+    for _ in range(NUM_STEPS):
+        state, metrics = run.step(state, run.batch)
+        losses.append(float(metrics["loss_nats"]))
+        assert jax.tree.map(lambda x: x.sharding, state) == shardings
+    assert run.step._cache_size() == 1
+    assert losses[-1] < losses[0] - 0.1, "the loss must move, or equality proves nothing"
+    return Trained(losses, first, jax.tree.map(np.array, by_name(state)), kinds)
+
+
+@functools.cache
+def plain(axes: tuple[tuple[str, int], ...], optimizer: AdamW = ADAMW, **fields: Any) -> Trained:
+    return trained(dict(axes), optimizer=optimizer, **fields)
+
+
+def assert_same_bits(got: Trained, want: Trained) -> None:
+    assert got.first.keys() == want.first.keys() == got.last.keys()
+    for name, x in want.first.items():
+        np.testing.assert_array_equal(got.first[name], x, err_msg=name)
+    assert got.losses == want.losses
+    for name, x in want.last.items():
+        np.testing.assert_array_equal(got.last[name], x, err_msg=name)
+        assert not np.array_equal(x, want.first[name]), f"{name} must move"
+
+
+def on_host(run: Trained) -> set[str]:
+    return {name for name, kind in run.kinds.items() if kind == "pinned_host"}
+
+
+def matrices(run: Trained, *fields: str) -> set[str]:
+    """Names of the state's matrices below these fields."""
+    found = {name for name in run.kinds if name.startswith(tuple(f"opt_state.{field}." for field in fields))}
+    return {name for name in found if "scale_D" not in name}
+
+
+LAYOUTS: tuple[Any, ...] = (
+    ({}, dict(zero_stage=0)),
+    pytest.param({}, dict(zero_stage=0, microbatches=2, remat="full"), marks=pytest.mark.slow),
+    pytest.param({"data": 8}, dict(zero_stage=0), marks=pytest.mark.slow),
+    pytest.param({"data": 8}, dict(zero_stage=3), marks=pytest.mark.slow),
+    ({"data": 2, "tensor": 4}, dict(zero_stage=3, microbatches=2)),
+)
+
+
+@pytest.mark.parametrize(("axes", "fields"), LAYOUTS, ids=str)
+def test_state_in_host_memory_gives_the_same_bits(axes: dict[str, int], fields: dict[str, Any]) -> None:
+    """All moments of matrices on the host: losses, parameters and moments of four steps equal to the last bit."""
+    want = plain(tuple(axes.items()), **fields)
+    got = trained(axes, offload=OffloadSpec(optimizer=1.0), **fields)
+    assert on_host(want) == set()
+    assert on_host(got) == matrices(got, "mu", "nu")
+    assert len(on_host(got)) == 18
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("zero_stage", (pytest.param(1, marks=pytest.mark.slow), 2))
+def test_state_split_under_whole_parameters_differs_by_rounding_alone(zero_stage: int) -> None:
+    """Stages 1 and 2 slice whole parameters, and XLA:CPU contracts other multiply-adds where it fuses the slice.
+
+    That moves last bits of the plain layout (see `Optimizer.update`). Per step at most the rounding of one float32
+    operation on parameters below 1, 2^-24, so 2^-21 in four steps with what the gradients make of it.
+    """
+    axes = {"data": 8}
+    want = plain(tuple(axes.items()), zero_stage=zero_stage)
+    got = trained(axes, zero_stage=zero_stage, offload=OffloadSpec(optimizer=1.0))
+    assert len(on_host(got)) == 18
+    for name, x in want.first.items():
+        np.testing.assert_array_equal(got.first[name], x, err_msg=name)
+    np.testing.assert_allclose(got.losses, want.losses, rtol=2**-21)
+    for name, x in want.last.items():
+        np.testing.assert_allclose(got.last[name], x, rtol=2**-20, atol=2**-21, err_msg=name)
+
+
+def test_a_part_of_the_state_is_the_largest_arrays_that_fit() -> None:
+    """Three tenths of the bytes: some moments here, some there, of one parameter too; and the same bits."""
+    got = trained({"data": 2, "tensor": 4}, zero_stage=3, microbatches=2, offload=OffloadSpec(optimizer=0.3))
+    sizes = {name: x.nbytes for name, x in got.first.items() if name.startswith("opt_state.")}
+    share = sum(sizes[name] for name in on_host(got)) / sum(sizes.values())
+    assert 0.25 < share <= 0.3
+    assert sum(sizes[name] == max(sizes.values()) for name in on_host(got)) == 3, "of six; then what still fits"
+    assert_same_bits(got, plain((("data", 2), ("tensor", 4)), zero_stage=3, microbatches=2))
+
+
+STATES: tuple[Any, ...] = (
+    pytest.param(AdamW(3e-3, warmup_steps=2, moment_dtype="bfloat16_sr"), {}, ("mu", "nu"), marks=pytest.mark.slow),
+    (AdamW(3e-3, warmup_steps=2, moment_dtype="int8"), {}, ("mu", "nu", "mu_scale", "nu_scale")),
+    pytest.param(
+        AdamW(3e-3, warmup_steps=2, master_dtype="float32"),
+        {"param_dtype": "bfloat16"},
+        ("mu", "nu", "master"),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        AdamW(3e-3, warmup_steps=2, param_rounding="stochastic"),
+        {"param_dtype": "bfloat16"},
+        ("mu", "nu"),
+        marks=pytest.mark.slow,
+    ),
+)
+
+
+@pytest.mark.parametrize(("optimizer", "fields", "names"), STATES, ids=str)
+def test_every_form_of_state_streams(
+    optimizer: AdamW, fields: dict[str, Any], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales, masters and random bits come out the same where a shard is updated in slices of a layer's part."""
+    # The small model's blocks of int8 are as long as its dimensions: nothing may cut them.
+    small = optimizer.moment_dtype != "int8"
+    monkeypatch.setattr(host_offload, "SLICE_ELEMENTS", 64 if small else 2**26)
+    axes: dict[str, int] = {"data": 2, "tensor": 2} if small else {}
+    fields = fields | {"zero_stage": 3 if small else 0}
+    want = plain(tuple(axes.items()), optimizer, **fields)
+    got = trained(axes, optimizer=optimizer, offload=OffloadSpec(optimizer=1.0), **fields)
+    assert on_host(got) == matrices(got, *names)
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("share", (0.5, pytest.param(1.0, marks=pytest.mark.slow)))
+def test_the_hosts_cores_compute_the_same_update(share: float) -> None:
+    """ZeRO-Offload's form: whole parameters' state on the host, or none of it. The same arithmetic on the same CPU."""
+    axes = {"data": 2, "tensor": 4}
+    got = trained(axes, zero_stage=3, microbatches=2, offload=OffloadSpec(optimizer=share, update="host"))
+    paths = {name.removeprefix("opt_state.mu.") for name in on_host(got) if ".mu." in name}
+    assert on_host(got) == {f"opt_state.{field}.{path}" for field in ("mu", "nu") for path in paths}
+    assert 0 < len(paths) <= 9
+    assert (len(paths) == 9) == (share == 1.0)
+    assert_same_bits(got, plain(tuple(axes.items()), zero_stage=3, microbatches=2))
+
+
+def test_parameters_and_state_together_stay_on_the_host() -> None:
+    """Layers' parameters stream with their moments; evaluation reads them from there."""
+    want = plain((), zero_stage=0)
+    spec = OffloadSpec(optimizer=1.0, params=1.0)
+    got = trained({}, zero_stage=0, offload=spec)
+    assert {name for name in on_host(got) if name.startswith("params.layers.")} == {
+        name for name in got.kinds if name.startswith("params.layers.") and "scale_D" not in name
+    }
+    assert_same_bits(got, want)
+    run = setting({}, zero_stage=0, offload=spec)
+    sums = make_eval_step(Transformer(**SIZES), run.layout, run.mesh)(run.first().params, run.batch)
+    assert float(sums["nats"]) / int(sums["tokens"]) == pytest.approx(want.losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("axes", (pytest.param({}, marks=pytest.mark.slow), {"data": 2}), ids=str)
+def test_muon_takes_whole_matrices_out_of_host_memory(axes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters may wait on the host, but no shard or slice of one is orthogonalised for itself."""
+    monkeypatch.setattr(host_offload, "SLICE_ELEMENTS", 64)
+    fields: dict[str, Any] = {"optimizer": Muon(3e-3, warmup_steps=2), "zero_stage": 3 if axes else 0}
+    want, got = trained(axes, **fields), trained(axes, offload=OffloadSpec(params=1.0), **fields)
+    assert len([name for name in on_host(got) if name.startswith("params.layers.")]) == 7
+    for name, x in want.last.items():
+        np.testing.assert_allclose(got.last[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_the_hosts_cores_take_only_what_has_its_state_there() -> None:
+    """Parameters are on the host, a third of the state: the rest of the update is the device's, to the same bits."""
+    got = trained({}, zero_stage=0, offload=OffloadSpec(optimizer=0.3, params=1.0, update="host"))
+    states = {name for name in on_host(got) if name.startswith("opt_state.")}
+    assert 0 < len(states) < 18
+    assert_same_bits(got, plain((), zero_stage=0))
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"), (("optimizer", OffloadSpec(optimizer=0.001)), ("params", OffloadSpec(params=0.01)))
+)
+def test_a_share_below_the_smallest_array_is_refused(name: str, spec: OffloadSpec) -> None:
+    """It would move nothing, and say nothing."""
+    with pytest.raises(ValueError, match=rf"layout.offload.{name}=0.0+1 moves nothing: the smallest array is"):
+        setting({}, offload=spec).like()
+
+
+@pytest.mark.parametrize(("saved_share", "resumed_share"), ((1.0, "none"), ("none", 1.0)))
+def test_a_checkpoint_does_not_know_what_was_offloaded(saved_share: Any, resumed_share: Any, tmp_path: Path) -> None:
+    """Two steps, a save, two more under the other setting: the bits of four steps under one."""
+    axes, fields = {"data": 2, "tensor": 4}, {"zero_stage": 3, "microbatches": 2}
+    before = setting(axes, offload=OffloadSpec(optimizer=saved_share), **fields)
+    after = setting(axes, offload=OffloadSpec(optimizer=resumed_share), **fields)
+    state = before.first()
+    for _ in range(2):
+        state, _ = before.step(state, before.batch)
+    with Checkpoints(tmp_path, CheckpointSpec()) as checkpoints:
+        checkpoints.save(2, state, {}, "")
+        checkpoints.wait()
+        state, _ = checkpoints.restore(2, after.like())
+    assert kinds_of(state) == kinds_of(after.like())
+    assert ("pinned_host" in kinds_of(state).values()) == (resumed_share == 1.0)
+    losses: list[float] = []
+    for _ in range(2):
+        state, metrics = after.step(state, after.batch)
+        losses.append(float(metrics["loss_nats"]))
+    assert after.step._cache_size() == 1
+    want = plain(tuple(axes.items()), **fields)
+    assert losses == want.losses[2:]
+    for name, x in by_name(state).items():
+        np.testing.assert_array_equal(np.asarray(x), want.last[name], err_msg=name)
+
+
+@pytest.mark.parametrize("stacked", (True, False))
+@pytest.mark.parametrize("rows", (1, 2, 6))
+def test_slices_cover_everything_once(rows: int, stacked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three layers of 6 x 4, or of one, with a scale for two rows: each slice sees its own rows, once."""
+    monkeypatch.setattr(host_offload, "SLICE_ELEMENTS", rows * 4)
+    shape, scale_shape = ((3, 6, 4), (3, 3, 4)) if stacked else ((6, 4), (3, 4))
+    rng = np.random.default_rng(0)
+    grad, param, mu = (rng.standard_normal(shape).astype(np.float32) for _ in range(3))
+    scale = rng.standard_normal(scale_shape).astype(np.float32)
+
+    def update(index: Any, pieces: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        del index
+        count = pieces["seen"] + 1
+        wide = jnp.repeat(pieces["scale"], 2, axis=1 if stacked else 0)
+        mu = pieces["mu"] * wide + pieces["grad"]
+        return {"param": pieces["param"] + mu, "mu": mu, "scale": -pieces["scale"], "seen": count}
+
+    @jax.jit
+    def run(grad: Any, param: Any, mu: Any, scale: Any) -> Any:
+        arrays = {"param": param, "mu": to_host(mu), "scale": to_host(scale), "seen": jnp.zeros_like(param)}
+        slices = Slices({"grad": grad, **arrays}, stacked=stacked)
+        leaf = StreamedParam({"grad": grad}, arrays, frozenset({"mu", "scale"}), slices, update)
+        assert slices.count == (3 if stacked else 1) * 6 // max(rows, 2), "a slice holds whole blocks of two rows"
+        return jax.tree.map(to_device, streamed([leaf, leaf], after=jnp.zeros(())))
+
+    wide = np.repeat(scale, 2, axis=1 if stacked else 0)
+    for new in run(grad, param, mu, scale):
+        np.testing.assert_array_equal(new["seen"], np.ones(shape))
+        np.testing.assert_allclose(new["mu"], mu * wide + grad, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(new["param"], param + mu * wide + grad, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(new["scale"], -scale)
+
+
+def test_the_largest_go_first_and_the_budget_holds() -> None:
+    """Ties in the order given; an array too large for what is left makes room for a smaller one."""
+    sizes = {"a": 40, "b": 30, "c": 20, "d": 10}
+    assert largest_first(0.0, sizes) == frozenset()
+    assert largest_first(100.0, sizes) == frozenset(sizes)
+    assert largest_first(55.0, sizes) == {"a", "d"}
+    assert largest_first(0.3 * 100, sizes) == {"b"}
+    assert largest_first(30.0, {"x": 30, "y": 30}) == {"x"}
+
+
+BAD: tuple[tuple[dict[str, Any], str], ...] = (
+    (dict(optimizer=1.2), r"layout\.offload\.optimizer=1\.2 must be a share from 0\.0 to 1\.0"),
+    (dict(params=-0.1), r"layout\.offload\.params=-0\.1 must be a share"),
+    (dict(activations=math.nan), r"layout\.offload\.activations=nan must be a share"),
+    (dict(update="host"), r"layout\.offload\.update=host .* layout\.offload\.optimizer=none keeps none there"),
+    (dict(update="host", optimizer=0.0), r"Set layout\.offload\.optimizer=1\.0, or layout\.offload\.update=device"),
+    (dict(unified_memory=True, params=0.5), r"unified_memory=True .* layout\.offload\.params=0\.5 places arrays"),
+)
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD, ids=str)
+def test_a_share_out_of_range_is_refused(fields: dict[str, Any], message: str) -> None:
+    """Each names the field, its value and the way out."""
+    with pytest.raises(ValueError, match=message):
+        OffloadSpec(**fields)
+
+
+def test_as_needed_is_resolved_before_the_layout() -> None:
+    """A layout holds numbers."""
+    with pytest.raises(ValueError, match=r"layout\.offload\.params=as_needed has to be resolved first"):
+        setting({}, offload=OffloadSpec(params="as_needed"))
+
+
+def test_what_cannot_stream_is_refused() -> None:
+    """Muon takes whole matrices; random bits are not for the host's cores."""
+    muon = setting({}, offload=OffloadSpec(), optimizer=Muon(3e-3)).layout
+    spec = dataclasses.replace(muon.spec, offload=OffloadSpec(optimizer=0.5))
+    with pytest.raises(ValueError, match=r"layout\.offload\.optimizer=0\.5 with Muon: its update takes whole matrices"):
+        setting({}, offload=spec.offload, optimizer=Muon(3e-3))
+    host = OffloadSpec(optimizer=1.0, update="host")
+    with pytest.raises(ValueError, match=r"layout\.offload\.update=host with optimizer\.moment_dtype=int8"):
+        setting({}, offload=host, optimizer=AdamW(3e-3, moment_dtype="int8"))
+
+
+def test_a_backend_without_host_memory_is_refused() -> None:
+    """With what it has instead. A GPU to compile for lists no memories at all, and has one."""
+    check_host_memory({"device", "pinned_host"}, "tpu", "TPU v5")
+    check_host_memory(set(), "gpu", "NVIDIA H200")
+    with pytest.raises(ValueError, match=r"Some chip \(odd\) has no memory `pinned_host` .* it has device\. Set"):
+        check_host_memory({"device"}, "odd", "Some chip")
+    with pytest.raises(ValueError, match=r"it has none\. Set"):
+        check_host_memory(set(), "odd", "Some chip")
+
+
+def test_a_sharding_keeps_its_memory() -> None:
+    """On devices that are here, and spec by spec."""
+    mesh = make_mesh(MeshSpec(data=8), jax.devices())
+    assert host_offload.sharding(mesh, P("data"), "device") == NamedSharding(mesh, P("data"))
+    assert host_offload.sharding(mesh, P("data"), "pinned_host").memory_kind == "pinned_host"

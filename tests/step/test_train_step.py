@@ -1,0 +1,209 @@
+"""A layout is not a model: the same weights, losses and gradients on any mesh, stage, accumulation and remat."""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from jtrain.data.constructor.context_order import context_order
+from jtrain.dims import IGNORE, Batch
+from jtrain.layout import LayoutSpec, make_layout
+from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.model.param import map_params
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW, Muon, build
+from jtrain.step.state import init_state
+from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
+from tests.layouts import layout_from
+
+NUM_STEPS = 20
+MESHES = (dict(data=8), dict(replica=2, data=4), dict(data=2, tensor=4))
+SIZES: dict[str, Any] = dict(
+    num_layers=2, d_model=32, num_heads=4, num_kv_heads=4, head_dim=8, d_ff=64, vocab_size=64, z_loss=1e-4
+)
+ADAMW = AdamW(peak_lr=3e-3, warmup_steps=4)
+
+
+@functools.cache
+def packed_batch() -> Batch:
+    """[32, 16] with two documents a row, padding, and one row that predicts nothing: shards differ in valid tokens."""
+    rng = np.random.default_rng(0)
+    rows, cols, first = 32, 16, 9
+    token = rng.integers(0, SIZES["vocab_size"], (rows, cols), np.int32)
+    segment = np.tile(np.array([1] * first + [2] * (cols - first - 2) + [0] * 2, np.int32), (rows, 1))
+    position = np.tile(np.array([*range(first), *range(cols - first)], np.int32), (rows, 1))
+    target = np.roll(token, -1, axis=1)
+    target[np.roll(segment, -1, axis=1) != segment] = IGNORE
+    target[segment == 0] = IGNORE
+    target[3] = IGNORE
+    return Batch(token, target, position, segment)
+
+
+@dataclasses.dataclass
+class Trained:
+    losses: np.ndarray
+    first: Any  # parameters before and after
+    last: Any
+    gradient: Any  # the first step's gradient, read back from Adam's first moment
+    hashes: list[str]
+    eval_nats: float
+    num_traces: int
+
+
+def trained(
+    axes: dict[str, int],
+    *,
+    sizes: dict[str, Any] = SIZES,
+    optimizer: AdamW | Muon = ADAMW,
+    order: Literal["contiguous", "zigzag"] = "zigzag",
+    **layout: Any,
+) -> Trained:
+    mesh_spec = MeshSpec(**axes)
+    mesh = make_mesh(mesh_spec, jax.devices()[: mesh_spec.size])
+    model = Transformer(**sizes)
+    infos = model.param_infos()
+    lay = layout_from(dict(compute_dtype="float32", **layout), mesh_spec, infos, context_order=order)
+    opt = build(optimizer, num_steps=NUM_STEPS, params=map_params(lambda info: info, infos))
+    state = init_state(lay, opt, mesh, seed=0)
+    step = make_train_step(model, opt, lay, mesh)
+    evaluate = make_eval_step(model, lay, mesh)
+    columns = context_order(packed_batch().token_BL.shape[1], mesh_spec.context, lay.context_order)
+    batch = jax.tree.map(lambda x: jax.device_put(x[:, columns], NamedSharding(mesh, BATCH_SPEC)), packed_batch())
+    sums = evaluate(state.params, batch)
+    first = jax.device_get(state.params)
+    losses, hashes, gradient = [], [], None
+    with jax.transfer_guard("disallow"):
+        for _ in range(NUM_STEPS):
+            state, metrics = step(state, batch)
+            with jax.transfer_guard("allow"):
+                losses.append(float(metrics["loss_nats"]))
+                hashes.append(str(np.asarray(metrics["batch_hash"])))
+                if gradient is None:
+                    gradient = jax.device_get(state.opt_state.mu)
+    last = jax.device_get(state.params)
+    eval_nats = float(sums["nats"]) / int(sums["tokens"])
+    num_traces = step._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
+    return Trained(np.array(losses), first, last, gradient, hashes, eval_nats, num_traces)
+
+
+@functools.cache
+def on_one_device() -> Trained:
+    want = trained({})
+    assert want.losses[-1] < want.losses[0] - 0.1, "the loss must move, or equality below proves nothing"
+    return want
+
+
+def assert_same(got: Trained, want: Trained) -> None:
+    jax.tree.map(np.testing.assert_array_equal, got.first, want.first)
+    np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
+    np.testing.assert_allclose(got.eval_nats, want.losses[0], rtol=1e-5)
+    jax.tree.map(
+        lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max()), got.gradient, want.gradient
+    )
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got.last, want.last)
+    assert got.hashes == want.hashes
+    assert got.num_traces == 1
+
+
+@pytest.mark.parametrize("zero_stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_the_layout_is_not_a_model(axes: dict[str, int], zero_stage: int) -> None:
+    """Twenty steps give one device's losses, gradients and weights on any mesh and ZeRO stage.
+
+    Accumulation, scan and remat alternate so that the twelve cases hold every pair of values of any two of the five
+    settings; the full product is the slow test below.
+    """
+    mesh, half = MESHES.index(axes), zero_stage // 2
+    sizes = SIZES | {"scan_layers": (mesh + half) % 2 == 0}
+    microbatches = (1, 4)[(mesh + zero_stage) % 2]
+    remat = ("none", "full")[(mesh + zero_stage + half) % 2]
+    got = trained(axes, sizes=sizes, zero_stage=zero_stage, microbatches=microbatches, remat=remat)
+    assert_same(got, on_one_device())
+
+
+PRODUCT = list(itertools.product(MESHES, (0, 1, 2, 3), (1, 4), (True, False), ("none", "full")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axes", "zero_stage", "microbatches", "scan", "remat"), PRODUCT, ids=str)
+def test_the_layout_is_not_a_model_in_every_combination(
+    axes: dict[str, int], zero_stage: int, microbatches: int, scan: bool, remat: str
+) -> None:
+    """The whole product of mesh, ZeRO stage, accumulation, scan and remat."""
+    sizes = SIZES | {"scan_layers": scan}
+    assert_same(
+        trained(axes, sizes=sizes, zero_stage=zero_stage, microbatches=microbatches, remat=remat), on_one_device()
+    )
+
+
+@pytest.mark.slow
+def test_named_remat_qk_norm_and_tied_embeddings_keep_the_model() -> None:
+    """The other shapes of a model are layouts' business as little."""
+    sizes = SIZES | {"qk_norm": True, "tie_embeddings": True}
+    want = trained({}, sizes=sizes)
+    assert want.losses[-1] < want.losses[0] - 0.1
+    axes = dict(replica=2, data=2, tensor=2)
+    got = trained(axes, sizes=sizes, zero_stage=3, remat="named", remat_save=("attention",), microbatches=2)
+    assert_same(got, want)
+
+
+NAMED: dict[str, Any] = dict(remat="named", remat_save=("attention",))
+SPLIT_SEQUENCES = [
+    (dict(data=2, context=2), "zigzag", dict(zero_stage=3) | NAMED),
+    (dict(data=2, context=4), "zigzag", dict(zero_stage=3, microbatches=2) | NAMED),
+    (dict(context=2, tensor=2), "zigzag", dict(remat="full")),
+    (dict(data=2, context=2, tensor=2), "zigzag", dict(zero_stage=2, context_attention="ulysses")),
+    (dict(replica=2, context=4), "contiguous", dict(context_attention="ulysses", microbatches=2)),
+]
+"""The first is the cheapest that has a ring, a gather of weights and remat; the others take a minute each."""
+
+
+@pytest.mark.parametrize(
+    ("axes", "order", "layout"),
+    [SPLIT_SEQUENCES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in SPLIT_SEQUENCES[1:])],
+    ids=str,
+)
+def test_split_sequences_are_whole_ones(axes: dict[str, int], order: Any, layout: dict[str, Any]) -> None:
+    """By a ring or by heads: losses, gradients, weights and the batches' hashes are those of one device."""
+    assert_same(trained(axes, order=order, **layout), on_one_device())
+
+
+def test_muon_is_the_same_on_any_layout() -> None:
+    """Newton-Schulz runs on whole matrices whatever their shards."""
+    muon = Muon(peak_lr=3e-3, warmup_steps=4)
+    want = trained({}, optimizer=muon)
+    assert want.losses[-1] < want.losses[0] - 0.1
+    got = trained(dict(data=4, tensor=2), optimizer=muon, zero_stage=3)
+    np.testing.assert_allclose(got.losses, want.losses, rtol=1e-4)
+
+
+@pytest.mark.smoke
+def test_a_moved_token_changes_the_batch_hash() -> None:
+    """Swapping two rows, or two tokens of a row, is another batch."""
+    mesh = make_mesh(MeshSpec(), jax.devices()[:1])
+    model = Transformer(**SIZES)
+    infos = model.param_infos()
+    lay = make_layout(LayoutSpec(), MeshSpec(), infos)
+    opt = build(ADAMW, num_steps=NUM_STEPS, params=map_params(lambda info: info, infos))
+    step = make_train_step(model, opt, lay, mesh)
+    state = init_state(lay, opt, mesh, seed=0)
+
+    def hash_of(batch: Batch) -> str:
+        nonlocal state
+        state, metrics = step(state, batch)
+        return str(metrics["batch_hash"])
+
+    batch = packed_batch()
+    order = np.array([1, 0, *range(2, 32)])
+    swapped_rows = jax.tree.map(lambda x: x[order], batch)
+    tokens = np.array(batch.token_BL)
+    tokens[0, [0, 1]] = tokens[0, [1, 0]]
+    swapped_tokens = dataclasses.replace(batch, token_BL=tokens)
+    hashes = {hash_of(batch), hash_of(swapped_rows), hash_of(swapped_tokens)}
+    assert len(hashes) == 3
+    assert hash_of(batch) in hashes

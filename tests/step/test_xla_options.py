@@ -1,0 +1,58 @@
+"""What each chip's compiler is told."""
+
+import pytest
+
+from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.model.param import map_params
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW, build
+from jtrain.plan.compile.compiled_step import compile_step, topology_devices
+from jtrain.plan.job import Job
+from jtrain.step.xla_options import compiler_options, kernels_for
+from jtrain_kernels import registry
+from tests.layouts import layout_from
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("topology", "count", "sparse_cores", "sums"),
+    [
+        ("v5p:2x2x1", 4, True, True),
+        ("v5e:2x2", 4, False, True),
+        ("v5p:2x2x1", 1, False, False),
+        ("h200:8", 8, False, False),
+    ],
+)
+def test_options_are_those_of_the_chip(topology: str, count: int, sparse_cores: bool, sums: bool) -> None:
+    """Sparse cores where a chip has them; sums of gradients stay split on any TPU; one device and GPUs need nothing."""
+    options = compiler_options(make_mesh(MeshSpec(data=count), topology_devices(topology)[:count]))
+    assert any("sparse_core" in name for name in options) == sparse_cores
+    assert ("while-loop-all-reduce" in str(options.get("xla_disable_hlo_passes"))) == sums
+    assert bool(options) == (sparse_cores or sums)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("topology", "name"), [("v5e:2x2", "v5e"), ("h200:1", "h200")])
+def test_kernels_are_chosen_for_the_devices_of_the_mesh(topology: str, name: str) -> None:
+    """Not for the machine that compiles; and a layout's word is law for them."""
+    mesh_spec = MeshSpec()
+    mesh = make_mesh(mesh_spec, topology_devices(topology)[:1])
+    layout = layout_from(dict(kernels=(("rope", "xla"),)), mesh_spec, ())
+    rope = registry.find("rope")
+    with kernels_for(layout, mesh):
+        assert registry.device().name == name
+        assert registry.select(rope, rope.cases["llama8b"]).because == "it is forced"
+    assert registry.device().name == "cpu"
+
+
+@pytest.mark.aot
+def test_a_step_is_traced_within_its_layouts_kernels() -> None:
+    """Forward, backward and update: an implementation that there is not stops it."""
+    model = Transformer(num_layers=1, d_model=32, num_heads=2, num_kv_heads=1, head_dim=16, d_ff=64, vocab_size=64)
+    infos = model.param_infos()
+    adam = AdamW(peak_lr=1e-3, warmup_steps=1)
+    optimizer = build(adam, num_steps=2, params=map_params(lambda info: info, infos))
+    layout = layout_from(dict(kernels=(("swiglu", "nowhere"),)), MeshSpec(), infos)
+    job = Job(model, layout, adam, global_batch=1, seq_len=16)
+    with pytest.raises(ValueError, match=r"kernels\.swiglu=nowhere: there is no such implementation"):
+        compile_step(job, optimizer, devices=topology_devices("h200:1"))

@@ -1,0 +1,144 @@
+"""The site builds without a warning, and names only commands, files and functions that are there."""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from jtrain.__main__ import VERBS
+from jtrain.config.load import load_config
+from jtrain.train.callbacks import load_callbacks
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
+SUBVERBS = {"data", "hf", "profile"}
+
+
+def commands(text: str) -> list[list[str]]:
+    """The `jtrain VERB` lines of a page's bash blocks, as words."""
+    blocks = re.findall(r"^ *```bash\n(.*?)```", text, re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line)[1:] for line in lines if line.strip().startswith("jtrain ")]
+
+
+COMMANDS = {shlex.join(words): words for text in TEXTS.values() for words in commands(text)}
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Links, anchors, docstrings and notebooks; every package has a page of its reference."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    pages = {path.parent.name for path in (tmp_path / "site" / "reference").glob("*/index.html")}
+    packages = {f"jtrain.{path.parent.name}" for path in (ROOT / "jtrain").glob("*/__init__.py")}
+    assert len(packages) > 10
+    assert packages <= pages
+    assert "make_train_step" in (tmp_path / "site" / "reference" / "jtrain.step" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_file_that_a_page_names_is_there(page: str) -> None:
+    """Paths in backticks below the folders of the repository; a workdir's or a user's are none of ours."""
+    named = re.findall(r"`((?:jtrain|kernels|tests|configs|launch|docs)/[\w./]+)`", TEXTS[page])
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_module_of_the_changelog_is_where_it_says() -> None:
+    """The last column of the table of modules that moved."""
+    rows = re.findall(r"^\| `jtrain[\w.]*` \| (.*) \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert len(rows) > 100
+    modules = {name for row in rows for name in re.findall(r"`(jtrain[\w.]*)`", row)}
+    folders = {"jtrain": ROOT, "jtrain_kernels": ROOT / "kernels"}
+    paths = {name: folders[name.partition(".")[0]].joinpath(*name.split(".")) for name in modules}
+    assert [name for name, path in paths.items() if not (path.with_suffix(".py").exists() or path.is_dir())] == []
+
+
+def test_the_callback_of_the_page_is_one(tmp_path: Path) -> None:
+    """Loads it as a run does; it speaks once, when the loss is low."""
+    (source,) = re.findall(r"```python\n(.*?)```", TEXTS["docs/callbacks.md"], re.DOTALL)
+    file = tmp_path / "my_callbacks.py"
+    file.write_text(source)
+    (callback,) = load_callbacks([f"{file}:SayWhenGood"])
+    said: list[str] = []
+    callback.on_start(cast(Any, SimpleNamespace(metrics=SimpleNamespace(say=said.append))))
+    for step, loss in enumerate((5.0, 4.5, 4.4), start=1):
+        callback.on_results(cast(Any, SimpleNamespace(step=step, values={"loss_nats": loss})))
+    assert said == ["step 2: the loss is below 4.6 nats"]
+
+
+def defined(path: Path) -> set[str]:
+    """Names that a module defines or passes on: functions, classes, methods, variables and imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def test_every_function_that_the_tutorial_names_is_in_its_file() -> None:
+    """Written as `name` in `path`."""
+    tutorial = " ".join(TEXTS["docs/tutorial.md"].split())
+    named = re.findall(r"`(\w+)` (?:of the same file )?in `([\w/]+\.py)`", tutorial)
+    assert len(named) > 20
+    assert [(name, path) for name, path in named if name not in defined(ROOT / path)] == []
+
+
+@pytest.mark.parametrize("verb", sorted({words[0] for words in COMMANDS.values()}))
+def test_every_option_of_a_command_is_in_its_help(verb: str) -> None:
+    """Checks every command of the README and the site against the verb's help; nothing runs."""
+    assert verb in {*VERBS, "--help"}
+    if verb == "--help":
+        return
+    helps: dict[tuple[str, ...], str] = {}
+    for words in (words for words in COMMANDS.values() if words[0] == verb):
+        options = {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
+        key = (words[1],) if verb in SUBVERBS and words[1] in {"compare", "export", "import"} | DATA_VERBS else ()
+        key = (words[1],) if verb == "bench" and len(words) > 1 and options - {"--json"} else key
+        if key not in helps:
+            asked = [sys.executable, "-m", f"jtrain.{verb}", *key, "--help"]
+            helps[key] = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert [option for option in options if option not in helps[key]] == [], words
+
+
+DATA_VERBS = {"inspect", "plan", "prepare", "verify", "bench", "sample"}
+
+
+def configured(words: list[str]) -> tuple[str | None, list[str], list[str]]:
+    """The config, fiddlers and sets of a command; no config where it has none."""
+    name = words[1] if words[0] == "plan" and words[1] != "table" else None
+    taken: dict[str, list[str]] = {"--config": [], "--with": [], "--set": []}
+    for at, word in enumerate(words):
+        option, _, value = word.partition("=")
+        if option in taken:
+            taken[option].append(value or words[at + 1])
+    return (taken["--config"] or [name])[0], taken["--with"], taken["--set"]
+
+
+CONFIGURED = {text: configured(words) for text, words in COMMANDS.items() if configured(words)[0] is not None}
+
+
+@pytest.mark.parametrize("command", CONFIGURED)
+def test_every_config_fiddler_and_field_of_a_command_is_there(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads the config exactly as the command would."""
+    monkeypatch.chdir(ROOT)
+    name, fiddlers, sets = CONFIGURED[command]
+    assert name is not None
+    load_config(name, fiddlers, sets)

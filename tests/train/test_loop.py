@@ -1,0 +1,99 @@
+"""What the loop refuses, and what it leaves behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jtrain.config import tree
+from jtrain.config.load import load_config
+from jtrain.config.run import build_run
+from jtrain.step.finite import NotFinite
+from jtrain.telemetry import metrics
+from jtrain.train import loop
+
+
+def train(workdir: Path, *sets: str) -> int:
+    sets = ("mesh.data=8", "layout.zero_stage=1", "metrics.log_every_steps=1", "optimizer.warmup_steps=0", *sets)
+    run_config = load_config("tiny", ["debug"], sets)
+    return loop.train(build_run(run_config), workdir=workdir, config_text=tree.flat(run_config))
+
+
+def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jtrain.launch", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"XLA_FLAGS": ""},
+    )
+
+
+@pytest.mark.smoke
+def test_a_run_leaves_what_the_design_lists(tmp_path: Path) -> None:
+    """config.txt, run.json, one line per step with every key, event files and a checkpoint."""
+    assert train(tmp_path) == 0
+    assert (tmp_path / "config.txt").read_text().startswith("seed: int = 0\n")
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert facts["mesh"]["data"] == 8
+    assert set(facts["versions"]) > {"jtrain", "jax", "python"}
+    lines = metrics.read(tmp_path / metrics.FILE)
+    steps = [line for line in lines if "loss_nats" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    for line in steps:
+        assert list(line) == [metric.name for metric in metrics.TRAIN_METRICS]
+        assert line["mfu"] is None, "nobody publishes the peak of a CPU"
+        assert line["tokens_per_s"] > 0
+        assert len(line["batch_hash"]) == 16
+    assert [line["step"] for line in lines if "eval_loss_nats" in line] == [5]
+    assert list((tmp_path / metrics.EVENTS).iterdir())
+    assert (tmp_path / "checkpoints" / "5").is_dir()
+
+
+def test_numbers_that_are_none_stop_the_run_and_are_not_saved(tmp_path: Path) -> None:
+    """A learning rate that explodes is refused with the step, the batch and what to try; no checkpoint of it exists."""
+    with pytest.raises(NotFinite, match=r"not finite at step \d+: .*batch_hash=[0-9a-f]{16}.*optimizer.peak_lr"):
+        train(
+            tmp_path, "optimizer.peak_lr=1e30", "num_steps=8", "checkpoint.every_steps=1", "model.tie_embeddings=False"
+        )
+    saved = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
+    assert all(step < 8 for step in saved)
+
+
+def test_a_workdir_of_another_run_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    """The difference is shown, and the run that is there stays as it is."""
+    assert train(tmp_path) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"holds another run:\n  num_steps: 5 there, 7 here"):
+        train(tmp_path, "num_steps=7")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_model_that_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> None:
+    """Llama 3.1 8B on this machine: bytes needed, bytes there, settings that fit; nothing is written."""
+    done = launched("--config=llama8b", "--workdir", str(tmp_path / "run"))
+    assert done.returncode == 2, done.stderr
+    assert "this run needs" in done.stderr
+    assert "GiB per device" in done.stderr
+    assert "--set mesh.data=" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_few_devices_are_counted(tmp_path: Path) -> None:
+    """The mesh and what is here, with both ways out."""
+    with pytest.raises(ValueError, match=r"mesh data=2 \* tensor=2 = 4 devices, but 8 are here.*--emulate-devices 4"):
+        train(tmp_path, "mesh.data=2", "mesh.tensor=2")
+
+
+def test_a_workdir_that_cannot_be_written_is_a_message(tmp_path: Path) -> None:
+    """Here a file is in the way."""
+    (tmp_path / "run").write_text("not a folder")
+    done = launched("--config=tiny", "--with", "debug", "--workdir", str(tmp_path / "run"))
+    assert done.returncode == 2, done.stderr
+    assert str(tmp_path / "run") in done.stderr
+    assert "Traceback" not in done.stderr
