@@ -1,8 +1,10 @@
+import io
 import os
 import re
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +16,7 @@ import pytest
 
 from jtrain.data.sources.formats import BadRecord, ParquetFile, TextFile
 from jtrain.data.sources.source import Corpus, Source
+from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError
 from tests.data.writers import WRITERS, Write, write_array_record, write_parquet
 
@@ -233,6 +236,7 @@ sys.modules["jax"] = None
 from pathlib import Path
 import numpy as np
 from jtrain.data.sources.source import Corpus, Source
+from jtrain.data.sources.storage import StoredFile
 from tests.data.writers import WRITERS, Write, write_array_record, write_parquet
 corpus = Corpus(Source(path={str(tmp_path)!r}), name="web", cache_dir=Path({str(tmp_path)!r}) / ".cache")
 print(sorted(corpus.read(np.arange(len(corpus)))))
@@ -242,3 +246,19 @@ assert not unwanted, unwanted
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['one', 'three', 'two']"
+
+
+def test_arrow_reads_a_local_file_without_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of Arrow's that needs the interpreter while it ends would abort the process."""
+    write_parquet(tmp_path, ["two"])
+    readers: set[int] = set()
+
+    class Watched(io.FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            readers.add(threading.get_native_id())
+            return super().read(size)
+
+    monkeypatch.setattr(StoredFile, "open", lambda self: Watched(self.location))
+    corpus = Corpus(Source(path=str(tmp_path)), name="web", cache_dir=tmp_path / ".cache")
+    assert corpus.read(np.arange(1)) == ["two"]
+    assert readers <= {threading.get_native_id()}

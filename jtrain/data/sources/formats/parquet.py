@@ -62,7 +62,7 @@ class ParquetFile(Records):
         self._text_field = text_field
         self._field = field
         self._groups = groups
-        with file.open() as opened:
+        with _arrow_file(file) as opened:
             try:
                 with pq.ParquetFile(opened) as parquet:
                     schema = parquet.schema_arrow
@@ -105,7 +105,7 @@ class ParquetFile(Records):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        with self._file.open() as opened:
+        with _arrow_file(self._file) as opened:
             try:
                 with pq.ParquetFile(opened) as parquet:
                     column = parquet.read_row_group(group, columns=[self._text_field], use_threads=False).column(0)
@@ -117,6 +117,21 @@ class ParquetFile(Records):
                     f"{self._file.called}: row group {group} cannot be read ({said}). Replace the file."
                 ) from error
         return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _arrow_file(file: StoredFile) -> Any:
+    """Opens a file for Arrow, whose own threads read it.
+
+    A local file is Arrow's own: over a Python file such a thread needs the interpreter, and aborts the process if it
+    asks while the interpreter ends (apache/arrow issue 34314). A remote file is read by Python, and has that risk.
+    """
+    import pyarrow as pa
+
+    opened = file.open()
+    if file.is_remote:
+        return opened
+    opened.close()
+    return pa.OSFile(file.location)
 
 
 def check_column(schema: Any, text_field: str, *, called: str, field: str) -> None:
