@@ -129,6 +129,16 @@ class NumberTable:
     def __len__(self) -> int:
         return self._rows if isinstance(self._rows, int) else len(self._rows)
 
+    def span(self, first: int, end: int) -> Int[np.ndarray, "records 2"]:
+        """Returns the pairs of records `first` to `end` - 1."""
+        if isinstance(self._rows, np.ndarray):
+            return self._rows[first:end]
+        assert self._path is not None
+        try:
+            return np.fromfile(self._path, "<i8", 2 * (end - first), offset=16 * first).reshape(-1, 2)
+        except OSError as error:
+            raise self._gone(error) from error
+
     def rows(self, records: list[int]) -> list[list[int]]:
         """Returns the pairs of these records."""
         if isinstance(self._rows, np.ndarray):
@@ -138,5 +148,8 @@ class NumberTable:
             with self._path.open("rb") as file:
                 content = [os.pread(file.fileno(), 16, 16 * record) for record in records]
         except OSError as error:
-            raise FileError(f"{self._what}: its index {self._path} is gone ({error.strerror}). Start again.") from error
+            raise self._gone(error) from error
         return np.frombuffer(b"".join(content), "<i8").reshape(-1, 2).tolist()
+
+    def _gone(self, error: OSError) -> FileError:
+        return FileError(f"{self._what}: its index {self._path} is gone ({error.strerror}). Start again.")

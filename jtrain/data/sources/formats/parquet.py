@@ -95,6 +95,10 @@ class ParquetFile(Records):
     def read(self, records: list[int]) -> list[str | BadRecord]:
         return read_grouped(records, self._group_starts, self._column, self._text_field, self._file.called)
 
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the size of each text; decodes the row groups, which the texts are then read from."""
+        return grouped_sizes(first, end, self._group_starts, self._column)
+
     def close(self) -> None:
         self._groups.drop(self._file.key)
 
@@ -148,6 +152,22 @@ def check_column(schema: Any, text_field: str, *, called: str, field: str) -> No
         raise UserError(
             f"{called}: column {text_field!r} is {kind}, not text. Set {field}.text_field to a text column."
         )
+
+
+def grouped_sizes(
+    first: int, end: int, group_starts: Int[np.ndarray, " groups_and_end"], column_of: Callable[[int], Any]
+) -> Int[np.ndarray, " n"]:
+    """Returns the bytes of the texts of rows `first` to `end` - 1; 0 where there is none."""
+    import pyarrow.compute as pc
+
+    low, high = np.searchsorted(group_starts, (first, end - 1), side="right") - 1
+    found = []
+    for group in range(int(low), int(high) + 1):
+        start, stop = int(group_starts[group]), int(group_starts[group + 1])
+        texts = column_of(group).slice(max(first - start, 0), min(end, stop) - max(first, start))
+        sizes = pc.fill_null(pc.call_function("binary_length", [texts]), 0)
+        found.append(sizes.to_numpy(zero_copy_only=False).astype(np.int64))
+    return np.concatenate([np.empty(0, np.int64), *found])
 
 
 def read_grouped(
