@@ -16,7 +16,7 @@ import argparse
 import dataclasses
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from jtrain.bench import Row, data_sources, row
@@ -108,14 +108,13 @@ def our_consumers(folder: Path, *, hosts: int, consumers: int, batches: int = BA
     arguments = [text for key, value in settings.items() for text in (f"--{key}", value)]
     with peer(None, "data_jtrain", "consumers", folder, *arguments) as program:
         trainers = program.answer()["trainers"]
-        before_mib = usage(trainers).pss_mib
+        before = Trainers(trainers)
         program.ask("import")
-        imports_mib = usage(trainers).pss_mib - before_mib
+        imports_mib = before.grown_mib()
         first_batch_s = program.ask("open")["first_batch_s"]
         below = {pid for trainer in trainers for pid in tree(trainer)} - set(trainers)
         used = settled(below, seconds=1.0)
-        grown_mib = usage(trainers).pss_mib - before_mib
-        used = dataclasses.replace(used, pss_mib=used.pss_mib + grown_mib)
+        used = dataclasses.replace(used, pss_mib=used.pss_mib + before.grown_mib())
         return Ours(first_batch_s, used, imports_mib)
 
 
@@ -150,6 +149,40 @@ def _smaps(pid: int) -> dict[str, int]:
     """KiB by name, such as Pss, Pss_Anon and Pss_Shmem."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
+
+
+class Trainers:
+    """Memory of trainers before they open their data, to tell how much they grow by.
+
+    Pages of files that a trainer had mapped before, such as JAX's libraries, are left out: how many other processes
+    share them changes all the time, and on a machine in use with every program that starts.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._files = {pid: set(_file_kib(pid)) for pid in pids}
+        self._anonymous_kib = {pid: _smaps(pid)["Pss_Anon"] for pid in pids}
+
+    def grown_mib(self) -> float:
+        """What they own now beyond then, with shared memory, and with pages of the files mapped since."""
+        grown_kib = 0
+        for pid, known in self._files.items():
+            smaps = _smaps(pid)
+            grown_kib += smaps["Pss_Anon"] + smaps["Pss_Shmem"] - self._anonymous_kib[pid]
+            grown_kib += sum(kib for path, kib in _file_kib(pid).items() if path not in known)
+        return grown_kib / 1024
+
+
+def _file_kib(pid: int) -> dict[str, int]:
+    """Page cache by the path of the mapped file, shared pages divided; without pages that are the process's own."""
+    found: dict[str, int] = {}
+    path = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split(maxsplit=5)
+        if not words[0].endswith(":"):  # a mapping: addresses, rights, offset, device, inode, path
+            path = words[5] if len(words) == 6 else ""
+        elif path.startswith("/") and not path.startswith(("/dev/", "/memfd:")) and words[0] in ("Pss:", "Anonymous:"):
+            found[path] = found.get(path, 0) + int(words[1]) * (1 if words[0] == "Pss:" else -1)
+    return found
 
 
 def tree(pid: int) -> list[int]:

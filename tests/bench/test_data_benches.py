@@ -121,6 +121,35 @@ def test_a_tree_of_processes_is_measured_whole() -> None:
                 os.kill(pid, 9)
 
 
+def test_a_trainer_grows_by_what_it_allocates_and_maps(tmp_path: Path) -> None:
+    """32 MiB of its own and 16 MiB of a file that it maps count; 8 MiB of a file mapped before do not."""
+    for name, mib in {"before": 8, "after": 16}.items():
+        (tmp_path / name).write_bytes(b"x" * (mib << 20))
+    program = """
+import mmap, sys
+def mapped(path):
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+first = mapped(sys.argv[1])
+print(flush=True), input()
+second, own = mapped(sys.argv[2]), b"x" * (32 << 20)
+touched = [view[at] for view in (first, second) for at in range(0, len(view), 4096)]
+print(flush=True), input()
+"""
+    command = [sys.executable, "-c", program, tmp_path / "before", tmp_path / "after"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        trainers = data_memory.Trainers([process.pid])
+        assert trainers.grown_mib() == pytest.approx(0, abs=0.5)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        assert trainers.grown_mib() == pytest.approx(48, abs=1.5)
+        process.stdin.write("\n")
+
+
 def test_memory_of_two_consumers() -> None:
     """Grain's open every source each, ours do not; nothing stays behind."""
     folder = data_sources.sources("parquet", num_sources=6)
