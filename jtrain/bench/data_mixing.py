@@ -9,7 +9,7 @@ the same weights and shuffle; jtrain also fills positions and segment numbers. W
 
 Each program is one process, jtrain with `engine="inline"`; all are pinned to the same core and take turns of the same
 length. A figure is the median of the turns. Once with short documents (mean 660 ids), once with documents that exceed
-a row (mean 27,000). The time to the first batch, from the start of the process, imports included, has rows of its own.
+a row (mean 29,000). The time to the first batch, from the start of the process, imports included, has rows of its own.
 """
 
 import argparse
