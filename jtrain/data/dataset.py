@@ -91,6 +91,7 @@ class TextDataset:
             )
         if len(lines) > _MOST_LINES:
             lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} more sources"]
+        lines += [documents.corpus.left_out for documents in self.documents if documents.corpus.left_out]
         return "\n".join(lines)
 
     def train_batches(
