@@ -17,7 +17,7 @@ from jtrain.data.sources.formats import BadRecord, Records, open_file
 from jtrain.data.sources.formats.arrow import ArrowFile, saved_dataset_files
 from jtrain.data.sources.formats.parquet import ParquetFile, shared_cache
 from jtrain.data.sources.formats.record import SKIP
-from jtrain.data.sources.storage import StoredFile, search
+from jtrain.data.sources.storage import CacheLost, StoredFile, search
 from jtrain.errors import UserError
 
 Format = Literal[
@@ -219,6 +219,9 @@ class Corpus:
 
         Records of the same file are read together. Each record of a file or row group that cannot be read is bad, with
         the file's error as its reason: which records are bad does not depend on the other records requested.
+
+        Raises:
+          CacheLost: a file's copy or index is gone.
         """
         for start in range(0, len(records), _RUN_RECORDS):
             run = records[start : start + _RUN_RECORDS]
@@ -274,9 +277,15 @@ class Corpus:
 
 
 def _read_or_why(file: Records, numbers: list[int]) -> list[str | BadRecord]:
-    """Reads records; where the file raises OSError, each record that fails when read alone becomes a BadRecord."""
+    """Reads records; where the file raises OSError, each record that fails when read alone becomes a BadRecord.
+
+    Raises:
+      CacheLost: the file's copy or index is gone, which is no reason to skip its records.
+    """
     try:
         return file.read(numbers)
+    except CacheLost:
+        raise
     except OSError as error:
         if len(numbers) == 1:
             return [BadRecord(str(error))]

@@ -25,6 +25,18 @@ _VERSION_KEYS = ("ETag", "etag", "generation", "blob_id", "Last-Modified", "Last
 """Metadata keys that change with a file's content, one per kind of store; the first one present is used."""
 
 
+class CacheLost(FileError):
+    """A copy or index in `data.cache_dir` that vanished or was damaged: the fault of no record, so never skipped."""
+
+
+def cache_lost(what: str) -> CacheLost:
+    """Returns the error for a copy or index in the cache; `what` says which one, and what happened to it."""
+    return CacheLost(
+        f"{what}. The same command makes it anew and goes on from the last checkpoint; if something clears that "
+        "folder, set data.cache_dir to another."
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredFile:
     """File as it was found. Each read opens it again, so that thousands of files hold no descriptors.
@@ -60,9 +72,10 @@ class StoredFile:
         try:
             file = open(self.location, "rb")  # noqa: SIM115
         except FileNotFoundError as error:
+            if self.called != self.location:
+                raise cache_lost(f"{self.called}: its copy {self.location} is gone") from error
             raise FileError(
-                f"{self.called}: {self.location if self.called != self.location else 'it'} is gone since this run "
-                "opened it. Put it back, and start again."
+                f"{self.called}: it is gone since this run opened it. Put it back, and start again."
             ) from error
         except PermissionError as error:
             raise FileError(
@@ -72,6 +85,10 @@ class StoredFile:
             raise FileError(f"{self.called}: cannot be opened ({error.strerror}).") from error
         if (size := os.fstat(file.fileno()).st_size) != self.size_bytes:
             file.close()
+            if self.called != self.location:
+                raise cache_lost(
+                    f"{self.called}: its copy {self.location} has {size:,} bytes, not {self.size_bytes:,}. Remove it"
+                )
             raise FileError(
                 f"{self.called}: {self.size_bytes:,} bytes when this run opened it, {size:,} now: cut short or "
                 "written over. Put the file back as it was, and start again."

@@ -117,7 +117,7 @@ class DelimitedFile(Records):
                     places.extend((position, end))
                 header_seen = header_seen or bool(row)
                 position = end
-        return np.asarray(places, np.int64).reshape(-1, 2)
+        return np.frombuffer(places, np.int64).reshape(-1, 2)
 
     def _reader(self, lines: Iterator[str]) -> Any:
         # The limit is the module's own; its default, 128 KiB, is shorter than many documents.

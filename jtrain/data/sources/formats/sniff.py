@@ -1,5 +1,7 @@
 """Sniff of a file's first bytes: content that is plainly of another format than the file's is refused."""
 
+import re
+
 from jtrain.data.sources.formats.suffix import COMPRESSIONS
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import UserError
@@ -27,10 +29,12 @@ _WAYS_OUT = {
     "tar": "Name it .tar",
     "UTF-16 text": "Convert it to UTF-8",
     "a Git LFS pointer": "Fetch the file that it stands for: git lfs pull",
+    "a JSON array": "Name it .json",
     "an HTML page": "Download it again: this is a page of the server",
     "binary data": "Convert it to text",
 }
 _OWN = {"parquet": "Parquet", "arrow": "Arrow", "webdataset": "tar"}
+_ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*(\{|$)")
 _BINARY = {"parquet", "arrow", "webdataset", "arrayrecord"}
 
 
@@ -81,6 +85,8 @@ def _seen(head: bytes, kind: str) -> str | None:
         return "tar"
     if kind != "text" and head.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
         return "an HTML page"
+    if kind == "jsonl" and _ARRAY_OF_OBJECTS.match(head):
+        return "a JSON array"
     if kind not in _BINARY and b"\0" in head:
         return "binary data"
     return None
