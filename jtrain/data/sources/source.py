@@ -181,6 +181,7 @@ class Corpus:
         for file in [self._records[filled[n]] for n in tried]:
             for record in range(min(len(file), _FIRST_RECORDS)):
                 [text] = _read_or_why(file, [record])
+                file.close()
                 if not isinstance(text, BadRecord):
                     return
                 bad.append(text)

@@ -18,7 +18,7 @@ from jtrain.data.sources.formats import BadRecord, ParquetFile, TextFile
 from jtrain.data.sources.source import Corpus, Source
 from jtrain.data.sources.storage import CacheLost, StoredFile
 from jtrain.errors import FileError
-from tests.data.writers import WRITERS, Write, write_array_record, write_parquet
+from tests.data.writers import WRITERS, Write, write_array_record, write_csv, write_json_array, write_parquet
 
 
 @pytest.fixture(params=WRITERS, ids=lambda write: write.__name__.removeprefix("write_"))
@@ -252,6 +252,8 @@ def test_corpora_are_read_without_jax(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     write_parquet(tmp_path, ["two"])
     write_array_record(tmp_path, ["three"])
+    write_csv(tmp_path, ["four"])
+    write_json_array(tmp_path, ["five"])
     code = f"""
 import sys
 sys.modules["jax"] = None
@@ -262,12 +264,12 @@ from jtrain.data.sources.storage import StoredFile
 from tests.data.writers import WRITERS, Write, write_array_record, write_parquet
 corpus = Corpus(Source(path={str(tmp_path)!r}), name="web", cache_dir=Path({str(tmp_path)!r}) / ".cache")
 print(sorted(corpus.read(np.arange(len(corpus)))))
-unwanted = {{"flax", "orbax", "grain", "fsspec", "tokenizers"}} & set(sys.modules)
+unwanted = {{"flax", "orbax", "grain", "fsspec", "tokenizers", "numpy.ma", "pyarrow.compute"}} & set(sys.modules)
 assert not unwanted, unwanted
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "['one', 'three', 'two']"
+    assert done.stdout.strip() == "['five', 'four', 'one', 'three', 'two']"
 
 
 def test_arrow_reads_a_local_file_without_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

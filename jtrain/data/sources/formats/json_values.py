@@ -55,7 +55,7 @@ def _is_json_lines(file: StoredFile) -> bool:
 class JsonValues(Records):
     """JSON file of one object, or an array of objects: one document per object, its text in `text_field`.
 
-    Opening finds the ends of the objects at about 0.2 GB/s and parses nothing. For files above 1 MiB that index, 16
+    Opening finds the ends of the objects at about 0.1 GB/s and parses nothing. For files above 1 MiB that index, 16
     bytes per record, is kept in the cache folder.
 
     Raises:
