@@ -100,6 +100,8 @@ class TextDataset:
                 lines[-1] += f"; {stream.prepared.num_skipped:,} bad documents were left out when it was prepared"
         if len(lines) > _MOST_LINES:
             lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} more sources"]
+        corpora = [stream.corpus for stream in self.streams if stream.corpus is not None]
+        lines += [corpus.left_out for corpus in corpora if corpus.left_out]
         return "\n".join(lines)
 
     def train_batches(

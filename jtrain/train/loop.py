@@ -35,7 +35,7 @@ from jtrain.plan.job import Job
 from jtrain.plan.oom_report import explained
 from jtrain.plan.report.summary import print_plan
 from jtrain.runtime.multihost import agree, same_everywhere
-from jtrain.runtime.run_files import write_run_files
+from jtrain.runtime.run_files import full_disk_named, write_run_files
 from jtrain.runtime.signals import StopRequest
 from jtrain.step.finite import check_finite
 from jtrain.step.state import TrainState, abstract_state, init_state
@@ -98,6 +98,7 @@ def train(
         write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
 
     with (
+        full_disk_named(workdir),
         explained(job, optimizer, mesh, available=available),
         Checkpoints(workdir, run.checkpoint) as checkpoints,
         StopRequest() as stop,

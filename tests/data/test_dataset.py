@@ -198,7 +198,7 @@ def test_too_little_text_for_a_row_is_refused_with_numbers(tmp_path: Path) -> No
 
 
 def test_a_corpus_of_bad_records_only_is_refused_though_they_may_be_skipped(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("no\n" * 30)
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' + "no\n" * 30)
     with pytest.raises(ValueError, match=r"too small: .* documents with 0 tokens for training"):
         open_dataset(spec(tmp_path, on_bad_record="skip"), seed=0)
 

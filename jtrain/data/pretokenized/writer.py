@@ -63,7 +63,7 @@ class IndexWriter:
       recipe: the source and how to tokenise it.
       index: position of the source among those of the build.
       workers: worker processes on this source now.
-      notes: lines for the user about what an earlier call left.
+      notes: lines for the user about what an earlier call left, and about files that are not data.
       waiting: shards to tokenise.
       records, records_done: all records of the source, and those in finished shards.
     """
@@ -80,6 +80,8 @@ class IndexWriter:
         self._state_of_row: Literal["made", "there"] = "made"
         tokenizer = recipe.open_tokenizer()
         corpus = recipe.open_corpus()
+        if corpus.left_out:
+            self.notes.append(f"{recipe.name}: {corpus.left_out}.")
         self._made_of = recipe.made_of(corpus, tokenizer)
         self._dtype = tokenizer.id_dtype
         self._starts = shard_starts(corpus, shard_bytes)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.sources.formats.parquet import check_column, grouped_sizes, read_grouped
+from jtrain.data.sources.formats.parquet import check_column, column_at, grouped_sizes, read_grouped
 from jtrain.data.sources.formats.record import BadRecord, Records
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError
@@ -21,6 +21,8 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 class ArrowFile(Records):
     """Arrow file with one document per row of column `text_field`. Reading a row of the map touches no other row.
+
+    `text_field` may name a field of a struct column: `meta.text`.
 
     Raises:
       UserError: the file is not an Arrow file, is cut short or compressed, or has no text column of that name.
@@ -48,7 +50,7 @@ class ArrowFile(Records):
                             "dataset without dictionary columns."
                         )
                     batch = pa.ipc.read_record_batch(message, schema)
-                    if batch.num_rows and not _lies_in(batch.column(text_field), message.body):
+                    if batch.num_rows and not _lies_in(column_at(batch, text_field), message.body):
                         raise UserError(
                             f"{file.called}: its batches are compressed, so a row can only be read with its whole "
                             "batch. Save it uncompressed, as `save_to_disk` does, or as Parquet."
@@ -89,7 +91,7 @@ class ArrowFile(Records):
 
                 def column_of(batch: int) -> Any:
                     mapped.seek(int(self._batch_at[batch]))
-                    return pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema).column(self._text_field)
+                    return column_at(pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema), self._text_field)
 
                 yield column_of
             except (pa.ArrowException, OSError, EOFError) as error:

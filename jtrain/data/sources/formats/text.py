@@ -11,7 +11,7 @@ from jtrain.data.sources.cache import NumberTable
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, text_of_json
 from jtrain.data.sources.storage import StoredFile
 
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 _LINE_SEARCH_BYTES = 4096
 """Bytes after a cut that are searched for the end of a line."""
 
@@ -53,7 +53,7 @@ class TextFile(Records):
         file.seek(start)
         content = file.read(end - start)
         if start == 0:
-            content = content.removeprefix(_BOM)
+            content = content.removeprefix(BOM)
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -107,7 +107,7 @@ class JsonLines(Records):
         with self._file.open() as file:
             for start, end in self._lines.rows(records):
                 file.seek(start)
-                line = file.read(end - start).removeprefix(_BOM)
+                line = file.read(end - start).removeprefix(BOM)
                 try:
                     text = text_of_json(
                         line,
