@@ -21,6 +21,10 @@ from jtrain.runtime.platform import start_jax
 if TYPE_CHECKING:
     from jtrain.config.run import Run
     from jtrain.data.dataset import TextDataset
+    from jtrain.data.tokenizer import Tokenizer
+
+_MARKED_SPANS = 3
+"""Learned spans of a piece that `inspect` shows; more are counted."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,9 +90,12 @@ def pieces_of_step(dataset: "TextDataset", step: int) -> list[dict[str, Any]]:
 
     Returns:
       Dicts with `row`, `source`, `document` (file:number), `chunk` of the document, `start_token` and `end_token` in
-      that chunk, and `text`.
+      that chunk, `text`; for sources with a loss mask also `learned`, the spans of those tokens that are targets, and
+      `marked`, the text in short with the learned spans between [[ and ]].
     """
     import numpy as np  # lazy: otherwise `--help` would take a second
+
+    from jtrain.constants import IGNORE
 
     with dataset.train_batches(inline=True) as iterator:
         batch = next(itertools.islice(iterator, step, None))
@@ -99,6 +106,7 @@ def pieces_of_step(dataset: "TextDataset", step: int) -> list[dict[str, Any]]:
         source, start, end = int(pieces.source[i]), int(pieces.start[i]), int(pieces.end[i])
         at, row = (at if pieces.row[i] == row else 0), int(pieces.row[i])
         ids = batch.token_BL[row, at : at + end - start]
+        target = batch.target_BL[row, at : at + end - start]
         at += len(ids)
         stream = dataset.streams[source]
         chunk = stream.locate(np.asarray([pieces.document[i]], np.int64))
@@ -113,6 +121,12 @@ def pieces_of_step(dataset: "TextDataset", step: int) -> list[dict[str, Any]]:
                 "text": stream.tokenizer.decode([int(i) for i in ids]),
             }
         )
+        if stream.setup.source.mask is not None:
+            # Token i is the target at i - 1, so that the first token of a piece is never learned.
+            learned = np.flatnonzero(np.diff(np.concatenate([[0, 0], target[:-1] != IGNORE, [0]]))).reshape(-1, 2)
+            spans = [(int(a), int(b)) for a, b in learned.tolist()]
+            found[-1]["learned"] = [[start + a, start + b] for a, b in spans]
+            found[-1]["marked"] = _marked([int(i) for i in ids], spans, stream.tokenizer)
     return found
 
 
@@ -135,10 +149,25 @@ def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int
     print(f"{'row':>5}  {'document':{width}}  {'tokens':>15}  text")
     for name, piece in zip(names, pieces, strict=True):
         span = f"{piece['start_token']}-{piece['end_token']}"
-        print(f"{piece['row']:>5}  {name:{width}}  {span:>15}  {_excerpt(piece['text'])}")
+        print(f"{piece['row']:>5}  {name:{width}}  {span:>15}  {piece.get('marked') or _excerpt(piece['text'])}")
     if args.json is not None:
         args.json.write_text(json.dumps({"step": args.step, "tokens": tokens, "pieces": pieces}, indent=1))
     return 0
+
+
+def _marked(ids: list[int], learned: list[tuple[int, int]], tokenizer: "Tokenizer") -> str:
+    """Returns the text of a piece, shortened, with its learned spans between [[ and ]]."""
+    shown, at = [], 0
+    for start, end in learned[:_MARKED_SPANS]:
+        if at < start:
+            shown.append(_excerpt(tokenizer.decode(ids[at:start])))
+        shown.append(f"[[{_excerpt(tokenizer.decode(ids[start:end]))}]]")
+        at = end
+    if len(learned) > _MARKED_SPANS:
+        shown.append(f"... and {len(learned) - _MARKED_SPANS} more learned spans")
+    elif at < len(ids):
+        shown.append(_excerpt(tokenizer.decode(ids[at:])))
+    return " ".join(shown)
 
 
 def _excerpt(text: str, length: int = 60) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Bool, Int, Int64, Integer
+from jaxtyping import Bool, Int, Int32, Int64, Integer
 
 from jtrain.data.chunk_order import (
     ChunkOrder,
@@ -19,6 +19,7 @@ from jtrain.data.chunk_order import (
     WindowedChunks,
     chunk_counts,
 )
+from jtrain.data.loss_mask import NO_RUNS, ChunkPart, encode_parts, split_chunk
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted
@@ -76,11 +77,13 @@ class Read:
     lengths: tokens of each chunk; 0 if there is none, or its document is held out for evaluation or skipped.
     ids: token ids of all chunks, one after another.
     skipped: (number, reason) of the first chunk of each bad document that was left out.
+    ignored: runs (start, end) of `ids` that are read and not learned, ascending; none without a loss mask.
     """
 
     lengths: Int[np.ndarray, " n"]
     ids: Integer[np.ndarray, " tokens"]
     skipped: tuple[tuple[int, str], ...] = ()
+    ignored: Int32[np.ndarray, "runs 2"] = dataclasses.field(default_factory=lambda: NO_RUNS)
 
 
 class ChunkStream:
@@ -203,8 +206,10 @@ class ChunkStream:
         places = np.flatnonzero(wanted)
         here = Chunks(*(array[places] for array in chunks))
         lengths = np.zeros(len(numbers), np.int32)
-        lengths[places], ids, bad = self._read(here, lambda i: watch(int(numbers[places[i]]), int(here.record[i])))
-        return Read(lengths, ids, tuple(skipped + [(int(numbers[places[i]]), reason) for i, reason in bad]))
+        read = self._read(here, lambda i: watch(int(numbers[places[i]]), int(here.record[i])))
+        lengths[places] = read.lengths
+        bad = [(int(numbers[places[i]]), reason) for i, reason in read.skipped]
+        return dataclasses.replace(read, lengths=lengths, skipped=(*skipped, *bad))
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record."""
@@ -233,8 +238,7 @@ class ChunkStream:
 
     def read_chunks(self, chunks: Chunks) -> Read:
         """Reads and tokenises chunks, held out or not, in the given order; for evaluation."""
-        lengths, ids, _ = self._read(chunks, lambda i: None)
-        return Read(lengths, ids)
+        return dataclasses.replace(self._read(chunks, lambda i: None), skipped=())
 
     def fingerprint(self) -> str:
         """Returns a hash that changes whenever a number could stand for other tokens."""
@@ -245,6 +249,8 @@ class ChunkStream:
         else:
             assert self.corpus is not None
             parts += [self.corpus.fingerprint(), setup.source.text_field, setup.source.text_piece_bytes]
+        if setup.source.mask is not None:
+            parts.append(dataclasses.astuple(setup.source.mask))
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
     def close(self) -> None:
@@ -258,18 +264,18 @@ class ChunkStream:
         wanted[wanted] = ~self.held_out(chunks.record[wanted])
         return wanted
 
-    def _read(
-        self, chunks: Chunks, watch: Callable[[int], None]
-    ) -> tuple[Int[np.ndarray, " n"], Integer[np.ndarray, " tokens"], list[tuple[int, str]]]:
-        """Returns lengths, ids, and (index, reason) of the first chunk of each bad document."""
+    def _read(self, chunks: Chunks, watch: Callable[[int], None]) -> Read:
+        """Reads chunks; `skipped` has their indexes instead of their numbers."""
         if self.prepared is not None:
             if len(chunks.record):
                 watch(0)
             start, end = self._spans(chunks)
             ids = self.prepared.read_spans(chunks.record, start, end)
-            return (end - start).astype(np.int32), ids, []
+            return Read((end - start).astype(np.int32), ids)
         assert self.corpus is not None
-        texts: list[TextChunk] = []
+        masked = self.setup.source.mask is not None
+        cut: list[TextChunk] = []
+        parts: list[list[ChunkPart]] = []
         reasons = []
         reading = self.corpus.read(chunks.record)
         for i, (first, num) in enumerate(zip(chunks.first.tolist(), chunks.num.tolist(), strict=True)):
@@ -281,8 +287,15 @@ class ChunkStream:
                 if first == 0:
                     reasons.append((i, str(text)))
                 text = ""
-            texts.append(self._cut(text, first, num))
-        return *self.tokenizer.encode_chunks(texts), reasons
+            chunk, start = self._cut(text, first, num)
+            if masked:
+                parts.append(split_chunk(chunk, start, text))
+            else:
+                cut.append(chunk)
+        if not masked:
+            return Read(*self.tokenizer.encode_chunks(cut), tuple(reasons))
+        encoded, ignored = encode_parts(self.tokenizer, parts)
+        return Read(*encoded, tuple(reasons), ignored)
 
     def _spans(self, chunks: Chunks) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Returns first token and end of each chunk of a prepared source within its document."""
@@ -291,17 +304,17 @@ class ChunkStream:
         start = np.minimum(chunks.first * self.setup.chunk_tokens, length)
         return start, np.minimum((chunks.first + chunks.num) * self.setup.chunk_tokens, length)
 
-    def _cut(self, text: str, first: int, num: int) -> TextChunk:
-        """Returns chunks `first` to `first + num - 1` of a document, as one."""
+    def _cut(self, text: str, first: int, num: int) -> tuple[TextChunk, int]:
+        """Returns chunks `first` to `first + num - 1` of a document, as one, and the byte at which it begins."""
         content = text.encode("utf-8")
         begin = self._border_tokens - 1
         total = begin + len(content) + 1 if content else 0
         start, stop = first * self.chunk_bytes, min((first + num) * self.chunk_bytes, total)
         if start >= stop:
-            return TextChunk(b"", begins=False, ends=False)
+            return TextChunk(b"", begins=False, ends=False), 0
         exact = self.tokenizer.identity == "bytes"  # then any cut is right, and rows are full to the last token
         low, high = (_cut_at(content, max(at - begin, 0), exact=exact) for at in (start, stop))
-        return TextChunk(content[low:high], begins=first == 0 and bool(begin), ends=stop == total)
+        return TextChunk(content[low:high], begins=first == 0 and bool(begin), ends=stop == total), low
 
 
 def _cut_at(content: bytes, place: int, *, exact: bool) -> int:

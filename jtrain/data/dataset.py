@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Int, Int64, Integer
+from jaxtyping import Int, Int64
 
 from jtrain.data.chunk_order import Chunks
-from jtrain.data.chunk_stream import ChunkStream, SourceSetup
-from jtrain.data.constructor.collate import Rows, fill_rows, views_of
+from jtrain.data.chunk_stream import ChunkStream, Read, SourceSetup
+from jtrain.data.constructor.collate import Rows, each, fill_rows, views_of
 from jtrain.data.constructor.constructor import ConstructorSetup, DataState
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.data_plane import InlinePlane, Plane, ProcessPlane
 from jtrain.data.iterator import BatchIterator, to_json
+from jtrain.data.loss_mask import ignore_targets, runs_within
 from jtrain.data.mixture.schedule import Constant, own_weights
 from jtrain.data.planner.planner import EndOfData, Planner, PlannerSpec
 from jtrain.data.ray.engine import RayPlane, trainers
@@ -210,12 +211,12 @@ class TextDataset:
         return self._take_eval(context_order(self.spec.seq_len, context, self.spec.context_order))
 
     def _take_eval(self, order: Int[np.ndarray, " L"]) -> Iterator[Batch]:
-        ids: dict[int, np.ndarray] = {}
+        reads: dict[int, Read] = {}
 
         def lengths(source: int, first: int, count: int) -> Int[np.ndarray, " read"]:
             numbers = range(first, first + min(count, _EVAL_CHUNKS))
-            ids.update((number, self._eval_ids(number)) for number in numbers)
-            return np.asarray([len(ids[number]) for number in numbers], np.int64)
+            reads.update((number, self._read_eval(number)) for number in numbers)
+            return np.asarray([len(reads[number].ids) for number in numbers], np.int64)
 
         spec = self.spec
         planner = Planner(
@@ -238,9 +239,11 @@ class TextDataset:
             except EndOfData:
                 return
             rows = Rows.empty(spec.global_batch, spec.seq_len)
-            fill_rows(rows, plan.pieces, views_of(lambda source, document: ids[document]))
-            for number in [number for number in ids if number < state.oldest()[0]]:
-                del ids[number]
+            fill_rows(rows, plan.pieces, views_of(lambda source, document: reads[document].ids))
+            runs = [runs_within(reads[n].ignored, start, end) for _, n, start, end in each(plan.pieces)]
+            ignore_targets(rows.target_BL, plan.pieces, runs)
+            for number in [number for number in reads if number < state.oldest()[0]]:
+                del reads[number]
             arrays = rows.token_BL, rows.target_BL, rows.position_BL, rows.segment_BL
             yield Batch(*(array[:, order] for array in arrays))
 
@@ -269,10 +272,10 @@ class TextDataset:
         pool = np.concatenate([np.empty((0, 3), np.int64), *found])
         return pool[permuted(np.arange(len(pool)), np.int64(max(len(pool), 1)), epoch_key(0, 0))]
 
-    def _eval_ids(self, number: int) -> Integer[np.ndarray, " tokens"]:
+    def _read_eval(self, number: int) -> Read:
         source, record, chunk = self._eval_sample[number].tolist()
         one = Chunks(*(np.asarray([value], np.int64) for value in (record, chunk, 1)))
-        return self.streams[source].read_chunks(one).ids
+        return self.streams[source].read_chunks(one)
 
     def _schedule(self) -> Any:
         own = {name: source.weight for name, source in self.spec.named_sources.items()}

@@ -7,10 +7,11 @@ long, most of it waiting for memory (bench/NOTES.md).
 from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int, Int64
 
 from jtrain.data.constructor.collate import shrunk
 from jtrain.data.loaders.messages import ChunkRun
+from jtrain.data.loss_mask import runs_within
 from jtrain.data.planner.pieces import Pieces
 
 _SMALLEST = 64
@@ -123,6 +124,17 @@ class ChunkBuffer:
         ids = self._ids
         where = zip(run.tolist(), (first + pieces.start).tolist(), end.tolist(), strict=True)
         return [ids[r][a:b] for r, a, b in where]
+
+    def ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "runs 2"]]:
+        """Returns the runs of each piece that are not learned, counted from its first token; all must have arrived."""
+        at, first, _ = self._find(pieces.source, pieces.document)
+        where = zip(at.tolist(), (first + pieces.start).tolist(), (first + pieces.end).tolist(), strict=True)
+        found = []
+        for i, start, end in where:
+            run = self._runs[i]
+            assert run is not None
+            found.append(runs_within(run.ignored, start, end) if len(run.ignored) else run.ignored)
+        return found
 
     def drop(
         self, done: Int64[np.ndarray, " n"], kept: Int64[np.ndarray, " open"], cursors: Int64[np.ndarray, " sources"]

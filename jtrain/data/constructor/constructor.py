@@ -20,6 +20,7 @@ from jtrain.data.constructor.collate import Rows, fill_rows
 from jtrain.data.loaders.loader import RequestPart
 from jtrain.data.loaders.messages import ChunkRun, LoaderState
 from jtrain.data.loaders.pool import Pool
+from jtrain.data.loss_mask import ignore_targets
 from jtrain.data.planner import balance
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.planner.planner import EndOfData, LoadingPlan, NotYet, Planner, PlannerSpec, PlannerState
@@ -152,6 +153,7 @@ class Constructor:
         self._pool = pool
         self._planner = Planner(setup.planner, self._lengths)
         num_sources = len(setup.sources)
+        self._masked = any(source.source.mask is not None for source in setup.sources)
         self._state = state or DataState(self._planner.start(), np.zeros(num_sources, np.int64))
         self._plans: collections.deque[_Planned] = collections.deque()
         # A host that needs all rows reads prepared sources in runs, like other sources. A host that needs some rows
@@ -234,7 +236,10 @@ class Constructor:
             self._wait_s = time.perf_counter() - self._waiting_since_s
             self._waiting_since_s = None
         begun_s = time.perf_counter()
-        fill_rows(Rows(**out), planned.pieces, self._views)
+        rows = Rows(**out)
+        fill_rows(rows, planned.pieces, self._views)
+        if self._masked:
+            ignore_targets(rows.target_BL, planned.pieces, self._ignored(planned.pieces))
         if (order := self._setup.column_order) is not None:
             for array in out.values():
                 array[:] = array[:, order]
@@ -300,6 +305,9 @@ class Constructor:
 
     def _views(self, pieces: Pieces) -> list[np.ndarray]:
         return self._buffer.views(pieces)
+
+    def _ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "runs 2"]]:
+        return self._buffer.ignored(pieces)
 
     def _keep(self, run: ChunkRun) -> None:
         if self._awaited:  # only after a resume

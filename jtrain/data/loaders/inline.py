@@ -31,10 +31,9 @@ class InlinePool:
             seconds = time.perf_counter() - begun_s
             self._documents += len(part.numbers)
             self._busy_s += seconds
-            skipped = dict(read.skipped)
-            self._ready.append(
-                ChunkRun(part.source, part.numbers, starts_of(read.lengths), read.ids, skipped, seconds, "trainer")
-            )
+            starts, skipped = starts_of(read.lengths), dict(read.skipped)
+            run = ChunkRun(part.source, part.numbers, starts, read.ids, skipped, seconds, "trainer", read.ignored)
+            self._ready.append(run)
 
     def connections(self) -> list[Any]:
         return []

@@ -72,7 +72,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     """Main loop of a loader process: answers requests until the connection closes.
 
     Requests, pickled: `("read", id, parts)`, `("free", starts)`, `("close", source)`. Answers: `("run", id, [(start,
-    bytes of ids, dtype of ids, skipped, seconds) of each part])`, where the payload starts at
+    bytes of ids, dtype of ids, skipped, seconds, bytes of `Read.ignored`) of each part])`, where the payload starts at
     `start` in shared memory, the lengths before the ids; or `("failed", id, source, message)`.
     """
     setup: LoaderSetup = connection.recv()
@@ -115,7 +115,8 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                         shared.view(start, done.lengths.nbytes)[:] = done.lengths.view(np.uint8)
                         shared.view(start + lengths_bytes, done.ids.nbytes)[:] = done.ids.view(np.uint8)
                         seconds = time.perf_counter() - begun_s
-                        found.append((start, done.ids.nbytes, done.ids.dtype.str, done.skipped, seconds))
+                        ids_bytes, ignored = done.ids.nbytes, done.ignored.tobytes()
+                        found.append((start, ids_bytes, done.ids.dtype.str, done.skipped, seconds, ignored))
                 except (ValueError, OSError) as error:
                     connection.send(("failed", request, source, str(error)))
                 else:

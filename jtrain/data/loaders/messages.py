@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Int64, Integer
+from jaxtyping import Int, Int32, Int64, Integer
 
+from jtrain.data.loss_mask import NO_RUNS
 from jtrain.errors import UserError
 
 
@@ -21,6 +22,7 @@ class ChunkRun:
     starts, ids: `ids[starts[i]:starts[i + 1]]` are the token ids of document `numbers[i]`.
     skipped: number -> reason, for bad documents that were left out.
     read_s: seconds that reading and tokenising took.
+    ignored: runs (start, end) of `ids` that are not learned.
     loader: name of the loader.
     """
 
@@ -31,6 +33,7 @@ class ChunkRun:
     skipped: dict[int, str]
     read_s: float
     loader: str
+    ignored: Int32[np.ndarray, "runs 2"] = dataclasses.field(default_factory=lambda: NO_RUNS)
     place: Any = None
     """Location of the payload, by which the pool frees it."""
 
@@ -45,6 +48,11 @@ class LoaderState:
     documents: int
     busy_s: float
     sources: tuple[int, ...]
+
+
+def runs_of_bytes(content: bytes) -> Int32[np.ndarray, "runs 2"]:
+    """Returns the runs that a message holds as bytes; no bytes stand for no runs."""
+    return np.frombuffer(content, np.int32).reshape(-1, 2) if content else NO_RUNS
 
 
 def starts_of(lengths: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " n_and_end"]:

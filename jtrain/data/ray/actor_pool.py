@@ -10,8 +10,9 @@ from jaxtyping import UInt8
 
 from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.loaders.loader import RequestPart
-from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, starts_of
+from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, runs_of_bytes, starts_of
 from jtrain.data.loaders.pool import MOST_DEATHS
+from jtrain.data.loss_mask import runs_within
 from jtrain.data.ray.loader_actor import LoaderReply, RunKey, RunRequest
 from jtrain.data.sources.source import field_of
 
@@ -26,11 +27,15 @@ _SUSPECTS = 8
 
 @dataclasses.dataclass
 class _Fetched:
-    """Payload of a run: its request, and the ids of its documents that were fetched, by place in the run."""
+    """Payload of a run: its request, and the ids of its documents that were fetched, by place in the run.
+
+    ignored: runs of ids that are not learned, of documents that have such.
+    """
 
     ask: RunRequest
     ids: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     asked: set[int] = dataclasses.field(default_factory=set)
+    ignored: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
@@ -266,17 +271,22 @@ class RayPool:
             ids = payload[begin : begin + found.ids_bytes].view(found.dtype)
             begin += found.ids_bytes
             starts = starts_of(found.lengths)
-            by_place = {}
+            by_place, ignored = {}, {}
             if ask.wanted is not None:
-                by_place = {place: ids[starts[j] : starts[j + 1]] for j, place in enumerate(ask.wanted.tolist())}
+                spans = list(zip(ask.wanted.tolist(), starts[:-1].tolist(), starts[1:].tolist(), strict=True))
+                by_place = {place: ids[start:end] for place, start, end in spans}
+                if found.ignored:
+                    all_ignored = runs_of_bytes(found.ignored)
+                    ignored = {place: runs_within(all_ignored, start, end) for place, start, end in spans}
             if request.into is not None:
-                if request.into[i].place is not None:
-                    request.into[i].place.ids |= by_place
+                if (fetched := request.into[i].place) is not None:
+                    fetched.ids |= by_place
+                    fetched.ignored |= ignored
                 continue
             peer.busy_s += found.seconds
             part = ask.part
             run = ChunkRun(part.source, part.numbers, starts, ids, dict(found.skipped), found.seconds, peer.name)
-            run.place = _Fetched(ask, by_place, set(by_place))
+            run.place = _Fetched(ask, by_place, set(by_place), ignored)
             runs.append(run)
 
     def _lost(self, peer: _LoaderActor, error: Exception) -> None:

@@ -14,11 +14,12 @@ import time
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Int64, Integer, UInt8
+from jaxtyping import Int, Int64, UInt8
 
 from jtrain.data.chunk_stream import Read, SourceSetup
 from jtrain.data.loaders.loader import RequestPart, SourceLoader
 from jtrain.data.loaders.messages import starts_of
+from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
 from jtrain.runtime.resident_memory import resident_bytes
 
 KEPT_BYTES = 64 << 20
@@ -73,13 +74,17 @@ class RunRequest:
 
 @dataclasses.dataclass(frozen=True)
 class RunReply:
-    """Reply to one `RunRequest`: lengths of all documents, or of those whose ids are in the payload."""
+    """Reply to one `RunRequest`: lengths of all documents, or of those whose ids are in the payload.
+
+    ignored: bytes of the runs of those ids that are not learned.
+    """
 
     lengths: Int[np.ndarray, " n"]
     ids_bytes: int
     dtype: str
     skipped: tuple[tuple[int, str], ...]
     seconds: float
+    ignored: bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,15 +175,16 @@ class RayLoader:
         for ask in asks:
             begun_s = time.perf_counter()
             try:
-                read, ids = self._one(ask)
+                read = self._one(ask)
             except (ValueError, OSError) as error:
                 return LoaderReply(os.getpid(), failed=(ask.part.source, str(error))), np.zeros(0, np.uint8)
             seconds = time.perf_counter() - begun_s
-            found.append(RunReply(read.lengths, ids.nbytes, ids.dtype.str, read.skipped, seconds))
+            ids, ignored = read.ids, read.ignored.tobytes()
+            found.append(RunReply(read.lengths, ids.nbytes, ids.dtype.str, read.skipped, seconds, ignored))
             payload.append(np.ascontiguousarray(ids).view(np.uint8))
         return LoaderReply(os.getpid(), tuple(found), resident_bytes() or 0, self._documents), np.concatenate(payload)
 
-    def _one(self, ask: RunRequest) -> tuple[Read, Integer[np.ndarray, " tokens"]]:
+    def _one(self, ask: RunRequest) -> Read:
         kept = self._kept.get(ask.key)
         if ask.wanted is None:
             if kept is None:
@@ -187,14 +193,14 @@ class RayLoader:
                 self._kept_bytes += read.ids.nbytes
                 while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
                     self._let_go(next(iter(self._kept)))
-            return kept.read, kept.read.ids[:0]
+            return dataclasses.replace(kept.read, ids=kept.read.ids[:0], ignored=NO_RUNS)
         if kept is None:  # of a prepared source, dropped, or kept by a loader that is gone
             part = ask.part
-            read = self._read(dataclasses.replace(part, numbers=part.numbers[ask.wanted]))
-            return read, read.ids
-        ids = [kept.read.ids[kept.starts[i] : kept.starts[i + 1]] for i in ask.wanted.tolist()]
-        read = Read(kept.read.lengths[ask.wanted], np.concatenate(ids))
-        return read, read.ids
+            return self._read(dataclasses.replace(part, numbers=part.numbers[ask.wanted]))
+        read, starts, ends = kept.read, kept.starts[ask.wanted], kept.starts[ask.wanted + 1]
+        ids = [read.ids[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+        ignored = runs_of_spans(read.ignored, starts, ends)
+        return Read(read.lengths[ask.wanted], np.concatenate(ids), ignored=ignored)
 
     def _read(self, part: RequestPart) -> Read:
         self._at = (part.source, -1, -1, time.monotonic())

@@ -1,9 +1,11 @@
 """Data Constructor whose Source Loaders are Ray actors."""
 
 import numpy as np
+from jaxtyping import Int
 
-from jtrain.data.constructor.collate import views_of
+from jtrain.data.constructor.collate import each, views_of
 from jtrain.data.constructor.constructor import Constructor, ConstructorSetup, DataState
+from jtrain.data.loss_mask import NO_RUNS, runs_within
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.ray.actor_pool import RayPool
 
@@ -39,6 +41,14 @@ class RayRows(Constructor):
 
     def _views(self, pieces: Pieces) -> list[np.ndarray]:
         return views_of(self._ids)(pieces)
+
+    def _ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "runs 2"]]:
+        found = []
+        for source, document, start, end in each(pieces):
+            at = self._buffer.find(source, document)
+            assert at is not None
+            found.append(runs_within(at[0].place.ignored.get(at[1], NO_RUNS), start, end))
+        return found
 
     def _ids(self, source: int, document: int) -> np.ndarray:
         found = self._buffer.find(source, document)

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int, UInt64
 from jtrain.data.sources.data_files import data_files
 from jtrain.data.sources.formats import BadRecord, Records, open_file
 from jtrain.data.sources.formats.arrow import ArrowFile, saved_dataset_files
+from jtrain.data.sources.formats.mask import MaskFields, check_mask
 from jtrain.data.sources.formats.parquet import ParquetFile, shared_cache
 from jtrain.data.sources.formats.record import SKIP
 from jtrain.data.sources.storage import CacheLost, StoredFile, search
@@ -67,6 +68,13 @@ class Source:
     text_field: JSON key, column, or suffix of the tar's members (such as txt). `meta.text` is the key or column of that
       name, or else the field `text` of the JSON object or struct column `meta`. For ArrayRecord it applies to records
       that are JSON objects; if it is empty, each whole record is the text.
+    prompt_field: field of a text that precedes the one in `text_field`: both are one document, the prompt before its
+      completion. Not together with `mask_field`.
+    mask_prompt: False to learn the prompt as well.
+    mask_field: field of the spans of the text that are learned: a list of [start, end] in characters (Python's, not
+      bytes), ascending and apart; in CSV as JSON. Whatever lies outside of them is read and not learned. The text is
+      tokenised from border to border, as the prompt is by itself, so no token is half learned. The end of the document
+      is learned if the last span reaches the end of the text.
     tokenizer: tokenizer of this source; None for data.tokenizer.
     text_piece_bytes: text files longer than this are read as several documents, so that one big file can be shuffled
       too. Raise it for longer contexts.
@@ -76,6 +84,9 @@ class Source:
     weight: float = 1.0
     format: Format = "auto"
     text_field: str = "text"
+    prompt_field: str | None = None
+    mask_prompt: bool = True
+    mask_field: str | None = None
     tokenizer: str | None = None
     text_piece_bytes: int = 1 << 16
 
@@ -90,6 +101,20 @@ class Source:
             raise UserError(f"{field}.weight={self.weight} must be a number, zero or more.")
         if self.text_piece_bytes < 16:
             raise UserError(f"{field}.text_piece_bytes={self.text_piece_bytes} must be at least 16.")
+        check_mask(
+            field,
+            prompt_field=self.prompt_field,
+            mask_prompt=self.mask_prompt,
+            mask_field=self.mask_field,
+            text_field=self.text_field,
+            format=self.format,
+        )
+
+    @property
+    def mask(self) -> MaskFields | None:
+        """Field that says what is learned of each text; None if all of it is."""
+        name = self.prompt_field if self.prompt_field is not None else self.mask_field
+        return None if name is None else MaskFields(name, self.prompt_field is not None, self.mask_prompt)
 
 
 class Corpus:
@@ -131,6 +156,7 @@ class Corpus:
                 open_file,
                 format=source.format,
                 text_field=source.text_field,
+                mask=source.mask,
                 text_piece_bytes=source.text_piece_bytes,
                 field=field,
                 cache_dir=cache_dir,
@@ -185,10 +211,13 @@ class Corpus:
                 if not isinstance(text, BadRecord):
                     return
                 bad.append(text)
+        fields = f"{field}.text_field={self.source.text_field!r}"
+        if (mask := self.source.mask) is not None:
+            fields += f" or {field}.{mask.setting}={mask.field!r}"
         raise UserError(
             f"{field}.path={self.source.path!r}: none of the first {len(bad):,} records tried in {len(tried):,} of its "
-            f"{len(self._records):,} files can be read, so the format or {field}.text_field={self.source.text_field!r} "
-            f"is wrong. The first: {str(bad[0]).replace(f', {SKIP}', '.')}"
+            f"{len(self._records):,} files can be read, so the format or {fields} is wrong. The first: "
+            f"{str(bad[0]).replace(f', {SKIP}', '.')}"
         )
 
     @functools.cached_property

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from jtrain.data.sources.cache import local_copy
 from jtrain.data.sources.formats import sniff
+from jtrain.data.sources.formats.mask import MaskFields, check_format
 from jtrain.data.sources.formats.parquet import ParquetFile, RowGroupCache
 from jtrain.data.sources.formats.record import BadRecord, Records
 from jtrain.data.sources.formats.suffix import format_of
@@ -18,6 +19,7 @@ def open_file(
     *,
     format: str,
     text_field: str,
+    mask: MaskFields | None = None,
     text_piece_bytes: int,
     field: str,
     cache_dir: Path,
@@ -30,6 +32,7 @@ def open_file(
       file: the file.
       format: format of the file; `auto` goes by the suffix.
       text_field: JSON key, column, or member suffix of the text; a field of a JSON object or struct as `meta.text`.
+      mask: field that says what is learned of each text; None if all of it is.
       text_piece_bytes: `piece_bytes` of `TextFile`.
       field: config path of the source, such as `data.sources.web`, for messages.
       cache_dir: folder of copies and indexes.
@@ -42,10 +45,12 @@ def open_file(
     """
     by_suffix, compression = format_of(file.name, field=f"{field}.path")
     kind = by_suffix if format == "auto" else format
+    if mask is not None:
+        check_format(kind, what=file.called, setting=f"{field}.{mask.setting}", name=mask.field)
     if check_content and compression and not file.is_remote:
         sniff.check_compression(file, compression=compression, field=field)
     if kind == "parquet" and compression is None and file.is_remote and file.size_bytes >= 0:
-        return ParquetFile(file, text_field=text_field, field=field, groups=groups)
+        return ParquetFile(file, text_field=text_field, mask=mask, field=field, groups=groups)
     file = local_copy(file, compression=compression, cache_dir=cache_dir)
     if check_content:
         sniff.check_content(file, kind=kind, field=field)
@@ -53,21 +58,21 @@ def open_file(
         case "text":
             return TextFile(file, piece_bytes=text_piece_bytes)
         case "jsonl":
-            return JsonLines(file, text_field=text_field, field=field, cache_dir=cache_dir)
+            return JsonLines(file, text_field=text_field, mask=mask, field=field, cache_dir=cache_dir)
         case "json":
             from jtrain.data.sources.formats.json_values import open_json
 
-            return open_json(file, text_field=text_field, field=field, cache_dir=cache_dir)
+            return open_json(file, text_field=text_field, mask=mask, field=field, cache_dir=cache_dir)
         case "csv" | "tsv":
             from jtrain.data.sources.formats.delimited import DelimitedFile
 
-            return DelimitedFile(file, kind=kind, text_field=text_field, field=field, cache_dir=cache_dir)
+            return DelimitedFile(file, kind=kind, text_field=text_field, mask=mask, field=field, cache_dir=cache_dir)
         case "parquet":
-            return ParquetFile(file, text_field=text_field, field=field, groups=groups)
+            return ParquetFile(file, text_field=text_field, mask=mask, field=field, groups=groups)
         case "arrayrecord":
             from jtrain.data.sources.formats.arrayrecord import ArrayRecordFile
 
-            return ArrayRecordFile(file, text_field=text_field, field=field)
+            return ArrayRecordFile(file, text_field=text_field, mask=mask, field=field)
         case "webdataset":
             from jtrain.data.sources.formats.webdataset import TarFile
 
@@ -75,6 +80,6 @@ def open_file(
         case "arrow":
             from jtrain.data.sources.formats.arrow import ArrowFile
 
-            return ArrowFile(file, text_field=text_field, field=field)
+            return ArrowFile(file, text_field=text_field, mask=mask, field=field)
         case _:
             raise AssertionError(kind)

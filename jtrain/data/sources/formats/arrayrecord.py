@@ -4,6 +4,7 @@ import collections
 import contextlib
 from typing import Any
 
+from jtrain.data.sources.formats.mask import MaskFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, text_of_json
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import UserError
@@ -28,11 +29,12 @@ class ArrayRecordFile(Records):
       UserError: the file is not an ArrayRecord file, or is cut short.
     """
 
-    __slots__ = ("_count", "_field", "_file", "_text_field")
+    __slots__ = ("_count", "_field", "_file", "_mask", "_text_field")
 
-    def __init__(self, file: StoredFile, *, text_field: str, field: str) -> None:
+    def __init__(self, file: StoredFile, *, text_field: str, mask: MaskFields | None = None, field: str) -> None:
         self._file = file
         self._text_field = text_field
+        self._mask = mask
         self._field = field
         self._count = 0
         if file.size_bytes:
@@ -91,18 +93,19 @@ class ArrayRecordFile(Records):
             text = content.decode("utf-8")
         except UnicodeDecodeError as error:
             return self._bad(record, f"not UTF-8 at byte {error.start} of the record ({error.reason})")
-        if not self._text_field or not content.startswith(b"{"):
+        if self._mask is None and not (self._text_field and content.startswith(b"{")):
             return text
         try:
             return text_of_json(
                 content,
                 text_field=self._text_field,
+                mask=self._mask,
                 what=f"{self._file.called}, record {record}",
                 field=self._field,
                 way_out=f"Mend the record, or, where records are text as a whole, set {self._field}.text_field=''",
             )
         except BadRecord as error:
-            return text if ": no JSON" in str(error) else error
+            return text if self._mask is None and ": no JSON" in str(error) else error
 
     def _bad(self, record: int, why: str) -> BadRecord:
         return BadRecord(f"{self._file.called}, record {record}: {why}, {SKIP}")

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.sources.formats.parquet import check_column, column_at, grouped_sizes, read_grouped
+from jtrain.data.sources.formats.mask import MaskFields
+from jtrain.data.sources.formats.parquet import check_columns, column_at, grouped_sizes, read_grouped, text_fields
 from jtrain.data.sources.formats.record import BadRecord, Records
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError
@@ -28,20 +29,21 @@ class ArrowFile(Records):
       UserError: the file is not an Arrow file, is cut short or compressed, or has no text column of that name.
     """
 
-    __slots__ = ("_batch_at", "_file", "_first_row", "_text_field")
+    __slots__ = ("_batch_at", "_file", "_first_row", "_mask", "_text_field")
 
-    def __init__(self, file: StoredFile, *, text_field: str, field: str) -> None:
+    def __init__(self, file: StoredFile, *, text_field: str, mask: MaskFields | None = None, field: str) -> None:
         import pyarrow as pa
 
         self._file = file
         self._text_field = text_field
+        self._mask = mask
         first_row, batch_at = [0], []
         with self._map() as mapped:
             try:
                 if mapped.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC:
                     mapped.seek(len(_FILE_MAGIC))
                 schema = pa.ipc.read_schema(pa.ipc.read_message(mapped))
-                check_column(schema, text_field, called=file.called, field=field)
+                check_columns(schema, text_field, mask, called=file.called, field=field)
                 while mapped.read_at(8, position := mapped.tell()) != _END_OF_STREAM:
                     message = pa.ipc.read_message(mapped)
                     if message.type != "record batch":
@@ -73,15 +75,17 @@ class ArrowFile(Records):
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the size of each text, from the batches' offsets."""
         with self._columns() as column_of:
-            return grouped_sizes(first, end, self._first_row, column_of)
+            return grouped_sizes(first, end, self._first_row, column_of, text_fields(self._text_field, self._mask))
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
         with self._columns() as column_of:
-            return read_grouped(records, self._first_row, column_of, self._text_field, self._file.called)
+            return read_grouped(
+                records, self._first_row, column_of, self._text_field, self._mask, called=self._file.called
+            )
 
     @contextlib.contextmanager
-    def _columns(self) -> Iterator[Callable[[int], Any]]:
-        """Gives a function that returns the text column of a batch, a view of the mapped file."""
+    def _columns(self) -> Iterator[Callable[[int, str], Any]]:
+        """Gives a function that returns a column of a batch by its name, a view of the mapped file."""
         import pyarrow as pa
 
         with self._map() as mapped:
@@ -89,9 +93,9 @@ class ArrowFile(Records):
                 mapped.seek(len(_FILE_MAGIC) if mapped.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC else 0)
                 schema = pa.ipc.read_schema(pa.ipc.read_message(mapped))
 
-                def column_of(batch: int) -> Any:
+                def column_of(batch: int, name: str) -> Any:
                     mapped.seek(int(self._batch_at[batch]))
-                    return column_at(pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema), self._text_field)
+                    return column_at(pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema), name)
 
                 yield column_of
             except (pa.ArrowException, OSError, EOFError) as error:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.cache import NumberTable
+from jtrain.data.sources.formats.mask import MaskFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
 from jtrain.data.sources.formats.text import BOM
 from jtrain.data.sources.storage import StoredFile
@@ -31,10 +32,20 @@ class DelimitedFile(Records):
       UserError: the header does not name `text_field`, or names it twice.
     """
 
-    __slots__ = ("_column", "_columns", "_field", "_file", "_rows", "_separator", "_text_field")
+    __slots__ = ("_column", "_columns", "_field", "_file", "_mask", "_rows", "_separator", "_text_field")
 
-    def __init__(self, file: StoredFile, *, kind: str, text_field: str, field: str, cache_dir: Path) -> None:
+    def __init__(
+        self,
+        file: StoredFile,
+        *,
+        kind: str,
+        text_field: str,
+        mask: MaskFields | None = None,
+        field: str,
+        cache_dir: Path,
+    ) -> None:
         self._file = file
+        self._mask = mask
         self._separator = SEPARATORS[kind]
         self._text_field = text_field
         self._field = field
@@ -67,9 +78,15 @@ class DelimitedFile(Records):
             sign = {",": "commas", "\t": "tabs"}[self._separator]
             why = f"{error} (a field with {sign}, quotes or line ends must be quoted, and the quotes in it doubled)"
         else:
-            if len(row) == len(self._columns):
-                return row[self._column]
             why = f"{len(row)} fields, but the header names {len(self._columns)}"
+            if len(row) == len(self._columns):
+                text, mask = row[self._column], self._mask
+                if mask is None:
+                    return text
+                try:
+                    return mask.join(text, row[self._columns.index(mask.field)])
+                except ValueError as error:
+                    why = f"field {mask.field!r} {error}"
         what = f"{self._file.called}, record {record} (at byte {start:,})"
         return BadRecord(f"{what}: {why}. Mend the record, {SKIP}")
 
@@ -84,17 +101,16 @@ class DelimitedFile(Records):
                     f"{self._file.called}: its header cannot be read ({error}). Mend it, or leave the file out of "
                     f"{self._field}.path."
                 ) from error
-        if columns and columns.count(self._text_field) != 1:
+        fields = {"text_field": self._text_field} | ({self._mask.setting: self._mask.field} if self._mask else {})
+        for setting, name in fields.items() if columns else ():
+            if (count := columns.count(name)) == 1:
+                continue
             said = ", ".join(map(repr, columns))
-            if self._text_field in columns:
-                raise UserError(
-                    f"{self._file.called}: {columns.count(self._text_field)} columns {self._text_field!r}: {said}. "
-                    "Rename all of them but one."
-                )
+            if count:
+                raise UserError(f"{self._file.called}: {count} columns {name!r}: {said}. Rename all of them but one.")
             raise UserError(
-                f"{self._file.called}: no column {self._text_field!r}; its header: {said}. Set "
-                f"{self._field}.text_field to one of them. Columns are separated by {self._separator!r}, and the first "
-                "row is the header."
+                f"{self._file.called}: no column {name!r}; its header: {said}. Set {self._field}.{setting} to one of "
+                f"them. Columns are separated by {self._separator!r}, and the first row is the header."
             )
         return tuple(columns)
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jtrain.data.sources.cache import NumberTable
+from jtrain.data.sources.formats.mask import MaskFields
 from jtrain.data.sources.formats.record import BadRecord, Records, text_of_json
 from jtrain.data.sources.formats.text import BOM, JsonLines
 from jtrain.data.sources.storage import StoredFile
@@ -29,14 +30,16 @@ _SCALAR = re.compile(rb'"(?:[^"\\]|\\.)*"|[^\s,]+', re.DOTALL)
 """Value beside the objects of an array: a string, a number, null. It is a record, and a bad one."""
 
 
-def open_json(file: StoredFile, *, text_field: str, field: str, cache_dir: Path) -> Records:
+def open_json(
+    file: StoredFile, *, text_field: str, mask: MaskFields | None = None, field: str, cache_dir: Path
+) -> Records:
     """Opens a .json file: JSON lines if its first line is a whole object and is not the last, otherwise `JsonValues`.
 
     Raises:
       UserError: the file is JSON of no such form, or is cut short.
     """
     kind = JsonLines if _is_json_lines(file) else JsonValues
-    return kind(file, text_field=text_field, field=field, cache_dir=cache_dir)
+    return kind(file, text_field=text_field, mask=mask, field=field, cache_dir=cache_dir)
 
 
 def _is_json_lines(file: StoredFile) -> bool:
@@ -62,11 +65,14 @@ class JsonValues(Records):
       UserError: the file does not begin with an object or array, or is cut short.
     """
 
-    __slots__ = ("_field", "_file", "_text_field", "_values")
+    __slots__ = ("_field", "_file", "_mask", "_text_field", "_values")
 
-    def __init__(self, file: StoredFile, *, text_field: str, field: str, cache_dir: Path) -> None:
+    def __init__(
+        self, file: StoredFile, *, text_field: str, mask: MaskFields | None = None, field: str, cache_dir: Path
+    ) -> None:
         self._file = file
         self._text_field = text_field
+        self._mask = mask
         self._field = field
         self._values = NumberTable(file, "values", self._index, cache_dir)
 
@@ -89,6 +95,7 @@ class JsonValues(Records):
                     text = text_of_json(
                         file.read(end - start),
                         text_field=self._text_field,
+                        mask=self._mask,
                         what=f"{self._file.called}, record {record} (at byte {start:,})",
                         field=self._field,
                         way_out="Mend the record",

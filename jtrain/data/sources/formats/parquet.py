@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from jtrain.data.sources.formats.mask import CHAT, MaskFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError
@@ -54,14 +55,23 @@ class ParquetFile(Records):
       UserError: the file is not a Parquet file, or has no text column of that name.
     """
 
-    __slots__ = ("_field", "_file", "_group_bytes", "_group_starts", "_groups", "_text_field")
+    __slots__ = ("_field", "_file", "_group_bytes", "_group_starts", "_groups", "_mask", "_text_field")
 
-    def __init__(self, file: StoredFile, *, text_field: str, field: str, groups: RowGroupCache) -> None:
+    def __init__(
+        self,
+        file: StoredFile,
+        *,
+        text_field: str,
+        mask: MaskFields | None = None,
+        field: str,
+        groups: RowGroupCache,
+    ) -> None:
         import pyarrow as pa  # lazy: takes 0.1 s, which other formats need not pay
         import pyarrow.parquet as pq
 
         self._file = file
         self._text_field = text_field
+        self._mask = mask
         self._field = field
         self._groups = groups
         with _arrow_file(file) as opened:
@@ -76,10 +86,12 @@ class ParquetFile(Records):
                     f"{file.called}: not a readable Parquet file ({error}): cut short, or of another format. Replace "
                     f"it, or leave it out of {field}.path."
                 ) from error
-        check_column(schema, text_field, called=file.called, field=field)
+        check_columns(schema, text_field, mask, called=file.called, field=field)
         row_groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         # Several if both a column `meta.text` and a field of a struct column `meta` exist: Arrow then decodes both.
-        columns = [i for i in range(metadata.num_columns) if metadata.schema.column(i).path == text_field]
+        read = [text_field] if mask is None else [text_field, mask.field]
+        paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+        columns = [i for i, path in enumerate(paths) if path in read or path.startswith(f"{read[-1]}.list.")]
         self._group_starts = np.cumsum([0, *(group.num_rows for group in row_groups)], dtype=np.int64)
         sizes = [sum(group.column(i).total_uncompressed_size for i in columns) for group in row_groups]
         self._group_bytes = np.asarray(sizes, np.int64)
@@ -97,26 +109,30 @@ class ParquetFile(Records):
         return int(self._group_starts[-1])
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
-        return read_grouped(records, self._group_starts, self._column, self._text_field, self._file.called)
+        return read_grouped(
+            records, self._group_starts, self._column, self._text_field, self._mask, called=self._file.called
+        )
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the size of each text; decodes the row groups, which the texts are then read from."""
-        return grouped_sizes(first, end, self._group_starts, self._column)
+        return grouped_sizes(first, end, self._group_starts, self._column, text_fields(self._text_field, self._mask))
 
     def close(self) -> None:
         self._groups.drop(self._file.key)
 
-    def _column(self, group: int) -> Any:
-        return self._groups.get((self._file.key, self._text_field, group), lambda: self._read_group(group))
+    def _column(self, group: int, name: str) -> Any:
+        key = (self._file.key, self._text_field, self._mask, group)
+        return self._groups.get(key, lambda: self._read_group(group))[name]
 
-    def _read_group(self, group: int) -> Any:
+    def _read_group(self, group: int) -> "_Columns":
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        names = [self._text_field] if self._mask is None else [self._text_field, self._mask.field]
         with _arrow_file(self._file) as opened:
             try:
                 with pq.ParquetFile(opened) as parquet:
-                    table = parquet.read_row_group(group, columns=[self._text_field], use_threads=False)
+                    table = parquet.read_row_group(group, columns=names, use_threads=False)
             except (pa.ArrowException, OSError) as error:
                 if self._file.called in str(error):
                     raise  # an error of the store, already translated
@@ -124,8 +140,16 @@ class ParquetFile(Records):
                 raise FileError(
                     f"{self._file.called}: row group {group} cannot be read ({said}). Replace the file."
                 ) from error
-        column = column_at(table, self._text_field)
-        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+        columns = {name: column_at(table, name) for name in names}
+        return _Columns({n: c.chunk(0) if c.num_chunks == 1 else c.combine_chunks() for n, c in columns.items()})
+
+
+class _Columns(dict[str, Any]):
+    """Decoded columns of a row group by name, cached together since they are read together."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(column.nbytes for column in self.values())
 
 
 def _arrow_file(file: StoredFile) -> Any:
@@ -143,40 +167,88 @@ def _arrow_file(file: StoredFile) -> Any:
     return pa.OSFile(file.location)
 
 
-def check_column(schema: Any, text_field: str, *, called: str, field: str) -> None:
-    """Raises UserError unless the Arrow schema has a text column `text_field`, or a struct column with such a field."""
+def check_columns(schema: Any, text_field: str, mask: MaskFields | None, *, called: str, field: str) -> None:
+    """Checks that an Arrow schema has the columns that are read, or struct columns with such fields.
+
+    Raises:
+      UserError: there is no such column, or it is not of text (a mask's may also be lists of integer pairs).
+    """
+    import pyarrow as pa
+
+    for name, setting in [(text_field, "text_field"), *([(mask.field, mask.setting)] if mask else [])]:
+        kind = _type_at(schema, name, called=called, setting=f"{field}.{setting}")
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+            continue
+        if setting == "mask_field":
+            if not _is_spans(kind):
+                raise UserError(
+                    f"{called}: column {name!r} is {kind}, not lists of spans [start, end] in characters of the text. "
+                    f"Set {field}.mask_field to a column of list<list<int64>>, or of such lists as JSON."
+                )
+        elif pa.types.is_list(kind) and pa.types.is_struct(kind.value_type):
+            raise UserError(f"{called}: column {name!r} is {CHAT}.")
+        else:
+            raise UserError(
+                f"{called}: column {name!r} is {kind}, not text. Set {field}.{setting} to a text column; in a struct, "
+                "as 'column.field'."
+            )
+
+
+def _type_at(schema: Any, name: str, *, called: str, setting: str) -> Any:
+    """Returns the type of a column, or of a field of a struct column; raises UserError if there is none."""
     import pyarrow as pa
 
     fields = {name: schema.field(name).type for name in schema.names}
     path, kind = "", None
-    for key in _keys(schema.names, text_field):
+    for key in _keys(schema.names, name):
         if key not in fields:
             there = ", ".join(path + name for name in fields)
             said = f"its columns: {there}" if fields else f"column {path[:-1]!r} is {kind} and has no fields"
-            raise UserError(f"{called}: no column {text_field!r}; {said}. Set {field}.text_field to one of them.")
+            raise UserError(f"{called}: no column {name!r}; {said}. Set {setting} to one of them.")
         kind = fields[key]
         path += f"{key}."
         fields = {f.name: f.type for f in kind.fields} if pa.types.is_struct(kind) else {}
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-        raise UserError(
-            f"{called}: column {text_field!r} is {kind}, not text. Set {field}.text_field to a text column; in a "
-            "struct, as 'column.field'."
-        )
+    return kind
+
+
+def _is_spans(kind: Any) -> bool:
+    """True for lists of lists of integers; a column of empty lists only may have no type of its own."""
+    import pyarrow as pa
+
+    for _ in range(2):
+        if pa.types.is_null(kind):
+            return True
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+            return False
+        kind = kind.value_type
+    return pa.types.is_integer(kind) or pa.types.is_null(kind)
+
+
+def text_fields(text_field: str, mask: MaskFields | None) -> list[str]:
+    """Returns the columns that make up the text: a prompt belongs to it."""
+    return [text_field, mask.field] if mask is not None and mask.is_prompt else [text_field]
 
 
 def grouped_sizes(
-    first: int, end: int, group_starts: Int[np.ndarray, " groups_and_end"], column_of: Callable[[int], Any]
+    first: int,
+    end: int,
+    group_starts: Int[np.ndarray, " groups_and_end"],
+    column_of: Callable[[int, str], Any],
+    names: list[str],
 ) -> Int[np.ndarray, " n"]:
-    """Returns the bytes of the texts of rows `first` to `end` - 1; 0 where there is none."""
+    """Returns the bytes of the texts of rows `first` to `end` - 1, summed over columns; 0 where there is none."""
     import pyarrow.compute as pc
 
     low, high = np.searchsorted(group_starts, (first, end - 1), side="right") - 1
     found = []
     for group in range(int(low), int(high) + 1):
         start, stop = int(group_starts[group]), int(group_starts[group + 1])
-        texts = column_of(group).slice(max(first - start, 0), min(end, stop) - max(first, start))
-        sizes = pc.fill_null(pc.call_function("binary_length", [texts]), 0)
-        found.append(sizes.to_numpy(zero_copy_only=False).astype(np.int64))
+        total = np.zeros(min(end, stop) - max(first, start), np.int64)
+        for name in names:
+            texts = column_of(group, name).slice(max(first - start, 0), len(total))
+            sizes = pc.fill_null(pc.call_function("binary_length", [texts]), 0)
+            total += sizes.to_numpy(zero_copy_only=False).astype(np.int64)
+        found.append(total)
     return np.concatenate([np.empty(0, np.int64), *found])
 
 
@@ -198,34 +270,50 @@ def _keys(columns: Sequence[str], text_field: str) -> list[str]:
 def read_grouped(
     records: list[int],
     group_starts: Int[np.ndarray, " groups_and_end"],
-    column_of: Callable[[int], Any],
+    column_of: Callable[[int, str], Any],
     text_field: str,
+    mask: MaskFields | None,
+    *,
     called: str,
 ) -> list[str | BadRecord]:
-    """Returns the texts of rows in the given order, fetching the column of each group once."""
+    """Returns the texts of rows in the given order, fetching the columns of each group once."""
     places_of: dict[int, list[int]] = {}
     for place, group in enumerate((np.searchsorted(group_starts, records, side="right") - 1).tolist()):
         places_of.setdefault(group, []).append(place)
     texts: list[str | BadRecord] = [""] * len(records)
     for group, places in places_of.items():
-        column, start = column_of(group), int(group_starts[group])
+        start = int(group_starts[group])
         rows = [records[place] - start for place in places]
         # Not `take`: its first call imports pyarrow.compute, 80 ms in each loader, and it is no faster for few rows.
-        found = [_text_or_why(column, row) for row in rows]
+        column = column_of(group, text_field)
+        found = [_value_or_why(column, row, text_field) for row in rows]
+        if mask is not None:
+            column = column_of(group, mask.field)
+            values = [_value_or_why(column, row, mask.field) for row in rows]
+            found = [_masked_or_why(mask, text, value) for text, value in zip(found, values, strict=True)]
         for place, text in zip(places, found, strict=True):
-            if text is None:
-                text = ValueError(f"column {text_field!r} is null")
             if isinstance(text, ValueError):
                 text = BadRecord(f"{called}, row {records[place]}: {text}. Mend the row, {SKIP}")
             texts[place] = text
     return texts
 
 
-def _text_or_why(column: Any, row: int) -> str | ValueError | None:
+def _value_or_why(column: Any, row: int, name: str) -> Any:
     try:
-        return column[row].as_py()
+        value = column[row].as_py()
     except UnicodeDecodeError as error:
         return ValueError(f"not UTF-8 at byte {error.start} of its text ({error.reason})")
+    return ValueError(f"column {name!r} is null") if value is None else value
+
+
+def _masked_or_why(mask: MaskFields, text: str | ValueError, value: Any) -> str | ValueError:
+    for one in (text, value):
+        if isinstance(one, ValueError):
+            return one
+    try:
+        return mask.join(str(text), value)
+    except ValueError as error:
+        return ValueError(f"column {mask.field!r} {error}")
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int
 
+from jtrain.data.sources.formats.mask import CHAT, MaskFields, is_chat
 from jtrain.errors import UserError
 
 SKIP = "or set data.on_bad_record='skip'."
@@ -60,19 +61,29 @@ class Records(abc.ABC):
         """Frees everything kept between reads."""
 
 
-def text_of_json(line: bytes, *, text_field: str, what: str, field: str, way_out: str, place: str = "") -> str:
-    """Returns the text in `text_field` of a JSON object.
+def text_of_json(
+    line: bytes,
+    *,
+    text_field: str,
+    mask: MaskFields | None,
+    what: str,
+    field: str,
+    way_out: str,
+    place: str = "",
+) -> str:
+    """Returns the text in `text_field` of a JSON object; a `MaskedText` if `mask` is given.
 
     Args:
       line: the object, as UTF-8.
       text_field: key of the text, or the keys to it joined by dots (`meta.text`).
+      mask: field that says what is learned; None if all of the text is.
       what: file and place of the object, for messages.
       field: config path of the source, for messages.
       way_out: how to mend the object, for messages.
       place: words after `at byte N` in the message about bytes that are not UTF-8.
 
     Raises:
-      BadRecord: `line` is not UTF-8, not JSON or not an object, or the field is missing or not text.
+      BadRecord: `line` is not UTF-8, not JSON or not an object, or a field is missing or not of its kind.
     """
 
     def bad(why: str) -> BadRecord:
@@ -92,13 +103,20 @@ def text_of_json(line: bytes, *, text_field: str, what: str, field: str, way_out
         except KeyError as error:
             raise bad(f"no field {text_field!r}; {error.args[0]}. Set {field}.text_field") from error
         if not isinstance(text, str):
-            raise bad(f"field {text_field!r} is {type(text).__name__}, not text")
+            raise bad(f"field {text_field!r} is {CHAT if is_chat(text) else f'{type(text).__name__}, not text'}")
     if b"\\ud" in line.lower():  # an escape may spell half a surrogate pair, which cannot be encoded
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise bad(f"field {text_field!r} holds half a surrogate pair ({error.reason})") from error
-    return text
+    if mask is None:
+        return text
+    try:
+        return mask.join(text, field_at(record, mask.field))
+    except KeyError as error:
+        raise bad(f"no field {mask.field!r}; {error.args[0]}. Set {field}.{mask.setting}") from error
+    except ValueError as error:
+        raise bad(f"field {mask.field!r} {error}") from error
 
 
 def field_at(record: dict[str, Any], path: str) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.cache import NumberTable
+from jtrain.data.sources.formats.mask import MaskFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, text_of_json
 from jtrain.data.sources.storage import StoredFile
 
@@ -84,11 +85,14 @@ class JsonLines(Records):
     record, is kept in the cache folder.
     """
 
-    __slots__ = ("_field", "_file", "_lines", "_text_field")
+    __slots__ = ("_field", "_file", "_lines", "_mask", "_text_field")
 
-    def __init__(self, file: StoredFile, *, text_field: str, field: str, cache_dir: Path) -> None:
+    def __init__(
+        self, file: StoredFile, *, text_field: str, mask: MaskFields | None = None, field: str, cache_dir: Path
+    ) -> None:
         self._file = file
         self._text_field = text_field
+        self._mask = mask
         self._field = field
         self._lines = NumberTable(file, "lines", lambda: _lines(file), cache_dir)
 
@@ -112,6 +116,7 @@ class JsonLines(Records):
                     text = text_of_json(
                         line,
                         text_field=self._text_field,
+                        mask=self._mask,
                         what=self._file.called,
                         field=self._field,
                         way_out="Mend the line",

@@ -1,0 +1,106 @@
+"""Loss mask of tokens, as runs of tokens that are read and not learned; sources without masks have no runs."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int, Int32, Int64
+
+from jtrain.constants import IGNORE
+from jtrain.data.planner.pieces import Pieces
+from jtrain.data.sources.formats.mask import MaskedText
+from jtrain.data.tokenizer import EncodedDocuments, TextChunk, Tokenizer
+
+NO_RUNS = np.zeros((0, 2), np.int32)
+"""Runs of tokens of which all are learned."""
+
+
+class ChunkPart(NamedTuple):
+    """Part of a chunk that is learned as a whole, or not at all."""
+
+    chunk: TextChunk
+    learned: bool
+
+
+def split_chunk(chunk: TextChunk, start: int, text: str) -> list[ChunkPart]:
+    """Cuts a chunk at the borders of the learned spans of its text.
+
+    Args:
+      start: byte of the text at which the chunk begins.
+      text: whole text, a `MaskedText`; any other text is learned.
+    """
+    if not isinstance(text, MaskedText):
+        return [ChunkPart(chunk, learned=True)]
+    parts: list[ChunkPart] = []
+    stop = start + len(chunk.content)
+
+    def add(low: int, high: int, *, learned: bool) -> None:
+        low, high = max(low, start), min(high, stop)
+        if low < high:
+            begins = chunk.begins and not parts
+            parts.append(ChunkPart(TextChunk(chunk.content[low - start : high - start], begins, False), learned))
+
+    characters = end = 0  # of the text so far; `end` in bytes
+    for first, last in text.learned:
+        low = end + len(text[characters:first].encode("utf-8"))
+        add(end, low, learned=False)
+        end, characters = low + len(text[first:last].encode("utf-8")), last
+        add(low, end, learned=True)
+    add(end, stop, learned=False)
+    if not parts or chunk.ends:
+        # The border ids of the document. The begin id is no target, since nothing comes before it.
+        at_end = bool(text.learned) and text.learned[-1][1] == len(text)
+        parts.append(ChunkPart(TextChunk(b"", chunk.begins and not parts, chunk.ends), at_end))
+    return parts
+
+
+def encode_parts(
+    tokenizer: Tokenizer, chunks: Sequence[list[ChunkPart]]
+) -> tuple[EncodedDocuments, Int32[np.ndarray, "runs 2"]]:
+    """Returns lengths and ids of chunks, each part tokenised by itself, and the runs of ids that are not learned."""
+    parts = [part for chunk in chunks for part in chunk]
+    lengths, ids = tokenizer.encode_chunks([part.chunk for part in parts])
+    chunk = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
+    total = np.bincount(chunk, weights=lengths, minlength=len(chunks)).astype(np.int32)
+    ends = np.cumsum(lengths, dtype=np.int32)
+    ignored = ~np.asarray([part.learned for part in parts], np.bool_) & (lengths > 0)
+    return (total, ids), np.stack([ends - lengths, ends], axis=1)[ignored].astype(np.int32)
+
+
+def runs_within(runs: Int[np.ndarray, "runs 2"], start: int, end: int) -> Int[np.ndarray, "some 2"]:
+    """Returns the runs among tokens `start` to `end` - 1, counted from `start`; `runs` ascend and do not overlap."""
+    low = int(np.searchsorted(runs[:, 1], start, side="right"))
+    high = int(np.searchsorted(runs[:, 0], end, side="left"))
+    return np.clip(runs[low:high], start, end) - start
+
+
+def runs_of_spans(
+    runs: Int[np.ndarray, "runs 2"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
+) -> Int32[np.ndarray, "some 2"]:
+    """Returns the runs in spans of tokens that follow one another: counted from the first token of the first span."""
+    found, at = [NO_RUNS], 0
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        if len(here := runs_within(runs, start, end)):
+            found.append((here + at).astype(np.int32))
+        at += end - start
+    return np.concatenate(found)
+
+
+def ignore_targets(
+    target_BL: Int32[np.ndarray, "B L"], pieces: Pieces, runs: Sequence[Int[np.ndarray, "runs 2"]]
+) -> None:
+    """Sets targets to IGNORE that are in runs which are not learned; rows must be filled already.
+
+    Args:
+      runs: runs of each piece, counted from its first token.
+    """
+    length = pieces.end - pieces.start
+    before: Int64[np.ndarray, " pieces"] = np.cumsum(length) - length
+    first_of_row = np.searchsorted(pieces.row, pieces.row)
+    place = pieces.row * target_BL.shape[1] + before - before[first_of_row]
+    target = target_BL.reshape(-1)
+    assert np.shares_memory(target, target_BL), "the batch is contiguous"
+    for at, here in zip(place.tolist(), runs, strict=True):
+        for start, end in here.tolist():
+            # Token i is the target at i - 1. A piece's first token is nobody's target.
+            target[at + max(start, 1) - 1 : at + end - 1] = IGNORE
