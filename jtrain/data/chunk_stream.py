@@ -115,6 +115,7 @@ class ChunkStream:
             made_of = {"tokenizer": self.tokenizer.identity, **fields}
             known = {name: value for name, value in made_of.items() if name in self.prepared.made_of}
             self.prepared.check(on_bad_record=setup.on_bad_record, **known)
+            self.prepared.check_mask(setup.source.mask)
             self.names, self._file_ends = self.prepared.names, self.prepared.file_ends
             self.size_bytes = self.prepared.num_tokens * self.prepared.dtype.itemsize
             self.order = PreparedChunks(self.prepared, chunk_tokens=setup.chunk_tokens, seed=seed)
@@ -250,7 +251,7 @@ class ChunkStream:
             assert self.corpus is not None
             parts += [self.corpus.fingerprint(), setup.source.text_field, setup.source.text_piece_bytes]
         if setup.source.mask is not None:
-            parts.append(dataclasses.astuple(setup.source.mask))
+            parts.append(str(setup.source.mask))
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
     def close(self) -> None:
@@ -271,7 +272,8 @@ class ChunkStream:
                 watch(0)
             start, end = self._spans(chunks)
             ids = self.prepared.read_spans(chunks.record, start, end)
-            return Read((end - start).astype(np.int32), ids)
+            ignored = self.prepared.ignored(chunks.record, start, end)
+            return Read((end - start).astype(np.int32), ids, ignored=ignored)
         assert self.corpus is not None
         masked = self.setup.source.mask is not None
         cut: list[TextChunk] = []

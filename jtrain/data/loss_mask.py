@@ -54,6 +54,11 @@ def split_chunk(chunk: TextChunk, start: int, text: str) -> list[ChunkPart]:
     return parts
 
 
+def whole_document(tokenizer: Tokenizer, text: str) -> TextChunk:
+    """Returns a document as one chunk, with its border ids; no ids for an empty document."""
+    return TextChunk(text.encode("utf-8"), begins=bool(text) and tokenizer.begin_id is not None, ends=bool(text))
+
+
 def encode_parts(
     tokenizer: Tokenizer, chunks: Sequence[list[ChunkPart]]
 ) -> tuple[EncodedDocuments, Int32[np.ndarray, "runs 2"]]:
@@ -69,8 +74,9 @@ def encode_parts(
 
 def runs_within(runs: Int[np.ndarray, "runs 2"], start: int, end: int) -> Int[np.ndarray, "some 2"]:
     """Returns the runs among tokens `start` to `end` - 1, counted from `start`; `runs` ascend and do not overlap."""
-    low = int(np.searchsorted(runs[:, 1], start, side="right"))
-    high = int(np.searchsorted(runs[:, 0], end, side="left"))
+    borders = runs.reshape(-1)  # one contiguous array, so that a search in a mapped file reads a few pages of it
+    low = int(np.searchsorted(borders, start, side="right")) // 2
+    high = (int(np.searchsorted(borders, end, side="left")) + 1) // 2
     return np.clip(runs[low:high], start, end) - start
 
 
@@ -86,9 +92,7 @@ def runs_of_spans(
     return np.concatenate(found)
 
 
-def ignore_targets(
-    target_BL: Int32[np.ndarray, "B L"], pieces: Pieces, runs: Sequence[Int[np.ndarray, "runs 2"]]
-) -> None:
+def ignore_targets(target_BL: Int32[np.ndarray, "B L"], pieces: Pieces, runs: Sequence[Int[np.ndarray, "_ 2"]]) -> None:
     """Sets targets to IGNORE that are in runs which are not learned; rows must be filled already.
 
     Args:

@@ -15,18 +15,21 @@ NAMES = ("web", "code", "books", "chat")
 
 
 def write(folder: Path) -> Path:
-    """Documents of 1 to 300 bytes, a file for each source."""
+    """Documents of 1 to 300 bytes, a file for each source; `chat` has a loss mask."""
     rng = np.random.default_rng(1)
     for i, name in enumerate(NAMES):
-        lines = [
-            json.dumps({"text": f"{name}{n}:" + "x" * int(rng.integers(0, 30 + 80 * i))}) + "\n" for n in range(300)
-        ]
+        texts = [f"{name}{n}:" + "x" * int(rng.integers(0, 30 + 80 * i)) for n in range(300)]
+        lines = [json.dumps({"text": text, "mask": [[2, 4], [5, len(text)]]}) + "\n" for text in texts]
         (folder / f"{name}.jsonl").write_text("".join(lines))
     return folder
 
 
 def spec(folder: Path, **fields: Any) -> PackedText:
-    sources = {name: Source(path=str(folder / f"{name}.jsonl"), weight=1.0 + i) for i, name in enumerate(NAMES)}
+    masks = {"chat": "mask"}
+    sources = {
+        name: Source(path=str(folder / f"{name}.jsonl"), weight=1.0 + i, mask_field=masks.get(name))
+        for i, name in enumerate(NAMES)
+    }
     fields = {"sources": sources, "seq_len": 64, "global_batch": 16, "max_loaders": 2, "packing": "best_fit", **fields}
     return PackedText(**{"eval_fraction": 0.05, "cache_dir": str(folder / "cache"), **fields})
 

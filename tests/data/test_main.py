@@ -49,6 +49,24 @@ def test_the_pieces_of_a_step_are_its_batch(tmp_path: Path) -> None:
         assert piece["text"] == whole[first + piece["start_token"] : first + piece["end_token"]]
 
 
+def test_inspect_marks_what_is_learned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Learned spans of a chunk, and its text with them in brackets."""
+    pairs = [(f"what is {i}? ", f"{i}!") for i in range(100, 140)]
+    source = Source(path=write_prompts(tmp_path / "a.jsonl", pairs), prompt_field="prompt", text_field="completion")
+    (tmp_path / "config.py").write_text(
+        "import fiddle as fdl\nfrom jtrain.data import Source\nfrom configs.tiny import tiny\n"
+        f"def config():\n    run = tiny()\n    run.data.path = None\n    run.data.sources = {{'sft': {source!r}}}\n"
+        "    run.data.packing = 'best_fit'\n    return run\n"
+    )
+    file = tmp_path / "step.json"
+    assert main(["inspect", f"--config={tmp_path / 'config.py'}", f"--json={file}"]) == 0
+    printed = capsys.readouterr().out
+    for piece in json.loads(file.read_text())["pieces"]:
+        number = int(piece["text"][9:12])
+        assert piece["learned"] == [[13, 18]], "three digits, the sign, and the end of the document"
+        assert f"'\\x00what is {number}? ' [['{number}!\\x00']]" in printed
+
+
 def test_inspect_prints_and_writes_a_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     assert main(["inspect", "--config=tiny", "--step=2", "--set=data.global_batch=4", f"--json={file}"]) == 0

@@ -125,7 +125,7 @@ class ChunkBuffer:
         where = zip(run.tolist(), (first + pieces.start).tolist(), end.tolist(), strict=True)
         return [ids[r][a:b] for r, a, b in where]
 
-    def ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "runs 2"]]:
+    def ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 2"]]:
         """Returns the runs of each piece that are not learned, counted from its first token; all must have arrived."""
         at, first, _ = self._find(pieces.source, pieces.document)
         where = zip(at.tolist(), (first + pieces.start).tolist(), (first + pieces.end).tolist(), strict=True)

@@ -306,7 +306,7 @@ class Constructor:
     def _views(self, pieces: Pieces) -> list[np.ndarray]:
         return self._buffer.views(pieces)
 
-    def _ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "runs 2"]]:
+    def _ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 2"]]:
         return self._buffer.ignored(pieces)
 
     def _keep(self, run: ChunkRun) -> None:

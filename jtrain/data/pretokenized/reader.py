@@ -7,6 +7,8 @@
     OUT/NAME/ids.bin         token ids of all records, one after another, uint8, uint16 or uint32
     OUT/NAME/units.jsonl     a line per shard (a few MB): its counts and the hashes of its ids and lengths
     OUT/NAME/skipped.jsonl   bad records that were left out, and why
+    OUT/NAME/masks.bin       of a source with a loss mask: int64 start and end of each run of tokens not learned,
+                             counted from the first token of the source
     OUT/NAME/files.json      names and record counts of the source's files, so that the index is complete without them
 
 The bytes do not depend on the number of worker processes, nor on how often the build was killed.
@@ -25,17 +27,19 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int, Int32, Int64, UInt, UInt32
 
+from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
+from jtrain.data.sources.formats.mask import MaskFields
 from jtrain.data.sources.source import field_of
 from jtrain.errors import FileError, UserError
 
 FORMAT = 1
 INDEX, LENGTHS, IDS, SHARDS, SKIPPED = "index.json", "lengths.bin", "ids.bin", "units.jsonl", "skipped.jsonl"
-FILES = "files.json"
+FILES, MASKS = "files.json", "masks.bin"
 COMMAND = "command.txt"
 BLOCK = 16
 """Records per stored start: their lengths fill one cache line. 4.5 bytes per record; a start for each would take 12."""
 
-_HASHED_WHOLE = (SHARDS, SKIPPED, FILES)
+_HASHED_WHOLE = (SHARDS, SKIPPED, FILES, MASKS)
 _THREADS = 4
 
 
@@ -43,7 +47,7 @@ class PreparedIndex:
     """Prepared index of one source. Opening it reads one page whatever its size, so every process can open its own.
 
     Lengths are memory-mapped, so processes share them. Ids are read instead: mapped pages would count as memory of the
-    process until the kernel reclaims them. An open index holds one descriptor, that of the map.
+    process until the kernel reclaims them. An open index holds one descriptor, that of the map; with a mask two.
 
     Attributes:
       folder: OUT/NAME.
@@ -130,6 +134,15 @@ class PreparedIndex:
                 f"records, but data.on_bad_record='fail'. The first is record {record}: {why}"
             )
 
+    def check_mask(self, mask: MaskFields | None) -> None:
+        """Raises UserError if the index was made with another loss mask, or one was made and none is wanted."""
+        there, here = self.made_of.get("mask", "no loss mask"), "no loss mask" if mask is None else str(mask)
+        if there != here:
+            raise UserError(
+                f"{field_of(self.folder.name)}: the prepared index {self.folder} is stale: it was made with {there}, "
+                f"now {here}. Make it again: {command(self.folder)}"
+            )
+
     def lengths(self, records: Int[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
         """Returns the tokens of each record, begin and end ids included; 0 for empty and skipped records."""
         self._check_range(records, self.num_records, "records")
@@ -171,6 +184,22 @@ class PreparedIndex:
             span = f"tokens {starts[i]} to {ends[i]} of record {records[i]}"
             raise IndexError(f"{self.folder}: {span} asked for, which has {length[i]}")
         return self._read_ids(first + starts, np.asarray(ends - starts, np.int64))
+
+    def ignored(
+        self, records: Int[np.ndarray, " n"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
+    ) -> Int32[np.ndarray, "runs 2"]:
+        """Returns the runs among the ids that `read_spans` returns which are not learned; none without a loss mask."""
+        if not len(self._masks):
+            return NO_RUNS
+        first, _ = self._places(records)
+        return runs_of_spans(self._masks, first + starts, first + ends)
+
+    @functools.cached_property
+    def _masks(self) -> Int64[np.ndarray, "runs 2"]:
+        if not self._sizes.get(MASKS):
+            return np.zeros((0, 2), np.int64)
+        with open(self.folder / MASKS, "rb") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.int64).reshape(-1, 2)
 
     def _read_ids(self, start: Int64[np.ndarray, " n"], length: Int64[np.ndarray, " n"]) -> UInt[np.ndarray, " tokens"]:
         """Returns the ids of spans of tokens, counted from the first token of the source, one span after another."""
@@ -304,11 +333,12 @@ def digest(content: bytes | UInt32[np.ndarray, " n"]) -> str:
 
 def seal(folder: Path, body: dict[str, Any]) -> str:
     """Returns the text of `index.json` for a folder that holds all other files of the index."""
-    names = (LENGTHS, IDS, *_HASHED_WHOLE)
+    hashed = [name for name in _HASHED_WHOLE if (folder / name).exists()]
+    names = (LENGTHS, IDS, *hashed)
     body = {
         "format": FORMAT,
         **body,
         "bytes": {name: (folder / name).stat().st_size for name in names},
-        "hashes": {name: digest((folder / name).read_bytes()) for name in _HASHED_WHOLE},
+        "hashes": {name: digest((folder / name).read_bytes()) for name in hashed},
     }
     return json.dumps(body | {"digest": digest(json.dumps(body, sort_keys=True).encode())}, indent=1) + "\n"

@@ -22,6 +22,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
+from jtrain.data.loss_mask import encode_parts, split_chunk, whole_document
 from jtrain.data.pretokenized.reader import digest
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.source import Corpus, Source
@@ -61,6 +62,8 @@ class Recipe:
     def made_of(self, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, str | int]:
         """Returns everything that decides which ids a record has, for `PreparedIndex.made_of`."""
         fields = {name: getattr(self.source, name) for name in ("format", "text_field", "text_piece_bytes")}
+        if self.source.mask is not None:
+            fields["mask"] = str(self.source.mask)
         return {"corpus": corpus.fingerprint(), "tokenizer": tokenizer.identity, **fields}
 
 
@@ -81,7 +84,10 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class ShardSummary:
-    """Counts and hashes in a shard file, and [record, identity, reason] of each bad record that was left out."""
+    """Counts and hashes in a shard file, and [record, identity, reason] of each bad record that was left out.
+
+    ignored: start and end, one after another, of each run of the shard's tokens that is not learned.
+    """
 
     records: int
     tokens: int
@@ -89,6 +95,7 @@ class ShardSummary:
     ids: str
     lengths: str
     skipped: list[list[Any]]
+    ignored: list[int]
 
 
 def write_shard(
@@ -114,6 +121,7 @@ def write_shard(
     hashed = hashlib.blake2b(digest_size=16)
     lengths = array.array("I")
     skipped: list[list[Any]] = []
+    ignored: list[int] = []
     empty = tokens = 0
     texts: list[str] = []
     try:
@@ -121,7 +129,12 @@ def write_shard(
 
             def encode() -> None:
                 nonlocal tokens
-                counts, ids = tokenizer.encode_documents(texts)
+                if corpus.source.mask is None:
+                    counts, ids = tokenizer.encode_documents(texts)
+                else:
+                    parts = [split_chunk(whole_document(tokenizer, text), 0, text) for text in texts]
+                    (counts, ids), runs = encode_parts(tokenizer, parts)
+                    ignored.extend((runs.astype(np.int64) + tokens).ravel().tolist())
                 content = ids.astype(tokenizer.id_dtype, copy=False).data
                 file.write(content)
                 hashed.update(content)
@@ -147,7 +160,7 @@ def write_shard(
                     characters = 0
             encode()
             content = np.frombuffer(lengths, np.uint32)
-            summary = ShardSummary(len(records), tokens, empty, hashed.hexdigest(), digest(content), skipped)
+            summary = ShardSummary(len(records), tokens, empty, hashed.hexdigest(), digest(content), skipped, ignored)
             summary_json = json.dumps(dataclasses.asdict(summary)).encode()
             ids_bytes = file.tell()
             file.write(content.data)

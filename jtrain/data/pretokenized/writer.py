@@ -77,6 +77,7 @@ class IndexWriter:
         self._folder = out / recipe.name
         self._partial = out / f".{recipe.name}.partial"
         self._index: PreparedIndex | None = None
+        self._appended = _APPENDED if recipe.source.mask is None else (*_APPENDED, reader.MASKS)
         self._state_of_row: Literal["made", "there"] = "made"
         tokenizer = recipe.open_tokenizer()
         corpus = recipe.open_corpus()
@@ -116,7 +117,7 @@ class IndexWriter:
         if state is None or any(_size(self._partial / name) < size for name, size in state["bytes"].items()):
             state = {"units": 0, "tokens": 0, "empty": 0, "skipped": 0, "bytes": {}}
         self._state: dict[str, Any] = state
-        for name in _APPENDED:
+        for name in self._appended:
             with open(self._partial / name, "ab") as file:
                 file.truncate(state["bytes"].get(name, 0))  # drops what was appended after state.json was written
         must_not_skip = self.recipe.on_bad_record == "fail"
@@ -168,7 +169,7 @@ class IndexWriter:
         state = dict(self._state, bytes={})
         first = state["units"]
         with contextlib.ExitStack() as stack:
-            files = {name: stack.enter_context(open(self._partial / name, "ab")) for name in _APPENDED}
+            files = {name: stack.enter_context(open(self._partial / name, "ab")) for name in self._appended}
             while state["units"] in self._ready:
                 self._ready.remove(state["units"])
                 path = self._path(state["units"])
@@ -178,6 +179,9 @@ class IndexWriter:
                 files[reader.LENGTHS].write(lengths)
                 with open(path, "rb") as ids:
                     _copy(ids, files[reader.IDS], ids_bytes)
+                if self.recipe.source.mask is not None:
+                    ignored = np.asarray(summary.ignored, np.int64) + state["tokens"]
+                    files[reader.MASKS].write(ignored.tobytes())
                 line = {name: getattr(summary, name) for name in ("records", "tokens", "ids", "lengths")}
                 files[reader.SHARDS].write(json.dumps(line).encode() + b"\n")
                 for record, identity, why in summary.skipped:

@@ -42,7 +42,7 @@ class RayRows(Constructor):
     def _views(self, pieces: Pieces) -> list[np.ndarray]:
         return views_of(self._ids)(pieces)
 
-    def _ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "runs 2"]]:
+    def _ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 2"]]:
         found = []
         for source, document, start, end in each(pieces):
             at = self._buffer.find(source, document)

@@ -64,14 +64,20 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> PackedText:
-    """Three sources of 300 documents."""
+    """Three sources of 300 documents; `b` has a loss mask."""
     folder = tmp_path_factory.mktemp("texts")
     rng = np.random.default_rng(0)
     for name in "abc":
         lines = [f"{name}{i}:" + "".join(rng.choice(list("xyß "), rng.integers(0, 400))) for i in range(300)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": line, "mask": [[0, 1], [2, len(line)]]}) + "\n" for line in lines)
+        )
+    masks = {"b": "mask"}
     return PackedText(
-        sources={name: Source(path=str(folder / f"{name}.jsonl"), weight=i + 1.0) for i, name in enumerate("abc")},
+        sources={
+            name: Source(path=str(folder / f"{name}.jsonl"), weight=i + 1.0, mask_field=masks.get(name))
+            for i, name in enumerate("abc")
+        },
         seq_len=64,
         global_batch=8,
         eval_fraction=0.0,

@@ -49,6 +49,10 @@ class MaskFields:
         """Name of the setting that names the field."""
         return "prompt_field" if self.is_prompt else "mask_field"
 
+    def __str__(self) -> str:
+        """Text that changes whenever other tokens could be learned."""
+        return f"{self.setting}={self.field!r}" + (f", mask_prompt={self.mask_prompt}" if self.is_prompt else "")
+
     def join(self, text: str, value: Any) -> MaskedText:
         """Returns the text to train on, of a record's text and the value in `field`.
 
