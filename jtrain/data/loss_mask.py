@@ -8,7 +8,7 @@ from jaxtyping import Int, Int32, Int64
 
 from jtrain.constants import IGNORE
 from jtrain.data.planner.pieces import Pieces
-from jtrain.data.sources.formats.mask import MaskedText
+from jtrain.data.sources.formats.masked_text import MaskedText
 from jtrain.data.tokenizer import EncodedDocuments, TextChunk, Tokenizer
 
 NO_RUNS = np.zeros((0, 2), np.int32)

@@ -10,6 +10,7 @@ import pytest
 from jtrain.data import PackedText, open_dataset
 from jtrain.data.__main__ import main, pieces_of_step
 from jtrain.data.pretokenized.build import prepare
+from tests.data.masked_sources import write_prompts
 from tests.data.two_sources import recipes_of, write_lines
 
 
@@ -52,11 +53,12 @@ def test_the_pieces_of_a_step_are_its_batch(tmp_path: Path) -> None:
 def test_inspect_marks_what_is_learned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Learned spans of a chunk, and its text with them in brackets."""
     pairs = [(f"what is {i}? ", f"{i}!") for i in range(100, 140)]
-    source = Source(path=write_prompts(tmp_path / "a.jsonl", pairs), prompt_field="prompt", text_field="completion")
+    path = write_prompts(tmp_path / "a.jsonl", pairs)
     (tmp_path / "config.py").write_text(
         "import fiddle as fdl\nfrom jtrain.data import Source\nfrom configs.tiny import tiny\n"
-        f"def config():\n    run = tiny()\n    run.data.path = None\n    run.data.sources = {{'sft': {source!r}}}\n"
-        "    run.data.packing = 'best_fit'\n    return run\n"
+        "def config():\n    run = tiny()\n    run.data.path = None\n    run.data.packing = 'best_fit'\n"
+        f"    sft = fdl.Config(Source, path={path!r}, prompt_field='prompt', text_field='completion')\n"
+        "    run.data.sources = {'sft': sft}\n    return run\n"
     )
     file = tmp_path / "step.json"
     assert main(["inspect", f"--config={tmp_path / 'config.py'}", f"--json={file}"]) == 0

@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64, UInt, UInt32
 
 from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
-from jtrain.data.sources.formats.mask import MaskFields
+from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.source import field_of
 from jtrain.errors import FileError, UserError
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, UInt64
 from jtrain.data.sources.data_files import data_files
 from jtrain.data.sources.formats import BadRecord, Records, open_file
 from jtrain.data.sources.formats.arrow import ArrowFile, saved_dataset_files
-from jtrain.data.sources.formats.mask import MaskFields, check_mask
+from jtrain.data.sources.formats.masked_text import MaskFields, check_mask
 from jtrain.data.sources.formats.parquet import ParquetFile, shared_cache
 from jtrain.data.sources.formats.record import SKIP
 from jtrain.data.sources.storage import CacheLost, StoredFile, search

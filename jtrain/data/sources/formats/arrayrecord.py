@@ -4,7 +4,7 @@ import collections
 import contextlib
 from typing import Any
 
-from jtrain.data.sources.formats.mask import MaskFields
+from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, text_of_json
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import UserError

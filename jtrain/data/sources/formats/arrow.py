@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.sources.formats.mask import MaskFields
+from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.formats.parquet import check_columns, column_at, grouped_sizes, read_grouped, text_fields
 from jtrain.data.sources.formats.record import BadRecord, Records
 from jtrain.data.sources.storage import StoredFile

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.cache import NumberTable
-from jtrain.data.sources.formats.mask import MaskFields
+from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
 from jtrain.data.sources.formats.text import BOM
 from jtrain.data.sources.storage import StoredFile

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.sources.formats.mask import CHAT, MaskFields
+from jtrain.data.sources.formats.masked_text import CHAT, MaskFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.sources.formats.mask import CHAT, MaskFields, is_chat
+from jtrain.data.sources.formats.masked_text import CHAT, MaskFields, is_chat
 from jtrain.errors import UserError
 
 SKIP = "or set data.on_bad_record='skip'."

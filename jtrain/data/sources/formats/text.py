@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.cache import NumberTable
-from jtrain.data.sources.formats.mask import MaskFields
+from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, text_of_json
 from jtrain.data.sources.storage import StoredFile
 
