@@ -24,9 +24,10 @@ class PackedText:
     end_token: the token that ends a document, if the tokenizer's files do not name it.
     text_field, text_piece_bytes: fields of the source at `path`; see `Source`.
     mixture: the shares of the sources per step; the default uses each source's own weight.
-    mixture_unit: the unit of the shares: tokens, samples (documents), or rows (each row then holds one source).
-    packing: `concat` cuts documents at row ends; `first_fit` and `best_fit` keep each document whole if it fits into a
-      row, and leave about a thousandth of the row empty.
+    mixture_unit: the unit of the shares: tokens, samples (chunks: documents, or their parts of at most a row), or rows
+      (each row then holds one source).
+    packing: how chunks that are shorter than a row share rows: `concat` cuts them at row ends; `first_fit` and
+      `best_fit` keep each one whole, and leave a part of the rows empty, about a thousandth in large batches.
     balance: order the rows of a step so that every rank gets about the same work; the contents of rows never change.
     context_order: the positions that a rank of the `context` axis gets: `zigzag` takes one block from the front and one
       from the back, so that every rank has the same causal attention work.
@@ -43,8 +44,7 @@ class PackedText:
     prepared: a folder that `python -m jtrain.data prepare` wrote: nothing is tokenised during training.
     cache_dir: folder for copies of remote and compressed files.
     lookahead_steps: number of steps to read ahead.
-    shuffle_window_bytes: decoded Parquet text kept for shuffling, over all sources; see
-      `ShuffleOrder`.
+    shuffle_window_bytes: decoded Parquet text kept for shuffling, over all sources; see `WindowedChunks`.
     """
 
     path: str | None = None
