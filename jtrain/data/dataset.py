@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int, Int64, Integer
 
-from jtrain.data.chunk_order import Chunks
+from jtrain.data.chunk_order import Anchor, Chunks
 from jtrain.data.chunk_stream import ChunkStream, SourceSetup
 from jtrain.data.constructor.collate import Rows, fill_rows, views_of
 from jtrain.data.constructor.constructor import ConstructorSetup, DataState
@@ -91,8 +91,9 @@ class TextDataset:
         lines = []
         for name, stream, share in zip(self.names, self.streams, shares.tolist(), strict=True):
             head = stream.setup.source.path if self.spec.path is not None else f"{name} ({share:.1%})"
+            documents = "documents" if stream.num_documents is None else f"{stream.num_documents:,} documents"
             lines.append(
-                f"{head}: {stream.num_documents:,} documents in {len(stream.names):,} files, "
+                f"{head}: {documents} in {len(stream.names):,} files, "
                 f"{stream.size_bytes / 2**20:,.1f} MiB, about {self.spec.eval_fraction:.2%} held out; "
                 f"vocabulary {stream.tokenizer.vocab_size:,}"
             )
@@ -143,7 +144,8 @@ class TextDataset:
         if start_state is not None:
             planner_state, changes = Planner(planner, _no_lengths).resume(start_state["planner"])
             counts = [start_state["skipped"].get(name, 0) for name in self.names]
-            state = DataState(planner_state, np.asarray(counts, np.int64))
+            anchors = (start_state["anchors"].get(name) for name in self.names)
+            state = DataState(planner_state, np.asarray(counts, np.int64), tuple(a and Anchor(*a) for a in anchors))
         else:
             state = self._start_state(planner, first_step)
         work = ConstructorSetup(
@@ -151,7 +153,7 @@ class TextDataset:
             planner=planner,
             rows=np.arange(self.spec.global_batch) if rows is None else rows,
             column_order=context_order(self.spec.seq_len, context, self.spec.context_order) if context > 1 else None,
-            chunk_bytes=tuple(stream.size_bytes // max(len(stream), 1) for stream in self.streams),
+            chunk_bytes=tuple(stream.mean_bytes for stream in self.streams),
             lookahead_steps=self.spec.lookahead_steps,
         )
         plane: Plane
@@ -185,7 +187,7 @@ class TextDataset:
 
     def _start_state(self, planner: PlannerSpec, first_step: int = 0) -> DataState:
         state = dataclasses.replace(Planner(planner, _no_lengths).start(), step=first_step)
-        return DataState(state, np.zeros(len(self.names), np.int64))
+        return DataState(state, np.zeros(len(self.names), np.int64), (None,) * len(self.names))
 
     def _identity(self, setups: tuple[SourceSetup, ...]) -> dict[str, Any]:
         """Returns the identity of the stream: the part of a saved state that must not change on resume."""
@@ -315,8 +317,7 @@ class TextDataset:
         tokens = documents_left = 0
         for stream in self.streams:
             if purpose == "training":
-                records = np.arange(min(stream.num_documents, 1 << 20), dtype=np.int64)
-                parts = iter([records[~stream.held_out(records)]])
+                parts = (r[~stream.held_out(r)] for r in stream.records_at_random(epoch_key(0, 0)))
             else:
                 parts = stream.held_out_records()
             for records in parts:

@@ -128,6 +128,7 @@ class PackedText:
                 chunk_tokens=self.seq_len,
                 chunk_bytes=cuts[name][1] if cuts and name in cuts else None,
                 window_bytes=cuts[name][0] if cuts and name in cuts else share,
+                eager_bytes=self.shuffle_window_bytes if self.epochs is None else None,
                 decoded_cache_bytes=self.shuffle_window_bytes,
                 cache_dir=os.path.expanduser(self.cache_dir),
                 prepared=self.prepared,

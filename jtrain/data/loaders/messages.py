@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int64, Integer
 
+from jtrain.data.chunk_order import Anchor
 from jtrain.errors import UserError
 
 
@@ -33,6 +34,8 @@ class ChunkRun:
     loader: str
     place: Any = None
     """Location of the payload, by which the pool frees it."""
+    anchor: Anchor | None = None
+    """See `Read`."""
 
 
 @dataclasses.dataclass(frozen=True)

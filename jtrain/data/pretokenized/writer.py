@@ -86,7 +86,8 @@ class IndexWriter:
         self._dtype = tokenizer.id_dtype
         self._starts = shard_starts(corpus, shard_bytes)
         self.records = self.records_done = len(corpus)
-        files = json.dumps({"names": corpus.names, "file_ends": corpus.file_ends.tolist()})
+        names, ends = corpus.identities
+        files = json.dumps({"names": names, "file_ends": ends.tolist()})
         corpus.close()
         if (self._partial / reader.INDEX).exists():  # an earlier call was killed between two renames
             self._publish()

@@ -276,6 +276,7 @@ class RayPool:
             peer.busy_s += found.seconds
             part = ask.part
             run = ChunkRun(part.source, part.numbers, starts, ids, dict(found.skipped), found.seconds, peer.name)
+            run.anchor = found.anchor
             run.place = _Fetched(ask, by_place, set(by_place))
             runs.append(run)
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int64, Integer, UInt8
 
+from jtrain.data.chunk_order import Anchor
 from jtrain.data.chunk_stream import Read, SourceSetup
 from jtrain.data.loaders.loader import RequestPart, SourceLoader
 from jtrain.data.loaders.messages import starts_of
@@ -80,6 +81,7 @@ class RunReply:
     dtype: str
     skipped: tuple[tuple[int, str], ...]
     seconds: float
+    anchor: Anchor | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +176,7 @@ class RayLoader:
             except (ValueError, OSError) as error:
                 return LoaderReply(os.getpid(), failed=(ask.part.source, str(error))), np.zeros(0, np.uint8)
             seconds = time.perf_counter() - begun_s
-            found.append(RunReply(read.lengths, ids.nbytes, ids.dtype.str, read.skipped, seconds))
+            found.append(RunReply(read.lengths, ids.nbytes, ids.dtype.str, read.skipped, seconds, read.anchor))
             payload.append(np.ascontiguousarray(ids).view(np.uint8))
         return LoaderReply(os.getpid(), tuple(found), resident_bytes() or 0, self._documents), np.concatenate(payload)
 
@@ -204,7 +206,7 @@ class RayLoader:
 
         self._documents += len(part.numbers)
         documents = self._loader.documents(part.source)
-        return documents.read(part.numbers, skip=part.skip, watch=watch)
+        return documents.read(part.numbers, skip=part.skip, anchor=part.anchor, watch=watch)
 
     def _let_go(self, key: Any) -> None:
         self._kept_bytes -= self._kept.pop(key).read.ids.nbytes

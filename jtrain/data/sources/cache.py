@@ -110,12 +110,18 @@ class NumberTable:
     __slots__ = ("_path", "_rows", "_what")
 
     def __init__(
-        self, file: StoredFile, kind: str, make: Callable[[], Int[np.ndarray, "records 2"]], cache_dir: Path
+        self,
+        file: StoredFile,
+        kind: str,
+        make: Callable[[], Int[np.ndarray, "records 2"]],
+        cache_dir: Path,
+        *,
+        in_memory: bool = False,
     ) -> None:
         self._what = file.called
         self._path: Path | None = None
         self._rows: np.ndarray | int
-        if file.size_bytes <= SMALL_TABLE_BYTES:
+        if in_memory or file.size_bytes <= SMALL_TABLE_BYTES:
             self._rows = make()
             return
 
