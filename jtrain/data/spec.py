@@ -4,7 +4,7 @@ import dataclasses
 import os
 from typing import Literal
 
-from jtrain.data.document_stream import SourceSetup
+from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged
 from jtrain.data.sources.source import ONE_SOURCE, Source
 from jtrain.errors import UserError
@@ -109,10 +109,10 @@ class PackedText:
         source = Source(path=self.path, text_field=self.text_field, text_piece_bytes=self.text_piece_bytes)
         return {ONE_SOURCE: source}
 
-    def setups(self, *, seed: int, windows: dict[str, int] | None = None) -> tuple[SourceSetup, ...]:
+    def setups(self, *, seed: int, cuts: dict[str, list[int]] | None = None) -> tuple[SourceSetup, ...]:
         """Returns the settings with which a process opens each source.
 
-        windows: shuffle windows of a saved run, in bytes by source, so that its order of documents continues.
+        cuts: window and chunk of each source of a saved run, in bytes, so that its order continues.
         """
         sources = self.named_sources
         share = self.shuffle_window_bytes // len(sources)
@@ -125,7 +125,9 @@ class PackedText:
                 seed=seed,
                 eval_fraction=self.eval_fraction,
                 on_bad_record=self.on_bad_record,
-                window_bytes=(windows or {}).get(name, share),
+                chunk_tokens=self.seq_len,
+                chunk_bytes=cuts[name][1] if cuts and name in cuts else None,
+                window_bytes=cuts[name][0] if cuts and name in cuts else share,
                 decoded_cache_bytes=self.shuffle_window_bytes,
                 cache_dir=os.path.expanduser(self.cache_dir),
                 prepared=self.prepared,

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.remote import explained, filesystem, translated
-from jtrain.data.sources.storage import StoredFile, cache_lost
+from jtrain.data.sources.storage import CacheLost, StoredFile, cache_lost
 from jtrain.errors import FileError
 from jtrain.runtime.atomic_io import replacing
 
@@ -134,6 +134,19 @@ class NumberTable:
     def __len__(self) -> int:
         return self._rows if isinstance(self._rows, int) else len(self._rows)
 
+    def span(self, first: int, end: int) -> Int[np.ndarray, "records 2"]:
+        """Returns the pairs of records `first` to `end` - 1."""
+        if isinstance(self._rows, np.ndarray):
+            return self._rows[first:end]
+        assert self._path is not None
+        try:
+            with self._path.open("rb") as file:
+                file.seek(16 * first)
+                content = file.read(16 * (end - first))
+        except OSError as error:
+            raise self._gone(error) from error
+        return self._pairs(content, end - first)
+
     def rows(self, records: list[int]) -> list[list[int]]:
         """Returns the pairs of these records."""
         if isinstance(self._rows, np.ndarray):
@@ -143,7 +156,13 @@ class NumberTable:
             with self._path.open("rb") as file:
                 content = b"".join(os.pread(file.fileno(), 16, 16 * record) for record in records)
         except OSError as error:
-            raise cache_lost(f"{self._what}: its index {self._path} is gone ({error.strerror})") from error
-        if len(content) != 16 * len(records):
+            raise self._gone(error) from error
+        return self._pairs(content, len(records)).tolist()
+
+    def _pairs(self, content: bytes, count: int) -> Int[np.ndarray, "records 2"]:
+        if len(content) != 16 * count:
             raise cache_lost(f"{self._what}: its index {self._path} was cut short. Remove it")
-        return np.frombuffer(content, "<i8").reshape(-1, 2).tolist()
+        return np.frombuffer(content, "<i8").reshape(-1, 2)
+
+    def _gone(self, error: OSError) -> CacheLost:
+        return cache_lost(f"{self._what}: its index {self._path} is gone ({error.strerror})")

@@ -204,6 +204,39 @@ class Corpus:
         return np.concatenate([records.group_bytes for records in self._records])
 
     @property
+    def sizes_need_reading(self) -> bool:
+        """True if the sizes of some records are only known by reading them."""
+        return any(records.sizes_need_reading for records in self._records)
+
+    def file_bounds(self) -> list[tuple[int, int]]:
+        """Returns the first record of each file, and the first one of the next file."""
+        ends = self.file_ends.tolist()
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def sizes(self, start: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the UTF-8 bytes, or a few more, of the texts of records `start` to `end` - 1, all in one file.
+
+        Records that cannot be read have size 0; reading them then says why.
+        """
+        if start == end:
+            return np.empty(0, np.int64)
+        file, number = self._place(start)
+        records = self._records[file]
+        try:
+            return records.sizes(number, number + end - start)
+        except OSError:
+            if end - start == 1 or (records.group_bytes > 0).any():
+                return np.zeros(end - start, np.int64)
+        return np.concatenate([self.sizes(record, record + 1) for record in range(start, end)])
+
+    def stored_bytes(self) -> Int[np.ndarray, " groups"]:
+        """Returns the bytes of each group: decoded ones where groups are decoded, otherwise those of its file."""
+        found = []
+        for records, size in zip(self._records, self._sizes, strict=True):
+            found.append(np.where(records.group_bytes > 0, records.group_bytes, size))
+        return np.concatenate(found)
+
+    @property
     def _counts(self) -> Int[np.ndarray, " files"]:
         return np.diff(self.file_ends, prepend=0)
 
@@ -254,15 +287,11 @@ class Corpus:
         Records below `data.eval_fraction` are held out, so adding files or changing the seed moves no record between
         training and evaluation.
         """
-        files = np.searchsorted(self.file_ends, records, side="right")
-        number = records - (self.file_ends - self._counts)[files]
-        mixed = splitmix64(self._file_keys[files] ^ splitmix64(number.astype(np.uint64)))
-        return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return split_positions(self.file_ends, self._file_keys, records)
 
     @functools.cached_property
     def _file_keys(self) -> UInt64[np.ndarray, " files"]:
-        keys = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in self.names]
-        return np.asarray(keys, np.uint64)
+        return file_keys(self.names)
 
     def fingerprint(self) -> str:
         """Returns a hash of the files' names, sizes and numbers of records; folder and time stamps do not count."""
@@ -309,6 +338,28 @@ def _read_or_why(file: Records, numbers: list[int]) -> list[str | BadRecord]:
 def _spread(count: int, most: int) -> list[int]:
     """Returns at most `most` of the numbers below `count`, evenly spread, the first one included."""
     return [n * count // min(most, count) for n in range(min(most, count))]
+
+
+def file_keys(names: list[str]) -> UInt64[np.ndarray, " files"]:
+    """Returns a hash of each file's name."""
+    keys = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in names]
+    return np.asarray(keys, np.uint64)
+
+
+def split_positions(
+    file_ends: Int[np.ndarray, " files"], keys: UInt64[np.ndarray, " files"], records: Int[np.ndarray, " records"]
+) -> Float[np.ndarray, " records"]:
+    """Returns a hash of each record's file name and number in the file as a number in [0, 1).
+
+    Args:
+      file_ends: number of records up to the end of each file.
+      keys: `file_keys` of the files' names.
+      records: numbers of the records.
+    """
+    files = np.searchsorted(file_ends, records, side="right")
+    number = records - np.where(files > 0, file_ends[files - 1], 0)
+    mixed = splitmix64(keys[files] ^ splitmix64(number.astype(np.uint64)))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def splitmix64(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:

@@ -1,11 +1,14 @@
 """Arrow streams as written by `save_to_disk` of Hugging Face datasets: record batches, memory-mapped."""
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
-from jtrain.data.sources.formats.parquet import check_column, column_at, read_grouped
+from jtrain.data.sources.formats.parquet import check_column, column_at, grouped_sizes, read_grouped
 from jtrain.data.sources.formats.record import BadRecord, Records
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError
@@ -65,7 +68,20 @@ class ArrowFile(Records):
     def __len__(self) -> int:
         return int(self._first_row[-1])
 
+    sizes_need_reading = False
+
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the size of each text, from the batches' offsets."""
+        with self._columns() as column_of:
+            return grouped_sizes(first, end, self._first_row, column_of)
+
     def read(self, records: list[int]) -> list[str | BadRecord]:
+        with self._columns() as column_of:
+            return read_grouped(records, self._first_row, column_of, self._text_field, self._file.called)
+
+    @contextlib.contextmanager
+    def _columns(self) -> Iterator[Callable[[int], Any]]:
+        """Gives a function that returns the text column of a batch, a view of the mapped file."""
         import pyarrow as pa
 
         with self._map() as mapped:
@@ -77,7 +93,7 @@ class ArrowFile(Records):
                     mapped.seek(int(self._batch_at[batch]))
                     return column_at(pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema), self._text_field)
 
-                return read_grouped(records, self._first_row, column_of, self._text_field, self._file.called)
+                yield column_of
             except (pa.ArrowException, OSError, EOFError) as error:
                 raise FileError(f"{self._file.called}: cannot be read ({error}). Save the dataset again.") from error
 

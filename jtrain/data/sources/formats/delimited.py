@@ -45,6 +45,13 @@ class DelimitedFile(Records):
     def __len__(self) -> int:
         return len(self._rows)
 
+    sizes_need_reading = False
+
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the bytes of each row, in which the text takes at least as many as by itself."""
+        rows = self._rows.span(first, end)
+        return rows[:, 1] - rows[:, 0]
+
     def read(self, records: list[int]) -> list[str | BadRecord]:
         with self._file.open() as file:
             return [self._text(file, *place) for place in zip(records, self._rows.rows(records), strict=True)]

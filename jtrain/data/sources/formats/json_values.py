@@ -73,6 +73,13 @@ class JsonValues(Records):
     def __len__(self) -> int:
         return len(self._values)
 
+    sizes_need_reading = False
+
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the bytes of each object, in which the text takes at least as many as by itself."""
+        values = self._values.span(first, end)
+        return values[:, 1] - values[:, 0]
+
     def read(self, records: list[int]) -> list[str | BadRecord]:
         texts: list[str | BadRecord] = []
         with self._file.open() as file:

@@ -99,6 +99,10 @@ class ParquetFile(Records):
     def read(self, records: list[int]) -> list[str | BadRecord]:
         return read_grouped(records, self._group_starts, self._column, self._text_field, self._file.called)
 
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the size of each text; decodes the row groups, which the texts are then read from."""
+        return grouped_sizes(first, end, self._group_starts, self._column)
+
     def close(self) -> None:
         self._groups.drop(self._file.key)
 
@@ -173,6 +177,22 @@ def column_at(table: Any, text_field: str) -> Any:
 def _keys(columns: Sequence[str], text_field: str) -> list[str]:
     """Returns the names that lead to the text: a column of that name wins over a field of a struct column."""
     return [text_field] if text_field in columns else text_field.split(".")
+
+
+def grouped_sizes(
+    first: int, end: int, group_starts: Int[np.ndarray, " groups_and_end"], column_of: Callable[[int], Any]
+) -> Int[np.ndarray, " n"]:
+    """Returns the bytes of the texts of rows `first` to `end` - 1; 0 where there is none."""
+    import pyarrow.compute as pc
+
+    low, high = np.searchsorted(group_starts, (first, end - 1), side="right") - 1
+    found = []
+    for group in range(int(low), int(high) + 1):
+        start, stop = int(group_starts[group]), int(group_starts[group + 1])
+        texts = column_of(group).slice(max(first - start, 0), min(end, stop) - max(first, start))
+        sizes = pc.fill_null(pc.call_function("binary_length", [texts]), 0)
+        found.append(sizes.to_numpy(zero_copy_only=False).astype(np.int64))
+    return np.concatenate([np.empty(0, np.int64), *found])
 
 
 def read_grouped(

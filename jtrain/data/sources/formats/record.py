@@ -2,7 +2,7 @@
 
 import abc
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Int
@@ -36,6 +36,15 @@ class Records(abc.ABC):
         if isinstance(text, BadRecord):
             raise text
         return text
+
+    sizes_need_reading: ClassVar[bool] = True
+    """True if `sizes` reads the records; False if it looks their sizes up in an index."""
+
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the UTF-8 bytes of the texts of records `first` to `end` - 1, or a few more; 0 for a bad record."""
+        texts = self.read(list(range(first, end)))
+        found = [0 if isinstance(text, BadRecord) else len(text.encode("utf-8")) for text in texts]
+        return np.asarray(found, np.int64)
 
     @property
     def group_starts(self) -> Int[np.ndarray, " groups_and_end"]:

@@ -35,6 +35,14 @@ class TextFile(Records):
     def __len__(self) -> int:
         return -(-self._file.size_bytes // self._piece_bytes)
 
+    sizes_need_reading = False
+
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the most bytes that each piece can have: a piece ends within 4 KiB after its nominal end."""
+        nominal = np.arange(first, end + 1, dtype=np.int64) * self._piece_bytes
+        stop = np.minimum(nominal[1:] + min(_LINE_SEARCH_BYTES, self._piece_bytes), self._file.size_bytes)
+        return stop - nominal[:-1]
+
     def read(self, records: list[int]) -> list[str | BadRecord]:
         with self._file.open() as file:
             return [self._piece(file, record) for record in records]
@@ -86,6 +94,13 @@ class JsonLines(Records):
 
     def __len__(self) -> int:
         return len(self._lines)
+
+    sizes_need_reading = False
+
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the bytes of each line, in which the text takes at least as many as by itself."""
+        lines = self._lines.span(first, end)
+        return lines[:, 1] - lines[:, 0]
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
         texts: list[str | BadRecord] = []
