@@ -84,6 +84,7 @@ def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Callable[..
             "window_bytes": 1 << 11,
             "chunk_tokens": 4096,
             "chunk_bytes": None,
+            "eager_bytes": None,
             "decoded_cache_bytes": 1 << 20,
             "prepared": None,
         }
