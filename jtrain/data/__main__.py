@@ -47,11 +47,17 @@ def parser() -> argparse.ArgumentParser:
     prepare.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
     inspect = add(
         "inspect",
-        "print the documents of one step: their sources, their places in the batch, their text",
+        "print the documents of one step: their sources, their places in the batch, their text; or the order of many",
         "Prints the documents of one step. Plans and reads every step before it too: about a second per 50 million "
         "bytes, longer with a tokenizer other than bytes.",
     )
-    inspect.add_argument("--step", type=int, default=0, metavar="K", help="the batch of update K -> K+1 (default: 0)")
+    inspect.add_argument("--step", type=int, metavar="K", help="the batch of update K -> K+1 (default: 0)")
+    inspect.add_argument(
+        "--order",
+        action="store_true",
+        help="print instead how different the rows and steps are: documents per step, overlap, correlation, drift",
+    )
+    inspect.add_argument("--steps", type=int, metavar="N", help="steps that --order reads (default: 100)")
     add(
         "plan",
         "print the resources that the data plane of a run needs: processes, threads, descriptors, memory",
@@ -117,16 +123,21 @@ def pieces_of_step(dataset: "TextDataset", step: int) -> list[dict[str, Any]]:
 
 
 def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
-    """Prints the pieces of one step as a table; returns the exit code."""
-    if args.step < 0:
-        raise UserError(f"--step {args.step} must be at least 0: batch k feeds update k -> k+1.")
-    pieces = pieces_of_step(dataset, args.step)
+    """Prints the pieces of one step, or the order of many, as a table; returns the exit code."""
+    if args.order:
+        return inspect_order(args, dataset)
+    if args.steps is not None:
+        raise UserError(f"--steps {args.steps} is the number of steps that --order reads. Give --order, or --step K.")
+    step = args.step or 0
+    if step < 0:
+        raise UserError(f"--step {step} must be at least 0: batch k feeds update k -> k+1.")
+    pieces = pieces_of_step(dataset, step)
     tokens = sum(piece["end_token"] - piece["start_token"] for piece in pieces)
     documents = len({(piece["source"], piece["document"]) for piece in pieces})
     rows = run.data.global_batch
     print(dataset.describe())
     print(
-        f"step {args.step}: {rows} rows, {tokens:,} tokens of {documents} documents, "
+        f"step {step}: {rows} rows, {tokens:,} tokens of {documents} documents, "
         f"{tokens / (rows * run.data.seq_len):.2%} full"
     )
     several = len(dataset.names) > 1
@@ -137,7 +148,21 @@ def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int
         span = f"{piece['start_token']}-{piece['end_token']}"
         print(f"{piece['row']:>5}  {name:{width}}  {span:>15}  {_excerpt(piece['text'])}")
     if args.json is not None:
-        args.json.write_text(json.dumps({"step": args.step, "tokens": tokens, "pieces": pieces}, indent=1))
+        args.json.write_text(json.dumps({"step": step, "tokens": tokens, "pieces": pieces}, indent=1))
+    return 0
+
+
+def inspect_order(args: argparse.Namespace, dataset: "TextDataset") -> int:
+    """Prints how different the rows and steps of the first batches are; returns the exit code."""
+    from jtrain.data.order_report import lines_of, measure_order  # lazy: numpy
+
+    if args.step is not None:
+        raise UserError(f"--order reads all steps from the first one on, so --step {args.step} has no meaning with it.")
+    report = measure_order(dataset, 100 if args.steps is None else args.steps)
+    print(dataset.describe())
+    print("\n".join(lines_of(report)))
+    if args.json is not None:
+        args.json.write_text(json.dumps(report.to_json(), indent=1))
     return 0
 
 
