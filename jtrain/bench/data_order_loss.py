@@ -33,6 +33,7 @@ from jtrain.errors import UserError
 from jtrain.mesh import make_mesh
 from jtrain.model.param import map_params
 from jtrain.step.train_step import make_eval_step
+from jtrain.telemetry.metrics import FILE, read
 
 OLD_COMMIT = "46a0ee9"
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,9 @@ STEPS = 300
 
 ALL_BATCHES = 10_000
 """More evaluation batches than the held-out text of `tiny` fills."""
+
+OWN = ("default evaluation of the old tree", "default evaluation of this tree")
+"""Samples that the runs evaluate on themselves."""
 
 # Runs in the old tree, by its own code. Arguments: its evaluation, all held-out rows, document names, steps, seeds.
 _OLD_PROGRAM = """
@@ -96,6 +100,10 @@ def run(args: argparse.Namespace) -> list[Row]:
                 run_in(tree, ["-m", "jtrain.launch", "--config=tiny", "--workdir", str(workdir), *set_flags(sets)])
             for name, batches in samples(files[0], files[1]).items():
                 before, after = (evaluated(workdirs[tree], batches) for tree in (old, ROOT))
+                if name == OWN[0]:
+                    check_same(workdirs[old], before)
+                elif name == OWN[1]:
+                    check_same(workdirs[ROOT], after)
                 losses.setdefault(name, []).append((before, after))
                 print(f"seed {seed}, {name}: {before:.4f} -> {after:.4f} nats/byte", flush=True)
     return rows_of(losses, with_bars=args.steps == STEPS)
@@ -103,7 +111,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 def rows_of(losses: dict[str, list[tuple[float, float]]], *, with_bars: bool) -> list[Row]:
     """Rows for each sample: each seed's loss against its bar, then the mean against that of the old order."""
-    bars = {"default evaluation of the old tree": ("<= 1.44", "<= 0.87"), "all held-out text": ("<= 1.22", "<= 0.83")}
+    bars = {OWN[0]: ("<= 1.44", "<= 0.87"), "all held-out text": ("<= 1.22", "<= 0.83")}
     rows = []
     for name, pairs in losses.items():
         most, ratio = bars.get(name, (None, None)) if with_bars else (None, None)
@@ -180,16 +188,27 @@ def check_split(old: dict[str, list[str]], new: dict[str, list[str]]) -> None:
             raise RuntimeError(f"{name} trains on {len(both)} held-out documents: {both[:5]}")
 
 
+def check_same(workdir: Path, loss: float) -> None:
+    """Refuses a loss that is not the one that the run itself logged for the same rows.
+
+    Raises:
+      RuntimeError: they differ by more than 0.1 %.
+    """
+    own = [line["eval_loss_nats"] for line in read(workdir / FILE) if "eval_loss_nats" in line][-1]
+    if abs(loss / own - 1) > 1e-3:
+        raise RuntimeError(f"{workdir} logged {own} nats/byte for rows on which its weights give {loss} here.")
+
+
 def samples(few: Path, all_rows: Path) -> dict[str, list[Batch]]:
     """Returns the rows to evaluate on, by name."""
-    found = {"default evaluation of the old tree": few, "all held-out text": all_rows}
+    found = {OWN[0]: few, "all held-out text": all_rows}
     batches = {}
     for name, file in found.items():
         with np.load(file) as arrays:
             fields = dict(arrays)
         count = len(fields["token_BL"])
         batches[name] = [Batch(**{field: array[i] for field, array in fields.items()}) for i in range(count)]
-    return batches | {"default evaluation of this tree": list(open_dataset(tiny().data, seed=0).eval_batches())}
+    return batches | {OWN[1]: list(open_dataset(tiny().data, seed=0).eval_batches())}
 
 
 def tiny() -> Run:
