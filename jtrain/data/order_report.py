@@ -41,7 +41,7 @@ BINS = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class Overlap:
+class DocumentOverlap:
     """Share of a step's documents that are in a later step too; `chance`: the same if all chunks were shuffled."""
 
     found: float
@@ -84,7 +84,7 @@ class OrderReport:
     rows: int
     seq_len: int
     documents_per_step: float
-    overlap: dict[int, Overlap]
+    overlap: dict[int, DocumentOverlap]
     autocorrelation: dict[int, Correlation]
     row_correlation: float
     effective_rows: float
@@ -245,7 +245,7 @@ class _MixtureStatistics:
 
 def _documents(
     dataset: "TextDataset", pieces: "list[Pieces]", cursors: Int64[np.ndarray, " sources"]
-) -> tuple[float, dict[int, Overlap]]:
+) -> tuple[float, dict[int, DocumentOverlap]]:
     """Returns the mean number of documents of a step, and how many of them later steps have too.
 
     By chance: a document of c chunks is in a step that draws m of the source's C chunks with 1 - q(m), and in two
@@ -277,7 +277,7 @@ def _documents(
             chance = _chance(drawn_in[:-lag], drawn_in[lag:], np.ceil(counts), num_chunks, lag)
             any_chance[at], by_chance[at] = any_chance[at] + chance[0], by_chance[at] + chance[1]
     overlaps = zip(LAGS, (both / total).tolist(), (by_chance / any_chance).tolist(), strict=True)
-    return documents / len(pieces), {lag: Overlap(found, chance) for lag, found, chance in overlaps}
+    return documents / len(pieces), {lag: DocumentOverlap(found, chance) for lag, found, chance in overlaps}
 
 
 def _chance(
