@@ -86,15 +86,19 @@ class PreparedIndex:
             self._expect_size(name)
         with open(folder / LENGTHS, "rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        blocks = -(-self.num_records // BLOCK)
-        self._lengths = np.frombuffer(content, np.uint32, blocks * BLOCK)
-        self._starts = np.frombuffer(content, np.int64, blocks + 1, offset=self._lengths.nbytes)
+        self._lengths = np.frombuffer(content, np.uint32, self.num_blocks * BLOCK)
+        self._starts = np.frombuffer(content, np.int64, self.num_blocks + 1, offset=self._lengths.nbytes)
         self._ids_path = str(folder / IDS)  # a str, because building a Path takes longer than opening the file
         stat = os.stat(self._ids_path)
         self._ids_file = (stat.st_dev, stat.st_ino)
 
     def __len__(self) -> int:
         return self.num_records
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of 16 records, the last one not always full."""
+        return -(-self.num_records // BLOCK)
 
     def __reduce__(self) -> tuple[type["PreparedIndex"], tuple[Path]]:
         return PreparedIndex, (self.folder,)
@@ -128,8 +132,17 @@ class PreparedIndex:
 
     def lengths(self, records: Int[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
         """Returns the tokens of each record, begin and end ids included; 0 for empty and skipped records."""
-        self._check_range(records)
+        self._check_range(records, self.num_records, "records")
         return self._lengths[records].astype(np.int32)
+
+    def token_starts(self, blocks: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """Returns the first token of each block of 16 records, counted from the first token of the source.
+
+        Args:
+          blocks: block numbers, in any order. The number of blocks is valid too: its start is `num_tokens`.
+        """
+        self._check_range(blocks, self.num_blocks + 1, "blocks")
+        return self._starts[blocks].astype(np.int64)
 
     def read(self, records: Int[np.ndarray, " n"]) -> tuple[Int32[np.ndarray, " n"], UInt[np.ndarray, " tokens"]]:
         """Returns the tokens of each record, and the ids of all these records one after another.
@@ -138,7 +151,29 @@ class PreparedIndex:
           UserError: the index is damaged at one of the records.
           FileError: the index was removed or replaced since it was opened.
         """
-        start, length = self._places(records)
+        first, length = self._places(records)
+        return length.astype(np.int32), self._read_ids(first, length)
+
+    def read_spans(
+        self, records: Int[np.ndarray, " n"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
+    ) -> UInt[np.ndarray, " tokens"]:
+        """Returns the ids of tokens starts[i] to ends[i] - 1 of record records[i], one span after another.
+
+        Raises:
+          IndexError: a span is not within its record.
+          UserError: the index is damaged at one of the records.
+          FileError: the index was removed or replaced since it was opened.
+        """
+        first, length = self._places(records)
+        wrong = np.flatnonzero((starts < 0) | (ends < starts) | (ends > length))
+        if len(wrong):
+            i = int(wrong[0])
+            span = f"tokens {starts[i]} to {ends[i]} of record {records[i]}"
+            raise IndexError(f"{self.folder}: {span} asked for, which has {length[i]}")
+        return self._read_ids(first + starts, np.asarray(ends - starts, np.int64))
+
+    def _read_ids(self, start: Int64[np.ndarray, " n"], length: Int64[np.ndarray, " n"]) -> UInt[np.ndarray, " tokens"]:
+        """Returns the ids of spans of tokens, counted from the first token of the source, one span after another."""
         end_byte = np.cumsum(length) * self.dtype.itemsize
         ids = np.empty(int(length.sum()), self.dtype)
         view, at = memoryview(ids.view(np.uint8)), 0
@@ -151,7 +186,7 @@ class PreparedIndex:
                 at = end
         finally:
             os.close(file)
-        return length.astype(np.int32), ids
+        return ids
 
     @functools.cached_property
     def skipped(self) -> dict[int, str]:
@@ -210,7 +245,7 @@ class PreparedIndex:
 
     def _places(self, records: Int[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Returns the first token and number of tokens of each record; raises UserError where the index is damaged."""
-        self._check_range(records)
+        self._check_range(records, self.num_records, "records")
         block, place = np.divmod(records, BLOCK)
         ends = np.cumsum(self._lengths.reshape(-1, BLOCK)[block], axis=1, dtype=np.int64)
         wrong = np.flatnonzero(self._starts[block] + ends[:, -1] != self._starts[block + 1])
@@ -219,11 +254,9 @@ class PreparedIndex:
         length = self._lengths[records].astype(np.int64)
         return self._starts[block] + ends[np.arange(len(records)), place] - length, length
 
-    def _check_range(self, records: Int[np.ndarray, " n"]) -> None:
-        if len(records) and (records.min() < 0 or records.max() >= self.num_records):
-            raise IndexError(
-                f"{self.folder}: records {records.min()} to {records.max()} asked for, of {self.num_records}"
-            )
+    def _check_range(self, numbers: Int[np.ndarray, " n"], count: int, what: str) -> None:
+        if len(numbers) and (numbers.min() < 0 or numbers.max() >= count):
+            raise IndexError(f"{self.folder}: {what} {numbers.min()} to {numbers.max()} asked for, of {count}")
 
     def _open_ids(self) -> int:
         file = os.open(self._ids_path, os.O_RDONLY)

@@ -58,6 +58,42 @@ def test_any_records_in_any_order_have_the_ids_of_their_documents(index: Prepare
     assert ids.tolist() == np.concatenate([*want, np.empty(0, np.int32)]).tolist()
 
 
+@given(data=st.data())
+def test_any_spans_of_any_records_have_their_ids(index: PreparedIndex, data: st.DataObject) -> None:
+    """Spans may be empty, overlap, and lie in any order."""
+    want, records, starts, ends = [np.empty(0, np.int32)], [], [], []
+    for record in data.draw(st.lists(st.integers(0, NUM_DOCUMENTS - 1), max_size=20)):
+        ids = ByteTokenizer().encode_document(documents()[record])
+        start = data.draw(st.integers(0, len(ids)))
+        end = data.draw(st.integers(start, len(ids)))
+        want.append(ids[start:end])
+        records, starts, ends = [*records, record], [*starts, start], [*ends, end]
+    got = index.read_spans(*(np.asarray(numbers, np.int64) for numbers in (records, starts, ends)))
+    assert got.dtype == index.dtype
+    assert got.tolist() == np.concatenate(want).tolist()
+
+
+def test_the_start_of_a_block_is_the_number_of_tokens_before_it(index: PreparedIndex) -> None:
+    lengths = index.lengths(np.arange(NUM_DOCUMENTS))
+    want = [int(lengths[: block * BLOCK].sum()) for block in range(index.num_blocks + 1)]
+    assert index.num_blocks == 6
+    assert index.token_starts(np.arange(7)).tolist() == want
+    assert want[-1] == index.num_tokens
+    got = index.token_starts(np.asarray([6, 0, 3]))
+    assert got.dtype == np.int64
+    assert got.tolist() == [want[6], 0, want[3]]
+    for block in (-1, 7):
+        with pytest.raises(IndexError, match=rf"blocks {block} to {block} asked for, of 7"):
+            index.token_starts(np.asarray([block]))
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 2), (3, 2), (0, 10_000)])
+def test_a_span_beyond_its_record_is_refused(index: PreparedIndex, start: int, end: int) -> None:
+    """Without a check it would be the text of other documents."""
+    with pytest.raises(IndexError, match=rf"tokens {start} to {end} of record 5 asked for, which has"):
+        index.read_spans(np.asarray([5]), np.asarray([start]), np.asarray([end]))
+
+
 def test_counts_and_names_are_those_of_the_source(index: PreparedIndex) -> None:
     want = [len(ByteTokenizer().encode_document(text)) for text in documents()]
     assert len(index) == index.num_records == NUM_DOCUMENTS
