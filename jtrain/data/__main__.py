@@ -242,7 +242,7 @@ def verify(args: argparse.Namespace) -> int:
         there = args.folder.iterdir() if args.folder.is_dir() else ()
         folders = sorted(path for path in there if path.is_dir() and not path.name.startswith("."))
     if not folders:
-        raise FileError(f"{args.folder} has no prepared index. Make one: {command(args.folder / 'NAME')}")
+        raise FileError(f"{args.folder} has no prepared index. Make one: {command(str(args.folder / 'NAME'))}")
     found = []
     for folder in folders:
         try:
@@ -260,7 +260,7 @@ def verify(args: argparse.Namespace) -> int:
     damaged = [folder for folder, one in zip(folders, found, strict=True) if one["damage"]]
     if not damaged:
         return 0
-    again = f"rm -r {shlex.join(map(str, damaged))} && {command(damaged[0])}"
+    again = f"rm -r {shlex.join(map(str, damaged))} && {command(str(damaged[0]))}"
     print(f"error: {len(damaged)} of {len(found)} indexes are damaged. Make them again: {again}", file=sys.stderr)
     return 2
 

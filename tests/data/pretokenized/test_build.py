@@ -34,7 +34,7 @@ def test_every_format_has_the_ids_of_its_documents(
     recipe = Recipe(name="a", source=source, tokenizer=str(tokenizer_json), cache_dir=tmp_path / "cache")
     [made] = prepare([recipe], tmp_path / "out", workers=2, stream=io.StringIO(), shard_bytes=3000)
     index = PreparedIndex(tmp_path / "out" / "a")
-    assert len((index.folder / reader.SHARDS).read_text().splitlines()) > 2
+    assert len((Path(index.location) / reader.SHARDS).read_text().splitlines()) > 2
     want = [tokenizer.encode_document(text) for text in texts]
     lengths, ids = index.read(np.arange(len(index)))
     assert lengths.tolist() == [len(one) for one in want]
@@ -75,7 +75,7 @@ def test_a_bad_record_stops_or_is_named_and_counted(tmp_path: Path) -> None:
     index = PreparedIndex(tmp_path / "out" / "web")
     assert list(index.skipped) == [7, 250]
     assert index.lengths(np.asarray([6, 7, 250])).tolist()[1:] == [0, 0]
-    said = [json.loads(line) for line in (index.folder / reader.SKIPPED).read_text().splitlines()]
+    said = [json.loads(line) for line in (Path(index.location) / reader.SKIPPED).read_text().splitlines()]
     assert [line["document"] for line in said] == ["web.jsonl:7", "web.jsonl:250"]
     with pytest.raises(ValueError, match=r"leaves out 2 bad records, but data\.on_bad_record='fail'"):
         prepare(recipes_of(tmp_path), tmp_path / "out", workers=2, stream=io.StringIO(), shard_bytes=2048)
@@ -244,7 +244,7 @@ def test_the_verb_prints_and_writes_a_table(capsys: pytest.CaptureFixture[str], 
     printed = capsys.readouterr()
     assert re.search(r"web +30 +[\d,]+ .* made", printed.out)
     assert "web: 30 records" in printed.err
-    assert reader.command(tmp_path / "out" / "web") == "python -m jtrain.data prepare --config x"
+    assert reader.command(str(tmp_path / "out" / "web")) == "python -m jtrain.data prepare --config x"
     run()
     assert re.search(r"web +30 +[\d,]+ .* there", capsys.readouterr().out)
 
