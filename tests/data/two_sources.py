@@ -31,5 +31,5 @@ def recipes_of(folder: Path, **more: object) -> list[Recipe]:
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    """Every file of all indexes, also hidden ones; the lock, which is no part of it, left out."""
-    return {str(f.relative_to(out)): f.read_bytes() for f in out.rglob("*") if f.is_file() and f.name != ".lock"}
+    """Every file of all indexes, also hidden ones."""
+    return {str(f.relative_to(out)): f.read_bytes() for f in out.rglob("*") if f.is_file()}

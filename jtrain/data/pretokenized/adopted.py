@@ -87,8 +87,8 @@ class AdoptedIds:
 
     def read_range(self, start: int, end: int) -> UInt[np.ndarray, " tokens"]:
         """Returns the ids of tokens start to end - 1, which may lie in several runs."""
-        first, last = np.searchsorted(self._first, [start, end - 1], side="right") - 1
-        cuts = np.concatenate([[start], self._first[first + 1 : last + 1], [max(start, end)]])
+        first, last = np.searchsorted(self._first, [start, max(start, end - 1)], side="right") - 1
+        cuts = np.concatenate([[start], self._first[first + 1 : last + 1], [end]])
         return self.read(cuts[:-1], np.diff(cuts))
 
     def name_at(self, token: int) -> str:
