@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64, UInt
@@ -26,7 +26,8 @@ from jtrain.data.pretokenized.adopted import edges_of_path
 from jtrain.data.pretokenized.claims import Host
 from jtrain.data.pretokenized.foreign.find import find_layout
 from jtrain.data.pretokenized.foreign.layout import PART_BYTES, Layout
-from jtrain.data.pretokenized.partial_folder import WRITER, append_starts, begin, publish, read_json
+from jtrain.data.pretokenized.partial_folder import WRITER, begin, publish, read_json, write_lengths
+from jtrain.data.pretokenized.progress import ProgressOutput
 from jtrain.data.pretokenized.reader import PreparedIndex, digest
 from jtrain.data.pretokenized.writer import IndexSummary, summary_of
 from jtrain.data.tokenizer import Tokenizer, make_tokenizer, smallest_id_dtype
@@ -62,7 +63,7 @@ def adopt(
     dtype: str | None,
     column: str | None,
     command: str,
-    stream: IO[str],
+    stream: ProgressOutput,
 ) -> IndexSummary:
     """Writes the index OUT/NAME of token files that stay where they are; Parquet's ids are copied into it.
 
@@ -103,7 +104,7 @@ class _Adoption:
     """Adoption of the files of one layout into OUT/NAME."""
 
     def __init__(
-        self, layout: Layout, out: Path, name: str, tokenizer: Tokenizer, command: str, stream: IO[str]
+        self, layout: Layout, out: Path, name: str, tokenizer: Tokenizer, command: str, stream: ProgressOutput
     ) -> None:
         self._layout = layout
         self._folder = out / name
@@ -216,21 +217,25 @@ class _Adoption:
     def _scan_part(self, file: int, part: int, tokenizer: str) -> _Part:
         one = self._layout.files[file]
         found = one.scan(part)
-        vocab_size = self._tokenizer.vocab_size
-        if len(found.ids) and (largest := int(found.ids.max())) >= vocab_size:
-            signed = int(np.asarray(largest, found.ids.dtype).view(found.ids.dtype.str.replace("u", "i")))
-            place = f"row group {part}"
-            if not self._layout.copies:
-                place = f"token {int(np.argmax(found.ids)) + part * (PART_BYTES // one.dtype.itemsize):,}"
-            raise UserError(
-                f"{one.path}: id {signed if signed < 0 else largest:,}, {place}, is not below "
-                f"the vocabulary of --tokenizer {tokenizer}, {vocab_size:,}. Set --tokenizer to the one that made "
-                f"these ids, or --dtype if they are not {found.ids.dtype.name}."
-            )
+        if len(found.ids) and int(found.ids.max()) >= self._tokenizer.vocab_size:
+            raise self._beyond_vocabulary(one.path, part, found.ids, tokenizer)
         ids = found.ids.astype(self._dtype, copy=False)
         last = part == one.num_parts() - 1
         copied = ids if self._layout.copies else None
         return _Part(file, last, len(ids), found.ends.astype(np.int64), found.offsets, digest(ids), copied)
+
+    def _beyond_vocabulary(self, path: Path, part: int, ids: UInt[np.ndarray, " n"], tokenizer: str) -> UserError:
+        largest = ids.max()
+        signed = int(np.asarray(largest).view(ids.dtype.str.replace("u", "i")))
+        as_signed = f" ({signed:,} as a signed number)" if signed < 0 and ids.itemsize > 2 else ""
+        or_dtype = f", or --dtype if they are not {ids.dtype.name}" if self._layout.dtype_is_assumed else ""
+        place = f"row group {part}"
+        if not self._layout.copies:
+            place = f"token {int(np.argmax(ids)) + part * (PART_BYTES // ids.itemsize):,}"
+        return UserError(
+            f"{path}: id {int(largest):,}{as_signed}, {place}, is not below the vocabulary of --tokenizer {tokenizer}, "
+            f"{self._tokenizer.vocab_size:,}. Set --tokenizer to the one that made these ids{or_dtype}."
+        )
 
     def _append(self, part: _Part, carry: int, outputs: dict[str, Any]) -> int:
         """Appends a part; returns the tokens of the document that it ends within."""
@@ -289,7 +294,7 @@ class _Adoption:
         if not state["records"]:
             raise UserError(f"--from: the {len(self._layout.files)} files below {self._layout.root} hold no ids.")
         self._end_files(len(self._layout.files))
-        append_starts(partial / reader.LENGTHS, state["records"])
+        write_lengths(partial / reader.LENGTHS, partial / "lengths.tmp", state["records"])
         (partial / reader.SKIPPED).write_bytes(b"")
         files = {"names": self._layout.names, "file_ends": state["file_ends"]}
         body = {"made_of": self._made_of, "dtype": self._dtype.name, "skipped": 0}

@@ -72,8 +72,8 @@ class AdoptedIds:
                 at = to[i] - int(length[i]) * size
                 if at < to[i] and opened != file[i]:
                     if opened is not None:
-                        os.close(handle)
-                    opened, handle = None, self._open(int(file[i]))
+                        opened = os.close(handle)
+                    handle = self._open(int(file[i]))
                     opened = file[i]
                 while at < to[i]:
                     read = os.preadv(handle, (view[at : to[i]],), from_byte[i])

@@ -41,7 +41,6 @@ class Host:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "Host":
-        self._hosts.mkdir(exist_ok=True)
         self._write_count(0)
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()
@@ -54,11 +53,11 @@ class Host:
             self._thread.join()
         for path in list(self._claims):
             self.release(path)
-        for path in self._hosts.iterdir():
-            owner = path.name.removesuffix(".tmp")
-            if owner == self.name or self.is_alive(owner) is False:
-                path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # other processes are still there
+        with contextlib.suppress(OSError):  # other processes are still there, or have removed the folder
+            for path in self._hosts.iterdir():
+                owner = path.name.removesuffix(".tmp")
+                if owner == self.name or self.is_alive(owner) is False:
+                    path.unlink(missing_ok=True)
             self._hosts.rmdir()
 
     def claim(self, path: Path) -> bool:
@@ -128,7 +127,8 @@ class Host:
     def write_whole(self, path: Path, content: str) -> None:
         """Writes a file atomically and durably, also while other processes write the same one."""
         new = self._hosts / f"{self.name}.tmp"
-        with open(new, "w", encoding="utf-8") as file:
+        with os.fdopen(self._open(new), "w", encoding="utf-8") as file:
+            file.truncate()
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -150,12 +150,19 @@ class Host:
 
     def _write_count(self, count: int) -> None:
         # In place: on NFS an open file is looked up anew, the entry of a replaced one may be an old one for a minute.
-        handle = os.open(self._hosts / self.name, os.O_CREAT | os.O_WRONLY, 0o666)
+        handle = self._open(self._hosts / self.name)
         try:
             os.pwrite(handle, f"{count:020}".encode(), 0)
             os.fsync(handle)
         finally:
             os.close(handle)
+
+    def _open(self, path: Path) -> int:
+        """Opens a file in the folder of hosts, which the last other process may just be removing."""
+        while True:
+            self._hosts.mkdir(exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                return os.open(path, os.O_CREAT | os.O_WRONLY, 0o666)
 
 
 def _machine() -> str:

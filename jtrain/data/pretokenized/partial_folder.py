@@ -29,6 +29,7 @@ _PUBLISHED = (
     reader.PLACES,
 )
 _POLL_S = 0.05
+_BLOCKS_AT_ONCE = 1 << 16
 
 
 def begin(partial: Path, plan: dict[str, Any], host: Host) -> bool:
@@ -65,22 +66,32 @@ def _refuse_if_busy(partial: Path, host: Host) -> None:
         time.sleep(_POLL_S if unknown else 0)
 
 
-def append_starts(path: Path, records: int) -> int:
-    """Pads a file of lengths to whole blocks of records and adds the start of each; returns the number of tokens."""
+def write_lengths(lengths: Path, new: Path, records: int) -> int:
+    """Writes lengths.bin: the lengths in a file, padded to whole blocks of records, and the start of each block.
+
+    Args:
+      lengths: file that begins with a uint32 per record; `new` takes its place, so that nobody sees a part of it.
+
+    Returns:
+      Number of tokens.
+    """
     blocks = -(-records // reader.BLOCK)
     token = 0
-    with open(path, "r+b") as file:
-        file.truncate(records * 4)
-        file.truncate(blocks * reader.BLOCK * 4)
-        for block in range(0, blocks, 1 << 16):
+    with open(lengths, "rb") as source, open(new, "wb") as file:
+        file.truncate(blocks * (reader.BLOCK * 4 + 8) + 8)
+        for block in range(0, blocks, _BLOCKS_AT_ONCE):
+            count = min(_BLOCKS_AT_ONCE, blocks - block) * reader.BLOCK
+            here = np.frombuffer(source.read(4 * min(count, records - block * reader.BLOCK)), np.uint32)
             file.seek(block * reader.BLOCK * 4)
-            lengths = np.frombuffer(file.read(reader.BLOCK * 4 * min(1 << 16, blocks - block)), np.uint32)
-            ends = token + np.cumsum(lengths.reshape(-1, reader.BLOCK).sum(axis=1, dtype=np.int64))
-            file.seek((blocks * reader.BLOCK * 4) + block * 8)
+            file.write(here.data)
+            sums = np.pad(here, (0, count - len(here))).reshape(-1, reader.BLOCK).sum(axis=1, dtype=np.int64)
+            ends = token + np.cumsum(sums)
+            file.seek(blocks * reader.BLOCK * 4 + block * 8)
             file.write(np.append(np.asarray([token], np.int64), ends).tobytes())
             token = int(ends[-1])
         file.flush()
         os.fdatasync(file.fileno())
+    new.rename(lengths)
     return token
 
 

@@ -27,11 +27,11 @@ from jtrain.data.pretokenized.partial_folder import (
     NOTHING,
     STATE,
     WRITER,
-    append_starts,
     begin,
     drop_damaged_states,
     latest_state,
     publish,
+    write_lengths,
 )
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.pretokenized.shard import Recipe, ShardSummary, Task, read_shard
@@ -307,10 +307,10 @@ class IndexWriter:
 
     def _finish(self) -> None:
         """Adds the starts to lengths.bin, writes index.json and gives the folder its final name."""
-        for name in _APPENDED:
-            with open(self._partial / name, "ab") as file:
-                file.truncate(self._state["bytes"].get(name, 0))  # a shard that was made again may have been longer
-        tokens = append_starts(self._partial / reader.LENGTHS, self.records)
+        lengths = self._partial / reader.LENGTHS
+        tokens = write_lengths(lengths, lengths.with_name(f"lengths.unit.{self._host.name}.tmp"), self.records)
+        for name in (reader.IDS, reader.SHARDS, reader.SKIPPED):
+            os.truncate(self._partial / name, self._state["bytes"][name])  # a shard made again may have been longer
         assert tokens == self._state["tokens"]
         body = {"made_of": self._made_of, "dtype": self._dtype.name, "records": self.records}
         body |= {key: self._state[key] for key in ("tokens", "empty", "skipped")}
@@ -329,11 +329,12 @@ class IndexWriter:
             )
 
     def sweep(self) -> None:
-        """Removes unfinished shards of this process and of dead ones; call it only while no worker is writing."""
-        for left in self._partial.glob("*.tmp"):
-            owner = left.name.removesuffix(".tmp").partition(".unit.")[2]
-            if owner == self._host.name or self._host.is_alive(owner) is False:
-                left.unlink(missing_ok=True)
+        """Removes unfinished files of this process and of dead ones; call it only while no worker is writing."""
+        for folder in (self._partial, self._folder):  # another process may have renamed one to the other
+            for left in folder.glob("*.unit.*.tmp"):
+                owner = left.name.removesuffix(".tmp").partition(".unit.")[2]
+                if owner == self._host.name or self._host.is_alive(owner) is False:
+                    left.unlink(missing_ok=True)
 
     def summary(self) -> IndexSummary:
         """Returns the row of the final table; the source must be complete."""

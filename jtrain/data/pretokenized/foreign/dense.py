@@ -15,6 +15,7 @@ _LLM_C = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 """(magic, version) of an llm.c file -> dtype of its ids, for GPT-2 and for Llama 3."""
 
 _LLM_C_HEADER_BYTES = 1024
+_SURELY_IDS = 64
 
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _MEGATRON_MAGIC = b"MMIDIDX\0\0"
@@ -39,6 +40,10 @@ class SplitFile:
 
     def scan(self, part: int) -> Found:
         ids = _read_part(self.path, self.dtype, self.first_byte, self._tokens, part)
+        if part == 0 and self.dtype.itemsize == 2 and len(ids) >= _SURELY_IDS and not ids[1::2].any():
+            raise UserError(
+                f"{self.path}: every second of its ids is 0, as where uint32 is read as uint16. Set --dtype uint32."
+            )
         return Found(ids, np.flatnonzero(ids == self._end_id) + 1)
 
     def close(self) -> None:
@@ -128,11 +133,10 @@ class MegatronFile:
 def llm_c_file(path: Path, end_id: int) -> SplitFile | None:
     """Returns the file if it has a header of llm.c; None if not."""
     with open(path, "rb") as file:
-        head = np.frombuffer(file.read(12), "<i4")
-    dtype = _LLM_C.get((int(head[0]), int(head[1]))) if len(head) == 3 else None
-    if dtype is None:
+        head = file.read(12)
+    magic, version, tokens = struct.unpack("<iiI", head) if len(head) == 12 else (0, 0, 0)
+    if (dtype := _LLM_C.get((magic, version))) is None:
         return None
-    tokens = int(head[2].view("<u4"))
     wanted = _LLM_C_HEADER_BYTES + tokens * dtype.itemsize
     if (here := path.stat().st_size) != wanted:
         raise FileError(f"{path}: {here:,} bytes, and its head says {wanted:,}: cut short. Copy it again.")

@@ -38,7 +38,8 @@ def find_layout(path: str, *, end_id: int, vocab_size: int, dtype: str | None, c
     root = Path(files[0].location.removesuffix(files[0].name) or ".").absolute()
     if any(file.name == "index.json" and _is_mds(Path(file.location)) for file in files):
         shards, column = mds_shards(root, column=column, dtype=np.dtype(f"<u{np.dtype(dtype or 'int64').itemsize}"))
-        return _layout("mds", root, list(shards), {"column": column})
+        assumed = any(shard.dtype_is_assumed for shard in shards)
+        return _layout("mds", root, list(shards), {"column": column}, dtype_is_assumed=assumed)
     suffixes = {
         suffix: [f for f in files if f.name.endswith(suffix)] for suffix in (".idx", ".bin", ".npy", ".parquet")
     }
@@ -81,7 +82,8 @@ def _flat(suffix: str, root: Path, found: list[StoredFile], end_id: int, vocab_s
         raise UserError(
             f"--from: some {suffix} files below {root} have a header, others none. Adopt them on their own."
         )
-    return _layout(kinds.pop(), root, files, {"end_id": end_id}, splits=True)
+    kind = kinds.pop()
+    return _layout(kind, root, files, {"end_id": end_id}, splits=True, dtype_is_assumed=kind == "raw")
 
 
 def _layout(kind: str, root: Path, files: list[Any], decided_by: dict[str, str | int], **more: bool) -> Layout:

@@ -64,6 +64,7 @@ class Layout:
     decided_by: what else decides the documents, such as the end id; part of the identity of the index.
     splits: True if the documents are found by the end id, False if the layout marks them.
     copies: True if the ids must be copied, because the layout has no ids at fixed offsets.
+    dtype_is_assumed: True if nothing in the files tells the dtype of the ids.
     """
 
     kind: str
@@ -73,6 +74,7 @@ class Layout:
     decided_by: dict[str, str | int]
     splits: bool = False
     copies: bool = False
+    dtype_is_assumed: bool = False
 
 
 def unsigned(dtype: Any, what: str) -> np.dtype[Any]:

@@ -54,6 +54,7 @@ class MdsShard:
                 f"{folder}: column {column!r} is of encoding {encoding!r}, and ids are bytes or ndarray. Set --column "
                 f"to one of {', '.join(entry['column_names'])}."
             )
+        self.dtype_is_assumed = encoding == "bytes"
         self.dtype = unsigned(name or dtype, f"{folder}: column {column!r}") if encoding == "ndarray" else dtype
         if self._own_dtype:
             self.dtype = unsigned(_ARRAY_DTYPES.get(self._first_code(), "<f4"), f"{self.path}: column {column!r}")
