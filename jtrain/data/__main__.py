@@ -287,10 +287,11 @@ def verify(args: argparse.Namespace) -> int:
         folders = sorted(str(path) for path in there if path.is_dir() and not path.name.startswith("."))
     if not folders:
         raise FileError(f"{args.folder} has no prepared index. Make one: {command(str(root / 'NAME'))}")
-    found = []
+    found, commands = [], {}
     for folder in folders:
         try:
             index = PreparedIndex(folder)
+            commands[folder] = index.command
             damage = index.verify()
             what = f"{index.num_records:,} records, {index.num_tokens:,} tokens"
         except (ValueError, OSError) as error:  # wrong sizes, or an unreadable index.json
@@ -305,8 +306,11 @@ def verify(args: argparse.Namespace) -> int:
     damaged = [folder for folder, one in zip(folders, found, strict=True) if one["damage"]]
     if not damaged:
         return 0
-    again = f"rm -r {shlex.join(damaged)} && {command(damaged[0])}"
-    print(f"error: {len(damaged)} of {len(found)} indexes are damaged. Make them again: {again}", file=sys.stderr)
+    again = commands.get(damaged[0]) or command(damaged[0])
+    way_out = f"Make them again: rm -r {shlex.join(damaged)} && {again}"
+    if "://" in damaged[0]:
+        way_out = f"Copy it there again, or make it again: {again}"
+    print(f"error: {len(damaged)} of {len(found)} indexes are damaged. {way_out}", file=sys.stderr)
     return 2
 
 

@@ -75,7 +75,7 @@ class PreparedIndex:
         try:
             content = files.content(INDEX)
         except FileNotFoundError:
-            raise FileError(f"{self.location}: no prepared index there. Make it: {self._command()}") from None
+            raise FileError(f"{self.location}: no prepared index there. Make it: {self.command}") from None
         try:
             body: dict[str, Any] = json.loads(content)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -85,7 +85,7 @@ class PreparedIndex:
         if body["format"] != FORMAT:
             raise UserError(
                 f"{self.location}: index format {body['format']}; this jtrain reads format {FORMAT}. "
-                f"Make it again: {self._command()}"
+                f"Make it again: {self.command}"
             )
         self.made_of: dict[str, str | int] = body["made_of"]
         self.num_records: int = body["records"]
@@ -121,6 +121,11 @@ class PreparedIndex:
         return self.num_records
 
     @property
+    def command(self) -> str:
+        """Command that makes the index."""
+        return command(self.location) if self._adopted is None else self._adopted.command
+
+    @property
     def num_blocks(self) -> int:
         """Number of blocks of 16 records, the last one not always full."""
         return -(-self.num_records // BLOCK)
@@ -147,7 +152,7 @@ class PreparedIndex:
         if differing:
             raise UserError(
                 f"{field_of(self.name)}: the prepared index {self.location} is stale: it was made with "
-                f"{'; '.join(differing)}. Make it again: {self._command()}"
+                f"{'; '.join(differing)}. Make it again: {self.command}"
             )
         if on_bad_record == "fail" and self.num_skipped:
             record, why = next(iter(self.skipped.items()))
@@ -289,15 +294,10 @@ class PreparedIndex:
 
     def _damaged(self, what: str) -> UserError:
         if isinstance(self._files, LocalFiles):
-            way_out = f"Make it again: rm -r {shlex.quote(self.location)} && {self._command()}"
+            way_out = f"Make it again: rm -r {shlex.quote(self.location)} && {self.command}"
         else:
-            way_out = f"Copy it there again, or make it again: {self._command()}"
+            way_out = f"Copy it there again, or make it again: {self.command}"
         return UserError(f"{self.location}: the prepared index is damaged: {what}. {way_out}")
-
-    def _command(self) -> str:
-        if self._adopted is not None:
-            return self._adopted.command
-        return command(self.location)
 
 
 def open_files(location: str, cache_dir: Path | None) -> IndexFiles:

@@ -444,3 +444,14 @@ def test_an_existing_folder_that_is_no_index_is_kept(
     run(tmp_path / "a.bin", tmp_path / "out", tokenizer_json, name="other")
     body = json.loads((tmp_path / "out" / "other" / reader.INDEX).read_text())
     assert body["adopted"]["root"] == str(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["bytes", "array", "uint32"])
+def test_shards_that_mosaicml_itself_wrote_hold_their_documents(
+    name: str, tokenizer_json: Path, tmp_path: Path
+) -> None:
+    """tests/golden/foreign/make_mds.py wrote them, with mosaicml-streaming 0.13.0."""
+    documents = [[5 + (i * j) % 270 for j in range(i + 1)] + [END] for i in range(12)] + [[3] * 300]
+    golden = Path(__file__).parents[2] / "golden" / "foreign" / f"mds_{name}"
+    assert len(list(golden.glob("*.mds"))) > 1
+    assert_holds(run(golden, tmp_path / "out", tokenizer_json), documents)
