@@ -25,7 +25,7 @@ from jtrain.data.pretokenized import reader
 from jtrain.data.pretokenized.adopted import edges_of_path
 from jtrain.data.pretokenized.claims import Host
 from jtrain.data.pretokenized.foreign.find import find_layout
-from jtrain.data.pretokenized.foreign.layout import PART_BYTES, Layout
+from jtrain.data.pretokenized.foreign.foreign_file import PART_BYTES, Layout
 from jtrain.data.pretokenized.partial_folder import WRITER, begin, publish, read_json, write_lengths
 from jtrain.data.pretokenized.progress import ProgressOutput
 from jtrain.data.pretokenized.reader import PreparedIndex, digest

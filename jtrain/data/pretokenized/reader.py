@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64, UInt
 
 from jtrain.data.pretokenized.adopted import AdoptedIds
-from jtrain.data.pretokenized.files import IndexFiles, LocalFiles
+from jtrain.data.pretokenized.index_files import IndexFiles, LocalFiles
 from jtrain.data.sources.source import field_of
 from jtrain.errors import FileError, UserError
 
@@ -305,7 +305,7 @@ def open_files(location: str, cache_dir: Path | None) -> IndexFiles:
     location = location.removeprefix("file://")
     if "://" not in location:
         return LocalFiles(Path(location))
-    from jtrain.data.pretokenized.remote import RemoteFiles  # lazy: imports fsspec, which local files do not need
+    from jtrain.data.pretokenized.remote_files import RemoteFiles  # lazy: imports fsspec, which local files do not need
 
     return RemoteFiles(location, cache_dir)
 

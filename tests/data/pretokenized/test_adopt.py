@@ -14,7 +14,7 @@ import pytest
 from jtrain.data.pretokenized import adopt as adopting
 from jtrain.data.pretokenized import reader
 from jtrain.data.pretokenized.adopt import adopt
-from jtrain.data.pretokenized.foreign import dense, layout
+from jtrain.data.pretokenized.foreign import dense, foreign_file
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.tokenizer import make_tokenizer
 from jtrain.errors import FileError
@@ -35,7 +35,7 @@ def documents() -> Documents:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of some 500 ids: documents lie in several, and several in one."""
-    for module in (dense, layout, adopting):
+    for module in (dense, foreign_file, adopting):
         monkeypatch.setattr(module, "PART_BYTES", 1000)
 
 
@@ -270,7 +270,7 @@ def test_moved_files_are_adopted_again_without_reading_them(
     with pytest.raises(FileError, match=r"old/a\.bin, which moved or changed.*moved files with the same contents"):
         PreparedIndex(tmp_path / "out" / "data")
 
-    def scan(self: dense.SplitFile, part: int) -> layout.Found:
+    def scan(self: dense.SplitFile, part: int) -> foreign_file.Found:
         raise AssertionError("the file is read again")
 
     monkeypatch.setattr(dense.SplitFile, "scan", scan)
@@ -298,7 +298,7 @@ def test_an_interrupted_call_goes_on_after_the_files_it_has_scanned(
     monkeypatch.setattr(adopting, "_threads", lambda: 1)
     scan, scanned = dense.SplitFile.scan, []
 
-    def failing(self: dense.SplitFile, part: int) -> layout.Found:
+    def failing(self: dense.SplitFile, part: int) -> foreign_file.Found:
         if self.path.name == "12.bin" and "12.bin" not in scanned:
             scanned.append("12.bin")
             raise KeyboardInterrupt

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from jtrain.data.pretokenized.foreign.layout import PART_BYTES, Found, unsigned
+from jtrain.data.pretokenized.foreign.foreign_file import PART_BYTES, Found, unsigned
 from jtrain.errors import FileError, UserError
 
 _LLM_C = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from jtrain.data.pretokenized.foreign.dense import MegatronFile, llm_c_file, npy_file, raw_file
-from jtrain.data.pretokenized.foreign.layout import ForeignFile, Layout
+from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, Layout
 from jtrain.data.pretokenized.foreign.mds import mds_shards
-from jtrain.data.pretokenized.foreign.parquet import COLUMN, ParquetIds
+from jtrain.data.pretokenized.foreign.parquet_ids import COLUMN, ParquetIds
 from jtrain.data.sources.storage import StoredFile, find_files
 from jtrain.errors import UserError
 

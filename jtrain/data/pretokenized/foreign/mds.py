@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from jtrain.data.pretokenized.foreign.layout import Found, unsigned
+from jtrain.data.pretokenized.foreign.foreign_file import Found, unsigned
 from jtrain.errors import FileError, UserError
 
 _KNOWN_COLUMNS = ("tokens", "input_ids")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.data.pretokenized.foreign.layout import Found
+from jtrain.data.pretokenized.foreign.foreign_file import Found
 from jtrain.errors import FileError, UserError
 
 COLUMN = "input_ids"

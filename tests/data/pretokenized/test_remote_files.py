@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jtrain.data.pretokenized import reader, remote
+from jtrain.data.pretokenized import reader, remote_files
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.errors import FileError
 from tests.data.pretokenized.test_reader import NUM_DOCUMENTS, make
@@ -83,10 +83,10 @@ def test_spans_near_each_other_share_a_request(
     index = PreparedIndex(upload(local, store), cache_dir=tmp_path)
     index.read(np.asarray([79, 0, 40]))
     assert len(gets(store, reader.IDS)) == 1
-    monkeypatch.setattr(remote, "_GAP_BYTES", 8)
+    monkeypatch.setattr(remote_files, "_GAP_BYTES", 8)
     index.read(np.asarray([79, 0, 41, 40]))
     assert len(gets(store, reader.IDS)) == 3, "40 and 41 lie beside each other"
-    monkeypatch.setattr(remote, "_REQUEST_BYTES", 100)
+    monkeypatch.setattr(remote_files, "_REQUEST_BYTES", 100)
     _, ids = index.read(np.asarray([0, 1, 2]))
     parts = gets(store, reader.IDS)
     assert len(parts) == -(-len(ids) // 100) > 3
@@ -98,7 +98,7 @@ def test_a_page_of_lengths_is_fetched_once_per_host(
     store: Store, local: PreparedIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages of 64 bytes make several of this small index."""
-    monkeypatch.setattr(remote, "PAGE_BYTES", 64)
+    monkeypatch.setattr(remote_files, "PAGE_BYTES", 64)
     url = upload(local, store)
     index = PreparedIndex(url, cache_dir=tmp_path)
     index.lengths(np.asarray([20, 21]))
@@ -139,7 +139,7 @@ def test_opening_takes_as_many_requests_for_a_large_index(store: Store, local: P
     index = PreparedIndex(url, cache_dir=tmp_path)
     assert len(store.requests) == few
     index.read(np.asarray([3_000_000]))
-    assert sum(last + 1 - first for first, last in gets(store, reader.LENGTHS)) == 2 * remote.PAGE_BYTES
+    assert sum(last + 1 - first for first, last in gets(store, reader.LENGTHS)) == 2 * remote_files.PAGE_BYTES
 
 
 def test_a_store_that_sends_no_ranges_is_refused(store: Store, local: PreparedIndex, tmp_path: Path) -> None:
