@@ -125,6 +125,14 @@ def test_an_installed_wheel_finds_its_configs_outside_the_checkout(installed: Pa
     assert done.stdout == (GOLDEN / "llama8b.txt").read_text()
 
 
+def test_a_wheel_refuses_a_benchmark_beside_peers_in_one_line(installed: Path, tmp_path: Path) -> None:
+    """The peers' programs are only in a checkout; the message names the command that sets the peers up there."""
+    done = run(installed, tmp_path, "jtrain", "bench", "data_scaling")
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "Get a checkout of jtrain, run `sh jtrain/bench/peers/setup.sh` in it" in line
+
+
 def type_errors(environment: Path, folder: Path, source: str) -> list[str]:
     """The rules that a strict type checker finds broken in `source`, which imports the installed packages."""
     (folder / "use.py").write_text(source)

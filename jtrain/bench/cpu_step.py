@@ -18,14 +18,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from jtrain import optim
-from jtrain.bench import Row, row
+from jtrain.bench import Row, data_sources, row
 from jtrain.dims import IGNORE, Batch
 from jtrain.errors import UserError
 from jtrain.layout import LayoutSpec, make_layout
@@ -37,9 +36,8 @@ from jtrain.step.train_step import BATCH_SPEC, make_train_step
 from jtrain_kernels.host_memory import keep_freed_memory
 
 SEQUENCES, SEQ_LEN, VOCAB = 8, 512, 32000
-PEERS = Path(__file__).parent / "peers"
 INSTALL = {
-    "torch": "python3 -m venv T && T/bin/pip install torch==2.13.0 transformers==5.23.0",
+    "torch": data_sources.INSTALL,
     "maxtext": "python3.12 -m venv M && M/bin/pip install 'maxtext[tpu]==0.2.5'",
 }
 
@@ -62,8 +60,9 @@ def run(args: argparse.Namespace) -> list[Row]:
     """Interleaved rounds of ours and torch's, then MaxText's steps, which come from its own log.
 
     Raises:
-      UserError: no interpreter was given for a peer, or it lacks the peer.
+      UserError: no interpreter was given for a peer, or it lacks the peer, or the peers' programs are not here.
     """
+    data_sources.peer_program("torch_llama_step")
     keep_freed_memory()
     torch_python = _python("torch", args.torch_python, "import torch, transformers")
     maxtext_python = _python("maxtext", args.maxtext_python, "import importlib.util as u; u.find_spec('maxtext').name")
@@ -134,7 +133,7 @@ def our_steps() -> Steps:
 @contextlib.contextmanager
 def torch_steps(python: str, mode: str, cores: int) -> Iterator[Steps]:
     """A torch process that steps when told to, and waits without computing in between."""
-    command = [python, str(PEERS / "torch_llama_step.py"), "--mode", mode, "--threads", str(cores)]
+    command = [python, str(data_sources.peer_program("torch_llama_step")), "--mode", mode, "--threads", str(cores)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

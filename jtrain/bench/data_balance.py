@@ -67,7 +67,7 @@ def measure(sources: int, ranks: int, per_rank: int, packing: Packing, steps: in
 
     spec = PlannerSpec(
         names=names,
-        documents_per_epoch=(lengths.shape[1],) * sources,
+        chunks_per_epoch=(lengths.shape[1],) * sources,
         seq_len=SEQ_LEN,
         global_batch=ranks * per_rank,
         schedule=Constant(weights),

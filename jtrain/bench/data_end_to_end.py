@@ -31,7 +31,7 @@ import numpy as np
 from jaxtyping import Float64, Int32, Int64
 
 from jtrain.bench import Row, data_sources, row
-from jtrain.bench.data_sources import peer
+from jtrain.bench.data_sources import peer, peer_program
 from jtrain.data.dataset import PackedText, open_dataset
 from jtrain.data.mixture.draw import Buffers
 from jtrain.data.mixture.schedule import Constant
@@ -95,6 +95,7 @@ class Steps(NamedTuple):
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Text with 8 data ranks, then with pairs of ranks that share rows; vision-like at 8 and 72 ranks; the models."""
+    peer_program("data_colocated")
     rows = []
     for context in (1, 2):
         text = Text(context=context)

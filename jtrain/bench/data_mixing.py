@@ -1,162 +1,180 @@
-"""Samples/s per core of reading 306 mixed sources, beside Grain, WebDataset and MosaicML streaming.
+"""Mixed reading of 306 sources on one core, in ids/s, beside MosaicML, a memmap, Grain, WebDataset and a plain reader.
 
     python -m jtrain.bench data_mixing --torch-python T/bin/python
 
-Ours are read from a prepared index, as MosaicML's are from MDS, and in a second program from the same ArrayRecord as
-Grain's; with `mallopt` as the training loop sets it on a CPU. Everybody's documents come in random order, in the same
-proportions, as int32 arrays of byte tokens; ours are packed into rows besides. Per core means: per second of CPU time,
-over all processes of a loader, from its first measured batch to its last. The programs take turns on the same machine.
-Each peer is in the form it was fastest in: Grain's MapDataset.mix of ArrayRecord without threads, WebDataset's
-RandomMix of tars, MosaicML's streams with and without worker processes.
+Every program gives batches of 64 rows of 8192 byte tokens and their targets, int32, from the same documents, and is
+compared with jtrain reading the same form: prepared ids (MosaicML's MDS, a flat memory-mapped file), ArrayRecord
+(Grain), tars (WebDataset), JSON lines (a plain reader). All but the memmap and the plain reader mix the 306 sources by
+the same weights and shuffle; jtrain also fills positions and segment numbers. Writing and preparing is not timed.
+
+Each program is one process, jtrain with `engine="inline"`; all are pinned to the same core and take turns of the same
+length. A figure is the median of the turns. Once with short documents (mean 660 ids), once with documents that exceed
+a row (mean 29,000). The time to the first batch, from the start of the process, imports included, has rows of its own.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import NamedTuple
 
 from jtrain.bench import Row, data_sources, row
 from jtrain.bench.data_memory import cpu_s, tree
-from jtrain.bench.data_sources import Draw, Peer, add_peer_argument, peer, peer_python
-from jtrain.data.dataset import open_dataset
-from jtrain_kernels.host_memory import keep_freed_memory
+from jtrain.bench.data_sources import Corpus, Format, Peer, add_peer_argument, peer, peer_python
 
-BATCH, BATCHES = 64, 50
-SETTLE_S = 3.0
-"""Between turns: the one before has read ahead by then, and takes no time from the next."""
+ROWS = 64
+"""Rows of a batch, of `data_sources.ROW_TOKENS` each."""
+SETTLE_S = 0.5
+"""Between turns: a program that reads ahead has filled its buffers by then, and takes no time from the next."""
+WARM_S = 1.0
+"""Drawn before the first turn: files are open and buffers full."""
 
-_GRAIN = "Grain MapDataset.mix"
+
+class Pair(NamedTuple):
+    """Form of the files, the peer's program, and the ratio to reach."""
+
+    format: str
+    peer: str
+    bar: str | None
+
+
+PAIRS = (
+    Pair("prepared", "MosaicML MDS, prepared", ">= 1"),
+    Pair("prepared", "memmap as in nanoGPT", ">= 1"),
+    Pair("prepared", "memmap, one copy per row", None),
+    Pair("ArrayRecord", "Grain MapDataset.mix", ">= 4"),
+    Pair("tar", "WebDataset RandomMix", None),
+    Pair("JSON lines", "plain reader", ">= 1"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     add_peer_argument(parser)
     parser.add_argument("--sources", type=int, default=data_sources.NUM_SOURCES, help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each program")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each turn")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each program (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn (default: %(default)s)")
 
 
 @dataclasses.dataclass
 class Program:
-    """A loader that is open and warm.
+    """A reader that is open and warm.
 
-    draw: draws that many batches, returns their samples.
-    pids: all its processes.
+    filled: share of its rows that is tokens.
+    ids_per_s: of each turn, by the clock.
+    cpu_s: of all turns, all processes.
     """
 
-    draw: Draw
-    pids: Callable[[], Iterable[int]]
-    samples: int = 0
-    start_cpu_s: float = 0.0
+    peer: Peer
+    filled: float
+    first_batch_s: float
+    ids_per_s: list[float] = dataclasses.field(default_factory=list)
+    ids: float = 0.0
     cpu_s: float = 0.0
-    best_per_s: float = 0.0
 
     def turn(self, seconds: float) -> None:
-        """Draws, and counts. CPU time counts from the first turn on, so that reading ahead between turns counts too.
-
-        As long for each program: after a wait everybody's memory and files are cold for a while.
-        """
-        if not self.samples:
-            self.start_cpu_s = cpu_s(self.pids())
-        start_s, samples = time.perf_counter(), 0
-        while (passed_s := time.perf_counter() - start_s) < seconds:
-            samples += self.draw(BATCHES)
-        self.best_per_s = max(self.best_per_s, samples / passed_s)
-        self.samples += samples
-        self.cpu_s = cpu_s(self.pids()) - self.start_cpu_s
-
-    @property
-    def per_cpu_s(self) -> float:
-        """Samples per second of CPU time."""
-        return self.samples / self.cpu_s
+        """Draws batches for that long, and counts."""
+        before_s = cpu_s(tree(self.peer.pid))
+        told = self.peer.ask(str(seconds))
+        self.cpu_s += cpu_s(tree(self.peer.pid)) - before_s
+        self.ids += told["ids"] * self.filled
+        self.ids_per_s.append(told["ids"] * self.filled / told["wall_s"])
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Interleaved turns of all; the bars are on samples per CPU second."""
+    """One table for each corpus."""
     python = peer_python(args)
-    with ExitStack() as stack:
-        programs = {"jtrain": stack.enter_context(our_program(args.sources, prepared=True))}
-        programs |= {name: stack.enter_context(made) for name, made in peer_programs(python, args.sources).items()}
-        for _ in range(args.rounds):
-            for program in programs.values():
-                time.sleep(SETTLE_S)
-                program.turn(args.seconds)
-    with our_program(args.sources, prepared=False) as raw:  # alone: its trainer is this process, too
-        for _ in range(args.rounds):
-            raw.turn(args.seconds)
-    programs["jtrain, ArrayRecord"] = raw
-    return rows_of(programs, args.sources)
+    rows = []
+    for name, corpus in {"short documents": data_sources.SHORT, "long documents": data_sources.LONG}.items():
+        commands = ours(args.sources, corpus) | theirs(python, args.sources, corpus)
+        with one_core(), ExitStack() as stack:
+            programs = {name: stack.enter_context(started(*command)) for name, command in commands.items()}
+            for _ in range(args.rounds):
+                for program in programs.values():
+                    time.sleep(SETTLE_S)
+                    program.turn(args.seconds)
+        rows += rows_of(programs, f"{name}, {args.sources} sources")
+    return rows
 
 
-def rows_of(programs: dict[str, Program], num_sources: int) -> list[Row]:
-    """Ours against each, and what each does by the clock."""
-    ours = programs["jtrain"].per_cpu_s
-    peers = {name: program for name, program in programs.items() if not name.startswith("jtrain")}
-    ours_raw = programs["jtrain, ArrayRecord"].per_cpu_s
-    best = max(peers, key=lambda name: peers[name].per_cpu_s)
-    what = f"{num_sources} sources mixed, per second of CPU time"
-    return [
-        row(what, ours, "samples/s", bar=">= 4e4"),
-        row(f"{what}, against the best peer ({best})", ours, "samples/s", baseline=peers[best].per_cpu_s, bar=">= 3"),
-        row(f"{what}, from ArrayRecord, against Grain", ours_raw, "samples/s", baseline=peers[_GRAIN].per_cpu_s),
-        *(row(f"{what}, against {n}", ours, "samples/s", baseline=p.per_cpu_s) for n, p in peers.items()),
-        *(row(f"by the clock, all processes, {n}", p.best_per_s, "samples/s") for n, p in programs.items()),
-    ]
+def rows_of(programs: dict[str, Program], where: str) -> list[Row]:
+    """Ratios with their bars; the same by CPU time, which other work on the machine changes less; start-up."""
+    rows = []
+    pairs = [pair for pair in PAIRS if pair.peer in programs]
+    for pair in pairs:
+        a, b = (statistics.median(programs[name].ids_per_s) for name in (f"jtrain, {pair.format}", pair.peer))
+        rows.append(row(f"{where}: {pair.format} against {pair.peer}", a, "ids/s", baseline=b, bar=pair.bar))
+    for pair in pairs:
+        a, b = (programs[name].ids / programs[name].cpu_s for name in (f"jtrain, {pair.format}", pair.peer))
+        rows.append(row(f"{where}: the same per second of CPU time, against {pair.peer}", a, "ids/s", baseline=b))
+    if (apart := programs.get(PROCESSES)) is not None:
+        rows.append(row(f"{where}: {PROCESSES}", statistics.median(apart.ids_per_s), "ids/s"))
+    return rows + [row(f"{where}: first batch, {n}", p.first_batch_s, "s") for n, p in programs.items()]
 
 
-@contextlib.contextmanager
-def our_program(num_sources: int, *, prepared: bool) -> Iterator[Program]:
-    """Our loaders and one constructor, and the trainer, which is this process."""
-    keep_freed_memory()
-    folder = data_sources.sources("arrayrecord", num_sources=num_sources)
-    spec = data_sources.mixture(folder, seq_len=8192, global_batch=64)
-    if prepared:
-        spec = dataclasses.replace(spec, prepared=str(data_sources.prepared(spec, folder)))
-    before = set(tree(os.getpid()))
-    with open_dataset(spec, seed=0).train_batches() as batches:
-        next(batches)
-        roots = set(tree(os.getpid())) - before
+PROCESSES = "jtrain, prepared, with its loader processes on the same core"
 
-        def drawn() -> int:
-            return int(batches.cursors.sum())
-
-        def draw(count: int) -> int:
-            """As many steps as hold the samples of so many batches of the peers."""
-            first = drawn()
-            while drawn() - first < count * BATCH:
-                next(batches)
-            return drawn() - first
-
-        draw(50)
-        yield Program(draw, lambda: [os.getpid(), *{pid for root in roots for pid in tree(root)}])
+type Command = tuple[str | None, str, tuple[object, ...]]
+"""Interpreter (None: this one), script of `peers/`, and arguments."""
 
 
-def peer_programs(python: str | None, num_sources: int) -> Mapping[str, contextlib.AbstractContextManager[Program]]:
-    """The peers by name; without an interpreter for the others, Grain alone."""
-    grain = data_sources.sources("arrayrecord", num_sources=num_sources)
-    found = {_GRAIN: _program(None, "data_grain", grain)}
+def ours(num_sources: int, corpus: Corpus) -> dict[str, Command]:
+    """Our programs by name."""
+    records = data_sources.sources("arrayrecord", num_sources=num_sources, corpus=corpus)
+    spec = data_sources.mixture(records, seq_len=data_sources.ROW_TOKENS, global_batch=ROWS)
+    index = data_sources.prepared(spec, records)
+    folders: dict[str, Format] = {"ArrayRecord": "arrayrecord", "tar": "tar", "JSON lines": "jsonl"}
+    arguments = {
+        "jtrain, prepared": (records, "--prepared", index),
+        PROCESSES: (records, "--prepared", index, "--engine", "processes"),
+    } | {
+        f"jtrain, {name}": (data_sources.sources(format, num_sources=num_sources, corpus=corpus),)
+        for name, format in folders.items()
+    }
+    shape = ("--global-batch", ROWS, "--seq-len", data_sources.ROW_TOKENS)
+    return {name: (None, "data_jtrain", ("mixing", *rest, *shape)) for name, rest in arguments.items()}
+
+
+def theirs(python: str | None, num_sources: int, corpus: Corpus) -> dict[str, Command]:
+    """The peers' programs by name; without an interpreter for the others, those that run in ours."""
+
+    def folder(format: Format) -> object:
+        return data_sources.sources(format, num_sources=num_sources, corpus=corpus, peer=python)
+
+    shape = ("--rows", ROWS, "--seq-len", data_sources.ROW_TOKENS)
+    found: dict[str, Command] = {
+        "memmap as in nanoGPT": (None, "data_plain", ("nanogpt", folder("bin"), *shape)),
+        "memmap, one copy per row": (None, "data_plain", ("windows", folder("bin"), *shape)),
+        "plain reader": (None, "data_plain", ("lines", folder("jsonl"), *shape)),
+        "Grain MapDataset.mix": (None, "data_grain", ("mixing", folder("arrayrecord"), *shape)),
+    }
     if python is not None:
-        tar = data_sources.sources("tar", num_sources=num_sources)
-        mds = data_sources.sources("mds", num_sources=num_sources, peer=python)
-        found["WebDataset RandomMix"] = _program(python, "data_webdataset", tar)
-        found["MosaicML streaming"] = _program(python, "data_mosaicml", mds)
-        found["MosaicML streaming, 2 workers"] = _program(python, "data_mosaicml", mds, "--workers", 2)
+        found["MosaicML MDS, prepared"] = (python, "data_mosaicml", ("mixing", folder("mds"), *shape))
+        found["WebDataset RandomMix"] = (python, "data_webdataset", ("mixing", folder("tar"), *shape))
     return found
 
 
 @contextlib.contextmanager
-def _program(python: str | None, script: str, *arguments: object) -> Iterator[Program]:
-    with peer(python, script, "mixing", *arguments, "--batch", BATCH) as program:
-        program.answer()
-        yield Program(_draw(program), lambda: tree(program.pid))
+def started(python: str | None, script: str, arguments: tuple[object, ...]) -> Iterator[Program]:
+    """A program after its first batch, and warm."""
+    start_s = time.perf_counter()
+    with peer(python, script, *arguments) as running:
+        filled = running.answer()["filled"]
+        program = Program(running, filled, time.perf_counter() - start_s)
+        running.ask(str(WARM_S))
+        yield program
 
 
-def _draw(program: Peer) -> Draw:
-    def draw(batches: int) -> int:
-        return program.ask(str(batches))["samples"]
-
-    draw(50)  # warm: buffers are full, every file is open
-    return draw
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """Pins this process, and with it what it starts, to one of its cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

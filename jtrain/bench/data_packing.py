@@ -70,7 +70,7 @@ def plan_batches(
     lengths = np.asarray([len(ids) for ids in documents], np.int32)
     spec = PlannerSpec(
         names=("web",),
-        documents_per_epoch=(len(documents),),
+        chunks_per_epoch=(len(documents),),
         seq_len=SEQ_LEN,
         global_batch=rows,
         schedule=Constant({"web": 1}),

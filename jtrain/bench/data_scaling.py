@@ -15,7 +15,7 @@ import statistics
 import time
 
 from jtrain.bench import Row, row
-from jtrain.bench.data_sources import DOCUMENT_CHARACTERS, QUICK_S, SLOW_S, peer
+from jtrain.bench.data_sources import DOCUMENT_CHARACTERS, QUICK_S, SLOW_S, peer, peer_program
 from jtrain.data.dataset import PackedText, open_dataset
 from jtrain.data.mixture.schedule import Constant, Staged
 from jtrain.data.sources.source import Source
@@ -49,6 +49,7 @@ class Steps:
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Both scenarios of ours, then Grain's steps under the same weights."""
+    peer_program("data_grain")
     slow, risen = our_slow_source(args.steps), our_risen_weight(args.steps)
     grain = {
         "no source slow": grain_step_s(args.steps, weight=EVEN, slow_s=QUICK_S),

@@ -1,10 +1,11 @@
-"""What the other data benchmarks read: seconds and MiB to write many small text sources in four formats.
+"""Files that the other data benchmarks read: seconds and MiB to write many text sources in six formats.
 
     python -m jtrain.bench data_sources --torch-python T/bin/python
 
 306 sources of 400 documents, the number of sources that OVERLORD's navit_data has (arXiv:2504.09844). A document holds
 16 to 8192 characters, one token each for the byte tokenizer; lengths are lognormal, median 318 and mean about 660.
-They are kept in the user's folder for temporary files, so only the first benchmark that needs them waits for them.
+`LONG` has documents of 16 K characters in the median, most of which exceed a row. The files stay in the user's folder
+for temporary files, so only the first benchmark that needs them waits for them.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -36,15 +37,31 @@ if TYPE_CHECKING:
 
     from jtrain.data.dataset import PackedText
 
-NUM_SOURCES, DOCUMENTS = 306, 400
+NUM_SOURCES = 306
+
+
+class Corpus(NamedTuple):
+    """Documents of each source: their number, the median of their lengths and the longest, in characters."""
+
+    documents: int
+    median: int
+    most: int
+
+
+SHORT = Corpus(documents=400, median=318, most=8192)
+LONG = Corpus(documents=12, median=16384, most=1 << 17)
+
 ROW_GROUP = 200
 """Documents of a Parquet row group: 133 KB of text. Usual are 64 MB and more, of which every open file holds one."""
 
 PEERS = Path(__file__).parent / "peers"
 INSTALL = "sh jtrain/bench/peers/setup.sh"
 
-type Format = Literal["parquet", "arrayrecord", "tar", "mds"]
-FORMATS: tuple[Format, ...] = ("parquet", "arrayrecord", "tar", "mds")
+ROW_TOKENS = 8192
+"""Tokens of a row in the mixed reading; an MDS sample holds one more, for the last target."""
+
+type Format = Literal["parquet", "arrayrecord", "tar", "jsonl", "bin", "mds"]
+FORMATS: tuple[Format, ...] = ("parquet", "arrayrecord", "tar", "jsonl", "bin", "mds")
 
 QUICK_S, SLOW_S = 0.001, 0.010
 """To read a document of the sources `quick` and `slow`."""
@@ -52,7 +69,7 @@ DOCUMENT_CHARACTERS = 255
 """Of all of theirs: a row holds a fixed number of them."""
 
 _POOL_BYTES = 8 << 20
-_VERSION = 2  # of what is written: another one is written anew
+_VERSION = 3  # of what is written: another one is written anew
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,20 +95,21 @@ def sources(
     format: Format,
     *,
     num_sources: int = NUM_SOURCES,
-    documents: int = DOCUMENTS,
+    corpus: Corpus = SHORT,
     peer: str | None = None,
     folder: Path | None = None,
 ) -> Path:
-    """The folder with one file (mds: one folder) per source, written now unless a benchmark before did.
+    """The folder with one file (mds: a folder; bin: one file in all) per source, written unless it exists.
 
     Args:
-      format: of the files.
+      format: of the files. `bin` is the flat file of nanoGPT and Megatron: uint16 ids of one document after another.
+        `mds` holds rows of ids, as llm-foundry prepares them: documents joined, then cut.
       num_sources: how many.
-      documents: in each source.
+      corpus: documents of each source.
       peer: an interpreter that has mosaicml-streaming; only mds needs one.
       folder: where to keep them; by default below the user's folder for temporary files.
     """
-    target = (folder or kept()) / f"sources-{_VERSION}" / f"{num_sources}x{documents}" / format
+    target = (folder or kept()) / f"sources-{_VERSION}" / f"{num_sources}x{corpus.documents}x{corpus.median}" / format
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -99,13 +117,14 @@ def sources(
     try:
         if format == "mds":  # its package only writes from Parquet: one generator
             assert peer is not None
-            parquet = sources("parquet", num_sources=num_sources, documents=documents, folder=folder)
-            subprocess.run([peer, str(PEERS / "data_mosaicml.py"), "write", str(parquet), str(unfinished)], check=True)
+            parquet = sources("parquet", num_sources=num_sources, corpus=corpus, folder=folder)
+            script = peer_program("data_mosaicml")
+            options = ("--seq-len", str(ROW_TOKENS))
+            subprocess.run([peer, str(script), "write", str(parquet), str(unfinished), *options], check=True)
         else:
-            lengths, pool = lengths_of(num_sources, documents), _pool()
+            lengths, pool = lengths_of(num_sources, corpus), _pool()
             for source in range(num_sources):
-                write = {"parquet": _write_parquet, "arrayrecord": write_arrayrecord, "tar": _write_tar}[format]
-                write(unfinished / f"{source:04}.{format}", texts_of(source, lengths[source], pool))
+                _WRITERS[format](unfinished / f"{source:04}.{format}", texts_of(source, lengths[source], pool))
         with contextlib.suppress(OSError):  # another process was quicker: its files are the same
             unfinished.rename(target)
     finally:
@@ -118,10 +137,10 @@ def kept() -> Path:
     return Path(tempfile.gettempdir()) / f"jtrain-bench-{getpass.getuser()}"
 
 
-def lengths_of(num_sources: int, documents: int) -> Int[np.ndarray, "sources documents"]:
-    """Characters of every document: lognormal, median 318, clipped to [16, 8192]."""
-    drawn = np.random.default_rng(0).lognormal(np.log(318), 1.243, (num_sources, documents))
-    return np.clip(drawn, 16, 8192).astype(np.int64)
+def lengths_of(num_sources: int, corpus: Corpus = SHORT) -> Int[np.ndarray, "sources documents"]:
+    """Characters of every document: lognormal, clipped to [16, corpus.most]."""
+    drawn = np.random.default_rng(0).lognormal(np.log(corpus.median), 1.243, (num_sources, corpus.documents))
+    return np.clip(drawn, 16, corpus.most).astype(np.int64)
 
 
 def texts_of(source: int, lengths: Int[np.ndarray, " documents"], pool: str) -> list[str]:
@@ -143,7 +162,8 @@ def mixture(folder: Path, *, seq_len: int, global_batch: int) -> "PackedText":
 
     files = sorted(folder.iterdir())
     weights = weights_of(len(files)).tolist()
-    field = "text" if files[0].suffix == ".parquet" else ""  # the record itself is the text
+    # an ArrayRecord's record is the text itself; in a tar, txt is the members' suffix
+    field = {".parquet": "text", ".jsonl": "text", ".tar": "txt", ".arrayrecord": ""}[files[0].suffix]
     return PackedText(
         sources={
             f"source_{number:03}": Source(path=str(file), weight=weight, text_field=field)
@@ -208,6 +228,26 @@ def _write_tar(path: Path, texts: Sequence[str]) -> None:
             tar.addfile(info, io.BytesIO(text.encode()))
 
 
+def _write_jsonl(path: Path, texts: Sequence[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def _append_bin(path: Path, texts: Sequence[str]) -> None:
+    """Appends the ids to the one file of all sources, a zero before and behind each document."""
+    ids = b"".join(b"\0" + text.encode() + b"\0" for text in texts)
+    with path.with_name("tokens.bin").open("ab") as file:
+        file.write(np.frombuffer(ids, np.uint8).astype(np.uint16).tobytes())
+
+
+_WRITERS: dict[Format, Callable[[Path, Sequence[str]], None]] = {
+    "parquet": _write_parquet,
+    "arrayrecord": write_arrayrecord,
+    "tar": _write_tar,
+    "jsonl": _write_jsonl,
+    "bin": _append_bin,
+}
+
+
 class Slowly:
     """Texts that take `seconds` each to read, with the interpreter's lock held: as decoding on a core of one's own."""
 
@@ -258,8 +298,9 @@ def peer_python(args: argparse.Namespace) -> str:
     """The peers' interpreter.
 
     Raises:
-      UserError: none was given, or it lacks a peer.
+      UserError: none was given, it lacks a peer, or the peers' programs are not here.
     """
+    peer_program("data_protocol")
     path: str | None = args.torch_python
     find = "import importlib.util as u; [u.find_spec(n).name for n in ('torchdata', 'webdataset', 'streaming')]"
     if path is None or subprocess.run([path, "-c", find], capture_output=True, check=False).returncode:
@@ -267,6 +308,21 @@ def peer_python(args: argparse.Namespace) -> str:
         raise UserError(
             f"the data benchmarks compare with torchdata, webdataset and mosaicml-streaming, but {wrong}. Make one "
             f"with `{INSTALL}`, then give --torch-python or PEER_TORCH_PYTHON."
+        )
+    return path
+
+
+def peer_program(name: str) -> Path:
+    """Path of `peers/NAME.py`.
+
+    Raises:
+      UserError: jtrain was installed from a wheel, which does not carry the peers' programs.
+    """
+    path = PEERS / f"{name}.py"
+    if not path.is_file():
+        raise UserError(
+            f"this benchmark runs beside peers, and {path} does not exist: the wheel leaves the peers' programs out. "
+            f"Get a checkout of jtrain, run `{INSTALL}` in it, then the benchmark from there."
         )
     return path
 
@@ -301,9 +357,14 @@ class Peer:
 
 @contextlib.contextmanager
 def peer(python: str | None, script: str, *arguments: object) -> Iterator[Peer]:
-    """Starts `peers/SCRIPT.py`, in this interpreter if python is None; it ends where its standard input does."""
-    command = [python or sys.executable, str(PEERS / f"{script}.py"), *(str(argument) for argument in arguments)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    """Starts `peers/SCRIPT.py`, in this interpreter if python is None; it ends where its standard input does.
+
+    Raises:
+      UserError: as of `peer_program`.
+    """
+    command = [python or sys.executable, str(peer_program(script)), *(str(argument) for argument in arguments)]
+    # PYTHONPATH names packages of this interpreter's version; another interpreter must not find them.
+    environment = {name: value for name, value in os.environ.items() if python is None or name != "PYTHONPATH"}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -312,7 +373,3 @@ def peer(python: str | None, script: str, *arguments: object) -> Iterator[Peer]:
             yield Peer(process, command)
         finally:
             process.stdin.close()
-
-
-type Draw = Callable[[int], int]
-"""Draws that many batches and returns how many samples they held."""

@@ -22,9 +22,10 @@ MOVED = {
 }
 """Paths in older runs -> paths of the same fields now."""
 
-CHANGEABLE = {"precision": "precision.", "kernels": "kernels"}
+CHANGEABLE = {"precision": "precision.", "kernels": "kernels", "data": "data."}
 """Names for `--allow-change` -> prefix of the paths that may then differ. Losses differ from that step on, so the
-change is printed, and kept as a remark in config.txt and in every later checkpoint."""
+change is printed, and kept as a remark in config.txt and in every later checkpoint. With `data`, the weights go on and
+the data begins anew, from the first chunk of its order."""
 
 MAY_CHANGE_ON_RESUME = {
     "mesh.": "the layout does not change the losses",
@@ -44,7 +45,6 @@ MAY_CHANGE_ON_RESUME = {
     "data.max_loaders": "changes how the data is read, not the data",
     "data.shadows": "changes how the data is read, not the data",
     "data.read_timeout_s": "changes how the data is read, not the data",
-    "data.prepared": "changes how the data is read, not the data",
     "data.cache_dir": "changes how the data is read, not the data",
     "data.lookahead_steps": "changes how the data is read, not the data",
     "data.context_order": "changes which device has which positions, not the positions",

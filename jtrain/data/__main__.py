@@ -111,7 +111,8 @@ def pieces_of_step(dataset: "TextDataset", step: int) -> list[dict[str, Any]]:
     """Returns one entry per document piece of batch `step`, in the order of rows and segments.
 
     Returns:
-      Dicts with `row`, `source`, `document` (file:number), its `start_token` and `end_token`, and `text`.
+      Dicts with `row`, `source`, `document` (file:number), `chunk` of the document, `start_token` and `end_token` in
+      that chunk, and `text`.
     """
     import numpy as np  # lazy: otherwise `--help` would take a second
 
@@ -125,16 +126,17 @@ def pieces_of_step(dataset: "TextDataset", step: int) -> list[dict[str, Any]]:
         at, row = (at if pieces.row[i] == row else 0), int(pieces.row[i])
         ids = batch.token_BL[row, at : at + end - start]
         at += len(ids)
-        documents = dataset.documents[source]
-        record = int(documents.order.records(np.asarray([pieces.document[i]], np.int64))[0])
+        stream = dataset.streams[source]
+        chunk = stream.locate(np.asarray([pieces.document[i]], np.int64))
         found.append(
             {
                 "row": row,
                 "source": dataset.names[source],
-                "document": documents.identity_of(record),
+                "document": stream.identity_of(int(chunk.record[0])),
+                "chunk": int(chunk.first[0]),
                 "start_token": start,
                 "end_token": end,
-                "text": documents.tokenizer.decode([int(i) for i in ids]),
+                "text": stream.tokenizer.decode([int(i) for i in ids]),
             }
         )
     return found

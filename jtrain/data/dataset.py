@@ -2,28 +2,29 @@
 
 import dataclasses
 import functools
-import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Int, Integer
+from jaxtyping import Int, Int64, Integer
 
+from jtrain.data.chunk_order import Chunks
+from jtrain.data.chunk_stream import ChunkStream, SourceSetup
 from jtrain.data.constructor.collate import Rows, fill_rows, views_of
 from jtrain.data.constructor.constructor import ConstructorSetup, DataState
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.data_plane import InlinePlane, Plane, ProcessPlane
-from jtrain.data.document_stream import DocumentStream, SourceSetup
 from jtrain.data.iterator import BatchIterator, to_json
 from jtrain.data.mixture.schedule import Constant, own_weights
 from jtrain.data.planner.planner import EndOfData, Planner, PlannerSpec
 from jtrain.data.ray.engine import RayPlane, trainers
+from jtrain.data.sources.shuffle import epoch_key, permuted
 from jtrain.data.spec import PackedText
 from jtrain.dims import Batch
 from jtrain.errors import UserError
 
-_STATE_VERSION = 2
+_STATE_VERSION = 3
 
 SLOTS = 2
 """Batches that a constructor fills ahead in shared memory; the trainer's prefetch holds as many more."""
@@ -31,8 +32,11 @@ SLOTS = 2
 _PRELOAD = ("pyarrow.parquet", "tokenizers")
 """Modules that the forkserver imports once for all loaders, if opening the sources here has imported them."""
 
-_EVAL_DOCUMENTS = 16
-"""Number of held-out documents read at a time."""
+_EVAL_CHUNKS = 16
+"""Number of held-out documents, or chunks of them, read at a time."""
+
+_EVAL_POOL = 4
+"""How many times the chunks of an evaluation the held-out documents hold from which they are drawn."""
 
 _MOST_LINES = 12
 """Number of sources that the plan lists one by one."""
@@ -63,11 +67,15 @@ class TextDataset:
     def __init__(self, spec: PackedText, *, seed: int) -> None:
         self.spec = spec
         self.seed = seed
-        self.setups = spec.setups(seed=seed)
-        self.names = tuple(setup.name for setup in self.setups)
-        self.documents = [DocumentStream(setup) for setup in self.setups]
-        self.fingerprints = {setup.name: d.fingerprint() for setup, d in zip(self.setups, self.documents, strict=True)}
-        self.tokenizer = self.documents[0].tokenizer
+        setups = spec.setups(seed=seed)
+        self.names = tuple(setup.name for setup in setups)
+        self.streams = [ChunkStream(setup) for setup in setups]
+        self.setups = tuple(
+            dataclasses.replace(setup, chunk_bytes=stream.chunk_bytes)
+            for setup, stream in zip(setups, self.streams, strict=True)
+        )
+        self.fingerprints = {name: stream.fingerprint() for name, stream in zip(self.names, self.streams, strict=True)}
+        self.tokenizer = self.streams[0].tokenizer
         self._check_size("training")
         if spec.eval_fraction:
             self._check_size("evaluation")
@@ -75,28 +83,32 @@ class TextDataset:
     @property
     def vocab_size(self) -> int:
         """Upper bound (exclusive) of the ids of all sources."""
-        return max(documents.tokenizer.vocab_size for documents in self.documents)
+        return max(stream.tokenizer.vocab_size for stream in self.streams)
 
     def describe(self) -> str:
         """Returns a line for each source, for the plan of a run."""
         shares = self._schedule().weights(0, self.names)
         lines = []
-        for name, documents, share in zip(self.names, self.documents, shares.tolist(), strict=True):
-            corpus = documents.corpus
-            head = documents.setup.source.path if self.spec.path is not None else f"{name} ({share:.1%})"
+        for name, stream, share in zip(self.names, self.streams, shares.tolist(), strict=True):
+            head = stream.setup.source.path if self.spec.path is not None else f"{name} ({share:.1%})"
             lines.append(
-                f"{head}: {len(corpus):,} documents in {len(corpus.names):,} files, "
-                f"{corpus.size_bytes / 2**20:,.1f} MiB, about {self.spec.eval_fraction:.2%} held out; "
-                f"vocabulary {documents.tokenizer.vocab_size:,}"
+                f"{head}: {stream.num_documents:,} documents in {len(stream.names):,} files, "
+                f"{stream.size_bytes / 2**20:,.1f} MiB, about {self.spec.eval_fraction:.2%} held out; "
+                f"vocabulary {stream.tokenizer.vocab_size:,}"
             )
+            if stream.prepared is not None and stream.prepared.num_skipped:
+                lines[-1] += f"; {stream.prepared.num_skipped:,} bad documents were left out when it was prepared"
         if len(lines) > _MOST_LINES:
             lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} more sources"]
+        corpora = [stream.corpus for stream in self.streams if stream.corpus is not None]
+        lines += [corpus.left_out for corpus in corpora if corpus.left_out]
         return "\n".join(lines)
 
     def train_batches(
         self,
         start_state: dict[str, Any] | None = None,
         *,
+        first_step: int = 0,
         rows: Int[np.ndarray, " rows"] | None = None,
         context: int = 1,
         cost: tuple[float, float] = (1.0, 0.0),
@@ -108,6 +120,7 @@ class TextDataset:
 
         Args:
           start_state: a state that `BatchIterator.state` returned; None starts from the first batch.
+          first_step: step of the first batch if there is no state, for the schedule of the mixture.
           rows: rows of the global batch that this process needs; None for all.
           context: size of the mesh axis that splits rows.
           cost: cost of a token, and of a pair of a token and an earlier one in its document; used to balance rows.
@@ -119,7 +132,11 @@ class TextDataset:
         setups = self.setups
         if start_state is not None:
             self._check_state(start_state)
-            setups = self.spec.setups(seed=self.seed, windows=start_state["windows"])
+            setups = self.spec.setups(seed=self.seed, cuts=start_state["cuts"])
+            setups = tuple(
+                dataclasses.replace(setup, chunk_bytes=setup.chunk_bytes or here.chunk_bytes)
+                for setup, here in zip(setups, self.setups, strict=True)
+            )
         setups = tuple(dataclasses.replace(s, fingerprint=self.fingerprints[s.name]) for s in setups)
         planner = self._planner_spec(cost)
         changes: list[str] = []
@@ -128,13 +145,13 @@ class TextDataset:
             counts = [start_state["skipped"].get(name, 0) for name in self.names]
             state = DataState(planner_state, np.asarray(counts, np.int64))
         else:
-            state = self._start_state(planner)
+            state = self._start_state(planner, first_step)
         work = ConstructorSetup(
             sources=setups,
             planner=planner,
             rows=np.arange(self.spec.global_batch) if rows is None else rows,
             column_order=context_order(self.spec.seq_len, context, self.spec.context_order) if context > 1 else None,
-            documents_bytes=tuple(d.corpus.size_bytes // max(len(d), 1) for d in self.documents),
+            chunk_bytes=tuple(stream.size_bytes // max(len(stream), 1) for stream in self.streams),
             lookahead_steps=self.spec.lookahead_steps,
         )
         plane: Plane
@@ -166,8 +183,9 @@ class TextDataset:
         """Returns the state before the first batch, without starting anything."""
         return to_json(self._start_state(self._planner_spec((1.0, 0.0))), self._identity(self.setups), self.names)
 
-    def _start_state(self, planner: PlannerSpec) -> DataState:
-        return DataState(Planner(planner, _no_lengths).start(), np.zeros(len(self.names), np.int64))
+    def _start_state(self, planner: PlannerSpec, first_step: int = 0) -> DataState:
+        state = dataclasses.replace(Planner(planner, _no_lengths).start(), step=first_step)
+        return DataState(state, np.zeros(len(self.names), np.int64))
 
     def _identity(self, setups: tuple[SourceSetup, ...]) -> dict[str, Any]:
         """Returns the identity of the stream: the part of a saved state that must not change on resume."""
@@ -175,7 +193,7 @@ class TextDataset:
             "version": _STATE_VERSION,
             "seed": self.seed,
             "sources": self.fingerprints,
-            "windows": {setup.name: setup.window_bytes for setup in setups},
+            "cuts": {setup.name: [setup.window_bytes, setup.chunk_bytes] for setup in setups},
         }
 
     def eval_batches(self, *, context: int = 1) -> Iterator[Batch]:
@@ -195,7 +213,7 @@ class TextDataset:
         ids: dict[int, np.ndarray] = {}
 
         def lengths(source: int, first: int, count: int) -> Int[np.ndarray, " read"]:
-            numbers = range(first, first + min(count, _EVAL_DOCUMENTS))
+            numbers = range(first, first + min(count, _EVAL_CHUNKS))
             ids.update((number, self._eval_ids(number)) for number in numbers)
             return np.asarray([len(ids[number]) for number in numbers], np.int64)
 
@@ -203,7 +221,7 @@ class TextDataset:
         planner = Planner(
             PlannerSpec(
                 names=("eval",),
-                documents_per_epoch=(len(self._eval_records),),
+                chunks_per_epoch=(len(self._eval_sample),),
                 seq_len=spec.seq_len,
                 global_batch=spec.global_batch,
                 schedule=Constant({"eval": 1.0}),
@@ -227,14 +245,34 @@ class TextDataset:
             yield Batch(*(array[:, order] for array in arrays))
 
     @functools.cached_property
-    def _eval_records(self) -> list[tuple[int, int]]:
-        """Held-out documents as (source, record), taken from the sources in turn."""
-        each = [[(s, r) for r in d.eval_records().tolist()] for s, d in enumerate(self.documents)]
-        return [item for turn in itertools.zip_longest(*each) for item in turn if item is not None]
+    def _eval_sample(self) -> Int64[np.ndarray, "chunks 3"]:
+        """Source, record and chunk of the evaluation's chunks, the same for every run.
+
+        Held-out documents are taken in a fixed random order, from the sources in turn, until they hold several times
+        the chunks that an evaluation reads; these are then drawn from all of them at random. A few long documents
+        would make an evaluation that says more about them than about the model.
+        """
+        wanted = _EVAL_POOL * self.spec.eval_batches * self.spec.global_batch
+        share = -(-wanted // len(self.streams))
+        found = []
+        for source, stream in enumerate(self.streams):
+            lacking = share
+            for records in stream.held_out_records():
+                for start in range(0, len(records), _EVAL_CHUNKS):
+                    chunks = stream.chunks_of(records[start : start + _EVAL_CHUNKS])
+                    found.append(np.stack([np.full_like(chunks.record, source), chunks.record, chunks.first], axis=1))
+                    lacking -= len(chunks.record)
+                    if lacking <= 0:
+                        break
+                if lacking <= 0:
+                    break
+        pool = np.concatenate([np.empty((0, 3), np.int64), *found])
+        return pool[permuted(np.arange(len(pool)), np.int64(max(len(pool), 1)), epoch_key(0, 0))]
 
     def _eval_ids(self, number: int) -> Integer[np.ndarray, " tokens"]:
-        source, record = self._eval_records[number]
-        return self.documents[source].read_records(np.asarray([record], np.int64)).ids
+        source, record, chunk = self._eval_sample[number].tolist()
+        one = Chunks(*(np.asarray([value], np.int64) for value in (record, chunk, 1)))
+        return self.streams[source].read_chunks(one).ids
 
     def _schedule(self) -> Any:
         own = {name: source.weight for name, source in self.spec.named_sources.items()}
@@ -244,7 +282,7 @@ class TextDataset:
         spec = self.spec
         return PlannerSpec(
             names=self.names,
-            documents_per_epoch=tuple(len(documents) for documents in self.documents),
+            chunks_per_epoch=tuple(len(stream) for stream in self.streams),
             seq_len=spec.seq_len,
             global_batch=spec.global_batch,
             packing=spec.packing,
@@ -263,26 +301,31 @@ class TextDataset:
         saved = state.get("sources", {}) if isinstance(state.get("sources"), dict) else {}
         differing += [(f"sources.{n}", saved[n], here[n]) for n in self.names if n in saved and saved[n] != here[n]]
         for key, there, now in differing:
+            way = "Restore the files, the tokenizer, data.eval_fraction and seed"
+            if key == "version":
+                way = "Finish the run with the jtrain that began it"
             raise UserError(
                 f"the data state was saved with {key}={there!r}, but here it is {now!r}: the next batches would "
-                "differ from those of the uninterrupted run. Restore the files, the tokenizer, data.eval_fraction "
-                "and seed, or start in a new --workdir."
+                f"differ from those of the uninterrupted run. {way}, start in a new --workdir, or add --allow-change "
+                "data: the weights go on, and the data begins anew."
             )
 
     def _check_size(self, purpose: Literal["training", "evaluation"]) -> None:
         """Refuses a split that does not fill one row. Reads only as many documents as the check needs."""
         tokens = documents_left = 0
-        for documents in self.documents:
+        for stream in self.streams:
             if purpose == "training":
-                records = np.arange(min(len(documents), 1 << 20), dtype=np.int64)
-                records = records[~documents.held_out(records)]
+                records = np.arange(min(stream.num_documents, 1 << 20), dtype=np.int64)
+                parts = iter([records[~stream.held_out(records)]])
             else:
-                records = documents.eval_records()
-            documents_left += len(records)
-            for start in range(0, len(records), 16):
-                tokens += len(documents.read_records(records[start : start + 16]).ids)
-                if tokens >= self.spec.seq_len:
-                    return
+                parts = stream.held_out_records()
+            for records in parts:
+                documents_left += len(records)
+                for start in range(0, len(records), 16):
+                    chunks = stream.chunks_of(records[start : start + 16])
+                    tokens += len(stream.read_chunks(Chunks(*(array[:256] for array in chunks))).ids)
+                    if tokens >= self.spec.seq_len:
+                        return
         spec = self.spec
         way = "or lower data.eval_fraction." if purpose == "training" else "raise data.eval_fraction, or set it to 0."
         what = f"data.path={spec.path!r}" if spec.path is not None else f"the {len(self.names)} data.sources"

@@ -57,7 +57,7 @@ def budget(dataset: TextDataset, *, rows: int) -> Budget:
 
     With `data.engine=inline` there is no process besides the trainer.
     """
-    spec, sources = dataset.spec, dataset.documents
+    spec, sources = dataset.spec, dataset.streams
     if spec.engine == "inline":
         return Budget(())
     if spec.engine == "ray":  # Ray decides the number of threads and descriptors
@@ -70,8 +70,9 @@ def budget(dataset: TextDataset, *, rows: int) -> Budget:
     threads = 1 + arrow * _ARROW_THREADS + array_record * _ARRAY_RECORD_THREADS
     kinds = sum(d.setup.tokenizer != "bytes" for d in sources) > 0 and not prepared
     base = _PYTHON_MIB + arrow * _ARROW_MIB + array_record * _ARRAY_RECORD_MIB + kinds * _TOKENIZER_MIB
-    decoded = sum(min(int(d.corpus.group_bytes.sum()), 2 * d.setup.window_bytes) for d in sources) * arrow
-    documents = [max(1, d.corpus.size_bytes // max(1, len(d))) for d in sources]
+    corpora = [stream.corpus for stream in sources if stream.corpus is not None]
+    decoded = sum(min(int(corpus.group_bytes.sum()), 2 * sources[0].setup.window_bytes) for corpus in corpora) * arrow
+    documents = [max(1, corpus.size_bytes // len(corpus)) for corpus in corpora]
     ahead = spec.lookahead_steps * spec.global_batch * spec.seq_len * 4 + IN_FLIGHT * sum(documents) * 16
     slots = SLOTS * slot_bytes(rows, spec.seq_len)
     # A loader maps few files per open source (line starts of JSON lines, or lengths and ids of a prepared source).

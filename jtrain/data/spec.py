@@ -4,7 +4,7 @@ import dataclasses
 import os
 from typing import Literal
 
-from jtrain.data.document_stream import SourceSetup
+from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged
 from jtrain.data.sources.source import ONE_SOURCE, Source
 from jtrain.errors import UserError
@@ -24,9 +24,10 @@ class PackedText:
     end_token: the token that ends a document, if the tokenizer's files do not name it.
     text_field, text_piece_bytes: fields of the source at `path`; see `Source`.
     mixture: the shares of the sources per step; the default uses each source's own weight.
-    mixture_unit: the unit of the shares: tokens, samples (documents), or rows (each row then holds one source).
-    packing: `concat` cuts documents at row ends; `first_fit` and `best_fit` keep each document whole if it fits into a
-      row, and leave about a thousandth of the row empty.
+    mixture_unit: the unit of the shares: tokens, samples (chunks: documents, or their parts of at most a row), or rows
+      (each row then holds one source).
+    packing: how chunks that are shorter than a row share rows: `concat` cuts them at row ends; `first_fit` and
+      `best_fit` keep each one whole, and leave a part of the rows empty, about a thousandth in large batches.
     balance: order the rows of a step so that every rank gets about the same work; the contents of rows never change.
     context_order: the positions that a rank of the `context` axis gets: `zigzag` takes one block from the front and one
       from the back, so that every rank has the same causal attention work.
@@ -43,8 +44,7 @@ class PackedText:
     prepared: a folder that `python -m jtrain.data prepare` wrote: nothing is tokenised during training.
     cache_dir: folder for copies of remote and compressed files.
     lookahead_steps: number of steps to read ahead.
-    shuffle_window_bytes: decoded Parquet text kept for shuffling, over all sources; see
-      `ShuffleOrder`.
+    shuffle_window_bytes: decoded Parquet text kept for shuffling, over all sources; see `WindowedChunks`.
     """
 
     path: str | None = None
@@ -109,10 +109,10 @@ class PackedText:
         source = Source(path=self.path, text_field=self.text_field, text_piece_bytes=self.text_piece_bytes)
         return {ONE_SOURCE: source}
 
-    def setups(self, *, seed: int, windows: dict[str, int] | None = None) -> tuple[SourceSetup, ...]:
+    def setups(self, *, seed: int, cuts: dict[str, list[int]] | None = None) -> tuple[SourceSetup, ...]:
         """Returns the settings with which a process opens each source.
 
-        windows: shuffle windows of a saved run, in bytes by source, so that its order of documents continues.
+        cuts: window and chunk of each source of a saved run, in bytes, so that its order continues.
         """
         sources = self.named_sources
         share = self.shuffle_window_bytes // len(sources)
@@ -125,7 +125,9 @@ class PackedText:
                 seed=seed,
                 eval_fraction=self.eval_fraction,
                 on_bad_record=self.on_bad_record,
-                window_bytes=(windows or {}).get(name, share),
+                chunk_tokens=self.seq_len,
+                chunk_bytes=cuts[name][1] if cuts and name in cuts else None,
+                window_bytes=cuts[name][0] if cuts and name in cuts else share,
                 decoded_cache_bytes=self.shuffle_window_bytes,
                 cache_dir=os.path.expanduser(self.cache_dir),
                 prepared=self.prepared,

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, UInt
@@ -19,6 +19,14 @@ from jtrain.errors import FileError, UserError
 type Ids = Int[np.ndarray, " tokens"]
 type EncodedDocuments = tuple[Int[np.ndarray, " documents"], UInt[np.ndarray, " tokens"]]
 """Tokens of each document (int32), and the ids of all documents one after another in the tokenizer's `id_dtype`."""
+
+
+class TextChunk(NamedTuple):
+    """Part of a document: UTF-8 bytes of its text, and whether its begin and end ids belong to this part."""
+
+    content: bytes
+    begins: bool
+    ends: bool
 
 
 def smallest_id_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -65,6 +73,10 @@ class Tokenizer(Protocol):
         """Returns the ids of `encode_document` for many documents at once: faster, and in a smaller dtype."""
         ...
 
+    def encode_chunks(self, chunks: Sequence[TextChunk]) -> EncodedDocuments:
+        """Returns the tokens of each chunk and the ids of all, with the border ids of the documents that they end."""
+        ...
+
     def decode(self, ids: Sequence[int] | Ids) -> str: ...
 
 
@@ -97,6 +109,11 @@ class ByteTokenizer:
         lengths = [len(content) + 2 if content else 0 for content in encoded]
         full = [content for content in encoded if content]
         joined = b"".join((b"\0", b"\0\0".join(full), b"\0")) if full else b""
+        return np.asarray(lengths, np.int32), np.frombuffer(joined, np.uint8)
+
+    def encode_chunks(self, chunks: Sequence[TextChunk]) -> EncodedDocuments:
+        lengths = [len(content) + begins + ends for content, begins, ends in chunks]
+        joined = b"".join(part for c, begins, ends in chunks for part in (b"\0" * begins, c, b"\0" * ends))
         return np.asarray(lengths, np.int32), np.frombuffer(joined, np.uint8)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
@@ -172,6 +189,16 @@ class HFTokenizer:
         encoded = self._rust.encode_batch_fast([texts[i] for i in full], add_special_tokens=False)
         for i, one in zip(full, encoded, strict=True):
             parts.append(np.asarray([*begin, *one.ids, self.end_id], self.id_dtype))
+            lengths[i] = len(parts[-1])
+        return lengths, np.concatenate(parts)
+
+    def encode_chunks(self, chunks: Sequence[TextChunk]) -> EncodedDocuments:
+        parts = [np.empty(0, self.id_dtype)]
+        lengths = np.zeros(len(chunks), np.int32)
+        encoded = self._rust.encode_batch_fast([c.content.decode("utf-8") for c in chunks], add_special_tokens=False)
+        for i, (chunk, one) in enumerate(zip(chunks, encoded, strict=True)):
+            begin = [self.begin_id] if chunk.begins and self.begin_id is not None else []
+            parts.append(np.asarray([*begin, *one.ids, *[self.end_id] * chunk.ends], self.id_dtype))
             lengths[i] = len(parts[-1])
         return lengths, np.concatenate(parts)
 

@@ -1,23 +1,31 @@
 """Description of a run in its workdir, written before training: config.txt and run.json."""
 
+import contextlib
 import datetime
+import errno
 import json
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 from jax.sharding import Mesh
 
+from jtrain.errors import FileError
 from jtrain.runtime.atomic_io import write_whole
 
 _VERSIONS = ("jtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+_NO_WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processes: int) -> None:
-    """Writes config.txt, and run.json with command, commit, versions, devices and start time."""
-    workdir.mkdir(parents=True, exist_ok=True)
+    """Writes config.txt, and run.json with command, commit, versions, devices and start time.
+
+    Raises:
+      FileError: the workdir cannot be written to.
+    """
     facts = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.orig_argv,
@@ -27,9 +35,31 @@ def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processe
         "processes": num_processes,
         "mesh": dict(mesh.shape),
     }
-    for name, text in (("run.json", json.dumps(facts, indent=1) + "\n"), ("config.txt", config_text)):
-        # Atomic, because half a config.txt would look like the config of another run.
-        write_whole(workdir / name, text)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        for name, text in (("run.json", json.dumps(facts, indent=1) + "\n"), ("config.txt", config_text)):
+            # Atomic, because half a config.txt would look like the config of another run.
+            write_whole(workdir / name, text)
+    except OSError as error:
+        raise _cannot_write(workdir, error) from error
+
+
+@contextlib.contextmanager
+def full_disk_named(workdir: Path) -> Iterator[None]:
+    """Raises FileError that names the workdir where a write fails because its disk is full or has become read-only."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, FileError) or error.errno not in _NO_WRITES:
+            raise
+        raise _cannot_write(workdir, error) from error
+
+
+def _cannot_write(workdir: Path, error: OSError) -> FileError:
+    return FileError(
+        f"--workdir {workdir} cannot be written to ({error.strerror}). Make room there, or set --workdir to a folder "
+        "on another disk."
+    )
 
 
 def git_commit() -> str | None:

@@ -35,7 +35,7 @@ from jtrain.plan.job import Job
 from jtrain.plan.oom_report import explained
 from jtrain.plan.report.summary import print_plan
 from jtrain.runtime.multihost import agree, same_everywhere
-from jtrain.runtime.run_files import write_run_files
+from jtrain.runtime.run_files import full_disk_named, write_run_files
 from jtrain.runtime.signals import StopRequest
 from jtrain.step.finite import check_finite
 from jtrain.step.state import TrainState, abstract_state, init_state
@@ -98,6 +98,7 @@ def train(
         write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
 
     with (
+        full_disk_named(workdir),
         explained(job, optimizer, mesh, available=available),
         Checkpoints(workdir, run.checkpoint) as checkpoints,
         StopRequest() as stop,
@@ -108,16 +109,22 @@ def train(
             state, data_state = init_state(job.layout, optimizer, mesh, seed=run.seed), None
         else:
             state, data_state = checkpoints.restore(start_step, abstract_state(job.layout, optimizer, mesh))
+            if "data" in allow_change:
+                data_state = None
         rows = host_rows(mesh, run.data.global_batch)
         with (
             Metrics(workdir, run.metrics, num_steps=run.num_steps, start_step=start_step) as metrics,
             prefetch(
-                dataset.train_batches(data_state, rows=rows, context=run.mesh.context, cost=_cost(run)),
+                dataset.train_batches(
+                    data_state, first_step=start_step, rows=rows, context=run.mesh.context, cost=_cost(run)
+                ),
                 lambda batch: put_batch(batch, mesh, rows=rows, global_batch=run.data.global_batch),
             ) as fed,
         ):
             if start_step:
                 metrics.say(f"resumed from step {start_step}")
+            if start_step and data_state is None:
+                metrics.say(f"the data begins anew at step {start_step}, as --allow-change data permits")
             for change in changes:
                 metrics.say(f"changed from step {start_step} on, as --allow-change permits: {change}")
             train_step = make_train_step(run.model, optimizer, job.layout, mesh)

@@ -1,20 +1,35 @@
 """The data benchmarks, small: the same code on 6 sources, so that a command of theirs that breaks is found here."""
 
+import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 
-from jtrain.bench import data_end_to_end, data_memory, data_mixing, data_resume, data_scaling, data_sources, meets_bar
+from jtrain.bench import (
+    cpu_step,
+    data_end_to_end,
+    data_memory,
+    data_mixing,
+    data_resume,
+    data_scaling,
+    data_sources,
+    meets_bar,
+)
 from jtrain.bench.data_end_to_end import Text
 from jtrain.bench.data_memory import Measured, Usage
 from jtrain.data.mixture.schedule import Constant
+from jtrain.errors import UserError
+
+FIVE = data_sources.SHORT._replace(documents=5)
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +40,14 @@ def own_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 def test_all_formats_hold_the_same_documents_and_are_written_once() -> None:
     """306 x 400 lengths as published, and the text of a small one from three formats."""
-    lengths = data_sources.lengths_of(306, 400)
+    lengths = data_sources.lengths_of(306)
     assert (lengths.min(), lengths.max()) == (16, 8192)
     assert 640 < lengths.mean() < 690
     parquet, records, tar = (
-        data_sources.sources(format, num_sources=2, documents=5) for format in ("parquet", "arrayrecord", "tar")
+        data_sources.sources(format, num_sources=2, corpus=FIVE) for format in ("parquet", "arrayrecord", "tar")
     )
     texts = pyarrow.parquet.read_table(parquet / "0001.parquet")["text"].to_pylist()
-    assert [len(text) for text in texts] == data_sources.lengths_of(2, 5)[1].tolist()
+    assert [len(text) for text in texts] == data_sources.lengths_of(2, FIVE)[1].tolist()
 
     from array_record.python.array_record_module import ArrayRecordReader
 
@@ -42,19 +57,38 @@ def test_all_formats_hold_the_same_documents_and_are_written_once() -> None:
     listed = subprocess.run(["tar", "-xOf", str(tar / "0001.tar")], capture_output=True, check=True).stdout
     assert listed.decode() == "".join(texts)
 
+    lines = (data_sources.sources("jsonl", num_sources=2, corpus=FIVE) / "0001.jsonl").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in lines] == texts
+    ids = np.fromfile(data_sources.sources("bin", num_sources=2, corpus=FIVE) / "tokens.bin", np.uint16)
+    assert ids.astype(np.uint8).tobytes().decode().endswith("".join(f"\0{text}\0" for text in texts))
+
     before_ns = (parquet / "0000.parquet").stat().st_mtime_ns
-    assert data_sources.sources("parquet", num_sources=2, documents=5) == parquet
+    assert data_sources.sources("parquet", num_sources=2, corpus=FIVE) == parquet
     assert (parquet / "0000.parquet").stat().st_mtime_ns == before_ns
 
 
 def test_without_the_peers_a_benchmark_says_how_to_get_them() -> None:
     """An interpreter that lacks one of them is refused too."""
-    import argparse
-
     with pytest.raises(ValueError, match=r"no interpreter that has them was given\. Make one with `sh jtrain/bench"):
         data_sources.peer_python(argparse.Namespace(torch_python=None))
     with pytest.raises(ValueError, match=r"cannot import them all"):
         data_sources.peer_python(argparse.Namespace(torch_python=sys.executable))
+
+
+@pytest.mark.parametrize("bench", [data_memory, data_mixing, data_resume, data_scaling, data_end_to_end, cpu_step])
+def test_without_the_peers_programs_a_benchmark_refuses_at_once(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel has no folder `peers`: each benchmark beside peers names the command before it does anything."""
+    monkeypatch.setattr(data_sources, "PEERS", tmp_path / "peers")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    with pytest.raises(UserError, match=r"does not exist: .* run `sh jtrain/bench/peers/setup\.sh` in it") as raised:
+        bench.run(parser.parse_args([]))
+    assert "\n" not in str(raised.value)
+    assert not list(tmp_path.iterdir())
+    assert (Path(data_sources.__file__).parents[2] / data_sources.INSTALL.removeprefix("sh ")).is_file()
 
 
 def test_a_peer_that_dies_is_an_error() -> None:
@@ -87,6 +121,35 @@ def test_a_tree_of_processes_is_measured_whole() -> None:
                 os.kill(pid, 9)
 
 
+def test_a_trainer_grows_by_what_it_allocates_and_maps(tmp_path: Path) -> None:
+    """32 MiB of its own and 16 MiB of a file that it maps count; 8 MiB of a file mapped before do not."""
+    for name, mib in {"before": 8, "after": 16}.items():
+        (tmp_path / name).write_bytes(b"x" * (mib << 20))
+    program = """
+import mmap, sys
+def mapped(path):
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+first = mapped(sys.argv[1])
+print(flush=True), input()
+second, own = mapped(sys.argv[2]), b"x" * (32 << 20)
+touched = [view[at] for view in (first, second) for at in range(0, len(view), 4096)]
+print(flush=True), input()
+"""
+    command = [sys.executable, "-c", program, tmp_path / "before", tmp_path / "after"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        trainers = data_memory.Trainers([process.pid])
+        assert trainers.grown_mib() == pytest.approx(0, abs=0.5)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        assert trainers.grown_mib() == pytest.approx(48, abs=1.5)
+        process.stdin.write("\n")
+
+
 def test_memory_of_two_consumers() -> None:
     """Grain's open every source each, ours do not; nothing stays behind."""
     folder = data_sources.sources("parquet", num_sources=6)
@@ -95,7 +158,8 @@ def test_memory_of_two_consumers() -> None:
     assert theirs.usage.pss_mib > 2 * 50
     ours = data_memory.our_consumers(folder, hosts=1, consumers=2, batches=2)
     assert ours.first_batch_s > 0
-    assert ours.usage.pss_mib > 20
+    assert ours.usage.pss_mib > 20 + ours.trainer_imports_mib
+    assert ours.trainer_imports_mib > 1
     assert not [pid for pid in data_memory.tree(os.getpid()) if _is_python(pid)]
 
 
@@ -105,31 +169,56 @@ def _is_python(pid: int) -> bool:
 
 
 def test_the_bars_of_memory_are_the_issues() -> None:
-    """13.5x less memory and 20x sooner."""
+    """13.5x less memory, imports included, and 20x sooner; the row without the peer's imports has no bar."""
 
     def met(ours_mib: float, ours_s: float) -> list[bool | None]:
         ours = Measured(ours_s, Usage(ours_mib, 4, 4, 4))
         theirs = Measured(20.0, Usage(13500.0, 32, 64, 10000))
-        return [meets_bar(row) for row in data_memory.rows_of("x", ours, theirs)]
+        imports = Measured(1.0, Usage(3500.0, 32, 32, 100))
+        rows = data_memory.rows_of("x", ours, theirs, imports)
+        assert rows[1]["baseline"] == 10000.0
+        return [meets_bar(row) for row in rows]
 
-    assert met(999.0, 0.9) == [True, True, None, None, None]
-    assert met(1001.0, 1.1) == [False, False, None, None, None]
+    assert met(999.0, 0.9) == [True, None, True, None, None, None]
+    assert met(1001.0, 1.1) == [False, None, False, None, None, None]
 
 
-def test_mixing_takes_turns() -> None:
-    """Ours and Grain's on 6 sources; the best peer by CPU time is the one to beat."""
-    peers = data_mixing.peer_programs(None, 6)
-    with data_mixing.our_program(6, prepared=True) as ours, peers["Grain MapDataset.mix"] as grain:
-        for program in (ours, grain, ours, grain):
-            program.turn(0.2)
-        turns, rest = divmod(grain.samples, data_mixing.BATCHES * data_mixing.BATCH)
-        assert (turns >= 2, rest) == (True, 0)
-        assert ours.samples >= 2 * data_mixing.BATCHES * data_mixing.BATCH
-        programs = {"jtrain": ours, "jtrain, ArrayRecord": ours, "Grain MapDataset.mix": grain}
-        ours.cpu_s, grain.cpu_s = 1.0, 2.0
-        rows = data_mixing.rows_of(programs, 6)
-    assert rows[0]["value"] == ours.samples
-    assert rows[1]["baseline"] == grain.samples / 2
+@pytest.mark.slow
+def test_mixed_reading_runs_beside_the_peers_of_this_environment() -> None:
+    """Every program gives whole rows on one core: ids of each turn are a multiple of a batch."""
+    cores = os.sched_getaffinity(0)
+    commands = data_mixing.ours(6, data_sources.SHORT) | data_mixing.theirs(None, 6, data_sources.SHORT)
+    assert len(commands) == 9
+    for command in commands.values():
+        with data_mixing.one_core(), data_mixing.started(*command) as program:
+            program.turn(0.1)
+            assert len(os.sched_getaffinity(program.peer.pid)) == 1
+        assert program.filled > 0.99
+        assert program.ids > 0
+        assert round(program.ids / program.filled) % (data_mixing.ROWS * data_sources.ROW_TOKENS) == 0
+    assert os.sched_getaffinity(0) == cores
+
+
+def test_the_bars_of_mixed_reading() -> None:
+    """The medians of interleaved turns count: at least as fast as a memmap and a plain reader, four times Grain."""
+    with subprocess.Popen(["true"], text=True) as process:
+        ended = data_sources.Peer(process, ["true"])
+
+    def program(*ids_per_s: float) -> data_mixing.Program:
+        return data_mixing.Program(ended, 1.0, 2.0, list(ids_per_s), ids=sum(ids_per_s), cpu_s=2.0)
+
+    programs = {
+        "jtrain, prepared": program(9.0, 10.0, 99.0),
+        "jtrain, ArrayRecord": program(8.0),
+        "memmap as in nanoGPT": program(1.0, 10.0, 11.0),
+        "Grain MapDataset.mix": program(2.1),
+    }
+    memmap, grain, memmap_cpu, grain_cpu, *starts = data_mixing.rows_of(programs, "short documents")
+    assert (memmap["value"], memmap["baseline"], meets_bar(memmap)) == (10.0, 10.0, True)
+    assert (grain["value"], grain["baseline"], meets_bar(grain)) == (8.0, 2.1, False)
+    assert (memmap_cpu["value"], memmap_cpu["baseline"]) == (59.0, 11.0)
+    assert (grain_cpu["bar"], memmap_cpu["bar"]) == (None, None)
+    assert [start["value"] for start in starts] == [2.0] * 4
 
 
 def test_resuming_late_takes_what_resuming_early_takes() -> None:

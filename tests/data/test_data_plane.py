@@ -22,7 +22,7 @@ from jtrain.data import BatchIterator, PackedText, Source, open_dataset
 from jtrain.data.data_plane import ProcessPlane
 from jtrain.data.loaders.forkserver import Forkserver
 from jtrain.data.loaders.loader import RequestPart
-from jtrain.data.loaders.messages import DataError, DocumentRun
+from jtrain.data.loaders.messages import ChunkRun, DataError
 from jtrain.data.loaders.pool import ProcessPool
 from jtrain.data.resource_estimate import budget
 from tests.data.four_sources import NAMES, digest, spec
@@ -302,7 +302,7 @@ def test_a_loader_that_is_let_go_and_dies_at_the_same_time_leaves_nothing(folder
     pool.request([RequestPart(2, np.arange(64))])
     pool.place({"loader-0": (0, 1, 2, 3)})
     os.kill(pool._loaders["loader-1"].child.pid, signal.SIGKILL)
-    found: list[DocumentRun] = []
+    found: list[ChunkRun] = []
     deadline = time.monotonic() + 20
     while sum(len(run.numbers) for run in found) < 64 or "loader-1" in pool._loaders:
         found += pool.collect()
@@ -331,7 +331,7 @@ def test_sources_may_come_and_go_where_parquet_is_shuffled_in_windows(folder: Pa
     with second.train_batches(state, inline=True) as batches:
         assert any("source c is new" in line for line in batches.said())
         digest(batches, 10)
-        assert batches.state()["windows"]["a"] == state["windows"]["a"]
+        assert batches.state()["cuts"]["a"] == state["cuts"]["a"]
 
 
 def test_a_constructor_that_keeps_dying_is_an_error_and_no_loop(folder: Path) -> None:

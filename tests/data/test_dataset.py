@@ -24,14 +24,18 @@ def spec(path: Path | str | None, **fields: Any) -> PackedText:
     return PackedText(**{"path": path if path is None else str(path), **fields})
 
 
-def next_document(batches: BatchIterator) -> int:
-    """Returns the first document of the only source that has not been drawn."""
+def next_chunk(batches: BatchIterator) -> int:
+    """Returns the first chunk of the only source that has not been drawn."""
     return batches.state()["planner"]["sources"]["data"][0]
 
 
 def train_records(dataset: TextDataset) -> list[int]:
-    documents = dataset.documents[0]
-    return np.flatnonzero(~documents.held_out(np.arange(len(documents)))).tolist()
+    stream = dataset.streams[0]
+    return np.flatnonzero(~stream.held_out(np.arange(stream.num_documents))).tolist()
+
+
+def held_out_records(dataset: TextDataset) -> list[int]:
+    return np.concatenate(list(dataset.streams[0].held_out_records())).tolist()
 
 
 def test_an_epoch_holds_every_training_document_once_and_the_next_another_order(
@@ -43,7 +47,7 @@ def test_an_epoch_holds_every_training_document_once_and_the_next_another_order(
     want = sorted(b"\0" + texts[i].encode() + b"\0" for i in records)
     whole: list[bytes] = []
     iterator = dataset.train_batches()
-    while next_document(iterator) < 3 * len(texts) + 20:
+    while next_chunk(iterator) < 3 * len(dataset.streams[0]) + 20:
         batch = next(iterator)
         for token, segment in zip(batch.token_BL, batch.segment_BL, strict=True):
             for number in range(1, segment.max() + 1):
@@ -137,7 +141,7 @@ def test_held_out_documents_are_never_trained_on_and_give_a_fixed_list(
 ) -> None:
     path = write_texts(tmp_path, texts)
     dataset = open_dataset(spec(path, eval_fraction=0.2, eval_batches=1000), seed=0)
-    train, held_out = set(train_records(dataset)), set(dataset.documents[0].eval_records().tolist())
+    train, held_out = set(train_records(dataset)), set(held_out_records(dataset))
     assert train | held_out == set(range(len(texts)))
     assert not train & held_out
     assert len(held_out) > 3
@@ -166,7 +170,7 @@ def test_bad_records_stop_the_run_or_are_skipped_and_counted(texts: list[str], t
     dataset = open_dataset(spec(path, on_bad_record="skip"), seed=0)
     assert {20, 40} <= set(train_records(dataset))
     iterator = dataset.train_batches()
-    while next_document(iterator) < 3 * len(texts):
+    while next_chunk(iterator) < 3 * len(dataset.streams[0]):
         next(iterator)
     assert iterator.stats is not None
     assert 6 <= iterator.stats.skipped <= 8, "twice each epoch"
@@ -194,7 +198,7 @@ def test_too_little_text_for_a_row_is_refused_with_numbers(tmp_path: Path) -> No
 
 
 def test_a_corpus_of_bad_records_only_is_refused_though_they_may_be_skipped(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("no\n" * 30)
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' + "no\n" * 30)
     with pytest.raises(ValueError, match=r"too small: .* documents with 0 tokens for training"):
         open_dataset(spec(tmp_path, on_bad_record="skip"), seed=0)
 
@@ -204,8 +208,8 @@ def test_one_big_file_is_shuffled_and_split_in_pieces(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("".join(f"line {i}\n" for i in range(20_000)))
     dataset = open_dataset(spec(path, text_piece_bytes=2000, eval_fraction=0.1, seq_len=64, global_batch=16), seed=0)
-    assert len(dataset.documents[0]) > 100
-    assert len(dataset.documents[0].eval_records()) > 5
+    assert dataset.streams[0].num_documents > 100
+    assert len(held_out_records(dataset)) > 5
     starts = {bytes(row[:12].astype(np.uint8)) for row in next(dataset.train_batches()).token_BL}
     assert len(starts) == 16
 

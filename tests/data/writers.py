@@ -1,5 +1,6 @@
 """Documents into a folder in each format; each returns the `path` that reads them in that order."""
 
+import csv
 import gzip
 import io
 import json
@@ -39,6 +40,45 @@ def write_jsonl_zst(folder: Path, texts: Sequence[str]) -> Path:
     (folder / "docs.jsonl.zst").write_bytes(b"".join(
         pa.compress(part, codec="zstd", asbytes=True) for part in (content[:100], content[100:])
     ))  # fmt: skip
+    return folder
+
+
+def write_ndjson_zst(folder: Path, texts: Sequence[str]) -> Path:
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    (folder / "docs.ndjson.zst").write_bytes(pa.compress(content, codec="zstd", asbytes=True))
+    return folder
+
+
+def write_json_array(folder: Path, texts: Sequence[str]) -> Path:
+    content = [{"id": 1, "text": text, "tags": ["]", {"a": "}"}]} for text in texts]
+    (folder / "docs.json").write_text(json.dumps(content, indent=1, ensure_ascii=False))
+    return folder
+
+
+def write_json_files(folder: Path, texts: Sequence[str]) -> Path:
+    for i, text in enumerate(texts):
+        (folder / f"doc{i:04}.json").write_text(json.dumps({"text": text}, indent=2))
+    return folder
+
+
+def write_json_lines_gz(folder: Path, texts: Sequence[str]) -> Path:
+    content = write_jsonl(folder, texts).read_bytes()
+    (folder / "docs.jsonl").unlink()
+    (folder / "docs.json.gz").write_bytes(gzip.compress(content))
+    return folder
+
+
+def write_csv(folder: Path, texts: Sequence[str]) -> Path:
+    with open(folder / "docs.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([["id", "text", "n"], *([i, text, "a,b"] for i, text in enumerate(texts))])
+    return folder
+
+
+def write_tsv_gz(folder: Path, texts: Sequence[str]) -> Path:
+    out = io.StringIO(newline="")
+    csv.writer(out, delimiter="\t").writerows([["text", "id"], *([text, i] for i, text in enumerate(texts))])
+    (folder / "docs.tsv.gz").write_bytes(gzip.compress(out.getvalue().encode()))
     return folder
 
 
@@ -89,6 +129,12 @@ WRITERS = (
     write_jsonl,
     write_jsonl_gz,
     write_jsonl_zst,
+    write_ndjson_zst,
+    write_json_array,
+    write_json_files,
+    write_json_lines_gz,
+    write_csv,
+    write_tsv_gz,
     write_parquet,
     write_array_record,
     write_tar,

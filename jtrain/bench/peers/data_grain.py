@@ -4,7 +4,7 @@ Runs in jtrain's environment, but does not import jtrain. With jax installed, `i
 worker process that Grain spawns.
 
     python data_grain.py consumers FOLDER --consumers 32 --batches 40     each opens every source (Parquet)
-    python data_grain.py mixing FOLDER                                    one process, MapDataset.mix (ArrayRecord)
+    python data_grain.py mixing FOLDER --rows 64 --seq-len 8192           one process, MapDataset.mix (ArrayRecord)
     python data_grain.py resume FOLDER --step 1000000                     the same from a saved state
     python data_grain.py scaling --slow-weight 0.3 --slow-s 0.01          one source that is slow to read
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from data_protocol import answer, consumers, draw, weights_of
+from data_protocol import answer, consumers, draw, rows_of, weights_of
 
 
 def parquet_batches(folder: str, seed: int, batch: int) -> Iterator[Any]:
@@ -41,8 +41,8 @@ def parquet_batches(folder: str, seed: int, batch: int) -> Iterator[Any]:
     return batches()
 
 
-def arrayrecord_batches(folder: str, batch: int) -> Any:
-    """Batches by `MapDataset.mix`, Grain's fastest: every source shuffled, endless, without threads (no gain here)."""
+def arrayrecord_mixture(folder: str) -> Any:
+    """Endless records by `MapDataset.mix`, Grain's fastest: every source shuffled."""
     import grain
 
     files = sorted(Path(folder).glob("*.arrayrecord"))
@@ -53,18 +53,26 @@ def arrayrecord_batches(folder: str, batch: int) -> Any:
         .repeat(reseed_each_epoch=True)
         for number, file in enumerate(files)
     ]
-    mixed = grain.MapDataset.mix(sources, weights=weights_of(len(files)))
-    ids = mixed.map(lambda record: np.frombuffer(record, np.uint8).astype(np.int32))
+    return grain.MapDataset.mix(sources, weights=weights_of(len(files)))
+
+
+def arrayrecord_batches(folder: str, batch: int) -> Any:
+    """Batches of documents, without threads (no gain here)."""
+    import grain
+
+    ids = arrayrecord_mixture(folder).map(lambda record: np.frombuffer(record, np.uint8).astype(np.int32))
     return iter(ids.batch(batch, batch_fn=list).to_iter_dataset(grain.ReadOptions(0, 0)))
 
 
 def mixing(args: argparse.Namespace) -> None:
-    """Draws batches in one process."""
-    start = time.perf_counter()
-    iterator = arrayrecord_batches(args.folder, args.batch)
-    next(iterator)
-    answer(first_batch_s=time.perf_counter() - start)
-    draw(iterator)
+    """Draws rows in one process."""
+    import grain
+
+    records = iter(arrayrecord_mixture(args.folder).to_iter_dataset(grain.ReadOptions(0, 0)))
+    batches = rows_of(records, args.rows, args.seq_len)
+    next(batches)
+    answer(filled=1.0)
+    draw(batches)
 
 
 def resume(args: argparse.Namespace) -> None:
@@ -132,6 +140,8 @@ def main() -> None:
     parser.add_argument("--consumers", type=int, default=1)
     parser.add_argument("--batches", type=int, default=40)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--step", type=int, default=0)
     parser.add_argument("--sources", type=int, default=8)
     parser.add_argument("--slow-weight", type=float, default=0.0)

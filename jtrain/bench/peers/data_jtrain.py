@@ -1,14 +1,17 @@
-"""jtrain's side of data_memory: one trainer per emulated host, each with the rows of its own ranks.
+"""jtrain's side of the data benchmarks.
 
 Runs in jtrain's environment.
 
-    python data_jtrain.py FOLDER --hosts 4 --global-batch 160 --seq-len 8192 --batches 40
+    python data_jtrain.py consumers FOLDER --hosts 4 --global-batch 32 --seq-len 8192 --batches 40
+    python data_jtrain.py mixing FOLDER --prepared FOLDER --engine inline --global-batch 64 --seq-len 8192
 
-Trainers are processes started by spawn. Their imports before the data is opened count as the trainer's own memory, not
-as the data's: the first answer gives the process ids, then a line of standard input opens the data.
+`consumers` starts a trainer per emulated host, each with the rows of its own ranks, by spawn. A trainer has JAX anyway:
+importing it is no part of the data's memory, but importing jtrain.data and opening the data is. The first answer gives
+the process ids before, then a line of standard input has jtrain.data imported, and the next one opens the data.
 """
 
 import argparse
+import dataclasses
 import multiprocessing
 import sys
 import time
@@ -16,18 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from data_protocol import answer
+from data_protocol import Batches, answer, draw
 
 
-def trainer(args: argparse.Namespace, host: int, ready: Any, go: Any, first: Any, done: Any, end: Any) -> None:
+def trainer(args: argparse.Namespace, host: int, ready: Any, steps: Any, first: Any, done: Any, end: Any) -> None:
     """Opens every source, draws its batches, and keeps its data until the end."""
+    import jax  # noqa: F401
+
+    ready.release()
+    steps[0].wait()
     import jtrain.data.dataset
     from jtrain.bench.data_sources import mixture
 
     spec = mixture(Path(args.folder), seq_len=args.seq_len, global_batch=args.global_batch)
     rows = np.array_split(np.arange(args.global_batch), args.hosts)[host]
     ready.release()
-    go.wait()
+    steps[1].wait()
     with jtrain.data.dataset.open_dataset(spec, seed=0).train_batches(rows=rows) as batches:
         next(batches)
         first.release()
@@ -37,29 +44,23 @@ def trainer(args: argparse.Namespace, host: int, ready: Any, go: Any, first: Any
         end.wait()
 
 
-def main() -> None:
+def consumers(args: argparse.Namespace) -> None:
     """Starts the trainers, then reports when all have their first batch and when all have every batch."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("--hosts", type=int, required=True)
-    parser.add_argument("--global-batch", type=int, required=True)
-    parser.add_argument("--seq-len", type=int, required=True)
-    parser.add_argument("--batches", type=int, required=True)
-    args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     ready, first, done = (context.Semaphore(0) for _ in range(3))
-    go, end = context.Event(), context.Event()
+    steps, end = (context.Event(), context.Event()), context.Event()
     processes = [
-        context.Process(target=trainer, args=(args, host, ready, go, first, done, end)) for host in range(args.hosts)
+        context.Process(target=trainer, args=(args, host, ready, steps, first, done, end)) for host in range(args.hosts)
     ]
     for process in processes:
         process.start()
-    for _ in processes:
-        ready.acquire()
-    answer(trainers=[process.pid for process in processes])
-    sys.stdin.readline()
-    start = time.perf_counter()
-    go.set()
+    for step in steps:
+        for _ in processes:
+            ready.acquire()
+        answer(trainers=[process.pid for process in processes])
+        sys.stdin.readline()
+        start = time.perf_counter()
+        step.set()
     for _ in processes:
         first.acquire()
     first_batch_s = time.perf_counter() - start
@@ -70,6 +71,42 @@ def main() -> None:
     end.set()
     for process in processes:
         process.join()
+
+
+def mixing(args: argparse.Namespace) -> None:
+    """Draws packed rows, with `mallopt` as the training loop sets it on a CPU."""
+    from jtrain.bench.data_sources import mixture
+    from jtrain.data.dataset import open_dataset
+    from jtrain_kernels.host_memory import keep_freed_memory
+
+    keep_freed_memory()
+    spec = mixture(Path(args.folder), seq_len=args.seq_len, global_batch=args.global_batch)
+    spec = dataclasses.replace(spec, prepared=args.prepared, engine=args.engine)
+    with open_dataset(spec, seed=0).train_batches() as batches:
+        first = next(batches)
+        filled = np.count_nonzero(first.segment_BL) / first.segment_BL.size
+
+        def pairs() -> Batches:
+            for batch in batches:
+                yield batch.token_BL, batch.target_BL
+
+        answer(filled=filled)
+        draw(pairs())
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["consumers", "mixing"])
+    parser.add_argument("folder")
+    parser.add_argument("--prepared")
+    parser.add_argument("--engine", choices=["inline", "processes"], default="inline")
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--global-batch", type=int, required=True)
+    parser.add_argument("--seq-len", type=int, required=True)
+    parser.add_argument("--batches", type=int, default=40)
+    args = parser.parse_args()
+    {"consumers": consumers, "mixing": mixing}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -2,59 +2,56 @@
 
 Runs in the peers' environment, which setup.sh makes.
 
-    python data_mosaicml.py write PARQUET_FOLDER FOLDER
-    python data_mosaicml.py mixing FOLDER --workers 2
+    python data_mosaicml.py write PARQUET_FOLDER FOLDER --seq-len 8192
+    python data_mosaicml.py mixing FOLDER --rows 64 --seq-len 8192
+
+Samples are rows of ids, written before: documents joined and cut, as llm-foundry prepares text. Two bytes per id.
 """
 
 import argparse
-import sys
-import time
-import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from data_protocol import answer, draw, weights_of
+from data_protocol import Batches, answer, draw, weights_of
+from streaming import MDSWriter, Stream, StreamingDataset
+from streaming.base.util import clean_stale_shared_memory
 
-# Before streaming is imported: streaming.vision needs torchvision, which a benchmark of text does not.
-sys.modules["streaming.vision"] = types.ModuleType("streaming.vision")
-
-from streaming import MDSWriter, Stream, StreamingDataset  # noqa: E402
-from streaming.base.util import clean_stale_shared_memory  # noqa: E402
+EPOCH_SAMPLES = 1 << 20
 
 
-def write(parquet: str, folder: str) -> None:
-    """Writes a folder of MDS shards for each Parquet file."""
+def write(parquet: str, folder: str, seq_len: int) -> None:
+    """Writes a folder of MDS shards for each Parquet file; what does not fill a last row is left out."""
     import pyarrow.parquet
 
     for file in sorted(Path(parquet).glob("*.parquet")):
-        with MDSWriter(out=f"{folder}/{file.stem}", columns={"text": "str"}) as out:
-            for text in pyarrow.parquet.read_table(file)["text"].to_pylist():
-                out.write({"text": text})
+        texts = pyarrow.parquet.read_table(file)["text"].to_pylist()
+        ids = np.frombuffer(b"".join(b"\0" + text.encode() + b"\0" for text in texts), np.uint8).astype(np.uint16)
+        with MDSWriter(out=f"{folder}/{file.stem}", columns={"tokens": f"ndarray:uint16:{seq_len + 1}"}) as out:
+            for start in range(0, len(ids) - seq_len, seq_len):
+                out.write({"tokens": ids[start : start + seq_len + 1]})
 
 
-class Tokens(StreamingDataset):
-    """Dataset of byte tokens."""
-
-    def __getitem__(self, at: Any) -> Any:
-        return torch.from_numpy(np.frombuffer(super().__getitem__(at)["text"].encode(), np.uint8).astype(np.int32))
+def collated(samples: list[dict[str, Any]]) -> Any:
+    """Rows of one token more than they train on."""
+    return np.stack([sample["tokens"] for sample in samples]).astype(np.int32)
 
 
-def mixing(folder: str, batch: int, workers: int) -> None:
-    """Draws batches, with or without worker processes."""
+def mixing(folder: str, rows: int) -> Batches:
+    """Batches drawn in this process: workers would take cores of their own, and on one core they only add to it."""
     clean_stale_shared_memory()
-    start = time.perf_counter()
     sources = sorted(Path(folder).iterdir())
     streams = [
         Stream(local=str(source), proportion=weight)
         for source, weight in zip(sources, weights_of(len(sources)), strict=True)
     ]
-    dataset = Tokens(streams=streams, shuffle=True, batch_size=batch, num_canonical_nodes=1, epoch_size=1 << 24)
-    iterator = iter(torch.utils.data.DataLoader(dataset, batch_size=batch, num_workers=workers, collate_fn=list))
-    next(iterator)
-    answer(first_batch_s=time.perf_counter() - start)
-    draw(iterator)
+    dataset = StreamingDataset(
+        streams=streams, shuffle=True, batch_size=rows, num_canonical_nodes=1, epoch_size=1 << 20
+    )
+    while True:
+        for window in torch.utils.data.DataLoader(dataset, batch_size=rows, collate_fn=collated, drop_last=True):
+            yield window[:, :-1], window[:, 1:]
 
 
 def main() -> None:
@@ -63,13 +60,16 @@ def main() -> None:
     parser.add_argument("what", choices=["write", "mixing"])
     parser.add_argument("folder")
     parser.add_argument("out", nargs="?")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--seq-len", type=int, required=True)
     args = parser.parse_args()
     if args.what == "write":
-        write(args.folder, args.out)
-    else:
-        mixing(args.folder, args.batch, args.workers)
+        write(args.folder, args.out, args.seq_len)
+        return
+    batches = mixing(args.folder, args.rows)
+    next(batches)
+    answer(filled=1.0)
+    draw(batches)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 The scripts beside this module import it in their own environments, so it uses only the standard library.
 """
 
-import itertools
 import json
 import multiprocessing
 import sys
@@ -22,15 +21,34 @@ def answer(**values: object) -> None:
     print(json.dumps(values), flush=True)
 
 
-def draw(iterator: Iterator[Any]) -> None:
-    """Draws, for each line of standard input, as many batches as the line says."""
+Batches = Iterator[tuple[Any, Any]]
+"""Tokens and targets, int32 arrays of rows x seq_len."""
+
+
+def rows_of(documents: Iterator[bytes], rows: int, seq_len: int) -> Batches:
+    """Batches of the documents' bytes, joined with a zero before and behind each document, and cut into rows."""
+    import numpy as np
+
+    count = rows * seq_len + 1
+    held = bytearray()
+    for document in documents:
+        held += b"\0"
+        held += document
+        held += b"\0"
+        while len(held) >= count:
+            ids = np.frombuffer(bytes(held[:count]), np.uint8).astype(np.int32)
+            yield ids[:-1].reshape(rows, seq_len), ids[1:].reshape(rows, seq_len)
+            del held[: count - 1]
+
+
+def draw(batches: Batches) -> None:
+    """Draws batches for as many seconds as each line of standard input says, and answers with the ids they held."""
     for line in sys.stdin:
-        start = time.perf_counter()
-        samples = tokens = 0
-        for batch in itertools.islice(iterator, int(line)):
-            samples += len(batch)
-            tokens += sum(len(sample) for sample in batch)
-        answer(wall_s=time.perf_counter() - start, samples=samples, tokens=tokens)
+        start, wanted_s, ids = time.perf_counter(), float(line), 0
+        while (wall_s := time.perf_counter() - start) < wanted_s:
+            tokens, _ = next(batches)
+            ids += tokens.size
+        answer(wall_s=wall_s, ids=ids)
 
 
 def consumers(count: int, batches_of: Callable[[str, int, int], Iterator[Any]], args: Any) -> None:

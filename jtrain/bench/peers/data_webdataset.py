@@ -2,33 +2,28 @@
 
 Runs in the peers' environment, which setup.sh makes.
 
-    python data_webdataset.py mixing FOLDER
+    python data_webdataset.py mixing FOLDER --rows 64 --seq-len 8192
 """
 
 import argparse
-import itertools
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import webdataset
-from data_protocol import answer, draw, weights_of
+from data_protocol import answer, draw, rows_of, weights_of
 
 SHUFFLED = 100
 """Documents in each source's shuffle buffer."""
 
 
-def batches(folder: str, batch: int) -> Iterator[Any]:
-    """Endless batches, each a list of int32 arrays."""
+def documents(folder: str) -> Iterator[bytes]:
+    """Endless documents of all sources."""
     sources = [
         webdataset.WebDataset(str(tar), shardshuffle=False).repeat().shuffle(SHUFFLED)
         for tar in sorted(Path(folder).glob("*.tar"))
     ]
-    mixed = iter(webdataset.RandomMix(sources, weights_of(len(sources))))
-    while True:
-        yield [np.frombuffer(sample["txt"], np.uint8).astype(np.int32) for sample in itertools.islice(mixed, batch)]
+    for sample in webdataset.RandomMix(sources, weights_of(len(sources))):
+        yield sample["txt"]
 
 
 def main() -> None:
@@ -36,13 +31,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["mixing"])
     parser.add_argument("folder")
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--seq-len", type=int, required=True)
     args = parser.parse_args()
-    start = time.perf_counter()
-    iterator = batches(args.folder, args.batch)
-    next(iterator)
-    answer(first_batch_s=time.perf_counter() - start)
-    draw(iterator)
+    batches = rows_of(documents(args.folder), args.rows, args.seq_len)
+    next(batches)
+    answer(filled=1.0)
+    draw(batches)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from jtrain.data.autoscaler.placement import Placement
 from jtrain.data.autoscaler.policy import Autoscaler
 from jtrain.data.autoscaler.source_profile import LoaderLoad, SourceProfile
-from jtrain.data.loaders.messages import DocumentRun, LoaderState
+from jtrain.data.loaders.messages import ChunkRun, LoaderState
 from jtrain.data.planner.planner import PlannerSpec
 
 LOADER_MEMORY_BYTES = 1 << 30
@@ -26,14 +26,14 @@ class Scaling:
 
     Args:
       spec: names, schedule and sizes of the sources.
-      documents_bytes: mean size of a document, by source.
+      chunk_bytes: mean size of a document, by source.
       max_loaders: largest number of loaders.
     """
 
-    def __init__(self, spec: PlannerSpec, documents_bytes: tuple[int, ...], *, max_loaders: int) -> None:
+    def __init__(self, spec: PlannerSpec, chunk_bytes: tuple[int, ...], *, max_loaders: int) -> None:
         self._spec = spec
         self._scaler = Autoscaler(spec.names, max_loaders=max_loaders, memory_bytes=LOADER_MEMORY_BYTES)
-        self._bytes = np.maximum(np.asarray(documents_bytes, np.float64), 1)
+        self._bytes = np.maximum(np.asarray(chunk_bytes, np.float64), 1)
         self._profiles = [SourceProfile() for _ in spec.names]
         self._step_s = FIRST_STEP_S
         self._busy: dict[str, tuple[float, float]] = {}
@@ -42,7 +42,7 @@ class Scaling:
     def start(self, step: int) -> tuple[dict[str, tuple[int, ...]], list[str]]:
         """Returns the first placement, and the reasons for it."""
         weights = self._weights_ahead(step)
-        per_epoch = np.asarray(self._spec.documents_per_epoch, np.float64)
+        per_epoch = np.asarray(self._spec.chunks_per_epoch, np.float64)
         self._placement, why = self._scaler.initial(
             step_s=self._step_s,
             weights=weights,
@@ -52,7 +52,7 @@ class Scaling:
         )
         return _named(self._placement), why
 
-    def observe(self, run: DocumentRun) -> None:
+    def observe(self, run: ChunkRun) -> None:
         """Records the cost of a run that was read."""
         self._profiles[run.source].observe(
             documents=len(run.numbers), tokens=len(run.ids), bytes=run.ids.nbytes, read_s=run.read_s

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int64
 
+from jtrain.data.chunk_stream import ChunkStream, SourceSetup
+from jtrain.data.constructor.chunk_buffer import ChunkBuffer, keys_of
 from jtrain.data.constructor.collate import Rows, fill_rows
-from jtrain.data.constructor.document_buffer import DocumentBuffer, keys_of, places_of
-from jtrain.data.document_stream import DocumentStream, SourceSetup
 from jtrain.data.loaders.loader import RequestPart
-from jtrain.data.loaders.messages import DocumentRun, LoaderState
+from jtrain.data.loaders.messages import ChunkRun, LoaderState
 from jtrain.data.loaders.pool import Pool
 from jtrain.data.planner import balance
 from jtrain.data.planner.pieces import Pieces
@@ -26,8 +26,8 @@ from jtrain.data.planner.planner import EndOfData, LoadingPlan, NotYet, Planner,
 from jtrain.data.sources.source import field_of
 
 RUN_BYTES, ALL_RUNS_BYTES = 1 << 16, 6 << 20
-MOST_RUN_DOCUMENTS = 64
-"""Size of a run: about RUN_BYTES of text, at most MOST_RUN_DOCUMENTS documents: few messages, little read in vain.
+MOST_RUN_CHUNKS = 64
+"""Size of a run: about RUN_BYTES of text, at most MOST_RUN_CHUNKS documents: few messages, little read in vain.
 
 At least one run of each source is in memory, so with hundreds of sources runs are shorter: ALL_RUNS_BYTES in total.
 """
@@ -48,7 +48,7 @@ class ConstructorSetup:
 
     rows: rows of the global batch that this host's devices need, ascending.
     column_order: for each position of a row, the position to take its token from; None keeps the order.
-    documents_bytes: mean size of a document by source; it decides how many documents make a run.
+    chunk_bytes: mean size of a document by source; it decides how many documents make a run.
     lookahead_steps: how many steps ahead of the step being filled documents are asked for.
     """
 
@@ -56,7 +56,7 @@ class ConstructorSetup:
     planner: PlannerSpec
     rows: Int[np.ndarray, " rows"]
     column_order: Int[np.ndarray, " L"] | None
-    documents_bytes: tuple[int, ...]
+    chunk_bytes: tuple[int, ...]
     lookahead_steps: int
 
 
@@ -117,11 +117,10 @@ class _Planned(NamedTuple):
 
 @dataclasses.dataclass
 class _Known:
-    """Known lengths of documents first, first + 1, ... of a source; also their records if the source is prepared."""
+    """Known lengths of documents first, first + 1, ... of a source."""
 
     first: int
     lengths: Int[np.ndarray, " n"]
-    records: Int[np.ndarray, " n"] | None = None
     early: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     """Lengths that arrived out of order, by their first document."""
     asked: int = 0
@@ -143,7 +142,6 @@ class _Known:
             return
         self.first += gone
         self.lengths = self.lengths[gone:]
-        self.records = None if self.records is None else self.records[gone:]
 
 
 class Constructor:
@@ -160,10 +158,10 @@ class Constructor:
         # plans with the lengths of the index first, and then asks only for the documents in its rows.
         some_rows = len(setup.rows) < setup.planner.global_batch
         prepared = {i: s for i, s in enumerate(setup.sources) if s.prepared is not None and some_rows}
-        self._prepared = {i: DocumentStream(s) for i, s in prepared.items()}
+        self._prepared = {i: ChunkStream(s) for i, s in prepared.items()}
         run_bytes = min(RUN_BYTES, ALL_RUNS_BYTES // num_sources)
-        self._run_documents = [max(1, min(MOST_RUN_DOCUMENTS, run_bytes // max(b, 1))) for b in setup.documents_bytes]
-        self._buffer = DocumentBuffer(self._state.planner.cursors, pool.release)
+        self._run_documents = [max(1, min(MOST_RUN_CHUNKS, run_bytes // max(b, 1))) for b in setup.chunk_bytes]
+        self._buffer = ChunkBuffer(self._state.planner.cursors, pool.release)
         self.said: list[str] = []
         """Lines for the log that nobody has taken yet."""
         self._named = [0] * num_sources
@@ -172,10 +170,7 @@ class Constructor:
         self._waiting_since_s: float | None = None
         self._wait_s = 0.0
         cursors = self._state.planner.cursors.tolist()
-        self._known = [
-            _Known(cursor, np.zeros(0, np.int32), np.zeros(0, np.int64) if i in self._prepared else None, asked=cursor)
-            for i, cursor in enumerate(cursors)
-        ]
+        self._known = [_Known(cursor, np.zeros(0, np.int32), asked=cursor) for cursor in cursors]
         # Documents that were open or postponed when the state was saved are read again.
         self._carried = _carried(self._state.planner)
         open_documents = map(tuple, self._state.planner.carry[:, :2].tolist())
@@ -262,11 +257,9 @@ class Constructor:
     def _lengths(self, source: int, first: int, count: int) -> Int[np.ndarray, " known"]:
         """Returns the known lengths of documents first, first + 1, ...; raises NotYet if the first is not known."""
         known = self._known[source]
-        if known.records is not None and first + count > known.end:
+        if source in self._prepared and first + count > known.end:
             numbers = np.arange(known.end, max(first + count, known.end + LENGTHS_AT_A_TIME), dtype=np.int64)
-            lengths, records = self._prepared[source].lengths(numbers)
-            known.lengths = np.concatenate([known.lengths, lengths])
-            known.records = np.concatenate([known.records, records])
+            known.lengths = np.concatenate([known.lengths, self._prepared[source].lengths(numbers)])
         if first >= known.end:
             raise NotYet
         return known.lengths[first - known.first : first - known.first + count]
@@ -279,7 +272,7 @@ class Constructor:
         parts = []
         for source, end in ends:
             known, size = self._known[source], self._run_documents[source]
-            while known.records is None and known.asked < end:
+            while source not in self._prepared and known.asked < end:
                 stop = (known.asked // size + 1) * size
                 parts.append(RequestPart(source, np.arange(known.asked, stop, dtype=np.int64)))
                 known.asked = stop
@@ -295,11 +288,9 @@ class Constructor:
                     wanted[source].add(document)
         parts = []
         for source, documents in wanted.items():
-            numbers, known = self._buffer.expect(source, np.asarray(sorted(documents), np.int64)), self._known[source]
+            numbers = self._buffer.expect(source, np.asarray(sorted(documents), np.int64))
             if len(numbers):
-                assert known.records is not None
-                inside = bool(len(known.records)) and int(numbers[0]) >= known.first
-                parts.append(RequestPart(source, numbers, known.records[numbers - known.first] if inside else None))
+                parts.append(RequestPart(source, numbers))
         if parts:
             self._pool.request(parts)
 
@@ -310,12 +301,12 @@ class Constructor:
     def _views(self, pieces: Pieces) -> list[np.ndarray]:
         return self._buffer.views(pieces)
 
-    def _keep(self, run: DocumentRun) -> None:
+    def _keep(self, run: ChunkRun) -> None:
         if self._awaited:  # only after a resume
             self._awaited.difference_update(zip(itertools.repeat(run.source), run.numbers.tolist()))
         self._buffer.put(run)
         known, first = self._known[run.source], int(run.numbers[0])
-        if known.records is None and first >= known.end:
+        if run.source not in self._prepared and first >= known.end:
             known.add(first, np.diff(run.starts).astype(np.int32))
 
     def _forget(self, before: PlannerState, after: PlannerState) -> Int[np.ndarray, " sources"]:
@@ -328,24 +319,11 @@ class Constructor:
             self._known[source].drop_before(cursor)
         drawn = np.concatenate([self._carried, keys_of(np.repeat(moved, count), passed)])
         self._carried = _carried(after)
-        bad, absent = self._buffer.drop(drawn[~_among(drawn, self._carried)], self._carried, after.cursors)
+        bad = self._buffer.drop(drawn[~_among(drawn, self._carried)], self._carried, after.cursors)
         for run, number in bad:
             skipped[run.source] += 1
             self._name_skipped(run.source, run.skipped[number])
-        if self._prepared:  # an absent document is in another host's rows, or the index leaves it out
-            for source, number in zip(*(part.tolist() for part in places_of(absent)), strict=True):
-                if (why := self._skipped_by_index(source, number)) is not None:
-                    skipped[source] += 1
-                    self._name_skipped(source, why)
         return skipped
-
-    def _skipped_by_index(self, source: int, number: int) -> str | None:
-        """Returns the reason why `prepare` left a document out, or None if it did not."""
-        documents = self._prepared.get(source)
-        if documents is None or documents.prepared is None or not documents.prepared.num_skipped:
-            return None
-        record = int(documents.order.records(np.asarray([number], np.int64))[0])
-        return None if bool(documents.held_out(np.asarray([record]))[0]) else documents.prepared.skipped.get(record)
 
     def _name_skipped(self, source: int, why: str) -> None:
         self._named[source] += 1

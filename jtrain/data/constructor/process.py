@@ -84,7 +84,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
 
     threading.Thread(target=beat, name="data-heartbeat", daemon=True).start()
     try:
-        scaling = Scaling(work.planner, work.documents_bytes, max_loaders=setup.max_loaders)
+        scaling = Scaling(work.planner, work.chunk_bytes, max_loaders=setup.max_loaders)
         placement, why = scaling.start(0 if setup.state is None else setup.state.planner.step)
         pool = ProcessPool(
             work.sources,

@@ -3,9 +3,9 @@
 import time
 from typing import Any
 
-from jtrain.data.document_stream import SourceSetup
+from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.loaders.loader import RequestPart, SourceLoader
-from jtrain.data.loaders.messages import DataError, DocumentRun, LoaderState, starts_of
+from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, starts_of
 from jtrain.data.sources.source import field_of
 from jtrain.runtime.resident_memory import resident_bytes
 
@@ -16,7 +16,7 @@ class InlinePool:
     def __init__(self, setups: tuple[SourceSetup, ...]) -> None:
         self._setups = setups
         self._loader = SourceLoader(setups)
-        self._ready: list[DocumentRun] = []
+        self._ready: list[ChunkRun] = []
         self._documents = 0
         self._busy_s = 0.0
 
@@ -25,7 +25,7 @@ class InlinePool:
         for part in parts:
             begun_s = time.perf_counter()
             try:
-                read = self._loader.documents(part.source).read(part.numbers, records=part.records)
+                read = self._loader.documents(part.source).read(part.numbers)
             except (ValueError, OSError) as error:
                 raise DataError(f"{field_of(self._setups[part.source].name)}: {error}") from error
             seconds = time.perf_counter() - begun_s
@@ -33,17 +33,17 @@ class InlinePool:
             self._busy_s += seconds
             skipped = dict(read.skipped)
             self._ready.append(
-                DocumentRun(part.source, part.numbers, starts_of(read.lengths), read.ids, skipped, seconds, "trainer")
+                ChunkRun(part.source, part.numbers, starts_of(read.lengths), read.ids, skipped, seconds, "trainer")
             )
 
     def connections(self) -> list[Any]:
         return []
 
-    def collect(self) -> list[DocumentRun]:
+    def collect(self) -> list[ChunkRun]:
         ready, self._ready = self._ready, []
         return ready
 
-    def release(self, run: DocumentRun) -> None:
+    def release(self, run: ChunkRun) -> None:
         pass
 
     def states(self) -> list[LoaderState]:

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.document_stream import DocumentStream, Read, SourceSetup
+from jtrain.data.chunk_stream import ChunkStream, Read, SourceSetup
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
 from jtrain.runtime.resident_memory import resident_bytes
 
@@ -37,12 +37,12 @@ class SourceLoader:
 
     def __init__(self, setups: tuple[SourceSetup, ...]) -> None:
         self._setups = setups
-        self._open: dict[int, DocumentStream] = {}
+        self._open: dict[int, ChunkStream] = {}
 
-    def documents(self, source: int) -> DocumentStream:
-        """Returns a source, opened if it is not open yet; raises what `DocumentStream` raises."""
+    def documents(self, source: int) -> ChunkStream:
+        """Returns a source, opened if it is not open yet; raises what `ChunkStream` raises."""
         if source not in self._open:
-            self._open[source] = DocumentStream(self._setups[source])
+            self._open[source] = ChunkStream(self._setups[source])
         return self._open[source]
 
     def close(self, source: int) -> None:
@@ -55,23 +55,17 @@ class SourceLoader:
 class RequestPart:
     """Part of a request to a loader: documents of one source.
 
-    numbers: numbers of the documents.
-    records: their records, if the caller knows them; otherwise the loader looks them up.
-    skip: document numbers to leave out.
+    numbers: numbers of the chunks.
+    skip: numbers to leave out.
     """
 
     source: int
     numbers: Int[np.ndarray, " n"]
-    records: Int[np.ndarray, " n"] | None = None
     skip: frozenset[int] = frozenset()
 
     def each(self) -> "list[RequestPart]":
-        """Splits the part into parts of one document each."""
-        records = [None] * len(self.numbers) if self.records is None else self.records[:, None]
-        return [
-            dataclasses.replace(self, numbers=self.numbers[i : i + 1], records=records[i])
-            for i in range(len(self.numbers))
-        ]
+        """Splits the part into parts of one chunk each."""
+        return [dataclasses.replace(self, numbers=self.numbers[i : i + 1]) for i in range(len(self.numbers))]
 
 
 def serve(connection: Connection, descriptors: list[int]) -> None:
@@ -99,7 +93,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
             header[NUMBER], header[RECORD], header[SINCE_NS] = number, record, time.monotonic_ns()
             header[STATE] = READING
 
-        found = documents.read(part.numbers, records=part.records, skip=part.skip, watch=watch)
+        found = documents.read(part.numbers, skip=part.skip, watch=watch)
         header[DOCUMENTS] += len(part.numbers)
         return found
 

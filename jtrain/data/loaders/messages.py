@@ -14,7 +14,7 @@ class DataError(UserError):
 
 
 @dataclasses.dataclass(eq=False)
-class DocumentRun:
+class ChunkRun:
     """Documents of one source that a loader has read.
 
     numbers: numbers of the documents.

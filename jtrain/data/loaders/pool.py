@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jtrain.data.document_stream import SourceSetup
+from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.loaders.forkserver import Child, ForkserverClient
 from jtrain.data.loaders.loader import (
     DOCUMENTS,
@@ -27,7 +27,7 @@ from jtrain.data.loaders.loader import (
     RequestPart,
     padded,
 )
-from jtrain.data.loaders.messages import DataError, DocumentRun, LoaderState, starts_of
+from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, starts_of
 from jtrain.data.loaders.shared_memory import SharedMemory
 from jtrain.data.sources.source import field_of
 
@@ -59,7 +59,7 @@ class Pool(Protocol):
         """Returns connections to wait on with `multiprocessing.connection.wait`; none for a pool without processes."""
         ...
 
-    def collect(self) -> list[DocumentRun]:
+    def collect(self) -> list[ChunkRun]:
         """Returns the documents read since the last call and replaces lost loaders; call it at least once a second.
 
         Raises:
@@ -67,7 +67,7 @@ class Pool(Protocol):
         """
         ...
 
-    def release(self, run: DocumentRun) -> None:
+    def release(self, run: ChunkRun) -> None:
         """Frees the memory of a run; its arrays must not be used afterwards."""
         ...
 
@@ -141,7 +141,7 @@ class ProcessPool:
         shadows: int,
         read_timeout_s: float,
         say: Callable[[str], None],
-        observe: Callable[[DocumentRun], None] = lambda run: None,
+        observe: Callable[[ChunkRun], None] = lambda run: None,
     ) -> None:
         self._setups = setups
         self._forkserver = forkserver
@@ -182,8 +182,8 @@ class ProcessPool:
     def connections(self) -> list[Connection]:
         return [loader.child.connection for loader in [*self._loaders.values(), *self._standbys]]
 
-    def collect(self) -> list[DocumentRun]:
-        runs: list[DocumentRun] = []
+    def collect(self) -> list[ChunkRun]:
+        runs: list[ChunkRun] = []
         for loader in list(self._loaders.values()):
             try:
                 if loader.freed:
@@ -211,7 +211,7 @@ class ProcessPool:
         self._hand_out()
         return runs
 
-    def release(self, run: DocumentRun) -> None:
+    def release(self, run: ChunkRun) -> None:
         loader, start = run.place
         loader.freed.append(start)
 
@@ -287,7 +287,7 @@ class ProcessPool:
                     break  # it has died: collect notices, and requeues its requests
             self._waiting.extendleft(reversed(left))
 
-    def _take(self, loader: _Loader, answer: tuple[Any, ...], runs: list[DocumentRun]) -> None:
+    def _take(self, loader: _Loader, answer: tuple[Any, ...], runs: list[ChunkRun]) -> None:
         kind, number, *rest = answer
         request = loader.in_flight.pop(number)
         if kind == "failed":
@@ -300,7 +300,7 @@ class ProcessPool:
             lengths = loader.shared.view(start, lengths_bytes).view(np.int32)
             ids = loader.shared.view(start + padded(lengths_bytes), ids_bytes).view(dtype)
             loader.busy_s += seconds
-            run = DocumentRun(part.source, part.numbers, starts_of(lengths), ids, dict(skipped), seconds, loader.name)
+            run = ChunkRun(part.source, part.numbers, starts_of(lengths), ids, dict(skipped), seconds, loader.name)
             run.place = loader, start
             self._observe(run)
             runs.append(run)

@@ -38,7 +38,7 @@ Returns between one and `count` lengths; raises `NotYet` if the first one is not
 """
 
 
-class DocumentLengths(NamedTuple):
+class ChunkLengths(NamedTuple):
     """Documents by source and number, with their length in tokens."""
 
     source: Int64[np.ndarray, " documents"]
@@ -56,14 +56,14 @@ class Buffers:
     """
 
     def __init__(
-        self, names: Sequence[str], documents_per_epoch: Sequence[int], epochs: int | None, lengths: Lengths
+        self, names: Sequence[str], chunks_per_epoch: Sequence[int], epochs: int | None, lengths: Lengths
     ) -> None:
         num = len(names)
         self.names = tuple(names)
-        self.documents_per_epoch = np.asarray(documents_per_epoch, np.int64)
-        self.ends = np.full(num, ENDLESS, np.int64) if epochs is None else self.documents_per_epoch * epochs
+        self.chunks_per_epoch = np.asarray(chunks_per_epoch, np.int64)
+        self.ends = np.full(num, ENDLESS, np.int64) if epochs is None else self.chunks_per_epoch * epochs
         self._lengths = lengths
-        self._known = DocumentLengths(*(np.empty(0, np.int64) for _ in range(3)))  # sorted by source, then by number
+        self._known = ChunkLengths(*(np.empty(0, np.int64) for _ in range(3)))  # sorted by source, then by number
         self._first = np.zeros(num, np.int64)  # lengths are known from here ...
         self._scanned = np.zeros(num, np.int64)  # ... to here
         self._empty_since = np.zeros(num, np.int64)
@@ -82,11 +82,11 @@ class Buffers:
         self._empty_since = np.where(jumped, cursors, self._empty_since)
         self._first = cursors.copy()
         keep = (self._known.document >= cursors[self._known.source]) & ~jumped[self._known.source]
-        self._known = DocumentLengths(*(array[keep] for array in self._known))
+        self._known = ChunkLengths(*(array[keep] for array in self._known))
 
     def ahead(
         self, cursors: Int64[np.ndarray, " sources"], limits: Int64[np.ndarray, " sources"], *, by_tokens: bool
-    ) -> tuple[DocumentLengths, Int64[np.ndarray, " documents"], Bool[np.ndarray, " sources"]]:
+    ) -> tuple[ChunkLengths, Int64[np.ndarray, " documents"], Bool[np.ndarray, " sources"]]:
         """Looks ahead from each cursor, up to `limits` tokens (or samples) per source.
 
         Returns:
@@ -101,7 +101,7 @@ class Buffers:
             known = self._known
             live = known.document >= cursors[known.source]
             if not live.all():
-                known = DocumentLengths(*(array[live] for array in known))
+                known = ChunkLengths(*(array[live] for array in known))
             total = np.concatenate([[0], np.cumsum(known.length) if by_tokens else np.arange(1, len(known.source) + 1)])
             border = np.searchsorted(known.source, np.arange(len(cursors) + 1))
             here = total[border[1:]] - total[border[:-1]]
@@ -110,7 +110,7 @@ class Buffers:
             if not len(missing):
                 before = total[:-1] - total[border[known.source]]
                 wanted = before < limits[known.source]
-                return DocumentLengths(*(array[wanted] for array in known)), before[wanted], short
+                return ChunkLengths(*(array[wanted] for array in known)), before[wanted], short
             self._ask(missing, (limits - here)[missing] * (1 if by_tokens else self.mean_tokens[missing]))
 
     def _ask(self, sources: np.ndarray, tokens: np.ndarray) -> None:
@@ -128,18 +128,18 @@ class Buffers:
             assert 0 < len(got) <= want, (source, first, want, len(got))
             at = np.flatnonzero(got)
             length = got[at].astype(np.int64)
-            found.append(DocumentLengths(np.full(len(at), source), first + at, length))
+            found.append(ChunkLengths(np.full(len(at), source), first + at, length))
             self._scanned[source] += len(got)
             self._seen_documents[source] += len(got)
             self._seen_tokens[source] += length.sum()
             if len(at):
                 self._empty_since[source] = first + at[-1] + 1
-            elif self._scanned[source] - self._empty_since[source] >= self.documents_per_epoch[source]:
-                raise UserError(_no_text(field_of(self.names[source]), int(self.documents_per_epoch[source])))
+            elif self._scanned[source] - self._empty_since[source] >= self.chunks_per_epoch[source]:
+                raise UserError(_no_text(field_of(self.names[source]), int(self.chunks_per_epoch[source])))
         if len(found) > 1:
             merged = [np.concatenate(arrays) for arrays in zip(*found, strict=True)]
             order = np.argsort(merged[0], kind="stable")
-            self._known = DocumentLengths(*(array[order] for array in merged))
+            self._known = ChunkLengths(*(array[order] for array in merged))
         if wanted:
             raise NotYet(wanted)
 
@@ -156,7 +156,7 @@ def _no_text(field: str, documents: int) -> str:
 
 
 class _Round(NamedTuple):
-    drawn: DocumentLengths
+    drawn: ChunkLengths
     shares: Int64[np.ndarray, " sources"]
     ended: Bool[np.ndarray, " sources"]
 
@@ -197,7 +197,7 @@ class Draws:
         self._rounds: list[_Round] = []
         self._tokens, self._documents = typical_tokens, 1
 
-    def more(self, tokens: int) -> DocumentLengths | None:
+    def more(self, tokens: int) -> ChunkLengths | None:
         """Draws the next documents, about `tokens` in all, sometimes fewer or more; None if none is left.
 
         Raises:
@@ -219,7 +219,7 @@ class Draws:
             inside = int(np.searchsorted(due[order], horizon))
             ended[found.source[order[inside:]]] = False
             order = order[:inside]
-            drawn = DocumentLengths(*(array[order] for array in found))
+            drawn = ChunkLengths(*(array[order] for array in found))
             if not len(order) and not ended.any():
                 units *= 2  # the next document of every source is a long one
                 continue

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int64, Shaped
 
-from jtrain.data.mixture.draw import Buffers, DocumentLengths, Draws
+from jtrain.data.mixture.draw import Buffers, ChunkLengths, Draws
 from jtrain.data.mixture.schedule import ONE, SHARE_BITS, Schedule, integer_shares
 from jtrain.data.planner import balance
 from jtrain.data.planner.device_tree import ClientPlaceTree
@@ -114,14 +114,14 @@ class Graph:
         self.carry = np.empty((0, 4), np.int64)
         return self
 
-    def pack(self, packing: Packing, *, rows: int, seq_len: int, carry: Spans, lanes: int) -> "Graph":
+    def pack(self, packing: Packing, *, rows: int, seq_len: int, carry: Spans) -> "Graph":
         """Chooses the documents of the step and packs them into rows; each row is a node. Carried ones go first."""
         self.num_nodes = rows
         if self._unit == "rows":
-            return self._pack_by_source(packing, rows, seq_len, carry, lanes)
+            return self._pack_by_source(packing, rows, seq_len, carry)
         draws = self._draws(typical_tokens=self._mean_tokens or seq_len)
         group = _Group(carry, draws.more)
-        packed = group.pack(packing, rows, seq_len, lanes)
+        packed = group.pack(packing, rows, seq_len)
         self.cursors, self.deficit, self.units = draws.commit(packed.used - len(carry))
         self.pieces, self.carry = group.result(packed)
         self.at_end = group.at_end
@@ -177,13 +177,12 @@ class Graph:
             typical_tokens=typical_tokens,
         )
 
-    def _pack_by_source(self, packing: Packing, rows: int, seq_len: int, carry: Spans, lanes: int) -> "Graph":
+    def _pack_by_source(self, packing: Packing, rows: int, seq_len: int, carry: Spans) -> "Graph":
         """Packs rows of one source each; a source that ends before its rows are full leaves them to the others.
 
         Rows that no source with a share can fill take the open documents of sources whose share is now 0.
         """
         num = len(self._buffers.names)
-        lanes = -(-lanes // num)
         carries = {s: carry[carry[:, 0] == s] for s in np.unique(carry[:, 0]).tolist()}
         waiting = np.bincount(carry[:, 0], weights=carry[:, 3] - carry[:, 2], minlength=num).astype(np.int64)
         nothing = np.empty((0, 4), np.int64)
@@ -203,7 +202,7 @@ class Graph:
             for source in np.flatnonzero(counts).tolist():
                 mine = free[turns == source]
                 group = _Group(carries.get(source, nothing), feed.of(source) if drawing else lambda _: None)
-                packed = group.pack(packing, len(mine), seq_len, lanes)
+                packed = group.pack(packing, len(mine), seq_len)
                 found, carries[source] = group.result(packed)
                 self.cursors = feed.commit(self.cursors, source, packed.used - group.carried)
                 waiting[source] = (carries[source][:, 3] - carries[source][:, 2]).sum()
@@ -227,17 +226,17 @@ class Graph:
 class _Group:
     """Group of documents that may share rows: the carried ones, then the ones that `more` returns."""
 
-    def __init__(self, carry: Spans, more: Callable[[int], DocumentLengths | None]) -> None:
+    def __init__(self, carry: Spans, more: Callable[[int], ChunkLengths | None]) -> None:
         self._more = more
         self.carried = len(carry)
         self.at_end = False
         self._arrays = [carry]
 
-    def pack(self, packing: Packing, rows: int, seq_len: int, lanes: int) -> Packed:
+    def pack(self, packing: Packing, rows: int, seq_len: int) -> Packed:
         """Packs the group with the chosen method."""
         carried = self._arrays[0][:, 2:]
         if packing == "concat":
-            return concat(carried, self._grow, rows=rows, seq_len=seq_len, lanes=lanes)
+            return concat(carried, self._grow, rows=rows, seq_len=seq_len)
         slack_tokens, best = max(1, rows // 16) * seq_len, packing == "best_fit"
         return fit(carried, self._grow, rows=rows, seq_len=seq_len, slack_tokens=slack_tokens, best=best)
 
@@ -270,16 +269,16 @@ class _Feed:
         found, _, _ = buffers.ahead(cursors, limits, by_tokens=True)
         border = np.searchsorted(found.source, np.arange(len(cursors) + 1))
         self._given = {
-            s: [DocumentLengths(*(array[border[s] : border[s + 1]] for array in found))]
+            s: [ChunkLengths(*(array[border[s] : border[s + 1]] for array in found))]
             for s in np.flatnonzero(limits).tolist()
         }
         self._asked: set[int] = set()
 
-    def of(self, source: int) -> Callable[[int], DocumentLengths | None]:
+    def of(self, source: int) -> Callable[[int], ChunkLengths | None]:
         """Returns a function like `Draws.more` that gives the documents of one source."""
         given = self._given.setdefault(source, [])
 
-        def more(tokens: int) -> DocumentLengths | None:
+        def more(tokens: int) -> ChunkLengths | None:
             first_lot = given[:1] if source not in self._asked else []
             self._asked.add(source)
             if first_lot and len(first_lot[0].source):

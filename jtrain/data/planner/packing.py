@@ -1,8 +1,6 @@
-"""Packs documents into rows from their lengths alone: concatenate and split, first fit or best fit."""
+"""Packs chunks into rows from their lengths alone: concatenate and split, first fit or best fit."""
 
-import itertools
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -11,12 +9,8 @@ from jaxtyping import Int64
 
 Packing = Literal["concat", "first_fit", "best_fit"]
 
-LANES = 32
-"""Long documents that are open at the same time; rows continue them in turn.
-
-With one open document, a batch of 16 rows of 256 bytes would nearly always come from a single file: the files of the
-standard library have 17 KB on average.
-"""
+MOST_ROWS_OF_ONE = 32
+"""A document that is longer than a row gets at most this fraction of a step's rows, with `fit`."""
 
 Spans = Int64[np.ndarray, "documents 2"]
 """First token and end (exclusive) of each span of a document; no span is empty."""
@@ -38,77 +32,66 @@ class Packed(NamedTuple):
     used: int
 
 
-def concat(carried: Spans, more: More, *, rows: int, seq_len: int, lanes: int = LANES) -> Packed:
-    """Concatenates documents and cuts them at row ends.
+def concat(carried: Spans, more: More, *, rows: int, seq_len: int) -> Packed:
+    """Fills rows one after another; what does not fit into the last row waits for the next step.
 
-    A row first continues the document that has waited longest, then starts new ones; the part of a document that does
-    not fit waits for a later row. While fewer than `lanes` documents wait, rows begin with a new document. Every row is
-    full until the documents end, and each token is in exactly one row. The loop runs over rows, not over documents,
-    for speed (`bench data_balance` times it).
+    A chunk as long as a row gets a row of its own. The others are concatenated in the order given, and cut at row ends,
+    in the rows that are left. Every row is full until the documents end; each token is in exactly one row, and at most
+    one chunk waits.
 
     Args:
       carried: remainders that the previous step left.
     """
-    spans, at_end = carried, False
-    end, before = _ends_and_sums(spans)
-    waiting = deque(enumerate(spans[:lanes, 0].tolist()))
-    begun = fresh = len(waiting)
-    heads, tails, news = [], [], []  # pieces before and after a row's new documents; number of new documents per row
-    cuts = []  # (document, end of its first piece)
+    spans, capacity = carried, rows * seq_len
+    while True:
+        total = np.cumsum(spans[:, 1] - spans[:, 0])
+        lacking = capacity - (int(total[-1]) if len(total) else 0)
+        if lacking <= 0 or (found := more(lacking)) is None:
+            break
+        spans = np.concatenate([spans, found])
+    used = min(len(spans), int(np.searchsorted(total, capacity)) + 1)
+    start, end = spans[:used].T
+    left = np.empty((2, 0), np.int64)
+    over = int(total[used - 1]) - capacity if used else 0
+    if over > 0:
+        left = np.asarray([[used - 1], [end[-1] - over]], np.int64)
+        end = np.append(end[:-1], end[-1] - over)
 
-    def go_on(row: int, room: int, pieces: list[tuple[int, int, int, int]]) -> int:
-        document, start = waiting.popleft()
-        stop = min(end[document], start + room)
-        pieces.append((row, document, start, stop))
-        if stop < end[document]:
-            waiting.append((document, stop))
-        return room - (stop - start)
+    # Whole rows first: parts of a row's length, each in a row of its own.
+    whole = (end - start) // seq_len
+    document = np.repeat(np.arange(used), whole)
+    part = np.arange(len(document)) - np.repeat(np.cumsum(whole) - whole, whole)
+    whole_start = start[document] + part * seq_len
 
-    for row in range(rows):
-        room = go_on(row, seq_len, heads) if len(waiting) >= lanes else seq_len
-        stop = fresh
-        while room:
-            stop = bisect_left(before, before[fresh] + room, fresh)  # the row is full with the documents before `stop`
-            if stop < len(before) or at_end:
-                break
-            # Estimates the need: a row that finishes a waiting document cuts another one, of the same size on average.
-            left, turn = rows - row - 1, min(rows - row - 1, lanes)
-            full = sum(end[i] - start >= seq_len for i, start in itertools.islice(waiting, turn))
-            there = before[-1] - before[fresh]
-            found = more(room - there + (left - left * full // max(1, turn)) * seq_len)
-            if found is None:
-                at_end = True
-                continue
-            spans = np.concatenate([spans, found])
-            end, before = _ends_and_sums(spans)
-        stop = min(stop, len(end))
-        news.append(stop - fresh)
-        if stop > fresh:
-            over = max(0, before[stop] - before[fresh] - room)
-            room -= before[stop] - before[fresh] - over
-            if over:
-                cuts.append((stop - 1, end[stop - 1] - over))
-                waiting.append(cuts[-1])
-            fresh = stop
-        while room and waiting:  # no new document is left
-            room = go_on(row, room, tails)
+    # Then what is left of each chunk, end to end, cut where a chunk ends and where a row ends.
+    rest = np.flatnonzero(start + whole * seq_len < end)
+    rest_start = (start + whole * seq_len)[rest]
+    ends = np.cumsum(end[rest] - rest_start)
+    filled = int(ends[-1]) if len(ends) else 0
+    cuts = np.sort(np.concatenate([ends, np.arange(seq_len, filled, seq_len)]))
+    cuts = cuts[np.diff(cuts, prepend=0) > 0]
+    begin = np.concatenate([np.zeros(1, np.int64), cuts[:-1]]) if len(cuts) else cuts
+    which = np.searchsorted(ends, begin, side="right")
+    shift = rest_start[which] - (ends[which] - (end[rest] - rest_start)[which])
 
-    document = np.arange(begun, fresh)
-    first_end = spans[begun:fresh, 1].copy()
-    if cuts:
-        cut, at = np.asarray(cuts, np.int64).T
-        first_end[cut - begun] = at
-    new = np.stack([np.repeat(np.arange(rows), news), document, spans[begun:fresh, 0], first_end])
-    before_new, after_new = (np.asarray(single, np.int64).reshape(-1, 4).T for single in (heads, tails))
-    pieces = np.concatenate([before_new, new, after_new], axis=1)
-    used = max(fresh, len(carried))
-    left = [np.asarray(waiting, np.int64).reshape(-1, 2).T, np.stack([np.arange(fresh, used), spans[fresh:used, 0]])]
-    return Packed(pieces[:, np.argsort(pieces[0], kind="stable")], np.concatenate(left, axis=1), used)
-
-
-def _ends_and_sums(spans: Spans) -> tuple[list[int], list[int]]:
-    """Returns the end of each document, and the cumulative token counts: before each document, then in total."""
-    return spans[:, 1].tolist(), [0, *np.cumsum(spans[:, 1] - spans[:, 0]).tolist()]
+    # Rows in the order in which their first chunks were drawn, so that no rank gets all the short ones.
+    row = np.concatenate([np.arange(len(document)), len(document) + begin // seq_len])
+    pieces = np.concatenate(
+        [
+            np.stack([document, whole_start, whole_start + seq_len]),
+            np.stack([rest[which], begin + shift, cuts + shift]),
+        ],
+        axis=1,
+    )
+    num_rows = int(row.max()) + 1 if len(row) else 0
+    first = np.full(num_rows, used, np.int64)
+    np.minimum.at(first, row, pieces[0])
+    place = np.empty(num_rows, np.int64)
+    place[np.argsort(first, kind="stable")] = np.arange(num_rows)
+    pieces = np.concatenate([place[row][None], pieces])
+    waiting = np.arange(used, len(carried))  # more than one step's worth, if the packing was another one before
+    left = np.concatenate([left, np.stack([waiting, spans[waiting, 0]])], axis=1)
+    return Packed(pieces[:, np.argsort(pieces[0], kind="stable")], left, max(used, len(carried)))
 
 
 def fit(carried: Spans, more: More, *, rows: int, seq_len: int, slack_tokens: int, best: bool) -> Packed:
@@ -116,12 +99,12 @@ def fit(carried: Spans, more: More, *, rows: int, seq_len: int, slack_tokens: in
 
     Takes `slack_tokens` more than the rows hold, so that small documents are at hand for the last gaps. The documents
     that are left over go first in the next step, the longest waiting one before all others, so that no document waits
-    for ever. One document gets at most a 32nd of the rows plus part of a row, unless documents run out.
+    for ever. One chunk gets at most a 32nd of the rows plus part of a row, unless documents run out.
 
     best: best fit decreasing: the longest document first, each into the row where it leaves the least room. Otherwise
       first fit: in the given order, each into the first row that has room.
     """
-    spans, most, need = carried, max(1, rows // LANES) * seq_len, rows * seq_len + slack_tokens
+    spans, most, need = carried, max(1, rows // MOST_ROWS_OF_ONE) * seq_len, rows * seq_len + slack_tokens
     while True:
         size = spans[:, 1] - spans[:, 0]
         size = np.where(size < most + seq_len, size, most)

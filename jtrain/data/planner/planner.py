@@ -15,7 +15,7 @@ from jtrain.data.mixture.drift import mixture_drift
 from jtrain.data.mixture.schedule import ONE, Schedule
 from jtrain.data.planner import balance
 from jtrain.data.planner.graph import Graph, Spans, Unit
-from jtrain.data.planner.packing import LANES, Packing
+from jtrain.data.planner.packing import Packing
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.sources.source import field_of
 from jtrain.errors import UserError
@@ -34,7 +34,7 @@ class PlannerSpec:
     """Settings that determine the stream, together with the seed, which orders the documents of each source.
 
     names: names of the sources.
-    documents_per_epoch: documents of each source, including held-out and skipped ones, whose length is 0.
+    chunks_per_epoch: documents of each source, including held-out and skipped ones, whose length is 0.
     unit: the unit of the schedule's shares. With `rows`, a row holds one source only.
     epochs: how often each source is read; None: for ever.
     balance: order rows so that contiguous parts cost about the same, for any number of ranks.
@@ -43,7 +43,7 @@ class PlannerSpec:
     """
 
     names: tuple[str, ...]
-    documents_per_epoch: tuple[int, ...]
+    chunks_per_epoch: tuple[int, ...]
     seq_len: int
     global_batch: int
     schedule: Schedule
@@ -182,11 +182,7 @@ class Planner:
 
     def __init__(self, spec: PlannerSpec, lengths: Lengths) -> None:
         self.spec = spec
-        self._buffers = Buffers(spec.names, spec.documents_per_epoch, spec.epochs, lengths)
-        # With more lanes than documents, one document would be read several times in parallel. With more lanes than
-        # rows, open documents would delay a change of the mixture; not if the shares count rows.
-        most = LANES if spec.unit == "rows" else min(LANES, spec.global_batch)
-        self._lanes = min(most, sum(spec.documents_per_epoch))
+        self._buffers = Buffers(spec.names, spec.chunks_per_epoch, spec.epochs, lengths)
 
     def start(self) -> PlannerState:
         """Returns the state before step 0."""
@@ -252,7 +248,7 @@ class Planner:
                 deficit=state.deficit,
                 mean_tokens=mean_tokens,
             )
-            .pack(spec.packing, rows=spec.global_batch, seq_len=spec.seq_len, carry=state.carry, lanes=self._lanes)
+            .pack(spec.packing, rows=spec.global_batch, seq_len=spec.seq_len, carry=state.carry)
             .distribute(None)
             .cost(lambda n: spec.cost_linear * n + spec.cost_quadratic * (n * n))
             .balance("tree" if spec.balance else "none", min_gain=spec.min_balance_gain)

@@ -51,7 +51,7 @@ class AdoptedIds:
         self._first, self._offset, self._file = places[: runs + 1], places[runs + 1 : 2 * runs + 1], places[-runs:]
         self._seen: dict[int, tuple[int, ...]] = {}
         count = len(files["names"])
-        for file in np.unique(np.linspace(0, count - 1, min(count, _CHECKED_AT_OPEN), dtype=np.int64)).tolist():
+        for file in np.linspace(0, count - 1, min(count, _CHECKED_AT_OPEN), dtype=np.int64).tolist():
             os.close(self._open(file))
 
     def read(self, start: Int[np.ndarray, " n"], length: Int[np.ndarray, " n"]) -> UInt[np.ndarray, " tokens"]:

@@ -134,7 +134,8 @@ class RemoteTable:
         if not len(rows):
             return np.empty((0, *self._shape[1:]), self._dtype)
         # No row lies in two pages: rows are powers of two long, and `offset` is a multiple of their length.
-        content = self._pages.load(np.unique((self._offset + rows * self._row_bytes) // PAGE_BYTES))
+        pages = set(((self._offset + rows * self._row_bytes) // PAGE_BYTES).tolist())  # np.unique imports numpy.ma
+        content = self._pages.load(np.asarray(sorted(pages), np.int64))
         return np.ndarray(self._shape, self._dtype, content, self._offset)[rows]
 
 

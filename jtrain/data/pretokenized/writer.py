@@ -80,7 +80,7 @@ class IndexWriter:
       recipe: the source and how to tokenise it.
       index: position of the source among those of the build.
       workers: worker processes of this process on this source now.
-      notes: lines for the user about what an earlier call left.
+      notes: lines for the user about what an earlier call left, and about files that are not data.
       records, records_done: all records of the source, and those in shards that were there at the start.
     """
 
@@ -96,6 +96,8 @@ class IndexWriter:
         self._state_of_row: Literal["made", "there"] = "made"
         tokenizer = recipe.open_tokenizer()
         corpus = recipe.open_corpus()
+        if corpus.left_out:
+            self.notes.append(f"{recipe.name}: {corpus.left_out}.")
         self._made_of = recipe.made_of(corpus, tokenizer)
         self._dtype = tokenizer.id_dtype
         self._starts = shard_starts(corpus, shard_bytes)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from jtrain.data.document_stream import SourceSetup
+from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.loaders.loader import RequestPart
-from jtrain.data.loaders.messages import DataError, DocumentRun, LoaderState, starts_of
+from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, starts_of
 from jtrain.data.loaders.pool import MOST_DEATHS
 from jtrain.data.ray.loader_actor import LoaderReply, RunKey, RunRequest
 from jtrain.data.sources.source import field_of
@@ -46,7 +46,7 @@ class _Request:
 
     asks: list[RunRequest]
     home: str
-    into: list[DocumentRun] | None = None
+    into: list[ChunkRun] | None = None
     refs: Any = None
     deaths: int = 0
 
@@ -115,14 +115,14 @@ class RayPool:
         (self._urgent if first else self._waiting).extend(_Request(asks, home) for home, asks in by_home.items())
         self._hand_out()
 
-    def fetch(self, documents: list[tuple[DocumentRun, int]]) -> None:
+    def fetch(self, documents: list[tuple[ChunkRun, int]]) -> None:
         """Requests the ids of document `run.numbers[at]` for each (run, at), unless that was done before."""
-        by_run: dict[DocumentRun, list[int]] = collections.defaultdict(list)
+        by_run: dict[ChunkRun, list[int]] = collections.defaultdict(list)
         for run, at in documents:
             if at not in run.place.asked:
                 run.place.asked.add(at)
                 by_run[run].append(at)
-        by_home: dict[str, list[tuple[DocumentRun, RunRequest]]] = collections.defaultdict(list)
+        by_home: dict[str, list[tuple[ChunkRun, RunRequest]]] = collections.defaultdict(list)
         for run, places in by_run.items():
             part = run.place.ask.part
             by_home[self._home(part)].append((run, RunRequest(part, np.asarray(places, np.int64))))
@@ -140,8 +140,8 @@ class RayPool:
         else:
             time.sleep(min(timeout_s, 0.01))
 
-    def collect(self) -> list[DocumentRun]:
-        runs: list[DocumentRun] = []
+    def collect(self) -> list[ChunkRun]:
+        runs: list[ChunkRun] = []
         refs = self._pending()
         ready = set(self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()
         for peer in self._peers.values():
@@ -161,7 +161,7 @@ class RayPool:
         self._hand_out()
         return runs
 
-    def release(self, run: DocumentRun) -> None:
+    def release(self, run: ChunkRun) -> None:
         ask: RunRequest = run.place.ask
         if ask.wanted is None:
             self._peers[self._home(ask.part)].done.append(ask.key)
@@ -243,7 +243,7 @@ class RayPool:
         request: _Request,
         answer: LoaderReply,
         payload: UInt8[np.ndarray, " bytes"],
-        runs: list[DocumentRun],
+        runs: list[ChunkRun],
     ) -> None:
         if answer.failed is not None:
             source, message = answer.failed
@@ -275,7 +275,7 @@ class RayPool:
                 continue
             peer.busy_s += found.seconds
             part = ask.part
-            run = DocumentRun(part.source, part.numbers, starts, ids, dict(found.skipped), found.seconds, peer.name)
+            run = ChunkRun(part.source, part.numbers, starts, ids, dict(found.skipped), found.seconds, peer.name)
             run.place = _Fetched(ask, by_place, set(by_place))
             runs.append(run)
 
@@ -379,8 +379,7 @@ def _cut(ask: RunRequest, *, by_numbers: bool) -> list[RunRequest]:
         return [RunRequest(ask.part, wanted) for wanted in np.array_split(ask.wanted, pieces)]
     cut = []
     for places in np.array_split(np.arange(len(ask.part.numbers)), pieces):
-        records = None if ask.part.records is None else ask.part.records[places]
-        part = dataclasses.replace(ask.part, numbers=ask.part.numbers[places], records=records)
+        part = dataclasses.replace(ask.part, numbers=ask.part.numbers[places])
         cut.append(RunRequest(part, None if ask.wanted is None else np.arange(len(places))))
     return cut
 

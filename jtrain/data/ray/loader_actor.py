@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int64, Integer, UInt8
 
-from jtrain.data.document_stream import Read, SourceSetup
+from jtrain.data.chunk_stream import Read, SourceSetup
 from jtrain.data.loaders.loader import RequestPart, SourceLoader
 from jtrain.data.loaders.messages import starts_of
 from jtrain.runtime.resident_memory import resident_bytes
@@ -190,8 +190,7 @@ class RayLoader:
             return kept.read, kept.read.ids[:0]
         if kept is None:  # of a prepared source, dropped, or kept by a loader that is gone
             part = ask.part
-            records = None if part.records is None else part.records[ask.wanted]
-            read = self._read(dataclasses.replace(part, numbers=part.numbers[ask.wanted], records=records))
+            read = self._read(dataclasses.replace(part, numbers=part.numbers[ask.wanted]))
             return read, read.ids
         ids = [kept.read.ids[kept.starts[i] : kept.starts[i + 1]] for i in ask.wanted.tolist()]
         read = Read(kept.read.lengths[ask.wanted], np.concatenate(ids))
@@ -205,7 +204,7 @@ class RayLoader:
 
         self._documents += len(part.numbers)
         documents = self._loader.documents(part.source)
-        return documents.read(part.numbers, records=part.records, skip=part.skip, watch=watch)
+        return documents.read(part.numbers, skip=part.skip, watch=watch)
 
     def _let_go(self, key: Any) -> None:
         self._kept_bytes -= self._kept.pop(key).read.ids.nbytes

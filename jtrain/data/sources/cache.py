@@ -1,6 +1,5 @@
 """Cache folder `data.cache_dir`: copies of remote and compressed files, and record indexes of large files."""
 
-import errno
 import fcntl
 import os
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.remote import explained, filesystem, translated
-from jtrain.data.sources.storage import StoredFile
+from jtrain.data.sources.storage import StoredFile, cache_lost
 from jtrain.errors import FileError
 from jtrain.runtime.atomic_io import replacing
 
@@ -82,9 +81,9 @@ def cached(path: Path, write: Callable[[BinaryIO], None], *, what: str) -> Path:
     Raises:
       FileError: the folder cannot be written to.
     """
-    if path.exists():
-        return path
     try:
+        if path.exists():
+            return path
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{path}.lock", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -92,13 +91,13 @@ def cached(path: Path, write: Callable[[BinaryIO], None], *, what: str) -> Path:
                 return path
             with replacing(path, durable=False) as part, part.open("wb") as out:
                 write(out)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EEXIST):
-            raise FileError(
-                f"{what}: its copy or index cannot be written to {path.parent} ({error.strerror}). Make room there, or "
-                "set data.cache_dir to another folder."
-            ) from error
+    except FileError:  # of the file that is copied or indexed
         raise
+    except OSError as error:
+        raise FileError(
+            f"{what}: its copy or index cannot be written to {path.parent} ({error.strerror}). Make room there, or "
+            "set data.cache_dir to another folder."
+        ) from error
     return path
 
 
@@ -121,13 +120,29 @@ class NumberTable:
             return
 
         def write(out: BinaryIO) -> None:
-            out.write(make().astype("<i8").tobytes())
+            try:
+                rows = make()
+            except OSError as error:
+                if isinstance(error, FileError):
+                    raise
+                raise FileError(f"{file.called}: cannot be read ({error.strerror}).") from error
+            out.write(rows.astype("<i8").tobytes())
 
         self._path = cached(cache_dir / "index" / f"{file.key}.{kind}", write, what=file.called)
         self._rows = self._path.stat().st_size // 16
 
     def __len__(self) -> int:
         return self._rows if isinstance(self._rows, int) else len(self._rows)
+
+    def span(self, first: int, end: int) -> Int[np.ndarray, "records 2"]:
+        """Returns the pairs of records `first` to `end` - 1."""
+        if isinstance(self._rows, np.ndarray):
+            return self._rows[first:end]
+        assert self._path is not None
+        try:
+            return np.fromfile(self._path, "<i8", 2 * (end - first), offset=16 * first).reshape(-1, 2)
+        except OSError as error:
+            raise cache_lost(f"{self._what}: its index {self._path} is gone ({error.strerror})") from error
 
     def rows(self, records: list[int]) -> list[list[int]]:
         """Returns the pairs of these records."""
@@ -136,7 +151,9 @@ class NumberTable:
         assert self._path is not None
         try:
             with self._path.open("rb") as file:
-                content = [os.pread(file.fileno(), 16, 16 * record) for record in records]
+                content = b"".join(os.pread(file.fileno(), 16, 16 * record) for record in records)
         except OSError as error:
-            raise FileError(f"{self._what}: its index {self._path} is gone ({error.strerror}). Start again.") from error
-        return np.frombuffer(b"".join(content), "<i8").reshape(-1, 2).tolist()
+            raise cache_lost(f"{self._what}: its index {self._path} is gone ({error.strerror})") from error
+        if len(content) != 16 * len(records):
+            raise cache_lost(f"{self._what}: its index {self._path} was cut short. Remove it")
+        return np.frombuffer(content, "<i8").reshape(-1, 2).tolist()

@@ -12,19 +12,31 @@ from typing import Literal, get_args
 import numpy as np
 from jaxtyping import Float, Int, UInt64
 
+from jtrain.data.sources.data_files import data_files
 from jtrain.data.sources.formats import BadRecord, Records, open_file
-from jtrain.data.sources.formats.arrow import saved_dataset_files
-from jtrain.data.sources.formats.parquet import shared_cache
-from jtrain.data.sources.storage import find_files
+from jtrain.data.sources.formats.arrow import ArrowFile, saved_dataset_files
+from jtrain.data.sources.formats.parquet import ParquetFile, shared_cache
+from jtrain.data.sources.formats.record import SKIP
+from jtrain.data.sources.storage import CacheLost, StoredFile, search
 from jtrain.errors import UserError
 
-Format = Literal["auto", "text", "jsonl", "parquet", "arrayrecord", "webdataset", "arrow", "grain"]
+Format = Literal[
+    "auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrayrecord", "webdataset", "arrow", "grain"
+]
 
 DECODED_CACHE_BYTES = 1 << 30
 """Decoded Parquet text that a process keeps in memory, over all its sources."""
 
 _REMOTE_OPENERS = 16
 """Remote files opened in parallel; each waits for one or two round trips."""
+
+_CHECKED_FILES = 256
+"""Files of a source whose content is checked against their format at the start, evenly spread over its files."""
+
+_FIRST_RECORDS = 8
+"""First records of a file of which one must be good in some file of the source."""
+
+_WITH_SCHEMA = (ParquetFile, ArrowFile)
 
 _RUN_RECORDS = 512
 """Records that `Corpus.read` reads at a time: enough to look up a row group once, few enough to hold as text."""
@@ -44,13 +56,16 @@ class Source:
     """Source of documents, with a share in the mixture.
 
     path: a file, a folder, a glob (`**` for any depth), `stdlib` (source text of the Python standard library), or the
-      URL of a file, folder or glob: s3://, gs://, hf://, http(s)://, file://, or another scheme that fsspec knows. For
-      format grain, `module:function` of a function that returns a `grain.MapDataset` of str.
+      URL of a file, folder or glob: s3://, gs://, hf://, http(s)://, file://, or another scheme that fsspec knows. A
+      folder takes only its data files (`data_files`); a file or a glob takes all that it names. For format grain,
+      `module:function` of a function that returns a `grain.MapDataset` of str.
     weight: weight in the mixture, relative to the other sources; may be zero.
-    format: `auto` goes by each file's suffix: .jsonl, .parquet, .arrayrecord, .tar (WebDataset), .arrow, each also with
-      .gz or .zst behind it; any other file is text, one document per file. A folder written by Hugging Face's
-      `save_to_disk` is recognised by its state.json.
-    text_field: JSON key, column, or suffix of the tar's members (such as txt). For ArrayRecord it applies to records
+    format: `auto` goes by each file's suffix: .jsonl and .ndjson (JSON lines), .json (one object, an array of objects,
+      or JSON lines, by its first bytes), .csv and .tsv (with a header), .parquet, .arrayrecord, .tar (WebDataset),
+      .arrow, each also with .gz or .zst behind it; any other file is text, one document per file. A folder written by
+      Hugging Face's `save_to_disk` is recognised by its state.json.
+    text_field: JSON key, column, or suffix of the tar's members (such as txt). `meta.text` is the key or column of that
+      name, or else the field `text` of the JSON object or struct column `meta`. For ArrayRecord it applies to records
       that are JSON objects; if it is empty, each whole record is the text.
     tokenizer: tokenizer of this source; None for data.tokenizer.
     text_piece_bytes: text files longer than this are read as several documents, so that one big file can be shuffled
@@ -88,9 +103,10 @@ class Corpus:
       names: names of the files relative to the folder searched, which are their identities.
       file_ends: number of records up to the end of each file.
       size_bytes: total size of the files as stored.
+      left_out: line about the files of a folder that are not data; empty if there are none.
 
     Raises:
-      UserError: the files are not in the declared format, or all of them are empty.
+      UserError: the files are not in the declared format, no first record can be read, or all files are empty.
       FileError: nothing is there, or it cannot be read.
     """
 
@@ -100,6 +116,7 @@ class Corpus:
         source.check(name)
         self.source = source
         self.name = name
+        self.left_out = ""
         field = field_of(name)
         if source.format == "grain":
             from jtrain.data.sources.formats.graindataset import GrainDataset
@@ -107,9 +124,7 @@ class Corpus:
             self.names, self._sizes = [source.path], [0]
             self._records: list[Records] = [GrainDataset(source.path, field=field)]
         else:
-            files = find_files(source.path, field=f"{field}.path")
-            if source.format in ("auto", "arrow"):
-                files = saved_dataset_files(files, field=f"{field}.path={source.path!r}") or files
+            files = self._find(field)
             self.names = [file.name for file in files]
             self._sizes = [max(file.size_bytes, 0) for file in files]
             open_one = functools.partial(
@@ -121,11 +136,13 @@ class Corpus:
                 cache_dir=cache_dir,
                 groups=shared_cache(decoded_cache_bytes),
             )
+            checked = set(_spread(len(files), _CHECKED_FILES))
+            checks = [number in checked for number in range(len(files))]
             if len(files) > 1 and files[0].is_remote:
                 with concurrent.futures.ThreadPoolExecutor(min(_REMOTE_OPENERS, len(files))) as pool:
-                    self._records = list(pool.map(open_one, files))
+                    self._records = list(pool.map(lambda f, check: open_one(f, check_content=check), files, checks))
             else:
-                self._records = [open_one(file) for file in files]
+                self._records = [open_one(f, check_content=c) for f, c in zip(files, checks, strict=True)]
         self.size_bytes = sum(self._sizes)
         counts = [len(records) for records in self._records]
         self.file_ends: Int[np.ndarray, " files"] = np.cumsum(counts, dtype=np.int64)
@@ -134,6 +151,45 @@ class Corpus:
                 f"{field}.path={source.path!r}: {len(self.names)} files, all of them empty (first: {self.names[0]}). "
                 f"Set {field}.path to files with text in them."
             )
+        if source.format != "grain":
+            self._check_first_records(field)
+
+    def _find(self, field: str) -> list[StoredFile]:
+        """Returns the data files of the source, and sets `left_out`."""
+        source = self.source
+        found = search(source.path, field=f"{field}.path")
+        if source.format in ("auto", "arrow"):
+            saved = saved_dataset_files(found.files, field=f"{field}.path={source.path!r}")
+            if saved is not None:
+                return saved
+        if not found.is_folder:
+            return found.files
+        files, self.left_out = data_files(found.files, path=source.path, format=source.format, field=field)
+        return files
+
+    def _check_first_records(self, field: str) -> None:
+        """Refuses a source of which no file has a good record among its first: its format or text field is wrong.
+
+        One bad record among good ones is left to `data.on_bad_record`. The columns of Parquet and Arrow were checked
+        when the files were opened.
+        """
+        filled = [n for n, file in enumerate(self._records) if len(file) and not isinstance(file, _WITH_SCHEMA)]
+        if len(filled) < sum(len(file) > 0 for file in self._records):
+            return
+        bad: list[BadRecord] = []
+        tried = _spread(len(filled), _CHECKED_FILES)
+        for file in [self._records[filled[n]] for n in tried]:
+            for record in range(min(len(file), _FIRST_RECORDS)):
+                [text] = _read_or_why(file, [record])
+                file.close()
+                if not isinstance(text, BadRecord):
+                    return
+                bad.append(text)
+        raise UserError(
+            f"{field}.path={self.source.path!r}: none of the first {len(bad):,} records tried in {len(tried):,} of its "
+            f"{len(self._records):,} files can be read, so the format or {field}.text_field={self.source.text_field!r} "
+            f"is wrong. The first: {str(bad[0]).replace(f', {SKIP}', '.')}"
+        )
 
     @functools.cached_property
     def group_starts(self) -> Int[np.ndarray, " groups_and_end"]:
@@ -146,6 +202,39 @@ class Corpus:
     def group_bytes(self) -> Int[np.ndarray, " groups"]:
         """Bytes decoded into memory to read any record of each group; 0 if records are read one by one."""
         return np.concatenate([records.group_bytes for records in self._records])
+
+    @property
+    def sizes_need_reading(self) -> bool:
+        """True if the sizes of some records are only known by reading them."""
+        return any(records.sizes_need_reading for records in self._records)
+
+    def file_bounds(self) -> list[tuple[int, int]]:
+        """Returns the first record of each file, and the first one of the next file."""
+        ends = self.file_ends.tolist()
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def sizes(self, start: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the UTF-8 bytes, or a few more, of the texts of records `start` to `end` - 1, all in one file.
+
+        Records that cannot be read have size 0; reading them then says why.
+        """
+        if start == end:
+            return np.empty(0, np.int64)
+        file, number = self._place(start)
+        records = self._records[file]
+        try:
+            return records.sizes(number, number + end - start)
+        except OSError:
+            if end - start == 1 or (records.group_bytes > 0).any():
+                return np.zeros(end - start, np.int64)
+        return np.concatenate([self.sizes(record, record + 1) for record in range(start, end)])
+
+    def stored_bytes(self) -> Int[np.ndarray, " groups"]:
+        """Returns the bytes of each group: decoded ones where groups are decoded, otherwise those of its file."""
+        found = []
+        for records, size in zip(self._records, self._sizes, strict=True):
+            found.append(np.where(records.group_bytes > 0, records.group_bytes, size))
+        return np.concatenate(found)
 
     @property
     def _counts(self) -> Int[np.ndarray, " files"]:
@@ -164,6 +253,9 @@ class Corpus:
 
         Records of the same file are read together. Each record of a file or row group that cannot be read is bad, with
         the file's error as its reason: which records are bad does not depend on the other records requested.
+
+        Raises:
+          CacheLost: a file's copy or index is gone.
         """
         for start in range(0, len(records), _RUN_RECORDS):
             run = records[start : start + _RUN_RECORDS]
@@ -195,15 +287,11 @@ class Corpus:
         Records below `data.eval_fraction` are held out, so adding files or changing the seed moves no record between
         training and evaluation.
         """
-        files = np.searchsorted(self.file_ends, records, side="right")
-        number = records - (self.file_ends - self._counts)[files]
-        mixed = splitmix64(self._file_keys[files] ^ splitmix64(number.astype(np.uint64)))
-        return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return split_positions(self.file_ends, self._file_keys, records)
 
     @functools.cached_property
     def _file_keys(self) -> UInt64[np.ndarray, " files"]:
-        keys = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in self.names]
-        return np.asarray(keys, np.uint64)
+        return file_keys(self.names)
 
     def fingerprint(self) -> str:
         """Returns a hash of the files' names, sizes and numbers of records; folder and time stamps do not count."""
@@ -219,9 +307,15 @@ class Corpus:
 
 
 def _read_or_why(file: Records, numbers: list[int]) -> list[str | BadRecord]:
-    """Reads records; where the file raises OSError, each record that fails when read alone becomes a BadRecord."""
+    """Reads records; where the file raises OSError, each record that fails when read alone becomes a BadRecord.
+
+    Raises:
+      CacheLost: the file's copy or index is gone, which is no reason to skip its records.
+    """
     try:
         return file.read(numbers)
+    except CacheLost:
+        raise
     except OSError as error:
         if len(numbers) == 1:
             return [BadRecord(str(error))]
@@ -239,6 +333,33 @@ def _read_or_why(file: Records, numbers: list[int]) -> list[str | BadRecord]:
         for place, text in zip(places, found, strict=True):
             texts[place] = text
     return texts
+
+
+def file_keys(names: list[str]) -> UInt64[np.ndarray, " files"]:
+    """Returns a hash of each file's name."""
+    keys = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in names]
+    return np.asarray(keys, np.uint64)
+
+
+def split_positions(
+    file_ends: Int[np.ndarray, " files"], keys: UInt64[np.ndarray, " files"], records: Int[np.ndarray, " records"]
+) -> Float[np.ndarray, " records"]:
+    """Returns a hash of each record's file name and number in the file as a number in [0, 1).
+
+    Args:
+      file_ends: number of records up to the end of each file.
+      keys: `file_keys` of the files' names.
+      records: numbers of the records.
+    """
+    files = np.searchsorted(file_ends, records, side="right")
+    number = records - np.where(files > 0, file_ends[files - 1], 0)
+    mixed = splitmix64(keys[files] ^ splitmix64(number.astype(np.uint64)))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Returns at most `most` of the numbers below `count`, evenly spread, the first one included."""
+    return [n * count // min(most, count) for n in range(min(most, count))]
 
 
 def splitmix64(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:

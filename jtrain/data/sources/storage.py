@@ -25,6 +25,18 @@ _VERSION_KEYS = ("ETag", "etag", "generation", "blob_id", "Last-Modified", "Last
 """Metadata keys that change with a file's content, one per kind of store; the first one present is used."""
 
 
+class CacheLost(FileError):
+    """A copy or index in `data.cache_dir` that vanished or was damaged: the fault of no record, so never skipped."""
+
+
+def cache_lost(what: str) -> CacheLost:
+    """Returns the error for a copy or index in the cache; `what` says which one, and what happened to it."""
+    return CacheLost(
+        f"{what}. The same command makes it anew and goes on from the last checkpoint; if something clears that "
+        "folder, set data.cache_dir to another."
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredFile:
     """File as it was found. Each read opens it again, so that thousands of files hold no descriptors.
@@ -60,9 +72,10 @@ class StoredFile:
         try:
             file = open(self.location, "rb")  # noqa: SIM115
         except FileNotFoundError as error:
+            if self.called != self.location:
+                raise cache_lost(f"{self.called}: its copy {self.location} is gone") from error
             raise FileError(
-                f"{self.called}: {self.location if self.called != self.location else 'it'} is gone since this run "
-                "opened it. Put it back, and start again."
+                f"{self.called}: it is gone since this run opened it. Put it back, and start again."
             ) from error
         except PermissionError as error:
             raise FileError(
@@ -72,6 +85,10 @@ class StoredFile:
             raise FileError(f"{self.called}: cannot be opened ({error.strerror}).") from error
         if (size := os.fstat(file.fileno()).st_size) != self.size_bytes:
             file.close()
+            if self.called != self.location:
+                raise cache_lost(
+                    f"{self.called}: its copy {self.location} has {size:,} bytes, not {self.size_bytes:,}. Remove it"
+                )
             raise FileError(
                 f"{self.called}: {self.size_bytes:,} bytes when this run opened it, {size:,} now: cut short or "
                 "written over. Put the file back as it was, and start again."
@@ -79,8 +96,21 @@ class StoredFile:
         return file
 
 
+@dataclasses.dataclass(frozen=True)
+class FoundFiles:
+    """Files of a source's path, ordered by name; `is_folder` if it is a folder, of which the user named no file."""
+
+    files: list[StoredFile]
+    is_folder: bool
+
+
 def find_files(path: str, *, field: str) -> list[StoredFile]:
-    """Returns the files of a source's path, ordered by name.
+    """Returns the files of a source's path, ordered by name; arguments and errors are those of `search`."""
+    return search(path, field=field).files
+
+
+def search(path: str, *, field: str) -> FoundFiles:
+    """Returns the files of a source's path, and the kind of path it is.
 
     The path is a file; a folder, searched recursively without hidden files; a glob, `**` for any depth; `stdlib`; or
     the URL of a file, folder or glob.
@@ -95,11 +125,12 @@ def find_files(path: str, *, field: str) -> list[StoredFile]:
     """
     if path.startswith("file://"):
         path = path.removeprefix("file://")
-    files = _find_remote(path, field) if "://" in path else _find_local(path, field)
-    return sorted(files, key=lambda file: file.name)
+    files, is_folder = _find_remote(path, field) if "://" in path else _find_local(path, field)
+    return FoundFiles(sorted(files, key=lambda file: file.name), is_folder)
 
 
-def _find_local(path: str, field: str) -> list[StoredFile]:
+def _find_local(path: str, field: str) -> tuple[list[StoredFile], bool]:
+    kind = None
     root = Path(sysconfig.get_paths()["stdlib"]) if path == STDLIB else Path(os.path.expanduser(path))
     if path == STDLIB:
         found = [f for f in _walk(root, field=field, skip=_NOT_STDLIB.__contains__) if f.suffix == ".py"]
@@ -135,7 +166,7 @@ def _find_local(path: str, field: str) -> list[StoredFile]:
             ) from error
         name = os.path.relpath(file, root).replace(os.sep, "/")
         files.append(StoredFile(str(file), name, status.st_size, str(status.st_mtime_ns), str(file)))
-    return files
+    return files, kind == "folder"
 
 
 def _kind(path: Path, field: str) -> str | None:
@@ -164,7 +195,8 @@ def _walk(root: Path, *, field: str, skip: Callable[[str], bool]) -> Iterator[Pa
         yield from (Path(folder, file) for file in files if not skip(file))
 
 
-def _find_remote(url: str, field: str) -> list[StoredFile]:
+def _find_remote(url: str, field: str) -> tuple[list[StoredFile], bool]:
+    is_file = False
     where = f"{field}={url!r}"
     fs, root = filesystem(url, where)
     web = urlsplit(url).scheme in ("http", "https")
@@ -192,4 +224,4 @@ def _find_remote(url: str, field: str) -> list[StoredFile]:
         files.append(StoredFile(location, name, -1 if size is None else int(size), version, location))
     if not files:
         raise FileError(f"{where}: nothing there; looked for files at {url}. Set {field} to one.")
-    return files
+    return files, not (is_file or magic)

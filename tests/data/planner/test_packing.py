@@ -1,3 +1,5 @@
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +18,7 @@ class Endless:
         self.next = 0
         self.carry: list[tuple[int, tuple[int, int]]] = []  # (number, span)
 
-    def step(self, packing: Packing, rows: int, seq_len: int, lanes: int = 4) -> list[tuple[int, int, int, int]]:
+    def step(self, packing: Packing, rows: int, seq_len: int) -> list[tuple[int, int, int, int]]:
         """Pieces (row, number, start, end) of one step."""
         numbers, spans = [n for n, _ in self.carry], [span for _, span in self.carry]
         carried = np.asarray(spans, np.int64).reshape(-1, 2)
@@ -31,7 +33,7 @@ class Endless:
             return np.asarray(spans[before:], np.int64) if total else None
 
         if packing == "concat":
-            packed: Packed = concat(carried, more, rows=rows, seq_len=seq_len, lanes=lanes)
+            packed: Packed = concat(carried, more, rows=rows, seq_len=seq_len)
         else:
             packed = fit(carried, more, rows=rows, seq_len=seq_len, slack_tokens=seq_len, best=packing == "best_fit")
         self.next = numbers[packed.used] if packed.used < len(numbers) else self.next
@@ -80,7 +82,7 @@ def test_rows_are_full(packing: Packing) -> None:
     fill = [sum(end - start for *_, start, end in stream.step(packing, 64, 8192)) / (64 * 8192) for _ in range(12)]
     assert min(fill) >= {"concat": 1.0, "first_fit": 0.997, "best_fit": 0.999}[packing], fill
     assert np.mean(fill) >= 0.998, fill
-    assert len(stream.carry) < 500
+    assert len(stream.carry) < (2 if packing == "concat" else 500)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -94,16 +96,23 @@ def test_no_document_waits_for_ever(packing: Packing) -> None:
         assert stream.next - oldest < 60
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_rows_of_a_batch_come_from_many_documents_though_they_are_long(packing: Packing) -> None:
-    """Documents of 17 KB in 16 rows of 256 bytes: read one after another, a single one would fill four batches."""
-    stream = Endless([17_000])
+def test_a_chunk_as_long_as_a_row_has_a_row_of_its_own() -> None:
+    """Only the rows of shorter chunks are cut, and at most one chunk waits."""
+    rng = np.random.default_rng(2)
+    lengths = np.where(rng.random(900) < 0.8, 256, rng.integers(1, 256, 900))
+    stream = Endless(lengths.tolist())
+    cut = 0
     for _ in range(20):
-        pieces = stream.step(packing, 16, 256, lanes=32)
-        assert len({number for _, number, _, _ in pieces}) == 16
+        pieces = stream.step("concat", 16, 256)
+        rows = Counter(row for row, *_ in pieces)
+        whole = {row for row, _, start, end in pieces if end - start == 256}
+        assert all(rows[row] == 1 for row in whole)
+        assert len(stream.carry) <= 1
+        cut += sum(stream.lengths[number % 900] == 256 and end - start < 256 for _, number, start, end in pieces)
+    assert cut <= 2 * 2 * 20, "of all long chunks only the last of a step is cut"
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", ["first_fit", "best_fit"])
 def test_a_document_of_ten_million_tokens_leaves_room_for_others(packing: Packing) -> None:
     stream = Endless([10_000_000, *[500] * 2000])
     for _ in range(5):
@@ -116,7 +125,7 @@ def test_a_document_of_ten_million_tokens_leaves_room_for_others(packing: Packin
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_the_last_document_fills_whole_batches_however_long_it_is(packing: Packing) -> None:
     stream = Endless([64 * 100 * 3], count=1)
-    assert [len({row for row, *_ in stream.step(packing, 64, 100, lanes=32)}) for _ in range(4)] == [64, 64, 64, 0]
+    assert [len({row for row, *_ in stream.step(packing, 64, 100)}) for _ in range(4)] == [64, 64, 64, 0]
 
 
 def test_concat_asks_for_little_more_than_it_needs() -> None:
@@ -126,5 +135,5 @@ def test_concat_asks_for_little_more_than_it_needs() -> None:
         asked.append(tokens)
         return np.asarray([(0, 100)] * (tokens // 100 + 1), np.int64)
 
-    concat(np.asarray([(100, 150)] * 32, np.int64), more, rows=32, seq_len=200)
-    assert sum(asked) <= 1.2 * 32 * 200, asked
+    concat(np.asarray([(100, 150)], np.int64), more, rows=32, seq_len=200)
+    assert asked == [32 * 200 - 50]

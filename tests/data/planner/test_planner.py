@@ -155,16 +155,6 @@ def test_a_zero_weight_source_is_never_read() -> None:
     assert asked == {0, 1}
 
 
-def test_rows_of_a_batch_come_from_many_documents() -> None:
-    """Files of 17 KB in 16 rows of 256 bytes: read one after another, a batch would be a single file."""
-    table = [[17_000] * 500, [17_000] * 500]
-    for unit in ("tokens", "rows"):
-        spec = make(table, seq_len=256, global_batch=16, unit=unit)
-        plans, _ = run(Planner(spec, of_table(table)), Planner(spec, of_table(table)).start(), 30)
-        for plan in plans:
-            assert len(set(zip(plan.pieces.source.tolist(), plan.pieces.document.tolist(), strict=True))) >= 14
-
-
 def test_lookahead_covers_what_the_next_steps_ask_for_and_little_more() -> None:
     """A source whose share rises from 0 is in the lookahead before it is needed."""
     table = lognormal(3)

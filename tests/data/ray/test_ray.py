@@ -83,7 +83,7 @@ def work(dataset: TextDataset, rows: np.ndarray, **fields: Any) -> ConstructorSe
     """Returns the setup of one trainer's constructor."""
     planner = PlannerSpec(
         names=dataset.names,
-        documents_per_epoch=tuple(len(documents) for documents in dataset.documents),
+        chunks_per_epoch=tuple(len(stream) for stream in dataset.streams),
         seq_len=dataset.spec.seq_len,
         global_batch=dataset.spec.global_batch,
         schedule=own_weights(Constant(), {name: source.weight for name, source in dataset.spec.sources.items()}),
@@ -94,7 +94,7 @@ def work(dataset: TextDataset, rows: np.ndarray, **fields: Any) -> ConstructorSe
         planner=planner,
         rows=rows,
         column_order=None,
-        documents_bytes=(RUN_BYTES // 10,) * len(dataset.names),  # ten documents to a run
+        chunk_bytes=(RUN_BYTES // 10,) * len(dataset.names),  # ten documents to a run
         lookahead_steps=4,
     )
 
@@ -319,7 +319,7 @@ def test_a_document_that_no_loader_survives_is_found_and_skipped_or_named(
     finally:
         plane.close()
     plane = ray_plane(work(dataset("bad", "fail"), rows, epochs=1), "fail", read_timeout_s=timeout_s)
-    (number,) = np.flatnonzero(dataset("bad", "fail").documents[0].order.records(np.arange(100)) == 41).tolist()
+    (number,) = np.flatnonzero(dataset("bad", "fail").streams[0].locate(np.arange(100)).record == 41).tolist()
     with pytest.raises(DataError, match=f"loaders {how} again and again at data.sources.a, document {number}[. ]"):
         list(iter_batches(plane))
     plane.close()

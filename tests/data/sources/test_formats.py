@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from jtrain.data.sources.cache import SMALL_TABLE_BYTES
 from jtrain.data.sources.formats import BadRecord, JsonLines, ParquetFile, RowGroupCache, TextFile, format_of
-from jtrain.data.sources.storage import StoredFile, find_files
+from jtrain.data.sources.storage import CacheLost, StoredFile, find_files
 
 
 def stored(path: Path) -> StoredFile:
@@ -20,8 +21,8 @@ def text_file(path: Path, *, piece_bytes: int) -> TextFile:
     return TextFile(stored(path), piece_bytes=piece_bytes)
 
 
-def json_lines(path: Path) -> JsonLines:
-    return JsonLines(stored(path), text_field="text", field="data.sources.web", cache_dir=path.parent / "cache")
+def json_lines(path: Path, *, text_field: str = "text") -> JsonLines:
+    return JsonLines(stored(path), text_field=text_field, field="data.sources.web", cache_dir=path.parent / "cache")
 
 
 def parquet(path: Path, *, text_field: str = "text", cache_bytes: int = 1 << 20) -> ParquetFile:
@@ -66,10 +67,11 @@ def test_bytes_that_are_no_utf8_name_file_and_byte(tmp_path: Path) -> None:
         (b'{"text": "\xff"}', r"not UTF-8 at byte 10 of the line"),
         (b'{"body": "x"}', r"no field 'text'; its fields: 'body'\. Set data\.sources\.web\.text_field"),
         (b'{"text": 3}', r"field 'text' is int, not text"),
+        (b'{"text": ' + b"1" * 5000 + b"}", r"no JSON: Exceeds the limit"),
         (b'["text"]', r"a JSON list, not an object"),
         (b'{"text": "\\ud800"}', r"field 'text' holds half a surrogate pair"),
     ],
-    ids=["json", "utf8", "field", "type", "object", "surrogate"],
+    ids=["json", "utf8", "field", "type", "number", "object", "surrogate"],
 )
 def test_a_bad_line_names_file_and_line(line: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
@@ -112,6 +114,7 @@ def test_the_lines_of_a_large_file_are_found_once_and_kept_in_the_cache(tmp_path
     assert path.stat().st_size > SMALL_TABLE_BYTES
     first = json_lines(path)
     assert len(first) == 20_000
+    first_texts = first.read(list(range(11)))
     assert first.read([19_999, 0, 97]) == ["19999 " + "x" * (19_999 % 97), "0 ", "97 "]
     [index] = [file for file in (tmp_path / "cache" / "index").iterdir() if file.suffix == ".lines"]
     made = index.stat().st_mtime_ns
@@ -120,8 +123,13 @@ def test_the_lines_of_a_large_file_are_found_once_and_kept_in_the_cache(tmp_path
     assert index.stat().st_mtime_ns == made
 
     index.unlink()
-    with pytest.raises(OSError, match=r"a\.jsonl: its index .*\.lines is gone .*Start again"):
+    with pytest.raises(CacheLost, match=r"a\.jsonl: its index .*\.lines is gone .*set data\.cache_dir to another"):
         again.read([5])
+    cut = json_lines(path)
+    index.write_bytes(index.read_bytes()[:168])
+    assert cut.read([9]) == first_texts[9:10]
+    with pytest.raises(CacheLost, match=r"a\.jsonl: its index .*\.lines was cut short\. Remove it"):
+        cut.read([9, 10])
 
 
 def test_parquet_without_the_column_or_with_a_null_says_so(tmp_path: Path) -> None:
@@ -212,6 +220,10 @@ def test_a_suffix_says_format_and_compression() -> None:
     want = {
         "a.jsonl": ("jsonl", None),
         "a.jsonl.gz": ("jsonl", "gzip"),
+        "a.ndjson.zst": ("jsonl", "zstd"),
+        "a.json.gz": ("json", "gzip"),
+        "a.csv": ("csv", None),
+        "a.tsv.gz": ("tsv", "gzip"),
         "a.parquet": ("parquet", None),
         "b/a.array_record": ("arrayrecord", None),
         "a.tar.zst": ("webdataset", "zstd"),
@@ -224,3 +236,54 @@ def test_a_suffix_says_format_and_compression() -> None:
     assert {name: format_of(name, field="data.sources.web.path") for name in want} == want
     with pytest.raises(ValueError, match=r"web\.path: a\.jsonl\.xz is compressed as \.xz; only \.gz and \.zst"):
         format_of("a.jsonl.xz", field="data.sources.web.path")
+
+
+@pytest.mark.parametrize(
+    ("record", "field", "text"),
+    [
+        ({"meta": {"text": "nested"}}, "meta.text", "nested"),
+        ({"a": {"b": {"c": "deep"}}}, "a.b.c", "deep"),
+        ({"meta": {"text": "nested"}, "meta.text": "exact"}, "meta.text", "exact"),
+    ],
+    ids=["nested", "deep", "exact"],
+)
+def test_a_text_field_may_lie_in_another_and_an_exact_key_wins(
+    record: dict[str, Any], field: str, text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    assert json_lines(tmp_path / "a.jsonl", text_field=field)[0] == text
+    pq.write_table(pa.Table.from_pylist([record, record]), tmp_path / "a.parquet")
+    rows = parquet(tmp_path / "a.parquet", text_field=field)
+    assert rows.read([1, 0]) == [text, text]
+    assert rows.group_bytes[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("meta.body", r"no field 'meta\.body'; the fields of 'meta': 'text', 'n'\. Set data\.sources\.web\.text_field"),
+        ("body.text", r"no field 'body\.text'; its fields: 'meta'"),
+        ("meta.n.text", r"no field 'meta\.n\.text'; field 'n' is int, not an object"),
+        ("meta.n", r"field 'meta\.n' is int, not text"),
+    ],
+)
+def test_a_nested_field_that_is_not_there_names_those_that_are(field: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"meta": {"text": "x", "n": 1}}\n')
+    with pytest.raises(BadRecord, match=message):
+        json_lines(tmp_path / "a.jsonl", text_field=field)[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("meta.body", r"no column 'meta\.body'; its columns: meta\.text, meta\.n\. Set data\.sources\.web\.text_field"),
+        ("meta.n.text", r"no column 'meta\.n\.text'; column 'meta\.n' is int64 and has no fields"),
+        ("meta", r"column 'meta' is struct<.*>, not text\. .*in a struct, as 'column\.field'"),
+    ],
+)
+def test_a_struct_column_without_the_text_names_its_fields(field: str, message: str, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"meta": [{"text": "x", "n": 1}, None]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=rf"a\.parquet: {message}"):
+        parquet(tmp_path / "a.parquet", text_field=field)
+    with pytest.raises(BadRecord, match=r"a\.parquet, row 1: column 'meta\.text' is null"):
+        parquet(tmp_path / "a.parquet", text_field="meta.text")[1]

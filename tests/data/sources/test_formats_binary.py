@@ -200,6 +200,16 @@ def test_arrow_rows_are_read_in_any_order(kind: pa.DataType, tmp_path: Path) -> 
     assert len(arrow(path)) == 40
 
 
+def test_arrow_and_array_record_texts_may_lie_in_a_field_of_another(tmp_path: Path) -> None:
+    rows = [{"text": f"text {i}"} if i % 3 else None for i in range(20)]
+    path = write_arrow(tmp_path / "a.arrow", pa.table({"id": list(range(20)), "meta": rows}))
+    assert arrow(path, "meta.text").read([19, 7, 1]) == ["text 19", "text 7", "text 1"]
+    with pytest.raises(BadRecord, match=r"a\.arrow, row 3: column 'meta\.text' is null"):
+        arrow(path, "meta.text")[3]
+    path = write_array_record(tmp_path / "a.array_record", [b'{"meta": {"text": "nested"}}'])
+    assert array_record(path, "meta.text")[0] == "nested"
+
+
 def test_arrows_file_format_is_read_as_well(tmp_path: Path) -> None:
     table = pa.table({"text": ["one", "two", "three"]})
     with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:

@@ -16,9 +16,9 @@ import pytest
 
 from jtrain.data.sources.formats import BadRecord, ParquetFile, TextFile
 from jtrain.data.sources.source import Corpus, Source
-from jtrain.data.sources.storage import StoredFile
+from jtrain.data.sources.storage import CacheLost, StoredFile
 from jtrain.errors import FileError
-from tests.data.writers import WRITERS, Write, write_array_record, write_parquet
+from tests.data.writers import WRITERS, Write, write_array_record, write_csv, write_json_array, write_parquet
 
 
 @pytest.fixture(params=WRITERS, ids=lambda write: write.__name__.removeprefix("write_"))
@@ -71,7 +71,7 @@ def test_a_folder_and_a_recursive_glob_mix_formats_by_suffix_and_skip_hidden_fil
     (tmp_path / "b" / "deep").mkdir(parents=True)
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b" / "lines.jsonl").write_text('{"text": "two"}\n\n{"text": "three"}')
-    (tmp_path / "b" / "deep" / "c.py").write_text("four")
+    (tmp_path / "b" / "deep" / "c.txt").write_text("four")
     pq.write_table(pa.table({"text": ["five", "six"]}), tmp_path / "z.parquet", row_group_size=1)
     (tmp_path / ".hidden").write_text("no")
     (tmp_path / "empty.txt").write_text("")
@@ -164,7 +164,11 @@ def test_only_empty_files_are_refused(tmp_path: Path, open_corpus: Callable[...,
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("format", "csv", r"data\.sources\.web\.format='csv' must be one of auto, text, jsonl, parquet, arrayrecord"),
+        (
+            "format",
+            "xml",
+            r"data\.sources\.web\.format='xml' must be one of auto, text, jsonl, json, csv, tsv, parquet",
+        ),
         ("weight", -0.5, r"data\.sources\.web\.weight=-0\.5 must be a number, zero or more"),
         ("weight", float("nan"), r"data\.sources\.web\.weight=nan must be a number"),
         ("text_piece_bytes", 8, r"data\.sources\.web\.text_piece_bytes=8 must be at least 16"),
@@ -183,10 +187,13 @@ def test_a_value_that_cannot_be_is_refused(field: str, value: Any, message: str,
 def test_a_file_that_vanishes_or_is_cut_short_during_a_run_is_named(
     write: Write, texts: list[str], tmp_path: Path, open_corpus: Callable[..., Corpus]
 ) -> None:
-    """All its records are bad, and none of another file; once restored, it is read again."""
+    """All its records are bad, and none of another file; once restored, it is read again. Copies: `check_lost_copy`."""
     write(tmp_path, texts)
     corpus = open_corpus(tmp_path)
     files = [Path(cast(TextFile, records)._file.location) for records in corpus._records]  # all formats have it
+    if files[0].parent != tmp_path:
+        check_lost_copy(corpus, files[0], texts)
+        return
     content = files[3 % len(files)].read_bytes()
     run = np.arange(len(texts))[::-1]
     damaged = np.searchsorted(corpus.file_ends, run, side="right") == 3 % len(files)
@@ -204,6 +211,21 @@ def test_a_file_that_vanishes_or_is_cut_short_during_a_run_is_named(
         corpus[3]
     files[3 % len(files)].write_bytes(content)
     assert list(corpus.read(run)) == texts[::-1]
+
+
+def check_lost_copy(corpus: Corpus, copy: Path, texts: list[str]) -> None:
+    """A copy in the cache that is damaged or gone stops the run: skipping its records would skip the corpus."""
+    content = copy.read_bytes()
+    copy.write_bytes(content[:100])
+    with pytest.raises(
+        CacheLost, match=rf"{corpus.names[0]}: its copy .* has 100 bytes, not {len(content):,}\. Remove"
+    ):
+        every(corpus)
+    copy.unlink()
+    with pytest.raises(CacheLost, match=rf"{corpus.names[0]}: its copy .* is gone\. .*set data\.cache_dir to another"):
+        every(corpus)
+    again = Corpus(corpus.source, name="web", cache_dir=copy.parents[1])  # as the message says
+    assert every(again) == texts
 
 
 def test_all_sources_of_a_process_share_one_bound_of_decoded_text(
@@ -230,6 +252,8 @@ def test_corpora_are_read_without_jax(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     write_parquet(tmp_path, ["two"])
     write_array_record(tmp_path, ["three"])
+    write_csv(tmp_path, ["four"])
+    write_json_array(tmp_path, ["five"])
     code = f"""
 import sys
 sys.modules["jax"] = None
@@ -240,12 +264,12 @@ from jtrain.data.sources.storage import StoredFile
 from tests.data.writers import WRITERS, Write, write_array_record, write_parquet
 corpus = Corpus(Source(path={str(tmp_path)!r}), name="web", cache_dir=Path({str(tmp_path)!r}) / ".cache")
 print(sorted(corpus.read(np.arange(len(corpus)))))
-unwanted = {{"flax", "orbax", "grain", "fsspec", "tokenizers"}} & set(sys.modules)
+unwanted = {{"flax", "orbax", "grain", "fsspec", "tokenizers", "numpy.ma", "pyarrow.compute"}} & set(sys.modules)
 assert not unwanted, unwanted
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "['one', 'three', 'two']"
+    assert done.stdout.strip() == "['five', 'four', 'one', 'three', 'two']"
 
 
 def test_arrow_reads_a_local_file_without_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

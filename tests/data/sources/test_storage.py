@@ -222,8 +222,10 @@ def test_a_cache_folder_that_is_full_or_no_folder_says_what_to_set(tmp_path: Pat
     with pytest.raises(OSError, match=r"a\.txt\.gz: its copy .* cannot be written to .*No space left.*data\.cache_dir"):
         local_copy(file, compression="gzip", cache_dir=tmp_path / "cache")
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"a\.txt\.gz: its copy .* cannot be written to .*data\.cache_dir"):
-        local_copy(file, compression="gzip", cache_dir=tmp_path / "file")
+    for folder in (tmp_path / "file", Path("/proc/nowhere"), tmp_path / ("x" * 300)):
+        with pytest.raises(FileError, match=r"a\.txt\.gz: its copy .* cannot be written to .*data\.cache_dir"):
+            local_copy(file, compression="gzip", cache_dir=folder)
+    assert local_copy(file, compression="gzip", cache_dir=tmp_path / "other").size_bytes == 300_000
 
 
 # Object stores

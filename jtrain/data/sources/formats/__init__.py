@@ -3,42 +3,14 @@
 from pathlib import Path
 
 from jtrain.data.sources.cache import local_copy
+from jtrain.data.sources.formats import sniff
 from jtrain.data.sources.formats.parquet import ParquetFile, RowGroupCache
 from jtrain.data.sources.formats.record import BadRecord, Records
+from jtrain.data.sources.formats.suffix import format_of
 from jtrain.data.sources.formats.text import JsonLines, TextFile
 from jtrain.data.sources.storage import StoredFile
-from jtrain.errors import UserError
 
 __all__ = ["BadRecord", "JsonLines", "ParquetFile", "Records", "RowGroupCache", "TextFile", "format_of", "open_file"]
-
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-_OTHER_COMPRESSIONS = {".bz2", ".xz", ".zip", ".7z", ".lz4", ".br"}
-_FORMATS = {
-    ".jsonl": "jsonl",
-    ".parquet": "parquet",
-    ".arrayrecord": "arrayrecord",
-    ".array_record": "arrayrecord",
-    ".tar": "webdataset",
-    ".arrow": "arrow",
-}
-
-
-def format_of(name: str, *, field: str) -> tuple[str, str | None]:
-    """Returns format and compression (gzip, zstd or None) by a file's suffix; unknown suffixes are text.
-
-    Raises:
-      UserError: the compression is not supported.
-    """
-    if name.endswith(".tgz"):
-        name = name.removesuffix(".tgz") + ".tar.gz"
-    stem, suffix = Path(name).stem, Path(name).suffix
-    if suffix in _OTHER_COMPRESSIONS:
-        raise UserError(
-            f"{field}: {name} is compressed as {suffix}; only {' and '.join(_COMPRESSIONS)} are read. Decompress it "
-            "first."
-        )
-    compression = _COMPRESSIONS.get(suffix)
-    return _FORMATS.get(Path(stem).suffix if compression else suffix, "text"), compression
 
 
 def open_file(
@@ -50,17 +22,19 @@ def open_file(
     field: str,
     cache_dir: Path,
     groups: RowGroupCache,
+    check_content: bool,
 ) -> Records:
     """Opens the records of a file. Compressed files, and remote files except Parquet, are first copied to `cache_dir`.
 
     Args:
       file: the file.
       format: format of the file; `auto` goes by the suffix.
-      text_field: JSON key, column, or member suffix of the text.
+      text_field: JSON key, column, or member suffix of the text; a field of a JSON object or struct as `meta.text`.
       text_piece_bytes: `piece_bytes` of `TextFile`.
       field: config path of the source, such as `data.sources.web`, for messages.
       cache_dir: folder of copies and indexes.
       groups: cache of decoded row groups.
+      check_content: read the first bytes of the file, and refuse those of another format.
 
     Raises:
       UserError: the file is not of that format, or has no such field.
@@ -68,14 +42,26 @@ def open_file(
     """
     by_suffix, compression = format_of(file.name, field=f"{field}.path")
     kind = by_suffix if format == "auto" else format
-    if kind == "parquet" and compression is None and file.size_bytes >= 0:
+    if check_content and compression and not file.is_remote:
+        sniff.check_compression(file, compression=compression, field=field)
+    if kind == "parquet" and compression is None and file.is_remote and file.size_bytes >= 0:
         return ParquetFile(file, text_field=text_field, field=field, groups=groups)
     file = local_copy(file, compression=compression, cache_dir=cache_dir)
+    if check_content:
+        sniff.check_content(file, kind=kind, field=field)
     match kind:
         case "text":
             return TextFile(file, piece_bytes=text_piece_bytes)
         case "jsonl":
             return JsonLines(file, text_field=text_field, field=field, cache_dir=cache_dir)
+        case "json":
+            from jtrain.data.sources.formats.json_values import open_json
+
+            return open_json(file, text_field=text_field, field=field, cache_dir=cache_dir)
+        case "csv" | "tsv":
+            from jtrain.data.sources.formats.delimited import DelimitedFile
+
+            return DelimitedFile(file, kind=kind, text_field=text_field, field=field, cache_dir=cache_dir)
         case "parquet":
             return ParquetFile(file, text_field=text_field, field=field, groups=groups)
         case "arrayrecord":

@@ -1,11 +1,14 @@
 """Arrow streams as written by `save_to_disk` of Hugging Face datasets: record batches, memory-mapped."""
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
-from jtrain.data.sources.formats.parquet import check_column, read_grouped
+from jtrain.data.sources.formats.parquet import check_column, column_at, grouped_sizes, read_grouped
 from jtrain.data.sources.formats.record import BadRecord, Records
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError
@@ -18,6 +21,8 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 class ArrowFile(Records):
     """Arrow file with one document per row of column `text_field`. Reading a row of the map touches no other row.
+
+    `text_field` may name a field of a struct column: `meta.text`.
 
     Raises:
       UserError: the file is not an Arrow file, is cut short or compressed, or has no text column of that name.
@@ -45,7 +50,7 @@ class ArrowFile(Records):
                             "dataset without dictionary columns."
                         )
                     batch = pa.ipc.read_record_batch(message, schema)
-                    if batch.num_rows and not _lies_in(batch.column(text_field), message.body):
+                    if batch.num_rows and not _lies_in(column_at(batch, text_field), message.body):
                         raise UserError(
                             f"{file.called}: its batches are compressed, so a row can only be read with its whole "
                             "batch. Save it uncompressed, as `save_to_disk` does, or as Parquet."
@@ -63,7 +68,20 @@ class ArrowFile(Records):
     def __len__(self) -> int:
         return int(self._first_row[-1])
 
+    sizes_need_reading = False
+
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the size of each text, from the batches' offsets."""
+        with self._columns() as column_of:
+            return grouped_sizes(first, end, self._first_row, column_of)
+
     def read(self, records: list[int]) -> list[str | BadRecord]:
+        with self._columns() as column_of:
+            return read_grouped(records, self._first_row, column_of, self._text_field, self._file.called)
+
+    @contextlib.contextmanager
+    def _columns(self) -> Iterator[Callable[[int], Any]]:
+        """Gives a function that returns the text column of a batch, a view of the mapped file."""
         import pyarrow as pa
 
         with self._map() as mapped:
@@ -73,9 +91,9 @@ class ArrowFile(Records):
 
                 def column_of(batch: int) -> Any:
                     mapped.seek(int(self._batch_at[batch]))
-                    return pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema).column(self._text_field)
+                    return column_at(pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema), self._text_field)
 
-                return read_grouped(records, self._first_row, column_of, self._text_field, self._file.called)
+                yield column_of
             except (pa.ArrowException, OSError, EOFError) as error:
                 raise FileError(f"{self._file.called}: cannot be read ({error}). Save the dataset again.") from error
 

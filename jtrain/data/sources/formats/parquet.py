@@ -3,7 +3,7 @@
 import collections
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,8 @@ class RowGroupCache:
 class ParquetFile(Records):
     """Parquet file with one document per row, its text in column `text_field`; `groups` caches decoded row groups.
 
+    `text_field` may name a field of a struct column: `meta.text`.
+
     Between reads it keeps only two numbers per row group; an open file with its schema would take 34 KB or more.
 
     Raises:
@@ -76,9 +78,11 @@ class ParquetFile(Records):
                 ) from error
         check_column(schema, text_field, called=file.called, field=field)
         row_groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-        column = next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path == text_field)
+        # Several if both a column `meta.text` and a field of a struct column `meta` exist: Arrow then decodes both.
+        columns = [i for i in range(metadata.num_columns) if metadata.schema.column(i).path == text_field]
         self._group_starts = np.cumsum([0, *(group.num_rows for group in row_groups)], dtype=np.int64)
-        self._group_bytes = np.asarray([g.column(column).total_uncompressed_size for g in row_groups], np.int64)
+        sizes = [sum(group.column(i).total_uncompressed_size for i in columns) for group in row_groups]
+        self._group_bytes = np.asarray(sizes, np.int64)
 
     @property
     def group_starts(self) -> Int[np.ndarray, " groups_and_end"]:
@@ -95,6 +99,10 @@ class ParquetFile(Records):
     def read(self, records: list[int]) -> list[str | BadRecord]:
         return read_grouped(records, self._group_starts, self._column, self._text_field, self._file.called)
 
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the size of each text; decodes the row groups, which the texts are then read from."""
+        return grouped_sizes(first, end, self._group_starts, self._column)
+
     def close(self) -> None:
         self._groups.drop(self._file.key)
 
@@ -108,7 +116,7 @@ class ParquetFile(Records):
         with _arrow_file(self._file) as opened:
             try:
                 with pq.ParquetFile(opened) as parquet:
-                    column = parquet.read_row_group(group, columns=[self._text_field], use_threads=False).column(0)
+                    table = parquet.read_row_group(group, columns=[self._text_field], use_threads=False)
             except (pa.ArrowException, OSError) as error:
                 if self._file.called in str(error):
                     raise  # an error of the store, already translated
@@ -116,6 +124,7 @@ class ParquetFile(Records):
                 raise FileError(
                     f"{self._file.called}: row group {group} cannot be read ({said}). Replace the file."
                 ) from error
+        column = column_at(table, self._text_field)
         return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
@@ -135,19 +144,55 @@ def _arrow_file(file: StoredFile) -> Any:
 
 
 def check_column(schema: Any, text_field: str, *, called: str, field: str) -> None:
-    """Raises UserError unless the Arrow schema has a text column `text_field`."""
+    """Raises UserError unless the Arrow schema has a text column `text_field`, or a struct column with such a field."""
     import pyarrow as pa
 
-    if text_field not in schema.names:
-        raise UserError(
-            f"{called}: no column {text_field!r}; its columns: {', '.join(schema.names)}. Set {field}.text_field "
-            "to one of them."
-        )
-    kind = schema.field(text_field).type
+    fields = {name: schema.field(name).type for name in schema.names}
+    path, kind = "", None
+    for key in _keys(schema.names, text_field):
+        if key not in fields:
+            there = ", ".join(path + name for name in fields)
+            said = f"its columns: {there}" if fields else f"column {path[:-1]!r} is {kind} and has no fields"
+            raise UserError(f"{called}: no column {text_field!r}; {said}. Set {field}.text_field to one of them.")
+        kind = fields[key]
+        path += f"{key}."
+        fields = {f.name: f.type for f in kind.fields} if pa.types.is_struct(kind) else {}
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         raise UserError(
-            f"{called}: column {text_field!r} is {kind}, not text. Set {field}.text_field to a text column."
+            f"{called}: column {text_field!r} is {kind}, not text. Set {field}.text_field to a text column; in a "
+            "struct, as 'column.field'."
         )
+
+
+def grouped_sizes(
+    first: int, end: int, group_starts: Int[np.ndarray, " groups_and_end"], column_of: Callable[[int], Any]
+) -> Int[np.ndarray, " n"]:
+    """Returns the bytes of the texts of rows `first` to `end` - 1; 0 where there is none."""
+    import pyarrow.compute as pc
+
+    low, high = np.searchsorted(group_starts, (first, end - 1), side="right") - 1
+    found = []
+    for group in range(int(low), int(high) + 1):
+        start, stop = int(group_starts[group]), int(group_starts[group + 1])
+        texts = column_of(group).slice(max(first - start, 0), min(end, stop) - max(first, start))
+        sizes = pc.fill_null(pc.call_function("binary_length", [texts]), 0)
+        found.append(sizes.to_numpy(zero_copy_only=False).astype(np.int64))
+    return np.concatenate([np.empty(0, np.int64), *found])
+
+
+def column_at(table: Any, text_field: str) -> Any:
+    """Returns the column of a table or record batch; a text in a struct that is null is null itself."""
+    first, *others = _keys(table.schema.names, text_field)
+    column = table.column(first)
+    for key in others:
+        kind = column.type
+        column = column.flatten()[kind.get_field_index(key)]
+    return column
+
+
+def _keys(columns: Sequence[str], text_field: str) -> list[str]:
+    """Returns the names that lead to the text: a column of that name wins over a field of a struct column."""
+    return [text_field] if text_field in columns else text_field.split(".")
 
 
 def read_grouped(

@@ -2,6 +2,7 @@
 
 import abc
 import json
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Int
@@ -36,6 +37,15 @@ class Records(abc.ABC):
             raise text
         return text
 
+    sizes_need_reading: ClassVar[bool] = True
+    """True if `sizes` reads the records; False if it looks their sizes up in an index."""
+
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the UTF-8 bytes of the texts of records `first` to `end` - 1, or a few more; 0 for a bad record."""
+        texts = self.read(list(range(first, end)))
+        found = [0 if isinstance(text, BadRecord) else len(text.encode("utf-8")) for text in texts]
+        return np.asarray(found, np.int64)
+
     @property
     def group_starts(self) -> Int[np.ndarray, " groups_and_end"]:
         """First record of each group that is decoded as a whole, then the number of records."""
@@ -55,7 +65,7 @@ def text_of_json(line: bytes, *, text_field: str, what: str, field: str, way_out
 
     Args:
       line: the object, as UTF-8.
-      text_field: key of the text.
+      text_field: key of the text, or the keys to it joined by dots (`meta.text`).
       what: file and place of the object, for messages.
       field: config path of the source, for messages.
       way_out: how to mend the object, for messages.
@@ -72,18 +82,40 @@ def text_of_json(line: bytes, *, text_field: str, what: str, field: str, way_out
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise bad(f"not UTF-8 at byte {error.start}{place} ({error.reason})") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError also for numbers of over 4,300 digits
         raise bad(f"no JSON: {error}") from error
     if not isinstance(record, dict):
         raise bad(f"a JSON {type(record).__name__}, not an object with a field {text_field!r}")
     if not isinstance(text := record.get(text_field), str):
-        if text_field in record:
+        try:
+            text = field_at(record, text_field)
+        except KeyError as error:
+            raise bad(f"no field {text_field!r}; {error.args[0]}. Set {field}.text_field") from error
+        if not isinstance(text, str):
             raise bad(f"field {text_field!r} is {type(text).__name__}, not text")
-        fields = ", ".join(map(repr, record)) or "none"
-        raise bad(f"no field {text_field!r}; its fields: {fields}. Set {field}.text_field")
     if b"\\ud" in line.lower():  # an escape may spell half a surrogate pair, which cannot be encoded
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise bad(f"field {text_field!r} holds half a surrogate pair ({error.reason})") from error
     return text
+
+
+def field_at(record: dict[str, Any], path: str) -> Any:
+    """Returns the value under the key `path`, or else the value that the keys between its dots lead to.
+
+    Raises:
+      KeyError: there is none; its argument names the fields that are there.
+    """
+    if path in record:
+        return record[path]
+    value: Any = record
+    above = "its fields"
+    for key in path.split("."):
+        if not isinstance(value, dict):
+            raise KeyError(f"{above} is {type(value).__name__}, not an object")
+        if key not in value:
+            raise KeyError(f"{above}: {', '.join(map(repr, value)) or 'none'}")
+        value = value[key]
+        above = f"the fields of {key!r}" if isinstance(value, dict) else f"field {key!r}"
+    return value

@@ -11,7 +11,7 @@ from jtrain.data.sources.cache import NumberTable
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, text_of_json
 from jtrain.data.sources.storage import StoredFile
 
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 _LINE_SEARCH_BYTES = 4096
 """Bytes after a cut that are searched for the end of a line."""
 
@@ -35,6 +35,14 @@ class TextFile(Records):
     def __len__(self) -> int:
         return -(-self._file.size_bytes // self._piece_bytes)
 
+    sizes_need_reading = False
+
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the most bytes that each piece can have: a piece ends within 4 KiB after its nominal end."""
+        nominal = np.arange(first, end + 1, dtype=np.int64) * self._piece_bytes
+        stop = np.minimum(nominal[1:] + min(_LINE_SEARCH_BYTES, self._piece_bytes), self._file.size_bytes)
+        return stop - nominal[:-1]
+
     def read(self, records: list[int]) -> list[str | BadRecord]:
         with self._file.open() as file:
             return [self._piece(file, record) for record in records]
@@ -45,7 +53,7 @@ class TextFile(Records):
         file.seek(start)
         content = file.read(end - start)
         if start == 0:
-            content = content.removeprefix(_BOM)
+            content = content.removeprefix(BOM)
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -87,12 +95,19 @@ class JsonLines(Records):
     def __len__(self) -> int:
         return len(self._lines)
 
+    sizes_need_reading = False
+
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the bytes of each line, in which the text takes at least as many as by itself."""
+        lines = self._lines.span(first, end)
+        return lines[:, 1] - lines[:, 0]
+
     def read(self, records: list[int]) -> list[str | BadRecord]:
         texts: list[str | BadRecord] = []
         with self._file.open() as file:
             for start, end in self._lines.rows(records):
                 file.seek(start)
-                line = file.read(end - start).removeprefix(_BOM)
+                line = file.read(end - start).removeprefix(BOM)
                 try:
                     text = text_of_json(
                         line,

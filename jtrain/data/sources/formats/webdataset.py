@@ -35,6 +35,12 @@ class TarFile(Records):
     def __len__(self) -> int:
         return len(self._places)
 
+    sizes_need_reading = False
+
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the size of each sample's text member."""
+        return self._places.span(first, end)[:, 1]
+
     def read(self, records: list[int]) -> list[str | BadRecord]:
         texts: list[str | BadRecord] = []
         with self._file.open() as file:

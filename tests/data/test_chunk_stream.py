@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jtrain.data.document_stream import DocumentStream, SourceSetup
+from jtrain.data.chunk_stream import ChunkStream, SourceSetup
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.source import Source
 
@@ -72,16 +72,23 @@ DAMAGES = {
 
 
 @pytest.fixture(params=DAMAGES, ids=lambda write: write.__name__[1:])
-def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Callable[..., DocumentStream], list[int], str]:
+def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Callable[..., ChunkStream], list[int], str]:
     """Function that opens a source with unreadable records, the numbers of these records, and the error of the file."""
     (tmp_path / "files").mkdir()
     damage = request.param(tmp_path / "files")
 
-    def open_source(**fields: Any) -> DocumentStream:
+    def open_source(**fields: Any) -> ChunkStream:
         setup = {"name": "web", "tokenizer": "bytes", "end_token": None, "seed": 0, "eval_fraction": 0.0}
-        setup |= {"on_bad_record": "skip", "window_bytes": 1 << 11, "decoded_cache_bytes": 1 << 20, "prepared": None}
+        setup |= {
+            "on_bad_record": "skip",
+            "window_bytes": 1 << 11,
+            "chunk_tokens": 4096,
+            "chunk_bytes": None,
+            "decoded_cache_bytes": 1 << 20,
+            "prepared": None,
+        }
         source = Source(path=str(tmp_path / "files"))
-        return DocumentStream(SourceSetup(source=source, cache_dir=str(tmp_path / "cache"), **{**setup, **fields}))
+        return ChunkStream(SourceSetup(source=source, cache_dir=str(tmp_path / "cache"), **{**setup, **fields}))
 
     opened = {policy: open_source(on_bad_record=policy) for policy in ("skip", "fail")}
     damage()
@@ -90,7 +97,7 @@ def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Callable[..
 
 
 def test_what_cannot_be_read_is_skipped_and_nothing_else_however_a_run_is_cut(
-    damaged: tuple[Callable[..., DocumentStream], list[int], str],
+    damaged: tuple[Callable[..., ChunkStream], list[int], str],
 ) -> None:
     """The stream must not depend on which documents are requested together."""
     documents, bad, _ = damaged[0](), damaged[1], damaged[2]
@@ -99,9 +106,10 @@ def test_what_cannot_be_read_is_skipped_and_nothing_else_however_a_run_is_cut(
     lengths = np.concatenate([one.lengths for one in alone])
     ids = np.concatenate([one.ids for one in alone])
     skipped = [pair for one in alone for pair in one.skipped]
-    records = documents.order.records(numbers)
+    records = documents.locate(numbers).record
+    assert sorted(records[records >= 0].tolist()) == sorted([*range(documents.num_documents)] * 2)
     assert [number for number, _ in skipped] == np.flatnonzero(np.isin(records, bad)).tolist()
-    assert np.flatnonzero(lengths == 0).tolist() == [number for number, _ in skipped]
+    assert np.flatnonzero(lengths == 0).tolist() == np.flatnonzero((records < 0) | np.isin(records, bad)).tolist()
     rng = np.random.default_rng(0)
     for parts in (1, 2, 7, 40):
         cuts = np.sort(rng.choice(np.arange(1, len(numbers)), parts - 1, replace=False))
@@ -112,22 +120,23 @@ def test_what_cannot_be_read_is_skipped_and_nothing_else_however_a_run_is_cut(
 
 
 def test_what_cannot_be_read_is_no_text_in_evaluation_either(
-    damaged: tuple[Callable[..., DocumentStream], list[int], str],
+    damaged: tuple[Callable[..., ChunkStream], list[int], str],
 ) -> None:
     documents, bad, message = damaged[0](), damaged[1], damaged[2]
-    found = documents.read_records(np.arange(len(documents)))
-    assert np.flatnonzero(found.lengths == 0).tolist() == bad
+    chunks = documents.chunks_of(np.arange(documents.num_documents))
+    assert np.flatnonzero(documents.read_chunks(chunks).lengths == 0).tolist() == bad
     with pytest.raises(BadRecord, match=message):
-        damaged[0]("fail").read_records(np.arange(len(documents)))
+        damaged[0]("fail").read_chunks(chunks)
 
 
 def test_what_cannot_be_read_stops_the_run_with_what_its_file_says_where_that_is_the_policy(
-    damaged: tuple[Callable[..., DocumentStream], list[int], str],
+    damaged: tuple[Callable[..., ChunkStream], list[int], str],
 ) -> None:
     """The error comes at its document, not before: hangs and deaths are located by the number last watched."""
     documents, bad, message = damaged[0]("fail"), damaged[1], damaged[2]
     numbers = np.arange(len(documents), dtype=np.int64)
-    records = documents.order.records(numbers)
+    records = documents.locate(numbers).record
+    records = records[records >= 0]
     watched: list[int] = []
     with pytest.raises(BadRecord, match=message):
         documents.read(numbers, watch=lambda number, record: watched.append(record))

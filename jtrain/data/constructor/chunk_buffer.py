@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jtrain.data.constructor.collate import shrunk
-from jtrain.data.loaders.messages import DocumentRun
+from jtrain.data.loaders.messages import ChunkRun
 from jtrain.data.planner.pieces import Pieces
 
 _SMALLEST = 64
@@ -30,7 +30,7 @@ def places_of(keys: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], I
     return keys // _ABOVE, keys % _ABOVE
 
 
-class DocumentBuffer:
+class ChunkBuffer:
     """Ring buffer per source that maps a document number to the run and the token range of its ids.
 
     Document n is at position n modulo the size of the ring. A document before the cursor of its source that is still
@@ -41,7 +41,7 @@ class DocumentBuffer:
       release: called with a run when none of its documents is needed any more.
     """
 
-    def __init__(self, cursors: Int64[np.ndarray, " sources"], release: Callable[[DocumentRun], None]) -> None:
+    def __init__(self, cursors: Int64[np.ndarray, " sources"], release: Callable[[ChunkRun], None]) -> None:
         num_sources = len(cursors)
         self._release = release
         self._size = np.full(num_sources, _SMALLEST, np.int64)
@@ -51,13 +51,13 @@ class DocumentBuffer:
         self._run = np.full(places, _NOTHING, np.int32)
         self._first, self._stop = np.zeros(places, np.int64), np.zeros(places, np.int64)
         self._open: dict[int, tuple[int, int, int]] = {}
-        self._runs: list[DocumentRun | None] = []
+        self._runs: list[ChunkRun | None] = []
         self._ids: list[np.ndarray] = []
         self._unused: list[int] = []
         self._live = np.zeros(0, np.int64)
         self._cursors = cursors
 
-    def put(self, run: DocumentRun) -> None:
+    def put(self, run: ChunkRun) -> None:
         """Adds a run, whose document numbers ascend."""
         at = self._unused.pop() if self._unused else len(self._runs)
         if at == len(self._runs):
@@ -103,7 +103,7 @@ class DocumentBuffer:
         """True if all documents of `pieces` have arrived."""
         return bool((self._find(pieces.source, pieces.document)[0] >= 0).all())
 
-    def find(self, source: int, number: int) -> tuple[DocumentRun, int] | None:
+    def find(self, source: int, number: int) -> tuple[ChunkRun, int] | None:
         """Returns the run of a document and its index in the run; None if it has not arrived."""
         at = int(self._find(*(np.asarray([x], np.int64) for x in (source, number)))[0][0])
         if at < 0:
@@ -126,7 +126,7 @@ class DocumentBuffer:
 
     def drop(
         self, done: Int64[np.ndarray, " n"], kept: Int64[np.ndarray, " open"], cursors: Int64[np.ndarray, " sources"]
-    ) -> tuple[list[tuple[DocumentRun, int]], Int64[np.ndarray, " absent"]]:
+    ) -> list[tuple[ChunkRun, int]]:
         """Drops the documents `done` and releases the runs that are no longer needed.
 
         Args:
@@ -135,7 +135,7 @@ class DocumentBuffer:
           cursors: first document of each source that is still to be drawn.
 
         Returns:
-          (run, number) of each dropped document that its run lists as skipped; and the keys that never arrived.
+          (run, number) of each dropped document that its run lists as skipped.
         """
         source, number = places_of(done)
         run, _, _ = self._find(source, number)
@@ -154,7 +154,7 @@ class DocumentBuffer:
         here = run >= 0
         gone = np.bincount(run[here], minlength=len(self._live))
         self._live -= gone
-        skipped: list[tuple[DocumentRun, int]] = []
+        skipped: list[tuple[ChunkRun, int]] = []
         touched = np.flatnonzero(gone).tolist()
         for at in touched:
             if (found := self._runs[at]) is not None and found.skipped:
@@ -166,7 +166,7 @@ class DocumentBuffer:
                 self._runs[at], self._ids[at] = None, _NO_IDS
                 self._unused.append(at)
                 self._release(finished)
-        return skipped, done[~here]
+        return skipped
 
     def _place(self, source: Int64[np.ndarray, " n"], number: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         return self._base[source] + (number & (self._size[source] - 1))

@@ -1,0 +1,256 @@
+"""Order of a source's chunks: which chunk of which record is number n of an epoch.
+
+A document is cut into chunks of at most about one row, at places that depend on the document alone, and the chunks of
+all documents are shuffled together. Neighbouring rows of a batch then come from different documents however long the
+documents are: a row is worth as much as the rows beside it are different from it.
+
+Numbers count slots, and each slot holds one chunk or none. How many slots there are follows from sizes that are known
+without reading the text, so nothing is read to open a source, and the position in the order is one integer.
+"""
+
+import functools
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Int, Int64
+
+from jtrain.data.pretokenized.reader import BLOCK, PreparedIndex
+from jtrain.data.sources.shuffle import epoch_key, part_keys, permuted, shuffled_parts
+from jtrain.data.sources.source import Corpus
+
+_LOOKED_UP = 64
+"""Records between two entries of the table of `SizedChunks`: 24 bytes for so many records."""
+
+_PART_RECORDS = 1024
+"""Most records of a part of a file whose sizes are only known by reading."""
+
+_MOST_EXPANSION = 3
+"""Bytes of text per stored byte that slots are kept for, where files may be compressed inside."""
+
+
+_WHOLE = 1 << 20
+"""Number of chunks of a record that is taken whole: at least as many as it has."""
+
+
+class Chunks(NamedTuple):
+    """Contents of slots: `num` chunks, nearly always one, of `record` from chunk number `first` on.
+
+    record: -1 for an empty slot.
+    """
+
+    record: Int64[np.ndarray, " n"]
+    first: Int64[np.ndarray, " n"]
+    num: Int64[np.ndarray, " n"]
+
+
+class ChunkOrder(Protocol):
+    """Order of a source's chunks. In each epoch every chunk is in exactly one slot."""
+
+    @property
+    def slots(self) -> int:
+        """Slots of an epoch."""
+        ...
+
+    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
+        """Returns the contents of slots `places` (0 to `slots` - 1) of an epoch."""
+        ...
+
+
+def chunk_counts(sizes: Int[np.ndarray, " n"], chunk: int) -> Int64[np.ndarray, " n"]:
+    """Returns the number of chunks of documents of these sizes; an empty one has a chunk too, which is then empty."""
+    return np.maximum(-(-sizes.astype(np.int64) // chunk), 1)
+
+
+class PreparedChunks:
+    """Order of a prepared source, exact in tokens, one permutation of the whole source, without any table of its own.
+
+    The index stores the first token of every block of 16 records. Block b gets the slots from starts[b] // chunk + 17 b
+    on: at least as many as its 16 records can have chunks, because rounding up adds less than one for each of them.
+    """
+
+    def __init__(self, index: PreparedIndex, *, chunk_tokens: int, seed: int) -> None:
+        self._index = index
+        self._chunk = chunk_tokens
+        self._seed = seed
+        self._blocks = -(-len(index) // BLOCK)
+        self.slots = int(self._first_slot(np.asarray([self._blocks], np.int64))[0])
+
+    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
+        slots = permuted(places, np.int64(self.slots), epoch_key(self._seed, epoch))
+        block = self._block_of(slots)
+        records = block[:, None] * BLOCK + np.arange(BLOCK)
+        inside = records < len(self._index)
+        lengths = self._index.lengths(np.minimum(records, len(self._index) - 1).ravel()).reshape(-1, BLOCK)
+        counts = np.where(inside, -(-lengths.astype(np.int64) // self._chunk), 0)
+        ends = np.cumsum(counts, axis=1)
+        at = slots - self._first_slot(block)
+        which = (ends <= at[:, None]).sum(axis=1)
+        full = which < BLOCK
+        which = np.minimum(which, BLOCK - 1)
+        row = np.arange(len(slots))
+        first = at - (ends[row, which] - counts[row, which])
+        return Chunks(np.where(full, records[row, which], -1), first, np.ones(len(slots), np.int64))
+
+    def _first_slot(self, block: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        return self._index.token_starts(block) // self._chunk + (BLOCK + 1) * block
+
+    def _block_of(self, slots: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """Finds the last block that begins at or before each slot, by bisection of all slots together."""
+        low, high = np.zeros_like(slots), np.full_like(slots, self._blocks)
+        while (high - low > 1).any():
+            middle = (low + high) // 2
+            before = self._first_slot(middle) <= slots
+            low, high = np.where(before, middle, low), np.where(before, high, middle)
+        return low
+
+
+class WholeRecords:
+    """Order of a source whose records are taken whole, since it costs as much to size one as to make it: Grain.
+
+    A record that is longer than a row fills several, one after another.
+    """
+
+    def __init__(self, num_records: int, *, seed: int) -> None:
+        self.slots = num_records
+        self._seed = seed
+
+    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
+        records = permuted(places, np.int64(self.slots), epoch_key(self._seed, epoch))
+        return Chunks(records, np.zeros_like(records), np.full_like(records, _WHOLE))
+
+
+class SizedChunks:
+    """Order of a source whose records' sizes are known from an index, one permutation of the whole source."""
+
+    def __init__(self, corpus: Corpus, *, chunk_bytes: int, extra_bytes: int, seed: int) -> None:
+        self._corpus = corpus
+        self._chunk, self._extra = chunk_bytes, extra_bytes
+        self._seed = seed
+        firsts, slots = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for start, end in corpus.file_bounds():
+            counts = chunk_counts(corpus.sizes(start, end) + extra_bytes, chunk_bytes)
+            cuts = np.arange(0, end - start, _LOOKED_UP)
+            firsts.append(start + cuts)
+            slots.append(np.add.reduceat(counts, cuts) if len(cuts) else cuts)
+        self._first_record = np.concatenate([*firsts, [len(corpus)]])
+        self._first_slot = np.concatenate([[0], np.cumsum(np.concatenate(slots))])
+        self.slots = int(self._first_slot[-1])
+
+    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
+        slots = permuted(places, np.int64(self.slots), epoch_key(self._seed, epoch))
+        block = np.searchsorted(self._first_slot, slots, side="right") - 1
+        record, first = np.empty_like(slots), np.empty_like(slots)
+        for one in sorted(set(block.tolist())):
+            here = np.flatnonzero(block == one)
+            start, end = int(self._first_record[one]), int(self._first_record[one + 1])
+            sizes = self._corpus.sizes(start, end)
+            counts = chunk_counts(sizes + self._extra, self._chunk)
+            # A file that cannot be read any more has lost its sizes: its slots go to records that cannot be read.
+            counts[np.argmin(sizes)] += self._first_slot[one + 1] - self._first_slot[one] - counts.sum()
+            ends = np.cumsum(counts)
+            at = slots[here] - self._first_slot[one]
+            which = np.searchsorted(ends, at, side="right")
+            record[here], first[here] = start + which, at - (ends[which] - counts[which])
+        return Chunks(record, first, np.ones_like(slots))
+
+
+class _Window(NamedTuple):
+    """Records of a window, the slot at which the chunks of each one end, and the chunks per slot."""
+
+    records: Int64[np.ndarray, " records"]
+    ends: Int64[np.ndarray, " records"]
+    per_slot: int
+
+
+class _Epoch(NamedTuple):
+    """Parts of an epoch in its order, and its windows: the first part and the first slot of each, then the end."""
+
+    parts: Int64[np.ndarray, " parts"]
+    first_part: Int64[np.ndarray, " windows_and_end"]
+    first_slot: Int64[np.ndarray, " windows_and_end"]
+    keys: np.ndarray
+
+
+class WindowedChunks:
+    """Order of a source whose records' sizes are only known by reading them: Parquet, ArrayRecord.
+
+    The parts of the source (row groups; runs of 1,024 records of other files) are shuffled and cut into windows, and
+    chunks are shuffled within each window, since reading a row decodes its whole row group. A source that is smaller
+    than a window is shuffled as a whole. A window has slots for the chunks that its stored bytes may hold; if the text
+    has more (it was compressed more than threefold), a slot holds several chunks of a document.
+
+    Args:
+      window_bytes: most bytes of parts that are shuffled together; a larger part is a window of its own.
+    """
+
+    def __init__(self, corpus: Corpus, *, chunk_bytes: int, extra_bytes: int, seed: int, window_bytes: int) -> None:
+        self._corpus = corpus
+        self._chunk, self._extra = chunk_bytes, extra_bytes
+        self._seed = seed
+        self._window_bytes = window_bytes
+        self._start, self._bytes, decoded = _parts(corpus)
+        text_bytes = self._bytes * np.where(decoded, 1, _MOST_EXPANSION)
+        self._slots = np.diff(self._start) + -(-text_bytes // chunk_bytes)
+        self.slots = int(self._slots.sum())
+        self._epoch = functools.lru_cache(maxsize=2)(self._open_epoch)
+        self._window = functools.lru_cache(maxsize=2)(self._open_window)
+
+    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
+        order = self._epoch(epoch)
+        windows = np.searchsorted(order.first_slot, places, side="right") - 1
+        found = Chunks(*(np.full(len(places), fill, np.int64) for fill in (-1, 0, 1)))
+        for one in sorted(set(windows.tolist())):
+            here = np.flatnonzero(windows == one)
+            start, end = int(order.first_slot[one]), int(order.first_slot[one + 1])
+            slot = permuted(places[here] - start, np.int64(end - start), order.keys[one])
+            window = self._window(epoch, one)
+            which = np.searchsorted(window.ends, slot, side="right")
+            full = which < len(window.records)
+            here, slot, which = here[full], slot[full], which[full]
+            before = np.where(which > 0, window.ends[which - 1], 0)
+            found.record[here] = window.records[which]
+            found.first[here] = (slot - before) * window.per_slot
+            found.num[here] = window.per_slot
+        return found
+
+    def _open_epoch(self, epoch: int) -> _Epoch:
+        key = epoch_key(self._seed, epoch)
+        parts = shuffled_parts(len(self._slots), key)
+        parts = parts[self._slots[parts] > 0]
+        sizes = self._bytes[parts]
+        new_window = np.flatnonzero(np.diff((np.cumsum(sizes) - sizes) // self._window_bytes, prepend=-1))
+        ends = np.concatenate([[0], np.cumsum(self._slots[parts])])
+        return _Epoch(
+            parts,
+            np.append(new_window, len(parts)),
+            np.append(ends[new_window], ends[-1]),
+            part_keys(len(new_window), key),
+        )
+
+    def _open_window(self, epoch: int, window: int) -> _Window:
+        order = self._epoch(epoch)
+        parts = np.sort(order.parts[order.first_part[window] : order.first_part[window + 1]])
+        bounds = list(zip(self._start[parts].tolist(), self._start[parts + 1].tolist(), strict=True))
+        records = np.concatenate([np.arange(start, end) for start, end in bounds])
+        sizes = np.concatenate([self._corpus.sizes(start, end) for start, end in bounds]) + self._extra
+        room = int(order.first_slot[window + 1] - order.first_slot[window])
+        per_slot = 1
+        while int((counts := chunk_counts(sizes, self._chunk * per_slot)).sum()) > room:
+            per_slot += 1
+        return _Window(records, np.cumsum(counts), per_slot)
+
+
+def _parts(corpus: Corpus) -> tuple[Int64[np.ndarray, " parts_and_end"], Int64[np.ndarray, " parts"], np.ndarray]:
+    """Returns the first record of each part, then the number of records; the bytes of each; True where it is decoded.
+
+    A part is a group of records that is decoded as a whole, or a run of records of another file.
+    """
+    starts, sizes, is_decoded = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
+    bounds = zip(corpus.group_starts[:-1].tolist(), corpus.group_starts[1:].tolist(), strict=True)
+    groups = zip(corpus.stored_bytes().tolist(), (corpus.group_bytes > 0).tolist(), strict=True)
+    for (start, end), (size, decoded) in zip(bounds, groups, strict=True):
+        cuts = np.asarray([start], np.int64) if decoded else np.arange(start, end, _PART_RECORDS)
+        starts.append(cuts)
+        sizes.append(-(-size * np.diff(np.append(cuts, end)) // max(end - start, 1)))
+        is_decoded.append(np.full(len(cuts), decoded))
+    return np.append(np.concatenate(starts), len(corpus)), np.concatenate(sizes), np.concatenate(is_decoded)

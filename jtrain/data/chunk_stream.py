@@ -1,0 +1,334 @@
+"""Numbered, endless stream of the chunks of one source, which planner and loaders share."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool, Int, Int64, Integer
+
+from jtrain.data.chunk_order import (
+    ChunkOrder,
+    Chunks,
+    PreparedChunks,
+    SizedChunks,
+    WholeRecords,
+    WindowedChunks,
+    chunk_counts,
+)
+from jtrain.data.pretokenized.reader import PreparedIndex
+from jtrain.data.sources.formats import BadRecord
+from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted
+from jtrain.data.sources.source import Corpus, Source, file_keys, split_positions
+from jtrain.data.tokenizer import TextChunk, Tokenizer, make_tokenizer
+from jtrain.errors import UserError
+
+_SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 64, 1 << 16
+"""First records of a source, and most of their characters, that are tokenised to learn its bytes per token."""
+
+_FULL = 0.9
+"""Share of a row that a chunk fills on average where bytes per token are an estimate, so that few exceed a row."""
+
+_CUT_SEARCH_BYTES = 64
+"""Bytes before a cut that are searched for white space, so that no word of a text is cut in two."""
+
+_HELD_OUT_AT_A_TIME = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceSetup:
+    """Everything that a process needs to open a source, as plain values that can be sent to it.
+
+    name: name of the source in `data.sources`.
+    source: the source, with every default filled in.
+    seed: seed of the run.
+    chunk_tokens: most tokens of a chunk, `data.seq_len`.
+    chunk_bytes: most bytes of a chunk of a text that is tokenised during the run; None: found when it is opened.
+    window_bytes: argument of `WindowedChunks`.
+    decoded_cache_bytes: decoded Parquet text that a process keeps, over all its sources.
+    prepared: folder that `python -m jtrain.data prepare` wrote; None to read and tokenise documents during the run.
+    """
+
+    name: str
+    source: Source
+    tokenizer: str
+    end_token: str | None
+    seed: int
+    eval_fraction: float
+    on_bad_record: Literal["fail", "skip"]
+    chunk_tokens: int
+    chunk_bytes: int | None
+    window_bytes: int
+    decoded_cache_bytes: int
+    cache_dir: str
+    prepared: str | None
+    fingerprint: str | None = None
+    """Fingerprint that the trainer found; a process that finds another one refuses the source. None: not known yet."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """Result of reading some chunks, in the order of the request.
+
+    lengths: tokens of each chunk; 0 if there is none, or its document is held out for evaluation or skipped.
+    ids: token ids of all chunks, one after another.
+    skipped: (number, reason) of the first chunk of each bad document that was left out.
+    """
+
+    lengths: Int[np.ndarray, " n"]
+    ids: Integer[np.ndarray, " tokens"]
+    skipped: tuple[tuple[int, str], ...] = ()
+
+
+class ChunkStream:
+    """Stream of the chunks of one source, numbered 0, 1, 2, ... without end; each epoch is a new permutation.
+
+    The stream is a pure function of the setup: any process may read any chunks at any time and finds the same. Some
+    numbers stand for no chunk; see `ChunkOrder`.
+
+    Attributes:
+      corpus: the documents as text; None for a prepared source, which needs them no more.
+      prepared: the prepared index, if there is one.
+      chunk_bytes: most bytes of a chunk of text.
+
+    Raises:
+      UserError: the source, its tokenizer or its prepared index cannot be opened.
+    """
+
+    def __init__(self, setup: SourceSetup) -> None:
+        self.setup = setup
+        self.tokenizer = make_tokenizer(setup.tokenizer, end_token=setup.end_token)
+        self.corpus: Corpus | None = None
+        self.prepared: PreparedIndex | None = None
+        self.chunk_bytes = setup.chunk_tokens
+        seed = order_seed(setup.seed, setup.name)
+        self.order: ChunkOrder
+        if setup.prepared is not None:
+            self.prepared = PreparedIndex(f"{setup.prepared.rstrip('/')}/{setup.name}", Path(setup.cache_dir))
+            fields = {name: getattr(setup.source, name) for name in ("format", "text_field", "text_piece_bytes")}
+            made_of = {"tokenizer": self.tokenizer.identity, **fields}
+            known = {name: value for name, value in made_of.items() if name in self.prepared.made_of}
+            self.prepared.check(on_bad_record=setup.on_bad_record, **known)
+            self.names, self._file_ends = self.prepared.names, self.prepared.file_ends
+            self.size_bytes = self.prepared.num_tokens * self.prepared.dtype.itemsize
+            self.order = PreparedChunks(self.prepared, chunk_tokens=setup.chunk_tokens, seed=seed)
+        else:
+            corpus = self.corpus = Corpus(
+                setup.source,
+                name=setup.name,
+                cache_dir=Path(setup.cache_dir),
+                decoded_cache_bytes=setup.decoded_cache_bytes,
+            )
+            self.names, self._file_ends, self.size_bytes = corpus.names, corpus.file_ends, corpus.size_bytes
+            self.chunk_bytes = setup.chunk_bytes or _chunk_bytes(corpus, self.tokenizer, setup.chunk_tokens)
+            cut = {"chunk_bytes": self.chunk_bytes, "extra_bytes": self._border_tokens, "seed": seed}
+            if setup.source.format == "grain":
+                self.order = WholeRecords(len(corpus), seed=seed)
+            elif corpus.sizes_need_reading:
+                self.order = WindowedChunks(corpus, window_bytes=setup.window_bytes, **cut)
+            else:
+                self.order = SizedChunks(corpus, **cut)
+        self._file_keys = file_keys(self.names)
+        if setup.fingerprint is not None and (found := self.fingerprint()) != setup.fingerprint:
+            raise UserError(
+                f"its files changed since the run opened them (fingerprint {setup.fingerprint} then, {found} "
+                "now): files were added, removed or rewritten, or this host sees others. Restore them and run again."
+            )
+
+    @property
+    def _border_tokens(self) -> int:
+        return 1 + (self.tokenizer.begin_id is not None)
+
+    def __len__(self) -> int:
+        """Number of slots in an epoch, including empty ones and those of held-out and bad documents."""
+        return self.order.slots
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents, including held-out and bad ones."""
+        return int(self._file_ends[-1])
+
+    def held_out(self, records: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+        """True for records held out for evaluation, chosen for ever by a hash of file name and number."""
+        if not self.setup.eval_fraction:
+            return np.zeros(len(records), np.bool_)
+        return split_positions(self._file_ends, self._file_keys, records) < self.setup.eval_fraction
+
+    def locate(self, numbers: Int[np.ndarray, " n"]) -> Chunks:
+        """Returns the contents of the slots `numbers`, of any epochs."""
+        epochs, places = np.divmod(numbers, max(self.order.slots, 1))
+        found = Chunks(*(np.zeros(len(numbers), np.int64) for _ in range(3)))
+        for epoch in sorted(set(epochs.tolist())):  # np.unique would import numpy.ma: 0.1 s and 3 MB in each loader
+            here = epochs == epoch
+            for array, values in zip(found, self.order.locate(epoch, places[here]), strict=True):
+                array[here] = values
+        return found
+
+    def lengths(self, numbers: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """Returns the tokens of each chunk without reading it; for prepared sources only."""
+        assert self.prepared is not None
+        chunks = self.locate(numbers)
+        lengths = np.zeros(len(numbers), np.int64)
+        wanted = self._wanted(chunks)
+        start, end = self._spans(Chunks(*(array[wanted] for array in chunks)))
+        lengths[wanted] = end - start
+        return lengths.astype(np.int32)
+
+    def read(
+        self,
+        numbers: Int[np.ndarray, " n"],
+        *,
+        skip: Collection[int] = (),
+        watch: Callable[[int, int], Any] = lambda number, record: None,
+    ) -> Read:
+        """Reads and tokenises chunks.
+
+        Args:
+          numbers: numbers of the chunks.
+          skip: numbers of chunks to leave out, like those of bad documents.
+          watch: called with the number and record of each chunk before it is read.
+
+        Raises:
+          BadRecord: a record is bad, or its file is gone or cannot be read, and `data.on_bad_record` is fail.
+          FileError: the prepared index cannot be read.
+        """
+        chunks = self.locate(numbers)
+        wanted = self._wanted(chunks)
+        skipped = [(number, "its loader did not survive it") for number in numbers.tolist() if number in skip]
+        if skip:
+            wanted &= ~np.isin(numbers, list(skip))
+        places = np.flatnonzero(wanted)
+        here = Chunks(*(array[places] for array in chunks))
+        lengths = np.zeros(len(numbers), np.int32)
+        lengths[places], ids, bad = self._read(here, lambda i: watch(int(numbers[places[i]]), int(here.record[i])))
+        return Read(lengths, ids, tuple(skipped + [(int(numbers[places[i]]), reason) for i, reason in bad]))
+
+    def identity_of(self, record: int) -> str:
+        """Returns `file:number` of a record."""
+        file = int(np.searchsorted(self._file_ends, record, side="right"))
+        return f"{self.names[file]}:{record - (int(self._file_ends[file - 1]) if file else 0)}"
+
+    def held_out_records(self) -> Iterator[Int64[np.ndarray, " n"]]:
+        """Yields the held-out records in an order that is the same for every run, some at a time."""
+        total = self.num_documents
+        key = epoch_key(order_seed(0, f"held out/{self.setup.name}"), 0)
+        for start in range(0, total, _HELD_OUT_AT_A_TIME):
+            places = np.arange(start, min(start + _HELD_OUT_AT_A_TIME, total), dtype=np.int64)
+            records = permuted(places, np.int64(total), key)
+            yield records[self.held_out(records)]
+
+    def chunks_of(self, records: Int[np.ndarray, " n"]) -> Chunks:
+        """Returns all chunks of some records, held out or not, record by record."""
+        if self.prepared is not None:
+            counts = -(-self.prepared.lengths(records).astype(np.int64) // self.setup.chunk_tokens)
+        else:
+            assert self.corpus is not None
+            sizes = np.asarray([int(self.corpus.sizes(r, r + 1)[0]) for r in records.tolist()], np.int64)
+            counts = chunk_counts(sizes + self._border_tokens, self.chunk_bytes)
+        first = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return Chunks(np.repeat(records, counts), first, np.ones_like(first))
+
+    def read_chunks(self, chunks: Chunks) -> Read:
+        """Reads and tokenises chunks, held out or not, in the given order; for evaluation."""
+        lengths, ids, _ = self._read(chunks, lambda i: None)
+        return Read(lengths, ids)
+
+    def fingerprint(self) -> str:
+        """Returns a hash that changes whenever a number could stand for other tokens."""
+        setup = self.setup
+        parts = [self.tokenizer.identity, setup.eval_fraction, setup.chunk_tokens]
+        if self.prepared is not None:
+            parts += ["prepared", self.prepared.made_of, self.prepared.num_records, self.prepared.num_tokens]
+        else:
+            assert self.corpus is not None
+            parts += [self.corpus.fingerprint(), setup.source.text_field, setup.source.text_piece_bytes]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+
+    def close(self) -> None:
+        """Closes files and frees memory."""
+        if self.corpus is not None:
+            self.corpus.close()
+
+    def _wanted(self, chunks: Chunks) -> Bool[np.ndarray, " n"]:
+        """True for slots that hold a chunk of a document that is not held out."""
+        wanted = chunks.record >= 0
+        wanted[wanted] = ~self.held_out(chunks.record[wanted])
+        return wanted
+
+    def _read(
+        self, chunks: Chunks, watch: Callable[[int], None]
+    ) -> tuple[Int[np.ndarray, " n"], Integer[np.ndarray, " tokens"], list[tuple[int, str]]]:
+        """Returns lengths, ids, and (index, reason) of the first chunk of each bad document."""
+        if self.prepared is not None:
+            if len(chunks.record):
+                watch(0)
+            start, end = self._spans(chunks)
+            ids = self.prepared.read_spans(chunks.record, start, end)
+            return (end - start).astype(np.int32), ids, []
+        assert self.corpus is not None
+        texts: list[TextChunk] = []
+        reasons = []
+        reading = self.corpus.read(chunks.record)
+        for i, (first, num) in enumerate(zip(chunks.first.tolist(), chunks.num.tolist(), strict=True)):
+            watch(i)
+            text = next(reading)
+            if isinstance(text, BadRecord):
+                if self.setup.on_bad_record == "fail":
+                    raise text
+                if first == 0:
+                    reasons.append((i, str(text)))
+                text = ""
+            texts.append(self._cut(text, first, num))
+        return *self.tokenizer.encode_chunks(texts), reasons
+
+    def _spans(self, chunks: Chunks) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """Returns first token and end of each chunk of a prepared source within its document."""
+        assert self.prepared is not None
+        length = self.prepared.lengths(chunks.record).astype(np.int64)
+        start = np.minimum(chunks.first * self.setup.chunk_tokens, length)
+        return start, np.minimum((chunks.first + chunks.num) * self.setup.chunk_tokens, length)
+
+    def _cut(self, text: str, first: int, num: int) -> TextChunk:
+        """Returns chunks `first` to `first + num - 1` of a document, as one."""
+        content = text.encode("utf-8")
+        begin = self._border_tokens - 1
+        total = begin + len(content) + 1 if content else 0
+        start, stop = first * self.chunk_bytes, min((first + num) * self.chunk_bytes, total)
+        if start >= stop:
+            return TextChunk(b"", begins=False, ends=False)
+        exact = self.tokenizer.identity == "bytes"  # then any cut is right, and rows are full to the last token
+        low, high = (_cut_at(content, max(at - begin, 0), exact=exact) for at in (start, stop))
+        return TextChunk(content[low:high], begins=first == 0 and bool(begin), ends=stop == total)
+
+
+def _cut_at(content: bytes, place: int, *, exact: bool) -> int:
+    """Returns where a text is cut near `place`: after white space, or else between two characters."""
+    if exact or place >= len(content):
+        return min(place, len(content))
+    after = max(content.rfind(space, max(place - _CUT_SEARCH_BYTES, 0), place) for space in (b" ", b"\n"))
+    if after >= 0:
+        return after + 1
+    while place and content[place] & 0xC0 == 0x80:
+        place -= 1
+    return place
+
+
+def _chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: int) -> int:
+    """Returns the bytes of text that make about a row, by the first documents of a source."""
+    if tokenizer.identity == "bytes":
+        return chunk_tokens
+    texts, characters = [], 0
+    for text in corpus.read(np.arange(min(len(corpus), _SAMPLE_RECORDS))):
+        if isinstance(text, str) and text:
+            texts.append(text[: _SAMPLE_CHARACTERS - characters])
+            characters += len(texts[-1])
+        if characters >= _SAMPLE_CHARACTERS:
+            break
+    if not texts:
+        return chunk_tokens
+    tokens = int(tokenizer.encode_documents(texts)[0].sum())
+    content = sum(len(text.encode("utf-8")) for text in texts)
+    return max(chunk_tokens, int(_FULL * chunk_tokens * content / tokens))

@@ -1,0 +1,88 @@
+"""Data files of a folder: documentation, metadata and scripts that lie beside them are left out."""
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+from jtrain.data.sources.formats.suffix import RECORD_FORMATS, split_suffix
+from jtrain.data.sources.storage import StoredFile
+from jtrain.errors import UserError
+
+_DOCUMENTATION = re.compile(
+    r"(readme([._-][a-z]{2}([_-][a-z]{2})?)?|licen[cs]e|notice|copying|authors|contributing|citation|changelog)"
+    r"(\.(md|txt|rst|cff|bib))?|requirements\.txt|(sha\d+|md5)(sums?)?(\.txt)?|checksums?(\.txt)?",
+    re.IGNORECASE,
+)
+_METADATA = re.compile(
+    r"dataset_infos?\.json|dataset_dict\.json|croissant\.json|_success|_metadata|_common_metadata", re.IGNORECASE
+)
+_MOST_NAMES = 4
+
+
+class Chosen(NamedTuple):
+    """Data files of a folder, and a line about the others; empty if there are none."""
+
+    files: list[StoredFile]
+    left_out: str
+
+
+def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -> Chosen:
+    """Returns the files of a folder that hold its data.
+
+    Where some files have the suffix of a record format (.jsonl, .parquet, ...), these and .txt files are the data.
+    Otherwise all files are text, except documentation (README, LICENSE, ...) at the top of the folder. Metadata of
+    dataset libraries (dataset_infos.json, _SUCCESS, ...) is left out of every folder.
+
+    Args:
+      files: all files of the folder.
+      path: the folder as the user wrote it.
+      format: format of the source; `auto` goes by suffix, with any other all files but documentation are data.
+      field: config path of the source, for messages.
+
+    Raises:
+      UserError: nothing is left, a compression is not supported, or most bytes would be left out.
+    """
+    data = [file for file in files if not _METADATA.fullmatch(_base(file))]
+    suffixes = {file.name: split_suffix(file.name, field=f"{field}.path")[0] for file in data}
+    has_records = format == "auto" and any(suffix in RECORD_FORMATS for suffix in suffixes.values())
+    data = [f for f in data if not (_DOCUMENTATION.fullmatch(_base(f)) and (has_records or "/" not in f.name))]
+    if has_records:
+        records = [file for file in data if suffixes[file.name] in RECORD_FORMATS]
+        others = [file for file in data if suffixes[file.name] not in (*RECORD_FORMATS, ".txt")]
+        if _size(others) > _size(records):
+            raise UserError(
+                f"{field}.path={path!r} holds {_told(records, suffixes)}, but most of it is {_told(others, suffixes)}: "
+                f"which of them is the corpus? Set {field}.path to a glob, such as "
+                f"{_glob(path, others[0], suffixes)!r} or {_glob(path, records[0], suffixes)!r}."
+            )
+        data = [file for file in data if file not in others]
+    kept = {file.name for file in data}
+    out = [file.name for file in files if file.name not in kept]
+    names = ", ".join(out[:_MOST_NAMES]) + (f" and {len(out) - _MOST_NAMES:,} more" if len(out) > _MOST_NAMES else "")
+    way_out = f"to take them, set {field}.path to a file or to a glob such as {path.rstrip('/') + '/**'!r}"
+    if not data:
+        raise UserError(
+            f"{field}.path={path!r} holds only documentation and metadata ({names}). Add data, or, {way_out}."
+        )
+    return Chosen(data, f"left out of {path}, as not data: {names}; {way_out}" if out else "")
+
+
+def _base(file: StoredFile) -> str:
+    return file.name.rpartition("/")[2]
+
+
+def _size(files: list[StoredFile]) -> int:
+    return sum(max(file.size_bytes, 0) for file in files)
+
+
+def _told(files: list[StoredFile], suffixes: dict[str, str]) -> str:
+    """Returns number, size and most frequent suffixes of files, for a message."""
+    counts = Counter(suffixes[file.name] or "no suffix" for file in files)
+    kinds = ", ".join(suffix for suffix, _ in counts.most_common(3))
+    return f"{len(files):,} files of {kinds} ({_size(files):,} bytes)"
+
+
+def _glob(path: str, file: StoredFile, suffixes: dict[str, str]) -> str:
+    """Returns a glob of the files that end like `file`, its compression included."""
+    ending = _base(file)[max(_base(file).rfind(suffixes[file.name]), 0) :] if suffixes[file.name] else ""
+    return f"{path.rstrip('/')}/**/*{ending}"

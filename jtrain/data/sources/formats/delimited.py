@@ -1,0 +1,144 @@
+"""CSV and TSV files: a header, then one document per row; quoted fields may hold line ends."""
+
+import array
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jtrain.data.sources.cache import NumberTable
+from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
+from jtrain.data.sources.formats.text import BOM
+from jtrain.data.sources.storage import StoredFile
+from jtrain.errors import UserError
+
+SEPARATORS = {"csv": ",", "tsv": "\t"}
+
+_FIELD_BYTES = 1 << 26
+"""Longest field. A quote that is never closed makes one bad record of this size, and the rest of the file is read."""
+
+
+class DelimitedFile(Records):
+    """CSV (RFC 4180) or TSV file: one document per row, its text in the column that the header calls `text_field`.
+
+    Python's csv module cuts the rows when the file is opened, at about 0.1 GB/s, and parses them when they are read.
+    For files above 1 MiB that index, 16 bytes per record, is kept in the cache folder. Blank lines are not records.
+
+    Raises:
+      UserError: the header does not name `text_field`, or names it twice.
+    """
+
+    __slots__ = ("_column", "_columns", "_field", "_file", "_rows", "_separator", "_text_field")
+
+    def __init__(self, file: StoredFile, *, kind: str, text_field: str, field: str, cache_dir: Path) -> None:
+        self._file = file
+        self._separator = SEPARATORS[kind]
+        self._text_field = text_field
+        self._field = field
+        self._columns = self._header()
+        self._column = self._columns.index(text_field) if self._columns else 0
+        self._rows = NumberTable(file, f"{kind}-rows", self._index, cache_dir)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    sizes_need_reading = False
+
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the bytes of each row, in which the text takes at least as many as by itself."""
+        places = self._rows.span(first, end)
+        return places[:, 1] - places[:, 0]
+
+    def read(self, records: list[int]) -> list[str | BadRecord]:
+        with self._file.open() as file:
+            return [self._text(file, *place) for place in zip(records, self._rows.rows(records), strict=True)]
+
+    def _text(self, file: Any, record: int, place: list[int]) -> str | BadRecord:
+        start, end = place
+        file.seek(start)
+        try:
+            [row] = self._reader(iter([file.read(end - start).decode("utf-8")]))
+        except UnicodeDecodeError as error:
+            why = f"not UTF-8 at byte {error.start} of the record ({error.reason})"
+        except csv.Error as error:
+            sign = {",": "commas", "\t": "tabs"}[self._separator]
+            why = f"{error} (a field with {sign}, quotes or line ends must be quoted, and the quotes in it doubled)"
+        else:
+            if len(row) == len(self._columns):
+                return row[self._column]
+            why = f"{len(row)} fields, but the header names {len(self._columns)}"
+        what = f"{self._file.called}, record {record} (at byte {start:,})"
+        return BadRecord(f"{what}: {why}. Mend the record, {SKIP}")
+
+    def _header(self) -> tuple[str, ...]:
+        """Returns the names of the columns; empty for an empty file."""
+        with self._file.open() as file:
+            try:
+                lines = (line.decode("utf-8") for line in self._lines(file))
+                columns = next((row for row in self._reader(lines) if row), [])
+            except (UnicodeDecodeError, csv.Error) as error:
+                raise UserError(
+                    f"{self._file.called}: its header cannot be read ({error}). Mend it, or leave the file out of "
+                    f"{self._field}.path."
+                ) from error
+        if columns and columns.count(self._text_field) != 1:
+            said = ", ".join(map(repr, columns))
+            if self._text_field in columns:
+                raise UserError(
+                    f"{self._file.called}: {columns.count(self._text_field)} columns {self._text_field!r}: {said}. "
+                    "Rename all of them but one."
+                )
+            raise UserError(
+                f"{self._file.called}: no column {self._text_field!r}; its header: {said}. Set "
+                f"{self._field}.text_field to one of them. Columns are separated by {self._separator!r}, and the first "
+                "row is the header."
+            )
+        return tuple(columns)
+
+    def _index(self) -> Int[np.ndarray, "records 2"]:
+        """Returns the first byte of each row and the byte after its last."""
+        places = array.array("q")
+        with self._file.open() as file:
+            position = end = len(BOM) if file.read(len(BOM)) == BOM else 0
+
+            def lines() -> Iterator[str]:
+                nonlocal end
+                for line in self._lines(file):
+                    end += len(line)
+                    # One character per byte: rows are cut at bytes, whether or not they are UTF-8.
+                    yield line.decode("latin-1")
+
+            rows = self._reader(lines())
+            header_seen = False
+            while True:
+                try:
+                    row = next(rows)
+                except StopIteration:
+                    break
+                except csv.Error:
+                    row = [""]  # a bad record: reading it gives the same error
+                if row and header_seen:
+                    places.extend((position, end))
+                header_seen = header_seen or bool(row)
+                position = end
+        return np.frombuffer(places, np.int64).reshape(-1, 2)
+
+    def _reader(self, lines: Iterator[str]) -> Any:
+        # The limit is the module's own; its default, 128 KiB, is shorter than many documents.
+        csv.field_size_limit(max(csv.field_size_limit(), _FIELD_BYTES))
+        return csv.reader(lines, delimiter=self._separator, strict=True)
+
+    def _lines(self, file: Any) -> Iterator[bytes]:
+        """Yields the lines of a file from its start, without its byte order mark."""
+        file.seek(0)
+        file.seek(len(BOM) if file.read(len(BOM)) == BOM else 0)
+        while line := file.readline(2 * _FIELD_BYTES):
+            if len(line) == 2 * _FIELD_BYTES:
+                raise UserError(
+                    f"{self._file.called}: a line of more than {len(line):,} bytes. Split it, or leave the file out of "
+                    f"{self._field}.path."
+                )
+            yield line

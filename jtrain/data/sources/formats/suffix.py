@@ -1,0 +1,48 @@
+"""File suffixes: the format and the compression that each stands for."""
+
+from pathlib import Path
+
+from jtrain.errors import UserError
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_OTHER_COMPRESSIONS = {".bz2", ".xz", ".zip", ".7z", ".lz4", ".br"}
+RECORD_FORMATS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrayrecord": "arrayrecord",
+    ".array_record": "arrayrecord",
+    ".tar": "webdataset",
+    ".arrow": "arrow",
+}
+
+
+def split_suffix(name: str, *, field: str) -> tuple[str, str | None]:
+    """Returns a file's suffix without that of its compression, and the compression (gzip, zstd or None).
+
+    Raises:
+      UserError: the compression is not supported.
+    """
+    if name.endswith(".tgz"):
+        name = name.removesuffix(".tgz") + ".tar.gz"
+    stem, suffix = Path(name).stem, Path(name).suffix
+    if suffix in _OTHER_COMPRESSIONS:
+        raise UserError(
+            f"{field}: {name} is compressed as {suffix}; only {' and '.join(COMPRESSIONS)} are read. Decompress it "
+            "first."
+        )
+    compression = COMPRESSIONS.get(suffix)
+    return Path(stem).suffix if compression else suffix, compression
+
+
+def format_of(name: str, *, field: str) -> tuple[str, str | None]:
+    """Returns format and compression (gzip, zstd or None) by a file's suffix; unknown suffixes are text.
+
+    Raises:
+      UserError: the compression is not supported.
+    """
+    suffix, compression = split_suffix(name, field=field)
+    return RECORD_FORMATS.get(suffix, "text"), compression
