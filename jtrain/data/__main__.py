@@ -1,6 +1,6 @@
 """Prepares and inspects the data of a run.
 
-python -m jtrain.data prepare | verify | inspect | plan | bench | sample
+python -m jtrain.data prepare | adopt | verify | inspect | plan | bench | sample
 """
 
 import argparse
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from jtrain.data.dataset import TextDataset
 
 
+_DTYPE_HELP = "of ids in files that do not tell it (default: uint16 or uint32 by the vocabulary; MDS bytes: int64)"
+
+
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line; needs no jax."""
     parser = argparse.ArgumentParser(
@@ -41,10 +44,31 @@ def parser() -> argparse.ArgumentParser:
     prepare = add(
         "prepare",
         "tokenise every source once, into indexes that runs read with data.prepared=DIR",
-        "Tokenises in parallel. If it is killed, the same command continues; the final bytes are the same.",
+        "Tokenises in parallel, on any number of hosts: run the same command on each, with --out on a disk that they "
+        "share. If one is killed, the others or the same command continue; the final bytes are the same.",
     )
     prepare.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write the indexes to")
     prepare.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    adopt = verbs.add_parser(
+        "adopt",
+        help="make an index of token files that another project prepared, which stay where they are",
+        description="Reads each file once, for the documents, the largest id and a hash, and writes an index of 4.5 "
+        "bytes per document; runs then read the ids from the files themselves. Parquet is the exception: its ids are "
+        "copied. Layouts: Megatron .bin/.idx, nanoGPT and llm.c .bin, OLMo .npy, MosaicML MDS, Parquet with input_ids.",
+        allow_abbrev=False,
+    )
+    adopt.add_argument("--from", dest="path", required=True, metavar="PATH", help="file, folder, glob, Megatron prefix")
+    adopt.add_argument("--out", type=Path, required=True, metavar="DIR", help="the data.prepared of runs")
+    adopt.add_argument("--tokenizer", required=True, metavar="T", help="made the ids; as data.tokenizer of runs")
+    adopt.add_argument(
+        "--end-token", metavar="TOKEN", help="ends a document, where the tokenizer's files do not say it"
+    )
+    adopt.add_argument(
+        "--name", default="data", metavar="NAME", help="name in data.sources (default: that of data.path)"
+    )
+    adopt.add_argument("--dtype", choices=("uint8", "uint16", "uint32", "int32", "int64"), help=_DTYPE_HELP)
+    adopt.add_argument("--column", metavar="NAME", help="column of the ids in MDS or Parquet")
+    adopt.add_argument("--json", type=Path, metavar="FILE", help="write the counts there as JSON")
     inspect = add(
         "inspect",
         "print the documents of one step: their sources, their places in the batch, their text; or the order of many",
@@ -71,12 +95,14 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--steps", type=int, default=200, metavar="N", help="batches to read (default: 200)")
     verify = verbs.add_parser(
         "verify",
-        help="check the indexes that `prepare` wrote against their hashes",
-        description="Reads the indexes that `prepare` wrote, at about 1 GB/s, and checks their hashes. Exits 2 if a "
-        "file is damaged.",
+        help="check the indexes that `prepare` and `adopt` wrote against their hashes",
+        description="Reads the indexes that `prepare` and `adopt` wrote, and the files that were adopted, at about "
+        "1 GB/s, and checks their hashes. Exits 2 if a file is damaged.",
         allow_abbrev=False,
     )
-    verify.add_argument("folder", type=Path, metavar="DIR", help="the --out of `prepare`, or one source's folder in it")
+    verify.add_argument(
+        "folder", metavar="DIR", help="the --out of `prepare`, or one source's folder in it, or its URL"
+    )
     verify.add_argument("--json", type=Path, metavar="FILE", help="write the same there as JSON")
     sample = verbs.add_parser(
         "sample",
@@ -259,27 +285,47 @@ def prepare(args: argparse.Namespace, run: "Run") -> int:
     )
 
 
+def adopt(args: argparse.Namespace) -> int:
+    """Adopts token files; returns the exit code."""
+    from jtrain.data.pretokenized.adopt import adopt_command  # lazy: numpy
+
+    return adopt_command(
+        args.path,
+        args.out,
+        name=args.name,
+        tokenizer=args.tokenizer,
+        end_token=args.end_token,
+        dtype=args.dtype,
+        column=args.column,
+        command=shlex.join(["python", "-m", "jtrain.data", *args.argv]),
+        json_file=args.json,
+    )
+
+
 def verify(args: argparse.Namespace) -> int:
     """Prints for each index if it is intact or damaged; returns the exit code."""
     from jtrain.data.pretokenized.reader import INDEX, PreparedIndex, command  # lazy: numpy
 
-    if (args.folder / INDEX).exists():
+    root = Path(args.folder)
+    if "://" in args.folder or (root / INDEX).exists():
         folders = [args.folder]
     else:
-        there = args.folder.iterdir() if args.folder.is_dir() else ()
-        folders = sorted(path for path in there if path.is_dir() and not path.name.startswith("."))
+        there = root.iterdir() if root.is_dir() else ()
+        folders = sorted(str(path) for path in there if path.is_dir() and not path.name.startswith("."))
     if not folders:
-        raise FileError(f"{args.folder} has no prepared index. Make one: {command(args.folder / 'NAME')}")
-    found = []
+        raise FileError(f"{args.folder} has no prepared index. Make one: {command(str(root / 'NAME'))}")
+    found, commands = [], {}
     for folder in folders:
         try:
             index = PreparedIndex(folder)
+            commands[folder] = index.command
             damage = index.verify()
             what = f"{index.num_records:,} records, {index.num_tokens:,} tokens"
         except (ValueError, OSError) as error:  # wrong sizes, or an unreadable index.json
             damage, what = [str(error)], "its index"
-        found.append({"name": folder.name, "damage": damage})
-        print(f"{folder.name}: {'DAMAGED' if damage else 'intact'} ({what})", flush=True)
+        name = folder.rstrip("/").rpartition("/")[2]
+        found.append({"name": name, "damage": damage})
+        print(f"{name}: {'DAMAGED' if damage else 'intact'} ({what})", flush=True)
         for line in damage:
             print(f"  {folder}: {line.removeprefix(f'{folder}: ')}", file=sys.stderr)
     if args.json is not None:
@@ -287,8 +333,11 @@ def verify(args: argparse.Namespace) -> int:
     damaged = [folder for folder, one in zip(folders, found, strict=True) if one["damage"]]
     if not damaged:
         return 0
-    again = f"rm -r {shlex.join(map(str, damaged))} && {command(damaged[0])}"
-    print(f"error: {len(damaged)} of {len(found)} indexes are damaged. Make them again: {again}", file=sys.stderr)
+    again = commands.get(damaged[0]) or command(damaged[0])
+    way_out = f"Make them again: rm -r {shlex.join(damaged)} && {again}"
+    if "://" in damaged[0]:
+        way_out = f"Copy it there again, or make it again: {again}"
+    print(f"error: {len(damaged)} of {len(found)} indexes are damaged. {way_out}", file=sys.stderr)
     return 2
 
 
@@ -300,8 +349,8 @@ def execute(args: argparse.Namespace) -> int:
         for name, documents in write_sample(args.out).items():
             print(f"{args.out / FILES[name]}: {documents:,} documents")
         return 0
-    if args.verb == "verify":
-        return verify(args)
+    if args.verb in ("adopt", "verify"):
+        return {"adopt": adopt, "verify": verify}[args.verb](args)
     start_jax(os.environ)
 
     from jtrain.config.load import load_config  # lazy: imports jax and flax, which takes over a second

@@ -114,7 +114,7 @@ class ChunkStream:
         seed = order_seed(setup.seed, setup.name)
         self.order: ChunkOrder
         if setup.prepared is not None:
-            self.prepared = PreparedIndex(Path(setup.prepared) / setup.name)
+            self.prepared = PreparedIndex(f"{setup.prepared.rstrip('/')}/{setup.name}", Path(setup.cache_dir))
             fields = {name: getattr(setup.source, name) for name in ("format", "text_field", "text_piece_bytes")}
             made_of = {"tokenizer": self.tokenizer.identity, **fields}
             known = {name: value for name, value in made_of.items() if name in self.prepared.made_of}
