@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Bool, Int, Int64, Integer
+from jaxtyping import Bool, Float64, Int, Int64, Integer
 
 from jtrain.data.chunk_order import (
     Anchor,
@@ -19,7 +19,6 @@ from jtrain.data.chunk_order import (
     SizedChunks,
     WholeRecords,
     WindowedChunks,
-    chunk_counts,
 )
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.formats import BadRecord
@@ -249,14 +248,17 @@ class ChunkStream:
             places = np.arange(start, min(start + _HELD_OUT_AT_A_TIME, total), dtype=np.int64)
             yield permuted(places, np.int64(total), key)
 
+    def rows_of(self, records: Int[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+        """Returns the length of records in chunks; the number of chunks is that rounded up, and at least 1."""
+        if self.prepared is not None:
+            return self.prepared.lengths(records) / self.setup.chunk_tokens
+        assert self.corpus is not None
+        sizes = np.asarray([int(self.corpus.sizes(r, r + 1)[0]) for r in records.tolist()], np.int64)
+        return (sizes + self._border_tokens) / self.chunk_bytes
+
     def chunks_of(self, records: Int[np.ndarray, " n"]) -> Chunks:
         """Returns all chunks of some records, held out or not, record by record."""
-        if self.prepared is not None:
-            counts = -(-self.prepared.lengths(records).astype(np.int64) // self.setup.chunk_tokens)
-        else:
-            assert self.corpus is not None
-            sizes = np.asarray([int(self.corpus.sizes(r, r + 1)[0]) for r in records.tolist()], np.int64)
-            counts = chunk_counts(sizes + self._border_tokens, self.chunk_bytes)
+        counts = np.maximum(np.ceil(self.rows_of(records)), 1).astype(np.int64)
         first = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         return Chunks(np.repeat(records, counts), first, np.ones_like(first))
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged
-from jtrain.data.sources.source import ONE_SOURCE, Source
+from jtrain.data.sources.source import ONE_SOURCE, Source, is_source_name
 from jtrain.errors import UserError
 
 _MOST_LOADERS = 16
@@ -33,7 +33,7 @@ class PackedText:
       from the back, so that every rank has the same causal attention work.
     epochs: how often each source is read; it then leaves the mixture, and the run ends with the last one. None: no end.
     eval_fraction: share of documents held out of training, chosen by a hash of file name and number; 0 for none.
-    eval_batches: at most this many batches per evaluation.
+    eval_batches: at most this many batches per evaluation, of the split and of each of `eval.sets`.
     on_bad_record: what to do with a document that cannot be read as text: stop, or skip and count.
     engine: `processes`: one constructor process and several loader processes per host; `ray`: the same as Ray actors;
       `inline`: everything in the trainer.
@@ -94,7 +94,7 @@ class PackedText:
             both = "both are set" if self.sources else "neither is set"
             raise UserError(f"data.path is for one source and data.sources for several, and {both}. Set one of them.")
         for name, source in self.named_sources.items():
-            if not name.replace("-", "_").isidentifier() or (name == ONE_SOURCE and self.sources):
+            if not is_source_name(name) or (name == ONE_SOURCE and self.sources):
                 raise UserError(
                     f"data.sources: {name!r} is not a valid name. Use letters, digits, _ and -, no digit first; not "
                     f"{ONE_SOURCE!r}, which is the name of the source at data.path."

@@ -61,8 +61,19 @@ ONE_SOURCE = "data"
 """Name of the single source that `data.path` declares."""
 
 
+HELD_OUT_PREFIX = "eval.sets."
+"""Start of the names of sources in `eval.sets`; no name in `data.sources` has a dot."""
+
+
+def is_source_name(name: str) -> bool:
+    """True for letters, digits, _ and -, no digit first."""
+    return name.replace("-", "_").isidentifier()
+
+
 def field_of(name: str) -> str:
     """Returns the config path of a source, for messages."""
+    if name.startswith(HELD_OUT_PREFIX):
+        return name
     return "data" if name == ONE_SOURCE else f"data.sources.{name}"
 
 
@@ -95,7 +106,7 @@ class Source:
     text_piece_bytes: int = 1 << 16
 
     def check(self, name: str) -> None:
-        """Raises UserError for an invalid value, naming it as `data.sources.NAME.FIELD`."""
+        """Raises UserError for an invalid value, naming it as `data.sources.NAME.FIELD` (see `field_of`)."""
         field = field_of(name)
         if not self.path:
             raise UserError(f"{field}.path is empty. Set it to a file, a folder, a glob, a URL or 'stdlib'.")
