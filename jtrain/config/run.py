@@ -160,7 +160,7 @@ def validate(run: Run) -> None:
     run.profile.check_length(run.num_steps)
 
 
-def check_vocabulary(model: Transformer, vocab_size: int) -> None:
+def check_vocabulary(model: Transformer, vocab_size: int, *, field: str = "data.tokenizer") -> None:
     """Refuses a model that cannot embed every id; not part of `validate`, because it needs the tokenizer's file.
 
     Raises:
@@ -168,6 +168,6 @@ def check_vocabulary(model: Transformer, vocab_size: int) -> None:
     """
     if vocab_size > model.vocab_size:
         raise UserError(
-            f"data.tokenizer makes {vocab_size} different ids, but model.vocab_size={model.vocab_size}. "
-            f"Set model.vocab_size={vocab_size} or more, or another data.tokenizer."
+            f"{field} makes {vocab_size} different ids, but model.vocab_size={model.vocab_size}. "
+            f"Set model.vocab_size={vocab_size} or more, or another {field}."
         )

@@ -248,6 +248,11 @@ class ChunkStream:
             places = np.arange(start, min(start + _HELD_OUT_AT_A_TIME, total), dtype=np.int64)
             yield permuted(places, np.int64(total), key)
 
+    @property
+    def sizes_are_known(self) -> bool:
+        """True if `rows_of` looks sizes up in an index, False if it reads the records."""
+        return self.corpus is None or not self.corpus.sizes_need_reading
+
     def rows_of(self, records: Int[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
         """Returns the length of records in chunks; the number of chunks is that rounded up, and at least 1."""
         if self.prepared is not None:

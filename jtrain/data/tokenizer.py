@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int, UInt
+from jaxtyping import Int, Integer, UInt
 
 from jtrain.errors import FileError, UserError
 
@@ -79,7 +79,7 @@ class Tokenizer(Protocol):
         """Returns the tokens of each chunk and the ids of all, with the border ids of the documents that they end."""
         ...
 
-    def text_bytes(self, ids: Ids) -> Int[np.ndarray, " tokens"] | None:
+    def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
         """Returns the UTF-8 bytes of text that each id stands for, 0 for begin and end; None if ids do not tell.
 
         The bytes of a chunk's ids add up to those of its text, as the tokenizer normalises it (Unicode NFC, say).
@@ -125,7 +125,7 @@ class ByteTokenizer:
         joined = b"".join(part for c, begins, ends in chunks for part in (b"\0" * begins, c, b"\0" * ends))
         return np.asarray(lengths, np.int32), np.frombuffer(joined, np.uint8)
 
-    def text_bytes(self, ids: Ids) -> Int[np.ndarray, " tokens"] | None:
+    def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
         """Returns 1 for each id but 0, which counts as a border also where a text holds a NUL."""
         return (ids != 0).astype(np.int32)
 
@@ -221,7 +221,7 @@ class HFTokenizer:
             lengths[i] = len(parts[-1])
         return lengths, np.concatenate(parts)
 
-    def text_bytes(self, ids: Ids) -> Int[np.ndarray, " tokens"] | None:
+    def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
         """Returns bytes from a table by id; None if a text that has the difficult cases does not add up.
 
         Tokenizers that lower-case text, drop spaces or know no rare characters do not add up. A space that the

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float64, Int64
 
-from jtrain.config.run import Run
+from jtrain.config.run import Run, check_vocabulary
 from jtrain.constants import IGNORE
 from jtrain.data import HeldOutSet, TextDataset, open_sets, put_batch
 from jtrain.errors import UserError
@@ -24,7 +24,8 @@ class Evaluation:
     Every process reads the whole of each set, and feeds its devices the rows that they need.
 
     Raises:
-      UserError: a set cannot be held out (`open_sets`), or processes see different files of a set.
+      UserError: a set cannot be held out (`open_sets`), its tokenizer has more ids than the model, or processes see
+        different files of it.
     """
 
     def __init__(self, run: Run, layout: Layout, mesh: Mesh, dataset: TextDataset) -> None:
@@ -35,14 +36,12 @@ class Evaluation:
         self._split = dataset.held_out() if evaluates and run.data.eval_fraction else None
         self._sets = open_sets(run.eval.sets, run.data, dataset.setups) if evaluates else {}
         for name, held_out in self._sets.items():
+            check_vocabulary(run.model, held_out.vocab_size, field=f"eval.sets.{name}.tokenizer")
             if not same_everywhere(held_out.fingerprint()):
                 raise UserError(
                     f"eval.sets.{name}.path={run.eval.sets[name].path!r}: the processes of this run find different "
                     "files there. Give every host the same files."
                 )
-        vocabularies = [dataset.vocab_size, *(held_out.vocab_size for held_out in self._sets.values())]
-        self.vocab_size = max(vocabularies)
-        """Upper bound (exclusive) of the ids of all training sources and held-out sets."""
 
     def describe(self) -> list[str]:
         """Returns a line for each set of `eval.sets`, for the plan of a run."""

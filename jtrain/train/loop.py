@@ -91,8 +91,8 @@ def train(
     mesh = make_mesh(run.mesh, devices)
     optimizer = make_optimizer(run)
     dataset = open_dataset(run.data, seed=run.seed)
+    check_vocabulary(run.model, dataset.vocab_size)
     evaluation = Evaluation(run, job.layout, mesh, dataset)
-    check_vocabulary(run.model, evaluation.vocab_size)
     if jax.process_index() == 0:
         print_plan(job, available=available)
         print(dataset.describe(), *evaluation.describe(), sep="\n")
