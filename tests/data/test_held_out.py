@@ -26,8 +26,8 @@ def stories(count: int, words: int) -> list[str]:
 def spec(folder: Path, texts: list[str], **fields: Any) -> PackedText:
     """Data of one file of JSON lines, half of it held out."""
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    fields = dict(path=str(folder / "a.jsonl"), seq_len=64, global_batch=4, eval_fraction=0.5, **fields)
-    return PackedText(**{"eval_batches": 1000, "engine": "inline", **fields})
+    sizes: dict[str, Any] = {"seq_len": 64, "global_batch": 4, "eval_fraction": 0.5, "eval_batches": 1000}
+    return PackedText(**{"path": str(folder / "a.jsonl"), "engine": "inline", **sizes, **fields})
 
 
 def held_out_texts(held_out: HeldOutSet, texts: list[str]) -> list[str]:
@@ -42,10 +42,8 @@ def test_the_bytes_of_a_set_are_those_of_its_text(
     """In rows that hold every document whole all tokens but the begin id are targets, so all bytes of text count."""
     texts = stories(60, 20)
     name = tokenizer if tokenizer == "bytes" else str(tokenizer_json)
-    data = spec(
-        tmp_path, texts, tokenizer=name, packing="best_fit", prepared=str(tmp_path / "out") if prepared else None
-    )
-    data = PackedText(**(vars(data) | {"seq_len": 2048}))
+    whole: dict[str, Any] = dict(tokenizer=name, packing="best_fit", seq_len=2048)
+    data = spec(tmp_path, texts, **whole, prepared=str(tmp_path / "out") if prepared else None)
     if prepared:
         source = data.named_sources["data"]
         recipe = Recipe(name="data", source=source, tokenizer=name, on_bad_record="fail", cache_dir=tmp_path / "cache")

@@ -72,7 +72,7 @@ def in_numpy(workdir: Path, run: Run, name: str | None) -> dict[str, Any]:
         logits = np.asarray(logits, np.float64)
         for row, column in zip(*np.nonzero(host.target_BL != IGNORE), strict=True):
             target, of_all = host.target_BL[row, column], logits[row, column]
-            nats = math.log(np.exp(of_all - of_all.max()).sum()) + of_all.max() - of_all[target]
+            nats = math.log(np.exp(of_all - of_all.max()).sum()) + float(of_all.max() - of_all[target])
             by_document.setdefault(int(batch.document_BL[row, column]), []).append(nats)
         for row, segments in zip(host.token_BL, host.segment_BL, strict=True):
             for piece in range(1, segments.max() + 1):
