@@ -27,6 +27,7 @@ from jtrain.bench import Row, row
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
+from jtrain.constants import IGNORE
 from jtrain.data import open_dataset, put_batch
 from jtrain.dims import Batch
 from jtrain.errors import UserError
@@ -208,7 +209,7 @@ def samples(few: Path, all_rows: Path) -> dict[str, list[Batch]]:
             fields = dict(arrays)
         count = len(fields["token_BL"])
         batches[name] = [Batch(**{field: array[i] for field, array in fields.items()}) for i in range(count)]
-    return batches | {OWN[1]: list(open_dataset(tiny().data, seed=0).eval_batches())}
+    return batches | {OWN[1]: [held.batch for held in open_dataset(tiny().data, seed=0).held_out().batches()]}
 
 
 def tiny() -> Run:
@@ -228,5 +229,7 @@ def evaluated(workdir: Path, batches: Sequence[Batch]) -> float:
         assert step is not None
         params = checkpoints.restore_part(step, {"params": like})["params"]
     evaluate = make_eval_step(run.model, run_layout(run), mesh)
-    sums = [jax.device_get(evaluate(params, put_batch(batch, mesh))) for batch in batches]
-    return sum(float(one["nats"]) for one in sums) / sum(int(one["tokens"]) for one in sums)
+    nats = sum(
+        float(jax.device_get(evaluate(params, put_batch(batch, mesh))).sum(dtype="float64")) for batch in batches
+    )
+    return nats / sum(int((batch.target_BL != IGNORE).sum()) for batch in batches)

@@ -89,9 +89,10 @@ class HeldOutSet:
 
     def describe(self) -> str:
         """Returns the size of the sources, for the plan of a run."""
-        documents = sum(stream.num_documents for stream in self.streams)
+        known = [stream.num_documents for stream in self.streams if stream.num_documents is not None]
+        documents = f"{sum(known):,} documents" if len(known) == len(self.streams) else "documents"
         files, size = (sum(len(s.names) for s in self.streams), sum(s.size_bytes for s in self.streams))
-        return f"{documents:,} documents in {files:,} files, {size / 2**20:,.1f} MiB, all held out"
+        return f"{documents} in {files:,} files, {size / 2**20:,.1f} MiB, all held out"
 
     def fingerprint(self) -> str:
         """Returns a text that changes whenever the batches could."""

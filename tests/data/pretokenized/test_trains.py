@@ -32,7 +32,7 @@ def batches(prepared: Path | str, cache_dir: Path, *, engine: Literal["processes
     )
     dataset = open_dataset(spec, seed=0)
     with dataset.train_batches() as iterator:
-        return [*(next(iterator) for _ in range(20)), *dataset.eval_batches()]
+        return [*(next(iterator) for _ in range(20)), *(held.batch for held in dataset.held_out().batches())]
 
 
 @pytest.mark.parametrize("engine", ["inline", "processes"])
