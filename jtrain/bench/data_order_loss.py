@@ -229,7 +229,6 @@ def evaluated(workdir: Path, batches: Sequence[Batch]) -> float:
         assert step is not None
         params = checkpoints.restore_part(step, {"params": like})["params"]
     evaluate = make_eval_step(run.model, run_layout(run), mesh)
-    nats = sum(
-        float(jax.device_get(evaluate(params, put_batch(batch, mesh))).sum(dtype="float64")) for batch in batches
-    )
+    each = (jax.device_get(evaluate(params, put_batch(batch, mesh))) for batch in batches)
+    nats = sum(float(nats_BL.sum(dtype="float64")) for nats_BL in each)
     return nats / sum(int((batch.target_BL != IGNORE).sum()) for batch in batches)

@@ -17,6 +17,7 @@ from jtrain.data.iterator import BatchIterator, to_json
 from jtrain.data.mixture.schedule import own_weights
 from jtrain.data.planner.planner import Planner, PlannerSpec
 from jtrain.data.ray.engine import RayPlane, trainers
+from jtrain.data.sources.shuffle import epoch_key
 from jtrain.data.spec import PackedText
 from jtrain.errors import UserError
 
