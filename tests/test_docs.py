@@ -118,7 +118,7 @@ def test_every_option_of_a_command_is_in_its_help(verb: str) -> None:
         assert [option for option in options if option not in helps[key]] == [], words
 
 
-DATA_VERBS = {"inspect", "plan", "prepare", "verify", "bench", "sample"}
+DATA_VERBS = {"adopt", "inspect", "plan", "prepare", "verify", "bench", "sample"}
 
 
 def configured(words: list[str]) -> tuple[str | None, list[str], list[str]]:

@@ -16,7 +16,8 @@ from jtrain.optim import state_bytes
 from jtrain.plan.from_run import make_optimizer
 from jtrain.precision import itemsize
 from jtrain.step.state import init_state
-from jtrain.step.train_step import make_eval_step, make_train_step
+from jtrain.step.train_step import make_train_step
+from jtrain.train.evaluation import Evaluation
 
 SMALLER = (
     "model.num_layers=2",
@@ -93,7 +94,7 @@ def trained(sets: tuple[str, ...], *, seed: int, num_steps: int) -> Result:
     mesh = make_mesh(built.mesh, jax.devices()[:1])
     layout = run_layout(built)
     optimizer = make_optimizer(built)
-    step, evaluate = make_train_step(built.model, optimizer, layout, mesh), make_eval_step(built.model, layout, mesh)
+    step = make_train_step(built.model, optimizer, layout, mesh)
     state = init_state(layout, optimizer, mesh, seed=seed)
     dataset = open_dataset(built.data, seed=seed)
     losses: list[float] = []
@@ -101,9 +102,9 @@ def trained(sets: tuple[str, ...], *, seed: int, num_steps: int) -> Result:
         for _ in range(num_steps):
             state, metrics = step(state, put_batch(next(batches), mesh))
             losses.append(float(metrics["loss_nats"]))
-    sums = [jax.device_get(evaluate(state.params, put_batch(b, mesh))) for b in dataset.eval_batches()]
-    held_out = sum(float(s["nats"]) for s in sums) / sum(int(s["tokens"]) for s in sums)
+    held_out, _ = Evaluation(built, layout, mesh, dataset)(state.params)
+    assert held_out is not None
     infos = built.model.param_infos()
     total = sum(state_bytes(built.optimizer, i, i.size) + i.size * itemsize(built.precision.param_dtype) for i in infos)
     train = statistics.mean(losses[-max(num_steps // 10, 1) :])
-    return Result(train, held_out, total / sum(i.size for i in infos), time.perf_counter() - started_s)
+    return Result(train, held_out.loss_nats, total / sum(i.size for i in infos), time.perf_counter() - started_s)

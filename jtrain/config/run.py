@@ -11,7 +11,8 @@ import fiddle as fdl
 
 from jtrain.checkpoint import CheckpointSpec
 from jtrain.config import tree
-from jtrain.data import PackedText
+from jtrain.data import PackedText, Source
+from jtrain.data.sources.source import HELD_OUT_PREFIX, is_source_name
 from jtrain.errors import UserError
 from jtrain.layout import Kernels, Layout, LayoutSpec, OffloadSpec, check_batch, make_layout
 from jtrain.mesh import MeshSpec
@@ -30,16 +31,29 @@ from jtrain_kernels import registry
 
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
-    """When to evaluate on the held-out split; `data.eval_fraction` and `data.eval_batches` give its size.
+    """When and on what to evaluate: the split of `data.eval_fraction`, and further sets of text.
 
     every_steps: train steps between evaluations; None disables evaluation.
+    sets: held-out sets by name. Each is a source of its own, wholly held out: it may have no file of a training source.
+      An evaluation reads at most `data.eval_batches` batches of each set.
     """
 
     every_steps: int | None = 100
+    sets: dict[str, Source] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
             raise UserError(f"eval.every_steps={self.every_steps} must be at least 1, or None to disable evaluation.")
+        for name, source in self.sets.items():
+            if not is_source_name(name):
+                raise UserError(
+                    f"eval.sets: {name!r} is not a valid name. Use letters, digits, _ and -, no digit first."
+                )
+            source.check(f"{HELD_OUT_PREFIX}{name}")
+            if source.weight != 1:
+                raise UserError(
+                    f"eval.sets.{name}.weight={source.weight}: a held-out set is in no mixture. Remove the weight."
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,15 +152,15 @@ def validate(run: Run) -> None:
         raise UserError(
             f"layout.remat_save names {', '.join(unknown)}, which no layer computes. There are: {', '.join(SAVEABLE)}."
         )
-    if run.eval.every_steps is not None and not run.data.eval_fraction:
+    if run.eval.every_steps is not None and not run.data.eval_fraction and not run.eval.sets:
         raise UserError(
             f"eval.every_steps={run.eval.every_steps} evaluates on held-out documents, but data.eval_fraction=0 holds "
-            "none out. Set eval.every_steps=None, or data.eval_fraction above 0."
+            "none out and eval.sets is empty. Set eval.every_steps=None, data.eval_fraction above 0, or eval.sets."
         )
     run.profile.check_length(run.num_steps)
 
 
-def check_vocabulary(model: Transformer, vocab_size: int) -> None:
+def check_vocabulary(model: Transformer, vocab_size: int, *, field: str = "data.tokenizer") -> None:
     """Refuses a model that cannot embed every id; not part of `validate`, because it needs the tokenizer's file.
 
     Raises:
@@ -154,6 +168,6 @@ def check_vocabulary(model: Transformer, vocab_size: int) -> None:
     """
     if vocab_size > model.vocab_size:
         raise UserError(
-            f"data.tokenizer makes {vocab_size} different ids, but model.vocab_size={model.vocab_size}. "
-            f"Set model.vocab_size={vocab_size} or more, or another data.tokenizer."
+            f"{field} makes {vocab_size} different ids, but model.vocab_size={model.vocab_size}. "
+            f"Set model.vocab_size={vocab_size} or more, or another {field}."
         )

@@ -126,9 +126,29 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
             f"--set {text}: {path} is a component ({fdl.get_callable(value).__name__}), not a value. Set one of its "
             f"fields ({', '.join(f'{path}.{name}' for name in _fields(value))}), or replace it with a fiddler (--with)."
         )
+    if (kind := _named_component(annotation)) is not None:
+        setattr(owner, last, _components(path, literal, kind))
+        return
     if _convert(literal, annotation) is _NO and _convert(raw, annotation) is not _NO:
         literal = raw
     setattr(owner, last, _typed(path, literal, annotation))
+
+
+def _components(path: str, value: Any, kind: type) -> dict[str, fdl.Config[Any]]:
+    """Returns the components in a literal such as {'web': {'path': 'web/*.jsonl'}}, for a `dict[str, Component]`."""
+    names = list(_fields(fdl.Config(kind)))
+    if not isinstance(value, dict) or not all(isinstance(fields, dict) for fields in value.values()):
+        raise UserError(
+            f"{path}={value!r} must be a dict of names and, for each, a dict of fields of {kind.__name__}, such as "
+            f"{{'web': {{{names[0]!r}: ...}}}}."
+        )
+    found = {}
+    for key, fields in value.items():
+        if unknown := [name for name in fields if name not in names]:
+            raise UserError(f"{path}.{key} has no field {unknown[0]}. It has: {', '.join(names)}.")
+        component = found[key] = fdl.Config(kind, **fields)
+        check_types(component, f"{path}.{key}.")
+    return found
 
 
 NOT_SET = "(not set)"

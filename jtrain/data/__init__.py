@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jtrain.data.dataset import TextDataset, open_dataset
+    from jtrain.data.held_out import HeldOutSet, open_sets
     from jtrain.data.iterator import BatchIterator
     from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged
     from jtrain.data.prefetch import Fed, Prefetch, host_rows, put_batch, share_batch
@@ -21,6 +22,7 @@ __all__ = [
     "Custom",
     "Fed",
     "HFTokenizer",
+    "HeldOutSet",
     "Linear",
     "PackedText",
     "Prefetch",
@@ -31,6 +33,7 @@ __all__ = [
     "host_rows",
     "make_tokenizer",
     "open_dataset",
+    "open_sets",
     "put_batch",
     "share_batch",
 ]
@@ -42,6 +45,7 @@ _MODULES = (
     "mixture.schedule",
     "spec",
     "iterator",
+    "held_out",
     "dataset",
     "prefetch",
 )

@@ -1,6 +1,6 @@
 """Prepares and inspects the data of a run.
 
-python -m jtrain.data prepare | verify | inspect | plan | bench | sample
+python -m jtrain.data prepare | adopt | verify | inspect | plan | bench | sample
 """
 
 import argparse
@@ -27,6 +27,9 @@ _MARKED_SPANS = 3
 """Learned spans of a piece that `inspect` shows; more are counted."""
 
 
+_DTYPE_HELP = "of ids in files that do not tell it (default: uint16 or uint32 by the vocabulary; MDS bytes: int64)"
+
+
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line; needs no jax."""
     parser = argparse.ArgumentParser(
@@ -45,17 +48,44 @@ def parser() -> argparse.ArgumentParser:
     prepare = add(
         "prepare",
         "tokenise every source once, into indexes that runs read with data.prepared=DIR",
-        "Tokenises in parallel. If it is killed, the same command continues; the final bytes are the same.",
+        "Tokenises in parallel, on any number of hosts: run the same command on each, with --out on a disk that they "
+        "share. If one is killed, the others or the same command continue; the final bytes are the same.",
     )
     prepare.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write the indexes to")
     prepare.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    adopt = verbs.add_parser(
+        "adopt",
+        help="make an index of token files that another project prepared, which stay where they are",
+        description="Reads each file once, for the documents, the largest id and a hash, and writes an index of 4.5 "
+        "bytes per document; runs then read the ids from the files themselves. Parquet is the exception: its ids are "
+        "copied. Layouts: Megatron .bin/.idx, nanoGPT and llm.c .bin, OLMo .npy, MosaicML MDS, Parquet with input_ids.",
+        allow_abbrev=False,
+    )
+    adopt.add_argument("--from", dest="path", required=True, metavar="PATH", help="file, folder, glob, Megatron prefix")
+    adopt.add_argument("--out", type=Path, required=True, metavar="DIR", help="the data.prepared of runs")
+    adopt.add_argument("--tokenizer", required=True, metavar="T", help="made the ids; as data.tokenizer of runs")
+    adopt.add_argument(
+        "--end-token", metavar="TOKEN", help="ends a document, where the tokenizer's files do not say it"
+    )
+    adopt.add_argument(
+        "--name", default="data", metavar="NAME", help="name in data.sources (default: that of data.path)"
+    )
+    adopt.add_argument("--dtype", choices=("uint8", "uint16", "uint32", "int32", "int64"), help=_DTYPE_HELP)
+    adopt.add_argument("--column", metavar="NAME", help="column of the ids in MDS or Parquet")
+    adopt.add_argument("--json", type=Path, metavar="FILE", help="write the counts there as JSON")
     inspect = add(
         "inspect",
-        "print the documents of one step: their sources, their places in the batch, their text",
+        "print the documents of one step: their sources, their places in the batch, their text; or the order of many",
         "Prints the documents of one step. Plans and reads every step before it too: about a second per 50 million "
         "bytes, longer with a tokenizer other than bytes.",
     )
-    inspect.add_argument("--step", type=int, default=0, metavar="K", help="the batch of update K -> K+1 (default: 0)")
+    inspect.add_argument("--step", type=int, metavar="K", help="the batch of update K -> K+1 (default: 0)")
+    inspect.add_argument(
+        "--order",
+        action="store_true",
+        help="print instead how different the rows and steps are: documents per step, overlap, correlation, drift",
+    )
+    inspect.add_argument("--steps", type=int, metavar="N", help="steps that --order reads (default: 100)")
     add(
         "plan",
         "print the resources that the data plane of a run needs: processes, threads, descriptors, memory",
@@ -69,12 +99,14 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--steps", type=int, default=200, metavar="N", help="batches to read (default: 200)")
     verify = verbs.add_parser(
         "verify",
-        help="check the indexes that `prepare` wrote against their hashes",
-        description="Reads the indexes that `prepare` wrote, at about 1 GB/s, and checks their hashes. Exits 2 if a "
-        "file is damaged.",
+        help="check the indexes that `prepare` and `adopt` wrote against their hashes",
+        description="Reads the indexes that `prepare` and `adopt` wrote, and the files that were adopted, at about "
+        "1 GB/s, and checks their hashes. Exits 2 if a file is damaged.",
         allow_abbrev=False,
     )
-    verify.add_argument("folder", type=Path, metavar="DIR", help="the --out of `prepare`, or one source's folder in it")
+    verify.add_argument(
+        "folder", metavar="DIR", help="the --out of `prepare`, or one source's folder in it, or its URL"
+    )
     verify.add_argument("--json", type=Path, metavar="FILE", help="write the same there as JSON")
     sample = verbs.add_parser(
         "sample",
@@ -131,16 +163,21 @@ def pieces_of_step(dataset: "TextDataset", step: int) -> list[dict[str, Any]]:
 
 
 def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
-    """Prints the pieces of one step as a table; returns the exit code."""
-    if args.step < 0:
-        raise UserError(f"--step {args.step} must be at least 0: batch k feeds update k -> k+1.")
-    pieces = pieces_of_step(dataset, args.step)
+    """Prints the pieces of one step, or the order of many, as a table; returns the exit code."""
+    if args.order:
+        return inspect_order(args, dataset)
+    if args.steps is not None:
+        raise UserError(f"--steps {args.steps} is the number of steps that --order reads. Give --order, or --step K.")
+    step = args.step or 0
+    if step < 0:
+        raise UserError(f"--step {step} must be at least 0: batch k feeds update k -> k+1.")
+    pieces = pieces_of_step(dataset, step)
     tokens = sum(piece["end_token"] - piece["start_token"] for piece in pieces)
     documents = len({(piece["source"], piece["document"]) for piece in pieces})
     rows = run.data.global_batch
     print(dataset.describe())
     print(
-        f"step {args.step}: {rows} rows, {tokens:,} tokens of {documents} documents, "
+        f"step {step}: {rows} rows, {tokens:,} tokens of {documents} documents, "
         f"{tokens / (rows * run.data.seq_len):.2%} full"
     )
     several = len(dataset.names) > 1
@@ -151,7 +188,21 @@ def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int
         span = f"{piece['start_token']}-{piece['end_token']}"
         print(f"{piece['row']:>5}  {name:{width}}  {span:>15}  {piece.get('marked') or _excerpt(piece['text'])}")
     if args.json is not None:
-        args.json.write_text(json.dumps({"step": args.step, "tokens": tokens, "pieces": pieces}, indent=1))
+        args.json.write_text(json.dumps({"step": step, "tokens": tokens, "pieces": pieces}, indent=1))
+    return 0
+
+
+def inspect_order(args: argparse.Namespace, dataset: "TextDataset") -> int:
+    """Prints how different the rows and steps of the first batches are; returns the exit code."""
+    from jtrain.data.order_report import lines_of, measure_order  # lazy: numpy
+
+    if args.step is not None:
+        raise UserError(f"--order reads all steps from the first one on, so --step {args.step} has no meaning with it.")
+    report = measure_order(dataset, 100 if args.steps is None else args.steps)
+    print(dataset.describe())
+    print("\n".join(lines_of(report)))
+    if args.json is not None:
+        args.json.write_text(json.dumps(report.to_json(), indent=1))
     return 0
 
 
@@ -263,27 +314,47 @@ def prepare(args: argparse.Namespace, run: "Run") -> int:
     )
 
 
+def adopt(args: argparse.Namespace) -> int:
+    """Adopts token files; returns the exit code."""
+    from jtrain.data.pretokenized.adopt import adopt_command  # lazy: numpy
+
+    return adopt_command(
+        args.path,
+        args.out,
+        name=args.name,
+        tokenizer=args.tokenizer,
+        end_token=args.end_token,
+        dtype=args.dtype,
+        column=args.column,
+        command=shlex.join(["python", "-m", "jtrain.data", *args.argv]),
+        json_file=args.json,
+    )
+
+
 def verify(args: argparse.Namespace) -> int:
     """Prints for each index if it is intact or damaged; returns the exit code."""
     from jtrain.data.pretokenized.reader import INDEX, PreparedIndex, command  # lazy: numpy
 
-    if (args.folder / INDEX).exists():
+    root = Path(args.folder)
+    if "://" in args.folder or (root / INDEX).exists():
         folders = [args.folder]
     else:
-        there = args.folder.iterdir() if args.folder.is_dir() else ()
-        folders = sorted(path for path in there if path.is_dir() and not path.name.startswith("."))
+        there = root.iterdir() if root.is_dir() else ()
+        folders = sorted(str(path) for path in there if path.is_dir() and not path.name.startswith("."))
     if not folders:
-        raise FileError(f"{args.folder} has no prepared index. Make one: {command(args.folder / 'NAME')}")
-    found = []
+        raise FileError(f"{args.folder} has no prepared index. Make one: {command(str(root / 'NAME'))}")
+    found, commands = [], {}
     for folder in folders:
         try:
             index = PreparedIndex(folder)
+            commands[folder] = index.command
             damage = index.verify()
             what = f"{index.num_records:,} records, {index.num_tokens:,} tokens"
         except (ValueError, OSError) as error:  # wrong sizes, or an unreadable index.json
             damage, what = [str(error)], "its index"
-        found.append({"name": folder.name, "damage": damage})
-        print(f"{folder.name}: {'DAMAGED' if damage else 'intact'} ({what})", flush=True)
+        name = folder.rstrip("/").rpartition("/")[2]
+        found.append({"name": name, "damage": damage})
+        print(f"{name}: {'DAMAGED' if damage else 'intact'} ({what})", flush=True)
         for line in damage:
             print(f"  {folder}: {line.removeprefix(f'{folder}: ')}", file=sys.stderr)
     if args.json is not None:
@@ -291,8 +362,11 @@ def verify(args: argparse.Namespace) -> int:
     damaged = [folder for folder, one in zip(folders, found, strict=True) if one["damage"]]
     if not damaged:
         return 0
-    again = f"rm -r {shlex.join(map(str, damaged))} && {command(damaged[0])}"
-    print(f"error: {len(damaged)} of {len(found)} indexes are damaged. Make them again: {again}", file=sys.stderr)
+    again = commands.get(damaged[0]) or command(damaged[0])
+    way_out = f"Make them again: rm -r {shlex.join(damaged)} && {again}"
+    if "://" in damaged[0]:
+        way_out = f"Copy it there again, or make it again: {again}"
+    print(f"error: {len(damaged)} of {len(found)} indexes are damaged. {way_out}", file=sys.stderr)
     return 2
 
 
@@ -304,8 +378,8 @@ def execute(args: argparse.Namespace) -> int:
         for name, documents in write_sample(args.out).items():
             print(f"{args.out / FILES[name]}: {documents:,} documents")
         return 0
-    if args.verb == "verify":
-        return verify(args)
+    if args.verb in ("adopt", "verify"):
+        return {"adopt": adopt, "verify": verify}[args.verb](args)
     start_jax(os.environ)
 
     from jtrain.config.load import load_config  # lazy: imports jax and flax, which takes over a second

@@ -8,22 +8,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32, Int64, Integer
+from jaxtyping import Bool, Float64, Int, Int32, Int64, Integer
 
 from jtrain.data.chunk_order import (
+    Anchor,
     ChunkOrder,
     Chunks,
+    GrowingChunks,
     PreparedChunks,
     SizedChunks,
     WholeRecords,
     WindowedChunks,
-    chunk_counts,
 )
 from jtrain.data.loss_mask import NO_RUNS, ChunkPart, encode_parts, split_chunk
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.formats import BadRecord
-from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted
-from jtrain.data.sources.source import Corpus, Source, file_keys, split_positions
+from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, shuffled_parts
+from jtrain.data.sources.source import GAP, Corpus, Source, file_keys, split_positions
 from jtrain.data.tokenizer import TextChunk, Tokenizer, make_tokenizer
 from jtrain.errors import UserError
 
@@ -48,7 +49,8 @@ class SourceSetup:
     seed: seed of the run.
     chunk_tokens: most tokens of a chunk, `data.seq_len`.
     chunk_bytes: most bytes of a chunk of a text that is tokenised during the run; None: found when it is opened.
-    window_bytes: argument of `WindowedChunks`.
+    window_bytes: argument of `WindowedChunks` and `GrowingChunks`.
+    eager_bytes: argument of `Corpus`.
     decoded_cache_bytes: decoded Parquet text that a process keeps, over all its sources.
     prepared: folder that `python -m jtrain.data prepare` wrote; None to read and tokenise documents during the run.
     """
@@ -63,6 +65,7 @@ class SourceSetup:
     chunk_tokens: int
     chunk_bytes: int | None
     window_bytes: int
+    eager_bytes: int | None
     decoded_cache_bytes: int
     cache_dir: str
     prepared: str | None
@@ -84,6 +87,8 @@ class Read:
     ids: Integer[np.ndarray, " tokens"]
     skipped: tuple[tuple[int, str], ...] = ()
     ignored: Int32[np.ndarray, "runs 2"] = dataclasses.field(default_factory=lambda: NO_RUNS)
+    anchor: Anchor | None = None
+    """Where the window of the first chunk begins, if the order is one of `GrowingChunks`."""
 
 
 class ChunkStream:
@@ -106,11 +111,12 @@ class ChunkStream:
         self.tokenizer = make_tokenizer(setup.tokenizer, end_token=setup.end_token)
         self.corpus: Corpus | None = None
         self.prepared: PreparedIndex | None = None
+        self._growing: GrowingChunks | None = None
         self.chunk_bytes = setup.chunk_tokens
         seed = order_seed(setup.seed, setup.name)
         self.order: ChunkOrder
         if setup.prepared is not None:
-            self.prepared = PreparedIndex(Path(setup.prepared) / setup.name)
+            self.prepared = PreparedIndex(f"{setup.prepared.rstrip('/')}/{setup.name}", Path(setup.cache_dir))
             fields = {name: getattr(setup.source, name) for name in ("format", "text_field", "text_piece_bytes")}
             made_of = {"tokenizer": self.tokenizer.identity, **fields}
             known = {name: value for name, value in made_of.items() if name in self.prepared.made_of}
@@ -125,12 +131,15 @@ class ChunkStream:
                 name=setup.name,
                 cache_dir=Path(setup.cache_dir),
                 decoded_cache_bytes=setup.decoded_cache_bytes,
+                eager_bytes=setup.eager_bytes,
             )
-            self.names, self._file_ends, self.size_bytes = corpus.names, corpus.file_ends, corpus.size_bytes
+            (self.names, self._file_ends), self.size_bytes = corpus.identities, corpus.size_bytes
             self.chunk_bytes = setup.chunk_bytes or _chunk_bytes(corpus, self.tokenizer, setup.chunk_tokens)
             cut = {"chunk_bytes": self.chunk_bytes, "extra_bytes": self._border_tokens, "seed": seed}
             if setup.source.format == "grain":
                 self.order = WholeRecords(len(corpus), seed=seed)
+            elif not corpus.is_open:
+                self.order = self._growing = GrowingChunks(corpus, window_bytes=setup.window_bytes, **cut)
             elif corpus.sizes_need_reading:
                 self.order = WindowedChunks(corpus, window_bytes=setup.window_bytes, **cut)
             else:
@@ -151,15 +160,20 @@ class ChunkStream:
         return self.order.slots
 
     @property
-    def num_documents(self) -> int:
-        """Number of documents, including held-out and bad ones."""
-        return int(self._file_ends[-1])
+    def num_documents(self) -> int | None:
+        """Number of documents, including held-out and bad ones; None while the files are not open."""
+        return None if self._growing else int(self._file_ends[-1])
 
     def held_out(self, records: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
         """True for records held out for evaluation, chosen for ever by a hash of file name and number."""
         if not self.setup.eval_fraction:
             return np.zeros(len(records), np.bool_)
         return split_positions(self._file_ends, self._file_keys, records) < self.setup.eval_fraction
+
+    @property
+    def mean_bytes(self) -> int:
+        """Bytes of the source per slot, about."""
+        return self.chunk_bytes if self._growing else self.size_bytes // max(len(self), 1)
 
     def locate(self, numbers: Int[np.ndarray, " n"]) -> Chunks:
         """Returns the contents of the slots `numbers`, of any epochs."""
@@ -186,6 +200,7 @@ class ChunkStream:
         numbers: Int[np.ndarray, " n"],
         *,
         skip: Collection[int] = (),
+        anchor: Anchor | None = None,
         watch: Callable[[int, int], Any] = lambda number, record: None,
     ) -> Read:
         """Reads and tokenises chunks.
@@ -193,13 +208,17 @@ class ChunkStream:
         Args:
           numbers: numbers of the chunks.
           skip: numbers of chunks to leave out, like those of bad documents.
+          anchor: where a window at or before these chunks begins, as an earlier `Read` said.
           watch: called with the number and record of each chunk before it is read.
 
         Raises:
           BadRecord: a record is bad, or its file is gone or cannot be read, and `data.on_bad_record` is fail.
           FileError: the prepared index cannot be read.
         """
+        if self._growing and anchor is not None:
+            self._growing.start_at(anchor)
         chunks = self.locate(numbers)
+        at = self._growing.anchor(int(numbers.min())) if self._growing and len(numbers) else None
         wanted = self._wanted(chunks)
         skipped = [(number, "its loader did not survive it") for number in numbers.tolist() if number in skip]
         if skip:
@@ -210,7 +229,7 @@ class ChunkStream:
         read = self._read(here, lambda i: watch(int(numbers[places[i]]), int(here.record[i])))
         lengths[places] = read.lengths
         bad = [(int(numbers[places[i]]), reason) for i, reason in read.skipped]
-        return dataclasses.replace(read, lengths=lengths, skipped=(*skipped, *bad))
+        return dataclasses.replace(read, lengths=lengths, skipped=(*skipped, *bad), anchor=at)
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record."""
@@ -219,21 +238,38 @@ class ChunkStream:
 
     def held_out_records(self) -> Iterator[Int64[np.ndarray, " n"]]:
         """Yields the held-out records in an order that is the same for every run, some at a time."""
-        total = self.num_documents
         key = epoch_key(order_seed(0, f"held out/{self.setup.name}"), 0)
+        for records in self.records_at_random(key):
+            yield records[self.held_out(records)]
+
+    def records_at_random(self, key: np.uint64) -> Iterator[Int64[np.ndarray, " n"]]:
+        """Yields all records in the random order that `key` selects, some at a time; opens files as they come."""
+        if (total := self.num_documents) is None:
+            assert self.corpus is not None
+            for file in shuffled_parts(len(self.names), key).tolist():
+                count = self.corpus.count(file)
+                yield file * GAP + permuted(np.arange(count), np.int64(max(count, 1)), key)
+            return
         for start in range(0, total, _HELD_OUT_AT_A_TIME):
             places = np.arange(start, min(start + _HELD_OUT_AT_A_TIME, total), dtype=np.int64)
-            records = permuted(places, np.int64(total), key)
-            yield records[self.held_out(records)]
+            yield permuted(places, np.int64(total), key)
+
+    @property
+    def sizes_are_known(self) -> bool:
+        """True if `rows_of` looks sizes up in an index, False if it reads the records."""
+        return self.corpus is None or not self.corpus.sizes_need_reading
+
+    def rows_of(self, records: Int[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+        """Returns the length of records in chunks; the number of chunks is that rounded up, and at least 1."""
+        if self.prepared is not None:
+            return self.prepared.lengths(records) / self.setup.chunk_tokens
+        assert self.corpus is not None
+        sizes = np.asarray([int(self.corpus.sizes(r, r + 1)[0]) for r in records.tolist()], np.int64)
+        return (sizes + self._border_tokens) / self.chunk_bytes
 
     def chunks_of(self, records: Int[np.ndarray, " n"]) -> Chunks:
         """Returns all chunks of some records, held out or not, record by record."""
-        if self.prepared is not None:
-            counts = -(-self.prepared.lengths(records).astype(np.int64) // self.setup.chunk_tokens)
-        else:
-            assert self.corpus is not None
-            sizes = np.asarray([int(self.corpus.sizes(r, r + 1)[0]) for r in records.tolist()], np.int64)
-            counts = chunk_counts(sizes + self._border_tokens, self.chunk_bytes)
+        counts = np.maximum(np.ceil(self.rows_of(records)), 1).astype(np.int64)
         first = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         return Chunks(np.repeat(records, counts), first, np.ones_like(first))
 
@@ -336,7 +372,8 @@ def _chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: int) -> int
     if tokenizer.identity == "bytes":
         return chunk_tokens
     texts, characters = [], 0
-    for text in corpus.read(np.arange(min(len(corpus), _SAMPLE_RECORDS))):
+    first = range(min(len(corpus), _SAMPLE_RECORDS)) if corpus.is_open else corpus.first_records(_SAMPLE_RECORDS)
+    for text in corpus.read(np.asarray(first, np.int64)):
         if isinstance(text, str) and text:
             texts.append(text[: _SAMPLE_CHARACTERS - characters])
             characters += len(texts[-1])

@@ -1,28 +1,24 @@
 """Dataset of a run: opens the sources, splits off evaluation documents, and gives train and evaluation batches."""
 
 import dataclasses
-import functools
 import sys
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Int, Int64
+from jaxtyping import Int
 
-from jtrain.data.chunk_order import Chunks
-from jtrain.data.chunk_stream import ChunkStream, Read, SourceSetup
-from jtrain.data.constructor.collate import Rows, each, fill_rows, views_of
+from jtrain.data.chunk_order import Anchor, Chunks
+from jtrain.data.chunk_stream import ChunkStream, SourceSetup
 from jtrain.data.constructor.constructor import ConstructorSetup, DataState
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.data_plane import InlinePlane, Plane, ProcessPlane
+from jtrain.data.held_out import HeldOutSet
 from jtrain.data.iterator import BatchIterator, to_json
-from jtrain.data.loss_mask import ignore_targets, runs_within
-from jtrain.data.mixture.schedule import Constant, own_weights
-from jtrain.data.planner.planner import EndOfData, Planner, PlannerSpec
+from jtrain.data.mixture.schedule import own_weights
+from jtrain.data.planner.planner import Planner, PlannerSpec
 from jtrain.data.ray.engine import RayPlane, trainers
-from jtrain.data.sources.shuffle import epoch_key, permuted
+from jtrain.data.sources.shuffle import epoch_key
 from jtrain.data.spec import PackedText
-from jtrain.dims import Batch
 from jtrain.errors import UserError
 
 _STATE_VERSION = 3
@@ -32,12 +28,6 @@ SLOTS = 2
 
 _PRELOAD = ("pyarrow.parquet", "tokenizers")
 """Modules that the forkserver imports once for all loaders, if opening the sources here has imported them."""
-
-_EVAL_CHUNKS = 16
-"""Number of held-out documents, or chunks of them, read at a time."""
-
-_EVAL_POOL = 4
-"""How many times the chunks of an evaluation the held-out documents hold from which they are drawn."""
 
 _MOST_LINES = 12
 """Number of sources that the plan lists one by one."""
@@ -92,8 +82,9 @@ class TextDataset:
         lines = []
         for name, stream, share in zip(self.names, self.streams, shares.tolist(), strict=True):
             head = stream.setup.source.path if self.spec.path is not None else f"{name} ({share:.1%})"
+            documents = "documents" if stream.num_documents is None else f"{stream.num_documents:,} documents"
             lines.append(
-                f"{head}: {stream.num_documents:,} documents in {len(stream.names):,} files, "
+                f"{head}: {documents} in {len(stream.names):,} files, "
                 f"{stream.size_bytes / 2**20:,.1f} MiB, about {self.spec.eval_fraction:.2%} held out; "
                 f"vocabulary {stream.tokenizer.vocab_size:,}"
             )
@@ -144,7 +135,8 @@ class TextDataset:
         if start_state is not None:
             planner_state, changes = Planner(planner, _no_lengths).resume(start_state["planner"])
             counts = [start_state["skipped"].get(name, 0) for name in self.names]
-            state = DataState(planner_state, np.asarray(counts, np.int64))
+            anchors = (start_state["anchors"].get(name) for name in self.names)
+            state = DataState(planner_state, np.asarray(counts, np.int64), tuple(a and Anchor(*a) for a in anchors))
         else:
             state = self._start_state(planner, first_step)
         work = ConstructorSetup(
@@ -152,7 +144,7 @@ class TextDataset:
             planner=planner,
             rows=np.arange(self.spec.global_batch) if rows is None else rows,
             column_order=context_order(self.spec.seq_len, context, self.spec.context_order) if context > 1 else None,
-            chunk_bytes=tuple(stream.size_bytes // max(len(stream), 1) for stream in self.streams),
+            chunk_bytes=tuple(stream.mean_bytes for stream in self.streams),
             lookahead_steps=self.spec.lookahead_steps,
         )
         plane: Plane
@@ -186,7 +178,7 @@ class TextDataset:
 
     def _start_state(self, planner: PlannerSpec, first_step: int = 0) -> DataState:
         state = dataclasses.replace(Planner(planner, _no_lengths).start(), step=first_step)
-        return DataState(state, np.zeros(len(self.names), np.int64))
+        return DataState(state, np.zeros(len(self.names), np.int64), (None,) * len(self.names))
 
     def _identity(self, setups: tuple[SourceSetup, ...]) -> dict[str, Any]:
         """Returns the identity of the stream: the part of a saved state that must not change on resume."""
@@ -197,85 +189,15 @@ class TextDataset:
             "cuts": {setup.name: [setup.window_bytes, setup.chunk_bytes] for setup in setups},
         }
 
-    def eval_batches(self, *, context: int = 1) -> Iterator[Batch]:
-        """Yields the evaluation batches: the same ones each time, at most `eval_batches`, the last one padded.
-
-        Args:
-          context: size of the mesh axis that splits rows.
+    def held_out(self) -> HeldOutSet:
+        """Returns the documents that `data.eval_fraction` holds out, for evaluation.
 
         Raises:
           UserError: `data.eval_fraction` is 0.
         """
         if not self.spec.eval_fraction:
             raise UserError("data.eval_fraction=0 holds out no documents for evaluation. Set data.eval_fraction.")
-        return self._take_eval(context_order(self.spec.seq_len, context, self.spec.context_order))
-
-    def _take_eval(self, order: Int[np.ndarray, " L"]) -> Iterator[Batch]:
-        reads: dict[int, Read] = {}
-
-        def lengths(source: int, first: int, count: int) -> Int[np.ndarray, " read"]:
-            numbers = range(first, first + min(count, _EVAL_CHUNKS))
-            reads.update((number, self._read_eval(number)) for number in numbers)
-            return np.asarray([len(reads[number].ids) for number in numbers], np.int64)
-
-        spec = self.spec
-        planner = Planner(
-            PlannerSpec(
-                names=("eval",),
-                chunks_per_epoch=(len(self._eval_sample),),
-                seq_len=spec.seq_len,
-                global_batch=spec.global_batch,
-                schedule=Constant({"eval": 1.0}),
-                packing=spec.packing,
-                epochs=1,
-                balance=False,
-            ),
-            lengths,
-        )
-        state = planner.start()
-        for _ in range(spec.eval_batches):
-            try:
-                plan, state = planner.plan(state)
-            except EndOfData:
-                return
-            rows = Rows.empty(spec.global_batch, spec.seq_len)
-            fill_rows(rows, plan.pieces, views_of(lambda source, document: reads[document].ids))
-            runs = [runs_within(reads[n].ignored, start, end) for _, n, start, end in each(plan.pieces)]
-            ignore_targets(rows.target_BL, plan.pieces, runs)
-            for number in [number for number in reads if number < state.oldest()[0]]:
-                del reads[number]
-            arrays = rows.token_BL, rows.target_BL, rows.position_BL, rows.segment_BL
-            yield Batch(*(array[:, order] for array in arrays))
-
-    @functools.cached_property
-    def _eval_sample(self) -> Int64[np.ndarray, "chunks 3"]:
-        """Source, record and chunk of the evaluation's chunks, the same for every run.
-
-        Held-out documents are taken in a fixed random order, from the sources in turn, until they hold several times
-        the chunks that an evaluation reads; these are then drawn from all of them at random. A few long documents
-        would make an evaluation that says more about them than about the model.
-        """
-        wanted = _EVAL_POOL * self.spec.eval_batches * self.spec.global_batch
-        share = -(-wanted // len(self.streams))
-        found = []
-        for source, stream in enumerate(self.streams):
-            lacking = share
-            for records in stream.held_out_records():
-                for start in range(0, len(records), _EVAL_CHUNKS):
-                    chunks = stream.chunks_of(records[start : start + _EVAL_CHUNKS])
-                    found.append(np.stack([np.full_like(chunks.record, source), chunks.record, chunks.first], axis=1))
-                    lacking -= len(chunks.record)
-                    if lacking <= 0:
-                        break
-                if lacking <= 0:
-                    break
-        pool = np.concatenate([np.empty((0, 3), np.int64), *found])
-        return pool[permuted(np.arange(len(pool)), np.int64(max(len(pool), 1)), epoch_key(0, 0))]
-
-    def _read_eval(self, number: int) -> Read:
-        source, record, chunk = self._eval_sample[number].tolist()
-        one = Chunks(*(np.asarray([value], np.int64) for value in (record, chunk, 1)))
-        return self.streams[source].read_chunks(one)
+        return HeldOutSet(self.streams, self.spec)
 
     def _schedule(self) -> Any:
         own = {name: source.weight for name, source in self.spec.named_sources.items()}
@@ -318,8 +240,7 @@ class TextDataset:
         tokens = documents_left = 0
         for stream in self.streams:
             if purpose == "training":
-                records = np.arange(min(stream.num_documents, 1 << 20), dtype=np.int64)
-                parts = iter([records[~stream.held_out(records)]])
+                parts = (r[~stream.held_out(r)] for r in stream.records_at_random(epoch_key(0, 0)))
             else:
                 parts = stream.held_out_records()
             for records in parts:

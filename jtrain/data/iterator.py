@@ -72,4 +72,5 @@ class BatchIterator:
 def to_json(state: DataState, identity: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """Returns a state in its saved form: the identity of the stream, and the position in it."""
     skipped = {name: count for name, count in zip(names, state.skipped.tolist(), strict=True) if count}
-    return {**identity, "skipped": skipped, "planner": state.planner.to_json(names)}
+    anchors = {name: list(anchor) for name, anchor in zip(names, state.anchors, strict=True) if anchor}
+    return {**identity, "skipped": skipped, "anchors": anchors, "planner": state.planner.to_json(names)}

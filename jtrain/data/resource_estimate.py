@@ -70,7 +70,7 @@ def budget(dataset: TextDataset, *, rows: int) -> Budget:
     threads = 1 + arrow * _ARROW_THREADS + array_record * _ARRAY_RECORD_THREADS
     kinds = sum(d.setup.tokenizer != "bytes" for d in sources) > 0 and not prepared
     base = _PYTHON_MIB + arrow * _ARROW_MIB + array_record * _ARRAY_RECORD_MIB + kinds * _TOKENIZER_MIB
-    corpora = [stream.corpus for stream in sources if stream.corpus is not None]
+    corpora = [stream.corpus for stream in sources if stream.corpus is not None and stream.corpus.is_open]
     decoded = sum(min(int(corpus.group_bytes.sum()), 2 * sources[0].setup.window_bytes) for corpus in corpora) * arrow
     documents = [max(1, corpus.size_bytes // len(corpus)) for corpus in corpora]
     ahead = spec.lookahead_steps * spec.global_batch * spec.seq_len * 4 + IN_FLIGHT * sum(documents) * 16

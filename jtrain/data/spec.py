@@ -6,7 +6,7 @@ from typing import Literal
 
 from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged
-from jtrain.data.sources.source import ONE_SOURCE, Source
+from jtrain.data.sources.source import ONE_SOURCE, Source, is_source_name
 from jtrain.errors import UserError
 
 _MOST_LOADERS = 16
@@ -24,15 +24,16 @@ class PackedText:
     end_token: the token that ends a document, if the tokenizer's files do not name it.
     text_field, text_piece_bytes: fields of the source at `path`; see `Source`.
     mixture: the shares of the sources per step; the default uses each source's own weight.
-    mixture_unit: the unit of the shares: tokens, samples (documents), or rows (each row then holds one source).
-    packing: `concat` cuts documents at row ends; `first_fit` and `best_fit` keep each document whole if it fits into a
-      row, and leave about a thousandth of the row empty.
+    mixture_unit: the unit of the shares: tokens, samples (chunks: documents, or their parts of at most a row), or rows
+      (each row then holds one source).
+    packing: how chunks that are shorter than a row share rows: `concat` cuts them at row ends; `first_fit` and
+      `best_fit` keep each one whole, and leave a part of the rows empty, about a thousandth in large batches.
     balance: order the rows of a step so that every rank gets about the same work; the contents of rows never change.
     context_order: the positions that a rank of the `context` axis gets: `zigzag` takes one block from the front and one
       from the back, so that every rank has the same causal attention work.
     epochs: how often each source is read; it then leaves the mixture, and the run ends with the last one. None: no end.
     eval_fraction: share of documents held out of training, chosen by a hash of file name and number; 0 for none.
-    eval_batches: at most this many batches per evaluation.
+    eval_batches: at most this many batches per evaluation, of the split and of each of `eval.sets`.
     on_bad_record: what to do with a document that cannot be read as text: stop, or skip and count.
     engine: `processes`: one constructor process and several loader processes per host; `ray`: the same as Ray actors;
       `inline`: everything in the trainer.
@@ -43,8 +44,7 @@ class PackedText:
     prepared: a folder that `python -m jtrain.data prepare` wrote: nothing is tokenised during training.
     cache_dir: folder for copies of remote and compressed files.
     lookahead_steps: number of steps to read ahead.
-    shuffle_window_bytes: decoded Parquet text kept for shuffling, over all sources; see
-      `ShuffleOrder`.
+    shuffle_window_bytes: decoded Parquet text kept for shuffling, over all sources; see `WindowedChunks`.
     """
 
     path: str | None = None
@@ -94,7 +94,7 @@ class PackedText:
             both = "both are set" if self.sources else "neither is set"
             raise UserError(f"data.path is for one source and data.sources for several, and {both}. Set one of them.")
         for name, source in self.named_sources.items():
-            if not name.replace("-", "_").isidentifier() or (name == ONE_SOURCE and self.sources):
+            if not is_source_name(name) or (name == ONE_SOURCE and self.sources):
                 raise UserError(
                     f"data.sources: {name!r} is not a valid name. Use letters, digits, _ and -, no digit first; not "
                     f"{ONE_SOURCE!r}, which is the name of the source at data.path."
@@ -128,6 +128,7 @@ class PackedText:
                 chunk_tokens=self.seq_len,
                 chunk_bytes=cuts[name][1] if cuts and name in cuts else None,
                 window_bytes=cuts[name][0] if cuts and name in cuts else share,
+                eager_bytes=self.shuffle_window_bytes if self.epochs is None else None,
                 decoded_cache_bytes=self.shuffle_window_bytes,
                 cache_dir=os.path.expanduser(self.cache_dir),
                 prepared=self.prepared,

@@ -5,14 +5,16 @@ target as well and lets sampling start from an empty prompt; the end id teaches 
 without either.
 """
 
+import functools
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int, UInt
+from jaxtyping import Int, Integer, UInt
 
 from jtrain.errors import FileError, UserError
 
@@ -77,6 +79,13 @@ class Tokenizer(Protocol):
         """Returns the tokens of each chunk and the ids of all, with the border ids of the documents that they end."""
         ...
 
+    def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
+        """Returns the UTF-8 bytes of text that each id stands for, 0 for begin and end; None if ids do not tell.
+
+        The bytes of a chunk's ids add up to those of its text, as the tokenizer normalises it (Unicode NFC, say).
+        """
+        ...
+
     def decode(self, ids: Sequence[int] | Ids) -> str: ...
 
 
@@ -116,10 +125,20 @@ class ByteTokenizer:
         joined = b"".join(part for c, begins, ends in chunks for part in (b"\0" * begins, c, b"\0" * ends))
         return np.asarray(lengths, np.int32), np.frombuffer(joined, np.uint8)
 
+    def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
+        """Returns 1 for each id but 0, which counts as a border also where a text holds a NUL."""
+        return (ids != 0).astype(np.int32)
+
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Returns the text; bytes that are not UTF-8 become U+FFFD, since sampling may stop inside a character."""
         return np.asarray(ids, np.int64).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
+
+_FALLBACK_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""Spelling of a single byte in vocabularies in the style of SentencePiece."""
+
+_PROBE = "The  cat's\n\tna\u00efve Caf\u00e9: \u4f60\u597d, 1234 \U0001f642 (end)."
+"""Text with two spaces, capitals, line ends and characters of two, three and four bytes."""
 
 _KNOWN_END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 
@@ -201,6 +220,49 @@ class HFTokenizer:
             parts.append(np.asarray([*begin, *one.ids, *[self.end_id] * chunk.ends], self.id_dtype))
             lengths[i] = len(parts[-1])
         return lengths, np.concatenate(parts)
+
+    def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
+        """Returns bytes from a table by id; None if a text that has the difficult cases does not add up.
+
+        Tokenizers that lower-case text, drop spaces or know no rare characters do not add up. A space that the
+        tokenizer itself puts before a document is not counted.
+        """
+        if self._bytes_of_id is None:
+            return None
+        sizes = self._bytes_of_id[ids]
+        if self.begin_id is not None:
+            sizes[1:][ids[:-1] == self.begin_id] -= self._added_bytes
+        return sizes
+
+    @functools.cached_property
+    def _added_bytes(self) -> int:
+        """Bytes of the space that the tokenizer puts before a text, 0 or 1."""
+        return int(self._table[self.encode("a")].sum()) - 1
+
+    @functools.cached_property
+    def _bytes_of_id(self) -> Int[np.ndarray, " vocabulary"] | None:
+        counted = int(self._table[self.encode(_PROBE)].sum()) - self._added_bytes
+        return self._table if counted == len(_PROBE.encode("utf-8")) else None
+
+    @functools.cached_property
+    def _table(self) -> Int[np.ndarray, " vocabulary"]:
+        """Bytes of each id, by the spelling of its token and the tokenizer's decoder."""
+        from tokenizers import pre_tokenizers
+
+        decoder = json.dumps(json.loads(self._rust.to_str())["decoder"])
+        byte_level = set(pre_tokenizers.ByteLevel.alphabet()) if '"ByteLevel"' in decoder else None
+        special = {i for i, token in self._rust.get_added_tokens_decoder().items() if token.special}
+        table = np.zeros(self.vocab_size, np.int32)
+        for token, i in self._rust.get_vocab(with_added_tokens=True).items():
+            if i in special or i in (self.begin_id, self.end_id):
+                continue
+            if byte_level is not None and byte_level.issuperset(token):
+                table[i] = len(token)  # one character stands for one byte
+            elif '"ByteFallback"' in decoder and _FALLBACK_BYTE.fullmatch(token):
+                table[i] = 1
+            else:
+                table[i] = len(token.replace("\u2581", " ").encode("utf-8"))  # SentencePiece spells a space so
+        return table
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Returns the text without special tokens."""

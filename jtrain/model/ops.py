@@ -14,9 +14,17 @@ from jtrain_kernels.fp8.history import pushed as amax_pushed
 from jtrain_kernels.fp8.history import scales as amax_scales
 from jtrain_kernels.grouped_matmul.api import grouped_matmul
 from jtrain_kernels.linear.api import linear as linear_in_dtype
-from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy, vocab_parallel_linear_cross_entropy
+from jtrain_kernels.linear_cross_entropy.api import (
+    linear_cross_entropy,
+    token_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+)
 from jtrain_kernels.linear_cross_entropy.chunking import best_chunk
-from jtrain_kernels.linear_cross_entropy.parts import NO_COLUMN, linear_cross_entropy_in_parts
+from jtrain_kernels.linear_cross_entropy.parts import (
+    NO_COLUMN,
+    linear_cross_entropy_in_parts,
+    token_cross_entropy_in_parts,
+)
 from jtrain_kernels.overlap.api import (
     all_gather_matmul,
     all_gather_matmul_fp8,
@@ -51,6 +59,8 @@ __all__ = [
     "rms_norm_branch",
     "rope",
     "swiglu",
+    "token_cross_entropy",
+    "token_cross_entropy_in_parts",
     "vocab_parallel_linear_cross_entropy",
 ]
 

@@ -27,7 +27,7 @@ from jtrain.model.param import Params, param_infos, weight
 from jtrain.model.rope import RopeSpec
 from jtrain.model.router import MoESpec, RouterLosses
 from jtrain.model.tensor_parallel import TensorAxis, gather_sequence, scatter_sequence
-from jtrain.model.unembedding import loss_in_parts, unembedding_loss
+from jtrain.model.unembedding import loss_in_parts, token_nats_in_parts, unembedding_loss
 
 SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_gate", "mlp_up")
 """Activations of a block that `layout.remat=named` may save for the backward pass instead of recomputing."""
@@ -320,6 +320,20 @@ class Transformer(nnx.Module):
                 fetch = functools.partial(placement.fetch, path)
                 return loss_in_parts(x_BLD, params[path], batch.target_BL, fetch, tied=self.tie_embeddings, **sizes)
             return unembedding_loss(x_BLD, self.unembed(params, placement), batch.target_BL, **sizes)
+
+    def token_nats(self, params: Params, batch: Batch, placement: Placement) -> Float[Array, "B _"]:
+        """Cross entropy of each of this device's tokens, [B, L / tensor], in nats; 0 without a target."""
+        x_BLD, target_BL, tensor = self.hidden(params, batch, placement), batch.target_BL, placement.tensor
+        chunk = self.loss_chunk_tokens if isinstance(self.loss_chunk_tokens, int) else None
+        with jax.named_scope("loss"):
+            if placement.lookup is None:
+                unembed, axis = self.unembed(params, placement), "tensor" if tensor > 1 else None
+                return ops.token_cross_entropy(x_BLD, unembed, target_BL, chunk_tokens=chunk, axis=axis)
+            path, tied = "embed_VD" if self.tie_embeddings else "unembed_DV", self.tie_embeddings
+            fetch = functools.partial(placement.fetch, path)
+            return token_nats_in_parts(
+                x_BLD, params[path], target_BL, fetch, tied=tied, tensor=tensor, chunk_tokens=chunk
+            )
 
     @property
     def loss_chunk(self) -> int:

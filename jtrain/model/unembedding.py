@@ -58,28 +58,65 @@ def loss_in_parts(
       target_BL: targets at all positions.
       fetch: gathers columns (tied: rows) of the shard over `data`, in the compute dtype.
     """
-
-    def whole(part_wd: Array) -> Float[Array, "D W"]:
-        return fetch(part_wd).T if tied else fetch(part_wd.T)
-
-    shard_Wd = shard if tied else shard.T
-    local, d = shard_Wd.shape
-    parts = num_parts(local * tensor, tensor)
-    if parts == 1:
+    shard_Wd, whole = _columns(shard, fetch, tied=tied)
+    if num_parts(len(shard_Wd) * tensor, tensor) == 1:
         return unembedding_loss(
             x_BLD, whole(shard_Wd), target_BL, tensor=tensor, chunk_tokens=chunk_tokens, z_loss=z_loss
         )
-    missing = -local % parts
-    part_Zwd = jnp.pad(shard_Wd, ((0, missing), (0, 0))).reshape(parts, -1, d)
-    first = jax.lax.axis_index("tensor") * local if tensor > 1 else 0
-    column_W = jnp.pad(first + jnp.arange(local), (0, missing), constant_values=ops.NO_COLUMN)
+    part_Zwd, column_Zw = _in_parts(shard_Wd, tensor)
     return ops.linear_cross_entropy_in_parts(
         x_BLD,
         part_Zwd,
-        column_W.reshape(parts, -1),
+        column_Zw,
         target_BL,
         fetch=whole,
         chunk_tokens=chunk_tokens,
         z_loss=z_loss,
         axis="tensor" if tensor > 1 else None,
     )
+
+
+def token_nats_in_parts(
+    x_BLD: Float[Array, "B _ D"],
+    shard: Float[Array, "_ _"],
+    target_BL: Int[Array, "B L"],
+    fetch: Callable[[Array], Array],
+    *,
+    tied: bool,
+    tensor: int,
+    chunk_tokens: int | None,
+) -> Float[Array, "B _"]:
+    """Cross entropy of each of this device's tokens in nats, holding one part of the columns at a time.
+
+    Arguments are those of `loss_in_parts`.
+    """
+    shard_Wd, whole = _columns(shard, fetch, tied=tied)
+    axis = "tensor" if tensor > 1 else None
+    if num_parts(len(shard_Wd) * tensor, tensor) == 1:
+        return ops.token_cross_entropy(x_BLD, whole(shard_Wd), target_BL, chunk_tokens=chunk_tokens, axis=axis)
+    part_Zwd, column_Zw = _in_parts(shard_Wd, tensor)
+    return ops.token_cross_entropy_in_parts(
+        x_BLD, part_Zwd, column_Zw, target_BL, fetch=whole, chunk_tokens=chunk_tokens, axis=axis
+    )
+
+
+def _columns(
+    shard: Float[Array, "_ _"], fetch: Callable[[Array], Array], *, tied: bool
+) -> tuple[Float[Array, "W d"], Callable[[Array], Float[Array, "D _"]]]:
+    """Returns this device's block with columns of the unembedding as rows, and the function that gathers some."""
+
+    def whole(part_wd: Array) -> Float[Array, "D W"]:
+        return fetch(part_wd).T if tied else fetch(part_wd.T)
+
+    return (shard if tied else shard.T), whole
+
+
+def _in_parts(shard_Wd: Float[Array, "W d"], tensor: int) -> tuple[Float[Array, "Z w d"], Int[Array, "Z w"]]:
+    """Returns the parts of this device's block, padded to equal sizes, and the ids of their columns."""
+    local, d = shard_Wd.shape
+    parts = num_parts(local * tensor, tensor)
+    missing = -local % parts
+    part_Zwd = jnp.pad(shard_Wd, ((0, missing), (0, 0))).reshape(parts, -1, d)
+    first = jax.lax.axis_index("tensor") * local if tensor > 1 else 0
+    column_W = jnp.pad(first + jnp.arange(local), (0, missing), constant_values=ops.NO_COLUMN)
+    return part_Zwd, column_W.reshape(parts, -1)

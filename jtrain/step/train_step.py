@@ -91,34 +91,33 @@ def make_train_step(
     )
 
 
-def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[Params, Batch], StepMetrics]:
-    """Returns the jitted `step(params, batch) -> {"nats", "tokens"}`, both summed over the batch.
+def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[Params, Batch], Float[Array, "B L"]]:
+    """Returns the jitted `step(params, batch) -> nats_BL`, the cross entropy of each token, 0 where there is no target.
 
-    With sums, the mean over batches is exact however full they are. A device computes as many sequences at a time as in
-    training, so evaluation needs no more memory.
+    Every process gets all of it, 4 bytes per token, so that each can sum over documents. A device computes as many
+    sequences at a time as in training, so evaluation needs no more memory.
     """
     layout = along_torus(layout, mesh)
     placement = placement_of(layout)
 
-    def local(params: Params, batch: Batch) -> StepMetrics:
+    def local(params: Params, batch: Batch) -> Float[Array, "B _"]:
         weights = with_whole(layout, trained_part(layout, params), params)
 
-        def microbatch(nats: Array, part: Batch) -> tuple[Array, None]:
-            return nats + model.loss(weights, part, placement)[1], None
+        def microbatch(_: None, part: Batch) -> tuple[None, Array]:
+            return None, model.token_nats(weights, part, placement)
 
-        nats, _ = jax.lax.scan(microbatch, jnp.zeros((), jnp.float32), _microbatches(layout, batch))
-        axes = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
-        tokens = jnp.sum(batch.target_BL != IGNORE)
-        return {"nats": jax.lax.psum(nats, axes), "tokens": psum_batch(layout, tokens)}
+        _, nats = jax.lax.scan(microbatch, None, _microbatches(layout, batch))
+        return nats.reshape(-1, nats.shape[-1])
 
     params_spec = param_tree(layout, lambda p: p.param)
-    sums = jax.shard_map(local, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=P(), check_vma=False)
+    nats_spec = P(BATCH_AXES, ("context", "tensor"))
+    each = jax.shard_map(local, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=nats_spec, check_vma=False)
 
-    def eval_step(params: Params, batch: Batch) -> StepMetrics:
+    def eval_step(params: Params, batch: Batch) -> Float[Array, "B L"]:
         with kernels_for(layout, mesh):
-            return sums(params, batch)
+            return each(params, batch)
 
-    return jax.jit(eval_step, compiler_options=compiler_options(mesh))
+    return jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()), compiler_options=compiler_options(mesh))
 
 
 def _local_gradients(

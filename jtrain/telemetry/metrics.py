@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol, cast, runtime_checkable
 
@@ -78,8 +79,32 @@ TRAIN_METRICS = (
 EVAL_METRICS = (
     Metric("step", "steps", "this step", "completed updates"),
     Metric("eval_loss_nats", "nats/token", "held-out batches", "cross entropy over all their valid targets"),
+    Metric(
+        "eval_loss_standard_error", "nats/token", "held-out batches", "of the loss, over documents; null if only one"
+    ),
+    Metric("eval_bits_per_byte", "bits/byte", "held-out batches", "all nats over the targets' UTF-8; null if unknown"),
+    Metric("eval_tokens", "tokens", "held-out batches", "valid targets"),
+    Metric("eval_documents", "documents", "held-out batches", "documents of these targets"),
+    Metric("eval_sets", "", "held-out batches", "eval.sets by name: the same five, without their prefix"),
 )
-"""Fields of the line of an evaluation."""
+"""Fields of the line of an evaluation; those of the split are null if data.eval_fraction=0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalResult:
+    """Result on one held-out set; `EVAL_METRICS` describes the fields."""
+
+    loss_nats: float
+    loss_standard_error: float | None
+    bits_per_byte: float | None
+    tokens: int
+    documents: int
+
+    def summary(self) -> str:
+        """Loss and bits per byte, as in `loss 1.4123 +- 0.0113 nats  2.0375 bits/byte`."""
+        error = "" if self.loss_standard_error is None else f" +- {self.loss_standard_error:.4f}"
+        bits = "" if self.bits_per_byte is None else f"  {self.bits_per_byte:.4f} bits/byte"
+        return f"loss {self.loss_nats:.4f}{error} nats{bits}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,11 +220,16 @@ class Metrics:
         if self._progress is not None:
             self._progress.train(line)
 
-    def evaluation(self, step: int, eval_loss_nats: float) -> None:
-        """Writes the line of an evaluation after `step`."""
-        self._write({"step": step, "eval_loss_nats": eval_loss_nats}, "eval")
+    def evaluation(self, step: int, split: EvalResult | None, sets: dict[str, EvalResult]) -> None:
+        """Writes the line of an evaluation after `step`: the result on the split, if any, and on `eval.sets`."""
+        names = [field.name for field in dataclasses.fields(EvalResult)]
+        line: dict[str, Any] = {"step": step, **{f"eval_{name}": getattr(split, name, None) for name in names}}
+        line["eval_sets"] = {name: dataclasses.asdict(result) for name, result in sets.items()}
+        self._write(line, "eval")
         if self._progress is not None:
-            self._progress.say(f"step {step}/{self._progress.num_steps}  eval loss {eval_loss_nats:.4f} nats")
+            shown = [] if split is None else [("eval", split)]
+            for name, result in [*shown, *((f"eval {name}", result) for name, result in sets.items())]:
+                self._progress.say(f"step {step}/{self._progress.num_steps}  {name} {result.summary()}")
 
     def goodput(self, step: int, seconds_by_category: dict[str, float]) -> None:
         """Writes the run's wall time so far by goodput category to TensorBoard; goodput.json has it too."""
@@ -234,11 +264,8 @@ class Metrics:
         if self._file is not None:
             _write_line(self._file, encode(values).encode())
         if self._events is not None:
-            for name, value in values.items():
-                named = value if isinstance(value, dict) else {"": value}
-                for part, number in named.items():
-                    if name != "step" and isinstance(number, int | float):
-                        self._events.add_scalar(f"{folder}/{name}/{part}".rstrip("/"), number, values["step"])
+            for tag, number in _numbers({name: value for name, value in values.items() if name != "step"}, folder):
+                self._events.add_scalar(tag, number, values["step"])
             self._events.flush()
 
 
@@ -248,10 +275,19 @@ def encode(values: dict[str, Any]) -> str:
     Floats are written by `repr`, so reading them gives the same bits. NaN and infinities, which JSON does not have,
     become null, and a field `message` names them.
     """
-    lost = {name: value for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    lost: dict[str, float] = {}
+
+    def kept(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: kept(f"{name}.{key}", item) for key, item in value.items()}
+        if isinstance(value, float) and not math.isfinite(value):
+            lost[name] = value
+            return None
+        return value
+
+    values = {name: kept(name, value) for name, value in values.items()}
     if lost:
-        message = ", ".join(f"{name} is {value}" for name, value in lost.items())
-        values = values | dict.fromkeys(lost) | {"message": message}
+        values["message"] = ", ".join(f"{name} is {value}" for name, value in lost.items())
     return json.dumps(values, allow_nan=False) + "\n"
 
 
@@ -259,6 +295,15 @@ def read(path: Path) -> list[dict[str, Any]]:
     """Reads the lines of a metrics.jsonl, without a last line cut short by a kill or a full disk."""
     complete, _, _ = path.read_bytes().rpartition(b"\n")
     return [json.loads(line) for line in complete.splitlines()]
+
+
+def _numbers(value: Any, tag: str) -> Iterator[tuple[str, float]]:
+    """Yields every number in nested dicts, tagged by the path of its keys."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _numbers(part, f"{tag}/{name}")
+    elif isinstance(value, int | float):
+        yield tag, value
 
 
 def drop_after(path: Path, step: int) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from jtrain.checkpoint import Checkpoints, files
 from jtrain.config.resume import check_same_run, with_history
 from jtrain.config.run import Run, check_vocabulary
-from jtrain.data import Fed, Prefetch, TextDataset, host_rows, open_dataset, put_batch, share_batch
+from jtrain.data import Fed, Prefetch, host_rows, open_dataset, put_batch, share_batch
 from jtrain.data.prefetch import prefetch  # not of jtrain.data, where that name is the module
 from jtrain.data.resource_estimate import budget
 from jtrain.errors import UserError
@@ -39,7 +39,7 @@ from jtrain.runtime.run_files import full_disk_named, write_run_files
 from jtrain.runtime.signals import StopRequest
 from jtrain.step.finite import check_finite
 from jtrain.step.state import TrainState, abstract_state, init_state
-from jtrain.step.train_step import make_eval_step, make_train_step
+from jtrain.step.train_step import make_train_step
 from jtrain.telemetry.metrics import Metrics
 from jtrain.telemetry.step_timer import StepTimes
 from jtrain.train.callbacks import (
@@ -51,6 +51,7 @@ from jtrain.train.callbacks import (
     StepResults,
     load_callbacks,
 )
+from jtrain.train.evaluation import Evaluation
 from jtrain.train.goodput_ledger import GoodputLedger
 from jtrain.train.step_metrics import RecompileWatch, StepLog
 from jtrain.train.trace_windows import TraceWindows
@@ -91,9 +92,10 @@ def train(
     optimizer = make_optimizer(run)
     dataset = open_dataset(run.data, seed=run.seed)
     check_vocabulary(run.model, dataset.vocab_size)
+    evaluation = Evaluation(run, job.layout, mesh, dataset)
     if jax.process_index() == 0:
         print_plan(job, available=available)
-        print(dataset.describe())
+        print(dataset.describe(), *evaluation.describe(), sep="\n")
         print(budget(dataset, rows=len(host_rows(mesh, run.data.global_batch))).line(), flush=True)
         write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
 
@@ -131,7 +133,7 @@ def train(
             context = RunContext(
                 run, job, mesh, workdir, start_step, started_s, dataset.names, train_step, metrics, callbacks.during
             )
-            loop = Loop(context, callbacks, checkpoints, dataset, config_text)
+            loop = Loop(context, callbacks, checkpoints, evaluation, config_text)
             with callbacks.running(context):
                 step = loop.run_steps(state, fed, stop)
             seconds = time.time() - started_s
@@ -204,15 +206,14 @@ class Loop:
         context: RunContext,
         callbacks: Callbacks,
         checkpoints: Checkpoints,
-        dataset: TextDataset,
+        evaluation: Evaluation,
         config_text: str,
     ) -> None:
         self.context = context
         self.callbacks = callbacks
         self.checkpoints = checkpoints
-        self.dataset = dataset
+        self.evaluation = evaluation
         self.config_text = config_text
-        self.eval_step = make_eval_step(context.run.model, context.job.layout, context.mesh)
         self.step = context.start_step
         self.data_ended = False
         self._unread: tuple[int, Any, Fed] | None = None
@@ -311,14 +312,10 @@ class Loop:
 
     @_phase("evaluation")
     def _evaluate(self, state: TrainState) -> None:
-        """Logs the mean cross entropy over the held-out batches."""
-        nats, tokens = 0.0, 0
+        """Logs the losses on held-out text."""
         with jax.profiler.TraceAnnotation("jtrain:evaluate"):
-            for batch in self.dataset.eval_batches(context=self.context.run.mesh.context):
-                sums = jax.device_get(self.eval_step(state.params, put_batch(batch, self.context.mesh)))
-                nats += float(sums["nats"])
-                tokens += int(sums["tokens"])
-        self.context.metrics.evaluation(self.step, nats / max(tokens, 1))
+            split, sets = self.evaluation(state.params)
+        self.context.metrics.evaluation(self.step, split, sets)
 
     @_phase("checkpoint")
     def _save(self, state: TrainState, fed: Fed) -> None:

@@ -19,6 +19,8 @@ from jtrain.bench import (
     data_end_to_end,
     data_memory,
     data_mixing,
+    data_order,
+    data_order_loss,
     data_resume,
     data_scaling,
     data_sources,
@@ -26,7 +28,9 @@ from jtrain.bench import (
 )
 from jtrain.bench.data_end_to_end import Text
 from jtrain.bench.data_memory import Measured, Usage
+from jtrain.data import open_dataset
 from jtrain.data.mixture.schedule import Constant
+from jtrain.data.order_report import OrderReport, measure_order
 from jtrain.errors import UserError
 
 FIVE = data_sources.SHORT._replace(documents=5)
@@ -292,3 +296,59 @@ def test_vision_is_measured_by_real_work() -> None:
     rows = data_end_to_end.vision_rows(2, 1)
     assert len(rows) == 4
     assert all(row["value"] and row["baseline"] for row in rows)
+
+
+def test_the_order_of_long_documents_meets_its_bars(tmp_path: Path) -> None:
+    """The made corpus, small, in its three forms; each of them is the same documents."""
+    tokens = set()
+    for name, spec in data_order.long_corpora(tmp_path, documents=256, size=4_000):
+        dataset = open_dataset(spec, seed=0)
+        (stream,) = dataset.streams
+        tokens.add(len(stream.read_chunks(stream.chunks_of(np.arange(256))).ids))
+        rows = data_order.order_rows(name, measure_order(dataset, 100))
+        assert [meets_bar(row) for row in rows] == [True, True, True, None]
+    assert tokens == {256 * (4_000 + 2)}
+
+
+def test_drift_beyond_a_chunk_has_a_bar() -> None:
+    """The bar is on what chunks do not explain, half of the drift here."""
+    drift = np.asarray([0.3, 0.02])
+    report = OrderReport(
+        steps=2, rows=1, seq_len=8, documents_per_step=1.0, overlap={}, autocorrelation={}, row_correlation=0.0,
+        effective_rows=1.0, drift=drift, drift_beyond_a_chunk=drift / 2, sources=(), fill=1.0, pieces_per_row=1.0,
+        cut_chunks_per_step=0.0,
+    )  # fmt: skip
+    rows = data_order.drift_rows("mixture", report, (1, 2))
+    assert [row["value"] for row in rows] == pytest.approx([15, 30, 1, 2])
+    assert [meets_bar(row) for row in rows] == [False, None, False, None]
+
+
+def test_losses_of_two_orders_are_compared_on_text_that_neither_has_seen() -> None:
+    tree = {"held_out": ["a.py:0", "b.py:1"], "trained": ["c.py:0"]}
+    data_order_loss.check_split(tree, tree)
+    with pytest.raises(RuntimeError, match=r"1 documents are held out by one of the two trees only: \['b.py:1'\]"):
+        data_order_loss.check_split(tree, tree | {"held_out": ["a.py:0"]})
+    with pytest.raises(RuntimeError, match=r"this tree trains on 1 held-out documents: \['a.py:0'\]"):
+        data_order_loss.check_split(tree, tree | {"trained": ["a.py:0", "c.py:0"]})
+
+
+def test_the_bars_of_the_loss_are_the_issues() -> None:
+    """1.44 and 1.22 nats/byte, 0.87 and 0.83 of the old order; none for a shorter run."""
+    losses = {data_order_loss.OWN[0]: [(1.62, 1.41), (1.66, 1.45)], "all held-out text": [(1.45, 1.22), (1.47, 1.23)]}
+    rows = data_order_loss.rows_of(losses, with_bars=True)
+    assert [meets_bar(row) for row in rows] == [True, False, False, True, False, False]
+    assert rows[2]["ratio"] == pytest.approx(1.43 / 1.64)
+    assert [row["bar"] for row in data_order_loss.rows_of(losses, with_bars=False)] == [None] * 6
+
+
+def test_the_loss_benchmark_needs_the_old_commit(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is not a clone that has commit 0123456, .*git fetch --unshallow"):
+        data_order_loss.unpack("0123456", tmp_path / "old")
+
+
+def test_this_trees_split_is_what_the_loss_benchmark_says() -> None:
+    """No document is both trained and evaluated on, of hundreds."""
+    split = data_order_loss.this_tree(20, [0])
+    assert len(split["trained"]) > 150
+    assert len(split["held_out"]) >= 5
+    data_order_loss.check_split(split, split)

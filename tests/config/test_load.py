@@ -122,6 +122,16 @@ def test_a_set_value_arrives_with_its_type(text: str, value: object) -> None:
     assert tree.parse(tree.flat(made))[path] == repr(value)
 
 
+def test_named_components_are_set_together_or_field_by_field() -> None:
+    """A dict of dicts adds them; each field then has a path of its own, also in the text of the config."""
+    sets = ["eval.sets={'wiki': {'path': 'wiki/*.jsonl'}}", "eval.sets.wiki.text_field=body"]
+    made = load_config("tiny", (), sets)
+    assert "eval.sets.wiki.text_field: str = 'body'\n" in tree.flat(made)
+    [source] = build_run(made).eval.sets.values()
+    assert (source.path, source.text_field) == ("wiki/*.jsonl", "body")
+    assert tree.flat(config_from_text(tree.flat(made))) == tree.flat(made)
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_text_is_the_config(name: str) -> None:
     """What a workdir keeps is enough to make the run again: components, tuples, None and all."""
@@ -212,6 +222,12 @@ def test_a_run_is_built_of_frozen_values() -> None:
         ("optimizer.clip_norm=x", r"optimizer\.clip_norm='x' is a str, but must be float \| None"),
         ("layout.remat=fll", r"layout\.remat='fll' must be one of 'none', 'full', 'named'\. Did you mean full\?"),
         ("layout.zero_stage=4", r"layout\.zero_stage=4 must be one of 0, 1, 2, 3"),
+        (
+            "eval.sets={'a': 'x'}",
+            r"eval\.sets=\{'a': 'x'\} must be a dict of names .*fields of Source, such as .*'path'",
+        ),
+        ("eval.sets={'a': {'pat': 'x'}}", r"eval\.sets\.a has no field pat\. It has: path, weight"),
+        ("eval.sets={'a': {'path': 1}}", r"eval\.sets\.a\.path=1 is a int, but must be str"),
         ("layout.remat_save=[1]", r"layout\.remat_save=\[1\] is a list, but must be tuple\[str, \.\.\.\]"),
     ],
 )
@@ -246,7 +262,13 @@ def test_a_bad_set_is_refused(text: str, message: str) -> None:
         (("data.seq_len=254", "mesh.tensor=4"), r"data\.seq_len=254 .*tensor=4 = 4 shards\. .*252, 256"),
         (("mesh.tensor=8",), r"model\.num_kv_heads=4 .*tensor=8"),
         (("model.num_kv_heads=3",), r"model\.num_heads=8 is not a multiple of model\.num_kv_heads=3"),
-        (("data.eval_fraction=0",), r"eval\.every_steps=\d+ .*data\.eval_fraction=0.*eval\.every_steps=None"),
+        (
+            ("data.eval_fraction=0",),
+            r"eval\.every_steps=\d+ .*data\.eval_fraction=0.*eval\.every_steps=None.*eval\.sets",
+        ),
+        (("eval.sets={'1 a': {'path': 'x'}}",), r"eval\.sets: '1 a' is not a valid name\. Use letters"),
+        (("eval.sets={'a': {'path': ''}}",), r"eval\.sets\.a\.path is empty"),
+        (("eval.sets={'a': {'path': 'x', 'weight': 2}}",), r"eval\.sets\.a\.weight=2\.0: .*Remove the weight"),
     ],
 )
 def test_components_that_do_not_fit_are_refused(sets: tuple[str, ...], message: str) -> None:
@@ -333,6 +355,7 @@ def text_of(*sets: str) -> str:
         "model.loss_chunk_tokens=64",
         "checkpoint.every_steps=7",
         "eval.every_steps=7",
+        "eval.sets={'wiki': {'path': 'wiki/*.jsonl'}}",
         "metrics.log_every_steps=7",
     ],
 )

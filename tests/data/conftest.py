@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from jtrain.dims import Batch
 from tests.data import four_sources
@@ -25,27 +25,6 @@ def texts() -> list[str]:
     return [f"{i}:" + "".join(rng.choice(list("ab\nüß漢🙂"), rng.integers(0, 400))) for i in range(60)]
 
 
-@pytest.fixture(scope="session")
-def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE in the style of Llama 3: a begin token by template, an end token by name."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the cat sat on the mat, the end of text"] * 20, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)]
-    )
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer.save(str(path))
-    return path
-
-
 def assert_same_batch(got: Batch, want: Batch) -> None:
     """Bit for bit, all four arrays."""
     for field in ("token_BL", "target_BL", "position_BL", "segment_BL"):
@@ -61,3 +40,41 @@ def same_batch() -> Callable[[Batch, Batch], None]:
 def folder(tmp_path: Path) -> Path:
     """What `four_sources.spec` reads."""
     return four_sources.write(tmp_path)
+
+
+@pytest.fixture
+def make_word_tokenizer(tmp_path: Path) -> Callable[[], Path]:
+    """Writes a tokenizer that splits at white space and drops it."""
+
+    def make() -> Path:
+        tokenizer = Tokenizer(models.WordLevel({"the": 0, "cat": 1, "<unk>": 2, "</s>": 3}, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.save(str(tmp_path / "words.json"))
+        return tmp_path / "words.json"
+
+    return make
+
+
+@pytest.fixture
+def make_sentence_tokenizer(tmp_path: Path) -> Callable[[], Path]:
+    """Writes a BPE with byte fallback that spells a space as U+2581 and puts one before each text."""
+
+    def make() -> Path:
+        pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581", *map(chr, range(33, 127))]
+        pieces += ["th", "the", "\u2581the"]
+        model = models.BPE(
+            {piece: i for i, piece in enumerate(pieces)},
+            [("t", "h"), ("th", "e"), ("\u2581", "the")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+        tokenizer = Tokenizer(model)
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(steps)
+        tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        tokenizer.save(str(tmp_path / "sentences.json"))
+        return tmp_path / "sentences.json"
+
+    return make

@@ -34,7 +34,7 @@ TEXTS = ["".join(chr(97 + (i * 7 + j * j) % 26) for j in range(length)) for i, l
 def stream(path: Path, tmp_path: Path, **fields: Any) -> ChunkStream:
     setup = {"name": "web", "tokenizer": "bytes", "end_token": None, "seed": 0, "eval_fraction": 0.0}
     setup |= {"on_bad_record": "fail", "window_bytes": 1 << 26, "decoded_cache_bytes": 1 << 20, "prepared": None}
-    setup |= {"chunk_tokens": CHUNK, "chunk_bytes": None, "cache_dir": str(tmp_path / "cache")}
+    setup |= {"chunk_tokens": CHUNK, "chunk_bytes": None, "eager_bytes": None, "cache_dir": str(tmp_path / "cache")}
     return ChunkStream(SourceSetup(source=Source(path=str(path)), **{**setup, **fields}))
 
 

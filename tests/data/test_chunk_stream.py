@@ -84,6 +84,7 @@ def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Callable[..
             "window_bytes": 1 << 11,
             "chunk_tokens": 4096,
             "chunk_bytes": None,
+            "eager_bytes": None,
             "decoded_cache_bytes": 1 << 20,
             "prepared": None,
         }
@@ -107,7 +108,7 @@ def test_what_cannot_be_read_is_skipped_and_nothing_else_however_a_run_is_cut(
     ids = np.concatenate([one.ids for one in alone])
     skipped = [pair for one in alone for pair in one.skipped]
     records = documents.locate(numbers).record
-    assert sorted(records[records >= 0].tolist()) == sorted([*range(documents.num_documents)] * 2)
+    assert sorted(records[records >= 0].tolist()) == sorted([*range(documents.num_documents or 0)] * 2)
     assert [number for number, _ in skipped] == np.flatnonzero(np.isin(records, bad)).tolist()
     assert np.flatnonzero(lengths == 0).tolist() == np.flatnonzero((records < 0) | np.isin(records, bad)).tolist()
     rng = np.random.default_rng(0)
@@ -123,7 +124,7 @@ def test_what_cannot_be_read_is_no_text_in_evaluation_either(
     damaged: tuple[Callable[..., ChunkStream], list[int], str],
 ) -> None:
     documents, bad, message = damaged[0](), damaged[1], damaged[2]
-    chunks = documents.chunks_of(np.arange(documents.num_documents))
+    chunks = documents.chunks_of(np.arange(documents.num_documents or 0))
     assert np.flatnonzero(documents.read_chunks(chunks).lengths == 0).tolist() == bad
     with pytest.raises(BadRecord, match=message):
         damaged[0]("fail").read_chunks(chunks)

@@ -139,8 +139,10 @@ def test_long_documents_carry_their_mask_through_chunks_and_rows(packing: str, f
     dataset = open_dataset(spec(source, packing=packing, **more), seed=1)
     learned = [assert_upper_case_is_learned(batch) for batch in itertools.islice(dataset.train_batches(), 40)]
     assert 0.3 < np.mean(learned) / 256 < 0.7
-    evaluated = [assert_upper_case_is_learned(batch) for batch in dataset.eval_batches()]
-    assert 0.2 < np.mean(evaluated) / 256 < 0.8
+    evaluated = list(dataset.held_out().batches())
+    assert 0.2 < np.mean([assert_upper_case_is_learned(held.batch) for held in evaluated]) / 256 < 0.8
+    for held in evaluated:
+        assert held.text_bytes == (held.batch.target_BL > 0).sum(), "bits per byte count bytes that are learned"
 
 
 @pytest.mark.parametrize("form", ["raw", "prepared"])

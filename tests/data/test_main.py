@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jtrain.data import PackedText, open_dataset
 from jtrain.data.__main__ import main, pieces_of_step
 from jtrain.data.pretokenized.build import prepare
 from tests.data.masked_sources import write_prompts
+from tests.data.sources.object_store import web_store
 from tests.data.two_sources import recipes_of, write_lines
 
 
@@ -191,3 +193,42 @@ def test_verify_of_a_folder_without_an_index_is_refused(capsys: pytest.CaptureFi
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert main(["verify", str(folder)]) == 2
         assert f"error: {folder} has no prepared index. Make one: python -m jtrain" in capsys.readouterr().err
+
+
+def test_adopt_makes_an_index_that_verify_reads(
+    capsys: pytest.CaptureFixture[str], tokenizer_json: Path, tmp_path: Path
+) -> None:
+    ids = np.asarray([5, 6, 1, 7, 8, 9, 1], np.uint16)
+    ids.tofile(tmp_path / "train.bin")
+    options = [
+        "adopt",
+        f"--from={tmp_path / 'train.bin'}",
+        f"--out={tmp_path / 'out'}",
+        f"--tokenizer={tokenizer_json}",
+    ]
+    assert main([*options, "--name=web", f"--json={tmp_path / 'made.json'}"]) == 0
+    assert "web: 2 documents, 7 tokens, 1 files read in place (raw)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "made.json").read_text())["tokens"] == 7
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == "web: intact (2 records, 7 tokens)\n"
+    ids[:2] = 6, 5
+    ids.tofile(tmp_path / "train.bin")
+    assert main(["verify", str(tmp_path / "out" / "web")]) == 2
+    assert "train.bin, which moved or changed since it was adopted" in capsys.readouterr().err
+    assert main([*options, "--name=web"]) == 0
+    assert main(["verify", str(tmp_path / "out" / "web")]) == 0
+    assert main([*options[:3], "--tokenizer=nowhere.json"]) == 2
+    assert "--tokenizer='nowhere.json': no such file" in capsys.readouterr().err
+
+
+def test_verify_reads_an_index_behind_a_url(
+    capsys: pytest.CaptureFixture[str], indexes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # its cache keeps the lengths
+    with web_store() as store:
+        store.files |= {f"web/{path.name}": path.read_bytes() for path in (indexes / "web").iterdir()}
+        assert main(["verify", f"{store.url}/web"]) == 0
+        assert capsys.readouterr().out.startswith("web: intact (60 records")
+        store.files["web/ids.bin"] = bytes(len(store.files["web/ids.bin"]))
+        assert main(["verify", f"{store.url}/web"]) == 2
+        assert "Copy it there again, or make it again" in capsys.readouterr().err

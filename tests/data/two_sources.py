@@ -31,5 +31,6 @@ def recipes_of(folder: Path, **more: object) -> list[Recipe]:
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    """Every file of all indexes, also hidden ones; the lock, which is no part of it, left out."""
-    return {str(f.relative_to(out)): f.read_bytes() for f in out.rglob("*") if f.is_file() and f.name != ".lock"}
+    """Every file of all indexes, also hidden ones; the marks of killed processes, which are no part of it, left out."""
+    files = [f for f in out.rglob("*") if f.is_file() and f.parent.name != ".hosts"]
+    return {str(f.relative_to(out)): f.read_bytes() for f in files}

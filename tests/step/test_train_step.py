@@ -6,6 +6,7 @@ import itertools
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -51,7 +52,7 @@ class Trained:
     last: Any
     gradient: Any  # the first step's gradient, read back from Adam's first moment
     hashes: list[str]
-    eval_nats: float
+    eval_nats_BL: np.ndarray  # with the first parameters, in the columns of packed_batch
     num_traces: int
 
 
@@ -74,7 +75,7 @@ def trained(
     evaluate = make_eval_step(model, lay, mesh)
     columns = context_order(packed_batch().token_BL.shape[1], mesh_spec.context, lay.context_order)
     batch = jax.tree.map(lambda x: jax.device_put(x[:, columns], NamedSharding(mesh, BATCH_SPEC)), packed_batch())
-    sums = evaluate(state.params, batch)
+    eval_nats_BL = np.asarray(evaluate(state.params, batch))[:, np.argsort(columns)]
     first = jax.device_get(state.params)
     losses, hashes, gradient = [], [], None
     with jax.transfer_guard("disallow"):
@@ -86,9 +87,8 @@ def trained(
                 if gradient is None:
                     gradient = jax.device_get(state.opt_state.mu)
     last = jax.device_get(state.params)
-    eval_nats = float(sums["nats"]) / int(sums["tokens"])
     num_traces = step._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
-    return Trained(np.array(losses), first, last, gradient, hashes, eval_nats, num_traces)
+    return Trained(np.array(losses), first, last, gradient, hashes, eval_nats_BL, num_traces)
 
 
 @functools.cache
@@ -101,13 +101,26 @@ def on_one_device() -> Trained:
 def assert_same(got: Trained, want: Trained) -> None:
     jax.tree.map(np.testing.assert_array_equal, got.first, want.first)
     np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
-    np.testing.assert_allclose(got.eval_nats, want.losses[0], rtol=1e-5)
+    num_targets = (packed_batch().target_BL != IGNORE).sum()
+    np.testing.assert_allclose(got.eval_nats_BL.sum() / num_targets, want.losses[0], rtol=1e-5)
+    np.testing.assert_allclose(got.eval_nats_BL, want.eval_nats_BL, rtol=1e-4, atol=1e-4)
     jax.tree.map(
         lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max()), got.gradient, want.gradient
     )
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got.last, want.last)
     assert got.hashes == want.hashes
     assert got.num_traces == 1
+
+
+def test_evaluation_gives_the_cross_entropy_of_each_token() -> None:
+    """It is log-partition minus the target's logit, in numpy from all logits, and 0 without a target."""
+    want, batch = on_one_device(), packed_batch()
+    params = jax.tree.map(jnp.asarray, want.first)
+    logits_BLV = np.asarray(Transformer(**SIZES).logits(params, jax.tree.map(jnp.asarray, batch)), np.float64)
+    picked_BL = np.take_along_axis(logits_BLV, np.maximum(batch.target_BL, 0)[..., None], axis=-1)[..., 0]
+    nats_BL = np.where(batch.target_BL == IGNORE, 0, np.log(np.exp(logits_BLV).sum(axis=-1)) - picked_BL)
+    np.testing.assert_allclose(want.eval_nats_BL, nats_BL, rtol=1e-4, atol=1e-4)
+    assert nats_BL.std() > 0.1, "tokens differ, or their order would not be tested"
 
 
 @pytest.mark.parametrize("zero_stage", (0, 1, 2, 3))

@@ -21,6 +21,7 @@ import pytest
 from jtrain.telemetry.metrics import (
     EVAL_METRICS,
     TRAIN_METRICS,
+    EvalResult,
     Metrics,
     MetricsSpec,
     TrainLine,
@@ -75,7 +76,10 @@ def test_every_metric_is_described_once() -> None:
     names = [metric.name for metric in TRAIN_METRICS]
     assert names == [field.name for field in dataclasses.fields(TrainLine)]
     assert len(set(names)) == len(names)
-    assert [metric.name for metric in EVAL_METRICS] == ["step", "eval_loss_nats"]
+    assert [metric.name for metric in EVAL_METRICS] == [
+        *("step", "eval_loss_nats", "eval_loss_standard_error", "eval_bits_per_byte", "eval_tokens"),
+        *("eval_documents", "eval_sets"),
+    ]
     for metric in TRAIN_METRICS + EVAL_METRICS:
         assert metric.meaning
 
@@ -89,12 +93,19 @@ def test_every_line_has_every_key_and_floats_return_to_the_bit(tmp_path: Path) -
         for step, loss in enumerate(losses, 1):
             metrics.train(line(step, loss_nats=float(loss)))
             if step == 100:
-                metrics.evaluation(step, 1.25)
+                metrics.evaluation(
+                    step, EvalResult(1.25, 0.125, 2.5, 70, 3), {"wiki": EvalResult(2.5, None, None, 7, 1)}
+                )
     lines = read(tmp_path / "metrics.jsonl")
     trained = [entry for entry in lines if "loss_nats" in entry]
     assert [list(entry) for entry in trained] == [[metric.name for metric in TRAIN_METRICS]] * 200
     assert np.array_equal(np.array([entry["loss_nats"] for entry in trained], np.float32), losses)
-    assert [entry for entry in lines if "loss_nats" not in entry] == [{"step": 100, "eval_loss_nats": 1.25}]
+    [evaluated] = [entry for entry in lines if "loss_nats" not in entry]
+    assert list(evaluated) == [metric.name for metric in EVAL_METRICS]
+    assert list(evaluated.values()) == [
+        *(100, 1.25, 0.125, 2.5, 70, 3),
+        {"wiki": dict(loss_nats=2.5, loss_standard_error=None, bits_per_byte=None, tokens=7, documents=1)},
+    ]
 
 
 def test_nan_is_null_with_a_message_and_the_json_stays_valid(tmp_path: Path) -> None:
@@ -107,6 +118,9 @@ def test_nan_is_null_with_a_message_and_the_json_stays_valid(tmp_path: Path) -> 
     entry = json.loads(text, parse_constant=refuse)
     message = "loss_nats is nan, grad_norm is -inf"
     assert entry == {"step": 3, "loss_nats": None, "grad_norm": None, "mfu": None, "message": message}
+    entry = json.loads(encode({"step": 3, "eval_sets": {"wiki": {"loss_nats": math.inf, "tokens": 7}}}))
+    nested = {"wiki": {"loss_nats": None, "tokens": 7}}
+    assert entry == {"step": 3, "eval_sets": nested, "message": "eval_sets.wiki.loss_nats is inf"}
 
 
 def test_a_resumed_run_leaves_one_history(tmp_path: Path) -> None:
@@ -115,8 +129,8 @@ def test_a_resumed_run_leaves_one_history(tmp_path: Path) -> None:
     with Metrics(tmp_path, spec, num_steps=20, start_step=0, stream=io.StringIO()) as metrics:
         for step in range(1, 13):
             metrics.train(line(step, loss_nats=1 / step))
-        metrics.evaluation(10, 0.5)
-        metrics.evaluation(12, 0.6)
+        metrics.evaluation(10, EvalResult(0.5, 0.1, 0.7, 100, 9), {})
+        metrics.evaluation(12, EvalResult(0.6, 0.1, 0.8, 100, 9), {})
     path = tmp_path / "metrics.jsonl"
     first = path.read_text().splitlines(keepends=True)
     with open(path, "a") as file:
@@ -196,7 +210,7 @@ def test_tensorboard_gets_every_number_and_forgets_what_a_resume_repeats(tmp_pat
         with Metrics(tmp_path, MetricsSpec(), num_steps=3, start_step=start_step, stream=io.StringIO()) as metrics:
             for step in range(start_step + 1, 4):
                 metrics.train(line(step, loss_nats=step / 2))
-            metrics.evaluation(3, 0.75)
+            metrics.evaluation(3, EvalResult(0.75, 0.1, 1.0, 70, 9), {"wiki": EvalResult(0.25, None, 0.5, 7, 1)})
     marks, values = [], []
     for path in sorted((tmp_path / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns):
         for record in records(path):
@@ -210,6 +224,8 @@ def test_tensorboard_gets_every_number_and_forgets_what_a_resume_repeats(tmp_pat
         *((2, 1.0), (3, 1.5)),
     ]
     assert values.count((3, "eval/eval_loss_nats", 0.75)) == 2
+    assert values.count((3, "eval/eval_sets/wiki/bits_per_byte", 0.5)) == 2
+    assert not any(tag.endswith("wiki/loss_standard_error") for _, tag, _ in values), "null"
     assert not any(tag.endswith(("batch_hash", "mfu")) for _, tag, _ in values)
 
 
@@ -227,12 +243,13 @@ def test_elsewhere_than_on_a_terminal_there_is_one_plain_line_per_logged_step(tm
     stream = io.StringIO()
     with Metrics(tmp_path, MetricsSpec(tensorboard=False), num_steps=1000, start_step=0, stream=stream) as metrics:
         metrics.train(line(120, mfu=0.4125))
-        metrics.evaluation(120, 2.25)
+        metrics.evaluation(120, EvalResult(2.25, 0.01234, 3.25, 70, 9), {"wiki": EvalResult(2.5, None, None, 7, 1)})
         metrics.say("saved")
         metrics.train(line(1000))
     assert stream.getvalue().splitlines() == [
         "step 120/1000  loss 2.1034 nats  12.3k tokens/s  MFU 41.2%  ETA 4m 51s",
-        "step 120/1000  eval loss 2.2500 nats",
+        "step 120/1000  eval loss 2.2500 +- 0.0123 nats  3.2500 bits/byte",
+        "step 120/1000  eval wiki loss 2.5000 nats",
         "saved",
         "step 1000/1000  loss 2.1034 nats  12.3k tokens/s",
     ]
@@ -288,7 +305,7 @@ def test_other_processes_than_the_first_write_nothing(tmp_path: Path, monkeypatc
     stream = io.StringIO()
     with Metrics(tmp_path, MetricsSpec(), num_steps=3, start_step=0, stream=stream) as metrics:
         metrics.train(line(1))
-        metrics.evaluation(1, 0.5)
+        metrics.evaluation(1, EvalResult(0.5, 0.1, 0.7, 70, 9), {})
         metrics.say("hello")
     assert stream.getvalue() == ""
     assert list(tmp_path.iterdir()) == []

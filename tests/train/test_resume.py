@@ -149,9 +149,13 @@ def test_a_run_goes_on_over_another_layout(unbroken: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("goes_on", (False, pytest.param(True, marks=pytest.mark.slow)))
 def test_two_processes_stop_together_and_go_on(unbroken: Path, tmp_path: Path, goes_on: bool) -> None:
-    """One SIGTERM to launch/local.sh: both processes save the same step and exit 75; the rest is the same data."""
+    """One SIGTERM to launch/local.sh: both processes save the same step and exit 75; the rest is the same data.
+
+    Both evaluate the same split, and a set that only this run has.
+    """
     script = Path(__file__).parents[2] / "launch" / "local.sh"
-    flags = command(tmp_path, "--set", "mesh.data=2", "--emulate-devices", "1")[3:]
+    sets = ("mesh.data=2", f"eval.sets={{'docs': {{'path': {str(script.parents[1] / 'docs')!r}}}}}")
+    flags = command(tmp_path, *(flag for text in sets for flag in ("--set", text)), "--emulate-devices", "1")[3:]
     env = ENVIRON | {"PYTHON": sys.executable}
 
     def both() -> subprocess.Popen[str]:
@@ -171,3 +175,11 @@ def test_two_processes_stop_together_and_go_on(unbroken: Path, tmp_path: Path, g
     got, want = train_lines(tmp_path), train_lines(unbroken)
     assert [got[step]["batch_hash"] for step in got] == [want[step]["batch_hash"] for step in want if step in got]
     assert len(got) == (NUM_STEPS if goes_on else max(got))
+    if goes_on:
+        evaluated, wanted = (
+            [line for line in metrics.read(folder / metrics.FILE) if "eval_tokens" in line]
+            for folder in (tmp_path, unbroken)
+        )
+        assert [line["eval_tokens"] for line in evaluated] == [line["eval_tokens"] for line in wanted]
+        assert evaluated[-1]["eval_loss_nats"] == pytest.approx(wanted[-1]["eval_loss_nats"], rel=2e-2)
+        assert evaluated[-1]["eval_sets"]["docs"]["documents"] > 5

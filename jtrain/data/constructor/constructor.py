@@ -4,6 +4,7 @@ Each host has one. Its planner is a pure function, so the constructors of all ho
 communication.
 """
 
+import bisect
 import collections
 import dataclasses
 import itertools
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int64
 
+from jtrain.data.chunk_order import Anchor
 from jtrain.data.chunk_stream import ChunkStream, SourceSetup
 from jtrain.data.constructor.chunk_buffer import ChunkBuffer, keys_of
 from jtrain.data.constructor.collate import Rows, fill_rows
@@ -63,10 +65,14 @@ class ConstructorSetup:
 
 @dataclasses.dataclass(frozen=True)
 class DataState:
-    """Position in the stream: the planner's state, and the number of documents skipped so far by source."""
+    """Position in the stream: the planner's state, the number of documents skipped so far by source, and the anchors.
+
+    anchors: by source, where a window at or before the oldest chunk that is still needed begins; see `GrowingChunks`.
+    """
 
     planner: PlannerState
     skipped: Int[np.ndarray, " sources"]
+    anchors: tuple[Anchor | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +160,8 @@ class Constructor:
         self._planner = Planner(setup.planner, self._lengths)
         num_sources = len(setup.sources)
         self._masked = any(source.source.mask is not None for source in setup.sources)
-        self._state = state or DataState(self._planner.start(), np.zeros(num_sources, np.int64))
+        self._state = state or DataState(self._planner.start(), np.zeros(num_sources, np.int64), (None,) * num_sources)
+        self._anchors = [[] if anchor is None else [anchor] for anchor in self._state.anchors]
         self._plans: collections.deque[_Planned] = collections.deque()
         # A host that needs all rows reads prepared sources in runs, like other sources. A host that needs some rows
         # plans with the lengths of the index first, and then asks only for the documents in its rows.
@@ -181,7 +188,7 @@ class Constructor:
         for source, number in sorted(self._awaited):
             again[source].append(number)
         for source, numbers in again.items():
-            pool.request([RequestPart(source, np.asarray(numbers, np.int64))], first=True)
+            pool.request([self._part(source, np.asarray(numbers, np.int64))], first=True)
 
     @property
     def ended(self) -> bool:
@@ -243,7 +250,8 @@ class Constructor:
         if (order := self._setup.column_order) is not None:
             for array in out.values():
                 array[:] = array[:, order]
-        self._state = DataState(after, self._state.skipped + self._forget(self._state.planner, after))
+        skipped = self._state.skipped + self._forget(self._state.planner, after)
+        self._state = DataState(after, skipped, self._drop_anchors(after))
         stats = BatchStats(
             step=plan.step,
             tokens_by_source=plan.tokens_by_source,
@@ -279,10 +287,13 @@ class Constructor:
             known, size = self._known[source], self._run_documents[source]
             while source not in self._prepared and known.asked < end:
                 stop = (known.asked // size + 1) * size
-                parts.append(RequestPart(source, np.arange(known.asked, stop, dtype=np.int64)))
+                parts.append(self._part(source, np.arange(known.asked, stop, dtype=np.int64)))
                 known.asked = stop
         for at in range(0, len(parts), RUNS_AT_A_TIME):
             self._pool.request(parts[at : at + RUNS_AT_A_TIME], first=first)
+
+    def _part(self, source: int, numbers: Int[np.ndarray, " n"]) -> RequestPart:
+        return RequestPart(source, numbers, _latest(self._anchors[source], int(numbers[0])))
 
     def _ask_for_payload(self, planned: list[_Planned]) -> None:
         """Asks for the documents of prepared sources that are in this host's rows, and for no others."""
@@ -313,6 +324,9 @@ class Constructor:
         if self._awaited:  # only after a resume
             self._awaited.difference_update(zip(itertools.repeat(run.source), run.numbers.tolist()))
         self._buffer.put(run)
+        anchors = self._anchors[run.source]
+        if run.anchor is not None and run.anchor not in anchors:
+            bisect.insort(anchors, run.anchor, key=lambda anchor: anchor.first)
         known, first = self._known[run.source], int(run.numbers[0])
         if run.source not in self._prepared and first >= known.end:
             known.add(first, np.diff(run.starts).astype(np.int32))
@@ -333,6 +347,15 @@ class Constructor:
             self._name_skipped(run.source, run.skipped[number])
         return skipped
 
+    def _drop_anchors(self, state: PlannerState) -> tuple[Anchor | None, ...]:
+        """Returns the anchors from which a run can go on after `state`, and drops those before them."""
+        found = []
+        for anchors, oldest in zip(self._anchors, state.oldest().tolist(), strict=True):
+            found.append(_latest(anchors, oldest))
+            while anchors and anchors[0] != found[-1]:
+                anchors.pop(0)
+        return tuple(found)
+
     def _name_skipped(self, source: int, why: str) -> None:
         self._named[source] += 1
         name = self._setup.sources[source].name
@@ -340,6 +363,12 @@ class Constructor:
             self.said.append(f"data: {field_of(name)}: left out: {why}")
         elif self._named[source] == NAMED_SKIPPED + 1:
             self.said.append(f"data: {field_of(name)}: more documents are left out; data_skipped counts them")
+
+
+def _latest(anchors: list[Anchor], number: int) -> Anchor | None:
+    """Returns the last anchor at or before a chunk; None if there is none."""
+    at = bisect.bisect_right(anchors, number, key=lambda anchor: anchor.first)
+    return anchors[at - 1] if at else None
 
 
 def _carried(state: PlannerState) -> Int64[np.ndarray, " open"]:

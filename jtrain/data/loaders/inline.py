@@ -25,14 +25,16 @@ class InlinePool:
         for part in parts:
             begun_s = time.perf_counter()
             try:
-                read = self._loader.documents(part.source).read(part.numbers)
+                read = self._loader.documents(part.source).read(part.numbers, anchor=part.anchor)
             except (ValueError, OSError) as error:
                 raise DataError(f"{field_of(self._setups[part.source].name)}: {error}") from error
             seconds = time.perf_counter() - begun_s
             self._documents += len(part.numbers)
             self._busy_s += seconds
-            starts, skipped = starts_of(read.lengths), dict(read.skipped)
+            skipped = dict(read.skipped)
+            starts = starts_of(read.lengths)
             run = ChunkRun(part.source, part.numbers, starts, read.ids, skipped, seconds, "trainer", read.ignored)
+            run.anchor = read.anchor
             self._ready.append(run)
 
     def connections(self) -> list[Any]:

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 from jaxtyping import Int
 
+from jtrain.data.chunk_order import Anchor
 from jtrain.data.chunk_stream import ChunkStream, Read, SourceSetup
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
 from jtrain.runtime.resident_memory import resident_bytes
@@ -56,11 +57,13 @@ class RequestPart:
     """Part of a request to a loader: documents of one source.
 
     numbers: numbers of the chunks.
+    anchor: see `ChunkStream.read`.
     skip: numbers to leave out.
     """
 
     source: int
     numbers: Int[np.ndarray, " n"]
+    anchor: Anchor | None = None
     skip: frozenset[int] = frozenset()
 
     def each(self) -> "list[RequestPart]":
@@ -72,8 +75,8 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     """Main loop of a loader process: answers requests until the connection closes.
 
     Requests, pickled: `("read", id, parts)`, `("free", starts)`, `("close", source)`. Answers: `("run", id, [(start,
-    bytes of ids, dtype of ids, skipped, seconds, bytes of `Read.ignored`) of each part])`, where the payload starts at
-    `start` in shared memory, the lengths before the ids; or `("failed", id, source, message)`.
+    bytes of ids, dtype of ids, skipped, seconds, anchor, bytes of `Read.ignored`) of each part])`, where the payload
+    starts at `start` in shared memory, the lengths before the ids; or `("failed", id, source, message)`.
     """
     setup: LoaderSetup = connection.recv()
     shared = SharedMemory(descriptors[0])
@@ -93,7 +96,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
             header[NUMBER], header[RECORD], header[SINCE_NS] = number, record, time.monotonic_ns()
             header[STATE] = READING
 
-        found = documents.read(part.numbers, skip=part.skip, watch=watch)
+        found = documents.read(part.numbers, skip=part.skip, anchor=part.anchor, watch=watch)
         header[DOCUMENTS] += len(part.numbers)
         return found
 
@@ -115,8 +118,8 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                         shared.view(start, done.lengths.nbytes)[:] = done.lengths.view(np.uint8)
                         shared.view(start + lengths_bytes, done.ids.nbytes)[:] = done.ids.view(np.uint8)
                         seconds = time.perf_counter() - begun_s
-                        ids_bytes, ignored = done.ids.nbytes, done.ignored.tobytes()
-                        found.append((start, ids_bytes, done.ids.dtype.str, done.skipped, seconds, ignored))
+                        more = done.skipped, seconds, done.anchor, done.ignored.tobytes()
+                        found.append((start, done.ids.nbytes, done.ids.dtype.str, *more))
                 except (ValueError, OSError) as error:
                     connection.send(("failed", request, source, str(error)))
                 else:

@@ -295,13 +295,15 @@ class ProcessPool:
             raise DataError(f"{field_of(self._setups[source].name)}: {message}")
         self._fruitless = 0
         (found,) = rest
-        for part, (start, ids_bytes, dtype, skipped, seconds, ignored) in zip(request.parts, found, strict=True):
+        for part, (start, ids_bytes, dtype, skipped, seconds, anchor, ignored) in zip(
+            request.parts, found, strict=True
+        ):
             lengths_bytes = len(part.numbers) * 4
             lengths = loader.shared.view(start, lengths_bytes).view(np.int32)
             ids = loader.shared.view(start + padded(lengths_bytes), ids_bytes).view(dtype)
             loader.busy_s += seconds
             run = ChunkRun(part.source, part.numbers, starts_of(lengths), ids, dict(skipped), seconds, loader.name)
-            run.ignored, run.place = runs_of_bytes(ignored), (loader, start)
+            run.ignored, run.place, run.anchor = runs_of_bytes(ignored), (loader, start), anchor
             self._observe(run)
             runs.append(run)
 

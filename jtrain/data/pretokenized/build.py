@@ -1,16 +1,16 @@
 """Builder of pretokenised indexes, `python -m jtrain.data prepare`: tokenises sources once, in parallel.
 
 Each source is cut into shards, ranges of records worth some MB; the cut depends on the corpus alone. Worker processes
-write one file per shard. This process appends those files in order to the index in OUT/.NAME.partial/ and renames that
-folder to OUT/NAME after the last shard. A build may be killed at any instant: the same command continues from the files
-that are left, and the finished bytes are the same. Training reads the index with reader.py.
+write one file per shard. One process appends those files in order to the index in OUT/.NAME.partial/ and renames that
+folder to OUT/NAME after the last shard. The same command may run on any number of hosts at once: each takes shards
+that no other has claimed. A build may be killed at any instant: others take over, or the same command continues from
+the files that are left, and the finished bytes are the same. Training reads the index with reader.py.
 """
 
 import collections
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import json
 import os
 import re
@@ -23,30 +23,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection as pipes
 from pathlib import Path
-from typing import IO, Literal, Protocol, cast, runtime_checkable
+from typing import Literal
 
 from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized.claims import Host
+from jtrain.data.pretokenized.progress import Progress, ProgressBar, ProgressOutput
 from jtrain.data.pretokenized.shard import Recipe, Task
 from jtrain.data.pretokenized.writer import IndexSummary, IndexWriter
 from jtrain.data.sources.source import Source, field_of
 from jtrain.errors import FileError, UserError
-from jtrain.runtime.atomic_io import write_whole
 
 SHARD_BYTES = 1 << 24
 """Bytes of source files per shard: about 8 s of byte-pair encoding, which each worker loses when it is killed."""
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TRIES = 3
-_LINE_S = 10.0
-
-
-@runtime_checkable
-class ProgressOutput(Protocol):
-    """Text stream that progress is written to, such as sys.stderr."""
-
-    def write(self, text: str, /) -> int: ...
-    def flush(self) -> None: ...
-    def isatty(self) -> bool: ...
+_POLL_S = 1.0
+_IDLE_S = 0.1
 
 
 def prepare(
@@ -60,7 +53,8 @@ def prepare(
 ) -> list[IndexSummary]:
     """Builds the index of each source that has none, continuing where an earlier call stopped.
 
-    An index that was built from other data is replaced once the new one is complete.
+    An index that was built from other data is replaced once the new one is complete. Several calls, on one host or
+    many that share `out`, build together; each returns when all of it is complete.
 
     Args:
       out: folder that receives one folder per source.
@@ -72,7 +66,8 @@ def prepare(
 
     Raises:
       UserError: a bad record where `on_bad_record` is fail, a damaged index, or a wrong argument.
-      FileError: a file cannot be read, the disk is full, another process is writing to `out`, or workers keep dying.
+      FileError: a file cannot be read, the disk is full, `out` is being written from other data, or workers
+        keep dying.
     """
     if workers < 1:
         raise UserError(f"--workers {workers} must be at least 1.")
@@ -83,18 +78,18 @@ def prepare(
                 "at the start."
             )
     out.mkdir(parents=True, exist_ok=True)
-    with _says_disk_full(out), _locked(out), contextlib.ExitStack() as stack:
+    with _says_disk_full(out), Host(out) as host, contextlib.ExitStack() as stack:
         if command is not None:
-            write_whole(out / reader.COMMAND, command + "\n")
-        builds = [IndexWriter(index, recipe, out, shard_bytes) for index, recipe in enumerate(recipes)]
-        progress = (_Bar if stream.isatty() else _Lines)(stream, sum(build.records for build in builds))
+            host.write_whole(out / reader.COMMAND, command + "\n")
+        builds = [IndexWriter(index, recipe, out, shard_bytes, host) for index, recipe in enumerate(recipes)]
+        progress = (ProgressBar if stream.isatty() else Progress)(stream, sum(build.records for build in builds))
         stack.callback(progress.close)
         for build in builds:
             progress.advance(build.records_done, 0)
             for line in build.notes:
                 progress.say(line)
         progress.start()
-        pool = _Pool(recipes, workers=min(workers, max(1, sum(len(build.waiting) for build in builds))))
+        pool = _Pool(recipes, workers=min(workers, max(1, sum(build.num_waiting for build in builds))))
         for build in builds:
             stack.callback(build.sweep)  # runs after the pool is closed; on a full disk every byte counts
         stack.callback(pool.close)
@@ -157,17 +152,20 @@ class _Pool:
         self._workers: list[_Worker] = []
         self._deaths: collections.Counter[tuple[int, int]] = collections.Counter()
 
-    def run(self, builds: Sequence[IndexWriter], progress: "_Lines") -> None:
+    def run(self, builds: Sequence[IndexWriter], progress: Progress) -> None:
         """Runs all builds to their end."""
-        for build in builds:
-            self._advance(build, progress)
         while True:
+            for build in builds:
+                self._advance(build, progress)
             self._give_work(builds)
             busy = {worker.connection: worker for worker in self._workers if worker.task is not None}
-            if not busy:
+            if busy:
+                for connection in pipes.wait(list(busy), timeout=_POLL_S):
+                    self._listen(busy[connection], builds, progress)  # pyright: ignore[reportArgumentType]
+            elif all(build.is_complete for build in builds):
                 return
-            for connection in pipes.wait(list(busy), timeout=_LINE_S):
-                self._listen(busy[connection], builds, progress)  # pyright: ignore[reportArgumentType]
+            else:
+                time.sleep(_IDLE_S)  # other processes do the rest
             progress.advance(0, 0)
 
     def close(self) -> None:
@@ -178,18 +176,25 @@ class _Pool:
         for worker in [*self._workers, *(None,) * (self._most - len(self._workers))]:
             if worker is not None and worker.task is not None:
                 continue
-            waiting = [build for build in builds if build.waiting]
-            if not waiting:
-                return
             source = None if worker is None else worker.source
-            build = min(waiting, key=lambda build: (build.index != source, build.workers))
+            found = self._next_task(builds, source)
+            if found is None:
+                return
+            build, task = found
             if worker is None:
                 worker = _Worker(self._recipes)
                 self._workers.append(worker)
             build.workers += 1
-            worker.start(build.waiting.popleft())
+            worker.start(task)
 
-    def _listen(self, worker: _Worker, builds: Sequence[IndexWriter], progress: "_Lines") -> None:
+    def _next_task(self, builds: Sequence[IndexWriter], source: int | None) -> tuple[IndexWriter, Task] | None:
+        """Returns a task, of `source` if possible, otherwise of the source with the fewest workers."""
+        for build in sorted(builds, key=lambda build: (build.index != source, build.workers)):
+            if (task := build.next_task()) is not None:
+                return build, task
+        return None
+
+    def _listen(self, worker: _Worker, builds: Sequence[IndexWriter], progress: Progress) -> None:
         task = worker.task
         assert task is not None
         build = builds[task.source]
@@ -206,9 +211,11 @@ class _Pool:
             worker.task = None
             build.workers -= 1
             build.add(task.shard)
-            self._advance(build, progress)
         elif kind == "bad record":
             raise UserError(f"{field_of(build.recipe.name)}: {said[0]}")
+        elif build.refresh() or build.is_complete:
+            worker.task = None  # another process took this one for dead and finished the index, and moved the folder
+            build.workers -= 1
         elif kind == "error":
             message = f"{field_of(build.recipe.name)}: {said[1]}"
             if said[0] in _DISK_FULL:
@@ -217,7 +224,7 @@ class _Pool:
         else:
             raise RuntimeError(f"a worker failed on {_place(build, task)}:\n{said[0]}")
 
-    def _bury(self, worker: _Worker, build: IndexWriter, task: Task, progress: "_Lines") -> None:
+    def _bury(self, worker: _Worker, build: IndexWriter, task: Task, progress: Progress) -> None:
         """Puts the shard of a dead worker back in the queue; raises FileError if several workers died on that shard."""
         self._workers.remove(worker)
         build.workers -= 1
@@ -231,77 +238,15 @@ class _Pool:
                 "memory is short, lower --workers. Run the same command again: it goes on where this one stopped."
             )
         progress.say(f"a worker died ({how}) on {_place(build, task)}; doing it again.")
-        build.waiting.appendleft(task)
+        build.give_back(task.shard)
 
-    def _advance(self, build: IndexWriter, progress: "_Lines") -> None:
-        if build.advance():
+    def _advance(self, build: IndexWriter, progress: Progress) -> None:
+        complete = build.advance()
+        progress.advance(build.records_of_others(), 0)
+        if complete:
             row = build.summary()
             skipped = f", {row.skipped:,} bad ones left out" if row.skipped else ""
             progress.say(f"{row.name}: {row.records:,} records, {row.tokens:,} tokens{skipped}.")
-
-
-class _Lines:
-    """Progress as plain lines, one every 10 s."""
-
-    def __init__(self, stream: ProgressOutput, records: int) -> None:
-        self._stream = stream
-        self._records = records
-        self._done = self._tokens = 0
-        self._there = 0
-        self._started_s = self._said_s = time.monotonic()
-
-    def start(self) -> None:
-        """Starts the clock; records counted so far were done by an earlier call and do not count for the speed."""
-        self._there = self._done
-        self._started_s = self._said_s = time.monotonic()
-
-    def advance(self, records: int, tokens: int) -> None:
-        """Adds to the records and tokens done; negative numbers take them back."""
-        self._done += records
-        self._tokens += tokens
-        self._show()
-
-    def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        pass
-
-    def _show(self) -> None:
-        if time.monotonic() - self._said_s >= _LINE_S:
-            self._said_s = time.monotonic()
-            self.say(f"{self._done:,} of {self._records:,} records  {self._speed()}")
-
-    def _speed(self) -> str:
-        took_s = max(1e-3, time.monotonic() - self._started_s)
-        done = self._done - self._there
-        if done <= 0:
-            return ""
-        left_s = round((self._records - self._done) / (done / took_s))
-        return f"{self._tokens / took_s / 1e6:.2f} M tokens/s  {left_s // 3600}h {left_s // 60 % 60:02}m left"
-
-
-class _Bar(_Lines):
-    """Progress bar for a terminal."""
-
-    def __init__(self, stream: ProgressOutput, records: int) -> None:
-        super().__init__(stream, records)
-        from rich.console import Console  # lazy: 0.1 s
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        columns = (TextColumn("records"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
-        self._bar = Progress(*columns, console=Console(file=cast(IO[str], stream)))
-        self._task = self._bar.add_task("", total=records)
-        self._bar.start()
-
-    def say(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False)
-
-    def close(self) -> None:
-        self._bar.stop()
-
-    def _show(self) -> None:
-        self._bar.update(self._task, completed=self._done, description=self._speed())
 
 
 def prepare_command(
@@ -366,19 +311,6 @@ def _print_table(made: Sequence[IndexSummary], took_s: float) -> None:
 
 def _place(build: IndexWriter, task: Task) -> str:
     return f"records {task.first} to {task.end - 1} of {build.recipe.name}"
-
-
-@contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Holds the lock of `out` for this process alone; the kernel releases it when the process dies."""
-    with open(out / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FileError(
-                f"--out {out}: another process is writing there. Wait until it ends, or choose another --out."
-            ) from None
-        yield
 
 
 @contextlib.contextmanager

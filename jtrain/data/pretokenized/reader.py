@@ -18,65 +18,78 @@ import concurrent.futures
 import functools
 import hashlib
 import json
-import mmap
-import os
 import shlex
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Int, Int32, Int64, UInt, UInt32
+from jaxtyping import Int, Int32, Int64, UInt
 
 from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
+from jtrain.data.pretokenized.adopted import AdoptedIds
+from jtrain.data.pretokenized.index_files import IndexFiles, LocalFiles
 from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.source import field_of
 from jtrain.errors import FileError, UserError
 
 FORMAT = 1
 INDEX, LENGTHS, IDS, SHARDS, SKIPPED = "index.json", "lengths.bin", "ids.bin", "units.jsonl", "skipped.jsonl"
-FILES, MASKS = "files.json", "masks.bin"
+FILES, PLACES, MASKS = "files.json", "places.bin", "masks.bin"
 COMMAND = "command.txt"
 BLOCK = 16
 """Records per stored start: their lengths fill one cache line. 4.5 bytes per record; a start for each would take 12."""
 
 _HASHED_WHOLE = (SHARDS, SKIPPED, FILES, MASKS)
 _THREADS = 4
+_BLOCKS_AT_ONCE = 1 << 16
 
 
 class PreparedIndex:
     """Prepared index of one source. Opening it reads one page whatever its size, so every process can open its own.
 
-    Lengths are memory-mapped, so processes share them. Ids are read instead: mapped pages would count as memory of the
-    process until the kernel reclaims them. An open index holds one descriptor, that of the map; with a mask two.
+    Local lengths are memory-mapped, so processes share them, and remote ones are copied page by page into a file that
+    the processes of a host share. Ids are read instead: mapped pages would count as memory of the process until the
+    kernel reclaims them. An open local index holds one descriptor, that of the map.
+
+    Args:
+      location: OUT/NAME, a folder or the URL of one.
+      cache_dir: folder for the lengths of a remote index: at most 4.5 bytes per record. None: ~/.cache/jtrain.
 
     Attributes:
-      folder: OUT/NAME.
+      location: the folder or URL.
+      name: its last part, the name of the source.
       made_of: everything that decides which ids a record has: `corpus` (a fingerprint), `tokenizer` (its identity), and
-        fields of the source.
+        fields of the source; for an adopted index `adopted`, the layout of its files, instead of the latter.
       num_records, num_tokens: totals of the index.
       num_empty: records without text, 0 tokens each.
       num_skipped: bad records that were left out, 0 tokens each; see `skipped`.
       dtype: dtype of the ids.
 
     Raises:
-      FileError: there is no index in `folder`.
+      FileError: there is no index at `location`, or the files that it adopted moved or changed.
       UserError: the index is damaged, or of another format version. Hashes are compared by `verify` only.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, location: Path | str, cache_dir: Path | None = None) -> None:
+        self._cache_dir = cache_dir
+        self._adopted: AdoptedIds | None = None
+        self._files = files = open_files(str(location), cache_dir)
+        self.location = files.location
+        self.name = self.location.rpartition("/")[2]
         try:
-            body: dict[str, Any] = json.loads((folder / INDEX).read_bytes())
+            content = files.content(INDEX)
         except FileNotFoundError:
-            raise FileError(f"{folder}: no prepared index there. Make it: {command(folder)}") from None
+            raise FileError(f"{self.location}: no prepared index there. Make it: {self.command}") from None
+        try:
+            body: dict[str, Any] = json.loads(content)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise self._damaged(f"{INDEX} is no JSON ({error})") from error
         if not isinstance(body, dict) or body.pop("digest", None) != digest(json.dumps(body, sort_keys=True).encode()):
             raise self._damaged(f"{INDEX} does not match its own digest")
         if body["format"] != FORMAT:
             raise UserError(
-                f"{folder}: index format {body['format']}; this jtrain reads format {FORMAT}. "
-                f"Make it again: {command(folder)}"
+                f"{self.location}: index format {body['format']}; this jtrain reads format {FORMAT}. "
+                f"Make it again: {self.command}"
             )
         self.made_of: dict[str, str | int] = body["made_of"]
         self.num_records: int = body["records"]
@@ -86,51 +99,69 @@ class PreparedIndex:
         self.dtype = np.dtype(body["dtype"])
         self._hashes: dict[str, str] = body["hashes"]
         self._sizes: dict[str, int] = body["bytes"]
-        for name in self._sizes:
-            self._expect_size(name)
-        with open(folder / LENGTHS, "rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._lengths = np.frombuffer(content, np.uint32, self.num_blocks * BLOCK)
-        self._starts = np.frombuffer(content, np.int64, self.num_blocks + 1, offset=self._lengths.nbytes)
-        self._ids_path = str(folder / IDS)  # a str, because building a Path takes longer than opening the file
-        stat = os.stat(self._ids_path)
-        self._ids_file = (stat.st_dev, stat.st_ino)
+        for name, size in zip(self._sizes, files.sizes_bytes(list(self._sizes)), strict=True):
+            if size != self._sizes[name]:
+                raise self._damaged(
+                    f"{name} is missing"
+                    if size is None
+                    else f"{name} has {size} bytes, {self._sizes[name]} were written"
+                )
+        table = functools.partial(files.table, LENGTHS, size_bytes=self._sizes[LENGTHS])
+        self._lengths = table(np.uint32, (self.num_blocks * BLOCK,), offset=0)
+        self._block_lengths = table(np.uint32, (self.num_blocks, BLOCK), offset=0)
+        self._starts = table(np.int64, (self.num_blocks + 1,), offset=self.num_blocks * BLOCK * 4)
+        if (adopted := body.get("adopted")) is not None:
+            if not isinstance(files, LocalFiles):
+                raise UserError(
+                    f"{self.location}: an adopted index refers to files of the machine where it was made. Copy it to a "
+                    "local folder of a machine that has them, or make an index with ids of its own by `prepare`."
+                )
+            places = files.table(
+                PLACES, np.int64, (self._sizes[PLACES] // 8,), offset=0, size_bytes=self._sizes[PLACES]
+            )
+            self._adopted = AdoptedIds(self.location, adopted, self._file_table, places, self.dtype)
 
     def __len__(self) -> int:
         return self.num_records
+
+    @property
+    def command(self) -> str:
+        """Command that makes the index."""
+        return command(self.location) if self._adopted is None else self._adopted.command
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks of 16 records, the last one not always full."""
         return -(-self.num_records // BLOCK)
 
-    def __reduce__(self) -> tuple[type["PreparedIndex"], tuple[Path]]:
-        return PreparedIndex, (self.folder,)
+    def __reduce__(self) -> tuple[type["PreparedIndex"], tuple[str, Path | None]]:
+        return PreparedIndex, (self.location, self._cache_dir)
 
     def check(self, *, on_bad_record: Literal["fail", "skip"] = "skip", **made_of: str | int) -> None:
         """Refuses an index that was made of other data, or that skips bad records although `on_bad_record` is fail.
 
         Args:
           on_bad_record: `data.on_bad_record` of the run.
-          made_of: expected values of entries of the attribute `made_of`; entries that are not given are not compared.
+          made_of: expected values of entries of the attribute `made_of`. Only entries that are in both are compared:
+            without the raw files there is no `corpus` to compare, and an adopted index has no `text_field`.
 
         Raises:
           UserError: the index does not fit; the message names the source, what differs, and the command to run.
         """
         differing = [
-            f"{key}={self.made_of.get(key)!r}, now {here!r}"
+            f"{key}={self.made_of[key]!r}, now {here!r}"
             for key, here in made_of.items()
-            if self.made_of.get(key) != here
+            if self.made_of.get(key, here) != here
         ]
         if differing:
             raise UserError(
-                f"{field_of(self.folder.name)}: the prepared index {self.folder} is stale: it was made with "
-                f"{'; '.join(differing)}. Make it again: {command(self.folder)}"
+                f"{field_of(self.name)}: the prepared index {self.location} is stale: it was made with "
+                f"{'; '.join(differing)}. Make it again: {self.command}"
             )
         if on_bad_record == "fail" and self.num_skipped:
             record, why = next(iter(self.skipped.items()))
             raise UserError(
-                f"{field_of(self.folder.name)}: the prepared index {self.folder} leaves out {self.num_skipped} bad "
+                f"{field_of(self.name)}: the prepared index {self.location} leaves out {self.num_skipped} bad "
                 f"records, but data.on_bad_record='fail'. The first is record {record}: {why}"
             )
 
@@ -139,8 +170,8 @@ class PreparedIndex:
         there, here = self.made_of.get("mask", "no loss mask"), "no loss mask" if mask is None else str(mask)
         if there != here:
             raise UserError(
-                f"{field_of(self.folder.name)}: the prepared index {self.folder} is stale: it was made with {there}, "
-                f"now {here}. Make it again: {command(self.folder)}"
+                f"{field_of(self.name)}: the prepared index {self.location} is stale: it was made with {there}, now "
+                f"{here}. Make it again: {self.command}"
             )
 
     def lengths(self, records: Int[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
@@ -182,56 +213,51 @@ class PreparedIndex:
         if len(wrong):
             i = int(wrong[0])
             span = f"tokens {starts[i]} to {ends[i]} of record {records[i]}"
-            raise IndexError(f"{self.folder}: {span} asked for, which has {length[i]}")
+            raise IndexError(f"{self.location}: {span} asked for, which has {length[i]}")
         return self._read_ids(first + starts, np.asarray(ends - starts, np.int64))
 
     def ignored(
         self, records: Int[np.ndarray, " n"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
     ) -> Int32[np.ndarray, "runs 2"]:
         """Returns the runs among the ids that `read_spans` returns which are not learned; none without a loss mask."""
-        if not len(self._masks):
+        if not self._sizes.get(MASKS):
             return NO_RUNS
         first, _ = self._places(records)
         return runs_of_spans(self._masks, first + starts, first + ends)
 
     @functools.cached_property
     def _masks(self) -> Int64[np.ndarray, "runs 2"]:
-        if not self._sizes.get(MASKS):
-            return np.zeros((0, 2), np.int64)
-        with open(self.folder / MASKS, "rb") as file:
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.int64).reshape(-1, 2)
+        """All runs, in a memory map; those of a remote index are fetched whole."""
+        shape = self._sizes[MASKS] // 16, 2
+        if isinstance(self._files, LocalFiles):
+            return self._files.table(MASKS, np.int64, shape, offset=0, size_bytes=self._sizes[MASKS])
+        return np.frombuffer(self._files.content(MASKS), np.int64).reshape(shape)
 
     def _read_ids(self, start: Int64[np.ndarray, " n"], length: Int64[np.ndarray, " n"]) -> UInt[np.ndarray, " tokens"]:
         """Returns the ids of spans of tokens, counted from the first token of the source, one span after another."""
-        end_byte = np.cumsum(length) * self.dtype.itemsize
-        ids = np.empty(int(length.sum()), self.dtype)
-        view, at = memoryview(ids.view(np.uint8)), 0
-        file = self._open_ids()
+        if self._adopted is not None:
+            return self._adopted.read(start, length)
+        size = self.dtype.itemsize
         try:
-            # Faster than gathering from a memory map: 0.7 M documents/s of 600 tokens each.
-            for offset, end in zip((start * self.dtype.itemsize).tolist(), end_byte.tolist(), strict=True):
-                if os.preadv(file, (view[at:end],), offset) != end - at:
-                    raise self._damaged(f"{IDS} ends at byte {os.fstat(file).st_size}, too soon")
-                at = end
-        finally:
-            os.close(file)
-        return ids
+            return self._files.read(IDS, start * size, length * size).view(self.dtype)
+        except EOFError as error:
+            raise self._damaged(f"{IDS} {error}") from None
 
     @functools.cached_property
     def skipped(self) -> dict[int, str]:
         """Bad records that were left out: record number -> reason, with file and place."""
-        lines = (self.folder / SKIPPED).read_text(encoding="utf-8").splitlines()
+        lines = self._files.content(SKIPPED).decode().splitlines()
         return {entry["record"]: entry["why"] for entry in map(json.loads, lines)}
 
     @functools.cached_property
     def names(self) -> list[str]:
         """Names of the source's files, relative to its folder, sorted."""
-        return self._files["names"]
+        return self._file_table["names"]
 
     @functools.cached_property
     def file_ends(self) -> Int64[np.ndarray, " files"]:
         """Number of records up to the end of each file."""
-        return np.asarray(self._files["file_ends"], np.int64)
+        return np.asarray(self._file_table["file_ends"], np.int64)
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record, the number counted from 0 within the file."""
@@ -243,40 +269,42 @@ class PreparedIndex:
         found = [
             f"{name} has other contents than were written"
             for name, want in self._hashes.items()
-            if digest((self.folder / name).read_bytes()) != want
+            if digest(self._files.content(name)) != want
         ]
         if found:
             return found
-        shards = [json.loads(line) for line in (self.folder / SHARDS).read_text().splitlines()]
+        shards = [json.loads(line) for line in self._files.content(SHARDS).splitlines()]
         ends = np.cumsum([(shard["records"], shard["tokens"]) for shard in shards], axis=0).reshape(-1, 2).tolist()
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
             for lines in pool.map(self._verify_shard, shards, ends):
                 found += lines
-        tokens = self._lengths.reshape(-1, BLOCK).sum(axis=1, dtype=np.int64)
-        if not np.array_equal(np.append(np.zeros(1, np.int64), np.cumsum(tokens)), self._starts):
-            found.append(f"{LENGTHS}: its starts are not the sums of its lengths")
+        for first in range(0, self.num_blocks, _BLOCKS_AT_ONCE):
+            blocks = np.arange(first, min(first + _BLOCKS_AT_ONCE, self.num_blocks))
+            starts = self._starts[np.append(blocks, blocks[-1] + 1)]
+            if not np.array_equal(self._block_lengths[blocks].sum(axis=1, dtype=np.int64), np.diff(starts)):
+                return [*found, f"{LENGTHS}: its starts are not the sums of its lengths"]
         return found
 
     def _verify_shard(self, shard: dict[str, Any], end: list[int]) -> list[str]:
         record, token = end[0] - shard["records"], end[1] - shard["tokens"]
         found = []
-        if digest(self._lengths[record : end[0]]) != shard["lengths"]:
+        records = np.arange(record, end[0], dtype=np.int64)
+        if digest(self._lengths[records]) != shard["lengths"]:
             found.append(f"{LENGTHS}: records {record} to {end[0] - 1} have other lengths than were written")
-        file = self._open_ids()
-        try:
-            size = self.dtype.itemsize
-            content = os.pread(file, shard["tokens"] * size, token * size)
-        finally:
-            os.close(file)
-        if digest(content) != shard["ids"]:
-            found.append(f"{IDS}: records {record} to {end[0] - 1} have other ids than were written")
+        if self._adopted is not None:
+            ids = self._adopted.read_range(token, end[1])
+        else:
+            ids = self._read_ids(np.asarray([token]), np.asarray([shard["tokens"]]))
+        if digest(ids) != shard["ids"]:
+            where = IDS if self._adopted is None else self._adopted.name_at(token)
+            found.append(f"{where}: tokens {token} to {end[1] - 1} have other ids than were written")
         return found
 
     def _places(self, records: Int[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Returns the first token and number of tokens of each record; raises UserError where the index is damaged."""
         self._check_range(records, self.num_records, "records")
         block, place = np.divmod(records, BLOCK)
-        ends = np.cumsum(self._lengths.reshape(-1, BLOCK)[block], axis=1, dtype=np.int64)
+        ends = np.cumsum(self._block_lengths[block], axis=1, dtype=np.int64)
         wrong = np.flatnonzero(self._starts[block] + ends[:, -1] != self._starts[block + 1])
         if len(wrong):
             raise self._damaged(f"{LENGTHS}: lengths and starts disagree at record {int(records[wrong[0]])}")
@@ -285,48 +313,43 @@ class PreparedIndex:
 
     def _check_range(self, numbers: Int[np.ndarray, " n"], count: int, what: str) -> None:
         if len(numbers) and (numbers.min() < 0 or numbers.max() >= count):
-            raise IndexError(f"{self.folder}: {what} {numbers.min()} to {numbers.max()} asked for, of {count}")
-
-    def _open_ids(self) -> int:
-        file = os.open(self._ids_path, os.O_RDONLY)
-        stat = os.fstat(file)
-        if (stat.st_dev, stat.st_ino) != self._ids_file:
-            os.close(file)
-            raise FileError(f"{self.folder} was made again while it was in use. Start the run again: it resumes.")
-        return file
+            raise IndexError(f"{self.location}: {what} {numbers.min()} to {numbers.max()} asked for, of {count}")
 
     @functools.cached_property
-    def _files(self) -> dict[str, Any]:
-        content = (self.folder / FILES).read_bytes()
+    def _file_table(self) -> dict[str, Any]:
+        content = self._files.content(FILES)
         if digest(content) != self._hashes[FILES]:
             raise self._damaged(f"{FILES} has other contents than were written")
         return json.loads(content)
 
-    def _expect_size(self, name: str) -> None:
-        try:
-            here = (self.folder / name).stat().st_size
-        except FileNotFoundError:
-            raise self._damaged(f"{name} is missing") from None
-        if here != self._sizes[name]:
-            raise self._damaged(f"{name} has {here} bytes, {self._sizes[name]} were written")
-
     def _damaged(self, what: str) -> UserError:
-        folder = shlex.quote(str(self.folder))
-        return UserError(
-            f"{self.folder}: the prepared index is damaged: {what}. "
-            f"Make it again: rm -r {folder} && {command(self.folder)}"
-        )
+        if isinstance(self._files, LocalFiles):
+            way_out = f"Make it again: rm -r {shlex.quote(self.location)} && {self.command}"
+        else:
+            way_out = f"Copy it there again, or make it again: {self.command}"
+        return UserError(f"{self.location}: the prepared index is damaged: {what}. {way_out}")
 
 
-def command(folder: Path) -> str:
-    """Returns the command that makes the index in `folder`: as recorded in command.txt, else in its general form."""
+def open_files(location: str, cache_dir: Path | None) -> IndexFiles:
+    """Returns the files of a folder, or of a URL; file:// is a folder."""
+    location = location.removeprefix("file://")
+    if "://" not in location:
+        return LocalFiles(Path(location))
+    from jtrain.data.pretokenized.remote_files import RemoteFiles  # lazy: imports fsspec, which local files do not need
+
+    return RemoteFiles(location, cache_dir)
+
+
+def command(location: str) -> str:
+    """Returns the command that makes the index at `location`: as in command.txt beside it, else in its general form."""
+    out = location.rpartition("/")[0] or "."
     try:
-        return (folder.parent / COMMAND).read_text(encoding="utf-8").strip()
+        return open_files(out, None).content(COMMAND).decode().strip()
     except (OSError, UnicodeDecodeError):
-        return f"python -m jtrain.data prepare --config NAME --out {shlex.quote(str(folder.parent))}"
+        return f"python -m jtrain.data prepare --config NAME --out {shlex.quote(out)}"
 
 
-def digest(content: bytes | UInt32[np.ndarray, " n"]) -> str:
+def digest(content: bytes | UInt[np.ndarray, " n"]) -> str:
     """Returns the 128-bit blake2b hash of `content` in hex; 1.3 GB/s."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -334,11 +357,16 @@ def digest(content: bytes | UInt32[np.ndarray, " n"]) -> str:
 def seal(folder: Path, body: dict[str, Any]) -> str:
     """Returns the text of `index.json` for a folder that holds all other files of the index."""
     hashed = [name for name in _HASHED_WHOLE if (folder / name).exists()]
-    names = (LENGTHS, IDS, *hashed)
+    names = [name for name in (LENGTHS, IDS, PLACES) if (folder / name).exists()] + hashed
     body = {
         "format": FORMAT,
         **body,
         "bytes": {name: (folder / name).stat().st_size for name in names},
         "hashes": {name: digest((folder / name).read_bytes()) for name in hashed},
     }
+    return sign(body)
+
+
+def sign(body: dict[str, Any]) -> str:
+    """Returns the text of `index.json`: its body and the digest of it."""
     return json.dumps(body | {"digest": digest(json.dumps(body, sort_keys=True).encode())}, indent=1) + "\n"

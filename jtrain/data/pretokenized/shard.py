@@ -72,6 +72,7 @@ class Task:
     """One shard to write: records first to end - 1 of recipe number `source`, into `path`.
 
     made_of: value of `Recipe.made_of` that the corpus and tokenizer of the worker must have.
+    host: name of the process that claimed the shard, part of the name of the unfinished file.
     """
 
     source: int
@@ -80,6 +81,7 @@ class Task:
     end: int
     made_of: dict[str, str | int]
     path: Path
+    host: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +118,8 @@ def write_shard(
       OSError: writing failed; the partial file is removed.
     """
     # Not `atomic_io.replacing`: a worker of a killed build may still be writing this shard when the next build's worker
-    # begins it, so each process needs a temporary file of its own.
-    new = task.path.with_name(f"{task.path.name}.{os.getpid()}.tmp")
+    # begins it, so each build needs a temporary file of its own.
+    new = task.path.with_name(f"{task.path.name}.{task.host}.tmp")
     hashed = hashlib.blake2b(digest_size=16)
     lengths = array.array("I")
     skipped: list[list[Any]] = []

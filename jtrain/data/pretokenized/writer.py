@@ -1,18 +1,20 @@
-"""Writer of the index of one source: appends shards in order as workers finish them, and survives a kill at any time.
+"""Writer of the index of one source: appends shards in order as they are finished, and survives a kill at any time.
 
-OUT/.NAME.partial/plan.json      what is being built and from what; written first, after files.json
+OUT/.NAME.partial/plan.json      what is being built and from what; written first
+OUT/.NAME.partial/*.claim        who is making a shard, and who appends finished ones
 OUT/.NAME.partial/*.unit         finished shards that wait for earlier ones
 OUT/.NAME.partial/*.bin, ...     files of the index, as far as they are written
-OUT/.NAME.partial/state.json     how far that is; a file that is longer was being appended to when the build was killed
+OUT/.NAME.partial/*state.json    how far that is; a file that is longer was being appended to when the build was killed
 """
 
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import io
 import json
 import os
-import shutil
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,16 +22,28 @@ import numpy as np
 from jaxtyping import Int64
 
 from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized.claims import Host
+from jtrain.data.pretokenized.partial_folder import (
+    NOTHING,
+    STATE,
+    WRITER,
+    begin,
+    drop_damaged_states,
+    latest_state,
+    publish,
+    write_lengths,
+)
 from jtrain.data.pretokenized.reader import PreparedIndex
-from jtrain.data.pretokenized.shard import Recipe, Task, read_shard
+from jtrain.data.pretokenized.shard import Recipe, ShardSummary, Task, read_shard
 from jtrain.data.sources.source import Corpus, field_of
-from jtrain.errors import UserError
-from jtrain.runtime.atomic_io import sync_directory, write_whole
+from jtrain.errors import FileError, UserError
 
 _MOST_RECORDS = 1 << 20
 _UNKNOWN_BYTES = 4096  # assumed size of a record where the source does not know its size
-_STATE, _PLAN = "state.json", "plan.json"
 _APPENDED = (reader.IDS, reader.LENGTHS, reader.SHARDS, reader.SKIPPED)
+_REFRESH_S = 1.0
+_MOST_WAITING = 1 << 14
+"""Shards looked at for the next one to make: more than there are workers on all hosts together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,23 +71,25 @@ def shard_starts(corpus: Corpus, shard_bytes: int) -> Int64[np.ndarray, " shards
 
 
 class IndexWriter:
-    """Writer of the index of one source.
+    """Writer of the index of one source, one of several that may be at work in processes of this and other hosts.
+
+    Any of them may make any shard. One of them, which holds the claim `writer.claim`, appends shards; should two think
+    that they hold it, both write the same bytes to the same places.
 
     Attributes:
       recipe: the source and how to tokenise it.
       index: position of the source among those of the build.
-      workers: worker processes on this source now.
+      workers: worker processes of this process on this source now.
       notes: lines for the user about what an earlier call left, and about files that are not data.
-      waiting: shards to tokenise.
-      records, records_done: all records of the source, and those in finished shards.
+      records, records_done: all records of the source, and those in shards that were there at the start.
     """
 
-    def __init__(self, index: int, recipe: Recipe, out: Path, shard_bytes: int) -> None:
+    def __init__(self, index: int, recipe: Recipe, out: Path, shard_bytes: int, host: Host) -> None:
         self.recipe = recipe
         self.index = index
         self.workers = 0
         self.notes: list[str] = []
-        self.waiting: collections.deque[Task] = collections.deque()
+        self._host = host
         self._folder = out / recipe.name
         self._partial = out / f".{recipe.name}.partial"
         self._index: PreparedIndex | None = None
@@ -87,106 +103,169 @@ class IndexWriter:
         self._dtype = tokenizer.id_dtype
         self._starts = shard_starts(corpus, shard_bytes)
         self.records = self.records_done = len(corpus)
-        files = json.dumps({"names": corpus.names, "file_ends": corpus.file_ends.tolist()})
+        names, ends = corpus.identities
+        files = json.dumps({"names": names, "file_ends": ends.tolist()})
         corpus.close()
-        if (self._partial / reader.INDEX).exists():  # an earlier call was killed between two renames
-            self._publish()
-        if (self._folder / reader.INDEX).exists():
-            existing = PreparedIndex(self._folder)
-            if existing.made_of == self._made_of:
-                existing.check(on_bad_record=recipe.on_bad_record)
-                self._index, self._state_of_row = existing, "there"
-                return
-            self.notes.append(f"{recipe.name}: the index there was made of other data; it will be replaced.")
-        elif self._folder.exists():
-            raise UserError(f"{self._folder} exists and is not a prepared index. Remove it, or choose another --out.")
-        shards = reader.digest(self._starts.tobytes())
-        self._begin({"format": reader.FORMAT, "made_of": self._made_of, "units": shards}, files)
-
-    def _begin(self, plan: dict[str, Any], files: str) -> None:
-        """Continues in the partial folder if its plan is the same, otherwise starts afresh."""
-        here = _read_json(self._partial / _PLAN)
-        if here != plan:
-            if here is not None:
-                self.notes.append(f"{self.recipe.name}: an unfinished index of other data was there; starting afresh.")
-            shutil.rmtree(self._partial, ignore_errors=True)
-            self._partial.mkdir()
-            (self._partial / reader.FILES).write_text(files)
-            write_whole(self._partial / _PLAN, json.dumps(plan))
-        state = _read_json(self._partial / _STATE)
-        if state is None or any(_size(self._partial / name) < size for name, size in state["bytes"].items()):
-            state = {"units": 0, "tokens": 0, "empty": 0, "skipped": 0, "bytes": {}}
-        self._state: dict[str, Any] = state
-        for name in self._appended:
-            with open(self._partial / name, "ab") as file:
-                file.truncate(state["bytes"].get(name, 0))  # drops what was appended after state.json was written
-        must_not_skip = self.recipe.on_bad_record == "fail"
-        if must_not_skip and state["skipped"]:
-            first = json.loads((self._partial / reader.SKIPPED).read_text().splitlines()[0])
-            raise UserError(
-                f"{field_of(self.recipe.name)}: {self._partial} leaves out {state['skipped']} bad records, but "
-                f"data.on_bad_record='fail'. The first is {first['document']}: {first['why']} Mend it, "
-                f"then remove {self._partial}."
-            )
+        self._state: dict[str, Any] = NOTHING
+        self._ready: set[int] = set()
+        self._ours: set[int] = set()
+        self._counted = np.zeros(len(self._starts) - 1, np.bool_)
+        self._waiting: collections.deque[int] = collections.deque()
+        self._refreshed_s = 0.0
+        self._writes = False
+        self._reported = False
+        with host.claiming(out / f".{recipe.name}.claim"):
+            if (self._partial / reader.INDEX).exists():  # an earlier call was killed between two renames
+                publish(self._partial, self._folder)
+            if (self._folder / reader.INDEX).exists():
+                existing = PreparedIndex(self._folder)
+                if existing.made_of == self._made_of:
+                    existing.check(on_bad_record=recipe.on_bad_record)
+                    self._index, self._state_of_row, self._reported = existing, "there", True
+                    return
+                self.notes.append(f"{recipe.name}: the index there was made of other data; it will be replaced.")
+            elif self._folder.exists():
+                raise UserError(
+                    f"{self._folder} exists and is not a prepared index. Remove it, or choose another --out."
+                )
+            shards = reader.digest(self._starts.tobytes())
+            plan = {"format": reader.FORMAT, "made_of": self._made_of, "units": shards}
+            if begin(self._partial, plan, host):
+                self.notes.append(f"{recipe.name}: an unfinished index of other data was there; starting afresh.")
+            host.write_whole(self._partial / reader.FILES, files)
         self.sweep()
-        done = [int(path.stem) for path in self._partial.glob("*.unit")]
-        for shard in done:
-            if shard < state["units"] or not _is_whole(self._path(shard), must_not_skip=must_not_skip):
-                self._path(shard).unlink()
-        self._ready = {shard for shard in done if self._path(shard).exists()}
-        self.records_done = int(self._starts[state["units"]])
-        self.records_done += sum(int(self._starts[shard + 1] - self._starts[shard]) for shard in self._ready)
-        bounds = self._starts.tolist()
-        for shard in range(state["units"], len(bounds) - 1):
-            if shard not in self._ready:
-                first, end = bounds[shard : shard + 2]
-                self.waiting.append(Task(self.index, shard, first, end, self._made_of, self._path(shard)))
+        self.refresh()
+        self._check_skipped()
+        self.records_done = self.records_of_others()
         if self.records_done:
-            self.notes.append(f"{self.recipe.name}: goes on after {self.records_done:,} of {self.records:,} records.")
+            self.notes.append(f"{recipe.name}: goes on after {self.records_done:,} of {self.records:,} records.")
 
-    def sweep(self) -> None:
-        """Removes temporary files of killed workers; call it only while no worker is writing."""
-        for left in self._partial.glob("*.tmp"):
-            left.unlink()
+    @property
+    def is_complete(self) -> bool:
+        return self._index is not None
+
+    @property
+    def num_waiting(self) -> int:
+        """Shards that nobody has finished."""
+        return len(self._waiting)
+
+    def next_task(self) -> Task | None:
+        """Claims a shard to make; returns None if there is none, or others are making those that are left."""
+        if self.is_complete:
+            return None
+        if not self._waiting and time.monotonic() - self._refreshed_s >= _REFRESH_S:
+            self.refresh()
+        while self._waiting:
+            shard = self._waiting.popleft()
+            try:
+                if shard in self._ready or not self._host.claim(self._claim(shard)):
+                    continue
+                if self._path(shard).exists() or shard < latest_state(self._partial)["units"]:
+                    self._host.release(self._claim(shard))  # made since the folder was last listed
+                    continue
+            except FileNotFoundError:
+                self.refresh()
+                return None
+            self._ours.add(shard)
+            first, end = self._starts[shard : shard + 2].tolist()
+            return Task(self.index, shard, first, end, self._made_of, self._path(shard), self._host.name)
+        return None
 
     def add(self, shard: int) -> None:
-        """Notes that a worker has finished this shard."""
+        """Notes that a worker of this process has finished this shard."""
+        self._ours.discard(shard)
+        self._counted[shard] = True
         self._ready.add(shard)
+        self._host.release(self._claim(shard))
 
-    def advance(self) -> bool:
-        """Appends the shards whose turn has come; returns True once, when that completes the source."""
-        if self._index is not None:
+    def give_back(self, shard: int) -> None:
+        """Puts a shard back that a worker of this process did not finish."""
+        self._ours.discard(shard)
+        self._host.release(self._claim(shard))
+        self._waiting.appendleft(shard)
+
+    def records_of_others(self) -> int:
+        """Returns the records of shards that others have finished since the last call."""
+        done = np.zeros_like(self._counted)
+        done[: len(done) if self.is_complete else self._state["units"]] = True
+        done[list(self._ready)] = True
+        done[list(self._ours)] = False  # their workers report their records
+        new = np.flatnonzero(done & ~self._counted)
+        self._counted[new] = True
+        return int((self._starts[new + 1] - self._starts[new]).sum())
+
+    def refresh(self) -> bool:
+        """Looks what others have done; returns True if they have completed the source."""
+        self._refreshed_s = time.monotonic()
+        if self.is_complete:
             return False
-        while self._state["units"] in self._ready:
-            self._append()
-        if self._state["units"] == len(self._starts) - 1:
-            self._finish()
-            return True
+        try:
+            names = os.listdir(self._partial)
+            latest = latest_state(self._partial)
+            self._writes = self._writes and latest["units"] <= self._state["units"]
+            if not self._writes:
+                self._state = latest
+        except FileNotFoundError:
+            with contextlib.suppress(FileError):
+                index = PreparedIndex(self._folder)
+                if index.made_of == self._made_of:
+                    self._index = index
+                    return True
+            raise FileError(
+                f"{self._partial} was removed while it was being written to. Run the same command again."
+            ) from None
+        self._ready = {int(name[:8]) for name in names if name.endswith(".unit")}
+        done = np.zeros(len(self._starts) - 1, np.bool_)
+        done[: self._state["units"]] = True
+        done[[*self._ready, *self._ours]] = True
+        self._waiting = collections.deque(np.flatnonzero(~done)[:_MOST_WAITING].tolist())
         return False
 
+    def advance(self) -> bool:
+        """Appends the shards whose turn has come; returns True once, when the source is complete."""
+        if not self.is_complete and time.monotonic() - self._refreshed_s >= _REFRESH_S:
+            self.refresh()
+        if not self.is_complete:
+            try:
+                self._advance()
+            except FileNotFoundError:  # another process took this one for dead and finished the index
+                self.refresh()
+        complete = self.is_complete and not self._reported
+        self._reported = self.is_complete
+        return complete
+
+    def _advance(self) -> None:
+        last = len(self._starts) - 1
+        if self._state["units"] not in self._ready and self._state["units"] < last:
+            return
+        if not self._writes:
+            if not self._host.claim(self._partial / WRITER):
+                return
+            drop_damaged_states(self._partial)
+            self._state = latest_state(self._partial)
+            self._writes = True
+        while self._state["units"] in self._ready:
+            self._append()
+        if self._state["units"] == last:
+            self._finish()
+
     def _append(self) -> None:
-        """Appends ready shards in order, then updates state.json, then removes their files: a kill repeats one call."""
-        state = dict(self._state, bytes={})
+        """Appends ready shards in order, notes how far it is, then removes their files: a kill repeats one call."""
+        state = dict(self._state, bytes=dict(self._state["bytes"]))
         first = state["units"]
         with contextlib.ExitStack() as stack:
-            files = {name: stack.enter_context(open(self._partial / name, "ab")) for name in self._appended}
+            files = {}
+            for name in self._appended:
+                handle = os.open(self._partial / name, os.O_CREAT | os.O_WRONLY, 0o666)
+                files[name] = stack.enter_context(os.fdopen(handle, "wb"))
+                files[name].seek(state["bytes"].get(name, 0))
             while state["units"] in self._ready:
                 self._ready.remove(state["units"])
-                path = self._path(state["units"])
-                found = read_shard(path)
-                assert found is not None, path
-                summary, ids_bytes, lengths = found
-                files[reader.LENGTHS].write(lengths)
-                with open(path, "rb") as ids:
-                    _copy(ids, files[reader.IDS], ids_bytes)
-                if self.recipe.source.mask is not None:
-                    ignored = np.asarray(summary.ignored, np.int64) + state["tokens"]
-                    files[reader.MASKS].write(ignored.tobytes())
-                line = {name: getattr(summary, name) for name in ("records", "tokens", "ids", "lengths")}
-                files[reader.SHARDS].write(json.dumps(line).encode() + b"\n")
-                for record, identity, why in summary.skipped:
-                    line = {"record": record, "document": identity, "why": why}
-                    files[reader.SKIPPED].write(json.dumps(line).encode() + b"\n")
+                summary = self._append_unit(self._path(state["units"]), files)
+                if summary is None:
+                    self._path(state["units"]).unlink(missing_ok=True)
+                    self._waiting.appendleft(state["units"])
+                    break
                 state["units"] += 1
                 state["tokens"] += summary.tokens
                 state["empty"] += summary.empty
@@ -195,84 +274,103 @@ class IndexWriter:
                 file.flush()
                 os.fdatasync(file.fileno())
                 state["bytes"][name] = file.tell()
-        write_whole(self._partial / _STATE, json.dumps(state))
+        if state["units"] == first:
+            return
+        # A new name each time: a process that was taken for dead cannot put an older state over a newer one.
+        self._host.write_whole(self._partial / f"{state['units']:08}{STATE}", json.dumps(state))
         self._state = state
+        for old in self._partial.glob(f"*{STATE}"):
+            if old.name < f"{state['units']:08}":
+                old.unlink(missing_ok=True)
         for shard in range(first, state["units"]):
-            self._path(shard).unlink()
+            self._path(shard).unlink(missing_ok=True)
+
+    def _append_unit(self, path: Path, files: dict[str, io.BufferedWriter]) -> ShardSummary | None:
+        """Appends one shard; returns None, with the files where they were, if it has to be made again.
+
+        Shard files are not synced to disk, so one that an earlier call left may have holes: its hash tells.
+        """
+        found = read_shard(path)
+        if found is None:
+            return None
+        summary, ids_bytes, lengths = found
+        if summary.skipped and self.recipe.on_bad_record == "fail":
+            return None
+        at = files[reader.IDS].tell()
+        with open(path, "rb") as ids:
+            if _copy(ids, files[reader.IDS], ids_bytes) != summary.ids:
+                files[reader.IDS].seek(at)
+                return None
+        files[reader.LENGTHS].write(lengths)
+        if self.recipe.source.mask is not None:
+            first_token = at // self._dtype.itemsize
+            files[reader.MASKS].write((np.asarray(summary.ignored, np.int64) + first_token).tobytes())
+        line = {name: getattr(summary, name) for name in ("records", "tokens", "ids", "lengths")}
+        files[reader.SHARDS].write(json.dumps(line).encode() + b"\n")
+        for record, identity, why in summary.skipped:
+            line = {"record": record, "document": identity, "why": why}
+            files[reader.SKIPPED].write(json.dumps(line).encode() + b"\n")
+        return summary
 
     def _finish(self) -> None:
         """Adds the starts to lengths.bin, writes index.json and gives the folder its final name."""
-        with open(self._partial / reader.LENGTHS, "r+b") as file:
-            file.truncate(self._state["bytes"][reader.LENGTHS])
-            blocks = -(-self.records // reader.BLOCK)
-            file.truncate(blocks * reader.BLOCK * 4)
-            token = 0
-            for block in range(0, blocks, 1 << 16):
-                file.seek(block * reader.BLOCK * 4)
-                lengths = np.frombuffer(file.read(reader.BLOCK * 4 << 16), np.uint32).reshape(-1, reader.BLOCK)
-                ends = token + np.cumsum(lengths.sum(axis=1, dtype=np.int64))
-                file.seek((blocks * reader.BLOCK * 4) + block * 8)
-                file.write(np.append(np.asarray([token], np.int64), ends).tobytes())
-                token = int(ends[-1])
-            file.flush()
-            os.fdatasync(file.fileno())
-        assert token == self._state["tokens"]
+        lengths = self._partial / reader.LENGTHS
+        tokens = write_lengths(lengths, lengths.with_name(f"lengths.unit.{self._host.name}.tmp"), self.records)
+        for name in self._appended:
+            if name == reader.LENGTHS:
+                continue
+            os.truncate(self._partial / name, self._state["bytes"][name])  # a shard made again may have been longer
+        assert tokens == self._state["tokens"]
         body = {"made_of": self._made_of, "dtype": self._dtype.name, "records": self.records}
         body |= {key: self._state[key] for key in ("tokens", "empty", "skipped")}
-        write_whole(self._partial / reader.INDEX, reader.seal(self._partial, body))
-        self._publish()
+        self._host.write_whole(self._partial / reader.INDEX, reader.seal(self._partial, body))
+        with self._host.claiming(self._folder.with_name(f".{self.recipe.name}.claim")):
+            publish(self._partial, self._folder)
         self._index = PreparedIndex(self._folder)
 
-    def _publish(self) -> None:
-        """Replaces the old index folder, if there is one, by the finished one."""
-        for name in (_STATE, _PLAN):
-            (self._partial / name).unlink(missing_ok=True)
-        away = self._partial.with_name(f".{self.recipe.name}.replaced")
-        shutil.rmtree(away, ignore_errors=True)
-        if self._folder.exists():
-            self._folder.rename(away)
-        self._partial.rename(self._folder)
-        sync_directory(self._folder.parent)
-        shutil.rmtree(away, ignore_errors=True)
+    def _check_skipped(self) -> None:
+        if self.recipe.on_bad_record == "fail" and self._state["skipped"]:
+            first = json.loads((self._partial / reader.SKIPPED).read_text().splitlines()[0])
+            raise UserError(
+                f"{field_of(self.recipe.name)}: {self._partial} leaves out {self._state['skipped']} bad records, but "
+                f"data.on_bad_record='fail'. The first is {first['document']}: {first['why']} Mend it, "
+                f"then remove {self._partial}."
+            )
+
+    def sweep(self) -> None:
+        """Removes unfinished files of this process and of dead ones; call it only while no worker is writing."""
+        for folder in (self._partial, self._folder):  # another process may have renamed one to the other
+            for left in folder.glob("*.unit.*.tmp"):
+                owner = left.name.removesuffix(".tmp").partition(".unit.")[2]
+                if owner == self._host.name or self._host.is_alive(owner) is False:
+                    left.unlink(missing_ok=True)
 
     def summary(self) -> IndexSummary:
         """Returns the row of the final table; the source must be complete."""
-        index = self._index
-        assert index is not None
-        size = sum(file.stat().st_size for file in self._folder.iterdir())
-        counts = (index.num_records, index.num_tokens, index.num_empty, index.num_skipped)
-        return IndexSummary(self.recipe.name, self._state_of_row, *counts, size)
+        assert self._index is not None
+        return summary_of(self._index, self.recipe.name, self._state_of_row)
 
     def _path(self, shard: int) -> Path:
         return self._partial / f"{shard:08}.unit"
 
-
-def _is_whole(path: Path, *, must_not_skip: bool) -> bool:
-    """True if a shard of an earlier call can be used. Shard files are not synced to disk, so hashes are compared."""
-    found = read_shard(path)
-    if found is None:
-        return False
-    summary, ids_bytes, _ = found
-    if summary.skipped and must_not_skip:
-        return False
-    with open(path, "rb") as file:
-        return reader.digest(file.read(ids_bytes)) == summary.ids
+    def _claim(self, shard: int) -> Path:
+        return self._partial / f"{shard:08}.claim"
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def summary_of(index: PreparedIndex, name: str, state: Literal["made", "there"]) -> IndexSummary:
+    """Returns the row of an index in the final table."""
+    size = sum(file.stat().st_size for file in Path(index.location).iterdir())
+    return IndexSummary(name, state, index.num_records, index.num_tokens, index.num_empty, index.num_skipped, size)
 
 
-def _copy(source: io.BufferedReader, target: io.BufferedWriter, size: int) -> None:
+def _copy(source: io.BufferedReader, target: io.BufferedWriter, size: int) -> str:
+    """Copies bytes; returns their hash."""
+    hashed = hashlib.blake2b(digest_size=16)
     while size:
         block = source.read(min(size, 1 << 20))
-        assert block, "a complete shard file is as long as its footer says"
+        if not block:
+            break
+        hashed.update(block)
         target.write(block)
         size -= len(block)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
+    return hashed.hexdigest()

@@ -286,7 +286,7 @@ class RayPool:
             peer.busy_s += found.seconds
             part = ask.part
             run = ChunkRun(part.source, part.numbers, starts, ids, dict(found.skipped), found.seconds, peer.name)
-            run.place = _Fetched(ask, by_place, set(by_place), ignored)
+            run.anchor, run.place = found.anchor, _Fetched(ask, by_place, set(by_place), ignored)
             runs.append(run)
 
     def _lost(self, peer: _LoaderActor, error: Exception) -> None:

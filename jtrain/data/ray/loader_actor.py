@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int64, UInt8
 
+from jtrain.data.chunk_order import Anchor
 from jtrain.data.chunk_stream import Read, SourceSetup
 from jtrain.data.loaders.loader import RequestPart, SourceLoader
 from jtrain.data.loaders.messages import starts_of
@@ -84,6 +85,7 @@ class RunReply:
     dtype: str
     skipped: tuple[tuple[int, str], ...]
     seconds: float
+    anchor: Anchor | None
     ignored: bytes
 
 
@@ -179,8 +181,8 @@ class RayLoader:
             except (ValueError, OSError) as error:
                 return LoaderReply(os.getpid(), failed=(ask.part.source, str(error))), np.zeros(0, np.uint8)
             seconds = time.perf_counter() - begun_s
-            ids, ignored = read.ids, read.ignored.tobytes()
-            found.append(RunReply(read.lengths, ids.nbytes, ids.dtype.str, read.skipped, seconds, ignored))
+            ids, more = read.ids, (read.skipped, seconds, read.anchor, read.ignored.tobytes())
+            found.append(RunReply(read.lengths, ids.nbytes, ids.dtype.str, *more))
             payload.append(np.ascontiguousarray(ids).view(np.uint8))
         return LoaderReply(os.getpid(), tuple(found), resident_bytes() or 0, self._documents), np.concatenate(payload)
 
@@ -210,7 +212,7 @@ class RayLoader:
 
         self._documents += len(part.numbers)
         documents = self._loader.documents(part.source)
-        return documents.read(part.numbers, skip=part.skip, watch=watch)
+        return documents.read(part.numbers, skip=part.skip, anchor=part.anchor, watch=watch)
 
     def _let_go(self, key: Any) -> None:
         self._kept_bytes -= self._kept.pop(key).read.ids.nbytes

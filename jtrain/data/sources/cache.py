@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.remote import explained, filesystem, translated
-from jtrain.data.sources.storage import StoredFile, cache_lost
+from jtrain.data.sources.storage import CacheLost, StoredFile, cache_lost
 from jtrain.errors import FileError
 from jtrain.runtime.atomic_io import replacing
 
@@ -110,12 +110,18 @@ class NumberTable:
     __slots__ = ("_path", "_rows", "_what")
 
     def __init__(
-        self, file: StoredFile, kind: str, make: Callable[[], Int[np.ndarray, "records 2"]], cache_dir: Path
+        self,
+        file: StoredFile,
+        kind: str,
+        make: Callable[[], Int[np.ndarray, "records 2"]],
+        cache_dir: Path,
+        *,
+        in_memory: bool = False,
     ) -> None:
         self._what = file.called
         self._path: Path | None = None
         self._rows: np.ndarray | int
-        if file.size_bytes <= SMALL_TABLE_BYTES:
+        if in_memory or file.size_bytes <= SMALL_TABLE_BYTES:
             self._rows = make()
             return
 
@@ -140,9 +146,12 @@ class NumberTable:
             return self._rows[first:end]
         assert self._path is not None
         try:
-            return np.fromfile(self._path, "<i8", 2 * (end - first), offset=16 * first).reshape(-1, 2)
+            with self._path.open("rb") as file:
+                file.seek(16 * first)
+                content = file.read(16 * (end - first))
         except OSError as error:
-            raise cache_lost(f"{self._what}: its index {self._path} is gone ({error.strerror})") from error
+            raise self._gone(error) from error
+        return self._pairs(content, end - first)
 
     def rows(self, records: list[int]) -> list[list[int]]:
         """Returns the pairs of these records."""
@@ -153,7 +162,13 @@ class NumberTable:
             with self._path.open("rb") as file:
                 content = b"".join(os.pread(file.fileno(), 16, 16 * record) for record in records)
         except OSError as error:
-            raise cache_lost(f"{self._what}: its index {self._path} is gone ({error.strerror})") from error
-        if len(content) != 16 * len(records):
+            raise self._gone(error) from error
+        return self._pairs(content, len(records)).tolist()
+
+    def _pairs(self, content: bytes, count: int) -> Int[np.ndarray, "records 2"]:
+        if len(content) != 16 * count:
             raise cache_lost(f"{self._what}: its index {self._path} was cut short. Remove it")
-        return np.frombuffer(content, "<i8").reshape(-1, 2).tolist()
+        return np.frombuffer(content, "<i8").reshape(-1, 2)
+
+    def _gone(self, error: OSError) -> CacheLost:
+        return cache_lost(f"{self._what}: its index {self._path} is gone ({error.strerror})")

@@ -21,6 +21,9 @@ STDLIB = "stdlib"
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 """Folders left out: installed packages, and tests, which some systems lack and which hold broken files on purpose."""
 
+_OPENED_FILES = 1000
+"""Files of a source that are opened to see that they may be read; with more, the others are when their turn comes."""
+
 _VERSION_KEYS = ("ETag", "etag", "generation", "blob_id", "Last-Modified", "LastModified", "mtime", "created")
 """Metadata keys that change with a file's content, one per kind of store; the first one present is used."""
 
@@ -54,6 +57,8 @@ class StoredFile:
     size_bytes: int
     version: str
     called: str
+    span: tuple[int, int] | None = None
+    """First byte and end of the part of a large file whose records these are; None for the whole file."""
 
     @property
     def is_remote(self) -> bool:
@@ -133,16 +138,16 @@ def _find_local(path: str, field: str) -> tuple[list[StoredFile], bool]:
     kind = None
     root = Path(sysconfig.get_paths()["stdlib"]) if path == STDLIB else Path(os.path.expanduser(path))
     if path == STDLIB:
-        found = [f for f in _walk(root, field=field, skip=_NOT_STDLIB.__contains__) if f.suffix == ".py"]
+        found = [f for f in _walk(root, field=field, skip=_NOT_STDLIB.__contains__) if f.endswith(".py")]
         looked_for = f"*.py below {root}"
     elif (kind := _kind(root, field)) == "folder":
         found = list(_walk(root, field=field, skip=lambda name: name.startswith(".")))
         looked_for = f"any file that is not hidden, below {root.absolute()}"
     elif kind == "file":
-        found, root, looked_for = [root], root.parent, str(root)
+        found, root, looked_for = [str(root)], root.parent, str(root)
     elif glob.has_magic(path):
         looked_for = f"files that match {root.absolute()}"
-        found = [Path(f) for f in set(glob.glob(str(root), recursive=True)) if not os.path.isdir(f)]
+        found = [f for f in set(glob.glob(str(root), recursive=True)) if not os.path.isdir(f)]
         magic = next(i for i, part in enumerate(root.parts) if glob.has_magic(part))
         root = Path(*root.parts[:magic])
     else:
@@ -153,19 +158,21 @@ def _find_local(path: str, field: str) -> tuple[list[StoredFile], bool]:
             f"or {STDLIB!r}."
         )
     files = []
-    for file in found:
+    top = f"{root}{os.sep}" if str(root) != os.sep else os.sep
+    for number, file in enumerate(found):
         try:
-            status = file.stat()
+            status = os.stat(file)
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
-            file.open("rb").close()  # permissions, access lists, network file systems: only opening the file tells
+            if number < _OPENED_FILES:  # permissions, access lists, network file systems: only opening the file tells
+                os.close(os.open(file, os.O_RDONLY))
         except OSError as error:
             raise FileError(
                 f"{field}={path!r}: {file} cannot be read ({error.strerror}). Mend it or its permissions, or leave "
                 "it out."
             ) from error
-        name = os.path.relpath(file, root).replace(os.sep, "/")
-        files.append(StoredFile(str(file), name, status.st_size, str(status.st_mtime_ns), str(file)))
+        name = file.removeprefix(top) if file.startswith(top) else os.path.relpath(file, root)
+        files.append(StoredFile(file, name.replace(os.sep, "/"), status.st_size, str(status.st_mtime_ns), file))
     return files, kind == "folder"
 
 
@@ -181,7 +188,7 @@ def _kind(path: Path, field: str) -> str | None:
         return None
 
 
-def _walk(root: Path, *, field: str, skip: Callable[[str], bool]) -> Iterator[Path]:
+def _walk(root: Path, *, field: str, skip: Callable[[str], bool]) -> Iterator[str]:
     """Yields every file below `root`, in no particular order; raises FileError for a folder that cannot be read."""
 
     def refuse(error: OSError) -> None:
@@ -192,7 +199,7 @@ def _walk(root: Path, *, field: str, skip: Callable[[str], bool]) -> Iterator[Pa
 
     for folder, folders, files in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not skip(name)]
-        yield from (Path(folder, file) for file in files if not skip(file))
+        yield from (os.path.join(folder, file) for file in files if not skip(file))
 
 
 def _find_remote(url: str, field: str) -> tuple[list[StoredFile], bool]:

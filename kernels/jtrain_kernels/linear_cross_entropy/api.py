@@ -116,13 +116,51 @@ def _xla(
     axis: str | None,
     chunk: int,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    size, vocab = chunk if chunk_tokens is None else chunk_tokens, Vocab(axis)
+    x_ZcD, target_ZC = _chunked(x_BLD, target_BL, chunk if chunk_tokens is None else chunk_tokens)
+    return _loss(x_ZcD, unembed_DV, target_ZC, z_loss, Vocab(axis))
+
+
+def _chunked(
+    x_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"], size: int
+) -> tuple[Float[Array, "Z c D"], Int[Array, "Z C"]]:
+    """Splits this device's hidden states, and the targets of all devices that share the vocabulary, into Z chunks."""
     x_ZcD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), size)
     # The order within a chunk is that of the all-gather: device by device.
     target_Tn = target_BL.reshape(target_BL.shape[0], -1, x_BLD.shape[1]).swapaxes(1, 2)
     target_Zcn = in_chunks(target_Tn.reshape(x_BLD.shape[0] * x_BLD.shape[1], -1), size, fill=IGNORE)
-    target_ZC = target_Zcn.swapaxes(1, 2).reshape(target_Zcn.shape[0], -1)
-    return _loss(x_ZcD, unembed_DV, target_ZC, z_loss, vocab)
+    return x_ZcD, target_Zcn.swapaxes(1, 2).reshape(target_Zcn.shape[0], -1)
+
+
+def token_cross_entropy(
+    x_BLD: Float[Array, "B _ D"],
+    unembed_DW: Float[Array, "D W"],
+    target_BL: Int[Array, "B L"],
+    *,
+    chunk_tokens: int | None,
+    axis: str | None = None,
+) -> Float[Array, "B _"]:
+    """Cross entropy in nats of each of this device's tokens, float32, and 0 where there is nothing to predict.
+
+    It is what `linear_cross_entropy`, or with `axis` `vocab_parallel_linear_cross_entropy`, sums up, for evaluation:
+    the gradient is not computed in the same pass. Arguments are theirs.
+    """
+    size = chosen_chunk(x_BLD, unembed_DW.shape[1], target_BL, axis) if chunk_tokens is None else chunk_tokens
+    x_ZcD, target_ZC = _chunked(x_BLD, target_BL, size)
+    kernel_DW, vocab = unembed_DW.astype(x_BLD.dtype), Vocab(axis)
+
+    def chunk(_: None, x_and_target: tuple[Array, Array]) -> tuple[None, Array]:
+        x_cD, target_C = x_and_target
+        logits_CW = contract(vocab.gather(x_cD), kernel_DW, 1, 0, jnp.float32)
+        return None, nats_of(*vocab.own(*vocab.summary(logits_CW, target_C), target_C))
+
+    _, nats_Zc = jax.lax.scan(chunk, None, (x_ZcD, target_ZC))
+    B, L, _ = x_BLD.shape
+    return nats_Zc.reshape(-1)[: B * L].reshape(B, L)
+
+
+def nats_of(lse: Float[Array, "*C"], picked: Float[Array, "*C"], target: Int[Array, "*C"]) -> Float[Array, "*C"]:
+    """Cross entropy of each token, from its log-partition and the logit of its target; 0 without a target."""
+    return jnp.where(target != IGNORE, lse - picked, 0.0)
 
 
 def chosen_chunk(x_BLD: Float[Array, "B _ D"], columns: int, target_BL: Int[Array, "B L"], axis: str | None) -> int:

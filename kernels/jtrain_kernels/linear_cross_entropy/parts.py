@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jtrain_kernels.linear.reference import contract
-from jtrain_kernels.linear_cross_entropy.api import chosen_chunk, in_chunks
+from jtrain_kernels.linear_cross_entropy.api import chosen_chunk, in_chunks, nats_of
 from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Vocab
 
 type Fetch = Callable[[Any], Float[Array, "D W"]]
@@ -47,15 +47,47 @@ def linear_cross_entropy_in_parts(
 
     All other arguments and the results are those of `linear_cross_entropy`.
     """
-    if chunk_tokens is None:
-        width = jax.eval_shape(fetch, jax.tree.map(lambda part: part[0], parts)).shape[1] * column_ZW.shape[0]
-        chunk_tokens = chosen_chunk(x_BLD, width, target_BL, axis)
     vocab = Vocab(axis)
+    size = _chunk_size(x_BLD, parts, column_ZW, target_BL, fetch, chunk_tokens, axis)
+    x_SCD, target_SC, own_SC = _chunked(x_BLD, target_BL, size, vocab)
+    return _loss(x_SCD, parts, column_ZW, target_SC, own_SC, fetch, z_loss, vocab)
+
+
+def token_cross_entropy_in_parts(
+    x_BLD: Float[Array, "B _ D"],
+    parts: Any,
+    column_ZW: Int[Array, "Z W"],
+    target_BL: Int[Array, "B L"],
+    *,
+    fetch: Fetch,
+    chunk_tokens: int | None,
+    axis: str | None = None,
+) -> Float[Array, "B _"]:
+    """`token_cross_entropy` with an unembedding in parts, each fetched once; arguments as above."""
+    vocab = Vocab(axis)
+    size = _chunk_size(x_BLD, parts, column_ZW, target_BL, fetch, chunk_tokens, axis)
+    x_SCD, target_SC, own_SC = _chunked(x_BLD, target_BL, size, vocab)
+    nats_SC = nats_of(*_summaries(x_SCD, parts, column_ZW, target_SC, fetch, vocab), own_SC)
+    nats_BL = nats_SC.reshape(-1)[: target_BL.size].reshape(target_BL.shape)
+    return vocab.own_positions(nats_BL)
+
+
+def _chunk_size(
+    x_BLD: Array, parts: Any, column_ZW: Array, target_BL: Array, fetch: Fetch, asked: int | None, axis: str | None
+) -> int:
+    if asked is not None:
+        return asked
+    width = jax.eval_shape(fetch, jax.tree.map(lambda part: part[0], parts)).shape[1] * column_ZW.shape[0]
+    return chosen_chunk(x_BLD, width, target_BL, axis)
+
+
+def _chunked(x_BLD: Array, target_BL: Array, size: int, vocab: Vocab) -> tuple[Array, Array, Array]:
+    """Hidden states and targets of all devices in chunks, and the targets with IGNORE at other devices' positions."""
     own_BL = vocab.own_targets(target_BL)
     x_BLD = vocab.gather(x_BLD, 1)
-    x_SCD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), chunk_tokens)
-    target_SC, own_SC = (in_chunks(t.reshape(-1), chunk_tokens, fill=IGNORE) for t in (target_BL, own_BL))
-    return _loss(x_SCD, parts, column_ZW, target_SC, own_SC, fetch, z_loss, vocab)
+    x_SCD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), size)
+    target_SC, own_SC = (in_chunks(t.reshape(-1), size, fill=IGNORE) for t in (target_BL, own_BL))
+    return x_SCD, target_SC, own_SC
 
 
 def _logits(x_CD: Array, kernel_DW: Array, column_W: Array) -> Float[Array, "C W"]:

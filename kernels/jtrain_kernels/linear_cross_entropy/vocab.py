@@ -81,3 +81,10 @@ class Vocab:
             target_BL.shape[1] // jax.lax.axis_size(self.axis)
         )
         return jnp.where(owner_BL == jax.lax.axis_index(self.axis), target_BL, IGNORE)
+
+    def own_positions(self, x_BL: Shaped[Array, "B L"]) -> Shaped[Array, "B _"]:
+        """This device's positions of an array that has those of all devices."""
+        if self.axis is None:
+            return x_BL
+        size = x_BL.shape[1] // jax.lax.axis_size(self.axis)
+        return jax.lax.dynamic_slice_in_dim(x_BL, jax.lax.axis_index(self.axis) * size, size, axis=1)

@@ -5,8 +5,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import pytest
 
 from jtrain.data.pretokenized import reader, writer
 from jtrain.data.pretokenized.build import SHARD_BYTES, prepare, prepare_command
+from jtrain.data.pretokenized.claims import Host
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.pretokenized.shard import Recipe
 from jtrain.data.sources.source import Corpus, Source
@@ -34,7 +33,7 @@ def test_every_format_has_the_ids_of_its_documents(
     recipe = Recipe(name="a", source=source, tokenizer=str(tokenizer_json), cache_dir=tmp_path / "cache")
     [made] = prepare([recipe], tmp_path / "out", workers=2, stream=io.StringIO(), shard_bytes=3000)
     index = PreparedIndex(tmp_path / "out" / "a")
-    assert len((index.folder / reader.SHARDS).read_text().splitlines()) > 2
+    assert len((Path(index.location) / reader.SHARDS).read_text().splitlines()) > 2
     want = [tokenizer.encode_document(text) for text in texts]
     lengths, ids = index.read(np.arange(len(index)))
     assert lengths.tolist() == [len(one) for one in want]
@@ -75,7 +74,7 @@ def test_a_bad_record_stops_or_is_named_and_counted(tmp_path: Path) -> None:
     index = PreparedIndex(tmp_path / "out" / "web")
     assert list(index.skipped) == [7, 250]
     assert index.lengths(np.asarray([6, 7, 250])).tolist()[1:] == [0, 0]
-    said = [json.loads(line) for line in (index.folder / reader.SKIPPED).read_text().splitlines()]
+    said = [json.loads(line) for line in (Path(index.location) / reader.SKIPPED).read_text().splitlines()]
     assert [line["document"] for line in said] == ["web.jsonl:7", "web.jsonl:250"]
     with pytest.raises(ValueError, match=r"leaves out 2 bad records, but data\.on_bad_record='fail'"):
         prepare(recipes_of(tmp_path), tmp_path / "out", workers=2, stream=io.StringIO(), shard_bytes=2048)
@@ -89,14 +88,15 @@ def test_what_an_unfinished_call_left_out_is_not_taken_over_where_none_may_be(
     write_bad_lines(tmp_path)
     skipping = [dataclasses.replace(recipes_of(tmp_path, on_bad_record="skip")[0], name=name)]
     (tmp_path / "out").mkdir()
-    writer.IndexWriter(0, skipping[0], tmp_path / "out", 2048)
+    with Host(tmp_path / "out") as host:
+        writer.IndexWriter(0, skipping[0], tmp_path / "out", 2048, host)
     prepare(skipping, tmp_path / "other", workers=1, stream=io.StringIO(), shard_bytes=2048)
     partial = tmp_path / "out" / f".{name}.partial"
     for file in (reader.IDS, reader.SKIPPED):
         (partial / file).write_bytes((tmp_path / "other" / name / file).read_bytes())
     sizes = {reader.IDS: 1, reader.SKIPPED: (partial / reader.SKIPPED).read_bytes().index(b"\n") + 1}
     state = {"units": 3, "tokens": 1, "empty": 0, "skipped": 1, "bytes": sizes}
-    (partial / "state.json").write_text(json.dumps(state))
+    (partial / "00000003.state.json").write_text(json.dumps(state))
     message = rf"^{field}: .*{name}\.partial leaves out 1 bad records.* first is web\.jsonl:7: .*remove /"
     failing = dataclasses.replace(skipping[0], on_bad_record="fail")
     with pytest.raises(ValueError, match=message):
@@ -117,7 +117,7 @@ def test_a_source_that_changed_gets_a_new_index_in_the_place_of_the_old(tmp_path
     assert "web: the index there was made of other data; it will be replaced." in stream.getvalue()
     assert PreparedIndex(out / "web").read(np.asarray([0]))[1].tolist() == [0, *b"new", 0]
     assert (out / "book" / reader.INDEX).stat() == untouched
-    assert sorted(path.name for path in out.iterdir()) == [".lock", "book", "web"]
+    assert sorted(path.name for path in out.iterdir()) == ["book", "web"]
 
 
 def test_shards_do_not_cut_what_is_decoded_as_a_whole(tmp_path: Path) -> None:
@@ -169,26 +169,6 @@ def test_a_row_group_that_cannot_be_read_is_left_out_where_that_is_the_policy(tm
         prepare([failing], tmp_path / "other", workers=1, stream=io.StringIO())
 
 
-def test_two_calls_do_not_prepare_in_one_folder(tmp_path: Path) -> None:
-    write_lines(tmp_path, lines=30)
-    (tmp_path / "out").mkdir()
-    code = f"""
-import fcntl, sys
-file = open({str(tmp_path / "out" / ".lock")!r}, "w")
-fcntl.flock(file, fcntl.LOCK_EX)
-print("held", flush=True)
-sys.stdin.read()
-"""
-    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
-    with pytest.raises(OSError, match=r"--out .*out: another process is writing there"):
-        prepare(recipes_of(tmp_path), tmp_path / "out", workers=1, stream=io.StringIO())
-    holder.kill()
-    holder.communicate()
-    prepare(recipes_of(tmp_path), tmp_path / "out", workers=1, stream=io.StringIO())
-
-
 def test_arguments_that_cannot_be_are_refused(tmp_path: Path) -> None:
     write_lines(tmp_path, lines=30)
     recipes = recipes_of(tmp_path)
@@ -211,7 +191,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_terminal_gets_a_bar_and_anything_else_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jtrain.data.pretokenized.build._LINE_S", 0.0)
+    monkeypatch.setattr("jtrain.data.pretokenized.progress.LINE_S", 0.0)
     write_lines(tmp_path, lines=300)
     for stream in (io.StringIO(), Terminal()):
         prepare(recipes_of(tmp_path), tmp_path / type(stream).__name__, workers=2, stream=stream, shard_bytes=2048)
@@ -244,7 +224,7 @@ def test_the_verb_prints_and_writes_a_table(capsys: pytest.CaptureFixture[str], 
     printed = capsys.readouterr()
     assert re.search(r"web +30 +[\d,]+ .* made", printed.out)
     assert "web: 30 records" in printed.err
-    assert reader.command(tmp_path / "out" / "web") == "python -m jtrain.data prepare --config x"
+    assert reader.command(str(tmp_path / "out" / "web")) == "python -m jtrain.data prepare --config x"
     run()
     assert re.search(r"web +30 +[\d,]+ .* there", capsys.readouterr().out)
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from jtrain.runtime import cli
 from jtrain.data.pretokenized import writer
 from jtrain.data.pretokenized.build import prepare
+from jtrain.data.pretokenized.claims import Host
 from jtrain.data.sources.source import Source
 from jtrain.data.pretokenized.shard import Recipe
 
@@ -38,19 +39,19 @@ recipes = [
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
-write, rename, unlink = writer.write_whole, Path.rename, Path.unlink
+write, rename, unlink = Host.write_whole, Path.rename, Path.unlink
 if instant == "while-appending":
     writer._copy = lambda source, target, size: (target.write(source.read(size // 2)), target.flush(), die())
 elif instant == "appended-but-not-noted":
-    writer.write_whole = lambda path, text: die() if path.name == "state.json" else write(path, text)
+    Host.write_whole = lambda self, path, text: die() if path.name.endswith("state.json") else write(self, path, text)
 elif instant == "noted-but-not-removed":
     Path.unlink = lambda path, **kw: die() if path.name.endswith(".unit") else unlink(path, **kw)
 elif instant == "planned":
-    writer.write_whole = lambda path, text: (write(path, text), path.name == "plan.json" and die())
+    Host.write_whole = lambda self, path, text: (write(self, path, text), path.name == "plan.json" and die())
 elif instant == "not-yet-planned":
-    writer.write_whole = lambda path, text: die() if path.name == "plan.json" else write(path, text)
+    Host.write_whole = lambda self, path, text: die() if path.name == "plan.json" else write(self, path, text)
 elif instant == "not-yet-sealed":
-    writer.write_whole = lambda path, text: die() if path.name == "index.json" else write(path, text)
+    Host.write_whole = lambda self, path, text: die() if path.name == "index.json" else write(self, path, text)
 elif instant == "sealed-but-not-in-place":
     Path.rename = lambda path, to: die() if path.name.endswith(".partial") else rename(path, to)
 elif instant == "limited":
@@ -215,7 +216,7 @@ def test_an_unfinished_index_of_something_else_is_not_gone_on_with(tmp_path: Pat
     write_lines(tmp_path, lines=600)
     process = start(tmp_path, instant="noted-but-not-removed")
     process.communicate(timeout=60)
-    [state] = (tmp_path / "out").glob(".*.partial/state.json")
+    [state] = (tmp_path / "out").glob(".*.partial/*.state.json")
     name = state.parent.name.split(".")[1]
     (tmp_path / f"{name}.jsonl").write_text('{"text": "new"}\n' * 600)
     stream = io.StringIO()

@@ -102,7 +102,7 @@ def test_counts_and_names_are_those_of_the_source(index: PreparedIndex) -> None:
     assert index.num_skipped == len(index.skipped) == 0
     assert index.identity_of(5) == "web.jsonl:5"
     assert index.file_ends.tolist() == [NUM_DOCUMENTS]
-    assert len((index.folder / reader.SHARDS).read_text().splitlines()) > 2, "one shard alone proves little"
+    assert len((Path(index.location) / reader.SHARDS).read_text().splitlines()) > 2, "one shard alone proves little"
 
 
 def test_a_larger_vocabulary_takes_two_bytes_for_an_id(tokenizer_json: Path, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ import numpy as np
 from jtrain.data.pretokenized.reader import PreparedIndex
 import jtrain.data.pretokenized.build
 before = len(os.listdir("/proc/self/fd"))
-index = PreparedIndex(Path({str(index.folder)!r}))
+index = PreparedIndex(Path({str(Path(index.location))!r}))
 index.read(np.arange(len(index)))
 print(len(os.listdir("/proc/self/fd")) - before)
 """
@@ -159,13 +159,13 @@ def test_a_stale_index_is_refused_with_the_command_that_mends_it(index: Prepared
     index.check()
     message = (
         r"data\.sources\.web: the prepared index .*/web is stale: it was made with tokenizer='bytes', now 'abc'\. "
-        rf"Make it again: python -m jtrain\.data prepare --config tiny --out {index.folder.parent}$"
+        rf"Make it again: python -m jtrain\.data prepare --config tiny --out {Path(index.location).parent}$"
     )
     with pytest.raises(ValueError, match=message):
         index.check(corpus=index.made_of["corpus"], tokenizer="abc")
     with pytest.raises(ValueError, match=r"with text_field='text', now 'body'"):
         index.check(text_field="body")
-    one = PreparedIndex(shutil.copytree(index.folder, tmp_path / "data"))
+    one = PreparedIndex(shutil.copytree(Path(index.location), tmp_path / "data"))
     with pytest.raises(ValueError, match=r"^data: the prepared index .*/data is stale"):
         one.check(tokenizer="abc")
 
@@ -246,6 +246,21 @@ def test_an_index_replaced_while_in_use_is_not_read(tmp_path: Path) -> None:
     """Record numbers of the old index would name other documents in the new one."""
     index = PreparedIndex(make(tmp_path))
     make(tmp_path, lines=['{"text": "other"}'])
-    assert len(PreparedIndex(index.folder)) == 1
+    assert len(PreparedIndex(Path(index.location))) == 1
     with pytest.raises(OSError, match="was made again while it was in use"):
         index.read(np.asarray([0]))
+
+
+def test_an_index_is_complete_without_its_raw_files(tmp_path: Path) -> None:
+    """Identities, counts and ids are in the index; what the raw files alone could tell is not compared."""
+    folder = make(tmp_path / "raw")
+    moved = PreparedIndex(shutil.copytree(folder, tmp_path / "moved" / "web"))
+    shutil.rmtree(tmp_path / "raw")
+    _, ids = moved.read(np.arange(NUM_DOCUMENTS))
+    assert ids.tolist() == np.concatenate([ByteTokenizer().encode_document(text) for text in documents()]).tolist()
+    assert (moved.names, moved.file_ends.tolist()) == (["web.jsonl"], [NUM_DOCUMENTS])
+    assert moved.identity_of(7) == "web.jsonl:7"
+    moved.check(on_bad_record="fail", tokenizer="bytes", text_field="text")
+    with pytest.raises(ValueError, match=r"tokenizer='bytes', now 'abc'"):
+        moved.check(tokenizer="abc")
+    assert moved.verify() == []

@@ -54,6 +54,15 @@ def test_every_format_reads_back_the_documents_in_order(
     assert list(corpus.read(run)) == [texts[i] for i in run]
 
 
+def test_sizes_bound_the_texts_from_above(
+    write: Write, texts: list[str], tmp_path: Path, open_corpus: Callable[..., Corpus]
+) -> None:
+    corpus = open_corpus(write(tmp_path, texts))
+    sizes = np.concatenate([corpus.sizes(first, end) for first, end in corpus.file_bounds()])
+    assert (sizes >= [len(text.encode()) for text in texts]).all()
+    assert sizes.sum() < 3 * sum(len(text.encode()) for text in texts), "no more than escapes and other fields"
+
+
 def test_between_reads_no_file_is_open(
     write: Write, texts: list[str], tmp_path: Path, open_corpus: Callable[..., Corpus]
 ) -> None:

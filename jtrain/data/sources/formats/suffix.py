@@ -1,6 +1,6 @@
 """File suffixes: the format and the compression that each stands for."""
 
-from pathlib import Path
+import os
 
 from jtrain.errors import UserError
 
@@ -28,14 +28,14 @@ def split_suffix(name: str, *, field: str) -> tuple[str, str | None]:
     """
     if name.endswith(".tgz"):
         name = name.removesuffix(".tgz") + ".tar.gz"
-    stem, suffix = Path(name).stem, Path(name).suffix
+    stem, suffix = os.path.splitext(name)
     if suffix in _OTHER_COMPRESSIONS:
         raise UserError(
             f"{field}: {name} is compressed as {suffix}; only {' and '.join(COMPRESSIONS)} are read. Decompress it "
             "first."
         )
     compression = COMPRESSIONS.get(suffix)
-    return Path(stem).suffix if compression else suffix, compression
+    return os.path.splitext(stem)[1] if compression else suffix, compression
 
 
 def format_of(name: str, *, field: str) -> tuple[str, str | None]:

@@ -1,0 +1,131 @@
+"""Order of training data: documents per step, correlation of steps, drift of mixtures, for long documents too.
+
+Reads batches in this process, as `python -m jtrain.data inspect --order` does, of the standard library (`tiny`), of a
+made corpus of 1 MB documents in three forms, of the config `mixture`, and of a mixture of 17 KB documents. Chance is
+what one shuffle of all chunks gives. Drift is max(0, |tokens - wanted| - seq_len) of the source that is farthest from
+its share, over all tokens: what no order of whole chunks can avoid is left out.
+"""
+
+import argparse
+import dataclasses
+import io
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from jtrain.bench import Row, row
+from jtrain.config.load import load_config
+from jtrain.config.run import build_run
+from jtrain.data import Constant, PackedText, Source, open_dataset
+from jtrain.data.order_report import OrderReport, measure_order
+from jtrain.data.pretokenized.build import prepare
+from jtrain.data.pretokenized.shard import Recipe
+from jtrain.data.sources.sample import FILES, write_sample
+
+LONG_BYTES, LONG_DOCUMENTS = 1_000_000, 256
+"""The corpus of long documents. 16 draws of 256 find 15.5 different ones on average, 0.97 of 16 rows."""
+
+_LETTERS = 8  # of a document's own alphabet, so that its chunks are alike and differ from all others
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--steps", type=int, default=1000, help="steps of tiny; of 1 MB documents a fifth")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Order of four corpora, then drift of two mixtures."""
+    tiny = build_run(load_config("tiny"))
+    rows = order_rows("tiny", measure_order(open_dataset(tiny.data, seed=tiny.seed), args.steps))
+    with tempfile.TemporaryDirectory() as folder:
+        for name, spec in long_corpora(Path(folder), documents=LONG_DOCUMENTS, size=LONG_BYTES):
+            what = f"{LONG_DOCUMENTS} documents of {LONG_BYTES / 1e6:g} MB, {name}"
+            rows += order_rows(what, measure_order(open_dataset(spec, seed=0), max(args.steps // 5, 20)))
+    with tempfile.TemporaryDirectory() as folder:
+        spec = shipped_mixture(Path(folder))
+        rows += drift_rows("mixture", measure_order(open_dataset(spec, seed=0), 300), (100, 300))
+    with tempfile.TemporaryDirectory() as folder:
+        spec = two_sources(Path(folder))
+        rows += drift_rows("90/10, 17 KB documents", measure_order(open_dataset(spec, seed=0), 100), (100,))
+    return rows
+
+
+def order_rows(what: str, report: OrderReport) -> list[Row]:
+    """The bars on the order of one source."""
+    far, near = report.overlap[10], report.autocorrelation[1]
+    steps = f"{what}, {report.steps} steps"
+    return [
+        row(f"{steps}: different documents per step over rows", report.distinct_over_rows, "", bar=">= 0.95"),
+        row(f"{steps}: |correlation| of k and k+1, +-{near.error:.3f}", abs(near.found), "", bar="< 0.05"),
+        row(f"{steps}: share of k's documents in k+10, over chance", far.found, "", baseline=far.chance, bar="<= 2"),
+        row(f"{steps}: independent rows in a step over rows", report.effective_rows / report.rows, ""),
+    ]
+
+
+def drift_rows(what: str, report: OrderReport, steps: tuple[int, ...]) -> list[Row]:
+    """The bars on the drift of a mixture."""
+    rows = []
+    for n in steps:
+        beyond, all_of_it = 100 * report.drift_beyond_a_chunk[n - 1], 100 * report.drift[n - 1]
+        rows.append(row(f"{what}, drift beyond a chunk after {n} steps", float(beyond), "% of tokens", bar="<= 0.1"))
+        rows.append(row(f"{what}, all drift after {n} steps", float(all_of_it), "% of tokens"))
+    return rows
+
+
+def long_corpora(folder: Path, *, documents: int, size: int) -> Iterator[tuple[str, PackedText]]:
+    """Yields the same documents of `size` bytes in three forms, with the spec that reads them in rows of `tiny`."""
+    texts = long_texts(documents, size=size)
+    lines = folder / "long.jsonl"
+    write_lines(lines, texts)
+    cache = folder / "cache"
+    spec = PackedText(path=str(lines), seq_len=256, global_batch=16, eval_fraction=0.0, cache_dir=str(cache))
+    yield "JSON lines", spec
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "long.parquet", row_group_size=16)
+    yield "Parquet", dataclasses.replace(spec, path=str(folder / "long.parquet"))
+    (source,) = spec.named_sources.items()
+    recipe = Recipe(name=source[0], source=source[1], tokenizer=spec.tokenizer, cache_dir=cache)
+    prepare([recipe], folder / "prepared", workers=os.cpu_count() or 1, stream=io.StringIO())
+    yield "prepared", dataclasses.replace(spec, prepared=str(folder / "prepared"))
+
+
+def long_texts(documents: int, *, size: int) -> list[str]:
+    """Returns texts of `size` random letters, each from an alphabet of its own."""
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(0, _LETTERS, size)
+    letters = np.frombuffer(bytes(range(33, 127)).replace(b'"', b"").replace(b"\\", b""), np.uint8)
+    alphabets = [rng.choice(letters, _LETTERS, replace=False) for _ in range(documents)]
+    return [alphabet[drawn].tobytes().decode() for alphabet in alphabets]
+
+
+def write_lines(file: Path, texts: list[str]) -> None:
+    """Writes a file of JSON lines."""
+    with open(file, "w") as out:
+        out.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def shipped_mixture(folder: Path) -> PackedText:
+    """Writes the sample corpus; returns the data of the config `mixture` with its paths there."""
+    write_sample(folder)
+    spec = build_run(load_config("mixture")).data
+    sources = {name: dataclasses.replace(one, path=str(folder / FILES[name])) for name, one in spec.sources.items()}
+    return dataclasses.replace(spec, sources=sources, cache_dir=str(folder / "cache"))
+
+
+def two_sources(folder: Path) -> PackedText:
+    """Writes two sources of 17 KB documents; returns a mixture of nine parts and one part."""
+    for name in ("most", "rest"):
+        write_lines(folder / f"{name}.jsonl", long_texts(400, size=17_000))
+    return PackedText(
+        sources={name: Source(path=str(folder / f"{name}.jsonl")) for name in ("most", "rest")},
+        mixture=Constant({"most": 0.9, "rest": 0.1}),
+        seq_len=256,
+        global_batch=16,
+        eval_fraction=0.0,
+        cache_dir=str(folder / "cache"),
+    )

@@ -1,0 +1,266 @@
+"""Held-out sets: documents that are evaluated and never trained on, as batches that are the same each time."""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int, Int32, Int64
+
+from jtrain.data.chunk_order import Chunks
+from jtrain.data.chunk_stream import ChunkStream, Read, SourceSetup
+from jtrain.data.constructor.collate import Rows, each, fill_rows, views_of
+from jtrain.data.constructor.context_order import context_order
+from jtrain.data.loss_mask import ignore_targets, runs_within
+from jtrain.data.mixture.schedule import Constant
+from jtrain.data.planner.pieces import Pieces
+from jtrain.data.planner.planner import EndOfData, Planner, PlannerSpec
+from jtrain.data.sources.shuffle import epoch_key, permuted
+from jtrain.data.sources.source import HELD_OUT_PREFIX, Source, field_of
+from jtrain.data.sources.storage import find_files
+from jtrain.data.spec import PackedText
+from jtrain.dims import Batch
+from jtrain.errors import FileError, UserError
+
+_READ_AHEAD = 16
+"""Number of chunks read at a time."""
+
+_SPARE, _SPARE_READ = 4.0, 1.25
+"""Documents, and rows of text, from which an evaluation draws, over the rows that it needs.
+
+With as many documents as rows the standard error would be a quarter larger than with four times as many. Sizes from an
+index may also count what is no text, such as other fields of a JSON line. Where sizes are only known by reading, they
+are right, and more of them would cost time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOutBatch:
+    """Batch of held-out text.
+
+    batch: packed rows; the last batch of a set is padded.
+    document_BL: number of each token's document within the set, from 0 on; -1 in padding.
+    text_bytes: UTF-8 bytes of the text of all tokens that are targets; None if their tokenizer cannot tell.
+    """
+
+    batch: Batch
+    document_BL: Int32[np.ndarray, "B L"]
+    text_bytes: int | None
+
+
+class _Documents(NamedTuple):
+    """Documents from which the chunks of an evaluation are drawn, and the number of chunks up to the end of each."""
+
+    source: Int64[np.ndarray, " documents"]
+    record: Int64[np.ndarray, " documents"]
+    end: Int64[np.ndarray, " documents"]
+
+
+class HeldOutSet:
+    """Held-out documents of some sources, of which an evaluation reads a fixed sample.
+
+    Documents are taken in a random order that is the same for every run, the same number from each source, until there
+    are some for every row of an evaluation, or all are taken. Rows are filled with chunks drawn from all of these at
+    random: the more documents an evaluation has, the smaller its standard error. A set that is smaller than an
+    evaluation is read whole.
+
+    A target is a token whose predecessor is in the same piece of the same document: all but the first token of a chunk,
+    and the token after each cut where a row ends. End ids are targets, of 0 bytes of text.
+
+    Args:
+      streams: sources; their documents that `ChunkStream.held_out` chooses.
+      spec: gives the shape of the rows, and the most batches of an evaluation.
+    """
+
+    def __init__(self, streams: Sequence[ChunkStream], spec: PackedText) -> None:
+        self.streams = tuple(streams)
+        self.spec = spec
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents from which the sample is drawn."""
+        return len(self._documents.record)
+
+    @property
+    def vocab_size(self) -> int:
+        """Upper bound (exclusive) of the ids of all sources."""
+        return max(stream.tokenizer.vocab_size for stream in self.streams)
+
+    def describe(self) -> str:
+        """Returns the size of the sources, for the plan of a run."""
+        known = [stream.num_documents for stream in self.streams if stream.num_documents is not None]
+        documents = f"{sum(known):,} documents" if len(known) == len(self.streams) else "documents"
+        files, size = (sum(len(s.names) for s in self.streams), sum(s.size_bytes for s in self.streams))
+        return f"{documents} in {files:,} files, {size / 2**20:,.1f} MiB, all held out"
+
+    def fingerprint(self) -> str:
+        """Returns a text that changes whenever the batches could."""
+        return " ".join(stream.fingerprint() for stream in self.streams)
+
+    def has_targets(self) -> bool:
+        """True if some chunk has a learned token after its first one; reads chunks up to the first such one."""
+        reads = (self._read(number) for number in range(int(self._documents.end[-1])))
+        return any(len(read.ids) - 1 > (read.ignored[:, 1] - np.maximum(read.ignored[:, 0], 1)).sum() for read in reads)
+
+    def batches(self, *, context: int = 1) -> Iterator[HeldOutBatch]:
+        """Yields the batches of an evaluation, at most `data.eval_batches`.
+
+        Args:
+          context: size of the mesh axis that splits rows.
+        """
+        spec = self.spec
+        reads: dict[int, Read] = {}
+        order = context_order(spec.seq_len, context, spec.context_order)
+
+        def lengths(source: int, first: int, count: int) -> Int[np.ndarray, " read"]:
+            numbers = range(first, first + min(count, _READ_AHEAD))
+            reads.update((number, self._read(number)) for number in numbers)
+            return np.asarray([len(reads[number].ids) for number in numbers], np.int64)
+
+        planner = Planner(
+            PlannerSpec(
+                names=("held out",),
+                chunks_per_epoch=(int(self._documents.end[-1]),),
+                seq_len=spec.seq_len,
+                global_batch=spec.global_batch,
+                schedule=Constant({"held out": 1.0}),
+                packing=spec.packing,
+                epochs=1,
+                balance=False,
+            ),
+            lengths,
+        )
+        state = planner.start()
+        for _ in range(spec.eval_batches):
+            try:
+                plan, state = planner.plan(state)
+            except EndOfData:
+                return
+            rows = Rows.empty(spec.global_batch, spec.seq_len)
+            fill_rows(rows, plan.pieces, views_of(lambda _, number: reads[number].ids))
+            runs = [runs_within(reads[n].ignored, start, end) for _, n, start, end in each(plan.pieces)]
+            ignore_targets(rows.target_BL, plan.pieces, runs)
+            arrays = rows.token_BL, rows.target_BL, rows.position_BL, rows.segment_BL
+            batch = Batch(*(array[:, order] for array in arrays))
+            yield HeldOutBatch(batch, self._document_BL(plan.pieces)[:, order], self._text_bytes(plan.pieces, reads))
+            for number in [number for number in reads if number < state.oldest()[0]]:
+                del reads[number]
+
+    @functools.cached_property
+    def _documents(self) -> _Documents:
+        share = -(-self.spec.eval_batches * self.spec.global_batch // len(self.streams))
+        found: list[np.ndarray] = [np.empty((0, 3), np.int64)]
+        for source, stream in enumerate(self.streams):
+            documents = rows = share * (_SPARE if stream.sizes_are_known else _SPARE_READ)
+            for records in stream.held_out_records():
+                while len(records) and (documents > 0 or rows > 0):
+                    some, records = np.split(records, [max(_READ_AHEAD, math.ceil(documents))])
+                    some = np.sort(some)  # neighbours in a Parquet file are decoded together
+                    lengths = stream.rows_of(some)
+                    chunks = np.maximum(np.ceil(lengths), 1).astype(np.int64)
+                    found.append(np.stack([np.full_like(some, source), some, chunks], axis=1))
+                    documents, rows = documents - len(some), rows - float(lengths.sum())
+                if documents <= 0 and rows <= 0:
+                    break
+        sources, records, chunks = np.concatenate(found).T
+        return _Documents(sources, records, np.cumsum(chunks))
+
+    def _document_of(self, number: int) -> tuple[int, int]:
+        """Returns the document of chunk `number` of the sample, and the chunk's number in the document."""
+        total = np.int64(self._documents.end[-1])
+        at = int(permuted(np.asarray([number], np.int64), total, epoch_key(0, 0))[0])
+        document = int(np.searchsorted(self._documents.end, at, side="right"))
+        return document, at - (int(self._documents.end[document - 1]) if document else 0)
+
+    def _read(self, number: int) -> Read:
+        document, chunk = self._document_of(number)
+        record = int(self._documents.record[document])
+        one = Chunks(*(np.asarray([value], np.int64) for value in (record, chunk, 1)))
+        return self.streams[int(self._documents.source[document])].read_chunks(one)
+
+    def _document_BL(self, pieces: Pieces) -> Int32[np.ndarray, "B L"]:
+        document_BL = np.full((self.spec.global_batch, self.spec.seq_len), -1, np.int32)
+        filled = np.zeros(self.spec.global_batch, np.int64)
+        for row, (_, number, start, end) in zip(pieces.row.tolist(), each(pieces), strict=True):
+            document_BL[row, filled[row] : filled[row] + end - start] = self._document_of(number)[0]
+            filled[row] += end - start
+        return document_BL
+
+    def _text_bytes(self, pieces: Pieces, reads: Mapping[int, Read]) -> int | None:
+        total = 0
+        for _, number, start, end in each(pieces):
+            source = int(self._documents.source[self._document_of(number)[0]])
+            sizes = self.streams[source].tokenizer.text_bytes(reads[number].ids)
+            if sizes is None:
+                return None
+            total += int(sizes[start + 1 : end].sum())
+            for first, last in runs_within(reads[number].ignored, start + 1, end).tolist():
+                total -= int(sizes[start + 1 + first : start + 1 + last].sum())
+        return total
+
+
+def open_sets(sets: Mapping[str, Source], spec: PackedText, setups: Sequence[SourceSetup]) -> dict[str, HeldOutSet]:
+    """Opens the held-out sets of `eval.sets`, all of whose documents are held out.
+
+    Args:
+      sets: sources by name.
+      spec: the data that is trained on.
+      setups: settings of its sources.
+
+    Raises:
+      UserError: a set has files of a training source, or no text; the message names field, file and way out.
+      FileError: nothing is there, or it cannot be read.
+    """
+    found = {}
+    for name, source in sets.items():
+        field = f"{HELD_OUT_PREFIX}{name}"
+        tokenizer = source.tokenizer or spec.tokenizer
+        setup = dataclasses.replace(
+            setups[0],
+            name=field,
+            source=source,
+            tokenizer=tokenizer,
+            end_token=spec.end_token if tokenizer == spec.tokenizer else None,
+            eval_fraction=1.0,
+            chunk_bytes=None,
+            prepared=None,
+            fingerprint=None,
+        )
+        found[name] = HeldOutSet([ChunkStream(setup)], spec)
+        _check_apart(source, field, setups)
+        if not found[name].has_targets():
+            learned = "" if source.mask is None else " of which the second is learned"
+            raise UserError(
+                f"{field}.path={source.path!r}: none of its {found[name].num_documents} documents has two "
+                f"tokens{learned}, so there is nothing to predict. Set {field}.path to files with text in them."
+            )
+    return found
+
+
+def _check_apart(source: Source, field: str, setups: Sequence[SourceSetup]) -> None:
+    """Refuses a set that shares a file with a training source."""
+    own = _locations(source, f"{field}.path")
+    for setup in setups:
+        trained = field_of(setup.name)
+        try:
+            shared = own & _locations(setup.source, f"{trained}.path")
+        except FileError:
+            if setup.prepared is None:
+                raise
+            continue  # a prepared source needs its files no more
+        if shared:
+            raise UserError(
+                f"{field}.path={source.path!r}: {len(shared)} of its {len(own)} files are trained on by "
+                f"{trained}.path={setup.source.path!r} (first: {min(shared)}). Move them out of {trained}.path, set "
+                f"{field}.path to other files, or remove {field}: data.eval_fraction holds out documents of {trained}."
+            )
+
+
+def _locations(source: Source, field: str) -> set[str]:
+    """Returns the files of a source, by their real paths; a Grain dataset by its name."""
+    if source.format == "grain":
+        return {source.path}
+    files = find_files(source.path, field=field)
+    return {file.location if file.is_remote else os.path.realpath(file.location) for file in files}

@@ -1,0 +1,365 @@
+"""Adopts token files of other projects, `python -m jtrain.data adopt`: an index that reads its ids from them, in place.
+
+Each file is scanned once, in parallel, for the ends of its documents, its largest id and its hash; what is written is
+4.5 bytes per document. An interrupted call goes on with the file where it stopped.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64, UInt
+
+from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized.adopted import edges_of_path
+from jtrain.data.pretokenized.claims import Host
+from jtrain.data.pretokenized.foreign.find import find_layout
+from jtrain.data.pretokenized.foreign.foreign_file import PART_BYTES, Layout
+from jtrain.data.pretokenized.partial_folder import WRITER, begin, publish, read_json, write_lengths
+from jtrain.data.pretokenized.progress import ProgressOutput
+from jtrain.data.pretokenized.reader import PreparedIndex, digest
+from jtrain.data.pretokenized.writer import IndexSummary, summary_of
+from jtrain.data.tokenizer import Tokenizer, make_tokenizer, smallest_id_dtype
+from jtrain.errors import UserError
+from jtrain.runtime.atomic_io import write_whole
+
+_STATE, _RUNS = "scanned.json", "runs"
+_APPENDED = (reader.LENGTHS, reader.SHARDS, _RUNS)
+_SAVE_S = 10.0
+_ROWS_AT_ONCE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Scanned part of file number `file`: its documents, counts and hash; `ids` only where they are copied."""
+
+    file: int
+    last: bool
+    tokens: int
+    ends: Int64[np.ndarray, " documents"]
+    offsets: Int64[np.ndarray, " documents"] | None
+    hash: str
+    ids: UInt[np.ndarray, " tokens"] | None
+
+
+def adopt(
+    path: str,
+    out: Path,
+    *,
+    name: str,
+    tokenizer: str,
+    end_token: str | None,
+    dtype: str | None,
+    column: str | None,
+    command: str,
+    stream: ProgressOutput,
+) -> IndexSummary:
+    """Writes the index OUT/NAME of token files that stay where they are; Parquet's ids are copied into it.
+
+    Args:
+      path, dtype, column: arguments of `find_layout`.
+      tokenizer, end_token: arguments of `make_tokenizer`; a run with another tokenizer is refused.
+      command: command line that repeats this call; kept in the index for messages.
+      stream: progress output, a line every 10 s.
+
+    Raises:
+      FileError: nothing is there, or a file is cut short.
+      UserError: an id is beyond the vocabulary, no end id is found, or the files are of no known layout.
+    """
+    encoder = _tokenizer(tokenizer, end_token)
+    layout = find_layout(path, end_id=encoder.end_id, vocab_size=encoder.vocab_size, dtype=dtype, column=column)
+    out.mkdir(parents=True, exist_ok=True)
+    with Host(out) as host, host.claiming(out / f".{name}.claim"):
+        adoption = _Adoption(layout, out, name, encoder, command, stream)
+        if adoption.is_there():
+            return summary_of(PreparedIndex(out / name), name, "there")
+        adoption.resume(host)
+        adoption.scan(tokenizer)
+        adoption.finish()
+    return summary_of(PreparedIndex(out / name), name, "made")
+
+
+def _tokenizer(name: str, end_token: str | None) -> Tokenizer:
+    """Returns the tokenizer; its messages name the options of this command instead of fields of a config."""
+    try:
+        return make_tokenizer(name, end_token=end_token)
+    except UserError as error:
+        raise UserError(
+            str(error).replace("data.tokenizer", "--tokenizer").replace("data.end_token", "--end-token")
+        ) from error
+
+
+class _Adoption:
+    """Adoption of the files of one layout into OUT/NAME."""
+
+    def __init__(
+        self, layout: Layout, out: Path, name: str, tokenizer: Tokenizer, command: str, stream: ProgressOutput
+    ) -> None:
+        self._layout = layout
+        self._folder = out / name
+        self._partial = out / f".{name}.partial"
+        self._tokenizer = tokenizer
+        self._command = command
+        self._stream = stream
+        with concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
+            found = list(pool.map(edges_of_path, [layout.root / n for n in layout.names]))
+        self._sizes = [size for size, _ in found]
+        self._edges = [edges for _, edges in found]
+        corpus = hashlib.blake2b(json.dumps([layout.names, self._sizes, self._edges]).encode(), digest_size=8)
+        self._made_of: dict[str, str | int] = {
+            "corpus": corpus.hexdigest(),
+            "tokenizer": tokenizer.identity,
+            "adopted": layout.kind,
+            **layout.decided_by,
+        }
+        stored = layout.files[0].dtype
+        self._dtype = (
+            smallest_id_dtype(tokenizer.vocab_size) if layout.copies else np.dtype(f"u{min(4, stored.itemsize)}")
+        )
+        self._state: dict[str, Any] = {}
+
+    def is_there(self) -> bool:
+        """True if the index exists already; if its files moved, it is made to refer to where they are now."""
+        if not (self._folder / reader.INDEX).exists():
+            if self._folder.exists():
+                raise UserError(
+                    f"{self._folder} exists and is not a prepared index. Remove it, or set --name or --out to another."
+                )
+            return False
+        body = json.loads((self._folder / reader.INDEX).read_bytes())
+        if body.get("made_of") != self._made_of:
+            return False
+        del body["digest"]
+        if not self._layout.copies:
+            body["adopted"] = self._adopted()
+        write_whole(self._folder / reader.INDEX, reader.sign(body))
+        return True
+
+    def resume(self, host: Host) -> None:
+        """Goes on after the files that an earlier call scanned, if it scanned the same ones."""
+        begin(self._partial, {"format": reader.FORMAT, "made_of": self._made_of}, host)
+        host.claim(self._partial / WRITER)  # a `prepare` of the same name finds it
+        fresh = {
+            "files": 0,
+            "placed": 0,
+            "records": 0,
+            "tokens": 0,
+            "empty": 0,
+            "ends": 0,
+            "file_ends": [],
+            "bytes": {},
+        }
+        state = read_json(self._partial / _STATE) or fresh
+        names = (*_APPENDED, *((reader.IDS,) if self._layout.copies else ()))
+        for name in names:
+            with open(self._partial / name, "ab") as file:
+                if file.tell() < state["bytes"].get(name, 0):
+                    state = fresh
+        for name in names:
+            os.truncate(self._partial / name, state["bytes"].get(name, 0))
+        self._state = state
+        if state["files"]:
+            self._say(f"goes on after {state['files']:,} of {len(self._layout.files):,} files.")
+
+    def scan(self, tokenizer: str) -> None:
+        """Scans the files that are left and appends what is found."""
+        layout, state = self._layout, self._state
+        left = range(state["files"], len(layout.files))
+        total, done = sum(self._sizes[file] for file in left), 0
+        said_s = saved_s = time.monotonic()
+        carry = 0  # tokens of the document that a part ends within
+        names = (*_APPENDED, *((reader.IDS,) if layout.copies else ()))
+        with contextlib.ExitStack() as stack:
+            outputs = {name: stack.enter_context(open(self._partial / name, "ab")) for name in names}
+            for part in self._scanned(left, tokenizer):
+                carry = self._append(part, carry, outputs)
+                done += self._sizes[part.file] if part.last else 0
+                if part.last and time.monotonic() - saved_s >= _SAVE_S:
+                    saved_s = time.monotonic()
+                    self._save(outputs)
+                if time.monotonic() - said_s >= _SAVE_S:
+                    said_s = time.monotonic()
+                    self._say(f"{done / 2**30:,.1f} of {total / 2**30:,.1f} GiB, {state['tokens']:,} tokens")
+        if layout.splits and not state["ends"]:
+            raise UserError(
+                f"{layout.root / layout.names[0]}: none of the {state['tokens']:,} ids is {self._tokenizer.end_id}, "
+                f"the end id of --tokenizer {tokenizer}, so there are no documents. Set --end-token to the token that "
+                "ends the documents of these files."
+            )
+
+    def _scanned(self, left: range, tokenizer: str) -> Iterator[_Part]:
+        """Yields the parts in order, while threads scan a few ahead."""
+        parts = ((file, part) for file in left for part in range(self._layout.files[file].num_parts()))
+        with concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
+            waiting = collections.deque[concurrent.futures.Future[_Part]]()
+            try:
+                while True:
+                    for file, part in itertools.islice(parts, 2 * _threads() - len(waiting)):
+                        waiting.append(pool.submit(self._scan_part, file, part, tokenizer))
+                    if not waiting:
+                        return
+                    yield waiting.popleft().result()
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    def _scan_part(self, file: int, part: int, tokenizer: str) -> _Part:
+        one = self._layout.files[file]
+        found = one.scan(part)
+        if len(found.ids) and int(found.ids.max()) >= self._tokenizer.vocab_size:
+            raise self._beyond_vocabulary(one.path, part, found.ids, tokenizer)
+        ids = found.ids.astype(self._dtype, copy=False)
+        last = part == one.num_parts() - 1
+        copied = ids if self._layout.copies else None
+        return _Part(file, last, len(ids), found.ends.astype(np.int64), found.offsets, digest(ids), copied)
+
+    def _beyond_vocabulary(self, path: Path, part: int, ids: UInt[np.ndarray, " n"], tokenizer: str) -> UserError:
+        largest = ids.max()
+        signed = int(np.asarray(largest).view(ids.dtype.str.replace("u", "i")))
+        as_signed = f" ({signed:,} as a signed number)" if signed < 0 and ids.itemsize > 2 else ""
+        or_dtype = f", or --dtype if they are not {ids.dtype.name}" if self._layout.dtype_is_assumed else ""
+        place = f"row group {part}"
+        if not self._layout.copies:
+            place = f"token {int(np.argmax(ids)) + part * (PART_BYTES // ids.itemsize):,}"
+        return UserError(
+            f"{path}: id {int(largest):,}{as_signed}, {place}, is not below the vocabulary of --tokenizer {tokenizer}, "
+            f"{self._tokenizer.vocab_size:,}. Set --tokenizer to the one that made these ids{or_dtype}."
+        )
+
+    def _append(self, part: _Part, carry: int, outputs: dict[str, Any]) -> int:
+        """Appends a part; returns the tokens of the document that it ends within."""
+        state = self._state
+        state["ends"] += len(part.ends)
+        ends = part.ends
+        rest = part.tokens - (int(ends[-1]) if len(ends) else -carry)
+        if part.last and rest:
+            ends, rest = np.append(ends, part.tokens), 0
+        lengths = np.diff(ends, prepend=-carry)
+        if len(lengths) and (longest := int(lengths.max())) >= 1 << 31:
+            raise UserError(
+                f"{self._layout.files[part.file].path}: a document of {longest:,} tokens; documents have fewer than "
+                f"{1 << 31:,}. Set --end-token to the token that ends the documents of these files."
+            )
+        lengths = lengths.astype(np.uint32)
+        if part.offsets is not None:
+            first = state["tokens"] + ends - lengths
+            runs = np.stack([first, part.offsets, np.full(len(ends), part.file)], axis=1)
+        elif state["placed"] > part.file:
+            runs = np.empty((0, 3), np.int64)
+        else:
+            runs = np.asarray([[state["tokens"], self._layout.files[part.file].first_byte, part.file]])
+            state["placed"] = part.file + 1
+        outputs[_RUNS].write(runs.astype("<i8").tobytes())
+        outputs[reader.LENGTHS].write(lengths.tobytes())
+        line = {"records": len(lengths), "tokens": part.tokens, "ids": part.hash, "lengths": digest(lengths)}
+        outputs[reader.SHARDS].write(json.dumps(line).encode() + b"\n")
+        if part.ids is not None:
+            outputs[reader.IDS].write(part.ids.tobytes())
+        state["records"] += len(lengths)
+        state["tokens"] += part.tokens
+        state["empty"] += int((lengths == 0).sum())
+        if part.last:
+            self._layout.files[part.file].close()
+            state["files"] = part.file + 1
+            self._end_files(part.file)
+            state["file_ends"].append(state["records"])
+        return rest
+
+    def _end_files(self, count: int) -> None:
+        """Notes the end of each of the first `count` files that has none yet: they are empty."""
+        ends = self._state["file_ends"]
+        ends += [ends[-1] if ends else 0] * (count - len(ends))
+
+    def _save(self, outputs: dict[str, Any]) -> None:
+        for name, file in outputs.items():
+            file.flush()
+            os.fdatasync(file.fileno())
+            self._state["bytes"][name] = file.tell()
+        write_whole(self._partial / _STATE, json.dumps(self._state))
+
+    def finish(self) -> None:
+        """Writes the remaining files of the index and gives the folder its name."""
+        state, partial = self._state, self._partial
+        if not state["records"]:
+            raise UserError(f"--from: the {len(self._layout.files)} files below {self._layout.root} hold no ids.")
+        self._end_files(len(self._layout.files))
+        write_lengths(partial / reader.LENGTHS, partial / "lengths.tmp", state["records"])
+        (partial / reader.SKIPPED).write_bytes(b"")
+        files = {"names": self._layout.names, "file_ends": state["file_ends"]}
+        body = {"made_of": self._made_of, "dtype": self._dtype.name, "skipped": 0}
+        body |= {key: state[key] for key in ("records", "tokens", "empty")}
+        if not self._layout.copies:
+            _write_places(partial / _RUNS, partial / reader.PLACES, state["tokens"])
+            files |= {"sizes": self._sizes, "edges": self._edges}
+            body["adopted"] = self._adopted()
+        (partial / reader.FILES).write_text(json.dumps(files))
+        write_whole(partial / reader.INDEX, reader.seal(partial, body))
+        publish(partial, self._folder)
+
+    def _adopted(self) -> dict[str, str]:
+        return {"root": str(self._layout.root), "dtype": self._layout.files[0].dtype.name, "command": self._command}
+
+    def _say(self, text: str) -> None:
+        print(f"{self._folder.name}: {text}", file=self._stream, flush=True)
+
+
+def _write_places(runs: Path, places: Path, tokens: int) -> None:
+    """Writes places.bin, whose columns lie one after another, from rows of first token, byte offset and file."""
+    count = runs.stat().st_size // 24
+    with open(places, "wb") as file:
+        for column in range(3):
+            for first in range(0, count, _ROWS_AT_ONCE):
+                rows = np.fromfile(runs, "<i8", 3 * min(_ROWS_AT_ONCE, count - first), offset=24 * first)
+                file.write(rows.reshape(-1, 3)[:, column].tobytes())
+            if column == 0:
+                file.write(np.asarray([tokens], "<i8").tobytes())
+
+
+def _threads() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def adopt_command(
+    path: str,
+    out: Path,
+    *,
+    name: str,
+    tokenizer: str,
+    end_token: str | None,
+    dtype: str | None,
+    column: str | None,
+    command: str,
+    json_file: Path | None,
+) -> int:
+    """Runs `python -m jtrain.data adopt`: adopts, says what was found, returns the exit code."""
+    row = adopt(
+        path,
+        out,
+        name=name,
+        tokenizer=tokenizer,
+        end_token=end_token,
+        dtype=dtype,
+        column=column,
+        command=command,
+        stream=sys.stderr,
+    )
+    index = PreparedIndex(out / name)
+    files = "files copied" if index.made_of["adopted"] == "parquet" else "files read in place"
+    print(
+        f"{name}: {row.records:,} documents, {row.tokens:,} tokens, {len(index.names):,} {files} "
+        f"({index.made_of['adopted']}), index of {row.bytes / 2**20:,.1f} MiB in {out / name} ({row.state})"
+    )
+    if json_file is not None:
+        json_file.write_text(json.dumps(dataclasses.asdict(row), indent=1))
+    return 0

@@ -1,0 +1,179 @@
+"""Files of ids that lie one after another: Megatron .bin/.idx, llm.c and nanoGPT .bin, OLMo .npy."""
+
+import functools
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+
+from jtrain.data.pretokenized.foreign.foreign_file import PART_BYTES, Found, unsigned
+from jtrain.errors import FileError, UserError
+
+_LLM_C = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+"""(magic, version) of an llm.c file -> dtype of its ids, for GPT-2 and for Llama 3."""
+
+_LLM_C_HEADER_BYTES = 1024
+_SURELY_IDS = 64
+
+_MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_MEGATRON_MAGIC = b"MMIDIDX\0\0"
+
+
+class SplitFile:
+    """File of ids whose documents end with an end id, which belongs to the document before it.
+
+    What follows the last end id is a document too. In llm.c's files the token stands before each document: the first
+    document is then that token alone, and every other one ends with the token of the next.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], first_byte: int, tokens: int, end_id: int) -> None:
+        self.path = path
+        self.dtype = dtype
+        self.first_byte = first_byte
+        self._tokens = tokens
+        self._end_id = end_id
+
+    def num_parts(self) -> int:
+        return -(-self._tokens * self.dtype.itemsize // PART_BYTES)
+
+    def scan(self, part: int) -> Found:
+        ids = _read_part(self.path, self.dtype, self.first_byte, self._tokens, part)
+        if part == 0 and self.dtype.itemsize == 2 and len(ids) >= _SURELY_IDS and not ids[1::2].any():
+            raise UserError(
+                f"{self.path}: every second of its ids is 0, as where uint32 is read as uint16. Set --dtype uint32."
+            )
+        return Found(ids, np.flatnonzero(ids == self._end_id) + 1)
+
+    def close(self) -> None:
+        pass
+
+
+class MegatronFile:
+    """Megatron's .bin with its .idx, which says where documents end; a document is one or more sequences.
+
+    Files of fairseq have the same index without the list of documents: each sequence is one.
+
+    Raises:
+      UserError: the index is of another version, has an unknown dtype, or does not fit the .bin.
+    """
+
+    first_byte = 0
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._index = path.with_suffix(".idx")
+        size = self._index.stat().st_size
+        with open(self._index, "rb") as file:
+            head = file.read(34)
+        if len(head) < 26 or head[:9] != _MEGATRON_MAGIC:
+            raise UserError(f"{self._index}: not an index of Megatron: it does not begin with MMIDIDX. Leave it out.")
+        version, code, self._sequences = struct.unpack_from("<QBQ", head, 9)
+        if version != 1 or code not in _MEGATRON_DTYPES:
+            raise UserError(
+                f"{self._index}: version {version} with dtype code {code}; version 1 with codes "
+                f"{', '.join(map(str, _MEGATRON_DTYPES))} can be read. Write it again by Megatron's preprocess_data.py."
+            )
+        self.dtype = unsigned(_MEGATRON_DTYPES[code], str(self._index))
+        fairseq = size == 26 + 12 * self._sequences
+        self._sizes_at = 26 if fairseq else 34
+        self._documents = 0 if fairseq else int.from_bytes(head[26:34], "little")
+        wanted = self._sizes_at + 12 * self._sequences + 8 * self._documents
+        if size not in (wanted, wanted + self._sequences):  # multimodal files end with a byte per sequence
+            raise FileError(f"{self._index}: {size:,} bytes, and its head says {wanted:,}: cut short. Copy it again.")
+
+    def num_parts(self) -> int:
+        return max(1, -(-int(self._ends[-1]) * self.dtype.itemsize // PART_BYTES)) if len(self._ends) else 0
+
+    def scan(self, part: int) -> Found:
+        first = part * (PART_BYTES // self.dtype.itemsize)
+        ids = _read_part(self.path, self.dtype, 0, int(self._ends[-1]), part)
+        # A document without tokens belongs to the part where it ends, and to the first one at the very start.
+        low = 0 if part == 0 else np.searchsorted(self._ends, first, side="right")
+        high = np.searchsorted(self._ends, first + len(ids), side="right")
+        return Found(ids, self._ends[low:high] - first)
+
+    def close(self) -> None:
+        self.__dict__.pop("_ends", None)
+
+    @functools.cached_property
+    def _ends(self) -> Int64[np.ndarray, " documents"]:
+        """End of each document in tokens; 8 bytes per document, freed by `close`."""
+
+        def column(dtype: str, count: int, offset: int) -> np.ndarray:
+            return np.fromfile(self._index, dtype, count, offset=offset)
+
+        at = self._sizes_at
+        sizes = column("<i4", self._sequences, at)
+        pointers = column("<i8", self._sequences, at + 4 * self._sequences)
+        ends = np.cumsum(sizes, dtype=np.int64)
+        tokens = int(ends[-1]) if len(ends) else 0
+        if not np.array_equal(pointers, (ends - sizes) * self.dtype.itemsize):
+            raise UserError(
+                f"{self._index}: its sequences do not lie one after another in {self.path.name}. Write both again by "
+                "Megatron's preprocess_data.py or merge_datasets.py."
+            )
+        if (here := self.path.stat().st_size) != tokens * self.dtype.itemsize:
+            raise FileError(
+                f"{self.path}: {here:,} bytes, and {self._index.name} says {tokens * self.dtype.itemsize:,}: one of "
+                "them was cut short or replaced. Copy both again."
+            )
+        if not self._documents:
+            return ends
+        last = column("<i8", self._documents, at + 12 * self._sequences)
+        if last[0] or last[-1] != self._sequences or (np.diff(last) < 0).any():
+            raise UserError(
+                f"{self._index}: its documents do not cover its {self._sequences:,} sequences. Write it again by "
+                "Megatron's preprocess_data.py."
+            )
+        return np.append(np.int64(0), ends)[last[1:]]
+
+
+def llm_c_file(path: Path, end_id: int) -> SplitFile | None:
+    """Returns the file if it has a header of llm.c; None if not."""
+    with open(path, "rb") as file:
+        head = file.read(12)
+    magic, version, tokens = struct.unpack("<iiI", head) if len(head) == 12 else (0, 0, 0)
+    if (dtype := _LLM_C.get((magic, version))) is None:
+        return None
+    wanted = _LLM_C_HEADER_BYTES + tokens * dtype.itemsize
+    if (here := path.stat().st_size) != wanted:
+        raise FileError(f"{path}: {here:,} bytes, and its head says {wanted:,}: cut short. Copy it again.")
+    return SplitFile(path, dtype, _LLM_C_HEADER_BYTES, tokens, end_id)
+
+
+def npy_file(path: Path, end_id: int) -> SplitFile | None:
+    """Returns the file if it has a header of NumPy; None if not: OLMo's .npy files are ids alone."""
+    with open(path, "rb") as file:
+        if file.read(6) != b"\x93NUMPY":
+            return None
+        file.seek(0)
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+        first_byte = file.tell()
+    if len(shape) != 1:
+        raise UserError(f"{path}: an array of shape {shape}; a flat one is needed. Save it as ids.reshape(-1).")
+    wanted = first_byte + shape[0] * dtype.itemsize
+    if (here := path.stat().st_size) != wanted:
+        raise FileError(f"{path}: {here:,} bytes, and its head says {wanted:,}: cut short. Copy it again.")
+    return SplitFile(path, unsigned(dtype, str(path)), first_byte, shape[0], end_id)
+
+
+def raw_file(path: Path, dtype: np.dtype[Any], end_id: int) -> SplitFile:
+    """Returns a file of ids without any header; raises FileError if it does not hold a whole number of them."""
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise FileError(
+            f"{path}: {size:,} bytes are no whole number of {dtype.name} ids. Copy it again, or set --dtype to what "
+            "its ids are."
+        )
+    return SplitFile(path, dtype, 0, size // dtype.itemsize, end_id)
+
+
+def _read_part(path: Path, dtype: np.dtype[Any], first_byte: int, tokens: int, part: int) -> np.ndarray:
+    per_part = PART_BYTES // dtype.itemsize
+    first = part * per_part
+    count = min(per_part, tokens - first)
+    return np.fromfile(path, dtype, count, offset=first_byte + first * dtype.itemsize)

@@ -1,0 +1,85 @@
+"""Interface of foreign token files: each is scanned once, in parts, for its documents and its largest id."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int, UInt
+
+from jtrain.errors import UserError
+
+PART_BYTES = 1 << 25
+"""Bytes of ids scanned at a time by a thread."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Contents of one part of a file.
+
+    ids: ids of the part, as stored, read as unsigned numbers: a negative id becomes one beyond any vocabulary.
+    ends: end of each document that ends in this part, in tokens from the start of the part; equal to the one before
+      for an empty document.
+    offsets: byte offset of each document in the file; None if the ids of the whole file lie one after another.
+    """
+
+    ids: UInt[np.ndarray, " tokens"]
+    ends: Int[np.ndarray, " documents"]
+    offsets: Int[np.ndarray, " documents"] | None = None
+
+
+@runtime_checkable
+class ForeignFile(Protocol):
+    """File of token ids.
+
+    Attributes:
+      path: the file that holds the ids.
+      dtype: dtype of `Found.ids`.
+      first_byte: byte offset of the first id, where the ids of the whole file lie one after another.
+    """
+
+    path: Path
+    dtype: np.dtype[Any]
+    first_byte: int
+
+    def num_parts(self) -> int: ...
+
+    def scan(self, part: int) -> Found:
+        """Reads a part; called from several threads, on different parts."""
+        ...
+
+    def close(self) -> None:
+        """Frees what was kept between the scans."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Files of one layout, ready to be scanned.
+
+    kind: megatron, llm.c, raw, npy, mds or parquet.
+    root: folder that `names` are relative to.
+    names: names of the files of ids, sorted.
+    files: the files.
+    decided_by: what else decides the documents, such as the end id; part of the identity of the index.
+    splits: True if the documents are found by the end id, False if the layout marks them.
+    copies: True if the ids must be copied, because the layout has no ids at fixed offsets.
+    dtype_is_assumed: True if nothing in the files tells the dtype of the ids.
+    """
+
+    kind: str
+    root: Path
+    names: list[str]
+    files: list[ForeignFile]
+    decided_by: dict[str, str | int]
+    splits: bool = False
+    copies: bool = False
+    dtype_is_assumed: bool = False
+
+
+def unsigned(dtype: Any, what: str) -> np.dtype[Any]:
+    """Returns the unsigned dtype of the same size; raises UserError unless `dtype` is a little-endian integer."""
+    dtype = np.dtype(dtype)
+    if dtype.kind not in "iu" or (dtype.itemsize > 1 and dtype.newbyteorder("<") != dtype):
+        raise UserError(f"{what}: ids must be little-endian integers, and these are {dtype}. Write them as uint32.")
+    return np.dtype(f"<u{dtype.itemsize}")

@@ -1,0 +1,141 @@
+"""Shards of MosaicML streaming (MDS): each sample is a document, its ids one column of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64, UInt8
+
+from jtrain.data.pretokenized.foreign.foreign_file import Found, unsigned
+from jtrain.errors import FileError, UserError
+
+_KNOWN_COLUMNS = ("tokens", "input_ids")
+_ARRAY_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
+"""Code of an array's dtype, where the encoding of the column does not name it."""
+
+
+class MdsShard:
+    """Uncompressed shard.
+
+    A shard is uint32: number of samples, then the first byte of each and the end; a description; the samples. A sample
+    is a uint32 size for each column of variable size, then the columns.
+
+    Args:
+      entry: entry of the shard in index.json.
+      column: name of the column of ids.
+      dtype: dtype of the ids in a column of plain bytes.
+
+    Raises:
+      FileError: the shard is missing, or only its compressed form is there.
+      UserError: the column holds no ids.
+    """
+
+    first_byte = 0
+
+    def __init__(self, folder: Path, entry: dict[str, Any], column: str, dtype: np.dtype[Any]) -> None:
+        self.path = folder / entry["raw_data"]["basename"]
+        self._samples: int = entry["samples"]
+        self._before = list(zip(entry["column_names"], entry["column_sizes"], strict=True))
+        self._place = entry["column_names"].index(column)
+        if not self.path.exists():
+            if entry.get("compression"):
+                raise FileError(
+                    f"{folder / entry['zip_data']['basename']} is compressed ({entry['compression']}), so its ids have "
+                    "no offsets. Write the data set again with MDSWriter(compression=None), or read it once with "
+                    "StreamingDataset(keep_zip=False) and adopt its local folder."
+                )
+            raise FileError(f"{self.path} is missing, and index.json names it. Copy the data set again.")
+        encoding, _, rest = entry["column_encodings"][self._place].partition(":")
+        name, _, shape = rest.partition(":")
+        self._own_dtype, self._own_shape = encoding == "ndarray" and not name, encoding == "ndarray" and not shape
+        if encoding not in ("bytes", "ndarray"):
+            raise UserError(
+                f"{folder}: column {column!r} is of encoding {encoding!r}, and ids are bytes or ndarray. Set --column "
+                f"to one of {', '.join(entry['column_names'])}."
+            )
+        self.dtype_is_assumed = encoding == "bytes"
+        self.dtype = unsigned(name or dtype, f"{folder}: column {column!r}") if encoding == "ndarray" else dtype
+        if self._own_dtype:
+            self.dtype = unsigned(_ARRAY_DTYPES.get(self._first_code(), "<f4"), f"{self.path}: column {column!r}")
+
+    def num_parts(self) -> int:
+        return 1
+
+    def scan(self, part: int) -> Found:
+        content = np.fromfile(self.path, np.uint8)
+        starts, ends = self._columns(content)
+        if self._own_dtype and len(starts):
+            codes = np.unique(content[starts])
+            if [_ARRAY_DTYPES.get(int(code)) for code in codes] != [_ARRAY_DTYPES[self._first_code()]]:
+                raise UserError(f"{self.path}: its arrays are not all of one dtype. Write it with one, such as uint32.")
+            starts = starts + 1
+        if self._own_shape:
+            code = content[starts].astype(np.int64)
+            starts = starts + 1 + (code >> 2) * (1 << (code & 3))
+        sizes = ends - starts
+        wrong = np.flatnonzero((sizes < 0) | (sizes % self.dtype.itemsize != 0))
+        if len(wrong):
+            i = int(wrong[0])
+            raise UserError(
+                f"{self.path}: sample {i} holds {sizes[i]} bytes of ids, no whole number of {self.dtype.name}. Set "
+                "--dtype to what its ids are, or --column to another column."
+            )
+        parts = [content[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+        ids = np.concatenate([np.empty(0, np.uint8), *parts]).view(self.dtype)
+        return Found(ids, np.cumsum(sizes // self.dtype.itemsize), starts)
+
+    def close(self) -> None:
+        pass
+
+    def _columns(self, content: UInt8[np.ndarray, " b"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """Returns the first byte and the end of the column in each sample."""
+        count = int(content[:4].view("<u4")[0])
+        if count != self._samples:
+            raise FileError(f"{self.path}: {count} samples, and index.json says {self._samples}. Copy it again.")
+        bounds = content[4 : 4 * (count + 2)].view("<u4").astype(np.int64)
+        if len(bounds) != count + 1 or bounds[-1] != len(content):
+            raise FileError(f"{self.path}: {len(content):,} bytes, its head says otherwise: cut short. Copy it again.")
+        at = bounds[:-1]
+        variable = [size for _, size in self._before if not size]
+        data = at + 4 * len(variable)
+        seen = 0
+        start = end = data
+        for place, (_, size) in enumerate(self._before[: self._place + 1]):
+            length: Any = size
+            if not size:
+                length = _uint32(content, at + 4 * seen)
+                seen += 1
+            start, end = (data, data + length) if place == 0 else (end, end + length)
+        return start, end
+
+    def _first_code(self) -> int:
+        """Returns the code of the dtype of the first array."""
+        content = np.fromfile(self.path, np.uint8)
+        return int(content[self._columns(content)[0][0]]) if self._samples else 32
+
+
+def mds_shards(folder: Path, *, column: str | None, dtype: np.dtype[Any]) -> tuple[list[MdsShard], str]:
+    """Returns the shards that index.json of a folder lists, and the name of the column of ids.
+
+    Raises:
+      UserError: index.json is not one of MDS, or `column` is not named and several could be meant.
+    """
+    entries = json.loads((folder / "index.json").read_bytes())["shards"]
+    if not entries or any(entry["format"] != "mds" for entry in entries):
+        kinds = sorted({entry["format"] for entry in entries})
+        raise UserError(f"{folder}: shards of format {', '.join(kinds) or 'none'}; only mds can be adopted.")
+    names = entries[0]["column_names"]
+    if column is None:
+        known = [name for name in names if name in _KNOWN_COLUMNS]
+        if len(known) != 1:
+            raise UserError(f"{folder}: which column holds the ids? Set --column to one of {', '.join(names)}.")
+        [column] = known
+    if any(column not in entry["column_names"] for entry in entries):
+        raise UserError(f"{folder}: no column {column!r}. Set --column to one of {', '.join(names)}.")
+    return [MdsShard(folder, entry, column, dtype) for entry in entries], column
+
+
+def _uint32(content: UInt8[np.ndarray, " b"], at: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+    """Returns the numbers at these bytes, which need not be aligned."""
+    return content[at[:, None] + np.arange(4)].copy().view("<u4")[:, 0].astype(np.int64)

@@ -1,0 +1,105 @@
+"""Files of one prepared index: in a local folder, memory-mapped, or behind a URL, read by byte ranges."""
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int, UInt8
+
+from jtrain.errors import FileError
+
+
+@runtime_checkable
+class Table(Protocol):
+    """Column of a file, read by row number: an array in memory, or a map of a file."""
+
+    def __getitem__(self, rows: Int[np.ndarray, " n"], /) -> np.ndarray: ...
+
+
+@runtime_checkable
+class IndexFiles(Protocol):
+    """Files of one prepared index, by name.
+
+    Attributes:
+      location: folder or URL, without a slash at the end.
+    """
+
+    location: str
+
+    def content(self, name: str) -> bytes:
+        """Returns a whole small file; raises FileNotFoundError if it is missing."""
+        ...
+
+    def sizes_bytes(self, names: list[str]) -> list[int | None]:
+        """Returns the size of each file; None if it is missing."""
+        ...
+
+    def table(self, name: str, dtype: Any, shape: tuple[int, ...], *, offset: int, size_bytes: int) -> Table:
+        """Returns rows of a file of `size_bytes` bytes that start at byte `offset`; reads nothing yet."""
+        ...
+
+    def read(self, name: str, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, " b"]:
+        """Returns `sizes[i]` bytes from byte `starts[i]`, one span after another; raises EOFError beyond the end."""
+        ...
+
+
+class LocalFiles:
+    """Files of a prepared index in a local folder; opens them again for each read, so that it holds no descriptors."""
+
+    def __init__(self, folder: Path) -> None:
+        self.location = str(folder)
+        self._folder = folder
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def content(self, name: str) -> bytes:
+        return (self._folder / name).read_bytes()
+
+    def sizes_bytes(self, names: list[str]) -> list[int | None]:
+        return [self._size(name) for name in names]
+
+    def _size(self, name: str) -> int | None:
+        try:
+            status = os.stat(f"{self.location}/{name}")
+        except FileNotFoundError:
+            return None
+        self._seen[name] = status.st_dev, status.st_ino
+        return status.st_size
+
+    def table(self, name: str, dtype: Any, shape: tuple[int, ...], *, offset: int, size_bytes: int) -> np.ndarray:
+        """Returns an array in a memory map, which all processes share; the map holds one descriptor."""
+        if name not in self._maps:
+            with open(self._folder / name, "rb") as file:
+                self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return np.ndarray(shape, dtype, self._maps[name], offset)
+
+    def read(self, name: str, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, " b"]:
+        """Reads span by span: faster than gathering from a memory map, 0.7 M spans/s of 600 tokens each.
+
+        Raises:
+          EOFError: a span reaches beyond the end of the file.
+          FileError: the file was replaced since the index was opened.
+        """
+        file = os.open(f"{self.location}/{name}", os.O_RDONLY)
+        try:
+            status = os.fstat(file)
+            if self._seen.setdefault(name, (status.st_dev, status.st_ino)) != (status.st_dev, status.st_ino):
+                raise FileError(f"{self.location} was made again while it was in use. Start the run again: it resumes.")
+            return read_spans(file, starts, sizes)
+        finally:
+            os.close(file)
+
+
+def read_spans(file: int, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, " bytes"]:
+    """Returns `sizes[i]` bytes from byte `starts[i]` of an open file, one after another; raises EOFError at its end."""
+    found = np.empty(int(sizes.sum()), np.uint8)
+    view, at = memoryview(found), 0
+    for start, end in zip(starts.tolist(), np.cumsum(sizes).tolist(), strict=True):
+        while at < end:
+            read = os.preadv(file, (view[at:end],), start)
+            if not read:
+                raise EOFError(f"ends at byte {os.fstat(file).st_size}, too soon")
+            at, start = at + read, start + read
+    return found

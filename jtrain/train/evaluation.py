@@ -1,0 +1,89 @@
+"""Evaluation on held-out text: loss, its standard error over documents, and bits per byte."""
+
+import math
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float64, Int64
+
+from jtrain.config.run import Run, check_vocabulary
+from jtrain.constants import IGNORE
+from jtrain.data import HeldOutSet, TextDataset, open_sets, put_batch
+from jtrain.errors import UserError
+from jtrain.layout import Layout
+from jtrain.model.param import Params
+from jtrain.runtime.multihost import same_everywhere
+from jtrain.step.train_step import make_eval_step
+from jtrain.telemetry.metrics import EvalResult
+
+
+class Evaluation:
+    """Evaluates parameters on the split of `data.eval_fraction`, if there is one, and on every set of `eval.sets`.
+
+    Every process reads the whole of each set, and feeds its devices the rows that they need.
+
+    Raises:
+      UserError: a set cannot be held out (`open_sets`), its tokenizer has more ids than the model, or processes see
+        different files of it.
+    """
+
+    def __init__(self, run: Run, layout: Layout, mesh: Mesh, dataset: TextDataset) -> None:
+        self._mesh = mesh
+        self._context = run.mesh.context
+        self._step = make_eval_step(run.model, layout, mesh)
+        evaluates = run.eval.every_steps is not None
+        self._split = dataset.held_out() if evaluates and run.data.eval_fraction else None
+        self._sets = open_sets(run.eval.sets, run.data, dataset.setups) if evaluates else {}
+        for name, held_out in self._sets.items():
+            check_vocabulary(run.model, held_out.vocab_size, field=f"eval.sets.{name}.tokenizer")
+            if not same_everywhere(held_out.fingerprint()):
+                raise UserError(
+                    f"eval.sets.{name}.path={run.eval.sets[name].path!r}: the processes of this run find different "
+                    "files there. Give every host the same files."
+                )
+
+    def describe(self) -> list[str]:
+        """Returns a line for each set of `eval.sets`, for the plan of a run."""
+        return [f"eval.sets.{name}: {held_out.describe()}" for name, held_out in self._sets.items()]
+
+    def __call__(self, params: Params) -> tuple[EvalResult | None, dict[str, EvalResult]]:
+        """Returns the result on the split, and those on the sets by name."""
+        split = None if self._split is None else self._evaluated(params, self._split)
+        return split, {name: self._evaluated(params, held_out) for name, held_out in self._sets.items()}
+
+    def _evaluated(self, params: Params, held_out: HeldOutSet) -> EvalResult:
+        nats, tokens = np.zeros(held_out.num_documents), np.zeros(held_out.num_documents, np.int64)
+        text_bytes: int | None = 0
+        for held in held_out.batches(context=self._context):
+            nats_BL = np.asarray(jax.device_get(self._step(params, put_batch(held.batch, self._mesh))))
+            is_target_BL = held.batch.target_BL != IGNORE
+            documents = held.document_BL[is_target_BL]
+            nats += np.bincount(documents, nats_BL[is_target_BL], minlength=len(nats))
+            tokens += np.bincount(documents, minlength=len(tokens))
+            text_bytes = None if text_bytes is None or held.text_bytes is None else text_bytes + held.text_bytes
+        return eval_result(nats, tokens, text_bytes)
+
+
+def eval_result(
+    nats: Float64[np.ndarray, " documents"], tokens: Int64[np.ndarray, " documents"], text_bytes: int | None
+) -> EvalResult:
+    """Returns the mean over all tokens, its standard error, and bits per byte.
+
+    The standard error is that of a ratio of sums over documents, which are drawn independently while the tokens of a
+    document are not: with residuals r_d = nats_d - mean * tokens_d of D documents, sqrt(D / (D - 1) * sum(r_d^2)) over
+    the number of tokens. It tells how much the mean would differ with other documents, so it holds for one model; two
+    models that are evaluated on the same documents differ by less.
+
+    Args:
+      nats: sum over the targets of each document.
+      tokens: number of its targets; documents without any do not count.
+      text_bytes: bytes of text of all targets.
+    """
+    nats, tokens = nats[tokens > 0], tokens[tokens > 0]
+    total, count = int(tokens.sum()), len(tokens)
+    mean = float(nats.sum()) / max(total, 1)
+    residual = nats - mean * tokens
+    error = math.sqrt(count / (count - 1) * float(residual @ residual)) / total if count > 1 else None
+    bits = float(nats.sum()) / math.log(2) / text_bytes if text_bytes else None
+    return EvalResult(mean, error, bits, total, count)
