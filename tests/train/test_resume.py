@@ -154,7 +154,7 @@ def test_two_processes_stop_together_and_go_on(unbroken: Path, tmp_path: Path, g
     Both evaluate the same split, and a set that only this run has.
     """
     script = Path(__file__).parents[2] / "launch" / "local.sh"
-    sets = ("mesh.data=2", f"eval.sets={{'docs': {{'path': {str(script.parents[1] / 'docs')!r}}}}}")
+    sets = ("mesh.data=2", f"eval.sets={{'docs': {{'path': {str(script.parents[1] / 'docs' / '*.md')!r}}}}}")
     flags = command(tmp_path, *(flag for text in sets for flag in ("--set", text)), "--emulate-devices", "1")[3:]
     env = ENVIRON | {"PYTHON": sys.executable}
 
