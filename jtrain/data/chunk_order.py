@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Int, Int64
 
 from jtrain.data.pretokenized.reader import BLOCK, PreparedIndex
+from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.shuffle import epoch_key, part_keys, permuted, shuffled_parts
-from jtrain.data.sources.source import GAP, Corpus
 from jtrain.errors import UserError
 
 _LOOKED_UP = 64
@@ -265,7 +265,7 @@ ENDLESS_SLOTS = 1 << 60
 """Slots of an epoch whose number is not known."""
 
 
-class Anchor(NamedTuple):
+class WindowAnchor(NamedTuple):
     """Place where a window begins: its epoch, its number in the epoch, and the number of its first chunk."""
 
     epoch: int
@@ -273,7 +273,7 @@ class Anchor(NamedTuple):
     first: int
 
 
-def _first(anchor: Anchor) -> int:
+def _first(anchor: WindowAnchor) -> int:
     return anchor.first
 
 
@@ -295,11 +295,11 @@ class GrowingChunks:
         self._chunk, self._extra = chunk_bytes, extra_bytes
         self._seed = seed
         self._window_bytes = window_bytes
-        self._anchors = [Anchor(0, 0, 0)]
+        self._anchors = [WindowAnchor(0, 0, 0)]
         self._windows_of = functools.lru_cache(maxsize=2)(self._cut_epoch)
-        self._opened: dict[Anchor, _Window] = {}
+        self._opened: dict[WindowAnchor, _Window] = {}
 
-    def anchor(self, number: int) -> Anchor:
+    def anchor(self, number: int) -> WindowAnchor:
         """Returns where the window of a chunk begins; opens the windows from the last one known to that one."""
         at = bisect.bisect_right(self._anchors, number, key=_first) - 1
         assert at >= 0, f"chunk {number} lies before the first anchor {self._anchors[0]}"
@@ -312,11 +312,13 @@ class GrowingChunks:
                     "the source's path to files with text in them."
                 )
             last = anchor.window + 1 == len(self._windows_of(anchor.epoch))
-            anchor = Anchor(anchor.epoch + 1, 0, end) if last else Anchor(anchor.epoch, anchor.window + 1, end)
+            anchor = (
+                WindowAnchor(anchor.epoch + 1, 0, end) if last else WindowAnchor(anchor.epoch, anchor.window + 1, end)
+            )
             self.start_at(anchor)
         return anchor
 
-    def start_at(self, anchor: Anchor) -> None:
+    def start_at(self, anchor: WindowAnchor) -> None:
         """Notes where a window begins, so that chunks from there on are found without those before it."""
         if anchor not in self._anchors:
             bisect.insort(self._anchors, anchor, key=_first)
@@ -336,7 +338,7 @@ class GrowingChunks:
             found.num[here] = 1
         return found
 
-    def _count(self, anchor: Anchor) -> int:
+    def _count(self, anchor: WindowAnchor) -> int:
         ends = self._window(anchor).ends
         return int(ends[-1]) if len(ends) else 0
 
@@ -351,7 +353,7 @@ class GrowingChunks:
             for part in np.split(same, range(_MOST_FILES, len(same), _MOST_FILES))
         ]
 
-    def _window(self, anchor: Anchor) -> _Window:
+    def _window(self, anchor: WindowAnchor) -> _Window:
         if anchor not in self._opened:
             files = sorted(self._windows_of(anchor.epoch)[anchor.window].tolist())
             while len(self._opened) > 1:
@@ -367,7 +369,7 @@ class GrowingChunks:
             self._opened[anchor] = _Window(np.concatenate(records), np.cumsum(counts), 1)
         return self._opened[anchor]
 
-    def _forget(self, anchor: Anchor, *, keep: list[int]) -> None:
+    def _forget(self, anchor: WindowAnchor, *, keep: list[int]) -> None:
         del self._opened[anchor]
         still = {*keep, *(n for a in self._opened for n in self._windows_of(a.epoch)[a.window].tolist())}
         gone = [n for n in self._windows_of(anchor.epoch)[anchor.window].tolist() if n not in still]

@@ -35,7 +35,8 @@ from jtrain.data.pretokenized.partial_folder import (
 )
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.pretokenized.shard import Recipe, ShardSummary, Task, read_shard
-from jtrain.data.sources.source import Corpus, field_of
+from jtrain.data.sources.corpus import Corpus
+from jtrain.data.sources.source import field_of
 from jtrain.errors import FileError, UserError
 
 _MOST_RECORDS = 1 << 20

@@ -18,7 +18,8 @@ from jtrain.data.pretokenized.build import SHARD_BYTES, prepare, prepare_command
 from jtrain.data.pretokenized.claims import BuildProcess
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.pretokenized.shard import Recipe
-from jtrain.data.sources.source import Corpus, Source
+from jtrain.data.sources.corpus import Corpus
+from jtrain.data.sources.source import Source
 from jtrain.data.tokenizer import make_tokenizer
 from tests.data.two_sources import contents, recipes_of, write_lines
 
