@@ -13,7 +13,7 @@ import functools
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Int, Int64
+from jaxtyping import Int, Int16, Int64
 
 from jtrain.data.pretokenized.reader import BLOCK, PreparedIndex
 from jtrain.data.sources.corpus import GAP, Corpus
@@ -32,6 +32,9 @@ _MOST_FILES = 4096
 _MOST_EXPANSION = 3
 """Bytes of text per stored byte that slots are kept for, where files may be compressed inside."""
 
+
+_TABLE_SLOTS = 1 << 12
+"""Most slots of a source whose order is kept as tables; each of these numbers fits into int16."""
 
 _WHOLE = 1 << 20
 """Number of chunks of a record that is taken whole: at least as many as it has."""
@@ -66,7 +69,45 @@ def chunk_counts(sizes: Int[np.ndarray, " n"], chunk: int) -> Int64[np.ndarray, 
     return np.maximum(-(-sizes.astype(np.int64) // chunk), 1)
 
 
-class PreparedChunks:
+class _Permuted:
+    """Order that permutes all slots of a source together. A small one is computed once, in 6 bytes per slot."""
+
+    slots: int
+    _seed: int
+
+    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
+        if self.slots > _TABLE_SLOTS:
+            slots = permuted(places, np.int64(self.slots), epoch_key(self._seed, epoch))
+            record, first = self._contents(slots)
+        else:
+            slots = self._table_of(epoch)[places]
+            record, first = (table[slots].astype(np.int64) for table in self._tables)
+        return Chunks(record, first, np.ones(len(places), np.int64))
+
+    def _contents(self, slots: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """Returns the record of each slot, -1 for an empty one, and the number of its chunk."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _tables(self) -> tuple[Int16[np.ndarray, " slots"], Int16[np.ndarray, " slots"]]:
+        record, first = self._contents(np.arange(self.slots))
+        return record.astype(np.int16), first.astype(np.int16)
+
+    def _table_of(self, epoch: int) -> Int16[np.ndarray, " slots"]:
+        """Returns the permutation of an epoch; the last two are kept, as reading goes from one to the next."""
+        if epoch not in self._epochs:
+            if len(self._epochs) > 1:
+                del self._epochs[next(iter(self._epochs))]
+            key = epoch_key(self._seed, epoch)
+            self._epochs[epoch] = permuted(np.arange(self.slots), np.int64(self.slots), key).astype(np.int16)
+        return self._epochs[epoch]
+
+    @functools.cached_property
+    def _epochs(self) -> dict[int, Int16[np.ndarray, " slots"]]:
+        return {}
+
+
+class PreparedChunks(_Permuted):
     """Order of a prepared source, exact in tokens, one permutation of the whole source, without any table of its own.
 
     The index stores the first token of every block of 16 records. Block b gets the slots from starts[b] // chunk + 17 b
@@ -80,8 +121,7 @@ class PreparedChunks:
         self._blocks = -(-len(index) // BLOCK)
         self.slots = int(self._first_slot(np.asarray([self._blocks], np.int64))[0])
 
-    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
-        slots = permuted(places, np.int64(self.slots), epoch_key(self._seed, epoch))
+    def _contents(self, slots: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         block = self._block_of(slots)
         records = block[:, None] * BLOCK + np.arange(BLOCK)
         inside = records < len(self._index)
@@ -94,7 +134,7 @@ class PreparedChunks:
         which = np.minimum(which, BLOCK - 1)
         row = np.arange(len(slots))
         first = at - (ends[row, which] - counts[row, which])
-        return Chunks(np.where(full, records[row, which], -1), first, np.ones(len(slots), np.int64))
+        return np.where(full, records[row, which], -1), first
 
     def _first_slot(self, block: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         return self._index.token_starts(block) // self._chunk + (BLOCK + 1) * block
@@ -124,7 +164,7 @@ class WholeRecords:
         return Chunks(records, np.zeros_like(records), np.full_like(records, _WHOLE))
 
 
-class SizedChunks:
+class SizedChunks(_Permuted):
     """Order of a source whose records' sizes are known from an index, one permutation of the whole source."""
 
     def __init__(self, corpus: Corpus, *, chunk_bytes: int, extra_bytes: int, seed: int) -> None:
@@ -141,8 +181,7 @@ class SizedChunks:
         self._first_slot = np.concatenate([[0], np.cumsum(np.concatenate(slots))])
         self.slots = int(self._first_slot[-1])
 
-    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
-        slots = permuted(places, np.int64(self.slots), epoch_key(self._seed, epoch))
+    def _contents(self, slots: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         block = np.searchsorted(self._first_slot, slots, side="right") - 1
         record, first = np.empty_like(slots), np.empty_like(slots)
         for one in sorted(set(block.tolist())):
@@ -156,7 +195,7 @@ class SizedChunks:
             at = slots[here] - self._first_slot[one]
             which = np.searchsorted(ends, at, side="right")
             record[here], first[here] = start + which, at - (ends[which] - counts[which])
-        return Chunks(record, first, np.ones_like(slots))
+        return record, first
 
 
 class _Window(NamedTuple):
