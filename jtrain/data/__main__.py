@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jtrain.errors import FileError, UserError
 from jtrain.runtime import cli
@@ -21,10 +21,6 @@ from jtrain.runtime.platform import start_jax
 if TYPE_CHECKING:
     from jtrain.config.run import Run
     from jtrain.data.dataset import TextDataset
-    from jtrain.data.tokenizer import Tokenizer
-
-_MARKED_SPANS = 3
-"""Learned spans of a piece that `inspect` shows; more are counted."""
 
 
 _DTYPE_HELP = "of ids in files that do not tell it (default: uint16 or uint32 by the vocabulary; MDS bytes: int64)"
@@ -117,51 +113,6 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def pieces_of_step(dataset: "TextDataset", step: int) -> list[dict[str, Any]]:
-    """Returns one entry per document piece of batch `step`, in the order of rows and segments.
-
-    Returns:
-      Dicts with `row`, `source`, `document` (file:number), `chunk` of the document, `start_token` and `end_token` in
-      that chunk, `text`; for sources with a loss mask also `learned`, the spans of those tokens that are targets, and
-      `marked`, the text in short with the learned spans between [[ and ]].
-    """
-    import numpy as np  # lazy: otherwise `--help` would take a second
-
-    from jtrain.constants import IGNORE
-
-    with dataset.train_batches(inline=True) as iterator:
-        batch = next(itertools.islice(iterator, step, None))
-        assert iterator.plan is not None
-        pieces = iterator.plan.pieces
-    found, at, row = [], 0, 0
-    for i in range(len(pieces)):
-        source, start, end = int(pieces.source[i]), int(pieces.start[i]), int(pieces.end[i])
-        at, row = (at if pieces.row[i] == row else 0), int(pieces.row[i])
-        ids = batch.token_BL[row, at : at + end - start]
-        target = batch.target_BL[row, at : at + end - start]
-        at += len(ids)
-        stream = dataset.streams[source]
-        chunk = stream.locate(np.asarray([pieces.document[i]], np.int64))
-        found.append(
-            {
-                "row": row,
-                "source": dataset.names[source],
-                "document": stream.identity_of(int(chunk.record[0])),
-                "chunk": int(chunk.first[0]),
-                "start_token": start,
-                "end_token": end,
-                "text": stream.tokenizer.decode([int(i) for i in ids]),
-            }
-        )
-        if stream.setup.source.mask is not None:
-            # Token i is the target at i - 1, so that the first token of a piece is never learned.
-            learned = np.flatnonzero(np.diff(np.concatenate([[0, 0], target[:-1] != IGNORE, [0]]))).reshape(-1, 2)
-            spans = [(int(a), int(b)) for a, b in learned.tolist()]
-            found[-1]["learned"] = [[start + a, start + b] for a, b in spans]
-            found[-1]["marked"] = _marked([int(i) for i in ids], spans, stream.tokenizer)
-    return found
-
-
 def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
     """Prints the pieces of one step, or the order of many, as a table; returns the exit code."""
     if args.order:
@@ -171,6 +122,8 @@ def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int
     step = args.step or 0
     if step < 0:
         raise UserError(f"--step {step} must be at least 0: batch k feeds update k -> k+1.")
+    from jtrain.data.step_contents import excerpt, pieces_of_step  # lazy: imports numpy
+
     pieces = pieces_of_step(dataset, step)
     tokens = sum(piece["end_token"] - piece["start_token"] for piece in pieces)
     documents = len({(piece["source"], piece["document"]) for piece in pieces})
@@ -186,7 +139,7 @@ def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int
     print(f"{'row':>5}  {'document':{width}}  {'tokens':>15}  text")
     for name, piece in zip(names, pieces, strict=True):
         span = f"{piece['start_token']}-{piece['end_token']}"
-        print(f"{piece['row']:>5}  {name:{width}}  {span:>15}  {piece.get('marked') or _excerpt(piece['text'])}")
+        print(f"{piece['row']:>5}  {name:{width}}  {span:>15}  {piece.get('marked') or excerpt(piece['text'])}")
     if args.json is not None:
         args.json.write_text(json.dumps({"step": step, "tokens": tokens, "pieces": pieces}, indent=1))
     return 0
@@ -204,28 +157,6 @@ def inspect_order(args: argparse.Namespace, dataset: "TextDataset") -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_json(), indent=1))
     return 0
-
-
-def _marked(ids: list[int], learned: list[tuple[int, int]], tokenizer: "Tokenizer") -> str:
-    """Returns the text of a piece, shortened, with its learned spans between [[ and ]]."""
-    shown, at = [], 0
-    for start, end in learned[:_MARKED_SPANS]:
-        if at < start:
-            shown.append(_excerpt(tokenizer.decode(ids[at:start])))
-        shown.append(f"[[{_excerpt(tokenizer.decode(ids[start:end]))}]]")
-        at = end
-    if len(learned) > _MARKED_SPANS:
-        shown.append(f"... and {len(learned) - _MARKED_SPANS} more learned spans")
-    elif at < len(ids):
-        shown.append(_excerpt(tokenizer.decode(ids[at:])))
-    return " ".join(shown)
-
-
-def _excerpt(text: str, length: int = 60) -> str:
-    """Shortens a text to one line with its start and its end."""
-    if len(text) <= length:
-        return repr(text)
-    return f"{text[: length // 2]!r} ... {text[-length // 2 :]!r}"
 
 
 def plan(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:

@@ -8,7 +8,6 @@ Numbers count slots, and each slot holds one chunk or none. How many slots there
 without reading the text, so nothing is read to open a source, and the position in the order is one integer.
 """
 
-import bisect
 import functools
 from typing import NamedTuple, Protocol
 
@@ -16,18 +15,14 @@ import numpy as np
 from jaxtyping import Int, Int16, Int64
 
 from jtrain.data.pretokenized.reader import BLOCK, PreparedIndex
-from jtrain.data.sources.corpus import GAP, Corpus
+from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.shuffle import epoch_key, part_keys, permuted, shuffled_parts
-from jtrain.errors import UserError
 
 _LOOKED_UP = 64
 """Records between two entries of the table of `SizedChunks`: 24 bytes for so many records."""
 
 _PART_RECORDS = 1024
 """Most records of a part of a file whose sizes are only known by reading."""
-
-_MOST_FILES = 4096
-"""Most files that `GrowingChunks` opens at a time."""
 
 _MOST_EXPANSION = 3
 """Bytes of text per stored byte that slots are kept for, where files may be compressed inside."""
@@ -198,7 +193,7 @@ class SizedChunks(_Permuted):
         return record, first
 
 
-class _Window(NamedTuple):
+class OpenWindow(NamedTuple):
     """Records of a window, the slot at which the chunks of each one end, and the chunks per slot."""
 
     records: Int64[np.ndarray, " records"]
@@ -271,7 +266,7 @@ class WindowedChunks:
             part_keys(len(new_window), key),
         )
 
-    def _open_window(self, epoch: int, window: int) -> _Window:
+    def _open_window(self, epoch: int, window: int) -> OpenWindow:
         order = self._epoch(epoch)
         parts = np.sort(order.parts[order.first_part[window] : order.first_part[window + 1]])
         bounds = list(zip(self._start[parts].tolist(), self._start[parts + 1].tolist(), strict=True))
@@ -281,7 +276,7 @@ class WindowedChunks:
         per_slot = 1
         while int((counts := chunk_counts(sizes, self._chunk * per_slot)).sum()) > room:
             per_slot += 1
-        return _Window(records, np.cumsum(counts), per_slot)
+        return OpenWindow(records, np.cumsum(counts), per_slot)
 
 
 def _parts(corpus: Corpus) -> tuple[Int64[np.ndarray, " parts_and_end"], Int64[np.ndarray, " parts"], np.ndarray]:
@@ -298,118 +293,3 @@ def _parts(corpus: Corpus) -> tuple[Int64[np.ndarray, " parts_and_end"], Int64[n
         sizes.append(-(-size * np.diff(np.append(cuts, end)) // max(end - start, 1)))
         is_decoded.append(np.full(len(cuts), decoded))
     return np.append(np.concatenate(starts), len(corpus)), np.concatenate(sizes), np.concatenate(is_decoded)
-
-
-ENDLESS_SLOTS = 1 << 60
-"""Slots of an epoch whose number is not known."""
-
-
-class WindowAnchor(NamedTuple):
-    """Place where a window begins: its epoch, its number in the epoch, and the number of its first chunk."""
-
-    epoch: int
-    window: int
-    first: int
-
-
-def _first(anchor: WindowAnchor) -> int:
-    return anchor.first
-
-
-class GrowingChunks:
-    """Order of a corpus that is opened as it is read, in windows: JSON lines, text, tar and others, of any size.
-
-    The files (parts of 32 MiB of large JSON lines files) are shuffled anew in each epoch and cut into windows; a window
-    is opened when its first chunk is wanted, and its chunks are shuffled together. How many chunks the windows before
-    it have is only known once they were opened, so numbers count on from an anchor: from the start of the run, or from
-    where it was resumed.
-
-    Numbers go on through the epochs: `locate` is called with epoch 0.
-    """
-
-    slots = ENDLESS_SLOTS
-
-    def __init__(self, corpus: Corpus, *, chunk_bytes: int, extra_bytes: int, seed: int, window_bytes: int) -> None:
-        self._corpus = corpus
-        self._chunk, self._extra = chunk_bytes, extra_bytes
-        self._seed = seed
-        self._window_bytes = window_bytes
-        self._anchors = [WindowAnchor(0, 0, 0)]
-        self._windows_of = functools.lru_cache(maxsize=2)(self._cut_epoch)
-        self._opened: dict[WindowAnchor, _Window] = {}
-
-    def anchor(self, number: int) -> WindowAnchor:
-        """Returns where the window of a chunk begins; opens the windows from the last one known to that one."""
-        at = bisect.bisect_right(self._anchors, number, key=_first) - 1
-        assert at >= 0, f"chunk {number} lies before the first anchor {self._anchors[0]}"
-        anchor, empty = self._anchors[at], 0
-        while number >= (end := anchor.first + self._count(anchor)):
-            empty = empty + 1 if end == anchor.first else 0
-            if empty > len(self._windows_of(anchor.epoch)):
-                raise UserError(
-                    f"{self._corpus.source.path}: none of its {len(self._corpus.names):,} files holds a record. Set "
-                    "the source's path to files with text in them."
-                )
-            last = anchor.window + 1 == len(self._windows_of(anchor.epoch))
-            anchor = (
-                WindowAnchor(anchor.epoch + 1, 0, end) if last else WindowAnchor(anchor.epoch, anchor.window + 1, end)
-            )
-            self.start_at(anchor)
-        return anchor
-
-    def start_at(self, anchor: WindowAnchor) -> None:
-        """Notes where a window begins, so that chunks from there on are found without those before it."""
-        if anchor not in self._anchors:
-            bisect.insort(self._anchors, anchor, key=_first)
-
-    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
-        assert epoch == 0, epoch
-        found = Chunks(*(np.zeros(len(places), np.int64) for _ in range(3)))
-        anchors = [self.anchor(place) for place in places.tolist()]
-        for anchor in dict.fromkeys(anchors):
-            here = np.flatnonzero([other == anchor for other in anchors])
-            window = self._window(anchor)
-            key = part_keys(anchor.window + 1, epoch_key(self._seed, anchor.epoch))[-1]
-            slot = permuted(places[here] - anchor.first, window.ends[-1], key)
-            at = np.searchsorted(window.ends, slot, side="right")
-            found.record[here] = window.records[at]
-            found.first[here] = slot - np.where(at > 0, window.ends[at - 1], 0)
-            found.num[here] = 1
-        return found
-
-    def _count(self, anchor: WindowAnchor) -> int:
-        ends = self._window(anchor).ends
-        return int(ends[-1]) if len(ends) else 0
-
-    def _cut_epoch(self, epoch: int) -> list[Int64[np.ndarray, " files"]]:
-        sizes = self._corpus.file_sizes()
-        files = shuffled_parts(len(sizes), epoch_key(self._seed, epoch))
-        start = np.cumsum(sizes[files]) - sizes[files]
-        window = np.maximum.accumulate(start // self._window_bytes)
-        return [
-            part
-            for same in np.split(files, np.flatnonzero(np.diff(window)) + 1)
-            for part in np.split(same, range(_MOST_FILES, len(same), _MOST_FILES))
-        ]
-
-    def _window(self, anchor: WindowAnchor) -> _Window:
-        if anchor not in self._opened:
-            files = sorted(self._windows_of(anchor.epoch)[anchor.window].tolist())
-            while len(self._opened) > 1:
-                self._forget(next(iter(self._opened)), keep=files)
-            self._corpus.open(files)
-            records, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-            for file in files:
-                first = file * GAP
-                count = self._corpus.count(file)
-                records.append(np.arange(first, first + count))
-                sizes.append(self._corpus.sizes(first, first + count))
-            counts = chunk_counts(np.concatenate(sizes) + self._extra, self._chunk)
-            self._opened[anchor] = _Window(np.concatenate(records), np.cumsum(counts), 1)
-        return self._opened[anchor]
-
-    def _forget(self, anchor: WindowAnchor, *, keep: list[int]) -> None:
-        del self._opened[anchor]
-        still = {*keep, *(n for a in self._opened for n in self._windows_of(a.epoch)[a.window].tolist())}
-        gone = [n for n in self._windows_of(anchor.epoch)[anchor.window].tolist() if n not in still]
-        self._corpus.forget(gone)

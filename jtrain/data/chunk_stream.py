@@ -10,16 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64, Integer
 
-from jtrain.data.chunk_order import (
-    ChunkOrder,
-    Chunks,
-    GrowingChunks,
-    PreparedChunks,
-    SizedChunks,
-    WholeRecords,
-    WindowAnchor,
-    WindowedChunks,
-)
+from jtrain.data.chunk_order import ChunkOrder, Chunks, PreparedChunks, SizedChunks, WholeRecords, WindowedChunks
+from jtrain.data.growing_order import GrowingChunks, WindowAnchor
 from jtrain.data.loss_mask import NO_RUNS, ChunkPart, encode_parts, split_chunk
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.corpus import GAP, Corpus

@@ -7,11 +7,12 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.chunk_order import Chunks, WindowAnchor
+from jtrain.data.chunk_order import Chunks
 from jtrain.data.chunk_stream import ChunkStream, SourceSetup
 from jtrain.data.constructor.constructor import ConstructorSetup, DataState
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.data_plane import InlinePlane, Plane, ProcessPlane
+from jtrain.data.growing_order import WindowAnchor
 from jtrain.data.held_out import HeldOutSet
 from jtrain.data.iterator import BatchIterator, to_json
 from jtrain.data.mixture.schedule import own_weights

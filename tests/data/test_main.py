@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jtrain.data import PackedText, open_dataset
-from jtrain.data.__main__ import main, pieces_of_step
+from jtrain.data.__main__ import main
 from jtrain.data.pretokenized.build import prepare
+from jtrain.data.step_contents import pieces_of_step
 from tests.data.masked_sources import write_prompts
 from tests.data.sources.object_store import web_store
 from tests.data.two_sources import recipes_of, write_lines
@@ -59,6 +60,7 @@ def test_inspect_marks_what_is_learned(capsys: pytest.CaptureFixture[str], tmp_p
     (tmp_path / "config.py").write_text(
         "import fiddle as fdl\nfrom jtrain.data import Source\nfrom configs.tiny import tiny\n"
         "def config():\n    run = tiny()\n    run.data.path = None\n    run.data.packing = 'best_fit'\n"
+        "    run.data.eval_fraction = 0.0\n    run.eval.every_steps = None\n"
         f"    sft = fdl.Config(Source, path={path!r}, prompt_field='prompt', text_field='completion')\n"
         "    run.data.sources = {'sft': sft}\n    return run\n"
     )

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int64
 
-from jtrain.data.chunk_order import WindowAnchor
 from jtrain.data.chunk_stream import ChunkStream, SourceSetup
 from jtrain.data.constructor.chunk_buffer import ChunkBuffer, keys_of
 from jtrain.data.constructor.collate import Rows, fill_rows
+from jtrain.data.growing_order import WindowAnchor
 from jtrain.data.loaders.loader import RequestPart
 from jtrain.data.loaders.messages import ChunkRun, LoaderState
 from jtrain.data.loaders.pool import Pool

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.chunk_order import WindowAnchor
 from jtrain.data.chunk_stream import ChunkStream, Read, SourceSetup
+from jtrain.data.growing_order import WindowAnchor
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
 from jtrain.runtime.resident_memory import resident_bytes
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int32, Int64, Integer
 
-from jtrain.data.chunk_order import WindowAnchor
+from jtrain.data.growing_order import WindowAnchor
 from jtrain.data.loss_mask import NO_RUNS
 from jtrain.errors import UserError
 

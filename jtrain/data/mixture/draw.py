@@ -115,7 +115,7 @@ class Buffers:
             missing = short & (self._scanned < self.ends)
             if missing.any():
                 tokens = (limits - here) * (1 if by_tokens else self.mean_tokens)
-                self._ask(missing, tokens, low=end - begin < _ASK_AT_LEAST)
+                self._ask(missing, tokens, low=(end - begin < _ASK_AT_LEAST) & (limits > 0))
                 continue
             stop = np.searchsorted(self._total[:-1], start + limits) if by_tokens else start + limits
             count = np.clip(stop, begin, end) - begin
@@ -124,7 +124,9 @@ class Buffers:
             before = (self._total[at] if by_tokens else at) - start[source]
             return ChunkLengths(source, self._keys[at] - self._base[source], self._known[at]), before, short
 
-    def _ask(self, missing: Bool[np.ndarray, " sources"], tokens: np.ndarray, low: Bool[np.ndarray, " sources"]) -> None:
+    def _ask(
+        self, missing: Bool[np.ndarray, " sources"], tokens: np.ndarray, low: Bool[np.ndarray, " sources"]
+    ) -> None:
         """Asks for about `tokens` more tokens of each missing source, and takes what is known of those that are low.
 
         Taking the lengths of many sources together, some hundred each, is what keeps copying them cheap.

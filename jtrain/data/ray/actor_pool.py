@@ -63,6 +63,7 @@ class _LoaderActor:
     done: runs that this constructor no longer needs, to be told with the next request.
     away: True from its loss until it answers again.
     calling: pending call that shows whether a lost actor is back.
+    dying: id of a process that has announced its own end.
     heard_s: time of its last answer, or of the first request after it was idle.
     watch: pending call that shows whether a silent actor is alive.
     """
@@ -76,7 +77,6 @@ class _LoaderActor:
     calling: Any = None
     called_s: float = 0.0
     dying: int = -1
-    """Id of a process that has announced its own end."""
     lost_s: float = 0.0
     heard_s: float = 0.0
     watch: Any = None

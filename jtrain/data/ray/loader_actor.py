@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int64, UInt8
 
-from jtrain.data.chunk_order import WindowAnchor
 from jtrain.data.chunk_stream import Read, SourceSetup
+from jtrain.data.growing_order import WindowAnchor
 from jtrain.data.loaders.loader import RequestPart, SourceLoader
 from jtrain.data.loaders.messages import starts_of
 from jtrain.data.loss_mask import NO_RUNS, runs_of_spans

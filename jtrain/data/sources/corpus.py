@@ -1,10 +1,8 @@
 """Corpus of a source: all its records as one numbered sequence, opened at once or as they are read."""
 
 import concurrent.futures
-import dataclasses
 import functools
 import hashlib
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jtrain.data.sources.data_files import data_files
+from jtrain.data.sources.file_parts import part_bytes, part_name, parts_of
 from jtrain.data.sources.formats import BadRecord, Records, open_file
 from jtrain.data.sources.formats.arrow import ArrowFile, saved_dataset_files
 from jtrain.data.sources.formats.parquet import ParquetFile, shared_cache
@@ -30,9 +29,6 @@ _OPENERS = 16
 
 GAP = 1 << 32
 """Numbers of records that a file has where its number of records is not known yet."""
-
-_PART_BYTES = 1 << 25
-"""Bytes of a JSON lines file that are searched for line ends at a time."""
 
 _MOST_EAGER_FILES = 4096
 """Most files of a source that are opened before the first step."""
@@ -106,9 +102,9 @@ class Corpus:
             large = eager_bytes is not None and (total > eager_bytes or len(files) > _MOST_EAGER_FILES)
             self.is_open = not large or bool(kinds & _OPENED_WHOLE)
             if not self.is_open:
-                files = [part for file in files for part in _parts(file, source.format)]
-            self.names = [_part_name(file) for file in files]
-            self._sizes = [max(_size(file), 0) for file in files]
+                files = [part for file in files for part in parts_of(file, source.format)]
+            self.names = [part_name(file) for file in files]
+            self._sizes = [max(part_bytes(file), 0) for file in files]
             self._files = files
             self._open = functools.partial(
                 open_file,
@@ -315,8 +311,8 @@ class Corpus:
             return self.names, self.file_ends
         names, ends = [], []
         for number, (file, end) in enumerate(zip(self._files, self.file_ends.tolist(), strict=False)):
-            parts, records = _parts(file, self.source.format), self._at(number)
-            names += [_part_name(part) for part in parts]
+            parts, records = parts_of(file, self.source.format), self._at(number)
+            names += [part_name(part) for part in parts]
             if len(parts) > 1 and isinstance(records, JsonLines):
                 first = end - len(records)
                 ends += [first + records.lines_before(part.span[0]) for part in parts[1:] if part.span is not None]
@@ -383,23 +379,6 @@ def _read_or_why(file: Records, numbers: list[int]) -> list[str | BadRecord]:
         for place, text in zip(places, found, strict=True):
             texts[place] = text
     return texts
-
-
-def _parts(file: StoredFile, format: str) -> list[StoredFile]:
-    """Returns the parts of a large JSON lines file, or the file."""
-    is_lines = format == "jsonl" or (format == "auto" and file.name.endswith((".jsonl", ".ndjson")))
-    if not is_lines or file.is_remote or file.size_bytes <= _PART_BYTES:
-        return [file]
-    cuts = [*range(0, file.size_bytes, _PART_BYTES), file.size_bytes]
-    return [dataclasses.replace(file, span=span) for span in itertools.pairwise(cuts)]
-
-
-def _part_name(file: StoredFile) -> str:
-    return file.name if file.span is None or not file.span[0] else f"{file.name}@{file.span[0]}"
-
-
-def _size(file: StoredFile) -> int:
-    return file.size_bytes if file.span is None else file.span[1] - file.span[0]
 
 
 def _spread(count: int, most: int) -> list[int]:

@@ -1,0 +1,28 @@
+"""Parts of large files: ranges of bytes whose records are found separately."""
+
+import dataclasses
+import itertools
+
+from jtrain.data.sources.storage import StoredFile
+
+PART_BYTES = 1 << 25
+"""Bytes of a JSON lines file that are searched for line ends at a time."""
+
+
+def parts_of(file: StoredFile, format: str) -> list[StoredFile]:
+    """Returns the parts of a large JSON lines file, or the file."""
+    is_lines = format == "jsonl" or (format == "auto" and file.name.endswith((".jsonl", ".ndjson")))
+    if not is_lines or file.is_remote or file.size_bytes <= PART_BYTES:
+        return [file]
+    cuts = [*range(0, file.size_bytes, PART_BYTES), file.size_bytes]
+    return [dataclasses.replace(file, span=span) for span in itertools.pairwise(cuts)]
+
+
+def part_name(file: StoredFile) -> str:
+    """Returns the name that identifies a file or its part; the first part has that of the file."""
+    return file.name if file.span is None or not file.span[0] else f"{file.name}@{file.span[0]}"
+
+
+def part_bytes(file: StoredFile) -> int:
+    """Returns the bytes of a file or its part; -1 if a server does not tell."""
+    return file.size_bytes if file.span is None else file.span[1] - file.span[0]

@@ -1,0 +1,76 @@
+"""Contents of one step: which documents its rows hold, where, and what is learned of them."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+from jtrain.constants import IGNORE
+from jtrain.data.dataset import TextDataset
+from jtrain.data.tokenizer import Tokenizer
+
+_MARKED_SPANS = 3
+"""Learned spans of a piece that `inspect` shows; more are counted."""
+
+
+def pieces_of_step(dataset: TextDataset, step: int) -> list[dict[str, Any]]:
+    """Returns one entry per document piece of batch `step`, in the order of rows and segments.
+
+    Returns:
+      Dicts with `row`, `source`, `document` (file:number), `chunk` of the document, `start_token` and `end_token` in
+      that chunk, `text`; for sources with a loss mask also `learned`, the spans of those tokens that are targets, and
+      `marked`, the text in short with the learned spans between [[ and ]].
+    """
+    with dataset.train_batches(inline=True) as iterator:
+        batch = next(itertools.islice(iterator, step, None))
+        assert iterator.plan is not None
+        pieces = iterator.plan.pieces
+    found, at, row = [], 0, 0
+    for i in range(len(pieces)):
+        source, start, end = int(pieces.source[i]), int(pieces.start[i]), int(pieces.end[i])
+        at, row = (at if pieces.row[i] == row else 0), int(pieces.row[i])
+        ids = batch.token_BL[row, at : at + end - start]
+        target = batch.target_BL[row, at : at + end - start]
+        at += len(ids)
+        stream = dataset.streams[source]
+        chunk = stream.locate(np.asarray([pieces.document[i]], np.int64))
+        found.append(
+            {
+                "row": row,
+                "source": dataset.names[source],
+                "document": stream.identity_of(int(chunk.record[0])),
+                "chunk": int(chunk.first[0]),
+                "start_token": start,
+                "end_token": end,
+                "text": stream.tokenizer.decode([int(i) for i in ids]),
+            }
+        )
+        if stream.setup.source.mask is not None:
+            # Token i is the target at i - 1, so that the first token of a piece is never learned.
+            learned = np.flatnonzero(np.diff(np.concatenate([[0, 0], target[:-1] != IGNORE, [0]]))).reshape(-1, 2)
+            spans = [(int(a), int(b)) for a, b in learned.tolist()]
+            found[-1]["learned"] = [[start + a, start + b] for a, b in spans]
+            found[-1]["marked"] = _marked([int(i) for i in ids], spans, stream.tokenizer)
+    return found
+
+
+def _marked(ids: list[int], learned: list[tuple[int, int]], tokenizer: Tokenizer) -> str:
+    """Returns the text of a piece, shortened, with its learned spans between [[ and ]]."""
+    shown, at = [], 0
+    for start, end in learned[:_MARKED_SPANS]:
+        if at < start:
+            shown.append(excerpt(tokenizer.decode(ids[at:start])))
+        shown.append(f"[[{excerpt(tokenizer.decode(ids[start:end]))}]]")
+        at = end
+    if len(learned) > _MARKED_SPANS:
+        shown.append(f"... and {len(learned) - _MARKED_SPANS} more learned spans")
+    elif at < len(ids):
+        shown.append(excerpt(tokenizer.decode(ids[at:])))
+    return " ".join(shown)
+
+
+def excerpt(text: str, length: int = 60) -> str:
+    """Shortens a text to one line with its start and its end."""
+    if len(text) <= length:
+        return repr(text)
+    return f"{text[: length // 2]!r} ... {text[-length // 2 :]!r}"
