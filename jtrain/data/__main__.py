@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jtrain.data.excerpt import excerpt, marked
 from jtrain.errors import FileError, UserError
 from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax
@@ -21,10 +22,6 @@ from jtrain.runtime.platform import start_jax
 if TYPE_CHECKING:
     from jtrain.config.run import Run
     from jtrain.data.dataset import TextDataset
-    from jtrain.data.tokenizer import Tokenizer
-
-_MARKED_SPANS = 3
-"""Learned spans of a piece that `inspect` shows; more are counted."""
 
 
 _DTYPE_HELP = "of ids in files that do not tell it (default: uint16 or uint32 by the vocabulary; MDS bytes: int64)"
@@ -158,7 +155,7 @@ def pieces_of_step(dataset: "TextDataset", step: int) -> list[dict[str, Any]]:
             learned = np.flatnonzero(np.diff(np.concatenate([[0, 0], target[:-1] != IGNORE, [0]]))).reshape(-1, 2)
             spans = [(int(a), int(b)) for a, b in learned.tolist()]
             found[-1]["learned"] = [[start + a, start + b] for a, b in spans]
-            found[-1]["marked"] = _marked([int(i) for i in ids], spans, stream.tokenizer)
+            found[-1]["marked"] = marked([int(i) for i in ids], spans, stream.tokenizer)
     return found
 
 
@@ -186,7 +183,7 @@ def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int
     print(f"{'row':>5}  {'document':{width}}  {'tokens':>15}  text")
     for name, piece in zip(names, pieces, strict=True):
         span = f"{piece['start_token']}-{piece['end_token']}"
-        print(f"{piece['row']:>5}  {name:{width}}  {span:>15}  {piece.get('marked') or _excerpt(piece['text'])}")
+        print(f"{piece['row']:>5}  {name:{width}}  {span:>15}  {piece.get('marked') or excerpt(piece['text'])}")
     if args.json is not None:
         args.json.write_text(json.dumps({"step": step, "tokens": tokens, "pieces": pieces}, indent=1))
     return 0
@@ -204,28 +201,6 @@ def inspect_order(args: argparse.Namespace, dataset: "TextDataset") -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_json(), indent=1))
     return 0
-
-
-def _marked(ids: list[int], learned: list[tuple[int, int]], tokenizer: "Tokenizer") -> str:
-    """Returns the text of a piece, shortened, with its learned spans between [[ and ]]."""
-    shown, at = [], 0
-    for start, end in learned[:_MARKED_SPANS]:
-        if at < start:
-            shown.append(_excerpt(tokenizer.decode(ids[at:start])))
-        shown.append(f"[[{_excerpt(tokenizer.decode(ids[start:end]))}]]")
-        at = end
-    if len(learned) > _MARKED_SPANS:
-        shown.append(f"... and {len(learned) - _MARKED_SPANS} more learned spans")
-    elif at < len(ids):
-        shown.append(_excerpt(tokenizer.decode(ids[at:])))
-    return " ".join(shown)
-
-
-def _excerpt(text: str, length: int = 60) -> str:
-    """Shortens a text to one line with its start and its end."""
-    if len(text) <= length:
-        return repr(text)
-    return f"{text[: length // 2]!r} ... {text[-length // 2 :]!r}"
 
 
 def plan(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
