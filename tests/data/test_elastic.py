@@ -3,13 +3,14 @@
 import hashlib
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jtrain.data import Source, TextDataset, open_dataset
+from jtrain.data import TextDataset, open_dataset
 from jtrain.errors import UserError
 from tests.data.four_sources import NAMES, digest, spec
 
@@ -97,7 +98,7 @@ def test_a_changed_mixture_goes_on_and_says_what_changed_from_which_step(folder:
     with first.train_batches(inline=True) as batches:
         digest(batches, 12)
         state = json.loads(json.dumps(batches.state()))
-    sources = {n: Source(path=s.path, weight=0.0 if n == "web" else 1.0) for n, s in first.spec.sources.items()}
+    sources = {n: replace(s, weight=0.0 if n == "web" else 1.0) for n, s in first.spec.sources.items()}
     second = open_dataset(spec(folder, sources=sources), seed=0)
     with second.train_batches(state, inline=True) as batches:
         said = "\n".join(batches.said())
