@@ -3,6 +3,7 @@
 Everything here must happen before jax or jtrain is imported, so it runs at import of this file.
 """
 
+import gc
 import os
 import sys
 import typing
@@ -26,6 +27,9 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+# Tests compile much and compute little: LLVM's optimisations are half of the seconds of a step's compilation. The
+# processes that tests start read the variable as well.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 import beartype  # noqa: E402
 import hypothesis  # noqa: E402
@@ -61,8 +65,6 @@ def _checked(*, typechecker: Any) -> Callable[[Any], Any]:
 jaxtyping.jaxtyped = _checked
 jaxtyping.install_import_hook(("jtrain", "jtrain_kernels"), "beartype.beartype")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Tests compile much and compute little: LLVM's optimisations are half of the seconds of a step's compilation.
-jax.config.update("jax_disable_most_optimizations", True)
 # No timed assertions: under load any test takes long.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -71,10 +73,36 @@ _unknown_skips: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps compiled programs between runs for the processes that tests start (`platform.compile_collectives_anew`)."""
+    """Keeps compiled programs between runs for the processes that tests start (`platform.compile_collectives_anew`).
+
+    The other two are what `platform.start_jax` chooses where no variable names a cache.
+    """
     assert config.cache is not None
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("jax"))
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"
     jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives each worker a half of the tests in one piece, and what one has left to the other that has finished.
+
+    By default xdist hands out a few tests at a time towards the end. Neighbours then run in different workers, and each
+    computes what they share: a module's fixtures, and results in `functools.cache`.
+    """
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
+LONGEST = {"step", "train", "test_launch.py"}
+"""Folders and files below tests/ whose tests take longest. They run first: at the end both workers have short ones."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts the longest tests to the front; all others stay in their order."""
+    items.sort(key=lambda item: LONGEST.isdisjoint(item.path.parts))
 
 
 def _note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
@@ -108,10 +136,26 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.line(line)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Takes what a file of tests leaves alive out of the garbage collector's sight.
+
+    Programs and their jaxprs stay in JAX's caches for the whole run. Walking through them again and again took 3 % of
+    the suite's time.
+    """
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def optimised_for_other_machines(request: pytest.FixtureRequest) -> Iterator[None]:
+def optimised_for_other_machines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiles with every optimisation where a test reads what the compiler of a TPU or a GPU makes of a program."""
-    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("aot") is None)
+    if request.node.get_closest_marker("aot") is None:
+        yield
+        return
+    monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
+    jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
 

@@ -13,11 +13,11 @@ import functools
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Int, Int64
+from jaxtyping import Int, Int16, Int64
 
 from jtrain.data.pretokenized.reader import BLOCK, PreparedIndex
+from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.shuffle import epoch_key, part_keys, permuted, shuffled_parts
-from jtrain.data.sources.source import GAP, Corpus
 from jtrain.errors import UserError
 
 _LOOKED_UP = 64
@@ -32,6 +32,9 @@ _MOST_FILES = 4096
 _MOST_EXPANSION = 3
 """Bytes of text per stored byte that slots are kept for, where files may be compressed inside."""
 
+
+_TABLE_SLOTS = 1 << 12
+"""Most slots of a source whose order is kept as tables; each of these numbers fits into int16."""
 
 _WHOLE = 1 << 20
 """Number of chunks of a record that is taken whole: at least as many as it has."""
@@ -66,7 +69,45 @@ def chunk_counts(sizes: Int[np.ndarray, " n"], chunk: int) -> Int64[np.ndarray, 
     return np.maximum(-(-sizes.astype(np.int64) // chunk), 1)
 
 
-class PreparedChunks:
+class _Permuted:
+    """Order that permutes all slots of a source together. A small one is computed once, in 6 bytes per slot."""
+
+    slots: int
+    _seed: int
+
+    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
+        if self.slots > _TABLE_SLOTS:
+            slots = permuted(places, np.int64(self.slots), epoch_key(self._seed, epoch))
+            record, first = self._contents(slots)
+        else:
+            slots = self._table_of(epoch)[places]
+            record, first = (table[slots].astype(np.int64) for table in self._tables)
+        return Chunks(record, first, np.ones(len(places), np.int64))
+
+    def _contents(self, slots: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """Returns the record of each slot, -1 for an empty one, and the number of its chunk."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _tables(self) -> tuple[Int16[np.ndarray, " slots"], Int16[np.ndarray, " slots"]]:
+        record, first = self._contents(np.arange(self.slots))
+        return record.astype(np.int16), first.astype(np.int16)
+
+    def _table_of(self, epoch: int) -> Int16[np.ndarray, " slots"]:
+        """Returns the permutation of an epoch; the last two are kept, as reading goes from one to the next."""
+        if epoch not in self._epochs:
+            if len(self._epochs) > 1:
+                del self._epochs[next(iter(self._epochs))]
+            key = epoch_key(self._seed, epoch)
+            self._epochs[epoch] = permuted(np.arange(self.slots), np.int64(self.slots), key).astype(np.int16)
+        return self._epochs[epoch]
+
+    @functools.cached_property
+    def _epochs(self) -> dict[int, Int16[np.ndarray, " slots"]]:
+        return {}
+
+
+class PreparedChunks(_Permuted):
     """Order of a prepared source, exact in tokens, one permutation of the whole source, without any table of its own.
 
     The index stores the first token of every block of 16 records. Block b gets the slots from starts[b] // chunk + 17 b
@@ -80,8 +121,7 @@ class PreparedChunks:
         self._blocks = -(-len(index) // BLOCK)
         self.slots = int(self._first_slot(np.asarray([self._blocks], np.int64))[0])
 
-    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
-        slots = permuted(places, np.int64(self.slots), epoch_key(self._seed, epoch))
+    def _contents(self, slots: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         block = self._block_of(slots)
         records = block[:, None] * BLOCK + np.arange(BLOCK)
         inside = records < len(self._index)
@@ -94,7 +134,7 @@ class PreparedChunks:
         which = np.minimum(which, BLOCK - 1)
         row = np.arange(len(slots))
         first = at - (ends[row, which] - counts[row, which])
-        return Chunks(np.where(full, records[row, which], -1), first, np.ones(len(slots), np.int64))
+        return np.where(full, records[row, which], -1), first
 
     def _first_slot(self, block: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         return self._index.token_starts(block) // self._chunk + (BLOCK + 1) * block
@@ -124,7 +164,7 @@ class WholeRecords:
         return Chunks(records, np.zeros_like(records), np.full_like(records, _WHOLE))
 
 
-class SizedChunks:
+class SizedChunks(_Permuted):
     """Order of a source whose records' sizes are known from an index, one permutation of the whole source."""
 
     def __init__(self, corpus: Corpus, *, chunk_bytes: int, extra_bytes: int, seed: int) -> None:
@@ -141,8 +181,7 @@ class SizedChunks:
         self._first_slot = np.concatenate([[0], np.cumsum(np.concatenate(slots))])
         self.slots = int(self._first_slot[-1])
 
-    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
-        slots = permuted(places, np.int64(self.slots), epoch_key(self._seed, epoch))
+    def _contents(self, slots: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         block = np.searchsorted(self._first_slot, slots, side="right") - 1
         record, first = np.empty_like(slots), np.empty_like(slots)
         for one in sorted(set(block.tolist())):
@@ -156,7 +195,7 @@ class SizedChunks:
             at = slots[here] - self._first_slot[one]
             which = np.searchsorted(ends, at, side="right")
             record[here], first[here] = start + which, at - (ends[which] - counts[which])
-        return Chunks(record, first, np.ones_like(slots))
+        return record, first
 
 
 class _Window(NamedTuple):
@@ -265,7 +304,7 @@ ENDLESS_SLOTS = 1 << 60
 """Slots of an epoch whose number is not known."""
 
 
-class Anchor(NamedTuple):
+class WindowAnchor(NamedTuple):
     """Place where a window begins: its epoch, its number in the epoch, and the number of its first chunk."""
 
     epoch: int
@@ -273,7 +312,7 @@ class Anchor(NamedTuple):
     first: int
 
 
-def _first(anchor: Anchor) -> int:
+def _first(anchor: WindowAnchor) -> int:
     return anchor.first
 
 
@@ -295,11 +334,11 @@ class GrowingChunks:
         self._chunk, self._extra = chunk_bytes, extra_bytes
         self._seed = seed
         self._window_bytes = window_bytes
-        self._anchors = [Anchor(0, 0, 0)]
+        self._anchors = [WindowAnchor(0, 0, 0)]
         self._windows_of = functools.lru_cache(maxsize=2)(self._cut_epoch)
-        self._opened: dict[Anchor, _Window] = {}
+        self._opened: dict[WindowAnchor, _Window] = {}
 
-    def anchor(self, number: int) -> Anchor:
+    def anchor(self, number: int) -> WindowAnchor:
         """Returns where the window of a chunk begins; opens the windows from the last one known to that one."""
         at = bisect.bisect_right(self._anchors, number, key=_first) - 1
         assert at >= 0, f"chunk {number} lies before the first anchor {self._anchors[0]}"
@@ -312,11 +351,13 @@ class GrowingChunks:
                     "the source's path to files with text in them."
                 )
             last = anchor.window + 1 == len(self._windows_of(anchor.epoch))
-            anchor = Anchor(anchor.epoch + 1, 0, end) if last else Anchor(anchor.epoch, anchor.window + 1, end)
+            anchor = (
+                WindowAnchor(anchor.epoch + 1, 0, end) if last else WindowAnchor(anchor.epoch, anchor.window + 1, end)
+            )
             self.start_at(anchor)
         return anchor
 
-    def start_at(self, anchor: Anchor) -> None:
+    def start_at(self, anchor: WindowAnchor) -> None:
         """Notes where a window begins, so that chunks from there on are found without those before it."""
         if anchor not in self._anchors:
             bisect.insort(self._anchors, anchor, key=_first)
@@ -336,7 +377,7 @@ class GrowingChunks:
             found.num[here] = 1
         return found
 
-    def _count(self, anchor: Anchor) -> int:
+    def _count(self, anchor: WindowAnchor) -> int:
         ends = self._window(anchor).ends
         return int(ends[-1]) if len(ends) else 0
 
@@ -351,7 +392,7 @@ class GrowingChunks:
             for part in np.split(same, range(_MOST_FILES, len(same), _MOST_FILES))
         ]
 
-    def _window(self, anchor: Anchor) -> _Window:
+    def _window(self, anchor: WindowAnchor) -> _Window:
         if anchor not in self._opened:
             files = sorted(self._windows_of(anchor.epoch)[anchor.window].tolist())
             while len(self._opened) > 1:
@@ -367,7 +408,7 @@ class GrowingChunks:
             self._opened[anchor] = _Window(np.concatenate(records), np.cumsum(counts), 1)
         return self._opened[anchor]
 
-    def _forget(self, anchor: Anchor, *, keep: list[int]) -> None:
+    def _forget(self, anchor: WindowAnchor, *, keep: list[int]) -> None:
         del self._opened[anchor]
         still = {*keep, *(n for a in self._opened for n in self._windows_of(a.epoch)[a.window].tolist())}
         gone = [n for n in self._windows_of(anchor.epoch)[anchor.window].tolist() if n not in still]

@@ -11,20 +11,21 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64, Integer
 
 from jtrain.data.chunk_order import (
-    Anchor,
     ChunkOrder,
     Chunks,
     GrowingChunks,
     PreparedChunks,
     SizedChunks,
     WholeRecords,
+    WindowAnchor,
     WindowedChunks,
 )
 from jtrain.data.loss_mask import NO_RUNS, ChunkPart, encode_parts, split_chunk
 from jtrain.data.pretokenized.reader import PreparedIndex
+from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, shuffled_parts
-from jtrain.data.sources.source import GAP, Corpus, Source, file_keys, split_positions
+from jtrain.data.sources.source import Source, file_keys, split_positions
 from jtrain.data.tokenizer import TextChunk, Tokenizer, make_tokenizer
 from jtrain.errors import UserError
 
@@ -87,7 +88,7 @@ class Read:
     ids: Integer[np.ndarray, " tokens"]
     skipped: tuple[tuple[int, str], ...] = ()
     ignored: Int32[np.ndarray, "runs 2"] = dataclasses.field(default_factory=lambda: NO_RUNS)
-    anchor: Anchor | None = None
+    anchor: WindowAnchor | None = None
     """Where the window of the first chunk begins, if the order is one of `GrowingChunks`."""
 
 
@@ -200,7 +201,7 @@ class ChunkStream:
         numbers: Int[np.ndarray, " n"],
         *,
         skip: Collection[int] = (),
-        anchor: Anchor | None = None,
+        anchor: WindowAnchor | None = None,
         watch: Callable[[int, int], Any] = lambda number, record: None,
     ) -> Read:
         """Reads and tokenises chunks.

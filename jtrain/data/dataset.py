@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.chunk_order import Anchor, Chunks
+from jtrain.data.chunk_order import Chunks, WindowAnchor
 from jtrain.data.chunk_stream import ChunkStream, SourceSetup
 from jtrain.data.constructor.constructor import ConstructorSetup, DataState
 from jtrain.data.constructor.context_order import context_order
@@ -136,7 +136,9 @@ class TextDataset:
             planner_state, changes = Planner(planner, _no_lengths).resume(start_state["planner"])
             counts = [start_state["skipped"].get(name, 0) for name in self.names]
             anchors = (start_state["anchors"].get(name) for name in self.names)
-            state = DataState(planner_state, np.asarray(counts, np.int64), tuple(a and Anchor(*a) for a in anchors))
+            state = DataState(
+                planner_state, np.asarray(counts, np.int64), tuple(a and WindowAnchor(*a) for a in anchors)
+            )
         else:
             state = self._start_state(planner, first_step)
         work = ConstructorSetup(

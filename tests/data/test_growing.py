@@ -12,8 +12,9 @@ import pytest
 from jtrain.data import PackedText, open_dataset
 from jtrain.data.chunk_order import GrowingChunks
 from jtrain.data.chunk_stream import ChunkStream
-from jtrain.data.sources import source as source_module
-from jtrain.data.sources.source import Corpus, Source
+from jtrain.data.sources import corpus as corpus_module
+from jtrain.data.sources.corpus import Corpus
+from jtrain.data.sources.source import Source
 from jtrain.dims import Batch
 from tests.data.test_chunk_order import CHUNK, TEXTS, stream
 
@@ -141,7 +142,7 @@ def test_held_out_documents_are_the_same_opened_or_not(large: Path) -> None:
 
 def test_parts_of_a_file_hold_each_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines end anywhere, a part may hold no line, and blank lines are none; identities do not depend on opening."""
-    monkeypatch.setattr(source_module, "_PART_BYTES", 50)
+    monkeypatch.setattr(corpus_module, "_PART_BYTES", 50)
     lines = [json.dumps({"text": "x" * n}) for n in (0, 3, 200, 36, 37, 38, 39, 1)]
     (tmp_path / "a.jsonl").write_text("\n\n".join(lines) + "\n")
     lazy = Corpus(Source(path=str(tmp_path)), name="a", cache_dir=tmp_path / "cache", eager_bytes=10)

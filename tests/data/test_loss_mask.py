@@ -17,7 +17,7 @@ from jtrain.data.constructor.context_order import context_order
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.reader import MASKS, PreparedIndex
 from jtrain.data.pretokenized.shard import Recipe
-from jtrain.data.sources.source import Corpus
+from jtrain.data.sources.corpus import Corpus
 from jtrain.data.tokenizer import Tokenizer, make_tokenizer
 from jtrain.dims import Batch
 from jtrain.errors import UserError

@@ -63,7 +63,13 @@ def inputs(num_heads: int = N, num_kv_heads: int = K) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.parametrize(
-    ("split", "dtype"), [*((split, "float32") for split in SPLITS), (RowSplit(4, "ring"), "bfloat16")], ids=str
+    ("split", "dtype"),
+    [
+        pytest.param(SPLITS[0], "float32", marks=pytest.mark.slow),
+        *((split, "float32") for split in SPLITS[1:]),
+        (RowSplit(4, "ring"), "bfloat16"),
+    ],
+    ids=str,
 )
 def test_split_rows_are_whole_rows(split: RowSplit, dtype: str) -> None:
     """Value and gradients of q, k and v are those of float64, with documents that end anywhere, and grouped heads.

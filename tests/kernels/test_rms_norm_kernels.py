@@ -194,9 +194,17 @@ def least(op: registry.Op) -> int:
     return 3 if op is RMS_NORM else 4
 
 
+def alternating(*devices: str) -> list[Any]:
+    """Each device with every op; the quick tests have one op of each device, and both ops."""
+    return [
+        pytest.param(op, device, id=f"{op.name}-{device}", marks=[pytest.mark.slow] * ((i + j) % 2))
+        for i, op in enumerate(OPS)
+        for j, device in enumerate(devices)
+    ]
+
+
 @pytest.mark.aot
-@pytest.mark.parametrize("device", ("v5e", "v5p", "v6e", "tpu7x"))
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize(("op", "device"), alternating("v5e", "v5p", "v6e", "tpu7x"))
 def test_tpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
     """The kernel moves each array once, plus a twentieth for sums; XLA reads x and dy again for every mean."""
     report = backward_of(op, device, "pallas_tpu")
@@ -207,8 +215,7 @@ def test_tpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("device", ("h100", "h200", "b200"))
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize(("op", "device"), alternating("h100", "h200", "b200"))
 def test_gpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
     """The kernel moves each array once, plus a seventh for 264 programs' sums; XLA reads x and dy for every mean."""
     report = backward_of(op, device, "triton")

@@ -137,7 +137,7 @@ LAYOUTS = (
 @pytest.mark.parametrize(
     ("axes", "zero_stage", "precision"),
     [
-        pytest.param(*layout, precision, marks=[pytest.mark.slow] * ((i + j) % 2))
+        pytest.param(*layout, precision, marks=[pytest.mark.slow] * ((i + j) % 2 == 1 or i in (0, 5)))
         for i, layout in enumerate(LAYOUTS)
         for j, precision in enumerate(PRECISIONS)
     ],
@@ -293,7 +293,7 @@ def test_small_updates_are_lost_to_nearest_and_kept_on_average_by_chance() -> No
 @pytest.mark.parametrize("moment_dtype", ["bfloat16_sr", "int8"])
 def test_a_second_moment_falls_at_any_rate(moment_dtype: Any) -> None:
     """A moment 100 times too large falls to g^2 at b2=0.999 within 7000 updates; bf16 to nearest never would."""
-    info = ParamInfo("layers.w_DF", (1, 32, 128), "YDF", "normal", 1.0)
+    info = ParamInfo("layers.w_DF", (1, 8, 128), "YDF", "normal", 1.0)
     spec = AdamW(1e-3, warmup_steps=0, clip_norm=None, b2=0.999, moment_dtype=moment_dtype)
     opt = build(spec, num_steps=7000, params={"w": info})
     g = jnp.exp(jnp.asarray(np.random.default_rng(0).standard_normal(info.shape), jnp.float32))

@@ -21,7 +21,7 @@ RING, ULYSSES = dict(context_attention="ring"), dict(context_attention="ulysses"
         (dict(context=2, tensor=2), layout_of(0, 2, remat="named", remat_save=("attention",)) | RING),
         (dict(data=2, context=2), layout_of(3, 1) | ULYSSES),
         pytest.param(dict(context=4), layout_of(0, 1) | ULYSSES, marks=pytest.mark.slow),
-        (dict(context=2, tensor=2), layout_of(0, 2, remat="full") | ULYSSES),
+        pytest.param(dict(context=2, tensor=2), layout_of(0, 2, remat="full") | ULYSSES, marks=pytest.mark.slow),
     ],
     ids=str,
 )

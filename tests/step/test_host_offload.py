@@ -22,7 +22,7 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, Optimizer, build
 from jtrain.step import host_offload
 from jtrain.step.host_offload import Slices, StreamedParam, check_host_memory, streamed, to_device, to_host
-from jtrain.step.state import TrainState, abstract_state, init_state
+from jtrain.step.state import TrainState, abstract_state, init_state, shardings_of
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
 from tests.layouts import layout_from
 from tests.step.test_train_step import packed_batch
@@ -43,9 +43,13 @@ class Setting:
     mesh: jax.sharding.Mesh
     step: Any
     batch: Batch
+    drawn: TrainState | None = None
 
     def first(self) -> TrainState:
-        return init_state(self.layout, self.optimizer, self.mesh, seed=0)
+        """The first state; its values are computed once, since steps consume what they are given."""
+        if self.drawn is None:
+            self.drawn = jax.tree.map(np.array, init_state(self.layout, self.optimizer, self.mesh, seed=0))
+        return jax.tree.map(jax.device_put, self.drawn, shardings_of(self.like()))
 
     def like(self) -> TrainState:
         return abstract_state(self.layout, self.optimizer, self.mesh)

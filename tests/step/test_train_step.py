@@ -123,13 +123,25 @@ def test_evaluation_gives_the_cross_entropy_of_each_token() -> None:
     assert nats_BL.std() > 0.1, "tokens differ, or their order would not be tested"
 
 
-@pytest.mark.parametrize("zero_stage", (0, 1, 2, 3))
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+QUICK_STAGES = ((1, 3), (2, 3), (0, 2))
+"""ZeRO stages of each mesh in the quick tests."""
+
+
+@pytest.mark.parametrize(
+    ("axes", "zero_stage"),
+    [
+        pytest.param(axes, stage, marks=[pytest.mark.slow] * (stage not in quick))
+        for axes, quick in zip(MESHES, QUICK_STAGES, strict=True)
+        for stage in (0, 1, 2, 3)
+    ],
+    ids=str,
+)
 def test_the_layout_is_not_a_model(axes: dict[str, int], zero_stage: int) -> None:
     """Twenty steps give one device's losses, gradients and weights on any mesh and ZeRO stage.
 
-    Accumulation, scan and remat alternate so that the twelve cases hold every pair of values of any two of the five
-    settings; the full product is the slow test below.
+    Accumulation, scan and remat alternate: the twelve cases hold every pair of values of any two of the five settings,
+    and the six quick ones hold every stage, and every pair of values of accumulation, scan and remat. The full product
+    is the slow test below.
     """
     mesh, half = MESHES.index(axes), zero_stage // 2
     sizes = SIZES | {"scan_layers": (mesh + half) % 2 == 0}
@@ -186,8 +198,9 @@ def test_split_sequences_are_whole_ones(axes: dict[str, int], order: Any, layout
     assert_same(trained(axes, order=order, **layout), on_one_device())
 
 
+@pytest.mark.slow
 def test_muon_is_the_same_on_any_layout() -> None:
-    """Newton-Schulz runs on whole matrices whatever their shards."""
+    """Newton-Schulz runs on whole matrices whatever their shards; `tests/optim/test_optimizer.py` has one update."""
     muon = Muon(peak_lr=3e-3, warmup_steps=4)
     want = trained({}, optimizer=muon)
     assert want.losses[-1] < want.losses[0] - 0.1

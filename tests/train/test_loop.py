@@ -33,15 +33,22 @@ def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that trained all of its steps."""
+    workdir = tmp_path_factory.mktemp("finished")
+    assert train(workdir) == 0
+    return workdir
+
+
 @pytest.mark.smoke
-def test_a_run_leaves_what_the_design_lists(tmp_path: Path) -> None:
+def test_a_run_leaves_what_the_design_lists(finished: Path) -> None:
     """config.txt, run.json, one line per step with every key, event files and a checkpoint."""
-    assert train(tmp_path) == 0
-    assert (tmp_path / "config.txt").read_text().startswith("seed: int = 0\n")
-    facts = json.loads((tmp_path / "run.json").read_text())
+    assert (finished / "config.txt").read_text().startswith("seed: int = 0\n")
+    facts = json.loads((finished / "run.json").read_text())
     assert facts["mesh"]["data"] == 8
     assert set(facts["versions"]) > {"jtrain", "jax", "python"}
-    lines = metrics.read(tmp_path / metrics.FILE)
+    lines = metrics.read(finished / metrics.FILE)
     steps = [line for line in lines if "loss_nats" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
     for line in steps:
@@ -50,8 +57,8 @@ def test_a_run_leaves_what_the_design_lists(tmp_path: Path) -> None:
         assert line["tokens_per_s"] > 0
         assert len(line["batch_hash"]) == 16
     assert [line["step"] for line in lines if "eval_loss_nats" in line] == [5]
-    assert list((tmp_path / metrics.EVENTS).iterdir())
-    assert (tmp_path / "checkpoints" / "5").is_dir()
+    assert list((finished / metrics.EVENTS).iterdir())
+    assert (finished / "checkpoints" / "5").is_dir()
 
 
 def test_numbers_that_are_none_stop_the_run_and_are_not_saved(tmp_path: Path) -> None:
@@ -64,13 +71,12 @@ def test_numbers_that_are_none_stop_the_run_and_are_not_saved(tmp_path: Path) ->
     assert all(step < 8 for step in saved)
 
 
-def test_a_workdir_of_another_run_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_a_workdir_of_another_run_is_refused_before_anything_changes(finished: Path) -> None:
     """The difference is shown, and the run that is there stays as it is."""
-    assert train(tmp_path) == 0
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match=r"holds another run:\n  num_steps: 5 there, 7 here"):
-        train(tmp_path, "num_steps=7")
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+        train(finished, "num_steps=7")
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
 
 
 def test_a_model_that_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> None:

@@ -107,6 +107,10 @@ def fill_rows(out: Rows, pieces: Pieces, views: Views) -> None:
         np.concatenate(ids[low:high], out=token, casting="same_kind")
         target[:-1] = token[1:]
         target[ends[low:high] - (first_token + 1)] = IGNORE
+        if high - low == len(token) // seq_len:  # each row is one piece
+            segment_out[here].reshape(-1, seq_len)[:] = segment[low:high, None]
+            position_out[here].reshape(-1, seq_len)[:] = count[:seq_len]
+            continue
         segment_out[here] = np.repeat(segment[low:high], length[low:high])
         start = np.repeat(starts[low:high] - np.int32(first_token), length[low:high])
         np.subtract(count[: len(token)], start, out=position_out[here])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int64
 
-from jtrain.data.chunk_order import Anchor
+from jtrain.data.chunk_order import WindowAnchor
 from jtrain.data.chunk_stream import ChunkStream, SourceSetup
 from jtrain.data.constructor.chunk_buffer import ChunkBuffer, keys_of
 from jtrain.data.constructor.collate import Rows, fill_rows
@@ -72,7 +72,7 @@ class DataState:
 
     planner: PlannerState
     skipped: Int[np.ndarray, " sources"]
-    anchors: tuple[Anchor | None, ...]
+    anchors: tuple[WindowAnchor | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,7 +347,7 @@ class Constructor:
             self._name_skipped(run.source, run.skipped[number])
         return skipped
 
-    def _drop_anchors(self, state: PlannerState) -> tuple[Anchor | None, ...]:
+    def _drop_anchors(self, state: PlannerState) -> tuple[WindowAnchor | None, ...]:
         """Returns the anchors from which a run can go on after `state`, and drops those before them."""
         found = []
         for anchors, oldest in zip(self._anchors, state.oldest().tolist(), strict=True):
@@ -365,7 +365,7 @@ class Constructor:
             self.said.append(f"data: {field_of(name)}: more documents are left out; data_skipped counts them")
 
 
-def _latest(anchors: list[Anchor], number: int) -> Anchor | None:
+def _latest(anchors: list[WindowAnchor], number: int) -> WindowAnchor | None:
     """Returns the last anchor at or before a chunk; None if there is none."""
     at = bisect.bisect_right(anchors, number, key=lambda anchor: anchor.first)
     return anchors[at - 1] if at else None

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.chunk_order import Anchor
+from jtrain.data.chunk_order import WindowAnchor
 from jtrain.data.chunk_stream import ChunkStream, Read, SourceSetup
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
 from jtrain.runtime.resident_memory import resident_bytes
@@ -63,7 +63,7 @@ class RequestPart:
 
     source: int
     numbers: Int[np.ndarray, " n"]
-    anchor: Anchor | None = None
+    anchor: WindowAnchor | None = None
     skip: frozenset[int] = frozenset()
 
     def each(self) -> "list[RequestPart]":

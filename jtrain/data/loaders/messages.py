@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int32, Int64, Integer
 
-from jtrain.data.chunk_order import Anchor
+from jtrain.data.chunk_order import WindowAnchor
 from jtrain.data.loss_mask import NO_RUNS
 from jtrain.errors import UserError
 
@@ -37,7 +37,7 @@ class ChunkRun:
     ignored: Int32[np.ndarray, "runs 2"] = dataclasses.field(default_factory=lambda: NO_RUNS)
     place: Any = None
     """Location of the payload, by which the pool frees it."""
-    anchor: Anchor | None = None
+    anchor: WindowAnchor | None = None
     """See `Read`."""
 
 

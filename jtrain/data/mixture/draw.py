@@ -19,6 +19,12 @@ _FIRST_GUESS_TOKENS = 512
 _ASK_AT_LEAST = 32
 """Smallest number of lengths to ask for in one call: a call takes as long as a thousand lengths."""
 
+_TAKE_AT_LEAST = 256
+"""Smallest number of lengths to take in one call, if they are known already."""
+
+_ABOVE = 1 << 40
+"""Upper bound of document numbers, so that source * _ABOVE + number orders documents by source, then by number."""
+
 
 class NotYet(Exception):
     """Raised by `lengths` if the length of a document is not known yet, and by `plan` after it has asked for them all.
@@ -49,7 +55,8 @@ class ChunkLengths(NamedTuple):
 class Buffers:
     """Cache of the lengths of the next documents of each source. Its contents never change a plan.
 
-    Empty documents are left out, so that a source with many of them costs no more time than another.
+    Empty documents are left out, so that a source with many of them costs no more time than another. Looking ahead
+    takes time for the documents that are found, not for all that are known.
 
     Attributes:
       ends: number of documents of each source over all epochs.
@@ -63,10 +70,12 @@ class Buffers:
         self.chunks_per_epoch = np.asarray(chunks_per_epoch, np.int64)
         self.ends = np.full(num, ENDLESS, np.int64) if epochs is None else self.chunks_per_epoch * epochs
         self._lengths = lengths
-        self._known = ChunkLengths(*(np.empty(0, np.int64) for _ in range(3)))  # sorted by source, then by number
+        self._base = np.arange(num) * _ABOVE
+        self._know(np.empty(0, np.int64), np.empty(0, np.int64))
         self._first = np.zeros(num, np.int64)  # lengths are known from here ...
         self._scanned = np.zeros(num, np.int64)  # ... to here
         self._empty_since = np.zeros(num, np.int64)
+        self._dry = np.zeros(num, np.bool_)  # gave fewer lengths than it was asked for
         self._seen_documents = np.zeros(num, np.int64)
         self._seen_tokens = np.zeros(num, np.int64)
 
@@ -78,11 +87,12 @@ class Buffers:
     def forget(self, cursors: Int64[np.ndarray, " sources"]) -> None:
         """Drops the lengths before `cursors`. If a cursor jumps, the lengths of its source are asked for again."""
         jumped = (cursors < self._first) | (cursors > self._scanned)
-        self._scanned = np.where(jumped, cursors, self._scanned)
-        self._empty_since = np.where(jumped, cursors, self._empty_since)
-        self._first = cursors.copy()
-        keep = (self._known.document >= cursors[self._known.source]) & ~jumped[self._known.source]
-        self._known = ChunkLengths(*(array[keep] for array in self._known))
+        if jumped.any():
+            self._scanned = np.where(jumped, cursors, self._scanned)
+            self._empty_since = np.where(jumped, cursors, self._empty_since)
+            keep = ~jumped[self._keys // _ABOVE]
+            self._know(self._keys[keep], self._known[keep])
+        self._first = cursors.copy()  # `_ask` drops them: to do so at every step would copy all the others each time
 
     def ahead(
         self, cursors: Int64[np.ndarray, " sources"], limits: Int64[np.ndarray, " sources"], *, by_tokens: bool
@@ -98,37 +108,46 @@ class Buffers:
           UserError: a whole epoch of a source is empty.
         """
         while True:
-            known = self._known
-            live = known.document >= cursors[known.source]
-            if not live.all():
-                known = ChunkLengths(*(array[live] for array in known))
-            total = np.concatenate([[0], np.cumsum(known.length) if by_tokens else np.arange(1, len(known.source) + 1)])
-            border = np.searchsorted(known.source, np.arange(len(cursors) + 1))
-            here = total[border[1:]] - total[border[:-1]]
+            begin, end = np.searchsorted(self._keys, self._base + cursors), self._border[1:]
+            start = self._total[begin] if by_tokens else begin
+            here = (self._total[end] if by_tokens else end) - start
             short = here < limits
-            missing = np.flatnonzero(short & (self._scanned < self.ends))
-            if not len(missing):
-                before = total[:-1] - total[border[known.source]]
-                wanted = before < limits[known.source]
-                return ChunkLengths(*(array[wanted] for array in known)), before[wanted], short
-            self._ask(missing, (limits - here)[missing] * (1 if by_tokens else self.mean_tokens[missing]))
-
-    def _ask(self, sources: np.ndarray, tokens: np.ndarray) -> None:
-        """Asks for the lengths of about `tokens` more tokens of each source."""
-        count = np.maximum(tokens * 1.25 / self.mean_tokens[sources], _ASK_AT_LEAST).astype(np.int64)
-        count = np.minimum(count, (self.ends - self._scanned)[sources])
-        found, wanted = [self._known], []
-        for source, want in zip(sources.tolist(), count.tolist(), strict=True):
-            first = int(self._scanned[source])
-            try:
-                got = self._lengths(source, first, want)
-            except NotYet:
-                wanted.append((source, first, want))
+            missing = short & (self._scanned < self.ends)
+            if missing.any():
+                tokens = (limits - here) * (1 if by_tokens else self.mean_tokens)
+                self._ask(missing, tokens, low=end - begin < _ASK_AT_LEAST)
                 continue
-            assert 0 < len(got) <= want, (source, first, want, len(got))
+            stop = np.searchsorted(self._total[:-1], start + limits) if by_tokens else start + limits
+            count = np.clip(stop, begin, end) - begin
+            source = np.repeat(np.arange(len(cursors)), count)
+            at = np.arange(len(source)) + (begin - np.cumsum(count) + count)[source]
+            before = (self._total[at] if by_tokens else at) - start[source]
+            return ChunkLengths(source, self._keys[at] - self._base[source], self._known[at]), before, short
+
+    def _ask(self, missing: Bool[np.ndarray, " sources"], tokens: np.ndarray, low: Bool[np.ndarray, " sources"]) -> None:
+        """Asks for about `tokens` more tokens of each missing source, and takes what is known of those that are low.
+
+        Taking the lengths of many sources together, some hundred each, is what keeps copying them cheap.
+        """
+        asked = np.flatnonzero(missing | (low & ~self._dry & (self._scanned < self.ends)))
+        count = np.maximum(tokens[asked] * 1.25 / self.mean_tokens[asked], _ASK_AT_LEAST).astype(np.int64)
+        most = (self.ends - self._scanned)[asked]
+        keys, lengths, wanted = [self._keys], [self._known], []
+        for source, want, left in zip(asked.tolist(), count.tolist(), most.tolist(), strict=True):
+            first, take = int(self._scanned[source]), min(max(want, _TAKE_AT_LEAST), left)
+            try:
+                got = self._lengths(source, first, take)
+            except NotYet:
+                self._dry[source] = True
+                if missing[source]:
+                    wanted.append((source, first, min(want, left)))
+                continue
+            assert 0 < len(got) <= take, (source, first, take, len(got))
             at = np.flatnonzero(got)
             length = got[at].astype(np.int64)
-            found.append(ChunkLengths(np.full(len(at), source), first + at, length))
+            keys.append(self._base[source] + first + at)
+            lengths.append(length)
+            self._dry[source] = len(got) < take
             self._scanned[source] += len(got)
             self._seen_documents[source] += len(got)
             self._seen_tokens[source] += length.sum()
@@ -136,12 +155,19 @@ class Buffers:
                 self._empty_since[source] = first + at[-1] + 1
             elif self._scanned[source] - self._empty_since[source] >= self.chunks_per_epoch[source]:
                 raise UserError(_no_text(field_of(self.names[source]), int(self.chunks_per_epoch[source])))
-        if len(found) > 1:
-            merged = [np.concatenate(arrays) for arrays in zip(*found, strict=True)]
-            order = np.argsort(merged[0], kind="stable")
-            self._known = ChunkLengths(*(array[order] for array in merged))
+        if len(keys) > 1:
+            merged = np.concatenate(keys)
+            order = np.argsort(merged, kind="stable")
+            order = order[(merged >= (self._base + self._first)[merged // _ABOVE])[order]]
+            self._know(merged[order], np.concatenate(lengths)[order])
         if wanted:
             raise NotYet(wanted)
+
+    def _know(self, keys: Int64[np.ndarray, " known"], lengths: Int64[np.ndarray, " known"]) -> None:
+        """Sets the documents whose lengths are known, ascending, and what follows from them."""
+        self._keys, self._known = keys, lengths
+        self._total = np.concatenate([[0], np.cumsum(lengths)])
+        self._border = np.searchsorted(keys, np.append(self._base, len(self._base) * _ABOVE))
 
 
 def _no_text(field: str, documents: int) -> str:

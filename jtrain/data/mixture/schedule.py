@@ -43,7 +43,15 @@ class Constant:
     def weights(self, step: int, names: Sequence[str]) -> Float64[np.ndarray, " sources"]:
         """Returns the shares of `names` at `step`, which add up to 1."""
         assert self.weights_by_source is not None, "call own_weights() first"
-        return _shares(self.weights_by_source, names, "data.mixture.weights_by_source")
+        names = tuple(names)
+        if names not in self._found:
+            self._found[names] = _shares(self.weights_by_source, names, "data.mixture.weights_by_source")
+        return self._found[names]
+
+    @functools.cached_property
+    def _found(self) -> dict[tuple[str, ...], Float64[np.ndarray, " sources"]]:
+        """Shares by names: every step ahead asks for the same ones."""
+        return {}
 
     def later(self, step: int) -> Points:
         """Returns nothing, because the shares never change; see `Staged.later`."""

@@ -1,5 +1,6 @@
 """Load balancing: assigns items to ranks so that every rank gets about the same cost."""
 
+import functools
 import heapq
 from typing import Literal
 
@@ -38,6 +39,14 @@ def tree(costs: Costs) -> Int64[np.ndarray, " items"]:
             totals = totals[order] + sums[stratum]
         groups, sums = groups[members.T].reshape(members.shape[1], -1), totals
     return groups[0]
+
+
+@functools.lru_cache(maxsize=8)
+def tree_of_equals(num_items: int) -> Int64[np.ndarray, " items"]:
+    """Returns the order of `tree` for items of equal cost: full rows, whose order is asked for at every step."""
+    found = tree(np.ones(num_items, np.int64))
+    found.flags.writeable = False
+    return found
 
 
 def _prime_factors(number: int) -> list[int]:

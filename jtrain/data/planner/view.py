@@ -84,7 +84,9 @@ class View:
         if self._buckets is None:
             assert self._method in ("none", "tree"), f"balance({self._method!r}) needs distribute(axis)"
             order = given
-            if self._method == "tree" and self._num_nodes:
+            if self._method == "tree" and self._num_nodes and (costs == costs[0]).all():
+                order = balance.tree_of_equals(self._num_nodes) if self._min_gain <= 0 else given
+            elif self._method == "tree" and self._num_nodes:
                 found = balance.tree(costs)
                 order = found if _mean_spread(costs) >= _mean_spread(costs[found]) * (1 + self._min_gain) else given
             return NodeAssignment(order, None, node_cost)

@@ -23,9 +23,9 @@ from jaxtyping import Int64, UInt
 
 from jtrain.data.pretokenized import reader
 from jtrain.data.pretokenized.adopted import edges_of_path
-from jtrain.data.pretokenized.claims import Host
+from jtrain.data.pretokenized.claims import BuildProcess
 from jtrain.data.pretokenized.foreign.find import find_layout
-from jtrain.data.pretokenized.foreign.foreign_file import PART_BYTES, Layout
+from jtrain.data.pretokenized.foreign.foreign_file import PART_BYTES, ForeignLayout
 from jtrain.data.pretokenized.partial_folder import WRITER, begin, publish, read_json, write_lengths
 from jtrain.data.pretokenized.progress import ProgressOutput
 from jtrain.data.pretokenized.reader import PreparedIndex, digest
@@ -80,7 +80,7 @@ def adopt(
     encoder = _tokenizer(tokenizer, end_token)
     layout = find_layout(path, end_id=encoder.end_id, vocab_size=encoder.vocab_size, dtype=dtype, column=column)
     out.mkdir(parents=True, exist_ok=True)
-    with Host(out) as host, host.claiming(out / f".{name}.claim"):
+    with BuildProcess(out) as host, host.claiming(out / f".{name}.claim"):
         adoption = _Adoption(layout, out, name, encoder, command, stream)
         if adoption.is_there():
             return summary_of(PreparedIndex(out / name), name, "there")
@@ -104,7 +104,7 @@ class _Adoption:
     """Adoption of the files of one layout into OUT/NAME."""
 
     def __init__(
-        self, layout: Layout, out: Path, name: str, tokenizer: Tokenizer, command: str, stream: ProgressOutput
+        self, layout: ForeignLayout, out: Path, name: str, tokenizer: Tokenizer, command: str, stream: ProgressOutput
     ) -> None:
         self._layout = layout
         self._folder = out / name
@@ -146,7 +146,7 @@ class _Adoption:
         write_whole(self._folder / reader.INDEX, reader.sign(body))
         return True
 
-    def resume(self, host: Host) -> None:
+    def resume(self, host: BuildProcess) -> None:
         """Goes on after the files that an earlier call scanned, if it scanned the same ones."""
         begin(self._partial, {"format": reader.FORMAT, "made_of": self._made_of}, host)
         host.claim(self._partial / WRITER)  # a `prepare` of the same name finds it

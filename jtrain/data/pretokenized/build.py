@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from jtrain.data.pretokenized import reader
-from jtrain.data.pretokenized.claims import Host
+from jtrain.data.pretokenized.claims import BuildProcess
 from jtrain.data.pretokenized.progress import Progress, ProgressBar, ProgressOutput
 from jtrain.data.pretokenized.shard import Recipe, Task
 from jtrain.data.pretokenized.writer import IndexSummary, IndexWriter
@@ -78,7 +78,7 @@ def prepare(
                 "at the start."
             )
     out.mkdir(parents=True, exist_ok=True)
-    with _says_disk_full(out), Host(out) as host, contextlib.ExitStack() as stack:
+    with _says_disk_full(out), BuildProcess(out) as host, contextlib.ExitStack() as stack:
         if command is not None:
             host.write_whole(out / reader.COMMAND, command + "\n")
         builds = [IndexWriter(index, recipe, out, shard_bytes, host) for index, recipe in enumerate(recipes)]

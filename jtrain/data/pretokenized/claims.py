@@ -23,7 +23,7 @@ _POLL_S = 0.05
 _HOSTS = ".hosts"
 
 
-class Host:
+class BuildProcess:
     """This process, as the other ones that write to `out` see it. Close it to give back its claims.
 
     Attributes:
@@ -40,7 +40,7 @@ class Host:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> "Host":
+    def __enter__(self) -> "BuildProcess":
         self._write_count(0)
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()

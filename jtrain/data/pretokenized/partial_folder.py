@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jtrain.data.pretokenized import claims, reader
-from jtrain.data.pretokenized.claims import Host
+from jtrain.data.pretokenized.claims import BuildProcess
 from jtrain.errors import FileError
 from jtrain.runtime.atomic_io import sync_directory
 
@@ -33,7 +33,7 @@ _POLL_S = 0.05
 _BLOCKS_AT_ONCE = 1 << 16
 
 
-def begin(partial: Path, plan: dict[str, Any], host: Host) -> bool:
+def begin(partial: Path, plan: dict[str, Any], host: BuildProcess) -> bool:
     """Makes the folder of an unfinished index, or continues in it; returns True if one of other data was removed.
 
     Raises:
@@ -50,7 +50,7 @@ def begin(partial: Path, plan: dict[str, Any], host: Host) -> bool:
     return afresh
 
 
-def _refuse_if_busy(partial: Path, host: Host) -> None:
+def _refuse_if_busy(partial: Path, host: BuildProcess) -> None:
     """Raises FileError if a living process has a claim in the folder; waits until that is known."""
     unknown = set(partial.glob("*.claim"))
     end_s = time.monotonic() + claims.STALE_S + claims.BEAT_S

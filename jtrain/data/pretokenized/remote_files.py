@@ -5,6 +5,7 @@ import hashlib
 import math
 import mmap
 import os
+import weakref
 import zlib
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class RemoteFiles:
         self._root = self._root.rstrip("/")
         self._cache_dir = Path(os.path.expanduser(cache_dir or CACHE_DIR))
         self._identity = self.location
-        self._pages: dict[str, _Pages] = {}
+        self._pages = weakref.WeakValueDictionary[str, _Pages]()  # the tables hold them; no circle keeps descriptors
 
     def content(self, name: str) -> bytes:
         """Returns a whole file. index.json is the first one to read: the cached pages are those of its contents."""
@@ -61,10 +62,11 @@ class RemoteFiles:
         return sizes
 
     def table(self, name: str, dtype: Any, shape: tuple[int, ...], *, offset: int, size_bytes: int) -> "RemoteTable":
-        if name not in self._pages:
+        pages = self._pages.get(name)
+        if pages is None:
             key = hashlib.blake2b(self._identity.encode(), digest_size=12).hexdigest()
-            self._pages[name] = _Pages(self, name, size_bytes, self._cache_dir / "prepared" / key)
-        return RemoteTable(self._pages[name], np.dtype(dtype), shape, offset)
+            pages = self._pages[name] = _Pages(self, name, size_bytes, self._cache_dir / "prepared" / key)
+        return RemoteTable(pages, np.dtype(dtype), shape, offset)
 
     def read(self, name: str, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, " b"]:
         """Returns spans of bytes; spans near each other share a request, and several requests run at a time.

@@ -24,8 +24,9 @@ import numpy as np
 
 from jtrain.data.loss_mask import encode_parts, split_chunk, whole_document
 from jtrain.data.pretokenized.reader import digest
+from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord
-from jtrain.data.sources.source import Corpus, Source
+from jtrain.data.sources.source import Source
 from jtrain.data.tokenizer import Tokenizer, make_tokenizer
 from jtrain.errors import FileError
 

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jtrain.data.pretokenized import reader
-from jtrain.data.pretokenized.claims import Host
+from jtrain.data.pretokenized.claims import BuildProcess
 from jtrain.data.pretokenized.partial_folder import (
     NOTHING,
     STATE,
@@ -35,7 +35,8 @@ from jtrain.data.pretokenized.partial_folder import (
 )
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.pretokenized.shard import Recipe, ShardSummary, Task, read_shard
-from jtrain.data.sources.source import Corpus, field_of
+from jtrain.data.sources.corpus import Corpus
+from jtrain.data.sources.source import field_of
 from jtrain.errors import FileError, UserError
 
 _MOST_RECORDS = 1 << 20
@@ -84,7 +85,7 @@ class IndexWriter:
       records, records_done: all records of the source, and those in shards that were there at the start.
     """
 
-    def __init__(self, index: int, recipe: Recipe, out: Path, shard_bytes: int, host: Host) -> None:
+    def __init__(self, index: int, recipe: Recipe, out: Path, shard_bytes: int, host: BuildProcess) -> None:
         self.recipe = recipe
         self.index = index
         self.workers = 0

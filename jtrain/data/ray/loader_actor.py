@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int64, UInt8
 
-from jtrain.data.chunk_order import Anchor
+from jtrain.data.chunk_order import WindowAnchor
 from jtrain.data.chunk_stream import Read, SourceSetup
 from jtrain.data.loaders.loader import RequestPart, SourceLoader
 from jtrain.data.loaders.messages import starts_of
@@ -85,7 +85,7 @@ class RunReply:
     dtype: str
     skipped: tuple[tuple[int, str], ...]
     seconds: float
-    anchor: Anchor | None
+    anchor: WindowAnchor | None
     ignored: bytes
 
 

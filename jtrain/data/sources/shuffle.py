@@ -37,6 +37,8 @@ def permuted(index: Int[np.ndarray, " n"], size: Any, key: Any) -> Int[np.ndarra
     keys = splitmix64((key + np.arange(_ROUNDS, dtype=np.uint64)[:, None]).ravel()).reshape(_ROUNDS, -1)
     limit = size.astype(np.uint64)
     found = index.astype(np.uint64)
+    if len(size) == len(key) == 1:  # one permutation: half the time without copies of these numbers for each item
+        return _walk(found, low_bits[0], low_mask[0], high_mask[0], limit[0], keys[:, 0]).astype(np.int64)
     walking = np.arange(len(index))
     while len(walking):
         each = [v[walking] if len(v) > 1 else v for v in (low_bits, low_mask, high_mask, limit, *keys)]
@@ -47,6 +49,30 @@ def permuted(index: Int[np.ndarray, " n"], size: Any, key: Any) -> Int[np.ndarra
         found[walking] = moved = (high << shift) | low
         walking = walking[moved >= inside]
     return found.astype(np.int64)
+
+
+def _walk(found: np.ndarray, shift: Any, low_mask: Any, high_mask: Any, limit: Any, keys: np.ndarray) -> np.ndarray:
+    """Returns the images of `found`, which may be changed, under one permutation; see `permuted`."""
+    walking, now = None, found
+    while len(now):
+        high, low, low_m, high_m = now >> shift, now & low_mask, low_mask, high_mask
+        for round_key in keys:
+            mixed = low + round_key
+            mixed *= _MIX
+            mixed >>= _HALF
+            mixed &= high_m
+            mixed ^= high
+            high, low, low_m, high_m = low, mixed, high_m, low_m
+        high <<= shift
+        high |= low
+        outside = np.flatnonzero(high >= limit)
+        if walking is None:
+            found, walking = high, outside
+        else:
+            found[walking] = high
+            walking = walking[outside]
+        now = high[outside]
+    return found
 
 
 def epoch_key(seed: int, epoch: int) -> np.uint64:

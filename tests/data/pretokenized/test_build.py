@@ -15,10 +15,11 @@ import pytest
 
 from jtrain.data.pretokenized import reader, writer
 from jtrain.data.pretokenized.build import SHARD_BYTES, prepare, prepare_command
-from jtrain.data.pretokenized.claims import Host
+from jtrain.data.pretokenized.claims import BuildProcess
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.pretokenized.shard import Recipe
-from jtrain.data.sources.source import Corpus, Source
+from jtrain.data.sources.corpus import Corpus
+from jtrain.data.sources.source import Source
 from jtrain.data.tokenizer import make_tokenizer
 from tests.data.two_sources import contents, recipes_of, write_lines
 
@@ -88,7 +89,7 @@ def test_what_an_unfinished_call_left_out_is_not_taken_over_where_none_may_be(
     write_bad_lines(tmp_path)
     skipping = [dataclasses.replace(recipes_of(tmp_path, on_bad_record="skip")[0], name=name)]
     (tmp_path / "out").mkdir()
-    with Host(tmp_path / "out") as host:
+    with BuildProcess(tmp_path / "out") as host:
         writer.IndexWriter(0, skipping[0], tmp_path / "out", 2048, host)
     prepare(skipping, tmp_path / "other", workers=1, stream=io.StringIO(), shard_bytes=2048)
     partial = tmp_path / "out" / f".{name}.partial"

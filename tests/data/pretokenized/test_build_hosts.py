@@ -16,7 +16,7 @@ import pytest
 
 from jtrain.data.pretokenized import claims
 from jtrain.data.pretokenized.build import prepare
-from jtrain.data.pretokenized.claims import Host
+from jtrain.data.pretokenized.claims import BuildProcess
 from jtrain.errors import FileError
 from tests.data.two_sources import contents, recipes_of, write_lines
 
@@ -140,7 +140,7 @@ def test_a_process_that_stood_still_and_was_replaced_does_no_harm(build: Build) 
         with standing_still(one), start(build, "other") as other:
             partial = build.out / ".web.partial"
             end_s = time.monotonic() + 60
-            while partial.exists() and "other" not in (Host(build.out).holder(partial / "writer.claim") or ""):
+            while partial.exists() and "other" not in (BuildProcess(build.out).holder(partial / "writer.claim") or ""):
                 assert time.monotonic() < end_s
                 time.sleep(0.05)
             one.send_signal(signal.SIGCONT)
@@ -173,9 +173,9 @@ def test_other_data_is_refused_while_a_process_is_at_work(build: Build) -> None:
 
 
 def test_a_claim_is_held_by_one_until_it_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Host(tmp_path) as host:
+    with BuildProcess(tmp_path) as host:
         monkeypatch.setattr(claims, "_machine", lambda: "elsewhere")
-        with Host(tmp_path) as other:
+        with BuildProcess(tmp_path) as other:
             path = tmp_path / "a.claim"
             assert (host.claim(path), other.claim(path), host.claim(path)) == (True, False, True)
             other.release(path)
@@ -192,9 +192,9 @@ def test_a_process_elsewhere_is_dead_when_it_has_not_counted_for_long(
     """Half of the time it counts on, the other half it does not."""
     monkeypatch.setattr(claims, "STALE_S", 0.2)
     monkeypatch.setattr(claims, "BEAT_S", 0.02)
-    with Host(tmp_path) as host:
+    with BuildProcess(tmp_path) as host:
         monkeypatch.setattr(claims, "_machine", lambda: "elsewhere")
-        with Host(tmp_path) as other:
+        with BuildProcess(tmp_path) as other:
             assert other.claim(tmp_path / "a.claim")
             end_s = time.monotonic() + 1
             while time.monotonic() < end_s:
@@ -211,8 +211,8 @@ def test_a_process_of_this_machine_is_dead_as_soon_as_it_is_gone(tmp_path: Path)
     code = f"""
 import os, sys
 from pathlib import Path
-from jtrain.data.pretokenized.claims import Host
-host = Host(Path({str(tmp_path)!r})).__enter__()
+from jtrain.data.pretokenized.claims import BuildProcess
+host = BuildProcess(Path({str(tmp_path)!r})).__enter__()
 host.claim(Path({str(tmp_path / "a.claim")!r}))
 print(host.name, flush=True)
 sys.stdin.read()
@@ -220,7 +220,7 @@ sys.stdin.read()
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     name = process.stdout.readline().strip()
-    with Host(tmp_path) as host:
+    with BuildProcess(tmp_path) as host:
         assert host.is_alive(name) is True
         assert not host.claim(tmp_path / "a.claim")
         process.kill()
@@ -234,7 +234,7 @@ def test_an_empty_claim_is_taken_over_in_time(tmp_path: Path, monkeypatch: pytes
     """A process was killed between making the file and writing its name."""
     monkeypatch.setattr(claims, "STALE_S", 0.1)
     (tmp_path / "a.claim").touch()
-    with Host(tmp_path) as host:
+    with BuildProcess(tmp_path) as host:
         assert not host.claim(tmp_path / "a.claim")
         time.sleep(0.2)
         assert host.claim(tmp_path / "a.claim")

@@ -26,7 +26,7 @@ from pathlib import Path
 from jtrain.runtime import cli
 from jtrain.data.pretokenized import writer
 from jtrain.data.pretokenized.build import prepare
-from jtrain.data.pretokenized.claims import Host
+from jtrain.data.pretokenized.claims import BuildProcess
 from jtrain.data.sources.source import Source
 from jtrain.data.pretokenized.shard import Recipe
 
@@ -42,19 +42,19 @@ recipes = [
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
-write, rename, unlink = Host.write_whole, Path.rename, Path.unlink
+write, rename, unlink = BuildProcess.write_whole, Path.rename, Path.unlink
 if instant == "while-appending":
     writer._copy = lambda source, target, size: (target.write(source.read(size // 2)), target.flush(), die())
 elif instant == "appended-but-not-noted":
-    Host.write_whole = lambda self, path, text: die() if path.name.endswith("state.json") else write(self, path, text)
+    BuildProcess.write_whole = lambda one, path, text: die() if "state.json" in path.name else write(one, path, text)
 elif instant == "noted-but-not-removed":
     Path.unlink = lambda path, **kw: die() if path.name.endswith(".unit") else unlink(path, **kw)
 elif instant == "planned":
-    Host.write_whole = lambda self, path, text: (write(self, path, text), path.name == "plan.json" and die())
+    BuildProcess.write_whole = lambda self, path, text: (write(self, path, text), path.name == "plan.json" and die())
 elif instant == "not-yet-planned":
-    Host.write_whole = lambda self, path, text: die() if path.name == "plan.json" else write(self, path, text)
+    BuildProcess.write_whole = lambda self, path, text: die() if path.name == "plan.json" else write(self, path, text)
 elif instant == "not-yet-sealed":
-    Host.write_whole = lambda self, path, text: die() if path.name == "index.json" else write(self, path, text)
+    BuildProcess.write_whole = lambda self, path, text: die() if path.name == "index.json" else write(self, path, text)
 elif instant == "sealed-but-not-in-place":
     Path.rename = lambda path, to: die() if path.name.endswith(".partial") else rename(path, to)
 elif instant == "limited":

@@ -10,7 +10,8 @@ import fsspec
 import pytest
 
 from jtrain.data import PackedText, open_dataset
-from jtrain.data.sources.source import Corpus, Source
+from jtrain.data.sources.corpus import Corpus
+from jtrain.data.sources.source import Source
 from jtrain.data.sources.storage import search
 
 OneFolder = Callable[..., Corpus]

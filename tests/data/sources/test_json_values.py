@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jtrain.data.sources.cache import SMALL_TABLE_BYTES
+from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord, JsonLines, Records, json_values
 from jtrain.data.sources.formats.json_values import JsonValues, open_json
-from jtrain.data.sources.source import Corpus, Source
+from jtrain.data.sources.source import Source
 from jtrain.data.sources.storage import find_files
 
 VALUES = st.recursive(

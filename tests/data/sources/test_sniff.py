@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord
-from jtrain.data.sources.source import Corpus, Source
+from jtrain.data.sources.source import Source
 from jtrain.errors import UserError
 
 Open = Callable[..., Corpus]

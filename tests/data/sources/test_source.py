@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord, ParquetFile, TextFile
-from jtrain.data.sources.source import Corpus, Source
+from jtrain.data.sources.source import Source
 from jtrain.data.sources.storage import CacheLost, StoredFile
 from jtrain.errors import FileError
 from tests.data.writers import WRITERS, Write, write_array_record, write_csv, write_json_array, write_parquet
@@ -268,7 +269,8 @@ import sys
 sys.modules["jax"] = None
 from pathlib import Path
 import numpy as np
-from jtrain.data.sources.source import Corpus, Source
+from jtrain.data.sources.corpus import Corpus
+from jtrain.data.sources.source import Source
 from jtrain.data.sources.storage import StoredFile
 from tests.data.writers import WRITERS, Write, write_array_record, write_parquet
 corpus = Corpus(Source(path={str(tmp_path)!r}), name="web", cache_dir=Path({str(tmp_path)!r}) / ".cache")

@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jtrain.data.sources.cache import cached, local_copy
-from jtrain.data.sources.source import Corpus, Source
+from jtrain.data.sources.corpus import Corpus
+from jtrain.data.sources.source import Source
 from jtrain.data.sources.storage import StoredFile, find_files
 from jtrain.errors import FileError
 from tests.data.sources.object_store import Store, gs_store, hf_store, s3_store, web_store

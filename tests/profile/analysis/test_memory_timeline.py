@@ -105,7 +105,7 @@ def test_the_curve_is_that_of_the_median_step_on_the_first_device() -> None:
     ("mesh", "spec"),
     [
         (MeshSpec(data=4, tensor=2), LayoutSpec(zero_stage=3, remat="full")),
-        (MeshSpec(data=8), LayoutSpec(zero_stage=2, microbatches=2)),
+        pytest.param(MeshSpec(data=8), LayoutSpec(zero_stage=2, microbatches=2), marks=pytest.mark.slow),
     ],
     ids=["zero 3 and tensor", "zero 2, two microbatches"],
 )

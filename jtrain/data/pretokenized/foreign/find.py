@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jtrain.data.pretokenized.foreign.dense import MegatronFile, llm_c_file, npy_file, raw_file
-from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, Layout
+from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, ForeignLayout
 from jtrain.data.pretokenized.foreign.mds import mds_shards
 from jtrain.data.pretokenized.foreign.parquet_ids import COLUMN, ParquetIds
 from jtrain.data.sources.storage import StoredFile, find_files
@@ -16,7 +16,7 @@ from jtrain.errors import UserError
 _KNOWN = "Megatron's .bin with .idx, nanoGPT's and llm.c's .bin, OLMo's .npy, an MDS folder, Parquet with input_ids"
 
 
-def find_layout(path: str, *, end_id: int, vocab_size: int, dtype: str | None, column: str | None) -> Layout:
+def find_layout(path: str, *, end_id: int, vocab_size: int, dtype: str | None, column: str | None) -> ForeignLayout:
     """Finds the token files at a path.
 
     Args:
@@ -69,7 +69,9 @@ def find_layout(path: str, *, end_id: int, vocab_size: int, dtype: str | None, c
     return _flat(suffix, root, some, end_id, vocab_size, dtype)
 
 
-def _flat(suffix: str, root: Path, found: list[StoredFile], end_id: int, vocab_size: int, dtype: str | None) -> Layout:
+def _flat(
+    suffix: str, root: Path, found: list[StoredFile], end_id: int, vocab_size: int, dtype: str | None
+) -> ForeignLayout:
     raw = np.dtype(dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")).newbyteorder("<")
     with_header = llm_c_file if suffix == ".bin" else npy_file
     files: list[ForeignFile] = []
@@ -86,7 +88,7 @@ def _flat(suffix: str, root: Path, found: list[StoredFile], end_id: int, vocab_s
     return _layout(kind, root, files, {"end_id": end_id}, splits=True, dtype_is_assumed=kind == "raw")
 
 
-def _layout(kind: str, root: Path, files: list[Any], decided_by: dict[str, str | int], **more: bool) -> Layout:
+def _layout(kind: str, root: Path, files: list[Any], decided_by: dict[str, str | int], **more: bool) -> ForeignLayout:
     """Returns the layout, once all files are known to hold ids of one dtype."""
     dtypes = {file.dtype.name: file.path for file in files}
     if len(dtypes) > 1:
@@ -94,7 +96,7 @@ def _layout(kind: str, root: Path, files: list[Any], decided_by: dict[str, str |
         raise UserError(f"--from: the ids are of several dtypes: {which}. Adopt the files of each on their own.")
     names = [file.path.absolute().relative_to(root).as_posix() for file in files]
     decided_by = {"dtype": files[0].dtype.name, **decided_by}
-    return Layout(kind=kind, root=root, names=names, files=files, decided_by=decided_by, **more)
+    return ForeignLayout(kind=kind, root=root, names=names, files=files, decided_by=decided_by, **more)
 
 
 def _is_mds(path: Path) -> bool:

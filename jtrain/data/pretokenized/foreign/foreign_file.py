@@ -54,7 +54,7 @@ class ForeignFile(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class ForeignLayout:
     """Files of one layout, ready to be scanned.
 
     kind: megatron, llm.c, raw, npy, mds or parquet.

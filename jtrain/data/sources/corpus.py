@@ -1,0 +1,407 @@
+"""Corpus of a source: all its records as one numbered sequence, opened at once or as they are read."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jtrain.data.sources.data_files import data_files
+from jtrain.data.sources.formats import BadRecord, Records, open_file
+from jtrain.data.sources.formats.arrow import ArrowFile, saved_dataset_files
+from jtrain.data.sources.formats.parquet import ParquetFile, shared_cache
+from jtrain.data.sources.formats.record import SKIP
+from jtrain.data.sources.formats.suffix import format_of
+from jtrain.data.sources.formats.text import JsonLines
+from jtrain.data.sources.source import Source, field_of, file_keys, split_positions
+from jtrain.data.sources.storage import CacheLost, StoredFile, search
+from jtrain.errors import UserError
+
+DECODED_CACHE_BYTES = 1 << 30
+"""Decoded Parquet text that a process keeps in memory, over all its sources."""
+
+_OPENERS = 16
+"""Files opened in parallel: remote ones wait for one or two round trips, others for the disk."""
+
+GAP = 1 << 32
+"""Numbers of records that a file has where its number of records is not known yet."""
+
+_PART_BYTES = 1 << 25
+"""Bytes of a JSON lines file that are searched for line ends at a time."""
+
+_MOST_EAGER_FILES = 4096
+"""Most files of a source that are opened before the first step."""
+
+_OPENED_WHOLE = {"parquet", "arrayrecord", "grain"}
+"""Formats that are opened before the first step whatever their size: opening reads a few KB of each file."""
+
+_CHECKED_FILES = 256
+"""Files of a source whose content is checked against their format at the start, evenly spread over its files."""
+
+_FIRST_RECORDS = 8
+"""First records of a file of which one must be good in some file of the source."""
+
+_WITH_SCHEMA = (ParquetFile, ArrowFile)
+
+_RUN_RECORDS = 512
+"""Records that `Corpus.read` reads at a time: enough to look up a row group once, few enough to hold as text."""
+
+
+class Corpus:
+    """All records of one source with random access, numbered through its files in the order of their names.
+
+    Between reads a file takes some hundred bytes and no descriptor; a Parquet file takes 16 more bytes per row group.
+
+    JSON lines files above 32 MiB count as several files, one for each part of 32 MiB.
+
+    A corpus above `eager_bytes` is not opened: its files are when they are read, and since their numbers of records are
+    not known, records are numbered with gaps; each file has `GAP` numbers.
+
+    Attributes:
+      source: the source as declared.
+      name: name of the source.
+      names: names of the files relative to the folder searched, which are their identities.
+      file_ends: number of records up to the end of each file; with gaps, `GAP` times the number of files.
+      is_open: False for a corpus whose files are opened when they are read.
+      size_bytes: total size of the files as stored.
+      left_out: line about the files of a folder that are not data; empty if there are none.
+
+    Raises:
+      UserError: the files are not in the declared format, no first record can be read, or all files are empty.
+      FileError: nothing is there, or it cannot be read.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        name: str,
+        cache_dir: Path,
+        decoded_cache_bytes: int = DECODED_CACHE_BYTES,
+        eager_bytes: int | None = None,
+    ) -> None:
+        source.check(name)
+        self.source = source
+        self.name = name
+        self.left_out = ""
+        field = field_of(name)
+        if source.format == "grain":
+            from jtrain.data.sources.formats.graindataset import GrainDataset
+
+            self.names, self._sizes = [source.path], [0]
+            self._records: list[Records | None] = [GrainDataset(source.path, field=field)]
+            files: list[StoredFile] = []
+            self._files = files
+            self.is_open = True
+        else:
+            files = self._find(field)
+            total = sum(max(file.size_bytes, 0) for file in files)
+            kinds = {format_of(file.name, field=f"{field}.path")[0] for file in files}
+            kinds = kinds if source.format == "auto" else {source.format}
+            large = eager_bytes is not None and (total > eager_bytes or len(files) > _MOST_EAGER_FILES)
+            self.is_open = not large or bool(kinds & _OPENED_WHOLE)
+            if not self.is_open:
+                files = [part for file in files for part in _parts(file, source.format)]
+            self.names = [_part_name(file) for file in files]
+            self._sizes = [max(_size(file), 0) for file in files]
+            self._files = files
+            self._open = functools.partial(
+                open_file,
+                format=source.format,
+                text_field=source.text_field,
+                mask=source.mask,
+                text_piece_bytes=source.text_piece_bytes,
+                field=field,
+                cache_dir=cache_dir,
+                groups=shared_cache(decoded_cache_bytes),
+            )
+            self._records = [None] * len(files)
+            self._checked = set(_spread(len(files), _CHECKED_FILES if self.is_open else 1))
+            if self.is_open:
+                self.open(range(len(files)))
+        self.size_bytes = sum(self._sizes)
+        counts = [len(self._at(n)) for n in range(len(self._records))] if self.is_open else [GAP] * len(files)
+        self.file_ends: Int[np.ndarray, " files"] = np.cumsum(counts, dtype=np.int64)
+        if not len(self) or not (self.is_open or self.size_bytes):
+            raise UserError(
+                f"{field}.path={source.path!r}: {len(self.names)} files, all of them empty (first: {self.names[0]}). "
+                f"Set {field}.path to files with text in them."
+            )
+        if source.format != "grain":
+            self._check_first_records(field)
+
+    def open(self, numbers: Sequence[int]) -> None:
+        """Opens files by number, several at a time; those that are open already cost nothing."""
+        closed = [n for n in numbers if self._records[n] is None]
+        if len(closed) > 1 and (self._files[closed[0]].is_remote or not self.is_open):
+            with concurrent.futures.ThreadPoolExecutor(min(_OPENERS, len(closed))) as pool:
+                opened = list(pool.map(self._open_one, closed))
+        else:
+            opened = [self._open_one(n) for n in closed]
+        for number, records in zip(closed, opened, strict=True):
+            self._records[number] = records
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Drops what is known of files, which are opened again when they are read."""
+        for number in numbers:
+            if (records := self._records[number]) is not None:
+                records.close()
+                self._records[number] = None
+
+    def count(self, number: int) -> int:
+        """Returns the number of records in a file."""
+        return len(self._at(number))
+
+    def first_records(self, most: int) -> list[int]:
+        """Returns the first records of the first file that has some."""
+        for number in range(len(self._records)):
+            if count := self.count(number):
+                first = int(self.file_ends[number - 1]) if number else 0
+                return list(range(first, first + min(count, most)))
+        return []
+
+    def file_sizes(self) -> Int[np.ndarray, " files"]:
+        """Returns the bytes of each file as stored."""
+        return np.asarray(self._sizes, np.int64)
+
+    def _open_one(self, number: int) -> Records:
+        return self._open(self._files[number], check_content=number in self._checked)
+
+    def _at(self, number: int) -> Records:
+        if (records := self._records[number]) is None:
+            records = self._records[number] = self._open_one(number)
+        return records
+
+    def _find(self, field: str) -> list[StoredFile]:
+        """Returns the data files of the source, and sets `left_out`."""
+        source = self.source
+        found = search(source.path, field=f"{field}.path")
+        if source.format in ("auto", "arrow"):
+            saved = saved_dataset_files(found.files, field=f"{field}.path={source.path!r}")
+            if saved is not None:
+                return saved
+        if not found.is_folder:
+            return found.files
+        files, self.left_out = data_files(found.files, path=source.path, format=source.format, field=field)
+        return files
+
+    def _check_first_records(self, field: str) -> None:
+        """Refuses a source of which no file has a good record among its first: its format or text field is wrong.
+
+        One bad record among good ones is left to `data.on_bad_record`. The columns of Parquet and Arrow were checked
+        when the files were opened.
+        """
+        some = range(len(self._records)) if self.is_open else sorted(self._checked)
+        files = [self._at(n) for n in some if self._sizes[n]]
+        filled = [file for file in files if len(file) and not isinstance(file, _WITH_SCHEMA)]
+        if not filled or len(filled) < sum(len(file) > 0 for file in files):
+            return
+        bad: list[BadRecord] = []
+        tried = _spread(len(filled), _CHECKED_FILES)
+        for file in [filled[n] for n in tried]:
+            for record in range(min(len(file), _FIRST_RECORDS)):
+                [text] = _read_or_why(file, [record])
+                file.close()
+                if not isinstance(text, BadRecord):
+                    return
+                bad.append(text)
+        fields = f"{field}.text_field={self.source.text_field!r}"
+        if (mask := self.source.mask) is not None:
+            fields += f" or {field}.{mask.setting}={mask.field!r}"
+        raise UserError(
+            f"{field}.path={self.source.path!r}: none of the first {len(bad):,} records tried in {len(tried):,} of its "
+            f"{len(self._records):,} files can be read, so the format or {fields} is wrong. The first: "
+            f"{str(bad[0]).replace(f', {SKIP}', '.')}"
+        )
+
+    @property
+    def _opened(self) -> list[Records]:
+        return [self._at(n) for n in range(len(self._records))]
+
+    @functools.cached_property
+    def group_starts(self) -> Int[np.ndarray, " groups_and_end"]:
+        """First record of each Parquet row group or other file, then the number of records."""
+        firsts = (self.file_ends - self._counts).tolist()
+        starts = [r.group_starts[:-1] + first for r, first in zip(self._opened, firsts, strict=True)]
+        return np.append(np.concatenate(starts), len(self))
+
+    @functools.cached_property
+    def group_bytes(self) -> Int[np.ndarray, " groups"]:
+        """Bytes decoded into memory to read any record of each group; 0 if records are read one by one."""
+        return np.concatenate([records.group_bytes for records in self._opened])
+
+    @property
+    def sizes_need_reading(self) -> bool:
+        """True if the sizes of some records are only known by reading them."""
+        return any(records.sizes_need_reading for records in self._opened)
+
+    def file_bounds(self) -> list[tuple[int, int]]:
+        """Returns the first record of each file, and the first one of the next file."""
+        ends = self.file_ends.tolist()
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def sizes(self, start: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the UTF-8 bytes, or a few more, of the texts of records `start` to `end` - 1, all in one file.
+
+        Records that cannot be read have size 0; reading them then says why.
+        """
+        if start == end:
+            return np.empty(0, np.int64)
+        file, number = self._place(start)
+        records = self._at(file)
+        try:
+            return records.sizes(number, number + end - start)
+        except OSError:
+            if end - start == 1 or (records.group_bytes > 0).any():
+                return np.zeros(end - start, np.int64)
+        return np.concatenate([self.sizes(record, record + 1) for record in range(start, end)])
+
+    def stored_bytes(self) -> Int[np.ndarray, " groups"]:
+        """Returns the bytes of each group: decoded ones where groups are decoded, otherwise those of its file."""
+        found = []
+        for records, size in zip(self._opened, self._sizes, strict=True):
+            found.append(np.where(records.group_bytes > 0, records.group_bytes, size))
+        return np.concatenate(found)
+
+    @property
+    def _counts(self) -> Int[np.ndarray, " files"]:
+        return np.diff(self.file_ends, prepend=0)
+
+    def __len__(self) -> int:
+        return int(self.file_ends[-1])
+
+    def __getitem__(self, record: int) -> str:
+        """Returns the text of a record; raises BadRecord, or FileError if the file is gone or cut short."""
+        file, number = self._place(record)
+        return self._at(file)[number]
+
+    def read(self, records: Int[np.ndarray, " records"]) -> Iterator[str | BadRecord]:
+        """Yields the texts in the given order, with a BadRecord in place of each bad record.
+
+        Records of the same file are read together. Each record of a file or row group that cannot be read is bad, with
+        the file's error as its reason: which records are bad does not depend on the other records requested.
+
+        Raises:
+          CacheLost: a file's copy or index is gone.
+        """
+        for start in range(0, len(records), _RUN_RECORDS):
+            run = records[start : start + _RUN_RECORDS]
+            if len(self._records) == 1:
+                yield from _read_or_why(self._at(0), run.tolist())
+                continue
+            files = np.searchsorted(self.file_ends, run, side="right")
+            numbers = run - np.where(files > 0, self.file_ends[files - 1], 0)
+            texts: list[str | BadRecord] = [""] * len(run)
+            for file in sorted(set(files.tolist())):
+                places = np.flatnonzero(files == file)
+                read = _read_or_why(self._at(file), numbers[places].tolist())
+                for place, text in zip(places.tolist(), read, strict=True):
+                    texts[place] = text
+            yield from texts
+
+    @functools.cached_property
+    def identities(self) -> tuple[list[str], Int[np.ndarray, " files"]]:
+        """Names that identify the records, with the number of records up to the end of each.
+
+        They are the files' names, but each part of 32 MiB of a JSON lines file has one of its own, so that a record has
+        the same identity whether the file was read as a whole before or not.
+        """
+        if not self.is_open:
+            return self.names, self.file_ends
+        names, ends = [], []
+        for number, (file, end) in enumerate(zip(self._files, self.file_ends.tolist(), strict=False)):
+            parts, records = _parts(file, self.source.format), self._at(number)
+            names += [_part_name(part) for part in parts]
+            if len(parts) > 1 and isinstance(records, JsonLines):
+                first = end - len(records)
+                ends += [first + records.lines_before(part.span[0]) for part in parts[1:] if part.span is not None]
+            ends.append(end)
+        return (names, np.asarray(ends, np.int64)) if self._files else (self.names, self.file_ends)
+
+    def identity_of(self, record: int) -> str:
+        """Returns `file:number` of a record, the number counted from 0 within the file or its part."""
+        names, ends = self.identities
+        file = int(np.searchsorted(ends, record, side="right"))
+        return f"{names[file]}:{record - (int(ends[file - 1]) if file else 0)}"
+
+    def _place(self, record: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self.file_ends, record, side="right"))
+        return file, int(record - (self.file_ends[file - 1] if file else 0))
+
+    def split_positions(self, records: Int[np.ndarray, " records"]) -> Float[np.ndarray, " records"]:
+        """Returns a hash of each record's identity (file name and number in the file) as a number in [0, 1).
+
+        Records below `data.eval_fraction` are held out, so adding files or changing the seed moves no record between
+        training and evaluation.
+        """
+        names, ends = self.identities
+        return split_positions(ends, file_keys(names), records)
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the files' names, sizes and numbers of records; folder and time stamps do not count."""
+        digest = hashlib.blake2b(digest_size=8)
+        for name, size, count in zip(self.names, self._sizes, self._counts.tolist(), strict=True):
+            digest.update(f"{name}\0{size}\0{count}\n".encode())
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Frees decoded row groups and closes readers; a later read opens them again."""
+        for records in self._records:
+            if records is not None:
+                records.close()
+
+
+def _read_or_why(file: Records, numbers: list[int]) -> list[str | BadRecord]:
+    """Reads records; where the file raises OSError, each record that fails when read alone becomes a BadRecord.
+
+    Raises:
+      CacheLost: the file's copy or index is gone, which is no reason to skip its records.
+    """
+    try:
+        return file.read(numbers)
+    except CacheLost:
+        raise
+    except OSError as error:
+        if len(numbers) == 1:
+            return [BadRecord(str(error))]
+    # Reads again in parts: single records, or all those of one row group, which is decoded once.
+    group = np.searchsorted(file.group_starts, numbers, side="right") - 1
+    part = np.where(file.group_bytes[group] > 0, group, len(file.group_bytes) + np.arange(len(numbers)))
+    texts: list[str | BadRecord] = [""] * len(numbers)
+    for one in np.unique(part).tolist():
+        places = np.flatnonzero(part == one).tolist()
+        wanted = [numbers[place] for place in places]
+        try:
+            found = file.read(wanted)
+        except OSError as error:
+            found = [BadRecord(str(error)) for _ in wanted]
+        for place, text in zip(places, found, strict=True):
+            texts[place] = text
+    return texts
+
+
+def _parts(file: StoredFile, format: str) -> list[StoredFile]:
+    """Returns the parts of a large JSON lines file, or the file."""
+    is_lines = format == "jsonl" or (format == "auto" and file.name.endswith((".jsonl", ".ndjson")))
+    if not is_lines or file.is_remote or file.size_bytes <= _PART_BYTES:
+        return [file]
+    cuts = [*range(0, file.size_bytes, _PART_BYTES), file.size_bytes]
+    return [dataclasses.replace(file, span=span) for span in itertools.pairwise(cuts)]
+
+
+def _part_name(file: StoredFile) -> str:
+    return file.name if file.span is None or not file.span[0] else f"{file.name}@{file.span[0]}"
+
+
+def _size(file: StoredFile) -> int:
+    return file.size_bytes if file.span is None else file.span[1] - file.span[0]
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Returns at most `most` of the numbers below `count`, evenly spread, the first one included."""
+    return [n * count // min(most, count) for n in range(min(most, count))]
