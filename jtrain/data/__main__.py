@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jtrain.data.excerpt import excerpt
 from jtrain.errors import FileError, UserError
 from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax
@@ -122,7 +123,7 @@ def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int
     step = args.step or 0
     if step < 0:
         raise UserError(f"--step {step} must be at least 0: batch k feeds update k -> k+1.")
-    from jtrain.data.step_contents import excerpt, pieces_of_step  # lazy: imports numpy
+    from jtrain.data.step_contents import pieces_of_step  # lazy: imports numpy
 
     pieces = pieces_of_step(dataset, step)
     tokens = sum(piece["end_token"] - piece["start_token"] for piece in pieces)

@@ -7,10 +7,7 @@ import numpy as np
 
 from jtrain.constants import IGNORE
 from jtrain.data.dataset import TextDataset
-from jtrain.data.tokenizer import Tokenizer
-
-_MARKED_SPANS = 3
-"""Learned spans of a piece that `inspect` shows; more are counted."""
+from jtrain.data.excerpt import marked
 
 
 def pieces_of_step(dataset: TextDataset, step: int) -> list[dict[str, Any]]:
@@ -50,27 +47,5 @@ def pieces_of_step(dataset: TextDataset, step: int) -> list[dict[str, Any]]:
             learned = np.flatnonzero(np.diff(np.concatenate([[0, 0], target[:-1] != IGNORE, [0]]))).reshape(-1, 2)
             spans = [(int(a), int(b)) for a, b in learned.tolist()]
             found[-1]["learned"] = [[start + a, start + b] for a, b in spans]
-            found[-1]["marked"] = _marked([int(i) for i in ids], spans, stream.tokenizer)
+            found[-1]["marked"] = marked([int(i) for i in ids], spans, stream.tokenizer)
     return found
-
-
-def _marked(ids: list[int], learned: list[tuple[int, int]], tokenizer: Tokenizer) -> str:
-    """Returns the text of a piece, shortened, with its learned spans between [[ and ]]."""
-    shown, at = [], 0
-    for start, end in learned[:_MARKED_SPANS]:
-        if at < start:
-            shown.append(excerpt(tokenizer.decode(ids[at:start])))
-        shown.append(f"[[{excerpt(tokenizer.decode(ids[start:end]))}]]")
-        at = end
-    if len(learned) > _MARKED_SPANS:
-        shown.append(f"... and {len(learned) - _MARKED_SPANS} more learned spans")
-    elif at < len(ids):
-        shown.append(excerpt(tokenizer.decode(ids[at:])))
-    return " ".join(shown)
-
-
-def excerpt(text: str, length: int = 60) -> str:
-    """Shortens a text to one line with its start and its end."""
-    if len(text) <= length:
-        return repr(text)
-    return f"{text[: length // 2]!r} ... {text[-length // 2 :]!r}"

@@ -55,7 +55,7 @@ def test_the_pieces_of_a_step_are_its_batch(tmp_path: Path) -> None:
 
 def test_inspect_marks_what_is_learned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Learned spans of a chunk, and its text with them in brackets."""
-    pairs = [(f"what is {i}? ", f"{i}!") for i in range(100, 140)]
+    pairs = [(f"what is {i}? ", f"{i}!") for i in range(100, 400)]
     path = write_prompts(tmp_path / "a.jsonl", pairs)
     (tmp_path / "config.py").write_text(
         "import fiddle as fdl\nfrom jtrain.data import Source\nfrom configs.tiny import tiny\n"
@@ -69,7 +69,7 @@ def test_inspect_marks_what_is_learned(capsys: pytest.CaptureFixture[str], tmp_p
     printed = capsys.readouterr().out
     for piece in json.loads(file.read_text())["pieces"]:
         number = int(piece["text"][9:12])
-        assert piece["learned"] == [[13, 18]], "three digits, the sign, and the end of the document"
+        assert piece["learned"] == [[14, 19]], "three digits, the sign, and the end of the document"
         assert f"'\\x00what is {number}? ' [['{number}!\\x00']]" in printed
 
 

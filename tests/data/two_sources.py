@@ -10,11 +10,12 @@ from jtrain.data.sources.source import Source
 
 
 def write_lines(folder: Path, *, lines: int) -> None:
-    """Two sources, `web` and a smaller `book`, of JSON lines."""
+    """Two sources, `web` and a smaller `book`, of JSON lines; `book` has a loss mask."""
     rng = np.random.default_rng(lines)
     for name, count in (("web", lines), ("book", lines // 3)):
         texts = [" ".join(rng.choice(["the", "cat", "sät", "on"], rng.integers(0, 40))) for _ in range(count)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        records = [{"text": text, "mask": [[0, 2], [3, len(text)]] if len(text) > 3 else []} for text in texts]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def recipes_of(folder: Path, **more: object) -> list[Recipe]:
@@ -22,7 +23,7 @@ def recipes_of(folder: Path, **more: object) -> list[Recipe]:
     return [
         Recipe(
             name=name,
-            source=Source(path=str(folder / f"{name}.jsonl")),
+            source=Source(path=str(folder / f"{name}.jsonl"), mask_field="mask" if name == "book" else None),
             cache_dir=folder / "cache",
             **({"tokenizer": "bytes"} | more),  # pyright: ignore[reportArgumentType]
         )

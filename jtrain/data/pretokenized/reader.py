@@ -167,6 +167,11 @@ class PreparedIndex:
 
     def check_mask(self, mask: MaskFields | None) -> None:
         """Raises UserError if the index was made with another loss mask, or one was made and none is wanted."""
+        if mask is not None and self._adopted is not None:
+            raise UserError(
+                f"{field_of(self.name)}: the adopted index {self.location} holds ids without a loss mask, but {mask} "
+                f"is set. Prepare the text that {field_of(self.name)}.path names, or remove {mask.setting}."
+            )
         there, here = self.made_of.get("mask", "no loss mask"), "no loss mask" if mask is None else str(mask)
         if there != here:
             raise UserError(

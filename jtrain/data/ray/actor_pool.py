@@ -271,12 +271,11 @@ class RayPool:
             ids = payload[begin : begin + found.ids_bytes].view(found.dtype)
             begin += found.ids_bytes
             starts = starts_of(found.lengths)
-            by_place, ignored = {}, {}
+            by_place, ignored, all_ignored = {}, {}, runs_of_bytes(found.ignored)
             if ask.wanted is not None:
                 spans = list(zip(ask.wanted.tolist(), starts[:-1].tolist(), starts[1:].tolist(), strict=True))
                 by_place = {place: ids[start:end] for place, start, end in spans}
-                if found.ignored:
-                    all_ignored = runs_of_bytes(found.ignored)
+                if len(all_ignored):
                     ignored = {place: runs_within(all_ignored, start, end) for place, start, end in spans}
             if request.into is not None:
                 if (fetched := request.into[i].place) is not None:

@@ -206,13 +206,10 @@ class Corpus:
                 if not isinstance(text, BadRecord):
                     return
                 bad.append(text)
-        fields = f"{field}.text_field={self.source.text_field!r}"
-        if (mask := self.source.mask) is not None:
-            fields += f" or {field}.{mask.setting}={mask.field!r}"
         raise UserError(
             f"{field}.path={self.source.path!r}: none of the first {len(bad):,} records tried in {len(tried):,} of its "
-            f"{len(self._records):,} files can be read, so the format or {fields} is wrong. The first: "
-            f"{str(bad[0]).replace(f', {SKIP}', '.')}"
+            f"{len(self._records):,} files can be read, so the format or {self.source.fields_at(field)} is wrong. The "
+            f"first: {str(bad[0]).replace(f', {SKIP}', '.')}"
         )
 
     @property

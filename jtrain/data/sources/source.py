@@ -93,6 +93,11 @@ class Source:
             format=self.format,
         )
 
+    def fields_at(self, field: str) -> str:
+        """Returns the settings that name fields of a record, for messages; `field` is the config path of the source."""
+        said = f"{field}.text_field={self.text_field!r}"
+        return said if self.mask is None else f"{said} or {field}.{self.mask.setting}={self.mask.field!r}"
+
     @property
     def mask(self) -> MaskFields | None:
         """Field that says what is learned of each text; None if all of it is."""

@@ -16,8 +16,9 @@ from jtrain.data.pretokenized import reader
 from jtrain.data.pretokenized.adopt import adopt
 from jtrain.data.pretokenized.foreign import dense, foreign_file
 from jtrain.data.pretokenized.reader import PreparedIndex
+from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.tokenizer import make_tokenizer
-from jtrain.errors import FileError
+from jtrain.errors import FileError, UserError
 from tests.data.pretokenized import foreign_writers as write
 from tests.data.pretokenized.foreign_writers import Documents
 
@@ -62,6 +63,16 @@ def assert_holds(index: PreparedIndex, documents: Documents) -> None:
     assert spans.tolist() == [token for document in cut for token in document]
     assert index.token_starts(np.asarray([index.num_blocks])).tolist() == [index.num_tokens]
     assert index.verify() == []
+
+
+def test_an_adopted_index_is_refused_where_a_loss_mask_is_wanted(
+    documents: Documents, tokenizer_json: Path, tmp_path: Path
+) -> None:
+    write.write_raw(tmp_path / "train.bin", documents)
+    index = run(tmp_path / "train.bin", tmp_path / "out", tokenizer_json)
+    index.check_mask(None)
+    with pytest.raises(UserError, match=r"holds ids without a loss mask, but mask_field='m' is set.*remove mask_field"):
+        index.check_mask(MaskFields("m", is_prompt=False, mask_prompt=True))
 
 
 LAYOUTS: dict[str, Callable[[Path, Documents], None]] = {

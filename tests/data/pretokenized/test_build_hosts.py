@@ -33,8 +33,11 @@ if machine != "this":
     claims._machine = lambda: machine
     claims.BEAT_S, claims.STALE_S = 0.1, 2.0
 recipes = [
-    Recipe(name=name, source=Source(path=f"{folder}/{name}.jsonl"), tokenizer=tokenizer, cache_dir=folder / "cache")
-    for name in ("web", "book")
+    Recipe(
+        name=name, source=Source(path=f"{folder}/{name}.jsonl", mask_field=mask), tokenizer=tokenizer,
+        cache_dir=folder / "cache",
+    )
+    for name, mask in (("web", None), ("book", "mask"))
 ]
 add = writer.IndexWriter.add
 writer.IndexWriter.add = lambda self, shard: (print("made", self.recipe.name, shard, flush=True), add(self, shard))

@@ -32,8 +32,11 @@ from jtrain.data.pretokenized.shard import Recipe
 
 folder, tokenizer, instant, shard_bytes = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 recipes = [
-    Recipe(name=name, source=Source(path=f"{folder}/{name}.jsonl"), tokenizer=tokenizer, cache_dir=folder / "cache")
-    for name in ("web", "book")
+    Recipe(
+        name=name, source=Source(path=f"{folder}/{name}.jsonl", mask_field=mask), tokenizer=tokenizer,
+        cache_dir=folder / "cache",
+    )
+    for name, mask in (("web", None), ("book", "mask"))
 ]
 
 def die():
