@@ -1,6 +1,7 @@
 """The data benchmarks, small: the same code on 6 sources, so that a command of theirs that breaks is found here."""
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from jtrain.bench import (
     cpu_step,
     data_end_to_end,
+    data_first_batch,
     data_memory,
     data_mixing,
     data_order,
@@ -352,3 +354,11 @@ def test_this_trees_split_is_what_the_loss_benchmark_says() -> None:
     assert len(split["trained"]) > 150
     assert len(split["held_out"]) >= 5
     data_order_loss.check_split(split, split)
+
+
+def test_a_made_up_index_of_terabytes_gives_batches(tmp_path: Path) -> None:
+    """Its ids are holes, so it takes no room."""
+    spec = data_first_batch.prepared_index(tmp_path / "index", 1.0)
+    ids = tmp_path / "index" / "data" / "ids.bin"
+    assert (ids.stat().st_size, ids.stat().st_blocks) == (10**12, 0)
+    assert data_first_batch.first_batch_s(dataclasses.replace(spec, engine="inline")) > 0
