@@ -14,6 +14,19 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
 
 
+def in_float32(names: str, *cases: tuple[Any, ...]) -> pytest.MarkDecorator:
+    """Parametrises `dtype` and `names`: every case in float32, and the first in bfloat16; the others there are slow.
+
+    Chunks, windows and devices are the same code in both dtypes, and float32 has the tighter tolerance.
+    """
+    params = [
+        pytest.param(dtype, *case, marks=[pytest.mark.slow] * (dtype != "float32" and i > 0))
+        for dtype in TOLERANCE
+        for i, case in enumerate(cases)
+    ]
+    return pytest.mark.parametrize(("dtype", *names.split(",")), params)
+
+
 def normal(seed: int, *shape: int) -> np.ndarray:
     """Standard normal float32 numbers that are exact in bfloat16, so that both dtypes compute with the same input."""
     x = np.random.default_rng(seed).standard_normal(shape)

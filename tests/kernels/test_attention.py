@@ -5,7 +5,7 @@ import pytest
 
 from jtrain_kernels.attention.api import attention
 from jtrain_kernels.attention.reference import attention_reference
-from tests.kernels.gradients import agree_with, dtypes, normal
+from tests.kernels.gradients import agree_with, in_float32, normal
 
 SEGMENTS = np.asarray([[1] * 16, [1] * 7 + [2] * 6 + [0] * 3, [0] * 16], np.int32)
 """Rows: one document; two documents and padding; only padding."""
@@ -17,8 +17,7 @@ def inputs() -> tuple[np.ndarray, ...]:
     return normal(0, B, L, N, H), normal(1, B, L, K, H), normal(2, B, L, K, H)
 
 
-@dtypes
-@pytest.mark.parametrize("chunk", [4, 7, 16, 512])
+@in_float32("chunk", (4,), (7,), (16,), (512,))
 def test_attention_is_its_formula_in_any_chunk(dtype: str, chunk: int) -> None:
     """Value and the gradients of q, k and v agree, with documents that end inside a chunk, and grouped heads."""
     segment = jnp.asarray(SEGMENTS)
@@ -30,8 +29,7 @@ def test_attention_is_its_formula_in_any_chunk(dtype: str, chunk: int) -> None:
     )
 
 
-@dtypes
-@pytest.mark.parametrize(("chunk", "window"), [(4, 2), (4, 6), (7, 5), (16, 3)])
+@in_float32("chunk,window", (4, 2), (4, 6), (7, 5), (16, 3))
 def test_a_window_is_its_formula_in_any_chunk(dtype: str, chunk: int, window: int) -> None:
     """Value and gradients agree for windows that end inside a chunk, at its end, several chunks away, or never."""
     segment = jnp.asarray(SEGMENTS)

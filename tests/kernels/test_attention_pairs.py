@@ -1,12 +1,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jtrain_kernels.attention import pairs
 from jtrain_kernels.attention.api import attention
 from jtrain_kernels.attention.reference import attention_reference
-from tests.kernels.gradients import agree_with, dtypes, normal
+from tests.kernels.gradients import agree_with, in_float32, normal
 
 SEGMENTS = np.asarray([[1] * 16, [1] * 7 + [2] * 6 + [0] * 3, [0] * 16], np.int32)
 """Rows: one document; two documents and padding; only padding."""
@@ -34,8 +33,7 @@ def by_pairs(chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int |
     return op(q, k, v)
 
 
-@dtypes
-@pytest.mark.parametrize(("chunk", "window"), [(1, None), (4, None), (16, None), (4, 6), (4, 5)])
+@in_float32("chunk,window", (4, 6), (4, 5), (1, None), (4, None), (16, None))
 def test_pairs_of_chunks_are_the_formula(dtype: str, chunk: int, window: int | None) -> None:
     """Value and the gradients of q, k and v agree, with chunks that a query does not see, and grouped heads."""
     segment = jnp.asarray(SEGMENTS)

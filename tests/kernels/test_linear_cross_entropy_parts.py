@@ -1,11 +1,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jtrain_kernels.linear_cross_entropy.parts import NO_COLUMN, linear_cross_entropy_in_parts
 from jtrain_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
-from tests.kernels.gradients import agree_with, dtypes, normal
+from tests.kernels.gradients import agree_with, in_float32, normal
 
 B, L, D, V = 2, 16, 8, 40
 
@@ -32,10 +31,8 @@ def in_parts(x: jax.Array, w: jax.Array, *, parts: int, chunk: int, z_loss: floa
     )  # fmt: skip
 
 
-@dtypes
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
-@pytest.mark.parametrize(("parts", "chunk"), [(1, 8), (4, 7), (7, 1024)])
-def test_the_loss_in_parts_is_that_of_all_logits(dtype: str, z_loss: float, parts: int, chunk: int) -> None:
+@in_float32("parts,chunk,z_loss", *((*sizes, z) for z in (0.1, 0.0) for sizes in ((4, 7), (1, 8), (7, 1024))))
+def test_the_loss_in_parts_is_that_of_all_logits(dtype: str, parts: int, chunk: int, z_loss: float) -> None:
     """Values and gradients agree, also for parts of different sizes and columns in any order."""
     agree_with(
         lambda x, w: in_parts(x, w, parts=parts, chunk=chunk, z_loss=z_loss)[0],

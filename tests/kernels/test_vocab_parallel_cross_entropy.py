@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jtrain_kernels.linear_cross_entropy.api import vocab_parallel_linear_cross_entropy
 from jtrain_kernels.linear_cross_entropy.parts import NO_COLUMN, linear_cross_entropy_in_parts
 from jtrain_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
-from tests.kernels.gradients import agree_with, dtypes, normal
+from tests.kernels.gradients import agree_with, in_float32, normal
 
 B, L, D, V = 2, 16, 8, 40
 
@@ -70,15 +70,13 @@ def agree(loss: Any, num_devices: int, dtype: str, z_loss: float) -> None:
     )
 
 
-@dtypes
-@pytest.mark.parametrize(("num_devices", "chunk"), [(2, 8), (4, 3), (8, 1024), (8, 1)])
+@in_float32("num_devices,chunk", (4, 3), (2, 8), (8, 1024), (8, 1))
 def test_a_split_vocabulary_has_the_loss_and_gradients_of_all_logits(dtype: str, num_devices: int, chunk: int) -> None:
     """On any number of devices and for any chunk, float32 agrees to 1e-5: only the order of sums differs."""
     agree(whole_columns(chunk, 0.1), num_devices, dtype, 0.1)
 
 
-@dtypes
-@pytest.mark.parametrize(("num_devices", "parts", "chunk"), [(2, 3, 8), (4, 4, 5), (8, 1, 1024)])
+@in_float32("num_devices,parts,chunk", (4, 4, 5), (2, 3, 8), (8, 1, 1024))
 def test_so_has_one_whose_columns_come_in_parts(dtype: str, num_devices: int, parts: int, chunk: int) -> None:
     """Also where a device's columns do not divide into parts, or its tokens into chunks."""
     agree(in_parts(parts, chunk, 0.1), num_devices, dtype, 0.1)

@@ -134,7 +134,7 @@ def matrices(run: Trained, *fields: str) -> set[str]:
 
 
 LAYOUTS: tuple[Any, ...] = (
-    ({}, dict(zero_stage=0)),
+    pytest.param({}, dict(zero_stage=0), marks=pytest.mark.slow),
     pytest.param({}, dict(zero_stage=0, microbatches=2, remat="full"), marks=pytest.mark.slow),
     pytest.param({"data": 8}, dict(zero_stage=0), marks=pytest.mark.slow),
     pytest.param({"data": 8}, dict(zero_stage=3), marks=pytest.mark.slow),

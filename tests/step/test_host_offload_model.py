@@ -123,7 +123,7 @@ def test_offload_is_a_layout_in_every_combination(
     [
         pytest.param(OffloadSpec(params=0.5), "full", marks=pytest.mark.slow),
         pytest.param(OffloadSpec(activations=1.0), "none", marks=pytest.mark.slow),
-        (OffloadSpec(activations=0.5), "named"),
+        pytest.param(OffloadSpec(activations=0.5), "named", marks=pytest.mark.slow),
         (OffloadSpec(params=0.3, activations=0.4), "none"),
     ],
     ids=str,
