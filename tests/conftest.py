@@ -65,6 +65,9 @@ def _checked(*, typechecker: Any) -> Callable[[Any], Any]:
 jaxtyping.jaxtyped = _checked
 jaxtyping.install_import_hook(("jtrain", "jtrain_kernels"), "beartype.beartype")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Almost all objects of a trace stay alive: collecting them rarely, and all of them only after a file (see
+# pytest_runtest_teardown), frees as much.
+gc.set_threshold(20_000, 50, 1_000_000)
 # No timed assertions: under load any test takes long.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -138,10 +141,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Takes what a file of tests leaves alive out of the garbage collector's sight.
+    """Collects garbage after each file of tests, and hides what is left from the collector.
 
-    Programs and their jaxprs stay in JAX's caches for the whole run. Walking through them again and again took 3 % of
-    the suite's time.
+    Programs and their jaxprs stay in JAX's caches for the whole run. Walking through them again and again was a tenth
+    of the seconds of tests that compile steps, so there are no full collections in between (the threshold above).
     """
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
