@@ -13,7 +13,7 @@ VERBS = {
     "plan": "bytes, FLOPs, network, seconds and money of a run, before it runs",
     "profile": "where a run's time went, and what got slower between two runs",
     "checkpoint": "list, show and verify the checkpoints of a run",
-    "data": "inspect, plan, prepare, verify and time what a run reads",
+    "data": "inspect, plan, prepare, adopt, verify and time what a run reads",
     "hf": "export to and import from Hugging Face directories",
     "generate": "sample text from a checkpoint",
     "bench": "measure one of the published numbers",

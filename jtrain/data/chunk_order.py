@@ -8,6 +8,7 @@ Numbers count slots, and each slot holds one chunk or none. How many slots there
 without reading the text, so nothing is read to open a source, and the position in the order is one integer.
 """
 
+import abc
 import functools
 from typing import NamedTuple, Protocol
 
@@ -64,7 +65,7 @@ def chunk_counts(sizes: Int[np.ndarray, " n"], chunk: int) -> Int64[np.ndarray, 
     return np.maximum(-(-sizes.astype(np.int64) // chunk), 1)
 
 
-class _Permuted:
+class _Permuted(abc.ABC):
     """Order that permutes all slots of a source together. A small one is computed once, in 6 bytes per slot."""
 
     slots: int
@@ -79,9 +80,9 @@ class _Permuted:
             record, first = (table[slots].astype(np.int64) for table in self._tables)
         return Chunks(record, first, np.ones(len(places), np.int64))
 
+    @abc.abstractmethod
     def _contents(self, slots: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Returns the record of each slot, -1 for an empty one, and the number of its chunk."""
-        raise NotImplementedError
 
     @functools.cached_property
     def _tables(self) -> tuple[Int16[np.ndarray, " slots"], Int16[np.ndarray, " slots"]]:

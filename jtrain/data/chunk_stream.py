@@ -111,9 +111,7 @@ class ChunkStream:
         if setup.prepared is not None:
             self.prepared = PreparedIndex(f"{setup.prepared.rstrip('/')}/{setup.name}", Path(setup.cache_dir))
             fields = {name: getattr(setup.source, name) for name in ("format", "text_field", "text_piece_bytes")}
-            made_of = {"tokenizer": self.tokenizer.identity, **fields}
-            known = {name: value for name, value in made_of.items() if name in self.prepared.made_of}
-            self.prepared.check(on_bad_record=setup.on_bad_record, **known)
+            self.prepared.check(on_bad_record=setup.on_bad_record, tokenizer=self.tokenizer.identity, **fields)
             self.prepared.check_mask(setup.source.mask)
             self.names, self._file_ends = self.prepared.names, self.prepared.file_ends
             self.size_bytes = self.prepared.num_tokens * self.prepared.dtype.itemsize

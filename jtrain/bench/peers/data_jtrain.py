@@ -24,7 +24,7 @@ from data_protocol import Batches, answer, draw
 
 def trainer(args: argparse.Namespace, host: int, ready: Any, steps: Any, first: Any, done: Any, end: Any) -> None:
     """Opens every source, draws its batches, and keeps its data until the end."""
-    import jax  # noqa: F401
+    import jax  # noqa: F401, a trainer has it, and its memory counts
 
     ready.release()
     steps[0].wait()

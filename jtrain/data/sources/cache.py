@@ -153,6 +153,11 @@ class NumberTable:
             raise self._gone(error) from error
         return self._pairs(content, end - first)
 
+    def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
+        """Returns the difference of each pair of records `first` to `end` - 1, for tables of starts and ends."""
+        places = self.span(first, end)
+        return places[:, 1] - places[:, 0]
+
     def rows(self, records: list[int]) -> list[list[int]]:
         """Returns the pairs of these records."""
         if isinstance(self._rows, np.ndarray):

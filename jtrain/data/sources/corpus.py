@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from jtrain.data.sources.data_files import data_files
 from jtrain.data.sources.file_parts import part_bytes, part_name, parts_of
@@ -17,7 +17,7 @@ from jtrain.data.sources.formats.parquet import ParquetFile, shared_cache
 from jtrain.data.sources.formats.record import SKIP
 from jtrain.data.sources.formats.suffix import format_of
 from jtrain.data.sources.formats.text import JsonLines
-from jtrain.data.sources.source import Source, field_of, file_keys, split_positions
+from jtrain.data.sources.source import Source, field_of
 from jtrain.data.sources.storage import CacheLost, StoredFile, search
 from jtrain.errors import UserError
 
@@ -325,15 +325,6 @@ class Corpus:
     def _place(self, record: int) -> tuple[int, int]:
         file = int(np.searchsorted(self.file_ends, record, side="right"))
         return file, int(record - (self.file_ends[file - 1] if file else 0))
-
-    def split_positions(self, records: Int[np.ndarray, " records"]) -> Float[np.ndarray, " records"]:
-        """Returns a hash of each record's identity (file name and number in the file) as a number in [0, 1).
-
-        Records below `data.eval_fraction` are held out, so adding files or changing the seed moves no record between
-        training and evaluation.
-        """
-        names, ends = self.identities
-        return split_positions(ends, file_keys(names), records)
 
     def fingerprint(self) -> str:
         """Returns a hash of the files' names, sizes and numbers of records; folder and time stamps do not count."""

@@ -69,7 +69,7 @@ def filesystem(url: str, what: str) -> tuple[Any, str]:
             f"{what}: no reader for {scheme}:// ({error}). Use s3://, gs://, hf://, http(s)://, file://, a path, or "
             "another scheme that fsspec knows."
         ) from error
-    except Exception as error:
+    except Exception as error:  # as in `explained`
         raise translated(what, error) from error
 
 

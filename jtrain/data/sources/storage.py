@@ -75,7 +75,7 @@ class StoredFile:
         if self.is_remote:
             return RangeFile(self.location, self.size_bytes, called=self.called)
         try:
-            file = open(self.location, "rb")  # noqa: SIM115
+            file = open(self.location, "rb")  # noqa: SIM115, the caller closes it
         except FileNotFoundError as error:
             if self.called != self.location:
                 raise cache_lost(f"{self.called}: its copy {self.location} is gone") from error

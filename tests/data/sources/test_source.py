@@ -16,7 +16,7 @@ import pytest
 
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord, ParquetFile, TextFile
-from jtrain.data.sources.source import Source
+from jtrain.data.sources.source import Source, file_keys, split_positions
 from jtrain.data.sources.storage import CacheLost, StoredFile
 from jtrain.errors import FileError
 from tests.data.writers import WRITERS, Write, write_array_record, write_csv, write_json_array, write_parquet
@@ -132,8 +132,12 @@ def test_stdlib_is_the_python_source_without_packages_and_tests_the_same_each_ti
 def test_the_split_depends_on_names_and_numbers_not_on_place_or_neighbours(
     tmp_path: Path, open_corpus: Callable[..., Corpus]
 ) -> None:
+    def positions_of(corpus: Corpus, records: np.ndarray) -> np.ndarray:
+        names, ends = corpus.identities
+        return split_positions(ends, file_keys(names), records)
+
     def positions(corpus: Corpus) -> dict[str, float]:
-        return dict(zip(corpus.names, corpus.split_positions(np.arange(len(corpus))).tolist(), strict=True))
+        return dict(zip(corpus.names, positions_of(corpus, np.arange(len(corpus))).tolist(), strict=True))
 
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
@@ -148,7 +152,7 @@ def test_the_split_depends_on_names_and_numbers_not_on_place_or_neighbours(
     assert 0.4 < np.mean(list(before.values())) < 0.6
     assert len(set(before.values())) == 400
     some = np.asarray([17, 3, 300], np.int64)
-    np.testing.assert_array_equal(corpus.split_positions(some), corpus.split_positions(np.arange(401))[some])
+    np.testing.assert_array_equal(positions_of(corpus, some), positions_of(corpus, np.arange(401))[some])
 
 
 def test_the_fingerprint_follows_names_sizes_and_counts_but_not_place_or_time(

@@ -1,5 +1,6 @@
 """Finds the token files of other projects below a path, and tells their layout."""
 
+import glob
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, ForeignLa
 from jtrain.data.pretokenized.foreign.mds import mds_shards
 from jtrain.data.pretokenized.foreign.parquet_ids import COLUMN, ParquetIds
 from jtrain.data.sources.storage import StoredFile, find_files
-from jtrain.errors import UserError
+from jtrain.errors import FileError, UserError
 
 _KNOWN = "Megatron's .bin with .idx, nanoGPT's and llm.c's .bin, OLMo's .npy, an MDS folder, Parquet with input_ids"
 
@@ -34,6 +35,11 @@ def find_layout(path: str, *, end_id: int, vocab_size: int, dtype: str | None, c
         raise UserError(f"--from {path}: files can only be adopted on a local disk. Copy them there first.")
     if Path(f"{path}.idx").is_file():
         path += ".idx"
+    if not glob.has_magic(path) and not Path(path).expanduser().exists():
+        raise FileError(
+            f"--from {path}: nothing there; looked for {Path(path).expanduser().absolute()}. Set --from to a file, a "
+            "folder or a glob of token files."
+        )
     files = find_files(path, field="--from")
     root = Path(files[0].location.removesuffix(files[0].name) or ".").absolute()
     if any(file.name == "index.json" and _is_mds(Path(file.location)) for file in files):

@@ -46,7 +46,7 @@ class GrainDataset(Records):
     def _element(self, record: int) -> str | BadRecord:
         try:
             element = self._dataset[record]
-        except Exception as error:
+        except Exception as error:  # a transform of the user's may raise anything
             why = f"{type(error).__name__}: {error}"
         else:
             if element is None:

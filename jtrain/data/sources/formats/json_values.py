@@ -83,8 +83,7 @@ class JsonValues(Records):
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the bytes of each object, in which the text takes at least as many as by itself."""
-        places = self._values.span(first, end)
-        return places[:, 1] - places[:, 0]
+        return self._values.sizes(first, end)
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
         texts: list[str | BadRecord] = []
