@@ -24,8 +24,8 @@ MOVED = {
 
 CHANGEABLE = {"precision": "precision.", "kernels": "kernels", "data": "data."}
 """Names for `--allow-change` -> prefix of the paths that may then differ. Losses differ from that step on, so the
-change is printed, and kept as a remark in config.txt and in every later checkpoint. With `data`, the weights go on and
-the data begins anew, from the first chunk of its order."""
+change is printed, and kept as a remark in config.txt and in every later checkpoint. With `data`, the weights go on,
+and the data begins anew if its state does not fit any more, from the first chunk of its order."""
 
 MAY_CHANGE_ON_RESUME = {
     "mesh.": "the layout does not change the losses",

@@ -17,7 +17,7 @@ from jaxtyping import Int, Int16, Int64
 
 from jtrain.data.pretokenized.reader import BLOCK, PreparedIndex
 from jtrain.data.sources.corpus import Corpus
-from jtrain.data.sources.shuffle import epoch_key, part_keys, permuted, shuffled_parts
+from jtrain.data.sources.shuffle import epoch_key, permuted, shuffled_parts, window_keys
 
 _LOOKED_UP = 64
 """Records between two entries of the table of `SizedChunks`: 24 bytes for so many records."""
@@ -264,7 +264,7 @@ class WindowedChunks:
             parts,
             np.append(new_window, len(parts)),
             np.append(ends[new_window], ends[-1]),
-            part_keys(len(new_window), key),
+            window_keys(np.arange(len(new_window)), key),
         )
 
     def _open_window(self, epoch: int, window: int) -> OpenWindow:

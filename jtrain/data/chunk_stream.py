@@ -17,7 +17,7 @@ from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, shuffled_parts
-from jtrain.data.sources.source import Source, file_keys, split_positions
+from jtrain.data.sources.source import Source, file_keys, identity_of, split_positions
 from jtrain.data.tokenizer import TextChunk, Tokenizer, make_tokenizer
 from jtrain.errors import UserError
 
@@ -224,8 +224,7 @@ class ChunkStream:
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record."""
-        file = int(np.searchsorted(self._file_ends, record, side="right"))
-        return f"{self.names[file]}:{record - (int(self._file_ends[file - 1]) if file else 0)}"
+        return identity_of(self.names, self._file_ends, record)
 
     def held_out_records(self) -> Iterator[Int64[np.ndarray, " n"]]:
         """Yields the held-out records in an order that is the same for every run, some at a time."""
@@ -248,7 +247,7 @@ class ChunkStream:
     @property
     def sizes_are_known(self) -> bool:
         """True if `rows_of` looks sizes up in an index, False if it reads the records."""
-        return self.corpus is None or not self.corpus.sizes_need_reading
+        return self.corpus is None or not self.corpus.is_open or not self.corpus.sizes_need_reading
 
     def rows_of(self, records: Int[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
         """Returns the length of records in chunks; the number of chunks is that rounded up, and at least 1."""

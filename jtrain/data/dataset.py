@@ -124,7 +124,8 @@ class TextDataset:
         """
         setups = self.setups
         if start_state is not None:
-            self._check_state(start_state)
+            if (why := self.misfit(start_state)) is not None:
+                raise UserError(why)
             setups = self.spec.setups(seed=self.seed, cuts=start_state["cuts"])
             setups = tuple(
                 dataclasses.replace(setup, chunk_bytes=setup.chunk_bytes or here.chunk_bytes)
@@ -222,7 +223,8 @@ class TextDataset:
             cost_quadratic=cost[1],
         )
 
-    def _check_state(self, state: dict[str, Any]) -> None:
+    def misfit(self, state: dict[str, Any]) -> str | None:
+        """Returns why no stream can go on from a saved state, as a clause and the way out; None if one can."""
         wanted = {"version": _STATE_VERSION, "seed": self.seed}
         differing = [(key, state.get(key), here) for key, here in wanted.items() if state.get(key) != here]
         here = self.fingerprints
@@ -232,11 +234,12 @@ class TextDataset:
             way = "Restore the files, the tokenizer, data.eval_fraction and seed"
             if key == "version":
                 way = "Finish the run with the jtrain that began it"
-            raise UserError(
+            return (
                 f"the data state was saved with {key}={there!r}, but here it is {now!r}: the next batches would "
                 f"differ from those of the uninterrupted run. {way}, start in a new --workdir, or add --allow-change "
                 "data: the weights go on, and the data begins anew."
             )
+        return None
 
     def _check_size(self, purpose: Literal["training", "evaluation"]) -> None:
         """Refuses a split that does not fill one row. Reads only as many documents as the check needs."""

@@ -9,7 +9,7 @@ from jaxtyping import Int, Int64
 
 from jtrain.data.chunk_order import Chunks, OpenWindow, chunk_counts
 from jtrain.data.sources.corpus import GAP, Corpus
-from jtrain.data.sources.shuffle import epoch_key, part_keys, permuted, shuffled_parts
+from jtrain.data.sources.shuffle import epoch_key, permuted, shuffled_parts, window_keys
 from jtrain.errors import UserError
 
 _MOST_FILES = 4096
@@ -84,7 +84,7 @@ class GrowingChunks:
         for anchor in dict.fromkeys(anchors):
             here = np.flatnonzero([other == anchor for other in anchors])
             window = self._window(anchor)
-            key = part_keys(anchor.window + 1, epoch_key(self._seed, anchor.epoch))[-1]
+            key = window_keys(np.asarray([anchor.window]), epoch_key(self._seed, anchor.epoch))[0]
             slot = permuted(places[here] - anchor.first, window.ends[-1], key)
             at = np.searchsorted(window.ends, slot, side="right")
             found.record[here] = window.records[at]

@@ -111,8 +111,8 @@ def train(
             state, data_state = init_state(job.layout, optimizer, mesh, seed=run.seed), None
         else:
             state, data_state = checkpoints.restore(start_step, abstract_state(job.layout, optimizer, mesh))
-            if "data" in allow_change:
-                data_state = None
+            if "data" in allow_change and dataset.misfit(data_state) is not None:
+                data_state = None  # where it fits, the run goes on: the same command may be started again and again
         rows = host_rows(mesh, run.data.global_batch)
         with (
             Metrics(workdir, run.metrics, num_steps=run.num_steps, start_step=start_step) as metrics,

@@ -14,6 +14,7 @@ import pytest
 from jtrain.data import PackedText, open_dataset
 from jtrain.data.chunk_stream import ChunkStream
 from jtrain.data.growing_order import GrowingChunks
+from jtrain.data.resource_estimate import budget
 from jtrain.data.sources import file_parts
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.source import Source
@@ -146,6 +147,17 @@ def test_kills_do_not_change_the_stream_of_windows(large: Path, same_batch: Any)
         said = "\n".join(batches.said())
     assert "took over" in said
     assert "the constructor died" in said
+
+
+def test_an_evaluation_opens_the_files_that_it_reads(large: Path) -> None:
+    """And the first batch, the plan of the run and its resources none but a few."""
+    dataset = open_dataset(spec(large, eval_batches=1, eval_fraction=0.5), seed=3)
+    corpus = dataset.streams[0].corpus
+    assert corpus is not None
+    assert "documents in 60 files" in dataset.describe()
+    assert budget(dataset, rows=8).total("processes") > 0
+    assert len(list(dataset.held_out().batches())) == 1
+    assert sum(records is not None for records in corpus._records) < 15
 
 
 def test_held_out_documents_are_the_same_opened_or_not(large: Path) -> None:

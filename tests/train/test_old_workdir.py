@@ -69,6 +69,10 @@ def test_a_workdir_of_an_older_version_says_that_its_order_of_data_is_gone(tmp_p
     assert "the data begins anew at step 3, as --allow-change data permits" in done.stdout
     after = steps(tmp_path / "old" / "run" / metrics.FILE)
     assert after[4]["batch_hash"] != before[4]["batch_hash"]
+    again = resumed(tmp_path / "old", "--set", "precision.compute_dtype=float32", "--allow-change", "data")
+    assert again.returncode == 0, again.stderr
+    assert "resumed from step 6" in again.stdout
+    assert "the data begins anew" not in again.stdout, "a restart script has the option in each attempt"
     assert "precision.compute_dtype: " in (tmp_path / "old" / "run" / "config.txt").read_text()
 
 

@@ -29,7 +29,7 @@ from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
 from jtrain.data.pretokenized.adopted import AdoptedIds
 from jtrain.data.pretokenized.index_files import IndexFiles, LocalFiles
 from jtrain.data.sources.formats.masked_text import MaskFields
-from jtrain.data.sources.source import field_of
+from jtrain.data.sources.source import field_of, identity_of
 from jtrain.errors import FileError, UserError
 
 FORMAT = 1
@@ -266,8 +266,7 @@ class PreparedIndex:
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record, the number counted from 0 within the file."""
-        file = int(np.searchsorted(self.file_ends, record, side="right"))
-        return f"{self.names[file]}:{record - (int(self.file_ends[file - 1]) if file else 0)}"
+        return identity_of(self.names, self.file_ends, record)
 
     def verify(self) -> list[str]:
         """Reads the whole index and compares hashes, about 1 GB/s per core; returns one line per damage."""

@@ -17,7 +17,7 @@ from jtrain.data.sources.formats.parquet import ParquetFile, shared_cache
 from jtrain.data.sources.formats.record import SKIP
 from jtrain.data.sources.formats.suffix import format_of
 from jtrain.data.sources.formats.text import JsonLines
-from jtrain.data.sources.source import Source, field_of
+from jtrain.data.sources.source import Source, field_of, identity_of
 from jtrain.data.sources.storage import CacheLost, StoredFile, search
 from jtrain.errors import UserError
 
@@ -230,7 +230,7 @@ class Corpus:
 
     @property
     def sizes_need_reading(self) -> bool:
-        """True if the sizes of some records are only known by reading them."""
+        """True if the sizes of some records are only known by reading them; for an open corpus."""
         return any(records.sizes_need_reading for records in self._opened)
 
     def file_bounds(self) -> list[tuple[int, int]]:
@@ -318,9 +318,7 @@ class Corpus:
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record, the number counted from 0 within the file or its part."""
-        names, ends = self.identities
-        file = int(np.searchsorted(ends, record, side="right"))
-        return f"{names[file]}:{record - (int(ends[file - 1]) if file else 0)}"
+        return identity_of(*self.identities, record)
 
     def _place(self, record: int) -> tuple[int, int]:
         file = int(np.searchsorted(self.file_ends, record, side="right"))

@@ -85,6 +85,6 @@ def shuffled_parts(parts: int, key: np.uint64) -> Int[np.ndarray, " parts"]:
     return np.argsort(splitmix64(np.arange(parts, dtype=np.uint64) ^ key), kind="stable")
 
 
-def part_keys(parts: int, key: np.uint64) -> UInt64[np.ndarray, " parts"]:
-    """Returns the keys of the permutations within the parts of an epoch."""
-    return splitmix64(~np.arange(parts, dtype=np.uint64) ^ key)
+def window_keys(windows: Int[np.ndarray, " n"], key: np.uint64) -> UInt64[np.ndarray, " n"]:
+    """Returns the keys of the permutations within windows of an epoch, by their numbers."""
+    return splitmix64(~windows.astype(np.uint64) ^ key)

@@ -105,6 +105,16 @@ class Source:
         return None if name is None else MaskFields(name, self.prompt_field is not None, self.mask_prompt)
 
 
+def identity_of(names: list[str], file_ends: Int[np.ndarray, " files"], record: int) -> str:
+    """Returns `file:number` of a record, the number counted from 0 within its file.
+
+    Args:
+      file_ends: number of records up to the end of each file.
+    """
+    file = int(np.searchsorted(file_ends, record, side="right"))
+    return f"{names[file]}:{record - (int(file_ends[file - 1]) if file else 0)}"
+
+
 def file_keys(names: list[str]) -> UInt64[np.ndarray, " files"]:
     """Returns a hash of each file's name."""
     keys = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in names]
