@@ -62,6 +62,8 @@ class SourceSetup:
     decoded_cache_bytes: int
     cache_dir: str
     prepared: str | None
+    map_ids: bool = False
+    """True if the ids of the prepared index are to be mapped, not read: `ChunkStream.read` then returns their places."""
     fingerprint: str | None = None
     """Fingerprint that the trainer found; a process that finds another one refuses the source. None: not known yet."""
 
@@ -71,7 +73,7 @@ class Read:
     """Result of reading some chunks, in the order of the request.
 
     lengths: tokens of each chunk; 0 if there is none, or its document is held out for evaluation or skipped.
-    ids: token ids of all chunks, one after another.
+    ids: token ids of all chunks, one after another; or those of the whole source in a memory map, see `starts`.
     skipped: (number, reason) of the first chunk of each bad document that was left out.
     ignored: runs (start, end) of `ids` that are read and not learned, ascending; none without a loss mask.
     """
@@ -82,6 +84,8 @@ class Read:
     ignored: Int32[np.ndarray, "runs 2"] = dataclasses.field(default_factory=lambda: NO_RUNS)
     anchor: WindowAnchor | None = None
     """Where the window of the first chunk begins, if the order is one of `GrowingChunks`."""
+    starts: Int64[np.ndarray, " n"] | None = None
+    """Place of the first token of each chunk in `ids`; None if the chunks are one after another."""
 
 
 class ChunkStream:
@@ -176,6 +180,16 @@ class ChunkStream:
                 array[here] = values
         return found
 
+    @property
+    def can_map_ids(self) -> bool:
+        """True if `SourceSetup.map_ids` may be set."""
+        return self.prepared is not None and self.prepared.mapped_ids is not None
+
+    @property
+    def can_map_ids(self) -> bool:
+        """True if `SourceSetup.map_ids` may be set."""
+        return self.prepared is not None and self.prepared.mapped_ids is not None
+
     def lengths(self, numbers: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
         """Returns the tokens of each chunk without reading it; for prepared sources only."""
         assert self.prepared is not None
@@ -219,8 +233,12 @@ class ChunkStream:
         lengths = np.zeros(len(numbers), np.int32)
         read = self._read(here, lambda i: watch(int(numbers[places[i]]), int(here.record[i])))
         lengths[places] = read.lengths
+        starts = None
+        if read.starts is not None:
+            starts = np.zeros(len(numbers), np.int64)
+            starts[places] = read.starts
         bad = [(int(numbers[places[i]]), reason) for i, reason in read.skipped]
-        return dataclasses.replace(read, lengths=lengths, skipped=(*skipped, *bad), anchor=at)
+        return dataclasses.replace(read, lengths=lengths, skipped=(*skipped, *bad), anchor=at, starts=starts)
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record."""
@@ -297,6 +315,10 @@ class ChunkStream:
             if len(chunks.record):
                 watch(0)
             start, end = self._spans(chunks)
+            if self.setup.map_ids:
+                assert self.prepared.mapped_ids is not None
+                at = self.prepared.places(chunks.record, start, end)
+                return Read((end - start).astype(np.int32), self.prepared.mapped_ids, starts=at)
             ids = self.prepared.read_spans(chunks.record, start, end)
             ignored = self.prepared.ignored(chunks.record, start, end)
             return Read((end - start).astype(np.int32), ids, ignored=ignored)

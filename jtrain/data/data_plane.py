@@ -61,6 +61,7 @@ class InlinePlane:
 
     def __init__(self, setup: ConstructorSetup, state: DataState | None) -> None:
         self._pool = InlinePool(setup.sources)
+        setup = dataclasses.replace(setup, sources=self._pool.setups)
         self._constructor = Constructor(setup, self._pool, state)
         self._shape = (len(setup.rows), setup.planner.seq_len)
 

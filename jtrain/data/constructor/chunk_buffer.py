@@ -68,13 +68,13 @@ class ChunkBuffer:
                 self._live = np.concatenate([self._live, np.zeros(max(64, at), np.int64)])
         self._runs[at], self._ids[at], self._live[at] = run, run.ids, len(run.numbers)
         source, numbers = run.source, run.numbers
-        starts = run.starts
+        starts, ends = run.bounds
         oldest = int(self._cursors[source])
         if int(numbers[0]) < oldest:  # documents that were open in the state that the run resumed from
             behind = int(np.searchsorted(numbers, oldest))
             for i, number in enumerate(numbers[:behind].tolist()):
-                self._open[source * _ABOVE + number] = at, int(starts[i]), int(starts[i + 1])
-            numbers, starts = numbers[behind:], starts[behind:]
+                self._open[source * _ABOVE + number] = at, int(starts[i]), int(ends[i])
+            numbers, starts, ends = numbers[behind:], starts[behind:], ends[behind:]
             if not len(numbers):
                 return
         if int(numbers[-1]) - oldest >= self._size[source]:
@@ -82,7 +82,7 @@ class ChunkBuffer:
         place = self._base[source] + (numbers & (self._size[source] - 1))
         self._number[place] = numbers
         self._run[place] = at
-        self._first[place], self._stop[place] = starts[:-1], starts[1:]
+        self._first[place], self._stop[place] = starts, ends
 
     def expect(self, source: int, numbers: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " new"]:
         """Marks documents as asked for; returns the new ones among them, ascending. `numbers` has no duplicates."""

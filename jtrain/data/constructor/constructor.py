@@ -35,6 +35,9 @@ MOST_RUN_CHUNKS = 64
 At least one run of each source is in memory, so with hundreds of sources runs are shorter: ALL_RUNS_BYTES in total.
 """
 
+MAPPED_RUN_CHUNKS = 512
+"""Size of a run of a source whose ids are mapped: it holds 28 bytes per chunk."""
+
 RUNS_AT_A_TIME = 8
 """Runs of different sources that one message asks for, at most."""
 
@@ -169,7 +172,10 @@ class Constructor:
         prepared = {i: s for i, s in enumerate(setup.sources) if s.prepared is not None and some_rows}
         self._prepared = {i: ChunkStream(s) for i, s in prepared.items()}
         run_bytes = min(RUN_BYTES, ALL_RUNS_BYTES // num_sources)
-        self._run_documents = [max(1, min(MOST_RUN_CHUNKS, run_bytes // max(b, 1))) for b in setup.chunk_bytes]
+        self._run_documents = [
+            MAPPED_RUN_CHUNKS if source.map_ids else max(1, min(MOST_RUN_CHUNKS, run_bytes // max(b, 1)))
+            for source, b in zip(setup.sources, setup.chunk_bytes, strict=True)
+        ]
         self._buffer = ChunkBuffer(self._state.planner.cursors, pool.release)
         self.said: list[str] = []
         """Lines for the log that nobody has taken yet."""
@@ -329,7 +335,8 @@ class Constructor:
             bisect.insort(anchors, run.anchor, key=lambda anchor: anchor.first)
         known, first = self._known[run.source], int(run.numbers[0])
         if run.source not in self._prepared and first >= known.end:
-            known.add(first, np.diff(run.starts).astype(np.int32))
+            starts, ends = run.bounds
+            known.add(first, (ends - starts).astype(np.int32))
 
     def _forget(self, before: PlannerState, after: PlannerState) -> Int[np.ndarray, " sources"]:
         """Drops the documents that no later step needs; returns the number of bad ones among them, by source."""
