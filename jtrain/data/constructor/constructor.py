@@ -146,12 +146,10 @@ class _Known:
             self.lengths = np.concatenate([self.lengths, found])
 
     def drop_before(self, number: int) -> None:
-        """Drops lengths before `number`, at least `LENGTHS_AT_A_TIME` at once: each step calls this for each source."""
-        gone = number - self.first
-        if gone < LENGTHS_AT_A_TIME:
-            return
-        self.first += gone
-        self.lengths = self.lengths[gone:]
+        """Drops lengths before `number`."""
+        if number > self.first:
+            self.lengths = self.lengths[number - self.first :]
+            self.first = number
 
 
 class Constructor:
@@ -277,6 +275,7 @@ class Constructor:
         """Returns the known lengths of documents first, first + 1, ...; raises NotYet if the first is not known."""
         known = self._known[source]
         if source in self._prepared and first + count > known.end:
+            known.drop_before(int(self._state.planner.cursors[source]))
             numbers = np.arange(known.end, max(first + count, known.end + LENGTHS_AT_A_TIME), dtype=np.int64)
             known.lengths = np.concatenate([known.lengths, self._prepared[source].lengths(numbers)])
         if first >= known.end:
@@ -334,6 +333,7 @@ class Constructor:
         if run.anchor is not None and run.anchor not in anchors:
             bisect.insort(anchors, run.anchor, key=lambda anchor: anchor.first)
         known, first = self._known[run.source], int(run.numbers[0])
+        known.drop_before(int(self._state.planner.cursors[run.source]))  # here, since each step would take too long
         if run.source not in self._prepared and first >= known.end:
             starts, ends = run.bounds
             known.add(first, (ends - starts).astype(np.int32))
@@ -344,8 +344,6 @@ class Constructor:
         moved = np.flatnonzero(after.cursors != before.cursors)
         count = (after.cursors - before.cursors)[moved]
         passed = np.arange(int(count.sum())) + np.repeat(before.cursors[moved] - np.cumsum(count) + count, count)
-        for source, cursor in zip(moved.tolist(), after.cursors[moved].tolist(), strict=True):
-            self._known[source].drop_before(cursor)
         drawn = np.concatenate([self._carried, keys_of(np.repeat(moved, count), passed)])
         self._carried = _carried(after)
         bad = self._buffer.drop(drawn[~_among(drawn, self._carried)], self._carried, after.cursors)
@@ -356,6 +354,8 @@ class Constructor:
 
     def _drop_anchors(self, state: PlannerState) -> tuple[WindowAnchor | None, ...]:
         """Returns the anchors from which a run can go on after `state`, and drops those before them."""
+        if not any(self._anchors):  # most sources never have one, and this runs at every step
+            return self._state.anchors
         found = []
         for anchors, oldest in zip(self._anchors, state.oldest().tolist(), strict=True):
             found.append(_latest(anchors, oldest))
