@@ -133,8 +133,6 @@ class _Known:
     lengths: Int[np.ndarray, " n"]
     early: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     """Lengths that arrived out of order, by their first document."""
-    asked: int = 0
-    """Number of the first document that has not been asked for."""
 
     @property
     def end(self) -> int:
@@ -183,7 +181,9 @@ class Constructor:
         self._waiting_since_s: float | None = None
         self._wait_s = 0.0
         cursors = self._state.planner.cursors.tolist()
-        self._known = [_Known(cursor, np.zeros(0, np.int32), asked=cursor) for cursor in cursors]
+        self._known = [_Known(cursor, np.zeros(0, np.int32)) for cursor in cursors]
+        self._asked = self._state.planner.cursors.copy()
+        """First document of each source that has not been asked for."""
         # Documents that were open or postponed when the state was saved are read again.
         self._carried = _carried(self._state.planner)
         open_documents = map(tuple, self._state.planner.carry[:, :2].tolist())
@@ -226,13 +226,13 @@ class Constructor:
                 raise
         except NotYet as not_yet:
             self._missing = not_yet.wanted
-            self._ask([(source, first + count) for source, first, count in self._missing], first=True)
+            self._ask([[source, first + count] for source, first, count in self._missing], first=True)
         if self._prepared:
             self._ask_for_payload(new)
         if new or self._missing:
             planned = self._plans[-1].after if self._plans else self._state.planner
             ahead = self._planner.lookahead(planned, self._setup.lookahead_steps)
-            self._ask([(source, first + count) for source, first, count in ahead])
+            self._ask(ahead[ahead[:, 1] > self._asked[ahead[:, 0]]].tolist())
 
     def fill(self, out: dict[str, Int[np.ndarray, "rows L"]]) -> Built | None:
         """Fills the next batch into `out`; returns None while documents of it are missing."""
@@ -282,18 +282,19 @@ class Constructor:
             raise NotYet
         return known.lengths[first - known.first : first - known.first + count]
 
-    def _ask(self, ends: list[tuple[int, int]], *, first: bool = False) -> None:
+    def _ask(self, ends: list[list[int]], *, first: bool = False) -> None:
         """Asks for the whole runs up to document `end` of each source that have not been asked for.
 
         Prepared sources are left out: their documents are asked for after planning (`_ask_for_payload`).
         """
         parts = []
         for source, end in ends:
-            known, size = self._known[source], self._run_documents[source]
-            while source not in self._prepared and known.asked < end:
-                stop = (known.asked // size + 1) * size
-                parts.append(self._part(source, np.arange(known.asked, stop, dtype=np.int64)))
-                known.asked = stop
+            asked, size = int(self._asked[source]), self._run_documents[source]
+            while source not in self._prepared and asked < end:
+                stop = (asked // size + 1) * size
+                parts.append(self._part(source, np.arange(asked, stop, dtype=np.int64)))
+                asked = stop
+            self._asked[source] = asked
         for at in range(0, len(parts), RUNS_AT_A_TIME):
             self._pool.request(parts[at : at + RUNS_AT_A_TIME], first=first)
 

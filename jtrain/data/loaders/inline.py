@@ -14,6 +14,9 @@ from jtrain.data.sources.source import field_of
 from jtrain.runtime.resident_memory import resident_bytes
 
 
+_MEMORY_EVERY_S = 1.0
+"""Seconds for which the memory that `states` reports is not asked for again."""
+
 _SPARE_DESCRIPTORS = 256
 """Descriptors that are left for everything else, where an open prepared index takes up to three."""
 
@@ -39,6 +42,8 @@ class InlinePool:
         self._ready: list[ChunkRun] = []
         self._documents = 0
         self._busy_s = 0.0
+        self._memory_bytes, self._memory_until_s = 0, 0.0
+        self._everything = tuple(range(len(setups)))
 
     def request(self, parts: list[RequestPart], *, first: bool = False) -> None:
         """Reads the documents; raises DataError if a source cannot be read."""
@@ -69,8 +74,9 @@ class InlinePool:
         pass
 
     def states(self) -> list[LoaderState]:
-        everything = tuple(range(len(self.setups)))
-        return [LoaderState("trainer", 0, resident_bytes() or 0, self._documents, self._busy_s, everything)]
+        if (now_s := time.monotonic()) > self._memory_until_s:  # asking takes 50 us, and each batch would
+            self._memory_bytes, self._memory_until_s = resident_bytes() or 0, now_s + _MEMORY_EVERY_S
+        return [LoaderState("trainer", 0, self._memory_bytes, self._documents, self._busy_s, self._everything)]
 
     def place(self, placement: dict[str, tuple[int, ...]]) -> None:
         pass
