@@ -16,6 +16,7 @@ from jtrain.data.loss_mask import NO_RUNS, ChunkPart, encode_parts, split_chunk
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.formats import BadRecord
+from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, shuffled_parts
 from jtrain.data.sources.source import Source, file_keys, identity_of, split_positions
 from jtrain.data.tokenizer import TextChunk, Tokenizer, make_tokenizer
@@ -29,6 +30,9 @@ _FULL = 0.9
 
 _CUT_SEARCH_BYTES = 64
 """Bytes before a cut that are searched for white space, so that no word of a text is cut in two."""
+
+_BORDER_BYTES = 8
+"""Bytes by which a part of a text is read wider than the cuts look: for a begin id and the rest of a character."""
 
 _HELD_OUT_AT_A_TIME = 1 << 16
 
@@ -109,6 +113,7 @@ class ChunkStream:
         self.corpus: Corpus | None = None
         self.prepared: PreparedIndex | None = None
         self._growing: GrowingChunks | None = None
+        self._has_marks = False
         self.chunk_bytes = setup.chunk_tokens
         seed = order_seed(setup.seed, setup.name)
         self.order: ChunkOrder
@@ -327,8 +332,12 @@ class ChunkStream:
         cut: list[TextChunk] = []
         parts: list[list[ChunkPart]] = []
         reasons = []
-        reading = self.corpus.read(chunks.record)
-        for i, (first, num) in enumerate(zip(chunks.first.tolist(), chunks.num.tolist(), strict=True)):
+        known = self._marked_parts(chunks, watch)
+        reading = self.corpus.read(np.delete(chunks.record, list(known)) if known else chunks.record)
+        for i, (record, first, num) in enumerate(zip(*(array.tolist() for array in chunks), strict=True)):
+            if i in known:
+                cut.append(self._cut(known[i], first, num)[0])
+                continue
             watch(i)
             text = next(reading)
             if isinstance(text, BadRecord):
@@ -337,7 +346,10 @@ class ChunkStream:
                 if first == 0:
                     reasons.append((i, str(text)))
                 text = ""
-            chunk, start = self._cut(text, first, num)
+            content = text.encode("utf-8")
+            chunk, start = self._cut(TextPart(content, 0, len(content)), first, num)
+            if len(chunk.content) < len(content) and self.corpus.mark(record, text):
+                self._has_marks = True
             if masked:
                 parts.append(split_chunk(chunk, start, text))
             else:
@@ -354,17 +366,32 @@ class ChunkStream:
         start = np.minimum(chunks.first * self.setup.chunk_tokens, length)
         return start, np.minimum((chunks.first + chunks.num) * self.setup.chunk_tokens, length)
 
-    def _cut(self, text: str, first: int, num: int) -> tuple[TextChunk, int]:
-        """Returns chunks `first` to `first + num - 1` of a document, as one, and the byte at which it begins."""
-        content = text.encode("utf-8")
+    def _marked_parts(self, chunks: Chunks, watch: Callable[[int], None]) -> dict[int, TextPart]:
+        """Reads the chunks of documents with marks: for each, by its index, the text around it."""
+        found: dict[int, TextPart] = {}
+        if not self._has_marks:
+            return found
+        assert self.corpus is not None
+        for i, (record, first, num) in enumerate(zip(*(array.tolist() for array in chunks), strict=True)):
+            watch(i)
+            start, stop = first * self.chunk_bytes - _CUT_SEARCH_BYTES, (first + num) * self.chunk_bytes
+            if (part := self.corpus.part(record, max(start - _BORDER_BYTES, 0), stop + _BORDER_BYTES)) is not None:
+                found[i] = part
+        return found
+
+    def _cut(self, part: TextPart, first: int, num: int) -> tuple[TextChunk, int]:
+        """Returns chunks `first` to `first + num - 1` of a document, as one, and the byte at which it begins.
+
+        part: the text, or what is around these chunks.
+        """
         begin = self._border_tokens - 1
-        total = begin + len(content) + 1 if content else 0
+        total = begin + part.total + 1 if part.total else 0
         start, stop = first * self.chunk_bytes, min((first + num) * self.chunk_bytes, total)
         if start >= stop:
             return TextChunk(b"", begins=False, ends=False), 0
         exact = self.tokenizer.identity == "bytes"  # then any cut is right, and rows are full to the last token
-        low, high = (_cut_at(content, max(at - begin, 0), exact=exact) for at in (start, stop))
-        return TextChunk(content[low:high], begins=first == 0 and bool(begin), ends=stop == total), low
+        low, high = (_cut_at(part.content, max(at - begin, 0) - part.first, exact=exact) for at in (start, stop))
+        return TextChunk(part.content[low:high], first == 0 and bool(begin), stop == total), part.first + low
 
 
 def _cut_at(content: bytes, place: int, *, exact: bool) -> int:

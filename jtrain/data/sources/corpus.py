@@ -13,6 +13,7 @@ from jtrain.data.sources.data_files import data_files
 from jtrain.data.sources.file_parts import part_bytes, part_name, parts_of
 from jtrain.data.sources.formats import BadRecord, Records, open_file
 from jtrain.data.sources.formats.arrow import ArrowFile, saved_dataset_files
+from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.sources.formats.parquet import ParquetFile, shared_cache
 from jtrain.data.sources.formats.record import SKIP
 from jtrain.data.sources.formats.suffix import format_of
@@ -296,6 +297,21 @@ class Corpus:
                 for place, text in zip(places.tolist(), read, strict=True):
                     texts[place] = text
             yield from texts
+
+    def mark(self, record: int, text: str) -> bool:
+        """Marks places in the line of a long text, if the format has lines, so that `part` can read it from there."""
+        file, number = self._place(record)
+        records = self._records[file]
+        return isinstance(records, JsonLines) and records.mark(number, text)
+
+    def part(self, record: int, start: int, stop: int) -> TextPart | None:
+        """Returns bytes `start` to `stop` of a text, or more; None if it is not marked, or its file cannot be read."""
+        file, number = self._place(record)
+        records = self._records[file]
+        try:
+            return records.part(number, start, stop) if isinstance(records, JsonLines) else None
+        except OSError:
+            return None  # `read` tries again, and has the message
 
     @functools.cached_property
     def identities(self) -> tuple[list[str], Int[np.ndarray, " files"]]:

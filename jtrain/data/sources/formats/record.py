@@ -104,7 +104,7 @@ def text_of_json(
             raise bad(f"no field {text_field!r}; {error.args[0]}. Set {field}.text_field") from error
         if not isinstance(text, str):
             raise bad(f"field {text_field!r} is {CHAT if is_chat(text) else f'{type(text).__name__}, not text'}")
-    if b"\\ud" in line.lower():  # an escape may spell half a surrogate pair, which cannot be encoded
+    if b"\\u" in line and b"\\ud" in line.lower():  # an escape may spell half a surrogate pair, which cannot be encoded
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:

@@ -1,6 +1,7 @@
 """Text files, cut into pieces, and JSON lines."""
 
 import mmap
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.cache import NumberTable
+from jtrain.data.sources.formats.long_lines import LONG_LINE_BYTES, KeptMarks, TextPart, marks_of, text_of_part
 from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, text_of_json
 from jtrain.data.sources.storage import StoredFile
@@ -78,6 +80,9 @@ class TextFile(Records):
         return nominal + next((i for i, byte in enumerate(inside) if byte & 0xC0 != 0x80), len(inside) % 4)
 
 
+_KEPT_MARKS = KeptMarks()
+
+
 class JsonLines(Records):
     """JSON lines file: one object per line, its text in `text_field`; blank lines are not records.
 
@@ -85,7 +90,7 @@ class JsonLines(Records):
     record, is kept in the cache folder; for a part of a file, which has the lines that start in it, in memory.
     """
 
-    __slots__ = ("_field", "_file", "_lines", "_mask", "_text_field")
+    __slots__ = ("_field", "_file", "_key", "_lines", "_mask", "_text_field")
 
     def __init__(
         self, file: StoredFile, *, text_field: str, mask: MaskFields | None = None, field: str, cache_dir: Path
@@ -94,6 +99,7 @@ class JsonLines(Records):
         self._text_field = text_field
         self._mask = mask
         self._field = field
+        self._key = object()  # of the marks: it does not hold the lines, as this object does
         self._lines = NumberTable(file, "lines", lambda: _lines(file), cache_dir, in_memory=file.span is not None)
 
     def __len__(self) -> int:
@@ -116,9 +122,9 @@ class JsonLines(Records):
     def read(self, records: list[int]) -> list[str | BadRecord]:
         texts: list[str | BadRecord] = []
         with self._file.open() as file:
+            descriptor = file.fileno()
             for start, end in self._lines.rows(records):
-                file.seek(start)
-                line = file.read(end - start).removeprefix(BOM)
+                line = _content(descriptor, start, end).removeprefix(BOM)
                 try:
                     text = text_of_json(
                         line,
@@ -134,11 +140,43 @@ class JsonLines(Records):
                 texts.append(text)
         return texts
 
+    def mark(self, record: int, text: str) -> bool:
+        """Keeps marks of a record, whose text is `text`, if its line is long, so that `part` can read parts of it."""
+        [[start, end]] = self._lines.rows([record])
+        if end - start < LONG_LINE_BYTES or self._mask is not None or _KEPT_MARKS.get(self._key, record) is not None:
+            return False
+        with self._file.open() as file:
+            marks = marks_of(_content(file.fileno(), start, end), text, self._text_field)
+        if marks is not None:
+            _KEPT_MARKS.add(self._key, record, marks)
+        return marks is not None
+
+    def part(self, record: int, start: int, stop: int) -> TextPart | None:
+        """Returns bytes `start` to `stop` of a text, or more around them; None if the record has no marks."""
+        if (marks := _KEPT_MARKS.get(self._key, record)) is None:
+            return None
+        first, low, high = marks.around(start, stop)
+        [[begin, _]] = self._lines.rows([record])
+        with self._file.open() as file:
+            raw = _content(file.fileno(), begin + low, begin + high)
+        try:
+            return TextPart(text_of_part(raw), first, marks.total)
+        except ValueError:
+            return None  # the file has changed: reading the text as a whole says what is wrong
+
     def _place(self, start: int) -> str:
         if start > _LINES_COUNTED_BYTES:
             return f"{self._file.called}, the line at byte {start:,}"
         with self._file.open() as file:
             return f"{self._file.called}, line {file.read(start).count(b'\n') + 1}"
+
+
+def _content(file: int, start: int, end: int) -> bytes:
+    """Returns bytes `start` to `end` of an open file; fewer if it ends before."""
+    content = os.pread(file, end - start, start)
+    while start + len(content) < end and (more := os.pread(file, end - start - len(content), start + len(content))):
+        content += more
+    return content
 
 
 def _lines(file: StoredFile) -> Int[np.ndarray, "records 2"]:
