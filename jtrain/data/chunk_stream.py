@@ -368,16 +368,14 @@ class ChunkStream:
 
     def _marked_parts(self, chunks: Chunks, watch: Callable[[int], None]) -> dict[int, TextPart]:
         """Reads the chunks of documents with marks: for each, by its index, the text around it."""
-        found: dict[int, TextPart] = {}
-        if not self._has_marks:
-            return found
+        if not self._has_marks or not len(chunks.record):
+            return {}
         assert self.corpus is not None
-        for i, (record, first, num) in enumerate(zip(*(array.tolist() for array in chunks), strict=True)):
-            watch(i)
-            start, stop = first * self.chunk_bytes - _CUT_SEARCH_BYTES, (first + num) * self.chunk_bytes
-            if (part := self.corpus.part(record, max(start - _BORDER_BYTES, 0), stop + _BORDER_BYTES)) is not None:
-                found[i] = part
-        return found
+        watch(0)
+        start = np.maximum(chunks.first * self.chunk_bytes - _CUT_SEARCH_BYTES - _BORDER_BYTES, 0)
+        stop = (chunks.first + chunks.num) * self.chunk_bytes + _BORDER_BYTES
+        found = self.corpus.parts(chunks.record, list(zip(start.tolist(), stop.tolist(), strict=True)))
+        return {i: part for i, part in enumerate(found) if part is not None}
 
     def _cut(self, part: TextPart, first: int, num: int) -> tuple[TextChunk, int]:
         """Returns chunks `first` to `first + num - 1` of a document, as one, and the byte at which it begins.

@@ -35,6 +35,9 @@ MOST_RUN_CHUNKS = 64
 At least one run of each source is in memory, so with hundreds of sources runs are shorter: ALL_RUNS_BYTES in total.
 """
 
+INLINE_RUNS_BYTES = 32 << 20
+"""ALL_RUNS_BYTES where one process does everything, so that none of it is there once more for each loader."""
+
 MAPPED_RUN_CHUNKS = 512
 """Size of a run of a source whose ids are mapped: it holds 28 bytes per chunk."""
 
@@ -64,6 +67,7 @@ class ConstructorSetup:
     column_order: Int[np.ndarray, " L"] | None
     chunk_bytes: tuple[int, ...]
     lookahead_steps: int
+    all_runs_bytes: int = ALL_RUNS_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +171,7 @@ class Constructor:
         some_rows = len(setup.rows) < setup.planner.global_batch
         prepared = {i: s for i, s in enumerate(setup.sources) if s.prepared is not None and some_rows}
         self._prepared = {i: ChunkStream(s) for i, s in prepared.items()}
-        run_bytes = min(RUN_BYTES, ALL_RUNS_BYTES // num_sources)
+        run_bytes = min(RUN_BYTES, setup.all_runs_bytes // num_sources)
         self._run_documents = [
             MAPPED_RUN_CHUNKS if source.map_ids else max(1, min(MOST_RUN_CHUNKS, run_bytes // max(b, 1)))
             for source, b in zip(setup.sources, setup.chunk_bytes, strict=True)

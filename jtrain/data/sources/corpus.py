@@ -1,6 +1,7 @@
 """Corpus of a source: all its records as one numbered sequence, opened at once or as they are read."""
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -299,19 +300,26 @@ class Corpus:
             yield from texts
 
     def mark(self, record: int, text: str) -> bool:
-        """Marks places in the line of a long text, if the format has lines, so that `part` can read it from there."""
+        """Marks places in the line of a long text, if the format has lines, so that `parts` can read it from there."""
         file, number = self._place(record)
         records = self._records[file]
         return isinstance(records, JsonLines) and records.mark(number, text)
 
-    def part(self, record: int, start: int, stop: int) -> TextPart | None:
-        """Returns bytes `start` to `stop` of a text, or more; None if it is not marked, or its file cannot be read."""
-        file, number = self._place(record)
-        records = self._records[file]
-        try:
-            return records.part(number, start, stop) if isinstance(records, JsonLines) else None
-        except OSError:
-            return None  # `read` tries again, and has the message
+    def parts(self, records: Int[np.ndarray, " n"], spans: list[tuple[int, int]]) -> list[TextPart | None]:
+        """Returns the bytes of a span of each text, or more; None if it is not marked, or its file cannot be read."""
+        found: list[TextPart | None] = [None] * len(records)
+        files = np.searchsorted(self.file_ends, records, side="right")
+        numbers = records - np.where(files > 0, self.file_ends[files - 1], 0)
+        for file in set(files.tolist()):
+            lines = self._records[file]
+            if not isinstance(lines, JsonLines):
+                continue
+            places = np.flatnonzero(files == file).tolist()
+            with contextlib.suppress(OSError):  # `read` tries again, and has the message
+                parts = lines.parts([int(numbers[place]) for place in places], [spans[place] for place in places])
+                for place, part in zip(places, parts, strict=True):
+                    found[place] = part
+        return found
 
     @functools.cached_property
     def identities(self) -> tuple[list[str], Int[np.ndarray, " files"]]:

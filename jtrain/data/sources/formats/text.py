@@ -141,7 +141,7 @@ class JsonLines(Records):
         return texts
 
     def mark(self, record: int, text: str) -> bool:
-        """Keeps marks of a record, whose text is `text`, if its line is long, so that `part` can read parts of it."""
+        """Keeps marks of a record, whose text is `text`, if its line is long, so that `parts` can read it from there."""
         [[start, end]] = self._lines.rows([record])
         if end - start < LONG_LINE_BYTES or self._mask is not None or _KEPT_MARKS.get(self._key, record) is not None:
             return False
@@ -151,18 +151,24 @@ class JsonLines(Records):
             _KEPT_MARKS.add(self._key, record, marks)
         return marks is not None
 
-    def part(self, record: int, start: int, stop: int) -> TextPart | None:
-        """Returns bytes `start` to `stop` of a text, or more around them; None if the record has no marks."""
-        if (marks := _KEPT_MARKS.get(self._key, record)) is None:
-            return None
-        first, low, high = marks.around(start, stop)
-        [[begin, _]] = self._lines.rows([record])
+    def parts(self, records: list[int], spans: list[tuple[int, int]]) -> list[TextPart | None]:
+        """Returns the bytes of a span of each text, or more around them; None for a record without marks."""
+        kept = [_KEPT_MARKS.get(self._key, record) for record in records]
+        found: list[TextPart | None] = [None] * len(kept)
+        if not any(kept):
+            return found
         with self._file.open() as file:
-            raw = _content(file.fileno(), begin + low, begin + high)
-        try:
-            return TextPart(text_of_part(raw), first, marks.total)
-        except ValueError:
-            return None  # the file has changed: reading the text as a whole says what is wrong
+            descriptor = file.fileno()
+            for i, (marks, (begin, _)) in enumerate(zip(kept, self._lines.rows(records), strict=True)):
+                if marks is None:
+                    continue
+                first, low, high = marks.around(*spans[i])
+                try:
+                    content = text_of_part(_content(descriptor, begin + low, begin + high))
+                except ValueError:
+                    continue  # the file has changed: reading the text as a whole says what is wrong
+                found[i] = TextPart(content, first, marks.total)
+        return found
 
     def _place(self, start: int) -> str:
         if start > _LINES_COUNTED_BYTES:
