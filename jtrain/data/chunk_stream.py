@@ -1,6 +1,7 @@
 """Numbered, endless stream of the chunks of one source, which planner and loaders share."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator
@@ -151,7 +152,7 @@ class ChunkStream:
                 "now): files were added, removed or rewritten, or this host sees others. Restore them and run again."
             )
 
-    @property
+    @functools.cached_property
     def _border_tokens(self) -> int:
         return 1 + (self.tokenizer.begin_id is not None)
 
@@ -211,7 +212,7 @@ class ChunkStream:
         *,
         skip: Collection[int] = (),
         anchor: WindowAnchor | None = None,
-        watch: Callable[[int, int], Any] = lambda number, record: None,
+        watch: Callable[[int, int], Any] | None = None,
     ) -> Read:
         """Reads and tokenises chunks.
 
@@ -236,7 +237,10 @@ class ChunkStream:
         places = np.flatnonzero(wanted)
         here = Chunks(*(array[places] for array in chunks))
         lengths = np.zeros(len(numbers), np.int32)
-        read = self._read(here, lambda i: watch(int(numbers[places[i]]), int(here.record[i])))
+        if watch is None:  # a call for each chunk would take as long as to read a short one
+            read = self._read(here, None)
+        else:
+            read = self._read(here, lambda i: watch(int(numbers[places[i]]), int(here.record[i])))
         lengths[places] = read.lengths
         starts = None
         if read.starts is not None:
@@ -288,7 +292,7 @@ class ChunkStream:
 
     def read_chunks(self, chunks: Chunks) -> Read:
         """Reads and tokenises chunks, held out or not, in the given order; for evaluation."""
-        return dataclasses.replace(self._read(chunks, lambda i: None), skipped=())
+        return dataclasses.replace(self._read(chunks, None), skipped=())
 
     def fingerprint(self) -> str:
         """Returns a hash that changes whenever a number could stand for other tokens."""
@@ -314,11 +318,11 @@ class ChunkStream:
         wanted[wanted] = ~self.held_out(chunks.record[wanted])
         return wanted
 
-    def _read(self, chunks: Chunks, watch: Callable[[int], None]) -> Read:
+    def _read(self, chunks: Chunks, watch: Callable[[int], None] | None) -> Read:
         """Reads chunks; `skipped` has their indexes instead of their numbers."""
+        if watch is not None and len(chunks.record):
+            watch(0)
         if self.prepared is not None:
-            if len(chunks.record):
-                watch(0)
             start, end = self._spans(chunks)
             if self.setup.map_ids:
                 assert self.prepared.mapped_ids is not None
@@ -332,13 +336,15 @@ class ChunkStream:
         cut: list[TextChunk] = []
         parts: list[list[ChunkPart]] = []
         reasons = []
-        known = self._marked_parts(chunks, watch)
+        known = self._marked_parts(chunks)
+        begin = bool(self._border_tokens - 1)
         reading = self.corpus.read(np.delete(chunks.record, list(known)) if known else chunks.record)
         for i, (record, first, num) in enumerate(zip(*(array.tolist() for array in chunks), strict=True)):
             if i in known:
                 cut.append(self._cut(known[i], first, num)[0])
                 continue
-            watch(i)
+            if watch is not None:
+                watch(i)
             text = next(reading)
             if isinstance(text, BadRecord):
                 if self.setup.on_bad_record == "fail":
@@ -347,9 +353,12 @@ class ChunkStream:
                     reasons.append((i, str(text)))
                 text = ""
             content = text.encode("utf-8")
-            chunk, start = self._cut(TextPart(content, 0, len(content)), first, num)
-            if len(chunk.content) < len(content) and self.corpus.mark(record, text):
-                self._has_marks = True
+            if content and not first and len(content) + self._border_tokens <= num * self.chunk_bytes:
+                chunk, start = TextChunk(content, begin, ends=True), 0  # most are whole: cutting takes as long as reading
+            else:
+                chunk, start = self._cut(TextPart(content, 0, len(content)), first, num)
+                if len(chunk.content) < len(content) and self.corpus.mark(record, text):
+                    self._has_marks = True
             if masked:
                 parts.append(split_chunk(chunk, start, text))
             else:
@@ -366,12 +375,11 @@ class ChunkStream:
         start = np.minimum(chunks.first * self.setup.chunk_tokens, length)
         return start, np.minimum((chunks.first + chunks.num) * self.setup.chunk_tokens, length)
 
-    def _marked_parts(self, chunks: Chunks, watch: Callable[[int], None]) -> dict[int, TextPart]:
+    def _marked_parts(self, chunks: Chunks) -> dict[int, TextPart]:
         """Reads the chunks of documents with marks: for each, by its index, the text around it."""
         if not self._has_marks or not len(chunks.record):
             return {}
         assert self.corpus is not None
-        watch(0)
         start = np.maximum(chunks.first * self.chunk_bytes - _CUT_SEARCH_BYTES - _BORDER_BYTES, 0)
         stop = (chunks.first + chunks.num) * self.chunk_bytes + _BORDER_BYTES
         found = self.corpus.parts(chunks.record, list(zip(start.tolist(), stop.tolist(), strict=True)))

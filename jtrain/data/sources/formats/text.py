@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from jtrain.data.sources.storage import StoredFile
 BOM = b"\xef\xbb\xbf"
 _LINE_SEARCH_BYTES = 4096
 """Bytes after a cut that are searched for the end of a line."""
+
+_MOST_READ_IN_VAIN = 8
+"""Bytes read per byte of the lines wanted where all lines are read at once: a read of its own takes 1 us."""
 
 _LINES_COUNTED_BYTES = 1 << 24
 """Largest offset at which a bad line is named by its number: counting takes 5 ms, and there may be thousands."""
@@ -122,9 +126,10 @@ class JsonLines(Records):
     def read(self, records: list[int]) -> list[str | BadRecord]:
         texts: list[str | BadRecord] = []
         with self._file.open() as file:
-            descriptor = file.fileno()
-            for start, end in self._lines.rows(records):
-                line = _content(descriptor, start, end).removeprefix(BOM)
+            rows = self._lines.rows(records)
+            for (start, _), line in zip(rows, _contents(file.fileno(), rows), strict=True):
+                if line.startswith(BOM):
+                    line = line.removeprefix(BOM)
                 try:
                     text = text_of_json(
                         line,
@@ -175,6 +180,20 @@ class JsonLines(Records):
             return f"{self._file.called}, the line at byte {start:,}"
         with self._file.open() as file:
             return f"{self._file.called}, line {file.read(start).count(b'\n') + 1}"
+
+
+def _contents(file: int, rows: list[list[int]]) -> Iterator[bytes]:
+    """Yields the bytes from start to end of each row; read at once if they lie close together, which is quicker."""
+    if not rows:
+        return
+    first, last = min(start for start, _ in rows), max(end for _, end in rows)
+    if last - first > _MOST_READ_IN_VAIN * sum(end - start for start, end in rows):
+        for start, end in rows:
+            yield _content(file, start, end)
+        return
+    content = _content(file, first, last)
+    for start, end in rows:
+        yield content[start - first : end - first]
 
 
 def _content(file: int, start: int, end: int) -> bytes:
