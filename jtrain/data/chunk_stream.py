@@ -19,7 +19,7 @@ from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, shuffled_parts
-from jtrain.data.sources.source import Source, file_keys, identity_of, split_positions
+from jtrain.data.sources.source import FileKeys, Source, identity_of, split_positions
 from jtrain.data.tokenizer import TextChunk, Tokenizer, make_tokenizer
 from jtrain.errors import UserError
 
@@ -145,7 +145,7 @@ class ChunkStream:
                 self.order = WindowedChunks(corpus, window_bytes=setup.window_bytes, **cut)
             else:
                 self.order = SizedChunks(corpus, **cut)
-        self._file_keys = file_keys(self.names)
+        self._file_keys = FileKeys(self.names)
         if setup.fingerprint is not None and (found := self.fingerprint()) != setup.fingerprint:
             raise UserError(
                 f"its files changed since the run opened them (fingerprint {setup.fingerprint} then, {found} "
@@ -320,7 +320,7 @@ class ChunkStream:
 
     def _read(self, chunks: Chunks, watch: Callable[[int], None] | None) -> Read:
         """Reads chunks; `skipped` has their indexes instead of their numbers."""
-        if watch is not None and len(chunks.record):
+        if watch is not None and len(chunks.record) and (self.prepared is not None or self._has_marks):
             watch(0)
         if self.prepared is not None:
             start, end = self._spans(chunks)
