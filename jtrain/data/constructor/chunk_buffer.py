@@ -52,7 +52,7 @@ class ChunkBuffer:
         self._base = np.arange(num_sources) * _SMALLEST
         self._used = num_sources * _SMALLEST
         self._table = np.full((self._used, 4), _NOTHING, np.int64)
-        """Number, run, first token and end of each document: a row, and so a cache line, is all that a look-up reads."""
+        """Number, run, first token and end of each document: a look-up reads one row, and so one cache line."""
         self._open: dict[int, tuple[int, int, int]] = {}
         self._runs: list[ChunkRun | None] = []
         self._ids: list[np.ndarray] = []

@@ -13,7 +13,6 @@ from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, start
 from jtrain.data.sources.source import field_of
 from jtrain.runtime.resident_memory import resident_bytes
 
-
 _MEMORY_EVERY_S = 1.0
 """Seconds for which the memory that `states` reports is not asked for again."""
 

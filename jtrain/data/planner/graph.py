@@ -322,7 +322,7 @@ def _check_conserved(spans: np.ndarray, at: np.ndarray, start: np.ndarray, end: 
     whole = (
         np.array_equal(at[new], np.arange(len(spans)))
         and np.array_equal(start[new], spans[:, 2])
-        and np.array_equal(end[np.append(new[1:], True)], spans[:, 3])
+        and np.array_equal(end[np.append(new[1:], True)[: len(at)]], spans[:, 3])
         and bool((start[1:][~new[1:]] == end[:-1][~new[1:]]).all())
         and bool((start < end).all())
     )

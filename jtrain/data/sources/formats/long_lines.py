@@ -25,9 +25,7 @@ _MOST_MARKS = 1 << 20
 _MOST_CANDIDATES = 4
 """Places of a line that are looked at for its text, since other strings may hold the same words."""
 
-_ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL
-)
+_ESCAPE = re.compile(rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL)
 
 
 class TextPart(NamedTuple):
@@ -155,5 +153,6 @@ def _spells(quoted: bytes, content: bytes) -> bool:
 def text_of_part(part: bytes) -> bytes:
     """Returns the text of a part of a JSON string between two marks, as UTF-8; raises ValueError if it is none."""
     if b"\\" not in part:
+        part.decode("utf-8")
         return part
     return json.loads(b'"' + part + b'"').encode("utf-8")

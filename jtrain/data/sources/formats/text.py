@@ -146,7 +146,7 @@ class JsonLines(Records):
         return texts
 
     def mark(self, record: int, text: str) -> bool:
-        """Keeps marks of a record, whose text is `text`, if its line is long, so that `parts` can read it from there."""
+        """Keeps marks of the record with this text, if its line is long, so that `parts` can read it from there."""
         [[start, end]] = self._lines.rows([record])
         if end - start < LONG_LINE_BYTES or self._mask is not None or _KEPT_MARKS.get(self._key, record) is not None:
             return False
