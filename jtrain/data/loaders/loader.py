@@ -59,12 +59,14 @@ class RequestPart:
     numbers: numbers of the chunks.
     anchor: see `ChunkStream.read`.
     skip: numbers to leave out.
+    tag: returned with each run that answers this part, for whoever asked.
     """
 
     source: int
     numbers: Int[np.ndarray, " n"]
     anchor: WindowAnchor | None = None
     skip: frozenset[int] = frozenset()
+    tag: int = 0
 
     def each(self) -> "list[RequestPart]":
         """Splits the part into parts of one chunk each."""

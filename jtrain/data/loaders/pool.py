@@ -304,6 +304,7 @@ class ProcessPool:
             loader.busy_s += seconds
             run = ChunkRun(part.source, part.numbers, starts_of(lengths), ids, dict(skipped), seconds, loader.name)
             run.ignored, run.place, run.anchor = runs_of_bytes(ignored), (loader, start), anchor
+            run.tag = part.tag
             self._observe(run)
             runs.append(run)
 

@@ -26,8 +26,9 @@ rows = host_rows(mesh, 8)
 with open_dataset(spec, seed=1).train_batches(rows=rows) as iterator:
     for _ in range(3):
         host = next(iterator)
-assert host.token_BL.shape == (len(rows), 16), host.token_BL.shape
-batch = share_batch(put_batch(host, mesh, rows=rows, global_batch=8), mesh)
+    assert host.token_BL.shape == (len(rows), 16), host.token_BL.shape
+    batch = share_batch(put_batch(host, mesh, rows=rows, global_batch=8), mesh)
+    jax.block_until_ready(batch)
 blocks = [
     [[[part.start or 0, part.stop or size] for part, size in zip(s.index, (8, 16))], s.data.tolist()]
     for s in batch.token_BL.addressable_shards
