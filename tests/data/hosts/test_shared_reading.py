@@ -101,6 +101,28 @@ def test_hosts_go_on_from_the_state_of_one_process_and_back(folder: Path, start:
             assert_same_batch(next(alone), batch)
 
 
+def test_hosts_share_a_corpus_that_is_opened_as_it_is_read(tmp_path: Path, start: Start) -> None:
+    """Windows of JSON lines: each host opens them by the anchors that the others have found."""
+    rng = np.random.default_rng(0)
+    for part in range(12):
+        texts = [f"{part}.{n} " + "y" * int(rng.integers(0, 900)) for n in range(40)]
+        (tmp_path / f"{part:02}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    fields = {"seq_len": 64, "global_batch": 16, "eval_fraction": 0.05, "shuffle_window_bytes": 1 << 16}
+    dataset = open_dataset(PackedText(path=str(tmp_path), cache_dir=str(tmp_path / "cache"), **fields), seed=0)
+    assert dataset.streams[0].num_documents is None, "it is not opened whole"
+    with dataset.train_batches(inline=True) as alone:
+        want = [next(alone) for _ in range(300)]  # more than an epoch
+        all_documents = documents_read(alone)
+    hosts = start([dataset] * 3)
+    for batch in want:
+        assert_same_batch(joined([next(one) for one in hosts]), batch)
+    assert max(map(documents_read, hosts)) <= 0.36 * all_documents
+    state = hosts[1].state()
+    with dataset.train_batches(state, inline=True) as one:
+        after = next(one)
+    assert_same_batch(joined([next(one) for one in hosts]), after)
+
+
 def test_kills_change_no_batch(folder: Path, start: Start) -> None:
     """Constructors and loaders of some hosts die in turn; the others wait for them and ask again."""
     dataset = open_dataset(spec(folder), seed=0)
