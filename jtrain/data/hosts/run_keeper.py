@@ -21,7 +21,7 @@ KEPT_BYTES = 64 << 20
 _MOST_PASSED = 4096
 """Requests that are remembered, in case another host has yet to make them."""
 
-_RunKey = tuple[int, bytes]
+_RunKey = tuple[int, bytes, tuple[int, int]]
 
 Answer = Callable[[int, tuple[Any, ...]], None]
 """answer(host, message) sends a message to a host, this one included; see `SharedPool`."""
@@ -84,7 +84,7 @@ class RunKeeper:
 
     def ask(self, host: int, request: int, part: RequestPart, *, first: bool) -> None:
         """Notes that a host wants the lengths of a run; answers with what has been read, and later with the rest."""
-        key = part.source, part.numbers.tobytes()
+        key = part.source, part.numbers.tobytes(), part.share
         requested = self._requested.get(self._tag_of.get(key, -1))
         is_new = requested is None or requested.broken
         if requested is None or requested.broken:

@@ -95,8 +95,9 @@ class SharedPool:
             if self._setups[part.source].prepared is None:
                 request, hosts = next(self._request), self._readers(part)
                 self._asked[request] = _Asked(part, hosts, np.ones(len(part.numbers), np.bool_))
-                for host in hosts:
-                    self._send(host, ("ask", request, part, first))
+                questions = [self._question(request, host, first=first) for host in hosts]
+                for host, question in zip(hosts, questions, strict=True):
+                    self._send(host, question)
         self._flush()
 
     def fetch(self, documents: list[tuple[ChunkRun, int]]) -> None:
@@ -149,9 +150,19 @@ class SharedPool:
         self._local.close()
 
     def _readers(self, part: RequestPart) -> tuple[int, ...]:
-        """Returns the hosts that read a run: the hosts take turns, as runs begin at multiples of their length."""
+        """Returns the hosts that read a run: all share a grouped source; otherwise they take turns.
+
+        Runs begin at multiples of their length, and all hosts ask for the same.
+        """
+        if self._setups[part.source].grouped:
+            return tuple(range(self._num_hosts))
         turn = part.source + (int(part.numbers[-1]) + 1) // len(part.numbers)
         return (turn % self._num_hosts,)
+
+    def _question(self, request: int, host: int, *, first: bool) -> tuple[Any, ...]:
+        asked = self._asked[request]
+        part = asked.part.split(self._num_hosts)[host] if len(asked.hosts) > 1 else asked.part
+        return "ask", request, part, first
 
     def _send(self, host: int, message: tuple[Any, ...]) -> None:
         """Sends a message with the next `_flush`; what this host is asked, also in place of another, it does now."""
@@ -221,7 +232,7 @@ class SharedPool:
             self._replaced.discard(host)
             self._say(f"data: process {host} is back, and reads its part of the data again")
         self._out[host] = [
-            *(("ask", n, asked.part, True) for n, asked in self._asked.items() if host in asked.hosts),
+            *(self._question(n, host, first=True) for n, asked in self._asked.items() if host in asked.hosts),
             *(fetch.message for fetch in self._fetches.values() if fetch.run.place.host == host),
         ]
 

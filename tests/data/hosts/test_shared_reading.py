@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from jtrain.data import BatchIterator, PackedText, open_dataset
@@ -121,6 +123,22 @@ def test_hosts_share_a_corpus_that_is_opened_as_it_is_read(tmp_path: Path, start
     with dataset.train_batches(state, inline=True) as one:
         after = next(one)
     assert_same_batch(joined([next(one) for one in hosts]), after)
+
+
+def test_hosts_decode_each_row_group_once(tmp_path: Path, start: Start) -> None:
+    """Eight groups of a Parquet file on three hosts, two loaders each: one epoch decodes eight groups in all."""
+    texts = [f"{n} " + "z" * (n % 90) for n in range(800)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=100)
+    fields = {"seq_len": 64, "global_batch": 6, "eval_fraction": 0.0, "epochs": 1, "max_loaders": 2}
+    dataset = open_dataset(PackedText(path=str(tmp_path), cache_dir=str(tmp_path / "cache"), **fields), seed=0)
+    with dataset.train_batches(inline=True) as alone:
+        want = list(alone)
+    hosts = start([dataset] * 3)
+    for batch in want:
+        assert_same_batch(joined([next(one) for one in hosts]), batch)
+    decoded = [sum(loader.decoded for loader in one.stats.loaders) for one in hosts if one.stats is not None]
+    assert sum(decoded) == 8
+    assert min(decoded) > 0
 
 
 def test_kills_change_no_batch(folder: Path, start: Start) -> None:
