@@ -78,9 +78,13 @@ class RequestPart:
     share: tuple[int, int] = WHOLE
 
     def split(self, count: int) -> "list[RequestPart]":
-        """Splits the part into `count` shares, which together are its own share."""
+        """Splits the part into `count` shares, which together are its own share.
+
+        Each source begins with another one, since many sources have fewer groups in a window than there are shares.
+        """
         rest, modulus = self.share
-        return [dataclasses.replace(self, share=(rest + modulus * i, modulus * count)) for i in range(count)]
+        turns = [(i + self.source) % count for i in range(count)]
+        return [dataclasses.replace(self, share=(rest + modulus * turn, modulus * count)) for turn in turns]
 
     def each(self) -> "list[RequestPart]":
         """Splits the part into parts of one chunk each."""
