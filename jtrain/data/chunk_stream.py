@@ -37,6 +37,9 @@ _BORDER_BYTES = 8
 
 _HELD_OUT_AT_A_TIME = 1 << 16
 
+WHOLE = (0, 1)
+"""Share of a grouped source that is all of it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceSetup:
@@ -71,6 +74,8 @@ class SourceSetup:
     """True if the ids of the prepared index are mapped, not read: `ChunkStream.read` then returns their places."""
     fingerprint: str | None = None
     """Fingerprint that the trainer found; a process that finds another one refuses the source. None: not known yet."""
+    grouped: bool = False
+    """True if loaders share the groups of the source; see `ChunkStream.is_grouped`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +86,7 @@ class Read:
     ids: token ids of all chunks, one after another; or those of the whole source in a memory map, see `starts`.
     skipped: (number, reason) of the first chunk of each bad document that was left out.
     ignored: runs (start, end) of `ids` that are read and not learned, ascending; none without a loss mask.
+    numbers: numbers of the chunks; None if they are those of the request, in its order.
     """
 
     lengths: Int[np.ndarray, " n"]
@@ -91,6 +97,7 @@ class Read:
     """Where the window of the first chunk begins, if the order is one of `GrowingChunks`."""
     starts: Int64[np.ndarray, " n"] | None = None
     """Place of the first token of each chunk in `ids`; None if the chunks are one after another."""
+    numbers: Int[np.ndarray, " n"] | None = None
 
 
 class ChunkStream:
@@ -176,6 +183,11 @@ class ChunkStream:
         """Bytes of the source per slot, about."""
         return self.chunk_bytes if self._growing else self.size_bytes // max(len(self), 1)
 
+    @property
+    def is_grouped(self) -> bool:
+        """True if several records are decoded to read one, or to find it, so that its groups should be read once."""
+        return isinstance(self.order, WindowedChunks)
+
     def locate(self, numbers: Int[np.ndarray, " n"]) -> Chunks:
         """Returns the contents of the slots `numbers`, of any epochs."""
         epochs, places = np.divmod(numbers, max(self.order.slots, 1))
@@ -205,6 +217,7 @@ class ChunkStream:
         self,
         numbers: Int[np.ndarray, " n"],
         *,
+        share: tuple[int, int] = WHOLE,
         skip: Collection[int] = (),
         anchor: WindowAnchor | None = None,
         watch: Callable[[int, int], Any] | None = None,
@@ -213,6 +226,7 @@ class ChunkStream:
 
         Args:
           numbers: numbers of the chunks.
+          share: see `RequestPart`.
           skip: numbers of chunks to leave out, like those of bad documents.
           anchor: where a window at or before these chunks begins, as an earlier `Read` said.
           watch: called with the number and record of each chunk before it is read.
@@ -221,6 +235,9 @@ class ChunkStream:
           BadRecord: a record is bad, or its file is gone or cannot be read, and `data.on_bad_record` is fail.
           FileError: the prepared index cannot be read.
         """
+        if share != WHOLE:
+            assert isinstance(self.order, WindowedChunks), "only grouped sources are shared"
+            numbers = numbers[self.order.share_of(numbers, share[1]) == share[0]]
         if self._growing and anchor is not None:
             self._growing.start_at(anchor)
         chunks = self.locate(numbers)
@@ -242,7 +259,10 @@ class ChunkStream:
             starts = np.zeros(len(numbers), np.int64)
             starts[places] = read.starts
         bad = [(int(numbers[places[i]]), reason) for i, reason in read.skipped]
-        return dataclasses.replace(read, lengths=lengths, skipped=(*skipped, *bad), anchor=at, starts=starts)
+        numbers_read = None if share == WHOLE else numbers
+        return dataclasses.replace(
+            read, lengths=lengths, skipped=(*skipped, *bad), anchor=at, starts=starts, numbers=numbers_read
+        )
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record."""
@@ -304,6 +324,8 @@ class ChunkStream:
 
     def close(self) -> None:
         """Closes files and frees memory."""
+        if isinstance(self.order, WindowedChunks):
+            self.order.close()
         if self.corpus is not None:
             self.corpus.close()
 

@@ -49,17 +49,20 @@ class InlinePool:
         for part in parts:
             begun_s = time.perf_counter()
             try:
-                read = self._loader.documents(part.source).read(part.numbers, anchor=part.anchor)
+                read = self._loader.documents(part.source).read(part.numbers, share=part.share, anchor=part.anchor)
             except (ValueError, OSError) as error:
                 raise DataError(f"{field_of(self.setups[part.source].name)}: {error}") from error
             seconds = time.perf_counter() - begun_s
-            self._documents += len(part.numbers)
+            numbers = part.numbers if read.numbers is None else read.numbers
+            if not len(numbers):
+                continue
+            self._documents += len(numbers)
             self._busy_s += seconds
             skipped = dict(read.skipped)
             starts = starts_of(read.lengths) if read.starts is None else read.starts
-            run = ChunkRun(part.source, part.numbers, starts, read.ids, skipped, seconds, "trainer", read.ignored)
+            run = ChunkRun(part.source, numbers, starts, read.ids, skipped, seconds, "trainer", read.ignored)
             run.lengths = None if read.starts is None else read.lengths.astype(np.int64)
-            run.anchor = read.anchor
+            run.anchor, run.tag = read.anchor, part.tag
             self._ready.append(run)
 
     def connections(self) -> list[Any]:
@@ -75,7 +78,8 @@ class InlinePool:
     def states(self) -> list[LoaderState]:
         if (now_s := time.monotonic()) > self._memory_until_s:  # asking takes 50 us, and each batch would
             self._memory_bytes, self._memory_until_s = resident_bytes() or 0, now_s + _MEMORY_EVERY_S
-        return [LoaderState("trainer", 0, self._memory_bytes, self._documents, self._busy_s, self._everything)]
+        decoded = self._loader.decoded
+        return [LoaderState("trainer", 0, self._memory_bytes, self._documents, self._busy_s, self._everything, decoded)]
 
     def place(self, placement: dict[str, tuple[int, ...]]) -> None:
         pass
