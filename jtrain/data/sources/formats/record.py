@@ -11,7 +11,7 @@ from jtrain.data.sources.formats.masked_text import CHAT, MaskFields, is_chat
 from jtrain.errors import UserError
 
 _DECODER = json.JSONDecoder()
-_JSON_SPACE = " \t\n\r"
+_LINE_ENDS = ("\n", "\r\n", "")
 
 SKIP = "or set data.on_bad_record='skip'."
 
@@ -68,13 +68,16 @@ class Records(abc.ABC):
         """Frees everything kept between reads."""
 
 
-def _parsed(text: str) -> Any:
-    """Returns what `json.loads` returns, in three quarters of its time where a line holds one value and a line end."""
+def plain_text_of_json(line: bytes, text_field: str) -> str | None:
+    """Returns what `text_of_json` returns without a mask, in half its time; None if that must see what is the matter."""
     try:
-        value, end = _DECODER.raw_decode(text)
-    except ValueError:
-        return json.loads(text)  # white space before the value, or an error, which then is the one to report
-    return json.loads(text) if text[end:].strip(_JSON_SPACE) else value
+        content = line.decode("utf-8")
+        record, end = _DECODER.raw_decode(content)
+        text = record[text_field]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    whole = content[end:] in _LINE_ENDS and type(text) is str and type(record) is dict
+    return text if whole and b"\\u" not in line else None
 
 
 def text_of_json(
@@ -106,7 +109,7 @@ def text_of_json(
         return BadRecord(f"{what}: {why}. {way_out}, {SKIP}")
 
     try:
-        record = _parsed(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise bad(f"not UTF-8 at byte {error.start}{place} ({error.reason})") from error
     except (ValueError, RecursionError) as error:  # ValueError also for numbers of over 4,300 digits

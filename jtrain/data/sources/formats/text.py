@@ -12,7 +12,7 @@ from jaxtyping import Int
 from jtrain.data.sources.cache import NumberTable
 from jtrain.data.sources.formats.long_lines import LONG_LINE_BYTES, KeptMarks, TextPart, marks_of, text_of_part
 from jtrain.data.sources.formats.masked_text import MaskFields
-from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, text_of_json
+from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, plain_text_of_json, text_of_json
 from jtrain.data.sources.storage import StoredFile
 
 BOM = b"\xef\xbb\xbf"
@@ -128,11 +128,12 @@ class JsonLines(Records):
         with self._file.open() as file:
             rows = self._lines.rows(records)
             for (start, _), line in zip(rows, _contents(file.fileno(), rows), strict=True):
-                if line.startswith(BOM):
-                    line = line.removeprefix(BOM)
+                if self._mask is None and (plain := plain_text_of_json(line, self._text_field)) is not None:
+                    texts.append(plain)
+                    continue
                 try:
                     text = text_of_json(
-                        line,
+                        line.removeprefix(BOM),
                         text_field=self._text_field,
                         mask=self._mask,
                         what=self._file.called,
