@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64, Integer
 
+from jtrain.data.chunk_cut import ChunkCut, estimated_chunk_bytes
 from jtrain.data.chunk_order import ChunkOrder, Chunks, PreparedChunks, SizedChunks, WholeRecords, WindowedChunks
 from jtrain.data.growing_order import GrowingChunks, WindowAnchor
 from jtrain.data.loss_mask import NO_RUNS, ChunkPart, encode_parts, split_chunk
@@ -20,20 +21,8 @@ from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, shuffled_parts
 from jtrain.data.sources.source import FileKeys, Source, identity_of, split_positions
-from jtrain.data.tokenizer import TextChunk, Tokenizer, make_tokenizer
+from jtrain.data.tokenizer import TextChunk, make_tokenizer
 from jtrain.errors import UserError
-
-_SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 64, 1 << 16
-"""First records of a source, and most of their characters, that are tokenised to learn its bytes per token."""
-
-_FULL = 0.9
-"""Share of a row that a chunk fills on average where bytes per token are an estimate, so that few exceed a row."""
-
-_CUT_SEARCH_BYTES = 64
-"""Bytes before a cut that are searched for white space, so that no word of a text is cut in two."""
-
-_BORDER_BYTES = 8
-"""Bytes by which a part of a text is read wider than the cuts look: for a begin id and the rest of a character."""
 
 _HELD_OUT_AT_A_TIME = 1 << 16
 
@@ -142,7 +131,7 @@ class ChunkStream:
                 eager_bytes=setup.eager_bytes,
             )
             (self.names, self._file_ends), self.size_bytes = corpus.identities, corpus.size_bytes
-            self.chunk_bytes = setup.chunk_bytes or _chunk_bytes(corpus, self.tokenizer, setup.chunk_tokens)
+            self.chunk_bytes = setup.chunk_bytes or estimated_chunk_bytes(corpus, self.tokenizer, setup.chunk_tokens)
             cut = {"chunk_bytes": self.chunk_bytes, "extra_bytes": self._border_tokens, "seed": seed}
             if setup.source.format == "grain":
                 self.order = WholeRecords(len(corpus), seed=seed)
@@ -358,7 +347,7 @@ class ChunkStream:
         reading = self.corpus.read(np.delete(chunks.record, list(known)) if known else chunks.record)
         for i, (record, first, num) in enumerate(zip(*(array.tolist() for array in chunks), strict=True)):
             if i in known:
-                cut.append(self._cut(known[i], first, num)[0])
+                cut.append(self._chunk_cut.chunk(known[i], first, num)[0])
                 continue
             if watch is not None:
                 watch(i)
@@ -373,7 +362,7 @@ class ChunkStream:
             if content and not first and len(content) + self._border_tokens <= num * self.chunk_bytes:
                 chunk, start = TextChunk(content, begin, ends=True), 0  # most are whole, and a cut takes 2 us
             else:
-                chunk, start = self._cut(TextPart(content, 0, len(content)), first, num)
+                chunk, start = self._chunk_cut.chunk(TextPart(content, 0, len(content)), first, num)
                 if len(chunk.content) < len(content) and self.corpus.mark(record, text):
                     self._has_marks = True
             if masked:
@@ -397,52 +386,9 @@ class ChunkStream:
         if not self._has_marks or not len(chunks.record):
             return {}
         assert self.corpus is not None
-        start = np.maximum(chunks.first * self.chunk_bytes - _CUT_SEARCH_BYTES - _BORDER_BYTES, 0)
-        stop = (chunks.first + chunks.num) * self.chunk_bytes + _BORDER_BYTES
-        found = self.corpus.parts(chunks.record, list(zip(start.tolist(), stop.tolist(), strict=True)))
+        found = self.corpus.parts(chunks.record, self._chunk_cut.spans(chunks))
         return {i: part for i, part in enumerate(found) if part is not None}
 
-    def _cut(self, part: TextPart, first: int, num: int) -> tuple[TextChunk, int]:
-        """Returns chunks `first` to `first + num - 1` of a document, as one, and the byte at which it begins.
-
-        part: the text, or what is around these chunks.
-        """
-        begin = self._border_tokens - 1
-        total = begin + part.total + 1 if part.total else 0
-        start, stop = first * self.chunk_bytes, min((first + num) * self.chunk_bytes, total)
-        if start >= stop:
-            return TextChunk(b"", begins=False, ends=False), 0
-        exact = self.tokenizer.identity == "bytes"  # then any cut is right, and rows are full to the last token
-        low, high = (_cut_at(part.content, max(at - begin, 0) - part.first, exact=exact) for at in (start, stop))
-        return TextChunk(part.content[low:high], first == 0 and bool(begin), stop == total), part.first + low
-
-
-def _cut_at(content: bytes, place: int, *, exact: bool) -> int:
-    """Returns where a text is cut near `place`: after white space, or else between two characters."""
-    if exact or place >= len(content):
-        return min(place, len(content))
-    after = max(content.rfind(space, max(place - _CUT_SEARCH_BYTES, 0), place) for space in (b" ", b"\n"))
-    if after >= 0:
-        return after + 1
-    while place and content[place] & 0xC0 == 0x80:
-        place -= 1
-    return place
-
-
-def _chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: int) -> int:
-    """Returns the bytes of text that make about a row, by the first documents of a source."""
-    if tokenizer.identity == "bytes":
-        return chunk_tokens
-    texts, characters = [], 0
-    first = range(min(len(corpus), _SAMPLE_RECORDS)) if corpus.is_open else corpus.first_records(_SAMPLE_RECORDS)
-    for text in corpus.read(np.asarray(first, np.int64)):
-        if isinstance(text, str) and text:
-            texts.append(text[: _SAMPLE_CHARACTERS - characters])
-            characters += len(texts[-1])
-        if characters >= _SAMPLE_CHARACTERS:
-            break
-    if not texts:
-        return chunk_tokens
-    tokens = int(tokenizer.encode_documents(texts)[0].sum())
-    content = sum(len(text.encode("utf-8")) for text in texts)
-    return max(chunk_tokens, int(_FULL * chunk_tokens * content / tokens))
+    @functools.cached_property
+    def _chunk_cut(self) -> ChunkCut:
+        return ChunkCut(self.chunk_bytes, self._border_tokens, exact=self.tokenizer.identity == "bytes")

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.data_files import data_files
-from jtrain.data.sources.file_parts import part_bytes, part_name, parts_of
+from jtrain.data.sources.file_parts import evenly_spread, part_bytes, part_name, parts_of
 from jtrain.data.sources.formats import BadRecord, Records, open_file
 from jtrain.data.sources.formats.arrow import ArrowFile, saved_dataset_files
 from jtrain.data.sources.formats.long_lines import TextPart
@@ -119,7 +119,7 @@ class Corpus:
                 groups=shared_cache(decoded_cache_bytes),
             )
             self._records = [None] * len(files)
-            self._checked = set(_spread(len(files), _CHECKED_FILES if self.is_open else 1))
+            self._checked = set(evenly_spread(len(files), _CHECKED_FILES if self.is_open else 1))
             if self.is_open:
                 self.open(range(len(files)))
         self.size_bytes = sum(self._sizes)
@@ -200,7 +200,7 @@ class Corpus:
         if not filled or len(filled) < sum(len(file) > 0 for file in files):
             return
         bad: list[BadRecord] = []
-        tried = _spread(len(filled), _CHECKED_FILES)
+        tried = evenly_spread(len(filled), _CHECKED_FILES)
         for file in [filled[n] for n in tried]:
             for record in range(min(len(file), _FIRST_RECORDS)):
                 [text] = _read_or_why(file, [record])
@@ -297,8 +297,7 @@ class Corpus:
             if len(self._records) == 1:
                 yield from _read_or_why(self._at(0), run.tolist())
                 continue
-            files = np.searchsorted(self.file_ends, run, side="right")
-            numbers = run - np.where(files > 0, self.file_ends[files - 1], 0)
+            files, numbers = self._places(run)
             texts: list[str | BadRecord] = [""] * len(run)
             for file in sorted(set(files.tolist())):
                 places = np.flatnonzero(files == file)
@@ -316,17 +315,14 @@ class Corpus:
     def parts(self, records: Int[np.ndarray, " n"], spans: list[tuple[int, int]]) -> list[TextPart | None]:
         """Returns the bytes of a span of each text, or more; None if it is not marked, or its file cannot be read."""
         found: list[TextPart | None] = [None] * len(records)
-        files = np.searchsorted(self.file_ends, records, side="right")
-        numbers = records - np.where(files > 0, self.file_ends[files - 1], 0)
+        files, numbers = self._places(records)
         for file in set(files.tolist()):
-            lines = self._records[file]
-            if not isinstance(lines, JsonLines):
-                continue
-            places = np.flatnonzero(files == file).tolist()
+            places, lines = np.flatnonzero(files == file), self._records[file]
             with contextlib.suppress(OSError):  # `read` tries again, and has the message
-                parts = lines.parts([int(numbers[place]) for place in places], [spans[place] for place in places])
-                for place, part in zip(places, parts, strict=True):
-                    found[place] = part
+                if isinstance(lines, JsonLines):
+                    parts = lines.parts(numbers[places].tolist(), [spans[place] for place in places.tolist()])
+                    for place, part in zip(places.tolist(), parts, strict=True):
+                        found[place] = part
         return found
 
     @functools.cached_property
@@ -351,6 +347,10 @@ class Corpus:
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record, the number counted from 0 within the file or its part."""
         return identity_of(*self.identities, record)
+
+    def _places(self, records: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+        files = np.searchsorted(self.file_ends, records, side="right")
+        return files, records - np.where(files > 0, self.file_ends[files - 1], 0)
 
     def _place(self, record: int) -> tuple[int, int]:
         file = int(np.searchsorted(self.file_ends, record, side="right"))
@@ -397,8 +397,3 @@ def _read_or_why(file: Records, numbers: list[int]) -> list[str | BadRecord]:
         for place, text in zip(places, found, strict=True):
             texts[place] = text
     return texts
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """Returns at most `most` of the numbers below `count`, evenly spread, the first one included."""
-    return [n * count // min(most, count) for n in range(min(most, count))]

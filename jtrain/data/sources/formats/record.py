@@ -69,7 +69,7 @@ class Records(abc.ABC):
 
 
 def plain_text_of_json(line: bytes, text_field: str) -> str | None:
-    """Returns what `text_of_json` returns without a mask, in half its time; None if that must see what is the matter."""
+    """Returns what `text_of_json` returns without a mask, in half its time; None if only that can tell."""
     try:
         content = line.decode("utf-8")
         record, end = _DECODER.raw_decode(content)
