@@ -72,7 +72,7 @@ class Read:
 
     lengths: tokens of each chunk; 0 if there is none, or its document is held out for evaluation or skipped.
     ids: token ids of all chunks, one after another.
-    skipped: (number, reason) of the first chunk of each bad document that was left out.
+    skipped: number of the first chunk of each bad document that was left out, and its `file:number` and the reason.
     ignored: runs (start, end) of `ids` that are read and not learned, ascending; none without a loss mask.
     """
 
@@ -204,14 +204,18 @@ class ChunkStream:
 
         Raises:
           BadRecord: a record is bad, or its file is gone or cannot be read, and `data.on_bad_record` is fail.
-          FileError: the prepared index cannot be read.
+          FileError: the prepared index cannot be read, or an error that may pass did not pass.
         """
         if self._growing and anchor is not None:
             self._growing.start_at(anchor)
         chunks = self.locate(numbers)
         at = self._growing.anchor(int(numbers.min())) if self._growing and len(numbers) else None
         wanted = self._wanted(chunks)
-        skipped = [(number, "its loader did not survive it") for number in numbers.tolist() if number in skip]
+        skipped = [
+            (number, self._left_out(record, "its loader did not survive it"))
+            for number, record in zip(numbers.tolist(), chunks.record.tolist(), strict=True)
+            if number in skip
+        ]
         if skip:
             wanted &= ~np.isin(numbers, list(skip))
         places = np.flatnonzero(wanted)
@@ -219,12 +223,15 @@ class ChunkStream:
         lengths = np.zeros(len(numbers), np.int32)
         read = self._read(here, lambda i: watch(int(numbers[places[i]]), int(here.record[i])))
         lengths[places] = read.lengths
-        bad = [(int(numbers[places[i]]), reason) for i, reason in read.skipped]
+        bad = [(int(numbers[places[i]]), self._left_out(int(here.record[i]), reason)) for i, reason in read.skipped]
         return dataclasses.replace(read, lengths=lengths, skipped=(*skipped, *bad), anchor=at)
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record."""
         return identity_of(self.names, self._file_ends, record)
+
+    def _left_out(self, record: int, why: str) -> str:
+        return f"document {self.identity_of(record)}: {why}"
 
     def held_out_records(self) -> Iterator[Int64[np.ndarray, " n"]]:
         """Yields the held-out records in an order that is the same for every run, some at a time."""

@@ -47,6 +47,7 @@ LINE = TrainLine(
     data_cost_spread=1.02,
     data_drift=0.001,
     data_skipped=0,
+    data_retries=0,
     data_tokens={"web": 4000, "code": 96},
     data_queue={"loader-0": 2},
     data_memory_mib={"loader-0": 40.5},

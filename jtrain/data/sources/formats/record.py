@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.formats.masked_text import CHAT, MaskFields, is_chat
+from jtrain.data.sources.retry import FileLost
 from jtrain.errors import UserError
 
 SKIP = "or set data.on_bad_record='skip'."
@@ -59,6 +60,21 @@ class Records(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 (most formats keep nothing)
         """Frees everything kept between reads."""
+
+
+class LostFile(Records):
+    """File of a corpus that is opened as it is read, and was gone by then: one bad record, since nobody knows more."""
+
+    __slots__ = ("_why",)
+
+    def __init__(self, error: FileLost) -> None:
+        self._why = str(error)
+
+    def __len__(self) -> int:
+        return 1
+
+    def read(self, records: list[int]) -> list[str | BadRecord]:
+        return [BadRecord(self._why) for _ in records]
 
 
 def text_of_json(
