@@ -179,7 +179,7 @@ metrics = Metrics(Path(sys.argv[1]), MetricsSpec(), num_steps=10**9, start_step=
 step = 0
 while True:
     step += 1
-    data = (1.0, 1.0, 0.0, 0, {}, {}, {}, 1.0, 1.0, 1.0, {}, None, None, None, 900.5, 1)
+    data = (1.0, 1.0, 0.0, 0, 0, {}, {}, {}, 1.0, 1.0, 1.0, {}, None, None, None, 900.5, 1)
     metrics.train(TrainLine(step, 1 / step, 1.0, 1e-3, 1, 1.0, 1.0, 0.0, "ff" * 8, None, None, *data))
     print(step, flush=True)
 """
