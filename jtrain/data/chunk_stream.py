@@ -32,6 +32,9 @@ _CUT_SEARCH_BYTES = 64
 
 _HELD_OUT_AT_A_TIME = 1 << 16
 
+WHOLE = (0, 1)
+"""Share of a grouped source that is all of it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceSetup:
@@ -64,6 +67,8 @@ class SourceSetup:
     prepared: str | None
     fingerprint: str | None = None
     """Fingerprint that the trainer found; a process that finds another one refuses the source. None: not known yet."""
+    grouped: bool = False
+    """True if loaders share the groups of the source; see `ChunkStream.is_grouped`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Read:
     ids: token ids of all chunks, one after another.
     skipped: number of the first chunk of each bad document that was left out, and its `file:number` and the reason.
     ignored: runs (start, end) of `ids` that are read and not learned, ascending; none without a loss mask.
+    numbers: numbers of the chunks; None if they are those of the request, in its order.
     """
 
     lengths: Int[np.ndarray, " n"]
@@ -82,6 +88,7 @@ class Read:
     ignored: Int32[np.ndarray, "runs 2"] = dataclasses.field(default_factory=lambda: NO_RUNS)
     anchor: WindowAnchor | None = None
     """Where the window of the first chunk begins, if the order is one of `GrowingChunks`."""
+    numbers: Int[np.ndarray, " n"] | None = None
 
 
 class ChunkStream:
@@ -166,6 +173,11 @@ class ChunkStream:
         """Bytes of the source per slot, about."""
         return self.chunk_bytes if self._growing else self.size_bytes // max(len(self), 1)
 
+    @property
+    def is_grouped(self) -> bool:
+        """True if several records are decoded to read one, or to find it, so that its groups should be read once."""
+        return isinstance(self.order, WindowedChunks)
+
     def locate(self, numbers: Int[np.ndarray, " n"]) -> Chunks:
         """Returns the contents of the slots `numbers`, of any epochs."""
         epochs, places = np.divmod(numbers, max(self.order.slots, 1))
@@ -190,6 +202,7 @@ class ChunkStream:
         self,
         numbers: Int[np.ndarray, " n"],
         *,
+        share: tuple[int, int] = WHOLE,
         skip: Collection[int] = (),
         anchor: WindowAnchor | None = None,
         watch: Callable[[int, int], Any] = lambda number, record: None,
@@ -198,6 +211,7 @@ class ChunkStream:
 
         Args:
           numbers: numbers of the chunks.
+          share: see `RequestPart`.
           skip: numbers of chunks to leave out, like those of bad documents.
           anchor: where a window at or before these chunks begins, as an earlier `Read` said.
           watch: called with the number and record of each chunk before it is read.
@@ -206,32 +220,33 @@ class ChunkStream:
           BadRecord: a record is bad, or its file is gone or cannot be read, and `data.on_bad_record` is fail.
           FileError: the prepared index cannot be read, or an error that may pass did not pass.
         """
+        if share != WHOLE:
+            assert isinstance(self.order, WindowedChunks), "only grouped sources are shared"
+            numbers = numbers[self.order.share_of(numbers, share[1]) == share[0]]
         if self._growing and anchor is not None:
             self._growing.start_at(anchor)
         chunks = self.locate(numbers)
         at = self._growing.anchor(int(numbers.min())) if self._growing and len(numbers) else None
         wanted = self._wanted(chunks)
-        skipped = [
-            (number, self._left_out(record, "its loader did not survive it"))
-            for number, record in zip(numbers.tolist(), chunks.record.tolist(), strict=True)
-            if number in skip
-        ]
+        skipped = []
         if skip:
-            wanted &= ~np.isin(numbers, list(skip))
+            lost = np.isin(numbers, list(skip))
+            wanted &= ~lost
+            names = map(self.identity_of, chunks.record[lost].tolist())
+            why = [f"document {name}: its loader did not survive it" for name in names]
+            skipped = list(zip(numbers[lost].tolist(), why, strict=True))
         places = np.flatnonzero(wanted)
         here = Chunks(*(array[places] for array in chunks))
         lengths = np.zeros(len(numbers), np.int32)
         read = self._read(here, lambda i: watch(int(numbers[places[i]]), int(here.record[i])))
         lengths[places] = read.lengths
-        bad = [(int(numbers[places[i]]), self._left_out(int(here.record[i]), reason)) for i, reason in read.skipped]
-        return dataclasses.replace(read, lengths=lengths, skipped=(*skipped, *bad), anchor=at)
+        skipped += [(int(numbers[places[i]]), reason) for i, reason in read.skipped]
+        read_numbers = None if share == WHOLE else numbers
+        return dataclasses.replace(read, lengths=lengths, skipped=tuple(skipped), anchor=at, numbers=read_numbers)
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record."""
         return identity_of(self.names, self._file_ends, record)
-
-    def _left_out(self, record: int, why: str) -> str:
-        return f"document {self.identity_of(record)}: {why}"
 
     def held_out_records(self) -> Iterator[Int64[np.ndarray, " n"]]:
         """Yields the held-out records in an order that is the same for every run, some at a time."""
@@ -289,6 +304,8 @@ class ChunkStream:
 
     def close(self) -> None:
         """Closes files and frees memory."""
+        if isinstance(self.order, WindowedChunks):
+            self.order.close()
         if self.corpus is not None:
             self.corpus.close()
 
@@ -320,7 +337,7 @@ class ChunkStream:
                 if self.setup.on_bad_record == "fail":
                     raise text
                 if first == 0:
-                    reasons.append((i, str(text)))
+                    reasons.append((i, f"document {self.identity_of(int(chunks.record[i]))}: {text}"))
                 text = ""
             chunk, start = self._cut(text, first, num)
             if masked:

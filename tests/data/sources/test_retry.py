@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from jtrain.data import PackedText, Source, open_dataset
@@ -22,6 +23,7 @@ from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.retry import GaveUp
 from jtrain.data.sources.storage import StoredFile, find_files
+from jtrain.errors import FileError
 from tests.data.pretokenized.test_reader import NUM_DOCUMENTS, make
 from tests.data.sources.object_store import Store, web_store
 from tests.data.sources.test_storage import parquet_bytes
@@ -106,6 +108,31 @@ def test_listing_and_opening_are_repeated_too(eager_bytes: int | None, texts: li
         assert corpus[int(corpus.file_ends[7])] == texts[8]
     assert len(lines) == 2
     assert lines[0].startswith(f"{tmp_path}/doc0000.txt: [Errno 24] Too many open files; it is read again in 0 s")
+
+
+def test_an_error_of_the_kernel_is_known_through_every_reader_and_what_wraps_it() -> None:
+    """Reading the first page of a process's memory is a real I/O error; a missing file is none that passes."""
+
+    def read_by_python() -> None:
+        with open("/proc/self/mem", "rb", 0) as file:
+            file.read(1)
+
+    def read_by_arrow() -> None:
+        with pa.OSFile("/proc/self/mem") as file:
+            file.read_at(1, 0)
+
+    for read in (read_by_python, read_by_arrow):
+        with pytest.raises(OSError, match="Input/output error") as found:
+            read()
+        assert found.value.errno == errno.EIO
+        wrapped = FileError("a.parquet: row group 3 cannot be read")
+        wrapped.__cause__ = found.value
+        assert retry.passing(wrapped) is found.value
+    with pytest.raises(FileNotFoundError) as missing:
+        Path("/proc/nowhere").read_bytes()
+    assert retry.passing(missing.value) is None
+    assert retry.text_may_pass("INTERNAL: pread() failed: Input/output error (5)")
+    assert not retry.text_may_pass("INVALID_ARGUMENT: the chunk is corrupt")
 
 
 class FailingFile(io.FileIO):
