@@ -73,7 +73,7 @@ class Read:
 
     lengths: tokens of each chunk; 0 if there is none, or its document is held out for evaluation or skipped.
     ids: token ids of all chunks, one after another; or those of the whole source in a memory map, see `starts`.
-    skipped: (number, reason) of the first chunk of each bad document that was left out.
+    skipped: number of the first chunk of each bad document that was left out, and its `file:number` and the reason.
     ignored: runs (start, end) of `ids` that are read and not learned, ascending; none without a loss mask.
     numbers: numbers of the chunks; None if they are those of the request, in its order.
     """
@@ -222,7 +222,7 @@ class ChunkStream:
 
         Raises:
           BadRecord: a record is bad, or its file is gone or cannot be read, and `data.on_bad_record` is fail.
-          FileError: the prepared index cannot be read.
+          FileError: the prepared index cannot be read, or an error that may pass did not pass.
         """
         if share != WHOLE:
             assert isinstance(self.order, WindowedChunks), "only grouped sources are shared"
@@ -232,9 +232,13 @@ class ChunkStream:
         chunks = self.locate(numbers)
         at = self._growing.anchor(int(numbers.min())) if self._growing and len(numbers) else None
         wanted = self._wanted(chunks)
-        skipped = [(number, "its loader did not survive it") for number in numbers.tolist() if number in skip]
+        skipped = []
         if skip:
-            wanted &= ~np.isin(numbers, list(skip))
+            lost = np.isin(numbers, list(skip))
+            wanted &= ~lost
+            names = map(self.identity_of, chunks.record[lost].tolist())
+            why = [f"document {name}: its loader did not survive it" for name in names]
+            skipped = list(zip(numbers[lost].tolist(), why, strict=True))
         places = np.flatnonzero(wanted)
         here = Chunks(*(array[places] for array in chunks))
         lengths = np.zeros(len(numbers), np.int32)
@@ -247,10 +251,10 @@ class ChunkStream:
         if read.starts is not None:
             starts = np.zeros(len(numbers), np.int64)
             starts[places] = read.starts
-        bad = [(int(numbers[places[i]]), reason) for i, reason in read.skipped]
+        skipped += [(int(numbers[places[i]]), reason) for i, reason in read.skipped]
         numbers_read = None if share == WHOLE else numbers
         return dataclasses.replace(
-            read, lengths=lengths, skipped=(*skipped, *bad), anchor=at, starts=starts, numbers=numbers_read
+            read, lengths=lengths, skipped=tuple(skipped), anchor=at, starts=starts, numbers=numbers_read
         )
 
     def identity_of(self, record: int) -> str:
@@ -356,7 +360,7 @@ class ChunkStream:
                 if self.setup.on_bad_record == "fail":
                     raise text
                 if first == 0:
-                    reasons.append((i, str(text)))
+                    reasons.append((i, f"document {self.identity_of(int(chunks.record[i]))}: {text}"))
                 text = ""
             content = text.encode("utf-8")
             if content and not first and len(content) + self._border_tokens <= num * self.chunk_bytes:
