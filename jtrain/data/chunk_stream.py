@@ -1,31 +1,28 @@
 """Numbered, endless stream of the chunks of one source, which planner and loaders share."""
 
+import copy
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64, Integer
 
-from jtrain.data.chunk_order import ChunkOrder, Chunks, PreparedChunks, SizedChunks, WholeRecords, WindowedChunks
+from jtrain.data.chunk_order import ChunkOrder, Chunks
+from jtrain.data.generations import Generation
 from jtrain.data.growing_order import GrowingChunks, WindowAnchor
 from jtrain.data.loss_mask import NO_RUNS, ChunkPart, encode_parts, split_chunk
 from jtrain.data.pretokenized.reader import PreparedIndex
+from jtrain.data.source_order import estimated_chunk_bytes, make_order
 from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, shuffled_parts
 from jtrain.data.sources.source import Source, file_keys, identity_of, split_positions
-from jtrain.data.tokenizer import TextChunk, Tokenizer, make_tokenizer
+from jtrain.data.tokenizer import TextChunk, make_tokenizer
 from jtrain.errors import UserError
-
-_SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 64, 1 << 16
-"""First records of a source, and most of their characters, that are tokenised to learn its bytes per token."""
-
-_FULL = 0.9
-"""Share of a row that a chunk fills on average where bytes per token are an estimate, so that few exceed a row."""
 
 _CUT_SEARCH_BYTES = 64
 """Bytes before a cut that are searched for white space, so that no word of a text is cut in two."""
@@ -43,7 +40,8 @@ class SourceSetup:
     chunk_tokens: most tokens of a chunk, `data.seq_len`.
     chunk_bytes: most bytes of a chunk of a text that is tokenised during the run; None: found when it is opened.
     window_bytes: argument of `WindowedChunks` and `GrowingChunks`.
-    eager_bytes: argument of `Corpus`.
+    eager_bytes, num_files: arguments of `Corpus`.
+    generations: files that the run began with and those that joined it later; none: all files from the start.
     decoded_cache_bytes: decoded Parquet text that a process keeps, over all its sources.
     prepared: folder that `python -m jtrain.data prepare` wrote; None to read and tokenise documents during the run.
     """
@@ -62,6 +60,8 @@ class SourceSetup:
     decoded_cache_bytes: int
     cache_dir: str
     prepared: str | None
+    num_files: int | None = None
+    generations: tuple[Generation, ...] = ()
     fingerprint: str | None = None
     """Fingerprint that the trainer found; a process that finds another one refuses the source. None: not known yet."""
 
@@ -104,10 +104,7 @@ class ChunkStream:
         self.tokenizer = make_tokenizer(setup.tokenizer, end_token=setup.end_token)
         self.corpus: Corpus | None = None
         self.prepared: PreparedIndex | None = None
-        self._growing: GrowingChunks | None = None
         self.chunk_bytes = setup.chunk_tokens
-        seed = order_seed(setup.seed, setup.name)
-        self.order: ChunkOrder
         if setup.prepared is not None:
             self.prepared = PreparedIndex(f"{setup.prepared.rstrip('/')}/{setup.name}", Path(setup.cache_dir))
             fields = {name: getattr(setup.source, name) for name in ("format", "text_field", "text_piece_bytes")}
@@ -115,7 +112,6 @@ class ChunkStream:
             self.prepared.check_mask(setup.source.mask)
             self.names, self._file_ends = self.prepared.names, self.prepared.file_ends
             self.size_bytes = self.prepared.num_tokens * self.prepared.dtype.itemsize
-            self.order = PreparedChunks(self.prepared, chunk_tokens=setup.chunk_tokens, seed=seed)
         else:
             corpus = self.corpus = Corpus(
                 setup.source,
@@ -123,24 +119,45 @@ class ChunkStream:
                 cache_dir=Path(setup.cache_dir),
                 decoded_cache_bytes=setup.decoded_cache_bytes,
                 eager_bytes=setup.eager_bytes,
+                num_files=setup.num_files,
             )
             (self.names, self._file_ends), self.size_bytes = corpus.identities, corpus.size_bytes
-            self.chunk_bytes = setup.chunk_bytes or _chunk_bytes(corpus, self.tokenizer, setup.chunk_tokens)
-            cut = {"chunk_bytes": self.chunk_bytes, "extra_bytes": self._border_tokens, "seed": seed}
-            if setup.source.format == "grain":
-                self.order = WholeRecords(len(corpus), seed=seed)
-            elif not corpus.is_open:
-                self.order = self._growing = GrowingChunks(corpus, window_bytes=setup.window_bytes, **cut)
-            elif corpus.sizes_need_reading:
-                self.order = WindowedChunks(corpus, window_bytes=setup.window_bytes, **cut)
-            else:
-                self.order = SizedChunks(corpus, **cut)
+            self.chunk_bytes = setup.chunk_bytes or estimated_chunk_bytes(corpus, self.tokenizer, setup.chunk_tokens)
+        self.order = self._new_order()
         self._file_keys = file_keys(self.names)
         if setup.fingerprint is not None and (found := self.fingerprint()) != setup.fingerprint:
             raise UserError(
                 f"its files changed since the run opened them (fingerprint {setup.fingerprint} then, {found} "
                 "now): files were added, removed or rewritten, or this host sees others. Restore them and run again."
             )
+
+    def _new_order(self) -> ChunkOrder:
+        setup = self.setup
+        return make_order(
+            self.corpus if self.prepared is None else self.prepared,
+            self.generations,
+            seed=order_seed(setup.seed, setup.name),
+            chunk_tokens=setup.chunk_tokens,
+            chunk_bytes=self.chunk_bytes,
+            extra_bytes=self._border_tokens,
+            window_bytes=setup.window_bytes,
+        )
+
+    def resumed(self, setup: SourceSetup) -> "ChunkStream":
+        """Returns the same open source with the order of another setup: its generations, and how it cuts the text."""
+        stream = copy.copy(self)
+        stream.setup, stream.chunk_bytes = setup, setup.chunk_bytes or self.chunk_bytes
+        stream.order = stream._new_order()
+        return stream
+
+    @property
+    def generations(self) -> tuple[Generation, ...]:
+        """Generations of the files: the one with all of them, if the setup names none."""
+        return self.setup.generations or (Generation(0, 0, 0, 0 if self.corpus is None else len(self.corpus.names)),)
+
+    @property
+    def _growing(self) -> GrowingChunks | None:
+        return self.order if isinstance(self.order, GrowingChunks) else None
 
     @property
     def _border_tokens(self) -> int:
@@ -168,7 +185,7 @@ class ChunkStream:
 
     def locate(self, numbers: Int[np.ndarray, " n"]) -> Chunks:
         """Returns the contents of the slots `numbers`, of any epochs."""
-        epochs, places = np.divmod(numbers, max(self.order.slots, 1))
+        epochs, places = self.order.numbers.split(numbers)
         found = Chunks(*(np.zeros(len(numbers), np.int64) for _ in range(3)))
         for epoch in sorted(set(epochs.tolist())):  # np.unique would import numpy.ma: 0.1 s and 3 MB in each loader
             here = epochs == epoch
@@ -227,16 +244,26 @@ class ChunkStream:
         return identity_of(self.names, self._file_ends, record)
 
     def held_out_records(self) -> Iterator[Int64[np.ndarray, " n"]]:
-        """Yields the held-out records in an order that is the same for every run, some at a time."""
+        """Yields the held-out records in an order that is the same for every run, some at a time.
+
+        They are those of the files with which the run began, so that evaluations stay comparable when files join it.
+        """
         key = epoch_key(order_seed(0, f"held out/{self.setup.name}"), 0)
-        for records in self.records_at_random(key):
+        for records in self.records_at_random(key, files=None if self.corpus is None else self.generations[0].files):
             yield records[self.held_out(records)]
 
-    def records_at_random(self, key: np.uint64) -> Iterator[Int64[np.ndarray, " n"]]:
-        """Yields all records in the random order that `key` selects, some at a time; opens files as they come."""
-        if (total := self.num_documents) is None:
+    def records_at_random(self, key: np.uint64, *, files: int | None = None) -> Iterator[Int64[np.ndarray, " n"]]:
+        """Yields all records in the random order that `key` selects, some at a time; opens files as they come.
+
+        Args:
+          files: only the records of so many files.
+        """
+        total = self.num_documents
+        if self.corpus is not None and total is not None and files is not None:
+            total = self.corpus.records_before(files)
+        if total is None:
             assert self.corpus is not None
-            for file in shuffled_parts(len(self.names), key).tolist():
+            for file in shuffled_parts(files or len(self.names), key).tolist():
                 count = self.corpus.count(file)
                 yield file * GAP + permuted(np.arange(count), np.int64(max(count, 1)), key)
             return
@@ -267,15 +294,19 @@ class ChunkStream:
         """Reads and tokenises chunks, held out or not, in the given order; for evaluation."""
         return dataclasses.replace(self._read(chunks, lambda i: None), skipped=())
 
-    def fingerprint(self) -> str:
-        """Returns a hash that changes whenever a number could stand for other tokens."""
+    def fingerprint(self, files: Sequence[int] | None = None) -> str:
+        """Returns a hash that changes whenever a number could stand for other tokens.
+
+        Args:
+          files: the numbers of the files that count; None: all.
+        """
         setup = self.setup
         parts = [self.tokenizer.identity, setup.eval_fraction, setup.chunk_tokens]
         if self.prepared is not None:
             parts += ["prepared", self.prepared.made_of, self.prepared.num_records, self.prepared.num_tokens]
         else:
             assert self.corpus is not None
-            parts += [self.corpus.fingerprint(), setup.source.text_field, setup.source.text_piece_bytes]
+            parts += [self.corpus.fingerprint(files), setup.source.text_field, setup.source.text_piece_bytes]
         if setup.source.mask is not None:
             parts.append(str(setup.source.mask))
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
@@ -355,22 +386,3 @@ def _cut_at(content: bytes, place: int, *, exact: bool) -> int:
     while place and content[place] & 0xC0 == 0x80:
         place -= 1
     return place
-
-
-def _chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: int) -> int:
-    """Returns the bytes of text that make about a row, by the first documents of a source."""
-    if tokenizer.identity == "bytes":
-        return chunk_tokens
-    texts, characters = [], 0
-    first = range(min(len(corpus), _SAMPLE_RECORDS)) if corpus.is_open else corpus.first_records(_SAMPLE_RECORDS)
-    for text in corpus.read(np.asarray(first, np.int64)):
-        if isinstance(text, str) and text:
-            texts.append(text[: _SAMPLE_CHARACTERS - characters])
-            characters += len(texts[-1])
-        if characters >= _SAMPLE_CHARACTERS:
-            break
-    if not texts:
-        return chunk_tokens
-    tokens = int(tokenizer.encode_documents(texts)[0].sum())
-    content = sum(len(text.encode("utf-8")) for text in texts)
-    return max(chunk_tokens, int(_FULL * chunk_tokens * content / tokens))

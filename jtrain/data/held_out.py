@@ -75,7 +75,7 @@ class HeldOutSet:
     """
 
     def __init__(self, streams: Sequence[ChunkStream], spec: PackedText) -> None:
-        self.streams = tuple(streams)
+        self.streams = streams
         self.spec = spec
 
     @property

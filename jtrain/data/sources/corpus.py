@@ -58,6 +58,8 @@ class Corpus:
     A corpus above `eager_bytes` is not opened: its files are when they are read, and since their numbers of records are
     not known, records are numbered with gaps; each file has `GAP` numbers.
 
+    With `num_files` only so many files are taken, the first by name: files may be added while a run reads the others.
+
     Attributes:
       source: the source as declared.
       name: name of the source.
@@ -80,6 +82,7 @@ class Corpus:
         cache_dir: Path,
         decoded_cache_bytes: int = DECODED_CACHE_BYTES,
         eager_bytes: int | None = None,
+        num_files: int | None = None,
     ) -> None:
         source.check(name)
         self.source = source
@@ -103,6 +106,7 @@ class Corpus:
             self.is_open = not large or bool(kinds & _OPENED_WHOLE)
             if not self.is_open:
                 files = [part for file in files for part in parts_of(file, source.format)]
+            files = files[:num_files]
             self.names = [part_name(file) for file in files]
             self._sizes = [max(part_bytes(file), 0) for file in files]
             self._files = files
@@ -160,6 +164,10 @@ class Corpus:
                 first = int(self.file_ends[number - 1]) if number else 0
                 return list(range(first, first + min(count, most)))
         return []
+
+    def records_before(self, file: int) -> int:
+        """Returns the number of records in the files before one; with gaps, of their numbers."""
+        return int(self.file_ends[file - 1]) if file else 0
 
     def file_sizes(self) -> Int[np.ndarray, " files"]:
         """Returns the bytes of each file as stored."""
@@ -223,6 +231,11 @@ class Corpus:
         starts = [r.group_starts[:-1] + first for r, first in zip(self._opened, firsts, strict=True)]
         return np.append(np.concatenate(starts), len(self))
 
+    @property
+    def first_groups(self) -> Int[np.ndarray, " files_and_end"]:
+        """First group of each file, then the number of groups."""
+        return np.cumsum([0, *(len(records.group_bytes) for records in self._opened)])
+
     @functools.cached_property
     def group_bytes(self) -> Int[np.ndarray, " groups"]:
         """Bytes decoded into memory to read any record of each group; 0 if records are read one by one."""
@@ -231,7 +244,16 @@ class Corpus:
     @property
     def sizes_need_reading(self) -> bool:
         """True if the sizes of some records are only known by reading them; for an open corpus."""
-        return any(records.sizes_need_reading for records in self._opened)
+        return self.first_of_unknown_sizes is not None
+
+    @property
+    def first_of_unknown_sizes(self) -> int | None:
+        """First file with sizes that are only known by reading its records; None if there is none."""
+        return next((n for n, records in enumerate(self._opened) if records.sizes_need_reading), None)
+
+    def stored_names(self, first: int, end: int) -> list[str]:
+        """Returns the names of the files to which files `first` to `end` - 1, or these parts, belong."""
+        return list(dict.fromkeys(file.name for file in self._files[first:end]))
 
     def file_bounds(self) -> list[tuple[int, int]]:
         """Returns the first record of each file, and the first one of the next file."""
@@ -324,12 +346,20 @@ class Corpus:
         file = int(np.searchsorted(self.file_ends, record, side="right"))
         return file, int(record - (self.file_ends[file - 1] if file else 0))
 
-    def fingerprint(self) -> str:
-        """Returns a hash of the files' names, sizes and numbers of records; folder and time stamps do not count."""
-        digest = hashlib.blake2b(digest_size=8)
-        for name, size, count in zip(self.names, self._sizes, self._counts.tolist(), strict=True):
-            digest.update(f"{name}\0{size}\0{count}\n".encode())
-        return digest.hexdigest()
+    def fingerprint(self, files: Sequence[int] | None = None) -> str:
+        """Returns a hash of the files' names, sizes and numbers of records; folder and time stamps do not count.
+
+        Args:
+          files: the numbers of the files that count; None: all.
+        """
+        some = range(len(self.names)) if files is None else files
+        return hashlib.blake2b(b"".join([self._told[n] for n in some]), digest_size=8).hexdigest()
+
+    @functools.cached_property
+    def _told(self) -> list[bytes]:
+        """What the fingerprint tells of each file."""
+        each = zip(self.names, self._sizes, self._counts.tolist(), strict=True)
+        return [f"{name}\0{size}\0{count}\n".encode() for name, size, count in each]
 
     def close(self) -> None:
         """Frees decoded row groups and closes readers; a later read opens them again."""
