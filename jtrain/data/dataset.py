@@ -77,6 +77,10 @@ class TextDataset:
         """Upper bound (exclusive) of the ids of all sources."""
         return max(stream.tokenizer.vocab_size for stream in self.streams)
 
+    def fingerprint(self) -> str:
+        """Returns a text that changes whenever the batches could."""
+        return " ".join(stream.fingerprint() for stream in self.streams)
+
     def describe(self) -> str:
         """Returns a line for each source, for the plan of a run."""
         shares = self._schedule().weights(0, self.names)

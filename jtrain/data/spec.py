@@ -109,6 +109,11 @@ class PackedText:
         source = Source(path=self.path, text_field=self.text_field, text_piece_bytes=self.text_piece_bytes)
         return {ONE_SOURCE: source}
 
+    @property
+    def path_fields(self) -> str:
+        """Setting that says where the data is, for messages."""
+        return f"the paths of the {len(self.sources)} data.sources" if self.path is None else f"data.path={self.path!r}"
+
     def setups(self, *, seed: int) -> tuple[SourceSetup, ...]:
         """Returns the settings with which a process opens each source."""
         sources = self.named_sources

@@ -91,6 +91,11 @@ def train(
     mesh = make_mesh(run.mesh, devices)
     optimizer = make_optimizer(run)
     dataset = open_dataset(run.data, seed=run.seed)
+    if not same_everywhere(dataset.fingerprint()):
+        raise UserError(
+            f"the processes of this run find different files at {run.data.path_fields}. Give every host the same "
+            "files; where files are still being added, start again when all hosts have them."
+        )
     check_vocabulary(run.model, dataset.vocab_size)
     evaluation = Evaluation(run, job.layout, mesh, dataset)
     if jax.process_index() == 0:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from jtrain.telemetry import metrics
 
+ROOT = Path(__file__).parents[2]
+ENVIRON = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
 SETS = (
     "num_steps=12",
     "data.path='text'",
@@ -38,17 +41,48 @@ def add_file(folder: Path, number: int) -> None:
     (folder / "text" / f"{number}.jsonl").write_text("".join(lines))
 
 
+def command(devices: int, workdir: str) -> list[str]:
+    given = [part for text in (*SETS, f"mesh.data={devices}") for part in ("--set", text)]
+    return [sys.executable, "-m", "jtrain.launch", "--config=tiny", "--with", "debug", "--workdir", workdir, *given]
+
+
 def trained(folder: Path, *, from_step: int, devices: int = 1) -> str:
     """Trains to the end, from a checkpoint as if the run had been killed after it; returns what was printed."""
     for step in (4, 8, 12):
         if step > from_step:
             shutil.rmtree(folder / "run" / "checkpoints" / str(step), ignore_errors=True)
-    command = [sys.executable, "-m", "jtrain.launch", "--config=tiny", "--with", "debug", "--workdir", "run"]
-    command += [part for text in (*SETS, f"mesh.data={devices}") for part in ("--set", text)]
-    environ = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    environ = ENVIRON | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    done = subprocess.run(command(devices, "run"), cwd=folder, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.slow
+def test_processes_that_see_other_files_do_not_start(tmp_path: Path) -> None:
+    """A file that arrives while the hosts start: without the check they would train on different plans until a save."""
+    for process, files in enumerate((2, 3)):
+        (tmp_path / str(process)).mkdir()
+        for number in range(files):
+            add_file(tmp_path / str(process), number)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environ = ENVIRON | {"JTRAIN_COORDINATOR": f"localhost:{port}", "JTRAIN_NUM_PROCESSES": "2", "XLA_FLAGS": ""}
+    processes = [
+        subprocess.Popen(
+            command(2, str(tmp_path / "run")),
+            cwd=tmp_path / str(process),
+            env=environ | {"JTRAIN_PROCESS_ID": str(process)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    for process in processes:
+        _, said = process.communicate(timeout=240)
+        assert process.returncode == 2, said
+        assert "the processes of this run find different files at data.path='text'. Give every host the same" in said
 
 
 def hashes(folder: Path) -> dict[int, str]:
