@@ -301,9 +301,14 @@ def test_local_sh_starts_every_process_and_keeps_the_exit_code(processes: int) -
     assert done.stderr.count("--emulate-devices 0 must be at least 1") == processes
 
 
-def test_processes_train_as_one(tmp_path: Path) -> None:
+PEERS_APART = ("--set", "mesh.context=4", "--set", "mesh.tensor=2")
+"""Both processes have devices that need all rows: each fetches half of them."""
+
+
+@pytest.mark.parametrize("layout", [("--with", "zero3"), pytest.param(PEERS_APART, marks=pytest.mark.slow)], ids=str)
+def test_processes_train_as_one(layout: tuple[str, ...], tmp_path: Path) -> None:
     """Two processes of 4 devices give the losses, batches and checkpoint of one process with 8."""
-    arguments = ["--config=tiny", "--with", "debug", "--with", "zero3", "--set", "precision.compute_dtype=float32"]
+    arguments = ["--config=tiny", "--with", "debug", *layout, "--set", "precision.compute_dtype=float32"]
     window = ["--set", "profile.steps=(2,4)", "--set", "profile.clocks=none"]
     done = local_sh(2, *arguments, *window, "--emulate-devices", "4", "--workdir", str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr

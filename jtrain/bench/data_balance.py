@@ -2,8 +2,7 @@
 
 The cost of a document of n tokens is 24576 n + n**2, the forward FLOPs of a 7B model up to a factor. Whole documents in
 rows of 8192, lengths as in a web corpus. What it is compared with is the same rows in random order, which is what a
-loader without a plan gives; and where ranks hold documents and not rows, Karmarkar
-and Karp's differencing beside the greedy rule.
+loader without a plan gives.
 """
 
 import argparse
@@ -13,7 +12,7 @@ import numpy as np
 
 from jtrain.bench import Row, row
 from jtrain.data.mixture.schedule import Constant
-from jtrain.data.planner.balance import karmarkar_karp, lpt, spread
+from jtrain.data.planner.balance import spread
 from jtrain.data.planner.packing import Packing
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.planner.planner import Planner, PlannerSpec
@@ -28,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Ranks of one row to sixteen, then planning time, then documents without rows."""
+    """Ranks of one row to eight: cost spread, then planning time."""
     rows = []
     packed: tuple[tuple[Packing, int, int], ...] = (
         ("concat", 8, 4), ("concat", 64, 1), ("concat", 64, 4), ("concat", 64, 8), ("best_fit", 64, 1),
@@ -41,16 +40,6 @@ def run(args: argparse.Namespace) -> list[Row]:
                         bar="<= 1.05" if per_rank >= 4 else None))  # fmt: skip
         rows.append(row(f"{what}: plan one step, {args.sources} sources", plan_ms, "ms",
                         bar="<= 5" if (ranks, per_rank, packing) == (64, 4, "concat") else None))  # fmt: skip
-    lengths = np.clip(np.random.default_rng(0).lognormal(5.76, 1.21, 1024), 16, SEQ_LEN).astype(np.int64)
-    costs = LINEAR * lengths + lengths**2
-    for name, method in (("greedy", lpt), ("Karmarkar-Karp", karmarkar_karp)):
-        start_s = time.process_time()
-        loads = np.bincount(method(costs, 64), weights=costs)
-        spent_ms = (time.process_time() - start_s) * 1e3
-        given = spread(costs, 64)
-        rows.append(row(f"1024 documents on 64 ranks, {name}: max/mean cost (in the order given: {given:.2f})",
-                        float(loads.max() / loads.mean()), "ratio"))  # fmt: skip
-        rows.append(row(f"1024 documents on 64 ranks, {name}", spent_ms, "ms"))
     return rows
 
 
@@ -82,7 +71,7 @@ def measure(sources: int, ranks: int, per_rank: int, packing: Packing, steps: in
         start_s = time.process_time()
         plan, state = planner.plan(state)
         spent_ms.append((time.process_time() - start_s) * 1e3)
-        balanced.append(plan.spread(ranks))
+        balanced.append(spread(plan.row_cost, ranks))
         plain.append(spread(rng.permutation(row_costs(plan.pieces, ranks * per_rank)), ranks))
     return float(np.median(spent_ms)), float(np.mean(balanced)), float(np.mean(plain))
 

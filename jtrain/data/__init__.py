@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from jtrain.data.held_out import HeldOutSet, open_sets
     from jtrain.data.iterator import BatchIterator
     from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged
-    from jtrain.data.prefetch import Fed, Prefetch, host_rows, put_batch, share_batch
+    from jtrain.data.prefetch import Fed, Prefetch, place_tree, put_batch, share_batch
     from jtrain.data.sources.formats import BadRecord
     from jtrain.data.sources.source import Source
     from jtrain.data.spec import PackedText
@@ -30,10 +30,10 @@ __all__ = [
     "Staged",
     "TextDataset",
     "Tokenizer",
-    "host_rows",
     "make_tokenizer",
     "open_dataset",
     "open_sets",
+    "place_tree",
     "put_batch",
     "share_batch",
 ]

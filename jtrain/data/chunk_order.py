@@ -16,19 +16,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Int16, Int64
 
-from jtrain.data.generations import EpochNumbers, Generation, join_key, members
 from jtrain.data.pretokenized.reader import BLOCK, PreparedIndex
 from jtrain.data.sources.corpus import Corpus
-from jtrain.data.sources.shuffle import epoch_key, permuted, shuffled_parts, window_keys
+from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, members
+from jtrain.data.sources.shuffle import epoch_key, permuted
 
 _LOOKED_UP = 64
 """Records between two entries of the table of `SizedChunks`: 24 bytes for so many records."""
-
-_PART_RECORDS = 1024
-"""Most records of a part of a file whose sizes are only known by reading."""
-
-_MOST_EXPANSION = 3
-"""Bytes of text per stored byte that slots are kept for, where files may be compressed inside."""
 
 
 _FIRST = (Generation(0, 0, 0, 0),)
@@ -241,154 +235,3 @@ class SizedChunks(_Permuted):
             which = np.searchsorted(ends, at, side="right")
             record[here], first[here] = start + which, at - (ends[which] - counts[which])
         return record, first
-
-
-class OpenWindow(NamedTuple):
-    """Records of a window, the slot at which the chunks of each one end, and the chunks per slot."""
-
-    records: Int64[np.ndarray, " records"]
-    ends: Int64[np.ndarray, " records"]
-    per_slot: int
-
-
-class _Epoch(NamedTuple):
-    """Windows of an epoch: the parts of each, its first slot (then the end), and its key; and what joined it.
-
-    joined: span of places, and key, of the permutation with which each generation joined, newest first.
-    """
-
-    windows: list[Int64[np.ndarray, " _"]]
-    first_slot: Int64[np.ndarray, " windows_and_end"]
-    keys: np.ndarray
-    joined: list[tuple[tuple[int, int], np.uint64]]
-
-
-class WindowedChunks:
-    """Order of a source whose records' sizes are only known by reading them: Parquet, ArrayRecord.
-
-    The parts of the source (row groups; runs of 1,024 records of other files) are shuffled and cut into windows, and
-    chunks are shuffled within each window, since reading a row decodes its whole row group. A source that is smaller
-    than a window is shuffled as a whole. A window has slots for the chunks that its stored bytes may hold; if the text
-    has more (it was compressed more than threefold), a slot holds several chunks of a document.
-
-    When files join, the parts that no window has held so far and the new ones are shuffled anew. The window that is
-    being read is filled up with some of them if it is smaller than `window_bytes`: what is left of it and the chunks of
-    these parts are permuted together.
-
-    Args:
-      window_bytes: most bytes of parts that are shuffled together; a larger part is a window of its own.
-    """
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        chunk_bytes: int,
-        extra_bytes: int,
-        seed: int,
-        generations: Sequence[Generation],
-        window_bytes: int,
-    ) -> None:
-        self._corpus = corpus
-        self._chunk, self._extra = chunk_bytes, extra_bytes
-        self._seed = seed
-        self._generations = generations
-        self._window_bytes = window_bytes
-        self._start, self._bytes, decoded, file_parts = _parts(corpus)
-        text_bytes = self._bytes * np.where(decoded, 1, _MOST_EXPANSION)
-        self._slots = np.diff(self._start) + -(-text_bytes // chunk_bytes)
-        self._parts = [int(file_parts[generation.files]) for generation in generations]
-        slots = [int(self._slots[:parts].sum()) for parts in self._parts]
-        self.slots = slots[-1]
-        self.numbers = EpochNumbers(generations, slots)
-        self._epoch = functools.lru_cache(maxsize=2)(self._open_epoch)
-        self._window = functools.lru_cache(maxsize=1 + len(generations))(self._open_window)
-
-    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
-        order = self._epoch(epoch)
-        for span, key in order.joined:
-            places = permuted_within(places, span, key)
-        windows = np.searchsorted(order.first_slot, places, side="right") - 1
-        found = Chunks(*(np.full(len(places), fill, np.int64) for fill in (-1, 0, 1)))
-        for one in sorted(set(windows.tolist())):
-            here = np.flatnonzero(windows == one)
-            start, end = int(order.first_slot[one]), int(order.first_slot[one + 1])
-            slot = permuted(places[here] - start, np.int64(end - start), order.keys[one])
-            window = self._window(epoch, one)
-            which = np.searchsorted(window.ends, slot, side="right")
-            full = which < len(window.records)
-            here, slot, which = here[full], slot[full], which[full]
-            before = np.where(which > 0, window.ends[which - 1], 0)
-            found.record[here] = window.records[which]
-            found.first[here] = (slot - before) * window.per_slot
-            found.num[here] = window.per_slot
-        return found
-
-    def join(self, epoch: int, place: int, files: int) -> Generation:
-        """Returns the generation with which more files join the order before `place` of an epoch."""
-        order = self._epoch(epoch)
-        reached = max([place, *(end for (_, end), _ in order.joined)])
-        return Generation(epoch, place, int(np.searchsorted(order.first_slot, reached)), files)
-
-    def _open_epoch(self, epoch: int) -> _Epoch:
-        base, newer = members(self._generations, epoch)
-        key = epoch_key(self._seed, epoch)
-        windows = self._cut(shuffled_parts(self._parts[base], key))
-        joined = []
-        for generation in newer:
-            place, kept = self._generations[generation].place, self._generations[generation].window
-            mine = join_key(self._seed, generation, epoch)
-            new = np.arange(self._parts[generation - 1], self._parts[generation])
-            parts = np.sort(np.concatenate([*windows[kept:], new]))
-            parts = parts[shuffled_parts(len(parts), mine)]
-            windows, ends = windows[:kept], self._ends(windows[:kept])
-            open_bytes = sum(int(self._bytes[w].sum()) for w, end in zip(windows, ends[1:], strict=True) if end > place)
-            few = int(np.searchsorted(np.cumsum(self._bytes[parts]), self._window_bytes - open_bytes, side="right"))
-            if open_bytes and few:
-                windows.append(parts[:few])
-                parts = parts[few:]
-                joined.append(((place, int(self._ends(windows)[-1])), mine))
-            windows += self._cut(parts)
-        return _Epoch(windows, self._ends(windows), window_keys(np.arange(len(windows)), key), joined[::-1])
-
-    def _cut(self, parts: Int64[np.ndarray, " parts"]) -> list[Int64[np.ndarray, " _"]]:
-        """Returns parts in this order as windows."""
-        parts = parts[self._slots[parts] > 0]
-        sizes = self._bytes[parts]
-        cut = np.split(parts, np.flatnonzero(np.diff((np.cumsum(sizes) - sizes) // self._window_bytes)) + 1)
-        return cut if len(parts) else []
-
-    def _ends(self, windows: list[Int64[np.ndarray, " _"]]) -> Int64[np.ndarray, " windows_and_end"]:
-        """Returns the first slot of each window, and the end of the last one."""
-        return np.cumsum([0, *(self._slots[window].sum() for window in windows)])
-
-    def _open_window(self, epoch: int, window: int) -> OpenWindow:
-        order = self._epoch(epoch)
-        parts = np.sort(order.windows[window])
-        bounds = list(zip(self._start[parts].tolist(), self._start[parts + 1].tolist(), strict=True))
-        records = np.concatenate([np.arange(start, end) for start, end in bounds])
-        sizes = np.concatenate([self._corpus.sizes(start, end) for start, end in bounds]) + self._extra
-        room = int(order.first_slot[window + 1] - order.first_slot[window])
-        per_slot = 1
-        while int((counts := chunk_counts(sizes, self._chunk * per_slot)).sum()) > room:
-            per_slot += 1
-        return OpenWindow(records, np.cumsum(counts), per_slot)
-
-
-def _parts(corpus: Corpus) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the first record of each part, then the number of records; the bytes of each; True where it is decoded;
-    and the first part of each file, then the number of parts.
-
-    A part is a group of records that is decoded as a whole, or a run of records of another file.
-    """
-    starts, sizes, is_decoded = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
-    bounds = zip(corpus.group_starts[:-1].tolist(), corpus.group_starts[1:].tolist(), strict=True)
-    groups = zip(corpus.stored_bytes().tolist(), (corpus.group_bytes > 0).tolist(), strict=True)
-    for (start, end), (size, decoded) in zip(bounds, groups, strict=True):
-        cuts = np.asarray([start], np.int64) if decoded else np.arange(start, end, _PART_RECORDS)
-        starts.append(cuts)
-        sizes.append(-(-size * np.diff(np.append(cuts, end)) // max(end - start, 1)))
-        is_decoded.append(np.full(len(cuts), decoded))
-    before = np.cumsum([0, *map(len, starts[1:])])  # parts before each group
-    first = np.append(np.concatenate(starts), len(corpus))
-    return first, np.concatenate(sizes), np.concatenate(is_decoded), before[corpus.first_groups]

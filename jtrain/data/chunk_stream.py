@@ -12,22 +12,23 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64, Integer
 
 from jtrain.data.chunk_order import ChunkOrder, Chunks
-from jtrain.data.generations import Generation
 from jtrain.data.growing_order import GrowingChunks, WindowAnchor
 from jtrain.data.loss_mask import NO_RUNS, ChunkPart, encode_parts, split_chunk
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.source_order import estimated_chunk_bytes, make_order
 from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.formats import BadRecord
+from jtrain.data.sources.generations import Generation
 from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, shuffled_parts
 from jtrain.data.sources.source import Source, file_keys, identity_of, split_positions
-from jtrain.data.tokenizer import TextChunk, make_tokenizer
+from jtrain.data.tokenizer import TextChunk, cut_at, make_tokenizer
+from jtrain.data.windowed_order import WindowedChunks
 from jtrain.errors import UserError
 
-_CUT_SEARCH_BYTES = 64
-"""Bytes before a cut that are searched for white space, so that no word of a text is cut in two."""
-
 _HELD_OUT_AT_A_TIME = 1 << 16
+
+WHOLE = (0, 1)
+"""Share of a grouped source that is all of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,8 @@ class SourceSetup:
     generations: tuple[Generation, ...] = ()
     fingerprint: str | None = None
     """Fingerprint that the trainer found; a process that finds another one refuses the source. None: not known yet."""
+    grouped: bool = False
+    """True if loaders share the groups of the source; see `ChunkStream.is_grouped`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Read:
     ids: token ids of all chunks, one after another.
     skipped: (number, reason) of the first chunk of each bad document that was left out.
     ignored: runs (start, end) of `ids` that are read and not learned, ascending; none without a loss mask.
+    numbers: numbers of the chunks; None if they are those of the request, in its order.
     """
 
     lengths: Int[np.ndarray, " n"]
@@ -82,6 +86,7 @@ class Read:
     ignored: Int32[np.ndarray, "runs 2"] = dataclasses.field(default_factory=lambda: NO_RUNS)
     anchor: WindowAnchor | None = None
     """Where the window of the first chunk begins, if the order is one of `GrowingChunks`."""
+    numbers: Int[np.ndarray, " n"] | None = None
 
 
 class ChunkStream:
@@ -183,6 +188,11 @@ class ChunkStream:
         """Bytes of the source per slot, about."""
         return self.chunk_bytes if self._growing else self.size_bytes // max(len(self), 1)
 
+    @property
+    def is_grouped(self) -> bool:
+        """True if several records are decoded to read one, or to find it, so that its groups should be read once."""
+        return isinstance(self.order, WindowedChunks)
+
     def locate(self, numbers: Int[np.ndarray, " n"]) -> Chunks:
         """Returns the contents of the slots `numbers`, of any epochs."""
         epochs, places = self.order.numbers.split(numbers)
@@ -207,6 +217,7 @@ class ChunkStream:
         self,
         numbers: Int[np.ndarray, " n"],
         *,
+        share: tuple[int, int] = WHOLE,
         skip: Collection[int] = (),
         anchor: WindowAnchor | None = None,
         watch: Callable[[int, int], Any] = lambda number, record: None,
@@ -215,6 +226,7 @@ class ChunkStream:
 
         Args:
           numbers: numbers of the chunks.
+          share: see `RequestPart`.
           skip: numbers of chunks to leave out, like those of bad documents.
           anchor: where a window at or before these chunks begins, as an earlier `Read` said.
           watch: called with the number and record of each chunk before it is read.
@@ -223,6 +235,9 @@ class ChunkStream:
           BadRecord: a record is bad, or its file is gone or cannot be read, and `data.on_bad_record` is fail.
           FileError: the prepared index cannot be read.
         """
+        if share != WHOLE:
+            assert isinstance(self.order, WindowedChunks), "only grouped sources are shared"
+            numbers = numbers[self.order.share_of(numbers, share[1]) == share[0]]
         if self._growing and anchor is not None:
             self._growing.start_at(anchor)
         chunks = self.locate(numbers)
@@ -237,7 +252,8 @@ class ChunkStream:
         read = self._read(here, lambda i: watch(int(numbers[places[i]]), int(here.record[i])))
         lengths[places] = read.lengths
         bad = [(int(numbers[places[i]]), reason) for i, reason in read.skipped]
-        return dataclasses.replace(read, lengths=lengths, skipped=(*skipped, *bad), anchor=at)
+        read_numbers = None if share == WHOLE else numbers
+        return dataclasses.replace(read, lengths=lengths, skipped=(*skipped, *bad), anchor=at, numbers=read_numbers)
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record."""
@@ -313,6 +329,8 @@ class ChunkStream:
 
     def close(self) -> None:
         """Closes files and frees memory."""
+        if isinstance(self.order, WindowedChunks):
+            self.order.close()
         if self.corpus is not None:
             self.corpus.close()
 
@@ -372,17 +390,5 @@ class ChunkStream:
         if start >= stop:
             return TextChunk(b"", begins=False, ends=False), 0
         exact = self.tokenizer.identity == "bytes"  # then any cut is right, and rows are full to the last token
-        low, high = (_cut_at(content, max(at - begin, 0), exact=exact) for at in (start, stop))
+        low, high = (cut_at(content, max(at - begin, 0), exact=exact) for at in (start, stop))
         return TextChunk(content[low:high], begins=first == 0 and bool(begin), ends=stop == total), low
-
-
-def _cut_at(content: bytes, place: int, *, exact: bool) -> int:
-    """Returns where a text is cut near `place`: after white space, or else between two characters."""
-    if exact or place >= len(content):
-        return min(place, len(content))
-    after = max(content.rfind(space, max(place - _CUT_SEARCH_BYTES, 0), place) for space in (b" ", b"\n"))
-    if after >= 0:
-        return after + 1
-    while place and content[place] & 0xC0 == 0x80:
-        place -= 1
-    return place

@@ -21,6 +21,7 @@ from jtrain.data.ray.engine import RayPlane, trainers
 from jtrain.data.saved_sources import Resumed, resumed, running_setup, saved_source, ways_out
 from jtrain.data.sources.shuffle import epoch_key
 from jtrain.data.spec import PackedText
+from jtrain.data.windowed_order import WindowedChunks
 from jtrain.errors import UserError
 
 _STATE_VERSION = 4
@@ -64,7 +65,7 @@ class TextDataset:
         self.names = tuple(setup.name for setup in setups)
         self.streams = [ChunkStream(setup) for setup in setups]
         self.setups = tuple(
-            dataclasses.replace(setup, chunk_bytes=stream.chunk_bytes)
+            dataclasses.replace(setup, chunk_bytes=stream.chunk_bytes, grouped=stream.is_grouped)
             for setup, stream in zip(setups, self.streams, strict=True)
         )
         self.tokenizer = self.streams[0].tokenizer
@@ -99,7 +100,26 @@ class TextDataset:
             lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} more sources"]
         corpora = [stream.corpus for stream in self.streams if stream.corpus is not None]
         lines += [corpus.left_out for corpus in corpora if corpus.left_out]
+        lines += self._small_windows()
         return "\n".join(lines)
+
+    def _small_windows(self) -> list[str]:
+        """Returns a warning if a window of some source is smaller than one of its row groups; nothing otherwise."""
+        largest = {
+            name: stream.order.largest_part
+            for name, stream, setup in zip(self.names, self.streams, self.setups, strict=True)
+            if isinstance(stream.order, WindowedChunks) and stream.order.largest_part > setup.window_bytes
+        }
+        if not largest:
+            return []
+        worst = max(largest, key=lambda name: largest[name])
+        return [
+            f"data.shuffle_window_bytes={self.spec.shuffle_window_bytes} is too small for {len(largest)} of "
+            f"{len(self.names)} sources ({worst}: row groups of up to {largest[worst]:,} bytes of text, and "
+            f"{self.setups[0].window_bytes:,} bytes for each source): their rows are shuffled within one row group at "
+            f"a time, and such groups are kept in memory whole. Set "
+            f"data.shuffle_window_bytes={2 * largest[worst] * len(self.names)}, or write smaller row groups."
+        ]
 
     def train_batches(
         self,

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int64
 
-from jtrain.data.chunk_order import Chunks, OpenWindow, chunk_counts
-from jtrain.data.generations import EpochNumbers, Generation, join_key, members
+from jtrain.data.chunk_order import Chunks, chunk_counts
 from jtrain.data.sources.corpus import GAP, Corpus
+from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, members
 from jtrain.data.sources.shuffle import epoch_key, permuted, shuffled_parts, window_keys
 from jtrain.errors import UserError
 
@@ -27,6 +27,13 @@ class WindowAnchor(NamedTuple):
     epoch: int
     window: int
     first: int
+
+
+class _OpenWindow(NamedTuple):
+    """Records of a window, and the slot at which the chunks of each one end."""
+
+    records: Int64[np.ndarray, " records"]
+    ends: Int64[np.ndarray, " records"]
 
 
 def _first(anchor: WindowAnchor) -> int:
@@ -67,7 +74,7 @@ class GrowingChunks:
         self._window_bytes = window_bytes
         self._anchors = [WindowAnchor(0, 0, 0)]
         self._windows_of = functools.lru_cache(maxsize=2)(self._cut_epoch)
-        self._opened: dict[WindowAnchor, OpenWindow] = {}
+        self._opened: dict[WindowAnchor, _OpenWindow] = {}
 
     def anchor(self, number: int) -> WindowAnchor:
         """Returns where the window of a chunk begins; opens the windows from the last one known to that one."""
@@ -139,7 +146,7 @@ class GrowingChunks:
             for part in np.split(same, range(_MOST_FILES, len(same), _MOST_FILES))
         ]
 
-    def _window(self, anchor: WindowAnchor) -> OpenWindow:
+    def _window(self, anchor: WindowAnchor) -> _OpenWindow:
         if anchor not in self._opened:
             files = sorted(self._windows_of(anchor.epoch)[anchor.window].tolist())
             while len(self._opened) > 1:
@@ -152,7 +159,7 @@ class GrowingChunks:
                 records.append(np.arange(first, first + count))
                 sizes.append(self._corpus.sizes(first, first + count))
             counts = chunk_counts(np.concatenate(sizes) + self._extra, self._chunk)
-            self._opened[anchor] = OpenWindow(np.concatenate(records), np.cumsum(counts), 1)
+            self._opened[anchor] = _OpenWindow(np.concatenate(records), np.cumsum(counts))
         return self._opened[anchor]
 
     def _forget(self, anchor: WindowAnchor, *, keep: list[int]) -> None:

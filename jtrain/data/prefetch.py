@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,74 +10,53 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Int
 
+from jtrain.data.planner.device_tree import ClientPlaceTree
 from jtrain.dims import Batch
 from jtrain.mesh import BATCH_AXES, shard_size
 
-PEER_AXES = ("tensor", "stage", "context")
-"""Mesh axes along which devices need the same rows, or other parts of the same rows."""
 
+def place_tree(mesh: Mesh, global_batch: int) -> ClientPlaceTree:
+    """Returns the tree that says which process fetches which rows of a batch for the devices of `mesh`.
 
-def fetch_axes(mesh: Mesh, global_batch: int) -> tuple[str, ...]:
-    """Returns the mesh axes over which hosts split the rows of a batch before the devices exchange them.
-
-    If peers are on several hosts, each host fetches a different part of their rows; the rest comes from the peers, over
-    the accelerators' network (`share_batch`). If the rows do not split evenly over the peers, for example because there
-    are fewer rows than peers, every peer fetches the same rows.
-    """
-    devices = mesh.devices
-    processes = np.vectorize(lambda device: device.process_index, otypes=[np.int64])(devices)
-    axes, rows = BATCH_AXES, global_batch // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    for axis in PEER_AXES:
-        apart = np.ptp(processes, axis=mesh.axis_names.index(axis)).any()
-        if apart and rows % mesh.shape[axis] == 0:
-            axes, rows = (*axes, axis), rows // mesh.shape[axis]
-    return axes
-
-
-def host_rows(mesh: Mesh, global_batch: int) -> Int[np.ndarray, " rows"]:
-    """Returns the rows of the global batch that this process fetches, ascending; see `fetch_axes`.
+    Devices along `tensor`, `stage` and `context` need the same rows, or other parts of the same rows. If they are on
+    several hosts, the rows reach the others over the accelerators' network.
 
     Raises:
       UserError: `data.global_batch` does not split evenly over the mesh.
     """
-    shard_size("data.global_batch", global_batch, dict(mesh.shape), BATCH_AXES)
-    sharding = NamedSharding(mesh, PartitionSpec(fetch_axes(mesh, global_batch)))
-    slices = sharding.addressable_devices_indices_map((global_batch,)).values()
-    return np.unique(np.concatenate([np.arange(global_batch)[index] for index in slices if index is not None]))
+    processes = np.vectorize(lambda device: device.process_index, otypes=[np.int64])(mesh.devices)
+    place = ClientPlaceTree(shape=dict(mesh.shape), process_of_device=processes, global_batch=global_batch)
+    return place.distribute(*BATCH_AXES).broadcast_at("tensor", "stage", "context")
 
 
-def put_batch(
-    batch: Batch, mesh: Mesh, *, rows: Int[np.ndarray, " rows"] | None = None, global_batch: int | None = None
-) -> Batch:
+def put_batch(batch: Batch, mesh: Mesh, place: ClientPlaceTree | None = None) -> Batch:
     """Copies a host batch to global arrays: sequences split over replica, data and expert, positions over context.
 
     With several processes the sequences may be split over more axes until `share_batch` is called.
 
     Args:
-      batch: all rows, or the rows that `host_rows` returned.
+      batch: all rows, or the rows that `place` lets this process fetch.
       mesh: mesh of the global arrays.
-      rows: rows of the global batch that `batch` holds, ascending; None for all.
-      global_batch: number of rows of the global batch; required if `rows` is given.
+      place: what `place_tree` returned; None if every process holds all rows.
 
     Raises:
       UserError: `data.global_batch` or `data.seq_len` does not split evenly over the mesh.
     """
     held, length = batch.token_BL.shape
-    num_rows = held if global_batch is None else global_batch
+    num_rows = held if place is None else place.global_batch
+    rows = np.arange(held) if place is None else place.rows(jax.process_index())
+    levels = BATCH_AXES if place is None else place.levels
+    assert len(rows) == held, (len(rows), held)
     shape = dict(mesh.shape)
     shard_size("data.global_batch", num_rows, shape, BATCH_AXES)
     shard_size("data.seq_len", length, shape, ("context",))
-    axes = BATCH_AXES if rows is None else fetch_axes(mesh, num_rows)
-    sharding = NamedSharding(mesh, PartitionSpec(axes, None if "context" in axes else "context"))
+    sharding = NamedSharding(mesh, PartitionSpec(levels, None if "context" in levels else "context"))
 
-    def place(array: Any) -> jax.Array:
+    def put(array: Any) -> jax.Array:
         host = np.asarray(array)
 
         def block(index: Any) -> np.ndarray:
-            if rows is None:
-                return host[index]
             start, stop, _ = index[0].indices(num_rows)
             first = int(np.searchsorted(rows, start))
             return host[first : first + stop - start, index[1]]
@@ -90,7 +68,7 @@ def put_batch(
     with jax.transfer_guard_host_to_device(
         "allow"
     ):  # intended transfer, allowed even where the guard forbids accidental ones
-        return jax.tree.map(place, batch)
+        return jax.tree.map(put, batch)
 
 
 def share_batch(batch: Batch, mesh: Mesh) -> Batch:

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from jtrain.data.chunk_stream import ChunkStream, SourceSetup
-from jtrain.data.generations import Generation
 from jtrain.data.growing_order import WindowAnchor
 from jtrain.data.source_order import join
+from jtrain.data.sources.generations import Generation
 from jtrain.data.sources.source import field_of
 
 _MOST_TRIED = 4096
@@ -39,7 +39,9 @@ def saved_source(setup: SourceSetup, last_file: str) -> dict[str, Any]:
 def running_setup(stream: ChunkStream) -> SourceSetup:
     """Returns the setup with which other processes open an open source: its files and no others, opened alike."""
     corpus = stream.corpus
-    setup = dataclasses.replace(stream.setup, chunk_bytes=stream.chunk_bytes, fingerprint=stream.fingerprint())
+    setup = dataclasses.replace(
+        stream.setup, chunk_bytes=stream.chunk_bytes, fingerprint=stream.fingerprint(), grouped=stream.is_grouped
+    )
     if corpus is None:
         return setup
     return dataclasses.replace(

@@ -18,6 +18,9 @@ from jaxtyping import Int, Integer, UInt
 
 from jtrain.errors import FileError, UserError
 
+_CUT_SEARCH_BYTES = 64
+"""Bytes before a cut that are searched for white space, so that no word of a text is cut in two."""
+
 type Ids = Int[np.ndarray, " tokens"]
 type EncodedDocuments = tuple[Int[np.ndarray, " documents"], UInt[np.ndarray, " tokens"]]
 """Tokens of each document (int32), and the ids of all documents one after another in the tokenizer's `id_dtype`."""
@@ -29,6 +32,18 @@ class TextChunk(NamedTuple):
     content: bytes
     begins: bool
     ends: bool
+
+
+def cut_at(content: bytes, place: int, *, exact: bool) -> int:
+    """Returns where a text is cut near `place`: after white space, or else between two characters."""
+    if exact or place >= len(content):
+        return min(place, len(content))
+    after = max(content.rfind(space, max(place - _CUT_SEARCH_BYTES, 0), place) for space in (b" ", b"\n"))
+    if after >= 0:
+        return after + 1
+    while place and content[place] & 0xC0 == 0x80:
+        place -= 1
+    return place
 
 
 def smallest_id_dtype(vocab_size: int) -> np.dtype[Any]:

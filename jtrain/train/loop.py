@@ -22,7 +22,7 @@ import numpy as np
 from jtrain.checkpoint import Checkpoints, files
 from jtrain.config.resume import check_same_run, with_history
 from jtrain.config.run import Run, check_vocabulary
-from jtrain.data import Fed, Prefetch, host_rows, open_dataset, put_batch, share_batch
+from jtrain.data import Fed, Prefetch, open_dataset, place_tree, put_batch, share_batch
 from jtrain.data.prefetch import prefetch  # not of jtrain.data, where that name is the module
 from jtrain.data.resource_estimate import budget
 from jtrain.errors import UserError
@@ -98,10 +98,12 @@ def train(
         )
     check_vocabulary(run.model, dataset.vocab_size)
     evaluation = Evaluation(run, job.layout, mesh, dataset)
+    place = place_tree(mesh, run.data.global_batch)
+    rows = place.rows(jax.process_index())
     if jax.process_index() == 0:
         print_plan(job, available=available)
         print(dataset.describe(), *evaluation.describe(), sep="\n")
-        print(budget(dataset, rows=len(host_rows(mesh, run.data.global_batch))).line(), flush=True)
+        print(budget(dataset, rows=len(rows)).line(), flush=True)
         write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
 
     with (
@@ -118,14 +120,13 @@ def train(
             state, data_state = checkpoints.restore(start_step, abstract_state(job.layout, optimizer, mesh))
             if "data" in allow_change and dataset.misfit(data_state) is not None:
                 data_state = None  # where it fits, the run goes on: the same command may be started again and again
-        rows = host_rows(mesh, run.data.global_batch)
         with (
             Metrics(workdir, run.metrics, num_steps=run.num_steps, start_step=start_step) as metrics,
             prefetch(
                 dataset.train_batches(
                     data_state, first_step=start_step, rows=rows, context=run.mesh.context, cost=_cost(run)
                 ),
-                lambda batch: put_batch(batch, mesh, rows=rows, global_batch=run.data.global_batch),
+                lambda batch: put_batch(batch, mesh, place),
             ) as fed,
         ):
             if start_step:

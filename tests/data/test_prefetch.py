@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from jtrain.data.prefetch import host_rows, prefetch, put_batch
+from jtrain.data.planner.device_tree import ClientPlaceTree
+from jtrain.data.prefetch import place_tree, prefetch, put_batch
 from jtrain.dims import Batch
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.mesh import BATCH_AXES, MeshSpec, make_mesh
 
 
 class Counting:
@@ -84,42 +85,59 @@ def test_the_global_batch_is_the_same_on_any_mesh(
         assert {shard.data.shape for shard in array.addressable_shards} == {(rows, 32 // spec.context)}
 
 
+def emulated_places(mesh: jax.sharding.Mesh, processes: int, global_batch: int) -> ClientPlaceTree:
+    """Returns the tree as if the devices of `mesh`, by their ids, were divided evenly among processes."""
+    process = np.vectorize(lambda device: device.id * processes // mesh.size, otypes=[np.int64])(mesh.devices)
+    tree = ClientPlaceTree(shape=dict(mesh.shape), process_of_device=process, global_batch=global_batch)
+    return tree.distribute(*BATCH_AXES).broadcast_at("tensor", "stage", "context")
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("axes", [{"data": 4, "tensor": 2}, *MESHES[1:], {"context": 4, "tensor": 2}], ids=str)
 def test_a_process_builds_and_places_its_own_rows_only(
-    emulated_devices: list[jax.Device], monkeypatch: pytest.MonkeyPatch
+    axes: dict[str, int], processes: int, emulated_devices: list[jax.Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Emulates several processes: each holds some rows of the batch, and together they hold every row exactly once."""
-    mesh = make_mesh(MeshSpec(data=4, tensor=2), emulated_devices)
+    """Emulates several processes: JAX asks each for blocks of the rows that the place tree lets it fetch, no others.
+
+    The blocks of all processes together are the batch; processes fetch each row once.
+    """
+    mesh = make_mesh(MeshSpec(**axes), emulated_devices)
+    place = emulated_places(mesh, processes, 16)
     token = random_batch().token_BL
-    places: dict[int, list[int]] = {}
-    for process, rows in ((0, np.arange(8)), (1, np.arange(8, 16))):
-        asked = places[process] = []
+    seen = np.zeros_like(token, bool)
+    for process in range(processes):
+        rows, asked = place.rows(process), set[int]()
 
         def blocks_of_one_process(
             shape: tuple[int, ...],
             sharding: jax.sharding.NamedSharding,
             callback: Callable[[Any], np.ndarray],
             process: int = process,
-            asked: list[int] = asked,
+            asked: set[int] = asked,
         ) -> jax.Array:
             assert shape == (16, 32)
             for device, index in sharding.devices_indices_map(shape).items():
-                if device.id // 4 == process:
+                if device.id * processes // 8 == process:
                     np.testing.assert_array_equal(callback(index), token[index])
-                    asked.extend(range(*index[0].indices(shape[0])))
+                    asked.update(range(*index[0].indices(16)))
+                    seen[index] = True
             return jax.device_put(np.zeros(shape, np.int32), sharding)
 
         monkeypatch.setattr(jax, "make_array_from_callback", blocks_of_one_process)
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         mine = token[rows]
-        put_batch(Batch(mine, mine, mine, mine), mesh, rows=rows, global_batch=16)
-    assert {process: sorted(set(asked)) for process, asked in places.items()} == {0: [*range(8)], 1: [*range(8, 16)]}
+        put_batch(Batch(mine, mine, mine, mine), mesh, place)
+        assert sorted(asked) == rows.tolist()
+    assert seen.all()
+    assert sorted(row for process in range(processes) for row in place.rows(process).tolist()) == [*range(16)]
 
 
 def test_the_rows_of_a_process_are_those_of_its_devices(emulated_devices: list[jax.Device]) -> None:
     """Here one process holds all rows; test_processes.py runs two real processes."""
     mesh = make_mesh(MeshSpec(replica=2, data=2, tensor=2), emulated_devices)
-    assert host_rows(mesh, 16).tolist() == [*range(16)]
+    assert place_tree(mesh, 16).rows(0).tolist() == [*range(16)]
     with pytest.raises(ValueError, match=r"data\.global_batch=18 does not split evenly"):
-        host_rows(mesh, 18)
+        place_tree(mesh, 18)
 
 
 @pytest.mark.parametrize(

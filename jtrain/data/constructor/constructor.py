@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float64, Int, Int64
 from jtrain.data.chunk_stream import ChunkStream, SourceSetup
 from jtrain.data.constructor.chunk_buffer import ChunkBuffer, keys_of
 from jtrain.data.constructor.collate import Rows, fill_rows
+from jtrain.data.constructor.known_lengths import LENGTHS_AT_A_TIME, KnownLengths
 from jtrain.data.growing_order import WindowAnchor
 from jtrain.data.loaders.loader import RequestPart
 from jtrain.data.loaders.messages import ChunkRun, LoaderState
@@ -37,9 +38,6 @@ At least one run of each source is in memory, so with hundreds of sources runs a
 
 RUNS_AT_A_TIME = 8
 """Runs of different sources that one message asks for, at most."""
-
-LENGTHS_AT_A_TIME = 256
-"""Lengths of a prepared source looked up in one call: a call takes as long as a thousand lengths."""
 
 NAMED_SKIPPED = 10
 """Bad documents of a source that are reported one by one; later ones are only counted."""
@@ -122,35 +120,6 @@ class _Planned(NamedTuple):
     plan_s: float
 
 
-@dataclasses.dataclass
-class _Known:
-    """Known lengths of documents first, first + 1, ... of a source."""
-
-    first: int
-    lengths: Int[np.ndarray, " n"]
-    early: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Lengths that arrived out of order, by their first document."""
-    asked: int = 0
-    """Number of the first document that has not been asked for."""
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.lengths)
-
-    def add(self, first: int, lengths: Int[np.ndarray, " n"]) -> None:
-        self.early[first] = lengths
-        while (found := self.early.pop(self.end, None)) is not None:
-            self.lengths = np.concatenate([self.lengths, found])
-
-    def drop_before(self, number: int) -> None:
-        """Drops lengths before `number`, at least `LENGTHS_AT_A_TIME` at once: each step calls this for each source."""
-        gone = number - self.first
-        if gone < LENGTHS_AT_A_TIME:
-            return
-        self.first += gone
-        self.lengths = self.lengths[gone:]
-
-
 class Constructor:
     """Fills batches from the documents that a pool of loaders reads. Starts no process and knows no transport."""
 
@@ -179,7 +148,7 @@ class Constructor:
         self._waiting_since_s: float | None = None
         self._wait_s = 0.0
         cursors = self._state.planner.cursors.tolist()
-        self._known = [_Known(cursor, np.zeros(0, np.int32), asked=cursor) for cursor in cursors]
+        self._known = [KnownLengths.nothing(cursor) for cursor in cursors]
         # Documents that were open or postponed when the state was saved are read again.
         self._carried = _carried(self._state.planner)
         open_documents = map(tuple, self._state.planner.carry[:, :2].tolist())
@@ -272,10 +241,10 @@ class Constructor:
         known = self._known[source]
         if source in self._prepared and first + count > known.end:
             numbers = np.arange(known.end, max(first + count, known.end + LENGTHS_AT_A_TIME), dtype=np.int64)
-            known.lengths = np.concatenate([known.lengths, self._prepared[source].lengths(numbers)])
+            known.add(numbers, self._prepared[source].lengths(numbers))
         if first >= known.end:
             raise NotYet
-        return known.lengths[first - known.first : first - known.first + count]
+        return known.at(first, count)
 
     def _ask(self, ends: list[tuple[int, int]], *, first: bool = False) -> None:
         """Asks for the whole runs up to document `end` of each source that have not been asked for.
@@ -327,9 +296,9 @@ class Constructor:
         anchors = self._anchors[run.source]
         if run.anchor is not None and run.anchor not in anchors:
             bisect.insort(anchors, run.anchor, key=lambda anchor: anchor.first)
-        known, first = self._known[run.source], int(run.numbers[0])
-        if run.source not in self._prepared and first >= known.end:
-            known.add(first, np.diff(run.starts).astype(np.int32))
+        known = self._known[run.source]
+        if run.source not in self._prepared and int(run.numbers[0]) >= known.end:
+            known.add(run.numbers, np.diff(run.starts).astype(np.int32))
 
     def _forget(self, before: PlannerState, after: PlannerState) -> Int[np.ndarray, " sources"]:
         """Drops the documents that no later step needs; returns the number of bad ones among them, by source."""

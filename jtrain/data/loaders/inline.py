@@ -25,15 +25,18 @@ class InlinePool:
         for part in parts:
             begun_s = time.perf_counter()
             try:
-                read = self._loader.documents(part.source).read(part.numbers, anchor=part.anchor)
+                read = self._loader.documents(part.source).read(part.numbers, share=part.share, anchor=part.anchor)
             except (ValueError, OSError) as error:
                 raise DataError(f"{field_of(self._setups[part.source].name)}: {error}") from error
             seconds = time.perf_counter() - begun_s
-            self._documents += len(part.numbers)
+            numbers = part.numbers if read.numbers is None else read.numbers
+            if not len(numbers):
+                continue
+            self._documents += len(numbers)
             self._busy_s += seconds
             skipped = dict(read.skipped)
             starts = starts_of(read.lengths)
-            run = ChunkRun(part.source, part.numbers, starts, read.ids, skipped, seconds, "trainer", read.ignored)
+            run = ChunkRun(part.source, numbers, starts, read.ids, skipped, seconds, "trainer", read.ignored)
             run.anchor = read.anchor
             self._ready.append(run)
 
@@ -49,7 +52,11 @@ class InlinePool:
 
     def states(self) -> list[LoaderState]:
         everything = tuple(range(len(self._setups)))
-        return [LoaderState("trainer", 0, resident_bytes() or 0, self._documents, self._busy_s, everything)]
+        return [
+            LoaderState(
+                "trainer", 0, resident_bytes() or 0, self._documents, self._busy_s, everything, self._loader.decoded
+            )
+        ]
 
     def place(self, placement: dict[str, tuple[int, ...]]) -> None:
         pass

@@ -12,13 +12,14 @@ from multiprocessing.connection import Connection
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.chunk_stream import ChunkStream, Read, SourceSetup
+from jtrain.data.chunk_stream import WHOLE, ChunkStream, Read, SourceSetup
 from jtrain.data.growing_order import WindowAnchor
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
+from jtrain.data.sources.formats.parquet import shared_cache
 from jtrain.runtime.resident_memory import resident_bytes
 
 IDLE, OPENING, READING = range(3)
-STATE, SOURCE, NUMBER, RECORD, SINCE_NS, DOCUMENTS, MEMORY_BYTES = range(7)
+STATE, SOURCE, NUMBER, RECORD, SINCE_NS, DOCUMENTS, MEMORY_BYTES, DECODED = range(8)
 """Words of the header of a loader's shared memory: what the loader is doing, since when (CLOCK_MONOTONIC), and how
 much it has done so far."""
 
@@ -51,6 +52,11 @@ class SourceLoader:
         if (documents := self._open.pop(source, None)) is not None:
             documents.close()
 
+    @property
+    def decoded(self) -> int:
+        """Row groups decoded so far."""
+        return sum(shared_cache(size).decoded for size in {setup.decoded_cache_bytes for setup in self._setups})
+
 
 @dataclasses.dataclass(frozen=True)
 class RequestPart:
@@ -59,12 +65,20 @@ class RequestPart:
     numbers: numbers of the chunks.
     anchor: see `ChunkStream.read`.
     skip: numbers to leave out.
+    share: (r, m): of a grouped source, only the chunks of groups whose key is r modulo m are read, and the answer holds
+      their numbers alone. The m shares of a request answer each number once.
     """
 
     source: int
     numbers: Int[np.ndarray, " n"]
     anchor: WindowAnchor | None = None
     skip: frozenset[int] = frozenset()
+    share: tuple[int, int] = WHOLE
+
+    def split(self, count: int) -> "list[RequestPart]":
+        """Splits the part into shares of `count` loaders, which together are its own share."""
+        rest, modulus = self.share
+        return [dataclasses.replace(self, share=(rest + modulus * i, modulus * count)) for i in range(count)]
 
     def each(self) -> "list[RequestPart]":
         """Splits the part into parts of one chunk each."""
@@ -75,8 +89,9 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     """Main loop of a loader process: answers requests until the connection closes.
 
     Requests, pickled: `("read", id, parts)`, `("free", starts)`, `("close", source)`. Answers: `("run", id, [(start,
-    bytes of ids, dtype of ids, skipped, seconds, anchor, bytes of `Read.ignored`) of each part])`, where the payload
-    starts at `start` in shared memory, the lengths before the ids; or `("failed", id, source, message)`.
+    bytes of ids, dtype of ids, skipped, seconds, anchor, bytes of `Read.ignored`, `Read.numbers`) of each part])`,
+    where the payload starts at `start` in shared memory, the lengths before the ids; or `("failed", id, source,
+    message)`.
     """
     setup: LoaderSetup = connection.recv()
     shared = SharedMemory(descriptors[0])
@@ -96,8 +111,9 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
             header[NUMBER], header[RECORD], header[SINCE_NS] = number, record, time.monotonic_ns()
             header[STATE] = READING
 
-        found = documents.read(part.numbers, skip=part.skip, anchor=part.anchor, watch=watch)
-        header[DOCUMENTS] += len(part.numbers)
+        found = documents.read(part.numbers, share=part.share, skip=part.skip, anchor=part.anchor, watch=watch)
+        header[DOCUMENTS] += len(found.lengths)
+        header[DECODED] = loader.decoded
         return found
 
     while True:
@@ -118,7 +134,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                         shared.view(start, done.lengths.nbytes)[:] = done.lengths.view(np.uint8)
                         shared.view(start + lengths_bytes, done.ids.nbytes)[:] = done.ids.view(np.uint8)
                         seconds = time.perf_counter() - begun_s
-                        more = done.skipped, seconds, done.anchor, done.ignored.tobytes()
+                        more = done.skipped, seconds, done.anchor, done.ignored.tobytes(), done.numbers
                         found.append((start, done.ids.nbytes, done.ids.dtype.str, *more))
                 except (ValueError, OSError) as error:
                     connection.send(("failed", request, source, str(error)))

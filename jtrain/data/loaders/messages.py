@@ -43,7 +43,11 @@ class ChunkRun:
 
 @dataclasses.dataclass(frozen=True)
 class LoaderState:
-    """State of one loader, for metrics and the autoscaler; `queued` counts the requests that it has not answered."""
+    """State of one loader, for metrics and the autoscaler.
+
+    queued: requests that it has not answered.
+    decoded: row groups that it has decoded.
+    """
 
     name: str
     queued: int
@@ -51,6 +55,7 @@ class LoaderState:
     documents: int
     busy_s: float
     sources: tuple[int, ...]
+    decoded: int = 0
 
 
 def runs_of_bytes(content: bytes) -> Int32[np.ndarray, "runs 2"]:

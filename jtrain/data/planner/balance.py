@@ -1,15 +1,12 @@
-"""Load balancing: assigns items to ranks so that every rank gets about the same cost."""
+"""Load balancing: orders the rows of a step so that every rank gets about the same cost."""
 
 import functools
-import heapq
-from typing import Literal
 
 import numpy as np
-from jaxtyping import Int64, Num
+from jaxtyping import Float64, Int64, Num
 
-from jtrain.errors import UserError
-
-Method = Literal["none", "tree", "lpt", "karmarkar_karp"]
+_COST_SCALE = 1 << 40
+"""Integer that stands for the most expensive row."""
 
 Costs = Int64[np.ndarray, " items"]
 """Costs are integers, so that floating-point rounding cannot assign items differently on another machine."""
@@ -19,6 +16,25 @@ def spread(costs: Num[np.ndarray, " items"], bins: int) -> float:
     """Returns the largest over the mean cost of `bins` equal contiguous parts of `costs`; 1 is perfect."""
     parts = costs.reshape(bins, -1).sum(axis=1)
     return float(parts.max() / parts.mean()) if parts.any() else 1.0
+
+
+def balanced_order(row_cost: Float64[np.ndarray, " rows"]) -> Int64[np.ndarray, " rows"]:
+    """Returns the order of `tree` for rows of these costs.
+
+    Returns the given order instead if it is better in the mean over all possible numbers of ranks.
+    """
+    top = row_cost.max(initial=0.0)
+    costs = np.rint(row_cost * (_COST_SCALE / top)).astype(np.int64) if top > 0 else np.zeros(len(row_cost), np.int64)
+    if (costs == costs[0]).all():
+        return _tree_of_equals(len(costs))
+    order = tree(costs)
+    return order if _mean_spread(costs[order]) <= _mean_spread(costs) else np.arange(len(costs))
+
+
+def _mean_spread(costs: Costs) -> float:
+    """Returns the mean spread over every possible number of parts."""
+    parts = [d for d in range(2, len(costs)) if len(costs) % d == 0]
+    return float(np.mean([spread(costs, d) for d in parts])) if parts else 1.0
 
 
 def tree(costs: Costs) -> Int64[np.ndarray, " items"]:
@@ -42,7 +58,7 @@ def tree(costs: Costs) -> Int64[np.ndarray, " items"]:
 
 
 @functools.lru_cache(maxsize=8)
-def tree_of_equals(num_items: int) -> Int64[np.ndarray, " items"]:
+def _tree_of_equals(num_items: int) -> Int64[np.ndarray, " items"]:
     """Returns the order of `tree` for items of equal cost: full rows, whose order is asked for at every step."""
     found = tree(np.ones(num_items, np.int64))
     found.flags.writeable = False
@@ -57,61 +73,3 @@ def _prime_factors(number: int) -> list[int]:
             number //= factor
         factor += 1
     return found
-
-
-def lpt(costs: Costs, bins: int, *, equal_counts: bool = False) -> Int64[np.ndarray, " items"]:
-    """Returns the bin of each item: longest processing time first, always to the least full bin (Graham 1969).
-
-    equal_counts: puts the same number of items into each bin; the number of items must be a multiple of `bins`.
-    """
-    most = _per_bin(len(costs), bins) if equal_counts else len(costs)
-    found, held = np.empty(len(costs), np.int64), [0] * bins
-    heap = [(0, number) for number in range(bins)]
-    values = costs.tolist()
-    for item in np.argsort(-costs, kind="stable").tolist():
-        total, number = heap[0]
-        found[item] = number
-        held[number] += 1
-        if held[number] < most:
-            heapq.heapreplace(heap, (total + values[item], number))
-        else:
-            heapq.heappop(heap)
-    return found
-
-
-def karmarkar_karp(costs: Costs, bins: int, *, equal_counts: bool = False) -> Int64[np.ndarray, " items"]:
-    """Returns the bin of each item by differencing: joins the two most uneven partial solutions, full bins to empty.
-
-    Takes the same arguments as `lpt`. The bins are more even by a few parts in a thousand, for 30 times the time with
-    64 bins.
-    """
-    values = costs.tolist()
-    order = np.argsort(-costs, kind="stable").tolist()
-    if not order:
-        return np.empty(0, np.int64)
-    group = bins if equal_counts and _per_bin(len(costs), bins) else 1
-    heap = []
-    for at in range(0, len(order), group):
-        items = order[at : at + group]
-        sums = [values[item] for item in items] + [0] * (bins - len(items))  # descending
-        heap.append((sums[-1] - sums[0], at, sums, [[item] for item in items] + [[] for _ in range(bins - len(items))]))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, at, sums, parts = heapq.heappop(heap)
-        _, _, more_sums, more_parts = heap[0]
-        joined = sorted(
-            ((a + b, i) for i, (a, b) in enumerate(zip(sums, reversed(more_sums), strict=True))),
-            key=lambda pair: (-pair[0], pair[1]),
-        )
-        both = [[*parts[i], *more_parts[bins - 1 - i]] for _, i in joined]
-        heapq.heapreplace(heap, (joined[-1][0] - joined[0][0], at, [total for total, _ in joined], both))
-    found = np.empty(len(costs), np.int64)
-    for number, items in enumerate(heap[0][3]):
-        found[items] = number
-    return found
-
-
-def _per_bin(items: int, bins: int) -> int:
-    if items % bins:
-        raise UserError(f"{items} items do not split into {bins} parts of equal size.")
-    return items // bins

@@ -1,98 +1,69 @@
-"""Mapping from devices of the mesh to the rows and the part of the sequence that each of them needs."""
+"""Tree of the mesh's devices, which says which process fetches which rows of a batch."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
 
-from jtrain.constants import BATCH_AXES
-from jtrain.errors import UserError
+from jtrain.mesh import shard_size
 
 
-class BatchBlock(NamedTuple):
-    """One part of the global batch: rows `first` to `end` (exclusive), and one slice of the sequence."""
-
-    first: int
-    end: int
-    context: int
-
-
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ClientPlaceTree:
-    """Mapping from devices to the blocks of a batch. It is built for one topology, and no plan depends on it.
+    """Tree that splits the rows of a batch over devices: a level per mesh axis, a leaf per equal part of the rows.
 
-    Args:
-      shape: devices along each mesh axis, outermost first.
-      process_of_device: process index of each device, in row-major order of the mesh.
-      global_batch: rows per step; must be a multiple of replica * data * expert.
+        place = ClientPlaceTree(shape=dict(mesh.shape), process_of_device=processes, global_batch=256)
+        place = place.distribute("replica", "data", "expert").broadcast_at("tensor", "stage", "context")
+
+    The devices that the levels do not tell apart belong to the same leaf and need the same rows. The names are
+    OVERLORD's. The tree is the same at every step, and no plan depends on it, so a run may change its mesh.
+
+    shape: devices along each mesh axis, outermost first.
+    process_of_device: process index of each device, in the shape of the mesh.
+    global_batch: rows per step.
+    levels: mesh axes that split the rows, outermost first; `PartitionSpec(levels)` splits a batch the same way.
     """
 
-    def __init__(
-        self, shape: Mapping[str, int], process_of_device: Int64[np.ndarray, " devices"], *, global_batch: int
-    ) -> None:
-        self.shape = dict(shape)
-        self.process_of_device = process_of_device
-        assert math.prod(shape.values()) == len(process_of_device), (shape, len(process_of_device))
-        self.num_blocks = self.count("data")
-        if global_batch % self.num_blocks:
-            raise UserError(
-                f"data.global_batch={global_batch} does not split over mesh.replica * mesh.data * mesh.expert = "
-                f"{self.num_blocks}. Set data.global_batch to a multiple of {self.num_blocks}."
-            )
-        self.rows_per_block = global_batch // self.num_blocks
-        at = dict(zip(shape, np.unravel_index(np.arange(len(process_of_device)), tuple(shape.values())), strict=True))
-        self._at = {axis: index.astype(np.int64) for axis, index in at.items()}
-        self.row_block = np.zeros(len(process_of_device), np.int64)
-        for axis in (axis for axis in shape if axis in BATCH_AXES):
-            self.row_block = self.row_block * shape[axis] + self._at[axis]
-        self.context = self._at.get("context", np.zeros(len(process_of_device), np.int64))
+    shape: Mapping[str, int]
+    process_of_device: Int64[np.ndarray, "..."]
+    global_batch: int
+    levels: tuple[str, ...] = ()
 
-    def count(self, axis: str) -> int:
-        """Returns the number of ranks along a mesh axis; `data` means all axes that split rows, `world` all devices."""
-        if axis == "world":
-            return math.prod(self.shape.values())
-        if axis == "data":
-            return math.prod(self.shape.get(name, 1) for name in BATCH_AXES)
-        if axis not in self.shape:
-            raise UserError(f"distribute({axis!r}): must be 'world' or one of the mesh axes {', '.join(self.shape)}.")
-        return self.shape[axis]
+    @property
+    def rows_per_leaf(self) -> int:
+        """Number of rows of each leaf."""
+        return self.global_batch // math.prod(self.shape[axis] for axis in self.levels)
 
-    def blocks(self, process: int) -> list[BatchBlock]:
-        """Returns the blocks that the devices of a process need, each block once, in order."""
-        here = np.flatnonzero(self.process_of_device == process)
-        found = sorted({(int(self.row_block[i]), int(self.context[i])) for i in here})
-        return [BatchBlock(block * self.rows_per_block, (block + 1) * self.rows_per_block, at) for block, at in found]
+    def distribute(self, *axes: str) -> "ClientPlaceTree":
+        """Splits the rows along `axes`, whose devices compute with different rows.
+
+        Raises:
+          UserError: the rows do not split evenly.
+        """
+        levels = (*self.levels, *axes)
+        shard_size("data.global_batch", self.global_batch, self.shape, levels)
+        return dataclasses.replace(self, levels=levels)
+
+    def broadcast_at(self, *axes: str) -> "ClientPlaceTree":
+        """Lets one process fetch each row where peers along `axes`, which need the same rows, are in several processes.
+
+        Each of these processes fetches another part, and the devices exchange the parts (`share_batch`). If the rows of
+        a leaf do not split evenly over the peers along an axis, every process fetches all of them.
+        """
+        place = self
+        for axis in axes:
+            in_several = np.ptp(self.process_of_device, axis=list(self.shape).index(axis)).any()
+            if in_several and place.rows_per_leaf % self.shape[axis] == 0:
+                place = dataclasses.replace(place, levels=(*place.levels, axis))
+        return place
 
     def rows(self, process: int) -> Int64[np.ndarray, " rows"]:
-        """Returns the rows of the global batch of which a process needs any part, ascending."""
-        firsts = sorted({block.first for block in self.blocks(process)})
-        return np.concatenate(
-            [np.arange(first, first + self.rows_per_block) for first in firsts] or [np.empty(0, np.int64)]
-        )
-
-    def fetch_from(self, *dims: str) -> Int64[np.ndarray, " devices"]:
-        """Returns for each device its first peer along `dims`, which fetches for it; this may be the device itself.
-
-        Peers along `tensor` and `stage` need the same block; peers along `context` need the same rows.
-        """
-        strides = np.cumprod([1, *reversed(self.shape.values())])[:-1][::-1]
-        stride = dict(zip(self.shape, strides.tolist(), strict=True))
-        device = np.arange(len(self.process_of_device))
-        for axis in dims:
-            if axis not in self.shape or axis in BATCH_AXES:
-                raise UserError(
-                    f"broadcast_at({axis!r}): peers along this axis need different rows. Use tensor, stage or context."
-                )
-            device = device - self._at[axis] * stride[axis]
-        return device
-
-    def fetching_process(self, process: int, *dims: str) -> dict[BatchBlock, int]:
-        """Maps each block that a process needs to the process that fetches it when `dims` are broadcast."""
-        source = self.fetch_from(*dims)
-        found = {}
-        for i in np.flatnonzero(self.process_of_device == process).tolist():
-            first = int(self.row_block[i]) * self.rows_per_block
-            block = BatchBlock(first, first + self.rows_per_block, int(self.context[i]))
-            found[block] = min(int(self.process_of_device[source[i]]), found.get(block, 1 << 62))
-        return found
+        """Returns the rows of the global batch that a process fetches, ascending."""
+        position = dict(zip(self.shape, np.indices(self.process_of_device.shape), strict=True))
+        leaf = np.zeros_like(self.process_of_device)
+        for axis in self.levels:
+            leaf = leaf * self.shape[axis] + position[axis]
+        leaves = np.unique(leaf[self.process_of_device == process])
+        return (leaves[:, None] * self.rows_per_leaf + np.arange(self.rows_per_leaf)).reshape(-1)

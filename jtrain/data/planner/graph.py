@@ -1,59 +1,49 @@
-"""Metadata graph of one step: mix, then pack or freeze, then only rearrange. The primitives are named as in OVERLORD.
+"""Metadata graph of one step. Its stages are named as in OVERLORD: mix, pack, cost, balance, plan.
 
-    graph = Graph(buffers, place=tree).mix(schedule, step=k).freeze(1024)
-    graph.view("text").distribute("data").cost(backbone_flops).balance("lpt")
-    graph.view("image").distribute("world").cost(encoder_flops).balance("karmarkar_karp")
-    plan = graph.broadcast_at("tensor").plan()
+    graph = Graph(buffers).mix(schedule, step=k, ...).pack("concat", rows=256, seq_len=8192, carry=carry)
+    plan = graph.cost(lambda n: 24576 * n + n * n).balance().plan()
 
-Only lengths and numbers of documents come here, never their tokens. After `pack` or `freeze` the documents of the step
-no longer change.
+Only lengths and numbers of documents come here, never their tokens. After `pack` the documents of the step no longer
+change. The plan suits any mesh: `ClientPlaceTree` has the two stages that depend on it, distribute and broadcast_at.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, Shaped
+from jaxtyping import Float64, Int64, Shaped
 
 from jtrain.data.mixture.draw import Buffers, ChunkLengths, Draws
 from jtrain.data.mixture.schedule import ONE, SHARE_BITS, Schedule, integer_shares
-from jtrain.data.planner import balance
-from jtrain.data.planner.device_tree import ClientPlaceTree
+from jtrain.data.planner.balance import balanced_order
 from jtrain.data.planner.packing import Packed, Packing, concat, fit
 from jtrain.data.planner.pieces import Pieces
-from jtrain.data.planner.view import CostFn, NodeAssignment, View
-from jtrain.errors import UserError
 
 Unit = Literal["tokens", "samples", "rows"]
 
 Spans = Int64[np.ndarray, "documents 4"]
 """Documents, or their remainders: source, number, first token, end token (exclusive)."""
 
-Sizes = Callable[[Int64[np.ndarray, " documents"], Int64[np.ndarray, " documents"]], Shaped[np.ndarray, " documents"]]
-"""sizes(source, number): the size of each document in another modality: image patches, frames."""
+CostFn = Callable[[Int64[np.ndarray, " pieces"]], Shaped[np.ndarray, " pieces"]]
+"""Cost of each piece as a function of its tokens; only proportions matter."""
 
 
 class GraphPlan(NamedTuple):
     """Result of `Graph.plan`.
 
-    views: assignment by modality.
-    fetch_from: for each device the device that fetches for it; None without a place tree.
+    pieces: the spans of documents in each row of the batch.
+    row_cost: cost of each row of the batch.
     """
 
-    views: dict[str, NodeAssignment]
-    fetch_from: Int64[np.ndarray, " devices"] | None
+    pieces: Pieces
+    row_cost: Float64[np.ndarray, " rows"]
 
 
 class Graph:
-    """Metadata graph of one step.
+    """Metadata graph of one step, over the document lengths in `buffers`.
 
-    Args:
-      buffers: document lengths to draw from.
-      place: the trainer's mesh; needed only to distribute along one of its axes.
-      sizes: document sizes in modalities other than `text`.
-
-    Attributes, after `pack` or `freeze`:
-      pieces: the spans that each node holds.
+    Attributes, after `pack`:
+      pieces: the spans of documents in each packed row.
       carry: remainders that wait for the next step.
       cursors, deficit, units: state of the mixture after this step; `units` counts tokens, samples or rows.
       at_end: True if the documents ended in this step.
@@ -66,60 +56,43 @@ class Graph:
     units: int
     at_end: bool
 
-    def __init__(
-        self,
-        buffers: Buffers,
-        *,
-        place: ClientPlaceTree | None = None,
-        sizes: Mapping[str, Sizes] | None = None,
-    ) -> None:
-        self._buffers, self._place, self._sizes = buffers, place, sizes or {}
-        self._views: dict[str, View] = {}
-        self._broadcast: tuple[str, ...] = ()
-        self.num_nodes = 0
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
 
     def mix(
         self,
         schedule: Schedule,
         *,
         step: int,
-        unit: Unit = "tokens",
-        cursors: Int64[np.ndarray, " sources"] | None = None,
-        deficit: Int64[np.ndarray, " sources"] | None = None,
-        mean_tokens: int | None = None,
+        unit: Unit,
+        cursors: Int64[np.ndarray, " sources"],
+        deficit: Int64[np.ndarray, " sources"],
+        mean_tokens: int | None,
     ) -> "Graph":
         """Sets the shares at `step` and the state of each source, which together decide which documents are due.
 
         mean_tokens: mean tokens per document, the first estimate if shares do not count tokens. It must follow from
           the state alone: when a source ends, the order of documents depends on how much is asked for.
         """
-        zeros = np.zeros(len(self._buffers.names), np.int64)
         self.weights = schedule.weights(step, self._buffers.names)
-        self.cursors, self.deficit = zeros if cursors is None else cursors, zeros if deficit is None else deficit
+        self.cursors, self.deficit = cursors, deficit
         self._unit: Unit = unit
         self._mean_tokens = mean_tokens
         return self
 
-    def freeze(self, documents: int) -> "Graph":
-        """Makes the next `documents` the members of the step; each document is a node."""
-        draws, drawn = self._draws(typical_tokens=1), []
-        while (lacking := documents - sum(len(part.source) for part in drawn)) > 0 and (more := draws.more(lacking)):
-            drawn.append(more)
-        found = [np.concatenate(arrays)[:documents] for arrays in zip(*drawn, strict=True)]
-        source, document, length = found or [np.empty(0, np.int64)] * 3
-        self.at_end = len(source) < documents
-        self.cursors, self.deficit, self.units = draws.commit(len(source))
-        self.num_nodes = len(source)
-        self.pieces = Pieces(np.arange(len(source)), source, document, np.zeros_like(length), length)
-        self.carry = np.empty((0, 4), np.int64)
-        return self
-
     def pack(self, packing: Packing, *, rows: int, seq_len: int, carry: Spans) -> "Graph":
-        """Chooses the documents of the step and packs them into rows; each row is a node. Carried ones go first."""
-        self.num_nodes = rows
+        """Chooses the documents of the step and packs them into rows. Carried ones go first."""
+        self._order = np.arange(rows)
         if self._unit == "rows":
             return self._pack_by_source(packing, rows, seq_len, carry)
-        draws = self._draws(typical_tokens=self._mean_tokens or seq_len)
+        draws = Draws(
+            self._buffers,
+            weights=self.weights,
+            cursors=self.cursors,
+            deficit=self.deficit,
+            by_tokens=self._unit == "tokens",
+            typical_tokens=self._mean_tokens or seq_len,
+        )
         group = _Group(carry, draws.more)
         packed = group.pack(packing, rows, seq_len)
         self.cursors, self.deficit, self.units = draws.commit(packed.used - len(carry))
@@ -127,55 +100,26 @@ class Graph:
         self.at_end = group.at_end
         return self
 
-    def view(self, modality: str) -> View:
-        """Returns the view of one modality, which is distributed and balanced separately from the others."""
-        if modality not in self._views:
-            if modality == "text":
-                sizes = self.pieces.end - self.pieces.start
-            elif modality in self._sizes:
-                sizes = self._sizes[modality](self.pieces.source, self.pieces.document)
-            else:
-                raise UserError(f"view({modality!r}): no such modality; there are {', '.join(['text', *self._sizes])}.")
-            self._views[modality] = View(sizes, self.pieces.row, self.num_nodes, self._place)
-        return self._views[modality]
-
-    def distribute(self, axis: str | None, *, group_size: int = 1) -> "Graph":
-        """Calls `View.distribute` of the text view."""
-        self.view("text").distribute(axis, group_size=group_size)
-        return self
-
     def cost(self, cost_fn: CostFn) -> "Graph":
-        """Calls `View.cost` of the text view."""
-        self.view("text").cost(cost_fn)
+        """Gives each row the cost of its pieces together."""
+        pieces = self.pieces
+        self._row_cost = np.zeros(len(self._order))
+        np.add.at(self._row_cost, pieces.row, np.asarray(cost_fn(pieces.end - pieces.start), np.float64))
         return self
 
-    def balance(self, method: balance.Method, *, min_gain: float = 0.0) -> "Graph":
-        """Calls `View.balance` of the text view."""
-        self.view("text").balance(method, min_gain=min_gain)
-        return self
-
-    def broadcast_at(self, *dims: str) -> "Graph":
-        """Lets only the first peer along `dims` fetch; it broadcasts to the other peers."""
-        self._broadcast = (*self._broadcast, *dims)
+    def balance(self) -> "Graph":
+        """Orders the rows so that equal contiguous parts cost about the same, for any number of ranks."""
+        self._order = balanced_order(self._row_cost)
         return self
 
     def plan(self) -> GraphPlan:
-        """Computes the assignment of every view, and checks that each node is assigned exactly once."""
-        views = {modality: view.plan() for modality, view in self._views.items()}
-        for modality, found in views.items():
-            whole = np.array_equal(np.sort(found.order), np.arange(self.num_nodes))
-            assert whole, f"{modality}: a node was lost or doubled"
-        return GraphPlan(views, None if self._place is None else self._place.fetch_from(*self._broadcast))
-
-    def _draws(self, *, typical_tokens: int) -> Draws:
-        return Draws(
-            self._buffers,
-            weights=self.weights,
-            cursors=self.cursors,
-            deficit=self.deficit,
-            by_tokens=self._unit == "tokens",
-            typical_tokens=typical_tokens,
-        )
+        """Returns the rows in their order, and checks that each packed row is there exactly once."""
+        given = np.arange(len(self._order))
+        assert np.array_equal(np.sort(self._order), given), "a row was lost or doubled"
+        slot = np.empty_like(given)
+        slot[self._order] = given
+        _, *spans = _arrays(self.pieces)
+        return GraphPlan(_by_row(slot[self.pieces.row], *spans), self._row_cost[self._order])
 
     def _pack_by_source(self, packing: Packing, rows: int, seq_len: int, carry: Spans) -> "Graph":
         """Packs rows of one source each; a source that ends before its rows are full leaves them to the others.
@@ -217,8 +161,7 @@ class Graph:
         self.cursors = np.where(ended, self._buffers.ends, self.cursors)
         self.units, self.at_end = rows - len(free), len(free) > 0
         joined = [np.concatenate(arrays) for arrays in zip(*map(_arrays, pieces), strict=True)] or [nothing[:, 0]] * 5
-        order = np.argsort(joined[0], kind="stable")
-        self.pieces = Pieces(*(array[order] for array in joined))
+        self.pieces = _by_row(*joined)
         self.carry = np.concatenate([nothing, *(carries[source] for source in sorted(carries))])
         return self
 
@@ -327,6 +270,12 @@ def _check_conserved(spans: np.ndarray, at: np.ndarray, start: np.ndarray, end: 
         and bool((start < end).all())
     )
     assert whole, "the plan does not hold exactly the tokens of the step's documents"
+
+
+def _by_row(row: Int64[np.ndarray, " pieces"], *spans: Int64[np.ndarray, " pieces"]) -> Pieces:
+    """Returns pieces sorted by row; those of a row stay in their order."""
+    order = np.argsort(row, kind="stable")
+    return Pieces(*(array[order] for array in (row, *spans)))
 
 
 def _arrays(pieces: Pieces) -> tuple[np.ndarray, ...]:

@@ -13,7 +13,6 @@ from jaxtyping import Float64, Int64
 from jtrain.data.mixture.draw import Buffers, Lengths, NotYet
 from jtrain.data.mixture.drift import mixture_drift
 from jtrain.data.mixture.schedule import ONE, Schedule
-from jtrain.data.planner import balance
 from jtrain.data.planner.graph import Graph, Spans, Unit
 from jtrain.data.planner.packing import Packing
 from jtrain.data.planner.pieces import Pieces
@@ -40,7 +39,6 @@ class PlannerSpec:
     ends: documents of each source over all `epochs`, which files that joined it have made longer; None: the product.
     balance: order rows so that contiguous parts cost about the same, for any number of ranks.
     cost_linear, cost_quadratic: cost of a piece of n tokens is linear * n + quadratic * n**2.
-    min_balance_gain: the balanced order is used only if it lowers max/mean cost by this share.
     """
 
     names: tuple[str, ...]
@@ -55,7 +53,6 @@ class PlannerSpec:
     balance: bool = True
     cost_linear: float = 1.0
     cost_quadratic: float = 0.0
-    min_balance_gain: float = 0.0
 
     def __post_init__(self) -> None:
         if self.seq_len * self.global_batch >= 1 << 31:
@@ -170,10 +167,6 @@ class LoadingPlan:
     drift: float
     last: bool
 
-    def spread(self, ranks: int) -> float:
-        """Returns the largest over the mean cost of `ranks` data ranks."""
-        return balance.spread(self.row_cost, ranks)
-
 
 class Planner:
     """Plans steps from lengths. Every host has a planner, and all of them make the same plan.
@@ -253,21 +246,15 @@ class Planner:
                 mean_tokens=mean_tokens,
             )
             .pack(spec.packing, rows=spec.global_batch, seq_len=spec.seq_len, carry=state.carry)
-            .distribute(None)
-            .cost(lambda n: spec.cost_linear * n + spec.cost_quadratic * (n * n))
-            .balance("tree" if spec.balance else "none", min_gain=spec.min_balance_gain)
         )
-        packed = graph.pieces
-        if not len(packed):
+        if not len(graph.pieces):
             if (to_come := self._to_come(state.step, graph.cursors)) is not None:
                 raise UserError(self._gap(state, graph.weights, *to_come))
             raise EndOfData(f"data ends before step {state.step}")
-        rows = graph.plan().views["text"]
-        slot = np.empty(spec.global_batch, np.int64)
-        slot[rows.order] = np.arange(spec.global_batch)
-        row = slot[packed.row]
-        order = np.argsort(row, kind="stable")
-        pieces = Pieces(*(array[order] for array in (row, packed.source, packed.document, packed.start, packed.end)))
+        graph.cost(lambda n: spec.cost_linear * n + spec.cost_quadratic * (n * n))
+        if spec.balance:
+            graph.balance()
+        pieces, row_cost = graph.plan()
 
         ended = not len(graph.carry) and (graph.at_end or bool((graph.cursors >= self._buffers.ends).all()))
         num = len(spec.names)
@@ -290,7 +277,7 @@ class Planner:
             cursors=graph.cursors,
             tokens_by_source=tokens,
             fill=int(tokens.sum()) / (spec.global_batch * spec.seq_len),
-            row_cost=rows.costs[rows.order],
+            row_cost=row_cost,
             drift=_drift(after),
             last=ended and self._to_come(state.step, graph.cursors) is None,
         )

@@ -276,6 +276,14 @@ class Corpus:
                 return np.zeros(end - start, np.int64)
         return np.concatenate([self.sizes(record, record + 1) for record in range(start, end)])
 
+    def hold(self, record: int) -> object:
+        """Returns what is decoded to read a record: while it lives, nothing of its group is decoded again."""
+        file, number = self._place(record)
+        try:
+            return self._at(file).hold(number)
+        except OSError:
+            return None  # reading its records says why
+
     def stored_bytes(self) -> Int[np.ndarray, " groups"]:
         """Returns the bytes of each group: decoded ones where groups are decoded, otherwise those of its file."""
         found = []

@@ -3,6 +3,7 @@
 import collections
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,32 +17,53 @@ from jtrain.errors import FileError, UserError
 
 
 class RowGroupCache:
-    """Least-recently-used cache of decoded columns, safe to share between threads."""
+    """Cache of decoded row groups, safe to share between threads.
+
+    It keeps the last ones used, as many as fit, and finds any other one that is held elsewhere.
+
+    Attributes:
+      decoded: row groups decoded so far.
+    """
 
     def __init__(self, max_bytes: int) -> None:
+        self.decoded = 0
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._groups: collections.OrderedDict[tuple[Any, ...], Any] = collections.OrderedDict()
+        self._groups: collections.OrderedDict[tuple[Any, ...], DecodedColumns] = collections.OrderedDict()
+        self._alive: weakref.WeakValueDictionary[tuple[Any, ...], DecodedColumns] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
-    def get(self, key: tuple[Any, ...], read: Callable[[], Any]) -> Any:
-        """Returns the column under `key`, calling `read` if it is not cached; the latest is kept whatever its size."""
+    def get(self, key: tuple[Any, ...], read: Callable[[], "DecodedColumns"]) -> "DecodedColumns":
+        """Returns the columns under `key`, calling `read` if none are alive; the latest are kept whatever their size.
+
+        The bytes that are kept include those of row groups held elsewhere, so that both share one limit.
+        """
         with self._lock:
             if key in self._groups:
                 self._groups.move_to_end(key)
                 return self._groups[key]
-            column = read()
-            self._groups[key] = column
-            self._bytes += column.nbytes
+            if (columns := self._alive.get(key)) is None:
+                columns = self._alive[key] = read()
+                self.decoded += 1
+            self._groups[key] = columns
+            self._bytes += columns.nbytes
             while self._bytes > self._max_bytes and len(self._groups) > 1:
                 self._bytes -= self._groups.popitem(last=False)[1].nbytes
-            return column
+            return columns
 
     def drop(self, first: Any) -> None:
         """Drops all columns whose key starts with `first`."""
         with self._lock:
             for key in [key for key in self._groups if key[0] == first]:
                 self._bytes -= self._groups.pop(key).nbytes
+
+
+class DecodedColumns(dict[str, Any]):
+    """Decoded columns of a row group by name, cached together since they are read together."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(column.nbytes for column in self.values())
 
 
 class ParquetFile(Records):
@@ -120,11 +142,17 @@ class ParquetFile(Records):
     def close(self) -> None:
         self._groups.drop(self._file.key)
 
-    def _column(self, group: int, name: str) -> Any:
-        key = (self._file.key, self._text_field, self._mask, group)
-        return self._groups.get(key, lambda: self._read_group(group))[name]
+    def hold(self, record: int) -> object:
+        return self._decoded(int(np.searchsorted(self._group_starts, record, side="right")) - 1)
 
-    def _read_group(self, group: int) -> "_Columns":
+    def _column(self, group: int, name: str) -> Any:
+        return self._decoded(group)[name]
+
+    def _decoded(self, group: int) -> DecodedColumns:
+        key = (self._file.key, self._text_field, self._mask, group)
+        return self._groups.get(key, lambda: self._read_group(group))
+
+    def _read_group(self, group: int) -> DecodedColumns:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -141,15 +169,7 @@ class ParquetFile(Records):
                     f"{self._file.called}: row group {group} cannot be read ({said}). Replace the file."
                 ) from error
         columns = {name: column_at(table, name) for name in names}
-        return _Columns({n: c.chunk(0) if c.num_chunks == 1 else c.combine_chunks() for n, c in columns.items()})
-
-
-class _Columns(dict[str, Any]):
-    """Decoded columns of a row group by name, cached together since they are read together."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(column.nbytes for column in self.values())
+        return DecodedColumns({n: c.chunk(0) if c.num_chunks == 1 else c.combine_chunks() for n, c in columns.items()})
 
 
 def _arrow_file(file: StoredFile) -> Any:

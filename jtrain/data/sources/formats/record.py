@@ -57,6 +57,10 @@ class Records(abc.ABC):
         """Bytes decoded into memory to read any record of each group; 0 if records are read one by one."""
         return np.zeros(1, np.int64)
 
+    def hold(self, record: int) -> object:
+        """Returns what is decoded to read a record: while it lives, nothing of its group is decoded again."""
+        return None
+
     def close(self) -> None:  # noqa: B027 (most formats keep nothing)
         """Frees everything kept between reads."""
 
