@@ -19,6 +19,7 @@ from jtrain.data.source_order import estimated_chunk_bytes, make_order
 from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.generations import Generation
+from jtrain.data.sources.opening import Opening
 from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, shuffled_parts
 from jtrain.data.sources.source import Source, file_keys, identity_of, split_positions
 from jtrain.data.tokenizer import TextChunk, cut_at, make_tokenizer
@@ -99,24 +100,31 @@ class ChunkStream:
       corpus: the documents as text; None for a prepared source, which needs them no more.
       prepared: the prepared index, if there is one.
       chunk_bytes: most bytes of a chunk of text.
+      opening: told of files as they are opened, now and later.
 
     Raises:
       UserError: the source, its tokenizer or its prepared index cannot be opened.
     """
 
-    def __init__(self, setup: SourceSetup) -> None:
+    def __init__(self, setup: SourceSetup, opening: Opening | None = None) -> None:
         self.setup = setup
+        self.opening = opening or Opening()
+        with self.opening:
+            self._open()
+
+    def _open(self) -> None:
+        setup = self.setup
         self.tokenizer = make_tokenizer(setup.tokenizer, end_token=setup.end_token)
         self.corpus: Corpus | None = None
         self.prepared: PreparedIndex | None = None
         self.chunk_bytes = setup.chunk_tokens
         if setup.prepared is not None:
-            self.prepared = PreparedIndex(f"{setup.prepared.rstrip('/')}/{setup.name}", Path(setup.cache_dir))
+            index = self.prepared = PreparedIndex(f"{setup.prepared.rstrip('/')}/{setup.name}", Path(setup.cache_dir))
             fields = {name: getattr(setup.source, name) for name in ("format", "text_field", "text_piece_bytes")}
-            self.prepared.check(on_bad_record=setup.on_bad_record, tokenizer=self.tokenizer.identity, **fields)
-            self.prepared.check_mask(setup.source.mask)
-            self.names, self._file_ends = self.prepared.names, self.prepared.file_ends
-            self.size_bytes = self.prepared.num_tokens * self.prepared.dtype.itemsize
+            index.check(on_bad_record=setup.on_bad_record, tokenizer=self.tokenizer.identity, **fields)
+            index.check_mask(setup.source.mask)
+            self.names, self._file_ends = index.names, index.file_ends
+            self.size_bytes = index.num_tokens * index.dtype.itemsize
         else:
             corpus = self.corpus = Corpus(
                 setup.source,
@@ -125,6 +133,7 @@ class ChunkStream:
                 decoded_cache_bytes=setup.decoded_cache_bytes,
                 eager_bytes=setup.eager_bytes,
                 num_files=setup.num_files,
+                opening=self.opening,
             )
             (self.names, self._file_ends), self.size_bytes = corpus.identities, corpus.size_bytes
             self.chunk_bytes = setup.chunk_bytes or estimated_chunk_bytes(corpus, self.tokenizer, setup.chunk_tokens)
@@ -133,23 +142,19 @@ class ChunkStream:
         if setup.fingerprint is not None and (found := self.fingerprint()) != setup.fingerprint:
             raise UserError(
                 f"its files changed since the run opened them (fingerprint {setup.fingerprint} then, {found} "
-                "now): files were added, removed or rewritten, or this host sees others. Restore them and run again."
+                "now): some were removed or rewritten, new ones sort before them, or this host sees others. Restore "
+                "them and run again."
             )
 
     def _new_order(self) -> ChunkOrder:
         setup = self.setup
-        return make_order(
-            self.corpus if self.prepared is None else self.prepared,
-            self.generations,
-            seed=order_seed(setup.seed, setup.name),
-            chunk_tokens=setup.chunk_tokens,
-            chunk_bytes=self.chunk_bytes,
-            extra_bytes=self._border_tokens,
-            window_bytes=setup.window_bytes,
-        )
+        cut = {"chunk_tokens": setup.chunk_tokens, "chunk_bytes": self.chunk_bytes, "extra_bytes": self._border_tokens}
+        seed = order_seed(setup.seed, setup.name)
+        documents = self.corpus if self.prepared is None else self.prepared
+        return make_order(documents, self.generations, seed=seed, window_bytes=setup.window_bytes, **cut)
 
     def resumed(self, setup: SourceSetup) -> "ChunkStream":
-        """Returns the same open source with the order of another setup: its generations, and how it cuts the text."""
+        """Returns the same open source in the order of another setup, by its cuts and generations."""
         stream = copy.copy(self)
         stream.setup, stream.chunk_bytes = setup, setup.chunk_bytes or self.chunk_bytes
         stream.order = stream._new_order()

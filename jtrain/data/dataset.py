@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from jtrain.data.mixture.schedule import own_weights
 from jtrain.data.planner.planner import Planner, PlannerSpec
 from jtrain.data.ray.engine import RayPlane, trainers
 from jtrain.data.saved_sources import Resumed, resumed, running_setup, saved_source, ways_out
+from jtrain.data.sources.opening import opening_of
 from jtrain.data.sources.shuffle import epoch_key
 from jtrain.data.spec import PackedText
 from jtrain.data.windowed_order import WindowedChunks
@@ -36,16 +38,19 @@ _MOST_LINES = 12
 """Number of sources that the plan lists one by one."""
 
 
-def open_dataset(spec: PackedText, *, seed: int) -> "TextDataset":
+def open_dataset(spec: PackedText, *, seed: int, say: Callable[[str], None] | None = None) -> "TextDataset":
     """Opens every source, and checks that both sides of the split fill at least one row.
 
     Reads only as much text as that check needs, except that JSON lines files are searched for line ends (1 GB/s) and
     compressed or remote files are first copied into `data.cache_dir`.
 
+    Args:
+      say: called, in threads, with a line for the log from time to time while opening a source takes long.
+
     Raises:
       UserError: there is nothing or not enough to read; the message names field and numbers.
     """
-    return TextDataset(spec, seed=seed)
+    return TextDataset(spec, seed=seed, say=say)
 
 
 class TextDataset:
@@ -56,14 +61,16 @@ class TextDataset:
     Attributes:
       names: names of the sources.
       tokenizer: the default tokenizer, for its ids and vocabulary.
+      say: argument of `open_dataset`.
     """
 
-    def __init__(self, spec: PackedText, *, seed: int) -> None:
+    def __init__(self, spec: PackedText, *, seed: int, say: Callable[[str], None] | None = None) -> None:
         self.spec = spec
+        self.say = say
         self.seed = seed
         setups = spec.setups(seed=seed)
         self.names = tuple(setup.name for setup in setups)
-        self.streams = [ChunkStream(setup) for setup in setups]
+        self.streams = [ChunkStream(setup, opening_of(setup.name, say)) for setup in setups]
         self.setups = tuple(
             dataclasses.replace(setup, chunk_bytes=stream.chunk_bytes, grouped=stream.is_grouped)
             for setup, stream in zip(setups, self.streams, strict=True)

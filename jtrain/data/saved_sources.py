@@ -82,7 +82,8 @@ def resumed(
     if corpus.is_open != saved["opened_whole"]:
         # It is opened as at the first start, which decides the order, however large it is now.
         corpus.close()
-        stream = ChunkStream(dataclasses.replace(setup, eager_bytes=None if saved["opened_whole"] else 0))
+        again = dataclasses.replace(setup, eager_bytes=None if saved["opened_whole"] else 0)
+        stream = ChunkStream(again, stream.opening)
         corpus = stream.corpus
         assert corpus is not None
     known, here = generations[-1].files, len(corpus.names)

@@ -77,7 +77,7 @@ def estimated_chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: in
     if tokenizer.identity == "bytes":
         return chunk_tokens
     texts, characters = [], 0
-    first = range(min(len(corpus), _SAMPLE_RECORDS)) if corpus.is_open else corpus.first_records(_SAMPLE_RECORDS)
+    first = range(min(len(corpus), _SAMPLE_RECORDS)) if corpus.is_open else _first_records(corpus)
     for text in corpus.read(np.asarray(first, np.int64)):
         if isinstance(text, str) and text:
             texts.append(text[: _SAMPLE_CHARACTERS - characters])
@@ -89,3 +89,12 @@ def estimated_chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: in
     tokens = int(tokenizer.encode_documents(texts)[0].sum())
     content = sum(len(text.encode("utf-8")) for text in texts)
     return max(chunk_tokens, int(_FULL * chunk_tokens * content / tokens))
+
+
+def _first_records(corpus: Corpus) -> list[int]:
+    """Returns the first records of the first file that has some; opens files up to that one."""
+    for file in range(len(corpus.names)):
+        if count := corpus.count(file):
+            first = corpus.records_before(file)
+            return list(range(first, first + min(count, _SAMPLE_RECORDS)))
+    return []

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.sources.data_files import data_files
-from jtrain.data.sources.file_parts import part_bytes, part_name, parts_of
+from jtrain.data.sources.data_files import files_of
+from jtrain.data.sources.file_parts import identities_of_parts, part_bytes, part_name, parts_of
 from jtrain.data.sources.formats import BadRecord, Records, open_file
-from jtrain.data.sources.formats.arrow import ArrowFile, saved_dataset_files
+from jtrain.data.sources.formats.arrow import ArrowFile
 from jtrain.data.sources.formats.parquet import ParquetFile, shared_cache
 from jtrain.data.sources.formats.record import SKIP
 from jtrain.data.sources.formats.suffix import format_of
-from jtrain.data.sources.formats.text import JsonLines
+from jtrain.data.sources.opening import Opening
 from jtrain.data.sources.source import Source, field_of, identity_of
-from jtrain.data.sources.storage import CacheLost, StoredFile, search
+from jtrain.data.sources.storage import CacheLost, StoredFile
 from jtrain.errors import UserError
 
 DECODED_CACHE_BYTES = 1 << 30
@@ -83,11 +83,13 @@ class Corpus:
         decoded_cache_bytes: int = DECODED_CACHE_BYTES,
         eager_bytes: int | None = None,
         num_files: int | None = None,
+        opening: Opening | None = None,
     ) -> None:
         source.check(name)
         self.source = source
         self.name = name
         self.left_out = ""
+        self._opening = opening or Opening()
         field = field_of(name)
         if source.format == "grain":
             from jtrain.data.sources.formats.graindataset import GrainDataset
@@ -98,7 +100,7 @@ class Corpus:
             self._files = files
             self.is_open = True
         else:
-            files = self._find(field)
+            files, self.left_out = files_of(source, field=field)
             total = sum(max(file.size_bytes, 0) for file in files)
             kinds = {format_of(file.name, field=f"{field}.path")[0] for file in files}
             kinds = kinds if source.format == "auto" else {source.format}
@@ -138,6 +140,13 @@ class Corpus:
     def open(self, numbers: Sequence[int]) -> None:
         """Opens files by number, several at a time; those that are open already cost nothing."""
         closed = [n for n in numbers if self._records[n] is None]
+        if not closed:
+            return
+        with self._opening:
+            self._opening.expect(len(closed), sum(self._sizes[n] for n in closed))
+            self._open_all(closed)
+
+    def _open_all(self, closed: list[int]) -> None:
         if len(closed) > 1 and (self._files[closed[0]].is_remote or not self.is_open):
             with concurrent.futures.ThreadPoolExecutor(min(_OPENERS, len(closed))) as pool:
                 opened = list(pool.map(self._open_one, closed))
@@ -157,14 +166,6 @@ class Corpus:
         """Returns the number of records in a file."""
         return len(self._at(number))
 
-    def first_records(self, most: int) -> list[int]:
-        """Returns the first records of the first file that has some."""
-        for number in range(len(self._records)):
-            if count := self.count(number):
-                first = int(self.file_ends[number - 1]) if number else 0
-                return list(range(first, first + min(count, most)))
-        return []
-
     def records_before(self, file: int) -> int:
         """Returns the number of records in the files before one; with gaps, of their numbers."""
         return int(self.file_ends[file - 1]) if file else 0
@@ -174,25 +175,17 @@ class Corpus:
         return np.asarray(self._sizes, np.int64)
 
     def _open_one(self, number: int) -> Records:
-        return self._open(self._files[number], check_content=number in self._checked)
-
-    def _at(self, number: int) -> Records:
-        if (records := self._records[number]) is None:
-            records = self._records[number] = self._open_one(number)
+        told = functools.partial(self._opening.read, number)
+        records = self._open(self._files[number], check_content=number in self._checked, told=told)
+        self._opening.opened(number, self._sizes[number])
         return records
 
-    def _find(self, field: str) -> list[StoredFile]:
-        """Returns the data files of the source, and sets `left_out`."""
-        source = self.source
-        found = search(source.path, field=f"{field}.path")
-        if source.format in ("auto", "arrow"):
-            saved = saved_dataset_files(found.files, field=f"{field}.path={source.path!r}")
-            if saved is not None:
-                return saved
-        if not found.is_folder:
-            return found.files
-        files, self.left_out = data_files(found.files, path=source.path, format=source.format, field=field)
-        return files
+    def _at(self, number: int) -> Records:
+        if self._records[number] is None:
+            self.open([number])
+        records = self._records[number]
+        assert records is not None
+        return records
 
     def _check_first_records(self, field: str) -> None:
         """Refuses a source of which no file has a good record among its first: its format or text field is wrong.
@@ -248,7 +241,7 @@ class Corpus:
 
     @property
     def first_of_unknown_sizes(self) -> int | None:
-        """First file with sizes that are only known by reading its records; None if there is none."""
+        """First file with such records; None if there is none."""
         return next((n for n, records in enumerate(self._opened) if records.sizes_need_reading), None)
 
     def stored_names(self, first: int, end: int) -> list[str]:
@@ -334,17 +327,9 @@ class Corpus:
         They are the files' names, but each part of 32 MiB of a JSON lines file has one of its own, so that a record has
         the same identity whether the file was read as a whole before or not.
         """
-        if not self.is_open:
+        if not self.is_open or not self._files:
             return self.names, self.file_ends
-        names, ends = [], []
-        for number, (file, end) in enumerate(zip(self._files, self.file_ends.tolist(), strict=False)):
-            parts, records = parts_of(file, self.source.format), self._at(number)
-            names += [part_name(part) for part in parts]
-            if len(parts) > 1 and isinstance(records, JsonLines):
-                first = end - len(records)
-                ends += [first + records.lines_before(part.span[0]) for part in parts[1:] if part.span is not None]
-            ends.append(end)
-        return (names, np.asarray(ends, np.int64)) if self._files else (self.names, self.file_ends)
+        return identities_of_parts(self._files, self._opened, self.source.format)
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record, the number counted from 0 within the file or its part."""
@@ -360,14 +345,10 @@ class Corpus:
         Args:
           files: the numbers of the files that count; None: all.
         """
-        some = range(len(self.names)) if files is None else files
-        return hashlib.blake2b(b"".join([self._told[n] for n in some]), digest_size=8).hexdigest()
-
-    @functools.cached_property
-    def _told(self) -> list[bytes]:
-        """What the fingerprint tells of each file."""
-        each = zip(self.names, self._sizes, self._counts.tolist(), strict=True)
-        return [f"{name}\0{size}\0{count}\n".encode() for name, size, count in each]
+        each = list(zip(self.names, self._sizes, self._counts.tolist(), strict=True))
+        some = each if files is None else [each[n] for n in files]
+        told = "".join(f"{name}\0{size}\0{count}\n" for name, size, count in some)
+        return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
     def close(self) -> None:
         """Frees decoded row groups and closes readers; a later read opens them again."""
