@@ -153,7 +153,7 @@ def test_a_window_that_takes_long_is_said_in_the_log_of_a_run(folder: Path, monk
                 time.sleep(0.2)
             return content(name, request)
 
-        store.content = slowly  # pyright: ignore[reportAttributeAccessIssue]
+        store.content = slowly
         dataset = open_dataset(spec(store.url, folder, shuffle_window_bytes=1 << 17, eval_fraction=0.0), seed=0)
         assert dataset.streams[0].num_documents is None
         with dataset.train_batches() as batches:
