@@ -46,42 +46,49 @@ def command(devices: int, workdir: str) -> list[str]:
     return [sys.executable, "-m", "jtrain.launch", "--config=tiny", "--with", "debug", "--workdir", workdir, *given]
 
 
-def trained(folder: Path, *, from_step: int, devices: int = 1) -> str:
+def finished(folders: list[Path], *, workdir: str, devices: int) -> list[tuple[int, str]]:
+    """Runs a process in each folder, which share the run; returns their exit codes and what they printed."""
+    environ = ENVIRON | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // len(folders)}"}
+    if len(folders) > 1:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            environ["JTRAIN_COORDINATOR"] = f"localhost:{free.getsockname()[1]}"
+        environ["JTRAIN_NUM_PROCESSES"] = str(len(folders))
+    processes = [
+        subprocess.Popen(
+            command(devices, workdir),
+            cwd=folder,
+            env=environ | ({"JTRAIN_PROCESS_ID": str(number)} if len(folders) > 1 else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number, folder in enumerate(folders)
+    ]
+    said = [process.communicate(timeout=240)[0] for process in processes]
+    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+
+
+def trained(folder: Path, *, from_step: int, devices: int = 1, processes: int = 1) -> str:
     """Trains to the end, from a checkpoint as if the run had been killed after it; returns what was printed."""
     for step in (4, 8, 12):
         if step > from_step:
             shutil.rmtree(folder / "run" / "checkpoints" / str(step), ignore_errors=True)
-    environ = ENVIRON | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    done = subprocess.run(command(devices, "run"), cwd=folder, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = finished([folder] * processes, workdir="run", devices=devices)
+    assert [code for code, _ in done] == [0] * processes, done
+    return done[0][1]
 
 
 @pytest.mark.slow
 def test_processes_that_see_other_files_do_not_start(tmp_path: Path) -> None:
     """A file that arrives while the hosts start: without the check they would train on different plans until a save."""
-    for process, files in enumerate((2, 3)):
-        (tmp_path / str(process)).mkdir()
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for files, folder in zip((2, 3), folders, strict=True):
+        folder.mkdir()
         for number in range(files):
-            add_file(tmp_path / str(process), number)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    environ = ENVIRON | {"JTRAIN_COORDINATOR": f"localhost:{port}", "JTRAIN_NUM_PROCESSES": "2", "XLA_FLAGS": ""}
-    processes = [
-        subprocess.Popen(
-            command(2, str(tmp_path / "run")),
-            cwd=tmp_path / str(process),
-            env=environ | {"JTRAIN_PROCESS_ID": str(process)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    for process in processes:
-        _, said = process.communicate(timeout=240)
-        assert process.returncode == 2, said
+            add_file(folder, number)
+    for code, said in finished(folders, workdir=str(tmp_path / "run"), devices=2):
+        assert code == 2, said
         assert "the processes of this run find different files at data.path='text'. Give every host the same" in said
 
 
@@ -114,10 +121,10 @@ def test_a_run_goes_on_with_files_that_it_has_gained(tmp_path: Path) -> None:
     assert {step for step in alone if alone[step] != joined[step]} == set(range(5, 13))
     assert evaluated(tmp_path) == tokens, "the same held-out documents"
 
-    said = trained(tmp_path, from_step=8, devices=2)
+    said = trained(tmp_path, from_step=8, devices=2, processes=2)
     assert "gained" not in said
-    assert hashes(tmp_path) == joined, "killed, and resumed on two devices"
+    assert hashes(tmp_path) == joined, "killed, and resumed as two processes that share the reading"
 
     add_file(tmp_path, 4)
-    assert "step 8: data has gained 1 file" in trained(tmp_path, from_step=8)
+    assert "step 8: data has gained 1 file" in trained(tmp_path, from_step=8, devices=2)
     assert {step for step in joined if joined[step] != hashes(tmp_path)[step]} == set(range(9, 13))
