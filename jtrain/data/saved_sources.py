@@ -78,7 +78,6 @@ def resumed(
     if corpus is None or not generations:
         same = stream.fingerprint() == saved["fingerprint"]
         return Resumed(stream.resumed(setup), "") if same else _changed(stream, saved)
-    setup = dataclasses.replace(setup, generations=generations)
     if corpus.is_open != saved["opened_whole"]:
         # It is opened as at the first start, which decides the order, however large it is now.
         corpus.close()
@@ -87,7 +86,8 @@ def resumed(
         corpus = stream.corpus
         assert corpus is not None
     known, here = generations[-1].files, len(corpus.names)
-    if corpus.is_open and (other := corpus.first_of_unknown_sizes) is not None and other >= known:
+    other = corpus.first_of_unknown_sizes if corpus.is_open else None
+    if other is not None and (other >= known or not saved["opened_whole"]):
         return _other_format(stream, corpus.names[other])
     if known > here or stream.fingerprint(range(known)) != saved["fingerprint"]:
         return _changed(stream, saved)
@@ -141,7 +141,7 @@ def _changed_files(stream: ChunkStream, saved: dict[str, Any], way: str) -> tupl
     place = names.index(last)
     if place < known:
         gone = known - 1 - place
-        return f"{gone:,} of its {known:,} files are gone" if gone else f"its first {known:,} files changed", way
+        return f"{gone:,} of its {known:,} files are gone" if gone else "its files, or what reads them, changed", way
     new = place + 1 - known
     tried = range(known if known <= _MOST_TRIED else 0)
     first = next((n for n in tried if stream.fingerprint(_without(n, new, known)) == saved["fingerprint"]), None)

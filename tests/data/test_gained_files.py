@@ -227,6 +227,8 @@ def test_a_source_that_has_become_large_is_opened_as_at_its_first_start(tmp_path
         next(batches)
         assert "data has gained 49 files (588 documents" in batches.said()[0]
     assert second.streams[0].num_documents == 99 * 12
+    (tmp_path / "files" / "03.jsonl").unlink()
+    assert "(1 of its 50 files are gone): " in refused(tmp_path / "files", state, window=1 << 17)
 
 
 def test_a_source_at_its_end_reads_what_it_has_gained_and_no_more(tmp_path: Path) -> None:
@@ -253,14 +255,16 @@ def test_a_source_at_its_end_reads_what_it_has_gained_and_no_more(tmp_path: Path
 
 def test_evaluations_go_on_with_the_same_documents(tmp_path: Path) -> None:
     """New documents are held out by the same hash, and neither trained on nor evaluated by this run."""
-    for file in range(30):
+    for file in range(60):
         write_lines(tmp_path / "files", file)
     fields = {"eval_fraction": 0.2, "engine": "inline", "eval_batches": 2}
     for window in (1 << 26, 1 << 16):
         dataset = open_dataset(spec(tmp_path / "files", window, **fields), seed=0)
+        assert (dataset.streams[0].num_documents is None) == (window == 1 << 16)
         want = [batch.batch.token_BL for batch in dataset.held_out().batches()]
         _, state = hosts_batches(dataset, None, 1, 3)
-        write_lines(tmp_path / "files", 30 + (window == 1 << 16))
+        for file in range(60, 80) if window == 1 << 26 else range(80, 99):
+            write_lines(tmp_path / "files", file)
         again = open_dataset(spec(tmp_path / "files", window, **fields), seed=0)
         held_out = again.held_out()
         with again.train_batches(state) as batches:
@@ -308,7 +312,7 @@ def test_refusals_say_which_file_and_a_way_that_works(tmp_path: Path) -> None:
     (folder / "03.jsonl").write_bytes(content[:-3] + b'x"}')
     assert open_dataset(spec(folder), seed=0).misfit(state) is None, "names, sizes and counts are what is compared"
     (folder / "03.jsonl").write_bytes(content + b"\n" + content)
-    assert "(its first 8 files changed): the next batches would differ" in refused(folder, state)
+    assert "(its files, or what reads them, changed): the next batches would differ" in refused(folder, state)
     (folder / "03.jsonl").unlink()
     assert "(1 of its 8 files are gone): " in refused(folder, state)
     (folder / "03.jsonl").write_bytes(content)
@@ -320,11 +324,15 @@ def test_refusals_say_which_file_and_a_way_that_works(tmp_path: Path) -> None:
 def test_files_of_another_kind_cannot_join(window: int, tmp_path: Path) -> None:
     """Row groups have no sizes by which their chunks could be shuffled with those of JSON lines."""
     folder = tmp_path / "files"
-    for file in range(30):
+    for file in range(60):
         write_lines(folder, file)
     _, state = hosts_batches(open_dataset(spec(folder, window), seed=0), None, 1, 3)
-    write_groups(folder, 30)
+    assert state["sources"]["data"]["opened_whole"] == (window == 1 << 26)
+    write_groups(folder, 60)
     said = refused(folder, state, window=window)
-    assert "data has gained 30.parquet, whose texts have sizes that are only known by reading them" in said
-    (folder / "30.parquet").rename(tmp_path / "30.parquet")
+    assert "data has gained 60.parquet, whose texts have sizes that are only known by reading them" in said
+    (folder / "60.parquet").rename(folder / "00.parquet")
+    why = "(00.parquet sorts before 59.jsonl" if window == 1 << 26 else "data has gained 00.parquet, whose texts"
+    assert why in refused(folder, state, window=window)
+    (folder / "00.parquet").rename(tmp_path / "00.parquet")
     assert open_dataset(spec(folder, window), seed=0).misfit(state) is None, "the way out works"

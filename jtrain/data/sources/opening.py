@@ -89,7 +89,7 @@ class Opening:
 
     @property
     def so_far(self) -> Opened:
-        """What is open so far, with the bytes that were read of further files."""
+        """Files and bytes that are open so far, with the bytes that were read of further files."""
         with self._lock:
             return self._whole._replace(size_bytes=self._whole.size_bytes + sum(self._partly.values()))
 
