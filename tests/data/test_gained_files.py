@@ -17,6 +17,7 @@ from jtrain.data import PackedText, open_dataset
 from jtrain.data.chunk_order import SizedChunks
 from jtrain.data.chunk_stream import ChunkStream
 from jtrain.data.growing_order import GrowingChunks
+from jtrain.data.pretokenized.build import prepare_command
 from jtrain.data.saved_sources import Resumed, resumed, running_setup, saved_source
 from jtrain.data.windowed_order import WindowedChunks
 from jtrain.errors import UserError
@@ -336,3 +337,23 @@ def test_files_of_another_kind_cannot_join(window: int, tmp_path: Path) -> None:
     assert why in refused(folder, state, window=window)
     (folder / "00.parquet").rename(tmp_path / "00.parquet")
     assert open_dataset(spec(folder, window), seed=0).misfit(state) is None, "the way out works"
+
+
+def test_a_prepared_folder_with_more_files_is_another_index(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+
+    def prepare(out: str) -> str:
+        data = spec(folder)
+        options = {"tokenizer": "bytes", "end_token": None, "on_bad_record": "fail", "cache_dir": tmp_path / "cache"}
+        prepare_command(data.named_sources, tmp_path / out, **options, workers=1, command="prepare", json_file=None)
+        return str(tmp_path / out)
+
+    for file in range(10):
+        write_lines(folder, file)
+    before = prepare("before")
+    _, state = hosts_batches(open_dataset(spec(folder, prepared=before), seed=0), None, 1, 3)
+    write_lines(folder, 10)
+    said = refused(folder, state, prepared=prepare("after"))
+    assert "(what is prepared anew, or with more files, has another order: an index is cut and shuffled as a" in said
+    assert "Restore the folder that data.prepared named" in said
+    assert open_dataset(spec(folder, prepared=before), seed=0).misfit(state) is None, "the way out works"
