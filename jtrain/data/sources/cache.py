@@ -81,7 +81,7 @@ def _copy(file: StoredFile, compression: str | None, out: BinaryIO, told: Callab
                 break
             received += len(block)
             out.write(block)
-            told(raw.tell())
+            told(raw.tell() if compression and not file.is_remote else received)
     if not compression and file.size_bytes not in (-1, received):
         raise Passing(f"{file.called}: {received:,} of {file.size_bytes:,} bytes arrived. Start again.")
 
