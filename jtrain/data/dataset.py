@@ -14,6 +14,7 @@ from jtrain.data.constructor.context_order import context_order
 from jtrain.data.data_plane import InlinePlane, Plane, ProcessPlane
 from jtrain.data.growing_order import WindowAnchor
 from jtrain.data.held_out import HeldOutSet
+from jtrain.data.hosts.peers import meet
 from jtrain.data.iterator import BatchIterator, to_json
 from jtrain.data.mixture.schedule import own_weights
 from jtrain.data.planner.planner import Planner, PlannerSpec
@@ -21,6 +22,7 @@ from jtrain.data.ray.engine import RayPlane, trainers
 from jtrain.data.sources.shuffle import epoch_key
 from jtrain.data.spec import PackedText
 from jtrain.errors import UserError
+from jtrain.runtime import multihost
 
 _STATE_VERSION = 4
 
@@ -128,7 +130,7 @@ class TextDataset:
     ) -> BatchIterator:
         """Starts the data plane; returns batches of `global_batch` rows, from the first one or from a saved state.
 
-        The iterator must be closed.
+        The iterator must be closed. A collective where processes have joined, as they divide the reading.
 
         Args:
           start_state: a state that `BatchIterator.state` returned; None starts from the first batch.
@@ -192,6 +194,7 @@ class TextDataset:
                 read_timeout_s=self.spec.read_timeout_s,
                 slots=SLOTS,
                 preload=tuple(name for name in _PRELOAD if name in sys.modules),
+                peers=meet() if multihost.is_joined() and self.spec.prepared is None else None,
             )
         return BatchIterator(plane, state, self._identity(setups), self.names, changes)
 

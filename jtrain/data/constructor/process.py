@@ -7,6 +7,7 @@ import pickle
 import socket
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -17,8 +18,10 @@ from jtrain.data.autoscaler.placement import Placement
 from jtrain.data.autoscaler.policy import Autoscaler
 from jtrain.data.constructor.collate import ARRAYS
 from jtrain.data.constructor.constructor import Constructor, ConstructorSetup, DataState
+from jtrain.data.constructor.fetched_rows import FetchedRows
+from jtrain.data.hosts.peers import Peers
 from jtrain.data.loaders.forkserver import ForkserverClient
-from jtrain.data.loaders.pool import ProcessPool
+from jtrain.data.loaders.pool import Pool, ProcessPool
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
 
 SCALE_EVERY_S = 0.25
@@ -27,7 +30,10 @@ SCALE_EVERY_S = 0.25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessSetup:
-    """Settings of a constructor process: its work, and how to run its loaders."""
+    """Settings of a constructor process: its work, and how to run its loaders.
+
+    peers: the constructors of the other hosts, with which it divides the reading; None: it reads everything itself.
+    """
 
     constructor: ConstructorSetup
     max_loaders: int
@@ -35,6 +41,7 @@ class ProcessSetup:
     read_timeout_s: float
     slots: int
     state: DataState | None
+    peers: Peers | None
 
 
 class Slots:
@@ -87,7 +94,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     try:
         scaler = Autoscaler(work.planner.names, work.planner.schedule, max_loaders=setup.max_loaders)
         placement, why = scaler.start(0 if setup.state is None else setup.state.planner.step)
-        pool = ProcessPool(
+        loaders = ProcessPool(
             work.sources,
             door,
             placement=_named(placement),
@@ -98,7 +105,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
         )
         for line in why:
             say(line)
-        constructor = Constructor(work, pool, setup.state)
+        constructor, pool = _constructor(setup, loaders, descriptors[2:], say)
         ended, looked_s, steps, starved_s = False, time.monotonic(), 0, 0.0
         while True:
             constructor.advance()
@@ -137,3 +144,18 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
 
 def _named(placement: Placement) -> dict[str, tuple[int, ...]]:
     return {f"loader-{number}": sources for number, sources in placement.items()}
+
+
+def _constructor(
+    setup: ProcessSetup, pool: ProcessPool, listening: list[int], say: Callable[[str], None]
+) -> tuple[Constructor, Pool]:
+    """Returns the constructor and its pool: with other hosts, one of the loaders of all of them."""
+    work = setup.constructor
+    if setup.peers is None:
+        return Constructor(work, pool, setup.state), pool
+    from jtrain.data.hosts.peer_links import PeerLinks  # lazy, both: asyncio takes 5 MB, which one host need not pay
+    from jtrain.data.hosts.shared_pool import SharedPool
+
+    links = PeerLinks(socket.socket(fileno=listening[0]), setup.peers)
+    shared = SharedPool(work.sources, pool, links, say=say)
+    return FetchedRows(work, shared, setup.state), shared

@@ -37,7 +37,7 @@ class InlinePool:
             skipped = dict(read.skipped)
             starts = starts_of(read.lengths)
             run = ChunkRun(part.source, numbers, starts, read.ids, skipped, seconds, "trainer", read.ignored)
-            run.anchor = read.anchor
+            run.anchor, run.tag = read.anchor, part.tag
             self._ready.append(run)
 
     def connections(self) -> list[Any]:

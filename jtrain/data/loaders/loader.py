@@ -65,6 +65,7 @@ class RequestPart:
     numbers: numbers of the chunks.
     anchor: see `ChunkStream.read`.
     skip: numbers to leave out.
+    tag: returned with each run that answers this part, for whoever asked.
     share: (r, m): of a grouped source, only the chunks of groups whose key is r modulo m are read, and the answer holds
       their numbers alone. The m shares of a request answer each number once.
     """
@@ -73,12 +74,17 @@ class RequestPart:
     numbers: Int[np.ndarray, " n"]
     anchor: WindowAnchor | None = None
     skip: frozenset[int] = frozenset()
+    tag: int = 0
     share: tuple[int, int] = WHOLE
 
     def split(self, count: int) -> "list[RequestPart]":
-        """Splits the part into shares of `count` loaders, which together are its own share."""
+        """Splits the part into `count` shares, which together are its own share.
+
+        Each source begins with another one, since many sources have fewer groups in a window than there are shares.
+        """
         rest, modulus = self.share
-        return [dataclasses.replace(self, share=(rest + modulus * i, modulus * count)) for i in range(count)]
+        turns = [(i + self.source) % count for i in range(count)]
+        return [dataclasses.replace(self, share=(rest + modulus * turn, modulus * count)) for turn in turns]
 
     def each(self) -> "list[RequestPart]":
         """Splits the part into parts of one chunk each."""

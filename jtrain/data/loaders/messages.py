@@ -39,6 +39,8 @@ class ChunkRun:
     """Location of the payload, by which the pool frees it."""
     anchor: WindowAnchor | None = None
     """See `Read`."""
+    tag: int = 0
+    """See `RequestPart`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -319,6 +319,7 @@ class ProcessPool:
             ids = loader.shared.view(start + padded(lengths_bytes), ids_bytes).view(dtype)
             run = ChunkRun(part.source, numbers, starts_of(lengths), ids, dict(skipped), seconds, loader.name)
             run.ignored, run.place, run.anchor = runs_of_bytes(ignored), (loader, start), anchor
+            run.tag = part.tag
             self._observe(run)
             runs.append(run)
 

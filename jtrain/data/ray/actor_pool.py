@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from jtrain.data.chunk_stream import SourceSetup
+from jtrain.data.constructor.fetched_rows import FetchedIds
 from jtrain.data.loaders.loader import RequestPart
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, runs_of_bytes, starts_of
 from jtrain.data.loaders.pool import MOST_DEATHS
@@ -25,17 +26,11 @@ _SUSPECTS = 8
 """Pieces into which a request is cut after loaders were lost at it: two cuts narrow a run down to one document."""
 
 
-@dataclasses.dataclass
-class _Fetched:
-    """Payload of a run: its request, and the ids of its documents that were fetched, by place in the run.
-
-    ignored: runs of ids that are not learned, of documents that have such.
-    """
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Fetched(FetchedIds):
+    """Payload of a run, with its request."""
 
     ask: RunRequest
-    ids: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    asked: set[int] = dataclasses.field(default_factory=set)
-    ignored: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
@@ -285,7 +280,7 @@ class RayPool:
             peer.busy_s += found.seconds
             part = ask.part
             run = ChunkRun(part.source, part.numbers, starts, ids, dict(found.skipped), found.seconds, peer.name)
-            run.anchor, run.place = found.anchor, _Fetched(ask, by_place, set(by_place), ignored)
+            run.anchor, run.place = found.anchor, _Fetched(by_place, set(by_place), ignored, ask=ask)
             runs.append(run)
 
     def _lost(self, peer: _LoaderActor, error: Exception) -> None:
