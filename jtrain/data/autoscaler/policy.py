@@ -7,8 +7,8 @@ placement.
 It follows the AutoScaler of arXiv:2504.09844 (profile, auto-partition, follow the schedule, hysteresis) as far as it is
 published, and differs where that would not work:
 
-- The need of a source is the seconds that loaders spend on it per second of the trainer *without its wait for data*.
-  With all seconds as the divisor, a starved trainer would lower the demand until the starved placement looks right.
+- The need of a source is its seconds per token x tokens per step / seconds per step *without the wait for data*. With
+  the whole step as the divisor, a starved trainer would lower the demand until the starved placement looks right.
 - The schedule is exact, so a rising weight acts at once. Measurements have to agree in two windows, and so does every
   decision that gives loaders back.
 - If the needs exceed max_loaders, they are all scaled down by the same factor.
@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jtrain.data.autoscaler.placement import FULL, Placement, repair
+from jtrain.data.planner.graph import Unit
 
 TARGET_BUSY = 0.75
 """Planned share of busy time of a loader; the rest absorbs changes on which the hysteresis has not acted yet."""
@@ -30,7 +31,7 @@ TARGET_BUSY = 0.75
 START_S = 10.0
 """Seconds from a decision to the first documents: start a process, open (remote) files, fill the buffers."""
 
-WINDOW_S = 5.0
+WINDOW_S = 3.0
 """Measurements are judged once in so many seconds; two windows in a row must agree."""
 
 _GUESS = 0.5
@@ -51,26 +52,30 @@ class Autoscaler:
     Args:
       names: names of the sources; every array below has one entry per source, in this order.
       schedule: weights of the sources by step.
+      step_tokens: tokens of a step.
+      unit: unit of the weights.
       max_loaders: largest number of loader processes, standbys not counted.
 
     Attributes:
       placement: current placement.
     """
 
-    def __init__(self, names: Sequence[str], schedule: Any, *, max_loaders: int) -> None:
+    def __init__(
+        self, names: Sequence[str], schedule: Any, *, step_tokens: int, unit: Unit = "tokens", max_loaders: int
+    ) -> None:
         self.names = tuple(names)
         self.max_loaders = max_loaders
         self.placement: Placement = {}
         size = len(self.names)
-        self._schedule = schedule
+        self._schedule, self._step_tokens, self._unit = schedule, step_tokens, unit
         self._next_loader = 0
         self._weight = np.zeros(size)  # planned weights: rise at once, fall after two windows
         self._recent_weight = np.zeros((2, size))  # largest weights of the previous and of the current window
         self._step_s = 1.0
         self._rate = _StickyRates(size)
-        self._read_s = np.zeros(size)  # since a source was last judged, like the next one
-        self._weight_s = np.zeros(size)
-        self._window_s = -1.0  # none yet
+        self._read = np.zeros((3, size))  # seconds, tokens and documents that were read in this window
+        self._known = np.full((2, size), np.nan)  # seconds and documents per token, in the last window with some
+        self._window = np.zeros(3)  # steps, seconds, and seconds of waiting of this window
         self._is_short = False
 
     @property
@@ -86,9 +91,9 @@ class Autoscaler:
         used, total = np.count_nonzero(self._weight), len(self.names)
         return self.placement, [f"start: {used} of {total} sources have a weight: {_loaders(len(self.placement))}"]
 
-    def observe(self, source: int, read_s: float) -> None:
-        """Adds the seconds that a loader took for a run."""
-        self._read_s[source] += read_s
+    def observe(self, source: int, *, read_s: float, tokens: int, documents: int) -> None:
+        """Adds a run: the seconds that a loader took, and what it read."""
+        self._read[:, source] += read_s, tokens, documents
 
     def update(self, step: int, *, steps: int, seconds: float, wait_s: float) -> tuple[Placement, list[str]]:
         """Returns the placement from now on, and a sentence for each decision.
@@ -101,25 +106,34 @@ class Autoscaler:
           seconds: seconds since the last call.
           wait_s: seconds of these that the trainer waited for data.
         """
-        if self._window_s < 0:  # until now sources were opened, and the first batches read ahead
-            self._read_s[:] = self._window_s = 0.0
-            return self.placement, []
         self._step_s += 0.1 * (seconds / max(steps, 1) - self._step_s)
-        computing_s = max(seconds - wait_s, 0.02 * seconds)
-        self._weight_s += computing_s * self._schedule.weights(step, self.names)
-        self._window_s += seconds
+        self._window += steps, seconds, wait_s
         ahead = self._ahead(step)
         rises = bool((ahead > self._weight + 1e-9).any())
         self._weight = np.maximum(self._weight, ahead)
         self._recent_weight[1] = np.maximum(self._recent_weight[1], ahead)
-        ends = bool(self._window_s >= WINDOW_S)
+        ends = bool(self._window[1] >= WINDOW_S)
         if ends:
             self._weight = self._recent_weight.max(0)
             self._recent_weight[0], self._recent_weight[1] = self._recent_weight[1], ahead
-            self._rate.judge(self._read_s, self._weight_s)
-            self._window_s = 0.0
+            self._rate.judge(self._measured(ahead))
+            self._read[:] = self._window[:] = 0.0
         lines = self._replan(step, merge=ends) if ends or rises else []
         return self.placement, lines
+
+    def _measured(self, weight: Float[np.ndarray, " sources"]) -> Float[np.ndarray, " sources"]:
+        """Returns the loaders per unit of weight by this window; NaN for sources that were never read."""
+        read_s, tokens, documents = self._read
+        here = tokens > 0
+        self._known[:, here] = read_s[here] / tokens[here], documents[here] / tokens[here]
+        steps, seconds, wait_s = self._window.tolist()
+        step_s = max(seconds - wait_s, 0.02 * seconds) / max(steps, 1.0)
+        cost_s, per_token = self._known
+        per_weight = np.full(len(cost_s), float(self._step_tokens))  # tokens in a step
+        if self._unit == "samples":  # weights are shares of documents
+            known = ~np.isnan(per_token)
+            per_weight[known] /= per_token[known] * max(float((weight[known] / per_token[known]).sum()), 1e-9)
+        return cost_s * per_weight / step_s
 
     def _ahead(self, step: int) -> Float[np.ndarray, " sources"]:
         """Returns each source's largest share between `step` and the step at which a new loader would be ready."""
@@ -164,7 +178,7 @@ class Autoscaler:
 
 
 class _StickyRates:
-    """Loaders per unit of weight, which change only if two windows in a row agree, and then to the larger of the two.
+    """Loaders per unit of weight, which change only if two windows in a row agree, and then by the lesser change.
 
     Attributes:
       value: planned rates; sources that were never read have the median of the others.
@@ -174,21 +188,17 @@ class _StickyRates:
         self.value = np.full(size, _GUESS)
         self._last = self.value.copy()
         self._last_side = np.zeros(size, int)
-        self._seen = np.zeros(size, np.bool_)
 
-    def judge(self, read_s: Float[np.ndarray, " sources"], weight_s: Float[np.ndarray, " sources"]) -> None:
-        """Takes in a window: seconds of loaders, and of the trainer times weight; resets those of judged sources."""
-        here = (read_s > 0) & (weight_s > 0)
-        if not here.any():
-            return
-        rate = np.where(here, read_s / np.where(here, weight_s, 1.0), self._last)
-        side = np.where(here, (rate > self.value * _RISE).astype(int) - (rate < self.value * _FALL), self._last_side)
-        changed = here & (side != 0) & (side == self._last_side)
-        self.value = np.where(changed, np.maximum(rate, self._last), self.value)
+    def judge(self, rate: Float[np.ndarray, " sources"]) -> None:
+        """Takes in the rates of a window; NaN for sources that were never read."""
+        side = (rate > self.value * _RISE).astype(int) - (rate < self.value * _FALL)
+        changed = (side != 0) & (side == self._last_side)
+        nearer = np.where(side > 0, np.minimum(rate, self._last), np.maximum(rate, self._last))
+        self.value = np.where(changed, nearer, self.value)
         self._last, self._last_side = rate, np.where(changed, 0, side)
-        self._seen |= here
-        self.value[~self._seen] = np.median(self.value[self._seen])
-        read_s[here], weight_s[here] = 0.0, 0.0
+        unread = np.isnan(rate)
+        if unread.any() and not unread.all():
+            self.value[unread] = np.median(self.value[~unread])
 
 
 def _loaders_of(placement: Placement) -> dict[int, list[int]]:

@@ -92,7 +92,14 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
 
     threading.Thread(target=beat, name="data-heartbeat", daemon=True).start()
     try:
-        scaler = Autoscaler(work.planner.names, work.planner.schedule, max_loaders=setup.max_loaders)
+        planned = work.planner
+        scaler = Autoscaler(
+            planned.names,
+            planned.schedule,
+            step_tokens=planned.global_batch * planned.seq_len,
+            unit=planned.unit,
+            max_loaders=setup.max_loaders,
+        )
         placement, why = scaler.start(0 if setup.state is None else setup.state.planner.step)
         loaders = ProcessPool(
             work.sources,
@@ -101,7 +108,9 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
             shadows=setup.shadows,
             read_timeout_s=setup.read_timeout_s,
             say=say,
-            observe=lambda run: scaler.observe(run.source, run.read_s),
+            observe=lambda run: scaler.observe(
+                run.source, read_s=run.read_s, tokens=len(run.ids), documents=len(run.numbers)
+            ),
         )
         for line in why:
             say(line)

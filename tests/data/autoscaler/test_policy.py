@@ -1,8 +1,8 @@
 import pytest
 
-from jtrain.data.autoscaler.policy import TARGET_BUSY, WINDOW_S, Autoscaler
+from jtrain.data.autoscaler.policy import TARGET_BUSY, WINDOW_S
 from jtrain.data.mixture.schedule import Constant, Staged
-from tests.data.autoscaler.autoscaling import even, on, scaler, windows
+from tests.data.autoscaler.autoscaling import STEP_TOKENS, STEPS, even, on, policy_of, scaler, windows
 
 
 def test_one_strange_window_changes_nothing() -> None:
@@ -100,9 +100,7 @@ def test_loaders_merge_again_when_their_sources_have_become_cheap() -> None:
 
 def test_a_source_without_weight_is_closed_after_some_windows_and_opened_when_it_is_announced() -> None:
     schedule = Staged(((0, {"a": 1, "b": 1}), (10, {"a": 1}), (1000, {"a": 4, "b": 1})))
-    policy = Autoscaler(("a", "b"), schedule, max_loaders=8)
-    policy.start(0)
-    policy.update(0, steps=1, seconds=1.0, wait_s=0.0)
+    policy = policy_of(("a", "b"), schedule)
     said = [policy.update(step, steps=5, seconds=WINDOW_S, wait_s=0.0)[1] for step in (15, 20, 25)]
     assert said == [[], [], ["step 25: loaders 1 -> 1: b needs 0 at weight 0, now on none"]]
     assert policy.placement == {0: (0,)}
@@ -113,9 +111,7 @@ def test_a_source_without_weight_is_closed_after_some_windows_and_opened_when_it
 
 def test_a_weight_that_rises_between_windows_is_acted_on_at_once() -> None:
     schedule = Staged(((0, {"a": 99, "b": 1}), (1000, {"a": 1, "b": 99})))
-    policy = Autoscaler(("a", "b"), schedule, max_loaders=8)
-    policy.start(0)
-    policy.update(0, steps=1, seconds=1.0, wait_s=0.0)
+    policy = policy_of(("a", "b"), schedule)
     windows(policy, 3, [0.1, 0.05])
     assert len(policy.placement) == 1
     _, lines = policy.update(995, steps=1, seconds=0.3, wait_s=0.0)
@@ -125,30 +121,36 @@ def test_a_weight_that_rises_between_windows_is_acted_on_at_once() -> None:
 
 def test_a_source_never_read_is_guessed_like_the_others() -> None:
     schedule = Staged(((0, {"a": 1, "b": 1}), (1000, {"a": 1, "b": 1, "c": 2})))
-    policy = Autoscaler(("a", "b", "c"), schedule, max_loaders=8)
-    policy.start(0)
-    policy.update(0, steps=1, seconds=1.0, wait_s=0.0)
+    policy = policy_of(("a", "b", "c"), schedule)
     windows(policy, 3, [1.0, 1.0])
     policy.update(995, steps=1, seconds=0.3, wait_s=0.0)
     assert policy.needs[2] == pytest.approx(0.5 * 2.0 / TARGET_BUSY)
 
 
-def test_a_rare_source_is_measured_over_as_many_windows_as_its_runs_are_apart() -> None:
-    """A run of a source at 1 % takes 0.6 s and lasts three windows: 0.04 loaders, and not 0.12."""
+def test_a_rare_source_is_known_by_its_first_run() -> None:
+    """A run of a source at 1 % lasts many windows: 50 s for 1,000 tokens, of which 100 are read in a step."""
     policy = scaler({"web": 0.99, "rare": 0.01})
-    for _ in range(4):
-        windows(policy, 1, [0.1, 0.12])
-        windows(policy, 2, [0.1, 0.0])
-    windows(policy, 1, [0.1, 0.12])
-    assert policy.needs[1] == pytest.approx(0.04 / TARGET_BUSY, rel=0.01)
+    policy.observe(1, read_s=50.0, tokens=1000, documents=10)
+    windows(policy, 2, [0.1, 0.0])
+    assert policy.needs[1] == pytest.approx(50.0 * 0.01 * STEP_TOKENS / 1000 / (WINDOW_S / STEPS) / TARGET_BUSY)
 
 
-def test_what_is_read_before_the_first_batch_does_not_count() -> None:
-    """Opening sources and reading ahead takes long once."""
-    policy = Autoscaler(("a",), Constant({"a": 1.0}), max_loaders=8)
-    policy.start(0)
-    policy.observe(0, 60.0)
-    policy.update(0, steps=1, seconds=1.0, wait_s=0.0)
+def test_weights_that_count_documents_are_turned_into_tokens() -> None:
+    """Half of the documents each, nine tenths of the tokens from one: so is its need."""
+    policy = policy_of(("short", "long"), Constant({"short": 0.5, "long": 0.5}), unit="samples")
+    for _ in range(2):
+        for source, share in enumerate((0.1, 0.9)):
+            tokens = int(STEPS * STEP_TOKENS * share)
+            policy.observe(source, read_s=2.0 * share * WINDOW_S, tokens=tokens, documents=STEPS)
+        policy.update(5, steps=STEPS, seconds=WINDOW_S, wait_s=0.0)
+    assert policy.needs.tolist() == pytest.approx([0.2 / TARGET_BUSY, 1.8 / TARGET_BUSY], rel=0.5)
+    assert policy.needs[1] == pytest.approx(1.8 / TARGET_BUSY)
+
+
+def test_the_opening_of_a_source_does_not_count_as_its_cost() -> None:
+    """The first run opens the source; the second window shows what reading costs."""
+    policy = scaler({"a": 1.0})
+    policy.observe(0, read_s=60.0, tokens=100, documents=1)
     windows(policy, 4, [0.3])
     assert len(policy.placement) == 1
     assert policy.needs[0] <= 0.5 / TARGET_BUSY
