@@ -77,7 +77,7 @@ class Read:
 
     lengths: tokens of each chunk; 0 if there is none, or its document is held out for evaluation or skipped.
     ids: token ids of all chunks, one after another.
-    skipped: (number, reason) of the first chunk of each bad document that was left out.
+    skipped: number of the first chunk of each bad document that was left out, and its `file:number` and the reason.
     ignored: runs (start, end) of `ids` that are read and not learned, ascending; none without a loss mask.
     numbers: numbers of the chunks; None if they are those of the request, in its order.
     """
@@ -218,7 +218,7 @@ class ChunkStream:
 
         Raises:
           BadRecord: a record is bad, or its file is gone or cannot be read, and `data.on_bad_record` is fail.
-          FileError: the prepared index cannot be read.
+          FileError: the prepared index cannot be read, or an error that may pass did not pass.
         """
         if share != WHOLE:
             assert isinstance(self.order, WindowedChunks), "only grouped sources are shared"
@@ -228,17 +228,21 @@ class ChunkStream:
         chunks = self.locate(numbers)
         at = self._growing.anchor(int(numbers.min())) if self._growing and len(numbers) else None
         wanted = self._wanted(chunks)
-        skipped = [(number, "its loader did not survive it") for number in numbers.tolist() if number in skip]
+        skipped = []
         if skip:
-            wanted &= ~np.isin(numbers, list(skip))
+            lost = np.isin(numbers, list(skip))
+            wanted &= ~lost
+            names = map(self.identity_of, chunks.record[lost].tolist())
+            why = [f"document {name}: its loader did not survive it" for name in names]
+            skipped = list(zip(numbers[lost].tolist(), why, strict=True))
         places = np.flatnonzero(wanted)
         here = Chunks(*(array[places] for array in chunks))
         lengths = np.zeros(len(numbers), np.int32)
         read = self._read(here, lambda i: watch(int(numbers[places[i]]), int(here.record[i])))
         lengths[places] = read.lengths
-        bad = [(int(numbers[places[i]]), reason) for i, reason in read.skipped]
+        skipped += [(int(numbers[places[i]]), reason) for i, reason in read.skipped]
         read_numbers = None if share == WHOLE else numbers
-        return dataclasses.replace(read, lengths=lengths, skipped=(*skipped, *bad), anchor=at, numbers=read_numbers)
+        return dataclasses.replace(read, lengths=lengths, skipped=tuple(skipped), anchor=at, numbers=read_numbers)
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record."""
@@ -333,7 +337,7 @@ class ChunkStream:
                 if self.setup.on_bad_record == "fail":
                     raise text
                 if first == 0:
-                    reasons.append((i, str(text)))
+                    reasons.append((i, f"document {self.identity_of(int(chunks.record[i]))}: {text}"))
                 text = ""
             chunk, start = self._cut(text, first, num)
             if masked:

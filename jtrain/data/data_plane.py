@@ -77,7 +77,7 @@ class InlinePlane:
 
     def said(self) -> list[str]:
         said, self._constructor.said = self._constructor.said, []
-        return said
+        return [*self._pool.said(), *said]
 
     def close(self) -> None:
         self._pool.close()

@@ -79,6 +79,7 @@ class BatchStats:
 
     drift: largest difference, over the sources, between the share of all tokens so far and the scheduled share.
     wait_s: seconds that the constructor waited for documents of this batch.
+    retries: reads that the loaders of this host repeated since they began.
     """
 
     step: int
@@ -90,6 +91,7 @@ class BatchStats:
     fill_s: float
     wait_s: float
     skipped: int
+    retries: int
     loaders: tuple[LoaderState, ...]
 
     def spread(self, ranks: int) -> float:
@@ -231,6 +233,7 @@ class Constructor:
             fill_s=time.perf_counter() - begun_s,
             wait_s=self._wait_s,
             skipped=int(self._state.skipped.sum()),
+            retries=self._pool.retries,
             loaders=tuple(self._pool.states()),
         )
         self._wait_s = 0.0

@@ -140,6 +140,10 @@ class SharedPool:
         else:
             self._send(place.host, ("done", place.number))
 
+    @property
+    def retries(self) -> int:
+        return self._local.retries
+
     def states(self) -> list[LoaderState]:
         return self._local.states()
 

@@ -6,6 +6,7 @@ from typing import Any
 from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.loaders.loader import RequestPart, SourceLoader
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, starts_of
+from jtrain.data.sources import retry
 from jtrain.data.sources.source import field_of
 from jtrain.runtime.resident_memory import resident_bytes
 
@@ -19,15 +20,20 @@ class InlinePool:
         self._ready: list[ChunkRun] = []
         self._documents = 0
         self._busy_s = 0.0
+        self._said: list[str] = []
+        self._reading = ""  # config path of the source that is being read
+        self._retries = retry.Retries(self._tell)
 
     def request(self, parts: list[RequestPart], *, first: bool = False) -> None:
         """Reads the documents; raises DataError if a source cannot be read."""
         for part in parts:
             begun_s = time.perf_counter()
+            self._reading = field_of(self._setups[part.source].name)
             try:
-                read = self._loader.documents(part.source).read(part.numbers, share=part.share, anchor=part.anchor)
+                with retry.heard(self._retries):
+                    read = self._loader.documents(part.source).read(part.numbers, share=part.share, anchor=part.anchor)
             except (ValueError, OSError) as error:
-                raise DataError(f"{field_of(self._setups[part.source].name)}: {error}") from error
+                raise DataError(f"{self._reading}: {error}") from error
             seconds = time.perf_counter() - begun_s
             numbers = part.numbers if read.numbers is None else read.numbers
             if not len(numbers):
@@ -39,6 +45,18 @@ class InlinePool:
             run = ChunkRun(part.source, numbers, starts, read.ids, skipped, seconds, "trainer", read.ignored)
             run.anchor, run.tag = read.anchor, part.tag
             self._ready.append(run)
+
+    @property
+    def retries(self) -> int:
+        return self._retries.count
+
+    def _tell(self, line: str, wait_s: float) -> None:
+        self._said += [f"data: {self._reading}: {line}"] if line else []
+
+    def said(self) -> list[str]:
+        """Returns messages about repeated reads since the last call."""
+        said, self._said = self._said, []
+        return said
 
     def connections(self) -> list[Any]:
         return []

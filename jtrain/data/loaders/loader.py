@@ -15,6 +15,7 @@ from jaxtyping import Int
 from jtrain.data.chunk_stream import WHOLE, ChunkStream, Read, SourceSetup
 from jtrain.data.growing_order import WindowAnchor
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
+from jtrain.data.sources import retry
 from jtrain.data.sources.formats.parquet import shared_cache
 from jtrain.runtime.resident_memory import resident_bytes
 
@@ -97,13 +98,19 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     Requests, pickled: `("read", id, parts)`, `("free", starts)`, `("close", source)`. Answers: `("run", id, [(start,
     bytes of ids, dtype of ids, skipped, seconds, anchor, bytes of `Read.ignored`, `Read.numbers`) of each part])`,
     where the payload starts at `start` in shared memory, the lengths before the ids; or `("failed", id, source,
-    message)`.
+    message)`. Before that, for each read that is repeated, `("again", source, line for the log)`.
     """
     setup: LoaderSetup = connection.recv()
     shared = SharedMemory(descriptors[0])
     header = shared.header
     identity = np.frombuffer(header, np.uint8)[IDENTITY_AT * 8 :]
     loader = SourceLoader(setup.sources)
+
+    def tell(line: str, wait_s: float) -> None:
+        header[SINCE_NS] = time.monotonic_ns() + int(wait_s * 1e9)  # it does not hang: the time until then is free
+        connection.send(("again", int(header[SOURCE]), line))
+
+    retries = retry.Retries(tell)
 
     def read(part: RequestPart) -> Read:
         header[[SOURCE, NUMBER, RECORD, SINCE_NS]] = part.source, -1, -1, time.monotonic_ns()
@@ -134,7 +141,8 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                 try:
                     for part in parts:
                         source, begun_s = part.source, time.perf_counter()
-                        done = read(part)
+                        with retry.heard(retries):
+                            done = read(part)
                         lengths_bytes = padded(done.lengths.nbytes)
                         start = shared.allocate(lengths_bytes + done.ids.nbytes)
                         shared.view(start, done.lengths.nbytes)[:] = done.lengths.view(np.uint8)

@@ -21,7 +21,7 @@ class ChunkRun:
 
     numbers: numbers of the documents.
     starts, ids: `ids[starts[i]:starts[i + 1]]` are the token ids of document `numbers[i]`.
-    skipped: number -> reason, for bad documents that were left out.
+    skipped: number -> `file:number` and reason, for bad documents that were left out.
     read_s: seconds that reading and tokenising took.
     ignored: runs (start, end) of `ids` that are not learned.
     loader: name of the loader.

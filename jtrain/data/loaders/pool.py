@@ -55,6 +55,11 @@ SHARED_BYTES = 1 << 20
 class Pool(Protocol):
     """Interface between a constructor and its loaders, wherever these run."""
 
+    @property
+    def retries(self) -> int:
+        """Number of reads that were repeated since the pool began."""
+        ...
+
     def request(self, parts: list[RequestPart], *, first: bool = False) -> None:
         """Requests documents; with `first` they go before all requests that no loader has begun.
 
@@ -161,6 +166,7 @@ class ProcessPool:
         self._skip: dict[int, set[int]] = collections.defaultdict(set)
         self._deaths: collections.Counter[tuple[int, int]] = collections.Counter()
         self._next_request = 0
+        self.retries = 0
         self._fruitless = 0  # loaders lost since documents last arrived
         self.place(placement)
         self._standbys = [self._start(f"shadow-{i}") for i in range(shadows)]
@@ -298,6 +304,12 @@ class ProcessPool:
             self._waiting.extendleft(reversed(left))
 
     def _take(self, loader: _Loader, answer: tuple[Any, ...], runs: list[ChunkRun]) -> None:
+        if answer[0] == "again":
+            _, source, line = answer
+            self.retries += 1
+            if line:
+                self._say(f"data: {field_of(self._setups[source].name)}: {line}")
+            return
         kind, number, *rest = answer
         request = loader.in_flight.pop(number)
         if kind == "failed":

@@ -102,7 +102,7 @@ class RayPool:
         self._waiting: collections.deque[_Request] = collections.deque()
         self._deaths: collections.Counter[tuple[int, int]] = collections.Counter()
         self._skip: dict[int, set[int]] = collections.defaultdict(set)
-        self._fruitless = 0
+        self._fruitless = self.retries = 0
         self._said: list[str] = []
         self.place(_dealt_out(len(setups), self._loaders))
 
@@ -192,8 +192,7 @@ class RayPool:
             if not names:
                 names.append(self._loaders[source % len(self._loaders)])
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
     def _home(self, part: RequestPart) -> str:
         """Returns the loader that reads a run; several loaders of one source take turns by run."""
@@ -245,6 +244,7 @@ class RayPool:
         payload: UInt8[np.ndarray, " bytes"],
         runs: list[ChunkRun],
     ) -> None:
+        self.retries, self._said = self.retries + len(answer.again), [*self._said, *filter(None, answer.again)]
         if answer.failed is not None:
             source, message = answer.failed
             raise DataError(f"{field_of(self._setups[source].name)}: {message}")

@@ -14,11 +14,12 @@ from jtrain.data.sources.file_parts import part_bytes, part_name, parts_of
 from jtrain.data.sources.formats import BadRecord, Records, open_file
 from jtrain.data.sources.formats.arrow import ArrowFile, saved_dataset_files
 from jtrain.data.sources.formats.parquet import ParquetFile, shared_cache
-from jtrain.data.sources.formats.record import SKIP
+from jtrain.data.sources.formats.record import SKIP, LostFile
 from jtrain.data.sources.formats.suffix import format_of
 from jtrain.data.sources.formats.text import JsonLines
+from jtrain.data.sources.retry import FileLost, NeverSkipped, retried
 from jtrain.data.sources.source import Source, field_of, identity_of
-from jtrain.data.sources.storage import CacheLost, StoredFile, search
+from jtrain.data.sources.storage import StoredFile, search
 from jtrain.errors import UserError
 
 DECODED_CACHE_BYTES = 1 << 30
@@ -166,7 +167,17 @@ class Corpus:
         return np.asarray(self._sizes, np.int64)
 
     def _open_one(self, number: int) -> Records:
-        return self._open(self._files[number], check_content=number in self._checked)
+        """Opens a file; where files are opened as they are read, one that is gone by then is a bad record."""
+        file, check = self._files[number], number in self._checked
+        try:
+            return retried(file.called, lambda: self._open(file, check_content=check))
+        except FileLost as error:
+            if self.is_open:
+                raise
+            return LostFile(error)
+
+    def _called(self, number: int) -> str:
+        return self._files[number].called if self._files else self.source.path
 
     def _at(self, number: int) -> Records:
         if (records := self._records[number]) is None:
@@ -193,15 +204,16 @@ class Corpus:
         when the files were opened.
         """
         some = range(len(self._records)) if self.is_open else sorted(self._checked)
-        files = [self._at(n) for n in some if self._sizes[n]]
-        filled = [file for file in files if len(file) and not isinstance(file, _WITH_SCHEMA)]
-        if not filled or len(filled) < sum(len(file) > 0 for file in files):
+        files = {n: self._at(n) for n in some if self._sizes[n]}
+        filled = [n for n, file in files.items() if len(file) and not isinstance(file, _WITH_SCHEMA)]
+        if not filled or len(filled) < sum(len(file) > 0 for file in files.values()):
             return
         bad: list[BadRecord] = []
         tried = _spread(len(filled), _CHECKED_FILES)
-        for file in [filled[n] for n in tried]:
+        for number in [filled[n] for n in tried]:
+            file = files[number]
             for record in range(min(len(file), _FIRST_RECORDS)):
-                [text] = _read_or_why(file, [record])
+                [text] = _read_or_why(file, [record], self._called(number))
                 file.close()
                 if not isinstance(text, BadRecord):
                     return
@@ -242,13 +254,18 @@ class Corpus:
         """Returns the UTF-8 bytes, or a few more, of the texts of records `start` to `end` - 1, all in one file.
 
         Records that cannot be read have size 0; reading them then says why.
+
+        Raises:
+          NeverSkipped: as in `read`.
         """
         if start == end:
             return np.empty(0, np.int64)
         file, number = self._place(start)
         records = self._at(file)
         try:
-            return records.sizes(number, number + end - start)
+            return retried(self._called(file), lambda: records.sizes(number, number + end - start))
+        except NeverSkipped:
+            raise
         except OSError:
             if end - start == 1 or (records.group_bytes > 0).any():
                 return np.zeros(end - start, np.int64)
@@ -279,7 +296,7 @@ class Corpus:
     def __getitem__(self, record: int) -> str:
         """Returns the text of a record; raises BadRecord, or FileError if the file is gone or cut short."""
         file, number = self._place(record)
-        return self._at(file)[number]
+        return retried(self._called(file), lambda: self._at(file)[number])
 
     def read(self, records: Int[np.ndarray, " records"]) -> Iterator[str | BadRecord]:
         """Yields the texts in the given order, with a BadRecord in place of each bad record.
@@ -288,19 +305,19 @@ class Corpus:
         the file's error as its reason: which records are bad does not depend on the other records requested.
 
         Raises:
-          CacheLost: a file's copy or index is gone.
+          NeverSkipped: a file's copy or index is gone, or an error that may pass did not pass.
         """
         for start in range(0, len(records), _RUN_RECORDS):
             run = records[start : start + _RUN_RECORDS]
             if len(self._records) == 1:
-                yield from _read_or_why(self._at(0), run.tolist())
+                yield from _read_or_why(self._at(0), run.tolist(), self._called(0))
                 continue
             files = np.searchsorted(self.file_ends, run, side="right")
             numbers = run - np.where(files > 0, self.file_ends[files - 1], 0)
             texts: list[str | BadRecord] = [""] * len(run)
             for file in sorted(set(files.tolist())):
                 places = np.flatnonzero(files == file)
-                read = _read_or_why(self._at(file), numbers[places].tolist())
+                read = _read_or_why(self._at(file), numbers[places].tolist(), self._called(file))
                 for place, text in zip(places.tolist(), read, strict=True):
                     texts[place] = text
             yield from texts
@@ -346,15 +363,15 @@ class Corpus:
                 records.close()
 
 
-def _read_or_why(file: Records, numbers: list[int]) -> list[str | BadRecord]:
+def _read_or_why(file: Records, numbers: list[int], called: str) -> list[str | BadRecord]:
     """Reads records; where the file raises OSError, each record that fails when read alone becomes a BadRecord.
 
     Raises:
-      CacheLost: the file's copy or index is gone, which is no reason to skip its records.
+      NeverSkipped: as in `Corpus.read`.
     """
     try:
-        return file.read(numbers)
-    except CacheLost:
+        return retried(called, lambda: file.read(numbers))
+    except NeverSkipped:
         raise
     except OSError as error:
         if len(numbers) == 1:
@@ -367,7 +384,9 @@ def _read_or_why(file: Records, numbers: list[int]) -> list[str | BadRecord]:
         places = np.flatnonzero(part == one).tolist()
         wanted = [numbers[place] for place in places]
         try:
-            found = file.read(wanted)
+            found = retried(called, functools.partial(file.read, wanted))
+        except NeverSkipped:
+            raise
         except OSError as error:
             found = [BadRecord(str(error)) for _ in wanted]
         for place, text in zip(places, found, strict=True):
