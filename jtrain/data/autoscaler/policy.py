@@ -52,7 +52,7 @@ class Autoscaler:
     Args:
       names: names of the sources; every array below has one entry per source, in this order.
       schedule: weights of the sources by step.
-      step_tokens: tokens of a step.
+      step_tokens: tokens of a step that these loaders read.
       unit: unit of the weights.
       max_loaders: largest number of loader processes, standbys not counted.
 

@@ -92,11 +92,11 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
 
     threading.Thread(target=beat, name="data-heartbeat", daemon=True).start()
     try:
-        planned = work.planner
+        planned, hosts = work.planner, 1 if setup.peers is None else len(setup.peers.addresses)
         scaler = Autoscaler(
             planned.names,
             planned.schedule,
-            step_tokens=planned.global_batch * planned.seq_len,
+            step_tokens=planned.global_batch * planned.seq_len // hosts,  # hosts divide the reading evenly
             unit=planned.unit,
             max_loaders=setup.max_loaders,
         )
