@@ -13,7 +13,13 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.constructor.collate import ARRAYS
-from jtrain.data.constructor.constructor import BatchStats, Constructor, ConstructorSetup, DataState
+from jtrain.data.constructor.constructor import (
+    INLINE_RUNS_BYTES,
+    BatchStats,
+    Constructor,
+    ConstructorSetup,
+    DataState,
+)
 from jtrain.data.constructor.process import ProcessSetup, Slots, slot_bytes
 from jtrain.data.hosts.peers import Peers
 from jtrain.data.loaders.forkserver import Child, Forkserver
@@ -63,6 +69,7 @@ class InlinePlane:
 
     def __init__(self, setup: ConstructorSetup, state: DataState | None) -> None:
         self._pool = InlinePool(setup.sources)
+        setup = dataclasses.replace(setup, sources=self._pool.setups, all_runs_bytes=INLINE_RUNS_BYTES)
         self._constructor = Constructor(setup, self._pool, state)
         self._shape = (len(setup.rows), setup.planner.seq_len)
 

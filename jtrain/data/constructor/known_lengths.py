@@ -17,17 +17,15 @@ class KnownLengths:
 
     lengths: lengths of documents from `first` on; `_UNKNOWN` for those that have not arrived, though later ones have.
     end: first document whose length is not known.
-    asked: number of the first document that has not been asked for.
     """
 
     first: int
     lengths: Int[np.ndarray, " n"]
     end: int
-    asked: int
 
     @classmethod
     def nothing(cls, cursor: int) -> "KnownLengths":
-        return cls(cursor, np.zeros(0, np.int32), cursor, cursor)
+        return cls(cursor, np.zeros(0, np.int32), cursor)
 
     def add(self, numbers: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]) -> None:
         """Adds the lengths of some documents, ascending, in whatever order they arrive."""
@@ -47,9 +45,7 @@ class KnownLengths:
         return self.lengths[number - self.first : min(number + count, self.end) - self.first]
 
     def drop_before(self, number: int) -> None:
-        """Drops lengths before `number`, at least `LENGTHS_AT_A_TIME` at once: each step calls this for each source."""
-        gone = number - self.first
-        if gone < LENGTHS_AT_A_TIME:
-            return
-        self.first += gone
-        self.lengths = self.lengths[gone:]
+        """Drops lengths before `number`."""
+        if number > self.first:
+            self.lengths = self.lengths[number - self.first :]
+            self.first, self.end = number, max(self.end, number)

@@ -72,13 +72,20 @@ class LocalFiles:
         return status.st_size
 
     def table(self, name: str, dtype: Any, shape: tuple[int, ...], *, offset: int, size_bytes: int) -> np.ndarray:
-        """Returns an array in a memory map, which all processes share; the map holds one descriptor."""
+        """Returns an array in a memory map, which all processes share; the map holds one descriptor.
+
+        Raises:
+          FileError: the file was replaced since the index was opened.
+        """
+        if not size_bytes:
+            return np.empty(shape, dtype)
         if name not in self._maps:
             self._maps[name] = self._retried(name, functools.partial(self._map, name))
         return np.ndarray(shape, dtype, self._maps[name], offset)
 
     def _map(self, name: str) -> mmap.mmap:
         with open(self._folder / name, "rb") as file:
+            self._check_same(name, file.fileno())
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read(self, name: str, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, " b"]:
@@ -94,12 +101,15 @@ class LocalFiles:
     def _read(self, name: str, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, " b"]:
         file = os.open(f"{self.location}/{name}", os.O_RDONLY)
         try:
-            status = os.fstat(file)
-            if self._seen.setdefault(name, (status.st_dev, status.st_ino)) != (status.st_dev, status.st_ino):
-                raise FileError(f"{self.location} was made again while it was in use. Start the run again: it resumes.")
+            self._check_same(name, file)
             return read_spans(file, starts, sizes)
         finally:
             os.close(file)
+
+    def _check_same(self, name: str, file: int) -> None:
+        status = os.fstat(file)
+        if self._seen.setdefault(name, (status.st_dev, status.st_ino)) != (status.st_dev, status.st_ino):
+            raise FileError(f"{self.location} was made again while it was in use. Start the run again: it resumes.")
 
     def _retried[T](self, name: str, read: Callable[[], T]) -> T:
         return retried(f"{self.location}/{name}", read)

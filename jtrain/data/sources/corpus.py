@@ -1,6 +1,7 @@
 """Corpus of a source: all its records as one numbered sequence, opened at once or as they are read."""
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -10,13 +11,15 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.data_files import data_files
-from jtrain.data.sources.file_parts import part_bytes, part_name, parts_of
+from jtrain.data.sources.file_parts import evenly_spread, part_bytes, part_name, parts_of
 from jtrain.data.sources.formats import BadRecord, Records, open_file
 from jtrain.data.sources.formats.arrow import ArrowFile, saved_dataset_files
+from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.sources.formats.parquet import ParquetFile, shared_cache
 from jtrain.data.sources.formats.record import SKIP, LostFile
 from jtrain.data.sources.formats.suffix import format_of
 from jtrain.data.sources.formats.text import JsonLines
+from jtrain.data.sources.read_records import read_or_why
 from jtrain.data.sources.retry import FileLost, NeverSkipped, retried
 from jtrain.data.sources.source import Source, field_of, identity_of
 from jtrain.data.sources.storage import StoredFile, search
@@ -118,7 +121,7 @@ class Corpus:
                 groups=shared_cache(decoded_cache_bytes),
             )
             self._records = [None] * len(files)
-            self._checked = set(_spread(len(files), _CHECKED_FILES if self.is_open else 1))
+            self._checked = set(evenly_spread(len(files), _CHECKED_FILES if self.is_open else 1))
             if self.is_open:
                 self.open(range(len(files)))
         self.size_bytes = sum(self._sizes)
@@ -209,11 +212,11 @@ class Corpus:
         if not filled or len(filled) < sum(len(file) > 0 for file in files.values()):
             return
         bad: list[BadRecord] = []
-        tried = _spread(len(filled), _CHECKED_FILES)
+        tried = evenly_spread(len(filled), _CHECKED_FILES)
         for number in [filled[n] for n in tried]:
             file = files[number]
             for record in range(min(len(file), _FIRST_RECORDS)):
-                [text] = _read_or_why(file, [record], self._called(number))
+                [text] = read_or_why(file, [record], self._called(number))
                 file.close()
                 if not isinstance(text, BadRecord):
                     return
@@ -310,17 +313,37 @@ class Corpus:
         for start in range(0, len(records), _RUN_RECORDS):
             run = records[start : start + _RUN_RECORDS]
             if len(self._records) == 1:
-                yield from _read_or_why(self._at(0), run.tolist(), self._called(0))
+                yield from read_or_why(self._at(0), run.tolist(), self._called(0))
                 continue
-            files = np.searchsorted(self.file_ends, run, side="right")
-            numbers = run - np.where(files > 0, self.file_ends[files - 1], 0)
+            files, numbers = self._places(run)
             texts: list[str | BadRecord] = [""] * len(run)
             for file in sorted(set(files.tolist())):
                 places = np.flatnonzero(files == file)
-                read = _read_or_why(self._at(file), numbers[places].tolist(), self._called(file))
+                read = read_or_why(self._at(file), numbers[places].tolist(), self._called(file))
                 for place, text in zip(places.tolist(), read, strict=True):
                     texts[place] = text
             yield from texts
+
+    def mark(self, record: int, text: str) -> bool:
+        """Marks places in the line of a long text, if the format has lines, so that `parts` can read it from there."""
+        file, number = self._place(record)
+        records = self._records[file]
+        with contextlib.suppress(OSError):  # then the next chunk of the text is read as this one was
+            return isinstance(records, JsonLines) and records.mark(number, text)
+        return False
+
+    def parts(self, records: Int[np.ndarray, " n"], spans: list[tuple[int, int]]) -> list[TextPart | None]:
+        """Returns the bytes of a span of each text, or more; None if it is not marked, or its file cannot be read."""
+        found: list[TextPart | None] = [None] * len(records)
+        files, numbers = self._places(records)
+        for file in set(files.tolist()):
+            places, lines = np.flatnonzero(files == file), self._records[file]
+            with contextlib.suppress(OSError):  # `read` tries again, and has the message
+                if isinstance(lines, JsonLines):
+                    parts = lines.parts(numbers[places].tolist(), [spans[place] for place in places.tolist()])
+                    for place, part in zip(places.tolist(), parts, strict=True):
+                        found[place] = part
+        return found
 
     @functools.cached_property
     def identities(self) -> tuple[list[str], Int[np.ndarray, " files"]]:
@@ -345,6 +368,10 @@ class Corpus:
         """Returns `file:number` of a record, the number counted from 0 within the file or its part."""
         return identity_of(*self.identities, record)
 
+    def _places(self, records: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+        files = np.searchsorted(self.file_ends, records, side="right")
+        return files, records - np.where(files > 0, self.file_ends[files - 1], 0)
+
     def _place(self, record: int) -> tuple[int, int]:
         file = int(np.searchsorted(self.file_ends, record, side="right"))
         return file, int(record - (self.file_ends[file - 1] if file else 0))
@@ -361,39 +388,3 @@ class Corpus:
         for records in self._records:
             if records is not None:
                 records.close()
-
-
-def _read_or_why(file: Records, numbers: list[int], called: str) -> list[str | BadRecord]:
-    """Reads records; where the file raises OSError, each record that fails when read alone becomes a BadRecord.
-
-    Raises:
-      NeverSkipped: as in `Corpus.read`.
-    """
-    try:
-        return retried(called, lambda: file.read(numbers))
-    except NeverSkipped:
-        raise
-    except OSError as error:
-        if len(numbers) == 1:
-            return [BadRecord(str(error))]
-    # Reads again in parts: single records, or all those of one row group, which is decoded once.
-    group = np.searchsorted(file.group_starts, numbers, side="right") - 1
-    part = np.where(file.group_bytes[group] > 0, group, len(file.group_bytes) + np.arange(len(numbers)))
-    texts: list[str | BadRecord] = [""] * len(numbers)
-    for one in np.unique(part).tolist():
-        places = np.flatnonzero(part == one).tolist()
-        wanted = [numbers[place] for place in places]
-        try:
-            found = retried(called, functools.partial(file.read, wanted))
-        except NeverSkipped:
-            raise
-        except OSError as error:
-            found = [BadRecord(str(error)) for _ in wanted]
-        for place, text in zip(places, found, strict=True):
-            texts[place] = text
-    return texts
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """Returns at most `most` of the numbers below `count`, evenly spread, the first one included."""
-    return [n * count // min(most, count) for n in range(min(most, count))]

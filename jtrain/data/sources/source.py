@@ -124,20 +124,30 @@ def identity_of(names: list[str], file_ends: Int[np.ndarray, " files"], record: 
     return f"{names[file]}:{record - (int(file_ends[file - 1]) if file else 0)}"
 
 
-def file_keys(names: list[str]) -> UInt64[np.ndarray, " files"]:
-    """Returns a hash of each file's name."""
-    keys = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in names]
-    return np.asarray(keys, np.uint64)
+class FileKeys:
+    """Hashes of files' names, each made when it is first asked for: a source may have hundreds of thousands."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+        self._keys = np.zeros(len(names), np.uint64)
+        self._known = np.zeros(len(names), np.bool_)
+
+    def __getitem__(self, files: Int[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
+        """Returns the keys of the files with these numbers."""
+        for file in set(files[~self._known[files]].tolist()):
+            digest = hashlib.blake2b(self._names[file].encode(), digest_size=8).digest()
+            self._keys[file], self._known[file] = int.from_bytes(digest), True
+        return self._keys[files]
 
 
 def split_positions(
-    file_ends: Int[np.ndarray, " files"], keys: UInt64[np.ndarray, " files"], records: Int[np.ndarray, " records"]
+    file_ends: Int[np.ndarray, " files"], keys: FileKeys, records: Int[np.ndarray, " records"]
 ) -> Float[np.ndarray, " records"]:
     """Returns a hash of each record's file name and number in the file as a number in [0, 1).
 
     Args:
       file_ends: number of records up to the end of each file.
-      keys: `file_keys` of the files' names.
+      keys: of the files' names.
       records: numbers of the records.
     """
     files = np.searchsorted(file_ends, records, side="right")

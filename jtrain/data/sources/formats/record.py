@@ -11,6 +11,9 @@ from jtrain.data.sources.formats.masked_text import MaskFields, is_chat, set_mes
 from jtrain.data.sources.retry import FileLost
 from jtrain.errors import UserError
 
+_DECODER = json.JSONDecoder()
+_LINE_ENDS = ("\n", "\r\n", "")
+
 SKIP = "or set data.on_bad_record='skip'."
 
 
@@ -64,6 +67,18 @@ class Records(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 (most formats keep nothing)
         """Frees everything kept between reads."""
+
+
+def plain_text_of_json(line: bytes, text_field: str) -> str | None:
+    """Returns what `text_of_json` returns without a mask, in half its time; None if only that can tell."""
+    try:
+        content = line.decode("utf-8")
+        record, end = _DECODER.raw_decode(content)
+        text = record[text_field]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    whole = content[end:] in _LINE_ENDS and type(text) is str and type(record) is dict
+    return text if whole and b"\\u" not in line else None
 
 
 class LostFile(Records):
@@ -131,7 +146,7 @@ def text_of_json(
             raise bad(f"field {text_field!r} is a list of messages. {set_messages(field, text_field)}")
         if not isinstance(text, str):
             raise bad(f"field {text_field!r} is {type(text).__name__}, not text")
-    if b"\\ud" in line.lower():  # an escape may spell half a surrogate pair, which cannot be encoded
+    if b"\\u" in line and b"\\ud" in line.lower():  # an escape may spell half a surrogate pair, which cannot be encoded
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
