@@ -7,16 +7,18 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64, Integer
 
-from jtrain.data.chunk_order import ChunkOrder, Chunks
-from jtrain.data.growing_order import GrowingChunks, WindowAnchor
 from jtrain.data.loss_mask import NO_RUNS, ChunkPart, encode_parts, split_chunk
+from jtrain.data.order.chunk_order import ChunkOrder, Chunks
+from jtrain.data.order.growing_order import GrowingChunks, WindowAnchor
+from jtrain.data.order.source_order import estimated_chunk_bytes, make_order
+from jtrain.data.order.windowed_order import WindowedChunks
 from jtrain.data.pretokenized.reader import PreparedIndex
-from jtrain.data.source_order import estimated_chunk_bytes, make_order
+from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.formats import BadRecord
@@ -24,55 +26,14 @@ from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.sources.generations import Generation
 from jtrain.data.sources.opening import Opening
 from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, shuffled_parts
-from jtrain.data.sources.source import FileKeys, Source, identity_of, split_positions
+from jtrain.data.sources.source import FileKeys, identity_of, split_positions
 from jtrain.data.tokenizer import TextChunk, make_tokenizer
-from jtrain.data.windowed_order import WindowedChunks
 from jtrain.errors import UserError
 
 _HELD_OUT_AT_A_TIME = 1 << 16
 
 WHOLE = (0, 1)
 """Share of a grouped source that is all of it."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SourceSetup:
-    """Everything that a process needs to open a source, as plain values that can be sent to it.
-
-    name: name of the source in `data.sources`.
-    source: the source, with every default filled in.
-    seed: seed of the run.
-    chunk_tokens: most tokens of a chunk, `data.seq_len`.
-    chunk_bytes: most bytes of a chunk of a text that is tokenised during the run; None: found when it is opened.
-    window_bytes: argument of `WindowedChunks` and `GrowingChunks`.
-    eager_bytes, num_files: arguments of `Corpus`.
-    generations: files that the run began with and those that joined it later; none: all files from the start.
-    decoded_cache_bytes: decoded Parquet text that a process keeps, over all its sources.
-    prepared: folder that `python -m jtrain.data prepare` wrote; None to read and tokenise documents during the run.
-    """
-
-    name: str
-    source: Source
-    tokenizer: str
-    end_token: str | None
-    seed: int
-    eval_fraction: float
-    on_bad_record: Literal["fail", "skip"]
-    chunk_tokens: int
-    chunk_bytes: int | None
-    window_bytes: int
-    eager_bytes: int | None
-    decoded_cache_bytes: int
-    cache_dir: str
-    prepared: str | None
-    map_ids: bool = False
-    """True if the ids of the prepared index are mapped, not read: `ChunkStream.read` then returns their places."""
-    num_files: int | None = None
-    generations: tuple[Generation, ...] = ()
-    fingerprint: str | None = None
-    """Fingerprint that the trainer found; a process that finds another one refuses the source. None: not known yet."""
-    grouped: bool = False
-    """True if loaders share the groups of the source; see `ChunkStream.is_grouped`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,14 +10,15 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
-from jtrain.data.chunk_order import Chunks
-from jtrain.data.chunk_stream import ChunkStream, Read, SourceSetup
+from jtrain.data.chunk_stream import ChunkStream, Read
 from jtrain.data.constructor.collate import Rows, each, fill_rows, views_of
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.loss_mask import ignore_targets, runs_within
 from jtrain.data.mixture.schedule import Constant
+from jtrain.data.order.chunk_order import Chunks
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.planner.planner import EndOfData, Planner, PlannerSpec
+from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.opening import opening_of
 from jtrain.data.sources.shuffle import epoch_key, permuted
 from jtrain.data.sources.source import HELD_OUT_PREFIX, Source, field_of

@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from jtrain.data.chunk_stream import ChunkStream, SourceSetup
-from jtrain.data.growing_order import WindowAnchor
-from jtrain.data.source_order import join
+from jtrain.data.chunk_stream import ChunkStream
+from jtrain.data.order.growing_order import WindowAnchor
+from jtrain.data.order.source_order import join
+from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.generations import Generation
 from jtrain.data.sources.source import field_of
 

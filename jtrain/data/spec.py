@@ -4,8 +4,8 @@ import dataclasses
 import os
 from typing import Literal
 
-from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged
+from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.source import ONE_SOURCE, Source, is_source_name
 from jtrain.errors import UserError
 

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jtrain.data.chunk_stream import ChunkStream, SourceSetup
+from jtrain.data.chunk_stream import ChunkStream
+from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.source import Source
 

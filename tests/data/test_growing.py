@@ -14,7 +14,7 @@ import pytest
 
 from jtrain.data import PackedText, open_dataset
 from jtrain.data.chunk_stream import ChunkStream
-from jtrain.data.growing_order import GrowingChunks
+from jtrain.data.order.growing_order import GrowingChunks
 from jtrain.data.resource_estimate import budget
 from jtrain.data.sources import file_parts
 from jtrain.data.sources.corpus import Corpus

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.constructor.fetched_rows import FetchedIds
 from jtrain.data.hosts.peer_links import CONNECTED, PeerLinks
 from jtrain.data.hosts.run_keeper import RunKeeper
@@ -18,6 +17,7 @@ from jtrain.data.loaders.loader import RequestPart
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, runs_of_bytes, starts_of
 from jtrain.data.loaders.pool import Pool
 from jtrain.data.loss_mask import runs_within
+from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.source import field_of
 
 PATIENCE_S = 5.0

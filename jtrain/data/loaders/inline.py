@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.loaders.loader import RequestPart, SourceLoader
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, starts_of
+from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources import retry
 from jtrain.data.sources.source import field_of
 from jtrain.runtime.resident_memory import resident_bytes

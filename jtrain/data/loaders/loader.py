@@ -12,9 +12,10 @@ from multiprocessing.connection import Connection
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.chunk_stream import WHOLE, ChunkStream, Read, SourceSetup
-from jtrain.data.growing_order import WindowAnchor
+from jtrain.data.chunk_stream import WHOLE, ChunkStream, Read
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
+from jtrain.data.order.growing_order import WindowAnchor
+from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources import retry
 from jtrain.data.sources.formats.parquet import shared_cache
 from jtrain.data.sources.opening import Opening

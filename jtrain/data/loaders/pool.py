@@ -10,7 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.loaders.forkserver import Child, ForkserverClient
 from jtrain.data.loaders.loader import (
     DECODED,
@@ -31,6 +30,7 @@ from jtrain.data.loaders.loader import (
 )
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, runs_of_bytes, starts_of
 from jtrain.data.loaders.shared_memory import SharedMemory
+from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.opening import SAID_AFTER_S, SAID_EVERY_S, Opened
 from jtrain.data.sources.source import field_of
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.constructor.fetched_rows import FetchedIds
 from jtrain.data.loaders.loader import RequestPart
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, runs_of_bytes, starts_of
 from jtrain.data.loaders.pool import MOST_DEATHS
 from jtrain.data.loss_mask import runs_within
 from jtrain.data.ray.loader_actor import LoaderReply, RunKey, RunRequest
+from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.source import field_of
 
 IN_FLIGHT = 4

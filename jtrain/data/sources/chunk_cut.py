@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jtrain.data.chunk_order import Chunks
+from jtrain.data.order.chunk_order import Chunks
 from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.tokenizer import TextChunk
 

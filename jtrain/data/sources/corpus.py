@@ -101,9 +101,7 @@ class Corpus:
 
             self.names, self._sizes = [source.path], [0]
             self._records: list[Records | None] = [GrainDataset(source.path, field=field)]
-            files: list[StoredFile] = []
-            self._files = files
-            self.is_open = True
+            self._files, self.is_open = list[StoredFile](), True
         else:
             files, self.left_out = files_of(source, field=field)
             total = sum(max(file.size_bytes, 0) for file in files)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jtrain.data import PackedText, open_dataset
-from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.loaders import inline
 from jtrain.data.loaders.inline import InlinePool
 from jtrain.data.pretokenized.adopt import adopt
+from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.source import Source
 from jtrain.dims import Batch
 from tests.data.pretokenized.foreign_writers import write_megatron

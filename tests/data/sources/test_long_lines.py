@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jtrain.data.chunk_order import Chunks
-from jtrain.data.chunk_stream import ChunkStream, SourceSetup
+from jtrain.data.chunk_stream import ChunkStream
+from jtrain.data.order.chunk_order import Chunks
+from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.formats import JsonLines, long_lines
 from jtrain.data.sources.formats.long_lines import KeptMarks, marks_of, text_of_part
 from jtrain.data.sources.source import Source

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jtrain.data.chunk_order import ChunkOrder, PreparedChunks, SizedChunks, WholeRecords
-from jtrain.data.growing_order import GrowingChunks, WindowAnchor
+from jtrain.data.order.chunk_order import ChunkOrder, PreparedChunks, SizedChunks, WholeRecords
+from jtrain.data.order.growing_order import GrowingChunks, WindowAnchor
+from jtrain.data.order.windowed_order import WindowedChunks
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.generations import Generation
 from jtrain.data.tokenizer import Tokenizer
-from jtrain.data.windowed_order import WindowedChunks
 
 _SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 64, 1 << 16
 """First records of a source, and most of their characters, that are tokenised to learn its bytes per token."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int64
 
-from jtrain.data.chunk_order import Chunks, chunk_counts, permuted_within
+from jtrain.data.order.chunk_order import Chunks, chunk_counts, permuted_within
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, members
 from jtrain.data.sources.part_window import PartWindow, ReadPart

@@ -1,0 +1,1 @@
+"""Order of a source's chunks, and how more files join it."""
