@@ -130,7 +130,7 @@ class Corpus:
             if self.is_open:
                 self.open(range(len(files)))
         self.size_bytes = sum(self._sizes)
-        counts = [len(self._at(n)) for n in range(len(self._records))] if self.is_open else [GAP] * len(files)
+        counts = [len(self._at(n)) for n in range(len(self._records))] if self.is_open else [GAP] * len(self._files)
         self.file_ends: Int[np.ndarray, " files"] = np.cumsum(counts, dtype=np.int64)
         if not len(self) or not (self.is_open or self.size_bytes):
             raise UserError(
