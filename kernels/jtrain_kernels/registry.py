@@ -1,13 +1,15 @@
 """Registry of ops and their implementations: selects the one that runs on a device, and explains the choice.
 
-Order of choice: forced > tuned (for the shape, else for the nearest) > cost model > reference. A forced implementation that cannot run is an error. Every
-choice has a reason, and so has every implementation that was not chosen, so there is no silent fallback.
+Order of choice: forced > tuned (for the shape, else for the nearest) > cost model > reference. A forced implementation
+that cannot run is an error. Every choice has a reason, and so has every implementation that was not chosen, so there is
+no silent fallback.
 
 An op's `api.py` has its public functions and `OPS`, a tuple of `Op`, each with the plain JAX implementation last. The
 public functions call `registry.call(OP, name=argument, ...)`. Chips and implementations of other distributions come
 through the entry point group `jtrain_kernels`; `jtrain_kernels.examples.new_backend` is a complete example in one file.
 """
 
+import contextvars
 import dataclasses
 import functools
 import importlib
@@ -144,7 +146,9 @@ def choose(
     able = [name for name, reason in reasons.items() if reason is None]
     if entry is not None and entry.implementation in able:
         nearest = "" if entry.bucket == tuned.bucket(avals) else ", the nearest measured shape"
-        because = f"it was the fastest measured on {device.name} for {entry.bucket}{nearest}: {microseconds(entry.seconds)}"
+        because = (
+            f"it was the fastest measured on {device.name} for {entry.bucket}{nearest}: {microseconds(entry.seconds)}"
+        )
         return chosen(entry.implementation, because, lambda _: f"{entry.implementation} was measured to be faster")
     if able == [REFERENCE]:
         return chosen(REFERENCE, "no other runs" if len(found) > 1 else "it is the only one", lambda _: "")
@@ -214,8 +218,24 @@ def check(forced: Mapping[str, str]) -> None:
             )
 
 
+_recorded: contextvars.ContextVar[list[tuple[Op, Avals]] | None] = contextvars.ContextVar("recorded", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[list[tuple[Op, Avals]]]:
+    """Context that collects the op and arguments of every choice made while code is traced, repetitions included."""
+    found: list[tuple[Op, Avals]] = []
+    token = _recorded.set(found)
+    try:
+        yield found
+    finally:
+        _recorded.reset(token)
+
+
 def select(op: Op, avals: Avals) -> Choice:
     """Choice for the code being traced: on the device of `on`, else on the default backend's device."""
+    if (recorded := _recorded.get()) is not None:
+        recorded.append((op, avals))
     target: _Target | None = _target.value
     forced = dict(target.forced).get(op.name) if target is not None else None
     return choose(op, device(), avals, forced=forced)

@@ -186,9 +186,7 @@ def _backward_kernel(capability: int, block: int, stages: int) -> Any:
         return functools.partial(sm100.flash_attention_vjp_kernel, config=config)
     from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_kernel_sm90 as sm90  # lazy: 2 s
 
-    config = sm90.Config(
-        block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block, num_stages=stages
-    )
+    config = sm90.Config(block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block, num_stages=stages)
     return functools.partial(sm90.flash_attention_vjp_kernel, config=config)
 
 

@@ -58,9 +58,7 @@ NEAR = 4
 """Largest factor between a dimension and that of a measured shape whose result is used for it."""
 
 
-def nearest(
-    entries: Mapping[tuple[str, str, str], Entry], op: str, avals: Mapping[str, Any]
-) -> Entry | None:
+def nearest(entries: Mapping[tuple[str, str, str], Entry], op: str, avals: Mapping[str, Any]) -> Entry | None:
     """Entry measured for these arguments, else for the nearest shape; None if none is near.
 
     Dtypes and static arguments must be equal. The distance is the sum over dimensions of |log2| of their ratio.
