@@ -213,6 +213,7 @@ def bench(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
         "data_ranks": ranks,
         "drift": stats.drift,
         "skipped": stats.skipped,
+        "retries": stats.retries,
         "loader_memory_mib": {loader.name: loader.memory_bytes / 2**20 for loader in stats.loaders},
         "loader_documents": {loader.name: loader.documents for loader in stats.loaders},
     }
@@ -323,7 +324,7 @@ def execute(args: argparse.Namespace) -> int:
 
     from jtrain.data.dataset import open_dataset
 
-    dataset = open_dataset(run.data, seed=run.seed)
+    dataset = open_dataset(run.data, seed=run.seed, say=lambda line: print(line, file=sys.stderr, flush=True))
     return {"inspect": inspect, "plan": plan, "bench": bench}[args.verb](args, run, dataset)
 
 

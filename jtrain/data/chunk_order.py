@@ -10,24 +10,23 @@ without reading the text, so nothing is read to open a source, and the position 
 
 import abc
 import functools
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Int16, Int64
 
 from jtrain.data.pretokenized.reader import BLOCK, PreparedIndex
 from jtrain.data.sources.corpus import Corpus
-from jtrain.data.sources.shuffle import epoch_key, permuted, shuffled_parts, window_keys
+from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, members
+from jtrain.data.sources.shuffle import epoch_key, permuted
 
 _LOOKED_UP = 64
 """Records between two entries of the table of `SizedChunks`: 24 bytes for so many records."""
 
-_PART_RECORDS = 1024
-"""Most records of a part of a file whose sizes are only known by reading."""
 
-_MOST_EXPANSION = 3
-"""Bytes of text per stored byte that slots are kept for, where files may be compressed inside."""
-
+_FIRST = (Generation(0, 0, 0, 0),)
+"""Generations of an order that no files can join."""
 
 _TABLE_SLOTS = 1 << 12
 """Most slots of a source whose order is kept as tables; each of these numbers fits into int16."""
@@ -47,12 +46,18 @@ class Chunks(NamedTuple):
     num: Int64[np.ndarray, " n"]
 
 
+@runtime_checkable
 class ChunkOrder(Protocol):
     """Order of a source's chunks. In each epoch every chunk is in exactly one slot."""
 
     @property
     def slots(self) -> int:
-        """Slots of an epoch."""
+        """Slots of an epoch, with all files."""
+        ...
+
+    @property
+    def numbers(self) -> EpochNumbers:
+        """Numbers of the slots of all epochs."""
         ...
 
     def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
@@ -66,15 +71,25 @@ def chunk_counts(sizes: Int[np.ndarray, " n"], chunk: int) -> Int64[np.ndarray, 
 
 
 class _Permuted(abc.ABC):
-    """Order that permutes all slots of a source together. A small one is computed once, in 6 bytes per slot."""
+    """Order that permutes all slots of a source together. A small one is computed once, in 6 bytes per slot.
+
+    The slots of a generation follow those of the earlier ones. In the epoch in which it joins, the places that are left
+    and the new slots are permuted together: a place below the number of old slots then stands for what the old order
+    has there, another one for the new slot of that number.
+    """
 
     slots: int
+    numbers: EpochNumbers
     _seed: int
+
+    def _know(self, generations: Sequence[Generation], slots: Sequence[int]) -> None:
+        """Sets the generations, and the slots of an epoch with the files of each."""
+        self._generations, self._slots = generations, slots
+        self.slots, self.numbers = slots[-1], EpochNumbers(generations, slots)
 
     def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
         if self.slots > _TABLE_SLOTS:
-            slots = permuted(places, np.int64(self.slots), epoch_key(self._seed, epoch))
-            record, first = self._contents(slots)
+            record, first = self._contents(self._slots_at(epoch, places))
         else:
             slots = self._table_of(epoch)[places]
             record, first = (table[slots].astype(np.int64) for table in self._tables)
@@ -94,13 +109,33 @@ class _Permuted(abc.ABC):
         if epoch not in self._epochs:
             if len(self._epochs) > 1:
                 del self._epochs[next(iter(self._epochs))]
-            key = epoch_key(self._seed, epoch)
-            self._epochs[epoch] = permuted(np.arange(self.slots), np.int64(self.slots), key).astype(np.int16)
+            places = np.arange(self.numbers.first_of(epoch + 1) - self.numbers.first_of(epoch))
+            self._epochs[epoch] = self._slots_at(epoch, places).astype(np.int16)
         return self._epochs[epoch]
+
+    def _slots_at(self, epoch: int, places: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """Returns the slots at places of an epoch."""
+        base, joined = members(self._generations, epoch)
+        for generation in reversed(joined):
+            span = self._generations[generation].place, self._slots[generation]
+            places = permuted_within(places, span, join_key(self._seed, generation, epoch))
+        old = self._slots[base]
+        if not joined:
+            return permuted(places, np.int64(old), epoch_key(self._seed, epoch))
+        return permuted_within(places, (0, old), epoch_key(self._seed, epoch))
 
     @functools.cached_property
     def _epochs(self) -> dict[int, Int16[np.ndarray, " slots"]]:
         return {}
+
+
+def permuted_within(places: Int[np.ndarray, " n"], span: tuple[int, int], key: Any) -> Int64[np.ndarray, " n"]:
+    """Returns the places with those in range(*span) permuted among themselves."""
+    start, end = span
+    found = places.astype(np.int64)
+    inside = np.flatnonzero((places >= start) & (places < end))
+    found[inside] = start + permuted(found[inside] - start, np.int64(end - start), key)
+    return found
 
 
 class PreparedChunks(_Permuted):
@@ -115,7 +150,7 @@ class PreparedChunks(_Permuted):
         self._chunk = chunk_tokens
         self._seed = seed
         self._blocks = -(-len(index) // BLOCK)
-        self.slots = int(self._first_slot(np.asarray([self._blocks], np.int64))[0])
+        self._know(_FIRST, [int(self._first_slot(np.asarray([self._blocks], np.int64))[0])])
 
     def _contents(self, slots: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         block = self._block_of(slots)
@@ -153,6 +188,7 @@ class WholeRecords:
 
     def __init__(self, num_records: int, *, seed: int) -> None:
         self.slots = num_records
+        self.numbers = EpochNumbers(_FIRST, (num_records,))
         self._seed = seed
 
     def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
@@ -163,7 +199,9 @@ class WholeRecords:
 class SizedChunks(_Permuted):
     """Order of a source whose records' sizes are known from an index, one permutation of the whole source."""
 
-    def __init__(self, corpus: Corpus, *, chunk_bytes: int, extra_bytes: int, seed: int) -> None:
+    def __init__(
+        self, corpus: Corpus, *, chunk_bytes: int, extra_bytes: int, seed: int, generations: Sequence[Generation]
+    ) -> None:
         self._corpus = corpus
         self._chunk, self._extra = chunk_bytes, extra_bytes
         self._seed = seed
@@ -175,7 +213,12 @@ class SizedChunks(_Permuted):
             slots.append(np.add.reduceat(counts, cuts) if len(cuts) else cuts)
         self._first_record = np.concatenate([*firsts, [len(corpus)]])
         self._first_slot = np.concatenate([[0], np.cumsum(np.concatenate(slots))])
-        self.slots = int(self._first_slot[-1])
+        last = [int(corpus.file_ends[generation.files - 1]) for generation in generations]
+        self._know(generations, self._first_slot[np.searchsorted(self._first_record, last)].tolist())
+
+    def join(self, epoch: int, place: int, files: int) -> Generation:
+        """Returns the generation with which more files join the order before `place` of an epoch."""
+        return Generation(epoch, place, 0, files)
 
     def _contents(self, slots: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         block = np.searchsorted(self._first_slot, slots, side="right") - 1
@@ -192,105 +235,3 @@ class SizedChunks(_Permuted):
             which = np.searchsorted(ends, at, side="right")
             record[here], first[here] = start + which, at - (ends[which] - counts[which])
         return record, first
-
-
-class OpenWindow(NamedTuple):
-    """Records of a window, the slot at which the chunks of each one end, and the chunks per slot."""
-
-    records: Int64[np.ndarray, " records"]
-    ends: Int64[np.ndarray, " records"]
-    per_slot: int
-
-
-class _Epoch(NamedTuple):
-    """Parts of an epoch in its order, and its windows: the first part and the first slot of each, then the end."""
-
-    parts: Int64[np.ndarray, " parts"]
-    first_part: Int64[np.ndarray, " windows_and_end"]
-    first_slot: Int64[np.ndarray, " windows_and_end"]
-    keys: np.ndarray
-
-
-class WindowedChunks:
-    """Order of a source whose records' sizes are only known by reading them: Parquet, ArrayRecord.
-
-    The parts of the source (row groups; runs of 1,024 records of other files) are shuffled and cut into windows, and
-    chunks are shuffled within each window, since reading a row decodes its whole row group. A source that is smaller
-    than a window is shuffled as a whole. A window has slots for the chunks that its stored bytes may hold; if the text
-    has more (it was compressed more than threefold), a slot holds several chunks of a document.
-
-    Args:
-      window_bytes: most bytes of parts that are shuffled together; a larger part is a window of its own.
-    """
-
-    def __init__(self, corpus: Corpus, *, chunk_bytes: int, extra_bytes: int, seed: int, window_bytes: int) -> None:
-        self._corpus = corpus
-        self._chunk, self._extra = chunk_bytes, extra_bytes
-        self._seed = seed
-        self._window_bytes = window_bytes
-        self._start, self._bytes, decoded = _parts(corpus)
-        text_bytes = self._bytes * np.where(decoded, 1, _MOST_EXPANSION)
-        self._slots = np.diff(self._start) + -(-text_bytes // chunk_bytes)
-        self.slots = int(self._slots.sum())
-        self._epoch = functools.lru_cache(maxsize=2)(self._open_epoch)
-        self._window = functools.lru_cache(maxsize=2)(self._open_window)
-
-    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
-        order = self._epoch(epoch)
-        windows = np.searchsorted(order.first_slot, places, side="right") - 1
-        found = Chunks(*(np.full(len(places), fill, np.int64) for fill in (-1, 0, 1)))
-        for one in sorted(set(windows.tolist())):
-            here = np.flatnonzero(windows == one)
-            start, end = int(order.first_slot[one]), int(order.first_slot[one + 1])
-            slot = permuted(places[here] - start, np.int64(end - start), order.keys[one])
-            window = self._window(epoch, one)
-            which = np.searchsorted(window.ends, slot, side="right")
-            full = which < len(window.records)
-            here, slot, which = here[full], slot[full], which[full]
-            before = np.where(which > 0, window.ends[which - 1], 0)
-            found.record[here] = window.records[which]
-            found.first[here] = (slot - before) * window.per_slot
-            found.num[here] = window.per_slot
-        return found
-
-    def _open_epoch(self, epoch: int) -> _Epoch:
-        key = epoch_key(self._seed, epoch)
-        parts = shuffled_parts(len(self._slots), key)
-        parts = parts[self._slots[parts] > 0]
-        sizes = self._bytes[parts]
-        new_window = np.flatnonzero(np.diff((np.cumsum(sizes) - sizes) // self._window_bytes, prepend=-1))
-        ends = np.concatenate([[0], np.cumsum(self._slots[parts])])
-        return _Epoch(
-            parts,
-            np.append(new_window, len(parts)),
-            np.append(ends[new_window], ends[-1]),
-            window_keys(np.arange(len(new_window)), key),
-        )
-
-    def _open_window(self, epoch: int, window: int) -> OpenWindow:
-        order = self._epoch(epoch)
-        parts = np.sort(order.parts[order.first_part[window] : order.first_part[window + 1]])
-        bounds = list(zip(self._start[parts].tolist(), self._start[parts + 1].tolist(), strict=True))
-        records = np.concatenate([np.arange(start, end) for start, end in bounds])
-        sizes = np.concatenate([self._corpus.sizes(start, end) for start, end in bounds]) + self._extra
-        room = int(order.first_slot[window + 1] - order.first_slot[window])
-        per_slot = 1
-        while int((counts := chunk_counts(sizes, self._chunk * per_slot)).sum()) > room:
-            per_slot += 1
-        return OpenWindow(records, np.cumsum(counts), per_slot)
-
-
-def _parts(corpus: Corpus) -> tuple[Int64[np.ndarray, " parts_and_end"], Int64[np.ndarray, " parts"], np.ndarray]:
-    """Returns the first record of each part, then the number of records; the bytes of each; True where it is decoded.
-
-    A part is a group of records that is decoded as a whole, or a run of records of another file.
-    """
-    starts, sizes, is_decoded = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
-    bounds = zip(corpus.group_starts[:-1].tolist(), corpus.group_starts[1:].tolist(), strict=True)
-    groups = zip(corpus.stored_bytes().tolist(), (corpus.group_bytes > 0).tolist(), strict=True)
-    for (start, end), (size, decoded) in zip(bounds, groups, strict=True):
-        cuts = np.asarray([start], np.int64) if decoded else np.arange(start, end, _PART_RECORDS)
-        starts.append(cuts)
-        sizes.append(-(-size * np.diff(np.append(cuts, end)) // max(end - start, 1)))
-        is_decoded.append(np.full(len(cuts), decoded))
-    return np.append(np.concatenate(starts), len(corpus)), np.concatenate(sizes), np.concatenate(is_decoded)

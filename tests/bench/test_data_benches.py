@@ -19,6 +19,7 @@ from jtrain.bench import (
     cpu_step,
     data_end_to_end,
     data_first_batch,
+    data_hosts,
     data_memory,
     data_mixing,
     data_order,
@@ -252,6 +253,19 @@ def test_a_slow_source_slows_steps_until_it_is_scaled() -> None:
     assert data_scaling.grain_step_s(3, weight=0.3, slow_s=0.001) >= data_scaling.STEP_S
 
 
+def test_steps_of_remote_parquet_with_a_number_of_loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loader reads its share by ranges: nothing is copied whole."""
+    monkeypatch.setattr(data_scaling, "REQUEST_S", 0.001)
+    monkeypatch.setattr(data_scaling, "SHARDS", 2)
+    with data_scaling.remote_parquet(tmp_path) as spec:
+        step_s = data_scaling.fixed_steps(spec, 2, 2)
+        assert len(step_s) == 2
+        assert min(step_s) >= data_scaling.STEP_S
+        step_s, loaders = data_scaling.autoscaled_steps(spec, 2)
+        assert (len(step_s), loaders) == (2, 1)
+    assert not (tmp_path / "cache" / "files").exists()
+
+
 def test_text_end_to_end_small() -> None:
     """Two ranks that share rows: ours and the colocated baseline sleep as long for the same cost."""
     text = Text(context=2, ranks=2, seq_len=512, rows=2, linear_s=0.02, sources=2, documents=8)
@@ -328,3 +342,13 @@ def test_a_made_up_index_of_terabytes_gives_batches(tmp_path: Path) -> None:
     ids = tmp_path / "index" / "data" / "ids.bin"
     assert (ids.stat().st_size, ids.stat().st_blocks) == (10**12, 0)
     assert data_first_batch.first_batch_s(dataclasses.replace(spec, engine="inline")) > 0
+
+
+def test_hosts_read_a_part_each() -> None:
+    """Two real JAX processes and one; the rows' digests are compared by the benchmark itself."""
+    folder = data_sources.sources("jsonl", num_sources=2, corpus=FIVE._replace(documents=60))
+    [alone] = data_hosts.together(folder, hosts=1, steps=2)
+    parts = data_hosts.together(folder, hosts=2, steps=2)
+    assert {**parts[0].rows, **parts[1].rows} == alone.rows
+    assert len(alone.rows) == 256
+    assert min(part.documents for part in parts) > 0  # the shares of so few steps are those of how far each reads ahead

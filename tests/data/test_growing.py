@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -17,11 +18,14 @@ from jtrain.data.growing_order import GrowingChunks
 from jtrain.data.resource_estimate import budget
 from jtrain.data.sources import file_parts
 from jtrain.data.sources.corpus import Corpus
+from jtrain.data.sources.formats import BadRecord
+from jtrain.data.sources.generations import Generation
 from jtrain.data.sources.source import Source
 from jtrain.dims import Batch
 from tests.data.test_chunk_order import CHUNK, TEXTS, stream
 
 WINDOW = 1 << 12
+ONE_FILE = (Generation(0, 0, 0, 1),)
 
 
 @pytest.fixture
@@ -149,6 +153,32 @@ def test_kills_do_not_change_the_stream_of_windows(large: Path, same_batch: Any)
     assert "the constructor died" in said
 
 
+@pytest.mark.parametrize("eager_bytes", [1000, None], ids=["growing", "eager"])
+def test_a_file_that_vanishes_is_bad_documents_whether_it_was_opened_before_or_not(
+    eager_bytes: int | None, folder: Path, tmp_path: Path
+) -> None:
+    """Of a file that was never opened nobody knows how many documents it had: it counts as one."""
+    policies = "skip", "fail"
+    skipping, failing = (growing(folder, tmp_path, eager_bytes=eager_bytes, on_bad_record=p) for p in policies)
+    corpus = skipping.corpus
+    assert corpus is not None
+    for source in (skipping, failing):
+        source.read(np.arange(4))
+    is_open = [records is not None for records in corpus._records]
+    assert all(is_open) == (eager_bytes is None)
+    victim = corpus.names[30 if all(is_open) else is_open.index(False)]
+    if victim == "empty.jsonl":
+        victim = corpus.names[is_open.index(False) + 1]
+    (folder / victim).unlink()
+    slots = len(skipping) if all(is_open) else epoch_slots(skipping)
+    skipped = skipping.read(np.arange(slots)).skipped
+    why = f"{folder}/{victim}: it is gone since this run opened it. Put it back, and start again."
+    left = range(1 if eager_bytes else 6)
+    assert sorted(reason for _, reason in skipped) == [f"document {victim}:{n}: {why}" for n in left]
+    with pytest.raises(BadRecord, match=re.escape(why)):
+        failing.read(np.arange(slots))
+
+
 def test_an_evaluation_opens_the_files_that_it_reads(large: Path) -> None:
     """And the first batch, the plan of the run and its resources none but a few."""
     dataset = open_dataset(spec(large, eval_batches=1, eval_fraction=0.5), seed=3)
@@ -190,6 +220,6 @@ def test_parts_of_a_file_hold_each_line_once(tmp_path: Path, monkeypatch: pytest
 def test_a_corpus_without_records_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n" * 5000)
     corpus = Corpus(Source(path=str(tmp_path)), name="a", cache_dir=tmp_path / "cache", eager_bytes=10)
-    order = GrowingChunks(corpus, chunk_bytes=CHUNK, extra_bytes=2, seed=0, window_bytes=100)
+    order = GrowingChunks(corpus, chunk_bytes=CHUNK, extra_bytes=2, seed=0, generations=ONE_FILE, window_bytes=100)
     with pytest.raises(ValueError, match=r"none of its 1 files holds a record\. Set the source's path"):
         order.anchor(0)

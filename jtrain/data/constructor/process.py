@@ -7,17 +7,21 @@ import pickle
 import socket
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.autoscaler.controller import Scaling
+from jtrain.data.autoscaler.placement import Placement
+from jtrain.data.autoscaler.policy import Autoscaler
 from jtrain.data.constructor.collate import ARRAYS
 from jtrain.data.constructor.constructor import Constructor, ConstructorSetup, DataState
+from jtrain.data.constructor.fetched_rows import FetchedRows
+from jtrain.data.hosts.peers import Peers
 from jtrain.data.loaders.forkserver import ForkserverClient
-from jtrain.data.loaders.pool import ProcessPool
+from jtrain.data.loaders.pool import Pool, ProcessPool
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
 
 SCALE_EVERY_S = 0.25
@@ -26,7 +30,10 @@ SCALE_EVERY_S = 0.25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessSetup:
-    """Settings of a constructor process: its work, and how to run its loaders."""
+    """Settings of a constructor process: its work, and how to run its loaders.
+
+    peers: the constructors of the other hosts, with which it divides the reading; None: it reads everything itself.
+    """
 
     constructor: ConstructorSetup
     max_loaders: int
@@ -34,6 +41,7 @@ class ProcessSetup:
     read_timeout_s: float
     slots: int
     state: DataState | None
+    peers: Peers | None
 
 
 class Slots:
@@ -84,20 +92,29 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
 
     threading.Thread(target=beat, name="data-heartbeat", daemon=True).start()
     try:
-        scaling = Scaling(work.planner, work.chunk_bytes, max_loaders=setup.max_loaders)
-        placement, why = scaling.start(0 if setup.state is None else setup.state.planner.step)
-        pool = ProcessPool(
+        planned, hosts = work.planner, 1 if setup.peers is None else len(setup.peers.addresses)
+        scaler = Autoscaler(
+            planned.names,
+            planned.schedule,
+            step_tokens=planned.global_batch * planned.seq_len // hosts,  # hosts divide the reading evenly
+            unit=planned.unit,
+            max_loaders=setup.max_loaders,
+        )
+        placement, why = scaler.start(0 if setup.state is None else setup.state.planner.step)
+        loaders = ProcessPool(
             work.sources,
             door,
-            placement=placement,
+            placement=_named(placement),
             shadows=setup.shadows,
             read_timeout_s=setup.read_timeout_s,
             say=say,
-            observe=scaling.observe,
+            observe=lambda run: scaler.observe(
+                run.source, read_s=run.read_s, tokens=len(run.ids), documents=len(run.numbers)
+            ),
         )
         for line in why:
             say(line)
-        constructor = Constructor(work, pool, setup.state)
+        constructor, pool = _constructor(setup, loaders, descriptors[2:], say)
         ended, looked_s, steps, starved_s = False, time.monotonic(), 0, 0.0
         while True:
             constructor.advance()
@@ -109,15 +126,12 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                 send(("batch", free.popleft(), state, built.stats))
                 steps += 1
                 if (seconds := time.monotonic() - looked_s) > SCALE_EVERY_S:
-                    new, lines = scaling.after_step(
-                        built.stats.step + work.lookahead_steps,
-                        step_s=seconds / steps,
-                        wait_s=starved_s / steps,
-                        loaders=pool.states(),
-                    )
+                    ahead = built.stats.step + work.lookahead_steps
+                    new, lines = scaler.update(ahead, steps=steps, seconds=seconds, wait_s=min(starved_s, seconds))
                     looked_s, steps, starved_s = time.monotonic(), 0, 0.0
-                    if new is not None:
-                        pool.place(new)
+                    if new != placement:
+                        placement = new
+                        pool.place(_named(new))
                     for line in lines:
                         say(line)
                 constructor.advance()
@@ -135,3 +149,22 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
             raise
         send(("failed", str(error)))
         connection.recv()  # waits for the trainer to close the connection
+
+
+def _named(placement: Placement) -> dict[str, tuple[int, ...]]:
+    return {f"loader-{number}": sources for number, sources in placement.items()}
+
+
+def _constructor(
+    setup: ProcessSetup, pool: ProcessPool, listening: list[int], say: Callable[[str], None]
+) -> tuple[Constructor, Pool]:
+    """Returns the constructor and its pool: with other hosts, one of the loaders of all of them."""
+    work = setup.constructor
+    if setup.peers is None:
+        return Constructor(work, pool, setup.state), pool
+    from jtrain.data.hosts.peer_links import PeerLinks  # lazy, both: asyncio takes 5 MB, which one host need not pay
+    from jtrain.data.hosts.shared_pool import SharedPool
+
+    links = PeerLinks(socket.socket(fileno=listening[0]), setup.peers)
+    shared = SharedPool(work.sources, pool, links, say=say)
+    return FetchedRows(work, shared, setup.state), shared

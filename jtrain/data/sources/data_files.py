@@ -4,8 +4,10 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
+from jtrain.data.sources.formats.arrow import saved_dataset_files
 from jtrain.data.sources.formats.suffix import RECORD_FORMATS, split_suffix
-from jtrain.data.sources.storage import StoredFile
+from jtrain.data.sources.source import Source
+from jtrain.data.sources.storage import StoredFile, search
 from jtrain.errors import UserError
 
 _DOCUMENTATION = re.compile(
@@ -26,6 +28,25 @@ class Chosen(NamedTuple):
     left_out: str
 
 
+def files_of(source: Source, *, field: str) -> Chosen:
+    """Returns the files of a source: all that its path names, or the data files of a folder.
+
+    Args:
+      field: config path of the source, for messages.
+
+    Raises:
+      UserError, FileError: as in `data_files` and `storage.search`.
+    """
+    found = search(source.path, field=f"{field}.path")
+    if source.format in ("auto", "arrow"):
+        saved = saved_dataset_files(found.files, field=f"{field}.path={source.path!r}")
+        if saved is not None:
+            return Chosen(saved, "")
+    if not found.is_folder:
+        return Chosen(found.files, "")
+    return data_files(found.files, path=source.path, format=source.format, field=field)
+
+
 def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -> Chosen:
     """Returns the files of a folder that hold its data.
 
@@ -42,10 +63,12 @@ def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -
     Raises:
       UserError: nothing is left, a compression is not supported, or most bytes would be left out.
     """
-    data = [file for file in files if not _METADATA.fullmatch(_base(file))]
+    bases = {base: _METADATA.fullmatch(base) is not None for base in {_base(file) for file in files}}
+    data = [file for file in files if not bases[_base(file)]]
     suffixes = {file.name: split_suffix(file.name, field=f"{field}.path")[0] for file in data}
     has_records = format == "auto" and any(suffix in RECORD_FORMATS for suffix in suffixes.values())
-    data = [f for f in data if not (_DOCUMENTATION.fullmatch(_base(f)) and (has_records or "/" not in f.name))]
+    documentation = {base for base in bases if _DOCUMENTATION.fullmatch(base)}
+    data = [f for f in data if not (_base(f) in documentation and (has_records or "/" not in f.name))]
     if has_records:
         records = [file for file in data if suffixes[file.name] in RECORD_FORMATS]
         others = [file for file in data if suffixes[file.name] not in (*RECORD_FORMATS, ".txt")]
@@ -56,7 +79,7 @@ def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -
                 f"{_glob(path, others[0], suffixes)!r} or {_glob(path, records[0], suffixes)!r}."
             )
         data = [file for file in data if file not in others]
-    kept = {file.name for file in data}
+    kept = {file.name for file in data} if len(data) < len(files) else suffixes
     out = [file.name for file in files if file.name not in kept]
     names = ", ".join(out[:_MOST_NAMES]) + (f" and {len(out) - _MOST_NAMES:,} more" if len(out) > _MOST_NAMES else "")
     way_out = f"to take them, set {field}.path to a file or to a glob such as {path.rstrip('/') + '/**'!r}"
