@@ -1,6 +1,8 @@
 """Attention compiled for chips that are not present: the program contains the kernel that was asked for."""
 
 import re
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -10,10 +12,13 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jtrain.bench.attention_bytes import compiled_hlo, moved_bytes, needed_bytes, score_arrays
+from jtrain.hlo.memory_traffic import written_arrays
 from jtrain.hlo.traffic import overlap, traffic
 from jtrain.plan.compile.compiled_step import topology_devices
-from jtrain_kernels import compat, device, registry
+from jtrain_kernels import compat, cost, device, registry
 from jtrain_kernels.attention.context import RowSplit, context_attention
+from tests.kernels.test_cost import CONFIGS, of_config
 
 pytestmark = pytest.mark.aot
 
@@ -54,6 +59,45 @@ def test_splash_compiles_for_tpus(topology: str, context: int, window: int | Non
     assert (" collective-permute" in text) == (context > 1)
     # A float32 block of scores of one head with 1024 queries and keys would be 4 MiB, for each of 8 heads.
     assert compiled.memory_analysis().temp_size_in_bytes < 64 * 2**20
+
+
+def check_no_scores(chip: str, config: str) -> None:
+    """Attention and its gradients at a config's shape write no array of scores, and bytes that grow as its arrays do.
+
+    4 times the arrays: on TPUs rows of log-partitions fill 128 lanes, which is as much as a head of 128 in float32.
+    """
+    avals = of_config(config)
+    hlo = compiled_hlo(chip, avals)
+    assert re.search("mosaic_gpu|tpu_custom_call", hlo)
+    query, key = cost.array(avals, "q_BLNH"), cost.array(avals, "k_BMKH")
+    # A length that is also another dimension says nothing, as in the tiny configs.
+    if query.shape[1] not in {query.shape[2] * query.shape[3], key.shape[2] * key.shape[3]}:
+        assert score_arrays(hlo, avals) == (), (chip, config)
+        assert moved_bytes(hlo) <= 4 * needed_bytes(avals), (chip, config)
+
+
+def test_no_scores_are_in_memory() -> None:
+    """For an H100 at the shape of llama1b; plain XLA at 1/8 of its length shows that the check can fail."""
+    check_no_scores("h100", "llama1b")
+    text = lowered("h200:1", 1, "xla", positions=512).compile().as_text()
+    assert any(dims.count(512) > 1 for _, dims in written_arrays(text))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("chip", ("h100", "h200", "v5e", "v5p", "v6e", "tpu7x"))
+def test_no_config_has_scores_in_memory(chip: str, config: str) -> None:
+    """Every shipped config on every chip whose compiler is at hand; tiny shapes are compiled only."""
+    check_no_scores(chip, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS)
+def test_no_config_has_scores_in_memory_on_a_b200(config: str) -> None:
+    """In a process of its own, because Mosaic compiles for one generation of GPUs per process."""
+    code = f"from tests.kernels.test_attention_compiled import check_no_scores; check_no_scores('b200', '{config}')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_tokamax_compiles_for_hopper() -> None:

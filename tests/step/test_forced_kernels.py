@@ -39,16 +39,24 @@ def compiled(topology: str, mesh: dict[str, int], **layout: Any) -> str:
         return lowered(topology_devices(topology), mesh, **layout).compile().as_text()
 
 
+def kernels(text: str) -> list[str]:
+    """Lines that call a Pallas kernel."""
+    return [line for line in text.splitlines() if "tpu_custom_call" in line and "custom-call(" in line]
+
+
 @pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("mesh", (dict(data=4), dict(data=2, tensor=2)), ids=str)
 def test_a_step_for_tpus_runs_the_kernels_that_are_forced(mesh: dict[str, int]) -> None:
     """Rotations of queries and keys, forwards and backwards, and the backward pass of both norms of a layer."""
     text = compiled("v5p:2x2x1", mesh, kernels=FORCED, zero_stage=1)
-    kernels = [line for line in text.splitlines() if "tpu_custom_call" in line and "custom-call(" in line]
-    assert sum("rms_norm_backward" in line for line in kernels) == 2
-    assert sum("rms_norm_backward" not in line for line in kernels) == 4
-    assert "tpu_custom_call" not in compiled("v5p:2x2x1", mesh, zero_stage=1)
+    names = kernels(text)
+    assert sum("rms_norm_backward" in name for name in names) == 2
+    assert sum("splash" in name for name in names) == 3
+    assert len(names) == 2 + 3 + 4
+    unforced = kernels(compiled("v5p:2x2x1", mesh, zero_stage=1))
+    assert len(unforced) == 3
+    assert all("splash" in name for name in unforced), "attention alone has a kernel by default"
 
 
 def test_a_kernel_for_other_devices_is_refused_when_the_step_is_traced() -> None:

@@ -31,7 +31,7 @@ def compiled(topology: str, spec: LayoutSpec) -> tuple[CompiledStep, MemoryPlan]
     """The compiler's word on a step for a machine that is not here, and the formula's."""
     devices = topology_devices(topology)
     model = Transformer(**WIDE)
-    lay = make_layout(spec, MeshSpec(data=len(devices)), model.param_infos())
+    lay = make_layout(spec, MeshSpec(data=len(devices)), model.param_infos(), kernels=(("attention", "xla"),))
     opt = build(ADAMW, num_steps=20, params=map_params(lambda info: info, model.param_infos()))
     job = Job(model, lay, ADAMW, len(devices), 256, machine_of(devices))
     return compile_step(job, opt, devices=devices), memory(job)

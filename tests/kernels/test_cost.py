@@ -1,0 +1,112 @@
+"""The cost model: numbers by hand, and the attention that every shipped config takes on every chip."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jtrain.bench.attention_bytes import needed_bytes
+from jtrain.config.load import load_config
+from jtrain.config.run import build_run
+from jtrain_kernels import cost, device, registry
+from jtrain_kernels.attention.api import ATTENTION
+
+CONFIGS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("[a-z]*.py"))
+CHIPS = ("h100", "h200", "b200", "a100", "v5e", "v5p", "v6e", "tpu7x", "mi300x")
+EXPECTED = {
+    **dict.fromkeys(("h100", "h200", "b200"), "tokamax"),
+    **dict.fromkeys(("v5e", "v5p", "v6e", "tpu7x"), "splash"),
+    "a100": "cudnn",  # tokamax has no backward kernel for it; the mask is [B, 1, L, M]
+    "mi300x": "xla",  # nothing else runs on it
+}
+H100 = device.from_name("h100")
+
+
+def shapes(B: int, L: int, N: int, K: int, H: int, *, dtype: str = "bfloat16", **changes: Any) -> registry.Avals:
+    """Arguments of causal attention."""
+    query, key = (jax.ShapeDtypeStruct((B, L, heads, H), jnp.dtype(dtype)) for heads in (N, K))
+    segment = jax.ShapeDtypeStruct((B, L), jnp.int32)
+    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKH=key, segment_BL=segment, segment_BM=segment)
+    return dict(arrays, chunk=512, window=None, causal=True) | changes
+
+
+def of_config(name: str) -> registry.Avals:
+    """Attention of one row of a config."""
+    run = build_run(load_config(name))
+    model = run.model
+    return shapes(1, run.data.seq_len, model.num_heads, model.num_kv_heads, model.head_dim)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_config_takes_the_fused_attention_of_its_chip(chip: str) -> None:
+    """Only where nothing else runs is plain XLA taken; all that run have a cost, and the choice has the least."""
+    assert {"llama1b", "llama8b", "llama70b", "qwen3_8b", "qwen3_30b_a3b", "tiny"} <= set(CONFIGS)
+    spec = device.from_name(chip)
+    for name in CONFIGS:
+        avals = of_config(name)
+        choice = registry.choose(ATTENTION, spec, avals, measured={})
+        assert choice.implementation.name == EXPECTED[chip], name
+        able = [i for i in registry.implementations(ATTENTION) if i.supports(spec, avals) is None]
+        costs = {i.name: i.cost_s(spec, avals) for i in able}
+        assert None not in costs.values()
+        assert min(costs, key=lambda one: costs[one] or 0.0) == EXPECTED[chip]
+
+
+def test_every_implementation_predicts_its_seconds_on_every_chip() -> None:
+    """For every op and case, wherever the implementation runs."""
+    checked = 0
+    for op in registry.ops().values():
+        for implementation in registry.implementations(op):
+            for spec in map(device.from_name, CHIPS):
+                for avals in op.cases.values():
+                    if implementation.supports(spec, avals) is None:
+                        predicted = implementation.cost_s(spec, avals)
+                        assert 0 < (predicted or 0.0) < 10, (op.name, implementation.name, spec.name)
+                        checked += 1
+    assert checked > 100
+
+
+def test_a_fused_kernels_seconds_are_its_flops_at_the_rate_it_reaches() -> None:
+    """Causal llama8b on an H100: 4 N L^2 H / 2 FLOPs forward at 62 % of the peak, 2.5 times that backward at 44 %."""
+    avals = ATTENTION.cases["llama8b"]
+    flops = 4 * 32 * 8192 * 8193 / 2 * 128
+    want = flops / 989.4e12 * (1 / 0.62 + 2.5 / 0.44) + 3 * cost.LAUNCH_S["gpu"]
+    assert cost.attention_s(H100, avals, "tokamax") == pytest.approx(want)
+    # Of 1024 keys a query sees at most 1024, of the first queries fewer.
+    assert cost.visible(shapes(1, 8192, 1, 1, 64, window=1024)) == pytest.approx(
+        (1024 * 7168 + 1024 * 1025 / 2) / 8192**2
+    )
+    assert cost.visible(shapes(1, 8192, 1, 1, 64, causal=False)) == 1.0
+
+
+def test_cudnn_pays_for_its_mask() -> None:
+    """Writing and reading [B, 1, L, M] for every head costs more than its faster matmuls save, also for short rows."""
+    for length in (256, 1024, 8192, 131072):
+        avals = shapes(1, length, 32, 8, 128)
+        assert (cost.attention_s(H100, avals, "cudnn") or 0) > (cost.attention_s(H100, avals, "tokamax") or 9)
+
+
+def test_plain_scores_cost_their_bytes() -> None:
+    """42 bytes for each visible score: 42 GiB for a llama8b layer, which take more than half of its seconds."""
+    avals = ATTENTION.cases["llama8b"]
+    scores = 32 * 8192**2 * (0.5 * 8193 / 8192 + 512 / 2 / 8192)
+    passes = scores * 42 / (3.35e12 * 0.8)
+    plain = cost.plain_attention_s(H100, avals)
+    assert plain is not None
+    assert 0.5 * plain < passes < plain
+
+
+def test_a_chip_without_peaks_predicts_nothing() -> None:
+    """A CPU runs the reference; in float32 a GPU has half of its 16-bit peak, a TPU a sixth."""
+    assert cost.attention_s(device.from_name("cpu"), ATTENTION.cases["llama8b"], "splash") is None
+    assert cost.matmul_rate(H100, "float32") == 989.4e12 / 2
+    assert cost.matmul_rate(device.from_name("v5p"), "float32") == 459e12 / 6
+    assert cost.matmul_rate(H100, "float8_e4m3fn") == 1978.9e12
+
+
+def test_the_arrays_of_a_layer_once() -> None:
+    """q, k, v and y forward; q, k, v, y, dy, dq, dk and dv backward; log-partitions in both."""
+    q, k, lse = 8192 * 32 * 128 * 2, 8192 * 8 * 128 * 2, 8192 * 32 * 4
+    assert needed_bytes(ATTENTION.cases["llama8b"]) == 6 * q + 6 * k + 2 * lse
