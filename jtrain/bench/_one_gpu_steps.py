@@ -3,8 +3,8 @@
 import dataclasses
 
 FIDDLE = ("fiddle",)
-TRAINING = ("fiddle", "grain", "array_record", "orbax")
-"""What `jtrain.launch` imports beside JAX."""
+NO_TENSORBOARD = ("--set", "metrics.tensorboard=False")
+"""Spares a run the package tensorboardX."""
 
 OUT = "{out}"
 """Stands for the folder of --out in a step's options."""
@@ -86,18 +86,19 @@ SMALL_WINDOW = (
 
 
 def _window() -> Step:
-    to = ("profile_window", "--config", "llama1b", "--out", f"{OUT}/profile")
+    to = ("profile_window", "--config", "llama1b", "--out", f"{OUT}/profile", *NO_TENSORBOARD)
     # A sixth of the config's batch: steps of a second or two, whose trace is quick to read.
     real = ("data.global_batch=16", "layout.microbatches=2")
     options, small = ((*to, *_set(sets)) for sets in (real, SMALL_WINDOW))
-    return Step("profile-llama1b", options, 120, TRAINING, small)
+    return Step("profile-llama1b", options, 120, FIDDLE, small)
 
 
+TINY_STEP = ("tiny", "--steps", "1", *NO_TENSORBOARD)
 SHORT_SOAKS = ("gpu_clocks", "--seconds", "0.3", "--rehearse")
 
 STEPS = (
     Step("machine", ("machine",), 60),
-    Step("tiny-step", ("tiny", "--steps", "1"), 90, TRAINING, ("tiny", "--steps", "1")),
+    Step("tiny-step", TINY_STEP, 90, FIDDLE, TINY_STEP),
     *(_attention(shape, one) for shape in ("llama8b", "llama1b") for one in IMPLEMENTATIONS),
     *(_tuned(op) for op in ("attention", "linear_cross_entropy", "rms_norm", "rms_norm_branch", "rope", "swiglu")),
     _llama1b("llama1b"),
@@ -130,6 +131,6 @@ STEPS = (
     _timed("grouped_matmul", "qwen3_30b_a3b up"),
     _timed("grouped_matmul", "qwen3_30b_a3b down"),
     _timed("embedding_lookup", "llama8b"),
-    Step("tiny", ("tiny",), 120, TRAINING, ("tiny", "--steps", "3")),
+    Step("tiny", ("tiny", *NO_TENSORBOARD), 120, FIDDLE, ("tiny", "--steps", "3", *NO_TENSORBOARD)),
     Step("offload-14B", ("offload", "--live", "--only", "14B", "--steps", "1"), 120),
 )  # fmt: skip

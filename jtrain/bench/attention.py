@@ -96,7 +96,9 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
             if not error < TOLERANCE:
                 yield row(f"{what} IS WRONG by this share of the largest element", error, "", bar="<= 0.02")
                 continue
-            forward_s, both_s = (seconds(fn, arrays, args.calls) for fn in _timed(name))
+            forward_s, both_s = (
+                seconds(fn, arrays, args.calls) for fn in (_here(forward, name), _here(with_gradients, name))
+            )
             took = {"forward": forward_s, "backward": both_s - forward_s}
             for way, times in (("forward", 1.0), ("backward", 2.5)):
                 rate = times * shape.forward_flops / took[way] / 1e12
@@ -123,38 +125,37 @@ def _arrays(shape: Shape) -> tuple[jax.Array, ...]:
     return q, k, v, segment_BL, segment_BL
 
 
-def _op(name: str) -> Callable[..., jax.Array]:
-    from jtrain_kernels import registry
+def forward(*arrays: jax.Array) -> jax.Array:
+    """One layer's attention, by the implementation that is forced around the call."""
     from jtrain_kernels.attention.api import attention
+
+    return attention(*arrays, chunk=512)
+
+
+def with_gradients(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> Any:
+    """The result and the gradients of q, k and v."""
+    y, pull = jax.vjp(lambda *qkv: forward(*qkv, *segments), q, k, v)
+    return y, pull(q)  # an existing array with the cotangent's shape
+
+
+def _here(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The jitted function on this device, with an implementation forced."""
+    from jtrain_kernels import registry
     from jtrain_kernels.device import live
 
-    def op(*arrays: jax.Array) -> jax.Array:
+    def forced(*arrays: jax.Array) -> Any:
         with registry.on(live(jax.devices()[0]), forced={"attention": name}):
-            return attention(*arrays, chunk=512)
+            return function(*arrays)
 
-    return op
-
-
-def _with_gradients(name: str) -> Callable[..., Any]:
-    op = _op(name)
-
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> Any:
-        y, pull = jax.vjp(lambda *qkv: op(*qkv, *segments), q, k, v)
-        return y, pull(q)  # an existing array with the cotangent's shape
-
-    return both
-
-
-def _timed(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return jax.jit(_op(name)), jax.jit(_with_gradients(name))
+    return jax.jit(forced)
 
 
 def wrong_by(name: str, arrays: tuple[jax.Array, ...]) -> float:
     """Largest difference from plain JAX in float32, over value and gradients, relative to each largest element."""
     wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
     with jax.default_matmul_precision("highest"):
-        want = jax.tree.leaves(jax.jit(_with_gradients("xla"))(*wide))
-    got = jax.tree.leaves(jax.jit(_with_gradients(name))(*arrays))
+        want = jax.tree.leaves(_here(with_gradients, "xla")(*wide))
+    got = jax.tree.leaves(_here(with_gradients, name)(*arrays))
     pairs = [(np.asarray(g, np.float64), np.asarray(w, np.float64)) for g, w in zip(got, want, strict=True)]
     return max(float(np.abs(g - w).max() / np.abs(w).max()) for g, w in pairs)
 

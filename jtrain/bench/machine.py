@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jtrain.bench import Row, add_rehearse, row
 from jtrain.bench.elementwise import seconds
-from jtrain.plan.fit_check import available_bytes, free_host_bytes
 from jtrain.profile.clocks.select import choose, open_source
+from jtrain.runtime.platform import host_memory_bytes
 
 GIB = 2**30
 COPIED, SIZE = 2**28, 8192
@@ -33,8 +33,9 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
     device = jax.devices()[0]
     kind = device.device_kind
     copied, size = (REHEARSED_COPIED, REHEARSED_SIZE) if args.rehearse else (COPIED, SIZE)
-    for what, found in (("device", available_bytes([device])), ("host", free_host_bytes())):
-        yield row(f"{kind}: {what} memory that jtrain may use", None if found is None else found / GIB, "GiB")
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    yield row(f"{kind}: device memory that JAX may use", None if limit is None else limit / GIB, "GiB")
+    yield row("host memory", host_memory_bytes() / GIB, "GiB")
     yield from _clocks(device, "idle")
     x = jax.ShapeDtypeStruct((copied,), jnp.bfloat16)
     copy_s = seconds(jax.jit(lambda x: x + 1), (x,), args.calls)

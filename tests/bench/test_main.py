@@ -83,4 +83,4 @@ def test_a_gpu_sheet_without_a_gpu_is_refused() -> None:
     from jtrain.bench import h200
 
     with pytest.raises(ValueError, match="needs a GPU, but the device here is 'cpu'"):
-        h200.run(argparse.Namespace(steps=1, only=None))
+        list(h200.run(argparse.Namespace(steps=1, only=None, sets=[], rehearse=False)))
