@@ -18,11 +18,8 @@ from jaxtyping import Array
 
 from jtrain.bench import Row, add_rehearse, row
 from jtrain.bench.h200 import REHEARSED, step_rate
-from jtrain.config.load import load_config
-from jtrain.config.run import build_run, run_layout
 from jtrain.errors import UserError
 from jtrain.model import ops
-from jtrain.plan.from_run import make_optimizer
 from jtrain.precision import MatmulDtype
 from jtrain_kernels import device
 
@@ -90,6 +87,10 @@ def _seconds(mode: MatmulDtype, calls: int, size: int) -> float:
 
 def _step_rate(mode: MatmulDtype, num_steps: int, sets: Sequence[str] = ()) -> float:
     """Tokens per second of a whole training step."""
+    from jtrain.config.load import load_config  # lazy: the matmul alone needs no fiddle
+    from jtrain.config.run import build_run, run_layout
+    from jtrain.plan.from_run import make_optimizer
+
     built = build_run(load_config("llama8b", ["single_device"], ["model.num_layers=2", *sets]))
     precision = dataclasses.replace(built.precision, matmul_dtype=mode)
     layout = run_layout(dataclasses.replace(built, precision=precision))

@@ -8,13 +8,12 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from jtrain.bench import Row, add_rehearse, row
-from jtrain.config.load import load_config
-from jtrain.config.run import Run, build_run, run_layout
 from jtrain.data import put_batch
 from jtrain.dims import Batch
 from jtrain.errors import UserError
@@ -22,12 +21,13 @@ from jtrain.layout import Layout
 from jtrain.mesh import make_mesh
 from jtrain.model.transformer import Transformer
 from jtrain.optim import Optimizer
-from jtrain.plan.auto_layout import settle
 from jtrain.plan.estimate.flops import flops_per_token, mfu
-from jtrain.plan.from_run import make_optimizer
 from jtrain.step.state import init_state
 from jtrain.step.train_step import make_train_step
 from jtrain_kernels import device
+
+if TYPE_CHECKING:
+    from jtrain.config.run import Run
 
 BARS = {"llama1b": ">= 55000", "llama8b": ">= 11000"}
 """Config -> tokens/s to aim at on one H200 (reference/peers.md, 2e)."""
@@ -57,6 +57,11 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
     Raises:
       UserError: the first device is no GPU.
     """
+    # Lazy, as below: other benchmarks use `step_rate`, which needs no config and no fiddle.
+    from jtrain.config.load import load_config
+    from jtrain.config.run import build_run
+    from jtrain.plan.auto_layout import settle
+
     gpu = jax.devices()[0]
     spec = device.from_device(gpu)
     if (gpu.platform != "gpu" or spec is None) and not args.rehearse:
@@ -83,8 +88,11 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
         yield row(f"{what}: device memory peak", peak_gib, "GiB")
 
 
-def tokens_per_s(built: Run, num_steps: int) -> float:
+def tokens_per_s(built: "Run", num_steps: int) -> float:
     """Of a config's step on one device."""
+    from jtrain.config.run import run_layout
+    from jtrain.plan.from_run import make_optimizer
+
     layout = run_layout(dataclasses.replace(built, mesh=dataclasses.replace(built.mesh, data=1)))
     return step_rate(
         built.model,

@@ -43,7 +43,7 @@ CORE = (
 )
 """Distributions on which every figure depends; a step's `needs` are added to them."""
 
-DISTRIBUTIONS = {"array_record": "array-record", "jax_triton": "jax-triton", "orbax": "orbax-checkpoint"}
+DISTRIBUTIONS = {"jax_triton": "jax-triton"}
 """Package -> its distribution, where the names differ."""
 
 RESERVE_S = 5.0
@@ -112,14 +112,21 @@ def chosen(names: Sequence[str] | None) -> list[Step]:
     return [step for step in STEPS if names is None or step.name in names]
 
 
-def missing(steps: Sequence[Step]) -> dict[str, list[str]]:
-    """Package that is not installed -> names of the steps that need it."""
-    found: dict[str, list[str]] = {}
-    for step in steps:
-        for package in step.needs:
-            if importlib.util.find_spec(package) is None:
-                found.setdefault(package, []).append(step.name)
-    return found
+def absent(packages: Sequence[str]) -> list[str]:
+    """Those of the packages that are not installed."""
+    return [package for package in packages if importlib.util.find_spec(package) is None]
+
+
+def missing(steps: Sequence[Step]) -> list[str]:
+    """One line for each package that is not installed, with the steps that fail or leave kernels out without it."""
+    lines: list[str] = []
+    for package in absent(sorted({package for step in steps for package in (*step.needs, *step.uses)})):
+        failing = [step.name for step in steps if package in step.needs]
+        lesser = [step.name for step in steps if package in step.uses]
+        parts = [f"rows with that error: {', '.join(failing)}"] * bool(failing)
+        parts += [f"its kernels are left out of: {', '.join(lesser)}"] * bool(lesser)
+        lines.append(f"{package} ({'; '.join(parts)})")
+    return lines
 
 
 def code_digest() -> str:
@@ -151,7 +158,7 @@ class Session:
 
     def key(self, step: Step) -> str:
         """Digest of everything on which the step's rows depend."""
-        needs = [DISTRIBUTIONS.get(package, package) for package in step.needs]
+        needs = [DISTRIBUTIONS.get(package, package) for package in (*step.needs, *step.uses)]
         depends = {
             "step": [step.name, *step.arguments("", rehearse=self.rehearse)],
             "code": self.code,
@@ -209,16 +216,14 @@ class Session:
     def begin(self, budget_s: float, steps: Sequence[Step]) -> None:
         """Prints and writes what this call runs on, and what is missing."""
         lacks = missing(steps)
-        packages = sorted({DISTRIBUTIONS.get(name, name) for step in steps for name in step.needs})
+        packages = sorted({DISTRIBUTIONS.get(name, name) for step in steps for name in (*step.needs, *step.uses)})
         found = {name: version for name, version in versions((*CORE, *packages)).items() if version is not None}
         found["python"] = platform.python_version()
         facts = {"gpu": self.gpu, "versions": found, "commit": git_commit(), "code": self.code}
         self.append(call={**facts, "budget_s": budget_s, "missing": lacks})
         print(f"{self.gpu}; {len(steps)} steps; {', '.join(f'{name} {version}' for name, version in found.items())}")
-        for package, names in lacks.items():
-            print(f"missing: {package} (rows with that error: {', '.join(names)})")
-        if not lacks:
-            print("missing: nothing")
+        for line in lacks or ["nothing"]:
+            print(f"missing: {line}")
 
     def carry_out(self, step: Step, *, until_s: float) -> Iterator[Row]:
         """Rows of a step: those of the file if it has ended; none if its limit does not fit before `until_s`."""
@@ -228,8 +233,7 @@ class Session:
             return
         if time.monotonic() + step.limit_s > until_s:
             return
-        lacks = [package for package in step.needs if importlib.util.find_spec(package) is None]
-        if lacks:
+        if lacks := absent(step.needs):
             ended = Ended("failed", 0.0, f"needs {', '.join(lacks)}, not installed here")
         else:
             print(f"{step.name} ...", flush=True)

@@ -93,9 +93,14 @@ def test_what_a_row_depends_on_is_in_its_key(tmp_path: Path) -> None:
 
 def test_what_is_not_installed_is_said_first_and_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No process is started for it; the steps that need it are named."""
-    lacking, here = Step("lacking", ("machine",), 60, ("no_such_package",)), session(tmp_path)
+    lacking, here = (
+        Step("lacking", ("machine",), 60, ("no_such_package",), uses=("no_such_kernels",)),
+        session(tmp_path),
+    )
     here.begin(540.0, [lacking, FAILS])
-    assert "missing: no_such_package (rows with that error: lacking)\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "missing: no_such_package (rows with that error: lacking)\n" in said
+    assert "missing: no_such_kernels (its kernels are left out of: lacking)\n" in said
     (row,) = here.carry_out(lacking, until_s=time.monotonic() + 100)
     assert row["value"] is None
     last = here.lines()[-1]
