@@ -86,8 +86,9 @@ def environment(out: Path, *, rehearse: bool) -> dict[str, str]:
     given = {**os.environ, MARK: str(out.resolve()), "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
     given["PYTHONFAULTHANDLER"] = "1"
     if rehearse:
-        # XLA's threads: a warpgroup of an emulated kernel holds one while it waits.
-        return given | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "-1", "NPROC": "64"}
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1".strip()
+        # NPROC, XLA's threads: a warpgroup of an emulated kernel holds one while it waits.
+        return given | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "-1", "XLA_FLAGS": flags, "NPROC": "64"}
     given.setdefault("CUDA_VISIBLE_DEVICES", "0")
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in given:
         given.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # JAX takes 0.75, too little for an 8B on 80 GB
