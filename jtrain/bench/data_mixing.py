@@ -5,7 +5,8 @@
 Every program gives batches of 64 rows of 8192 byte tokens and their targets, int32, from the same documents, and is
 compared with jtrain reading the same form: prepared ids (MosaicML's MDS, a flat memory-mapped file), ArrayRecord
 (Grain), tars (WebDataset), JSON lines (a plain reader). All but the memmap and the plain reader mix the 306 sources by
-the same weights and shuffle; jtrain also fills positions and segment numbers. Writing and preparing is not timed.
+the same weights and shuffle. jtrain also fills positions and segment numbers, and leaves out the targets between
+documents: so do the two programs whose rows have "four arrays", and no others. Writing and preparing is not timed.
 
 Each program is one process, jtrain with `engine="inline"`; all are pinned to the same core and take turns of the same
 length. A figure is the median of the turns. Once with short documents (mean 660 ids), once with documents that exceed
@@ -45,10 +46,12 @@ class Pair(NamedTuple):
 PAIRS = (
     Pair("prepared", "MosaicML MDS, prepared", ">= 1"),
     Pair("prepared", "memmap as in nanoGPT", ">= 1"),
+    Pair("prepared", "memmap, shuffled documents in rows of four arrays", ">= 1"),
     Pair("prepared", "memmap, one copy per row", None),
     Pair("ArrayRecord", "Grain MapDataset.mix", ">= 4"),
     Pair("tar", "WebDataset RandomMix", None),
     Pair("JSON lines", "plain reader", ">= 1"),
+    Pair("JSON lines", "plain reader, rows of four arrays", ">= 1"),
 )
 
 
@@ -148,8 +151,10 @@ def theirs(python: str | None, num_sources: int, corpus: Corpus) -> dict[str, Co
     shape = ("--rows", ROWS, "--seq-len", data_sources.ROW_TOKENS)
     found: dict[str, Command] = {
         "memmap as in nanoGPT": (None, "data_plain", ("nanogpt", folder("bin"), *shape)),
+        "memmap, shuffled documents in rows of four arrays": (None, "data_plain", ("documents", folder("bin"), *shape)),
         "memmap, one copy per row": (None, "data_plain", ("windows", folder("bin"), *shape)),
         "plain reader": (None, "data_plain", ("lines", folder("jsonl"), *shape)),
+        "plain reader, rows of four arrays": (None, "data_plain", ("packed-lines", folder("jsonl"), *shape)),
         "Grain MapDataset.mix": (None, "data_grain", ("mixing", folder("arrayrecord"), *shape)),
     }
     if python is not None:

@@ -213,6 +213,7 @@ def bench(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
         "data_ranks": ranks,
         "drift": stats.drift,
         "skipped": stats.skipped,
+        "retries": stats.retries,
         "loader_memory_mib": {loader.name: loader.memory_bytes / 2**20 for loader in stats.loaders},
         "loader_documents": {loader.name: loader.documents for loader in stats.loaders},
     }

@@ -17,6 +17,7 @@ from jaxtyping import Int, Int16, Int64
 
 from jtrain.data.pretokenized.reader import BLOCK, PreparedIndex
 from jtrain.data.sources.corpus import Corpus
+from jtrain.data.sources.part_window import PartWindow, ReadPart
 from jtrain.data.sources.shuffle import epoch_key, permuted, shuffled_parts, window_keys
 
 _LOOKED_UP = 64
@@ -203,11 +204,11 @@ class OpenWindow(NamedTuple):
 
 
 class _Epoch(NamedTuple):
-    """Parts of an epoch in its order, and its windows: the first part and the first slot of each, then the end."""
+    """Windows of an epoch: the parts of each, ascending; its first slot, then the end; the parts before it; its key."""
 
-    parts: Int64[np.ndarray, " parts"]
-    first_part: Int64[np.ndarray, " windows_and_end"]
+    windows: list[Int64[np.ndarray, " _"]]
     first_slot: Int64[np.ndarray, " windows_and_end"]
+    first_part: Int64[np.ndarray, " windows"]
     keys: np.ndarray
 
 
@@ -216,8 +217,11 @@ class WindowedChunks:
 
     The parts of the source (row groups; runs of 1,024 records of other files) are shuffled and cut into windows, and
     chunks are shuffled within each window, since reading a row decodes its whole row group. A source that is smaller
-    than a window is shuffled as a whole. A window has slots for the chunks that its stored bytes may hold; if the text
-    has more (it was compressed more than threefold), a slot holds several chunks of a document.
+    than a window is shuffled as a whole. A part has slots for the chunks that its stored bytes may hold; if its text
+    has more (it was compressed more than threefold), its slots hold several chunks of a document.
+
+    Which part a slot belongs to follows from the sizes of the parts alone, so several processes can share the parts:
+    each reads those of its share, and none is read twice.
 
     Args:
       window_bytes: most bytes of parts that are shuffled together; a larger part is a window of its own.
@@ -233,51 +237,93 @@ class WindowedChunks:
         self._slots = np.diff(self._start) + -(-text_bytes // chunk_bytes)
         self.slots = int(self._slots.sum())
         self._epoch = functools.lru_cache(maxsize=2)(self._open_epoch)
-        self._window = functools.lru_cache(maxsize=2)(self._open_window)
+        self._windows: dict[tuple[int, int], PartWindow] = {}
+        self._just_read: set[tuple[int, int]] = set()
+
+    @property
+    def largest_part(self) -> int:
+        """Bytes of the largest part; 0 if the source is one part, which no window can split."""
+        return int(self._bytes.max()) if len(self._bytes) > 1 else 0
+
+    def share_of(self, numbers: Int[np.ndarray, " n"], modulus: int) -> Int64[np.ndarray, " n"]:
+        """Returns the share, 0 to `modulus` - 1, that reads each number of any epochs: the same for a whole part.
+
+        The shares take turns in each window. A source that fits a window has the same shares in each epoch, so that
+        what is decoded once can serve the next one. Nothing is read to tell.
+        """
+        epochs, places = np.divmod(numbers, max(self.slots, 1))
+        share = np.empty(len(numbers), np.int64)
+        for epoch in sorted(set(epochs.tolist())):
+            mine = np.flatnonzero(epochs == epoch)
+            first_part = self._epoch(epoch).first_part
+            for one, here, slot in self._by_window(epoch, places[mine]):
+                share[mine[here]] = (first_part[one] + self._window(epoch, one).part_at(slot)) % modulus
+        return share
 
     def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
+        found = Chunks(*(np.empty(len(places), np.int64) for _ in range(3)))
+        for one, here, slot in self._by_window(epoch, places):
+            for array, values in zip(found, self._window(epoch, one).locate(slot), strict=True):
+                array[here] = values
+        return found
+
+    def close(self) -> None:
+        """Forgets what was read."""
+        self._windows, self._just_read = {}, set()
+
+    def _by_window(
+        self, epoch: int, places: Int[np.ndarray, " n"]
+    ) -> list[tuple[int, Int64[np.ndarray, " k"], Int64[np.ndarray, " k"]]]:
+        """Returns each window of some slots of an epoch: the indexes of its slots, and their slots in the window.
+
+        Forgets the windows that neither these slots nor those of the last call are in.
+        """
         order = self._epoch(epoch)
-        windows = np.searchsorted(order.first_slot, places, side="right") - 1
-        found = Chunks(*(np.full(len(places), fill, np.int64) for fill in (-1, 0, 1)))
-        for one in sorted(set(windows.tolist())):
-            here = np.flatnonzero(windows == one)
+        window_of = np.searchsorted(order.first_slot, places, side="right") - 1
+        found = []
+        for one in sorted(set(window_of.tolist())):
+            here = np.flatnonzero(window_of == one)
             start, end = int(order.first_slot[one]), int(order.first_slot[one + 1])
-            slot = permuted(places[here] - start, np.int64(end - start), order.keys[one])
-            window = self._window(epoch, one)
-            which = np.searchsorted(window.ends, slot, side="right")
-            full = which < len(window.records)
-            here, slot, which = here[full], slot[full], which[full]
-            before = np.where(which > 0, window.ends[which - 1], 0)
-            found.record[here] = window.records[which]
-            found.first[here] = (slot - before) * window.per_slot
-            found.num[here] = window.per_slot
+            found.append((one, here, permuted(places[here] - start, np.int64(end - start), order.keys[one])))
+        now = {(epoch, one) for one, _, _ in found}
+        self._windows = {at: window for at, window in self._windows.items() if at in now | self._just_read}
+        self._just_read = now
         return found
 
     def _open_epoch(self, epoch: int) -> _Epoch:
         key = epoch_key(self._seed, epoch)
-        parts = shuffled_parts(len(self._slots), key)
+        windows = self._cut(shuffled_parts(len(self._slots), key))
+        lengths = np.asarray([len(window) for window in windows], np.int64)
+        keys = window_keys(np.arange(len(windows)), key)
+        return _Epoch(windows, self._ends(windows), np.cumsum(lengths) - lengths, keys)
+
+    def _cut(self, parts: Int64[np.ndarray, " parts"]) -> list[Int64[np.ndarray, " _"]]:
+        """Returns parts in this order as windows."""
         parts = parts[self._slots[parts] > 0]
         sizes = self._bytes[parts]
-        new_window = np.flatnonzero(np.diff((np.cumsum(sizes) - sizes) // self._window_bytes, prepend=-1))
-        ends = np.concatenate([[0], np.cumsum(self._slots[parts])])
-        return _Epoch(
-            parts,
-            np.append(new_window, len(parts)),
-            np.append(ends[new_window], ends[-1]),
-            window_keys(np.arange(len(new_window)), key),
-        )
+        cut = np.split(parts, np.flatnonzero(np.diff((np.cumsum(sizes) - sizes) // self._window_bytes)) + 1)
+        return [np.sort(window) for window in cut] if len(parts) else []
 
-    def _open_window(self, epoch: int, window: int) -> OpenWindow:
-        order = self._epoch(epoch)
-        parts = np.sort(order.parts[order.first_part[window] : order.first_part[window + 1]])
-        bounds = list(zip(self._start[parts].tolist(), self._start[parts + 1].tolist(), strict=True))
-        records = np.concatenate([np.arange(start, end) for start, end in bounds])
-        sizes = np.concatenate([self._corpus.sizes(start, end) for start, end in bounds]) + self._extra
-        room = int(order.first_slot[window + 1] - order.first_slot[window])
+    def _ends(self, windows: list[Int64[np.ndarray, " _"]]) -> Int64[np.ndarray, " windows_and_end"]:
+        """Returns the first slot of each window, and the end of the last one."""
+        return np.cumsum([0, *(int(self._slots[window].sum()) for window in windows)])
+
+    def _window(self, epoch: int, window: int) -> PartWindow:
+        if (epoch, window) not in self._windows:
+            parts = self._epoch(epoch).windows[window]
+            start = self._start[parts]
+            lengths = self._start[parts + 1] - start
+            self._windows[epoch, window] = PartWindow(parts, self._slots[parts], start, lengths, self._read_part)
+        return self._windows[epoch, window]
+
+    def _read_part(self, part: int) -> ReadPart:
+        start, end = int(self._start[part]), int(self._start[part + 1])
+        held = self._corpus.hold(start)
+        sizes = self._corpus.sizes(start, end) + self._extra
         per_slot = 1
-        while int((counts := chunk_counts(sizes, self._chunk * per_slot)).sum()) > room:
+        while int((counts := chunk_counts(sizes, self._chunk * per_slot)).sum()) > self._slots[part]:
             per_slot += 1
-        return OpenWindow(records, np.cumsum(counts), per_slot)
+        return ReadPart(np.cumsum(counts), per_slot, held)
 
 
 def _parts(corpus: Corpus) -> tuple[Int64[np.ndarray, " parts_and_end"], Int64[np.ndarray, " parts"], np.ndarray]:

@@ -1,6 +1,7 @@
 """Numbered, endless stream of the chunks of one source, which planner and loaders share."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator
@@ -10,27 +11,23 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64, Integer
 
+from jtrain.data.chunk_cut import ChunkCut, estimated_chunk_bytes
 from jtrain.data.chunk_order import ChunkOrder, Chunks, PreparedChunks, SizedChunks, WholeRecords, WindowedChunks
 from jtrain.data.growing_order import GrowingChunks, WindowAnchor
 from jtrain.data.loss_mask import NO_RUNS, ChunkPart, encode_parts, split_chunk
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.formats import BadRecord
+from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, shuffled_parts
-from jtrain.data.sources.source import Source, file_keys, identity_of, split_positions
-from jtrain.data.tokenizer import TextChunk, Tokenizer, make_tokenizer
+from jtrain.data.sources.source import FileKeys, Source, identity_of, split_positions
+from jtrain.data.tokenizer import TextChunk, make_tokenizer
 from jtrain.errors import UserError
 
-_SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 64, 1 << 16
-"""First records of a source, and most of their characters, that are tokenised to learn its bytes per token."""
-
-_FULL = 0.9
-"""Share of a row that a chunk fills on average where bytes per token are an estimate, so that few exceed a row."""
-
-_CUT_SEARCH_BYTES = 64
-"""Bytes before a cut that are searched for white space, so that no word of a text is cut in two."""
-
 _HELD_OUT_AT_A_TIME = 1 << 16
+
+WHOLE = (0, 1)
+"""Share of a grouped source that is all of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,8 +59,12 @@ class SourceSetup:
     decoded_cache_bytes: int
     cache_dir: str
     prepared: str | None
+    map_ids: bool = False
+    """True if the ids of the prepared index are mapped, not read: `ChunkStream.read` then returns their places."""
     fingerprint: str | None = None
     """Fingerprint that the trainer found; a process that finds another one refuses the source. None: not known yet."""
+    grouped: bool = False
+    """True if loaders share the groups of the source; see `ChunkStream.is_grouped`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +72,10 @@ class Read:
     """Result of reading some chunks, in the order of the request.
 
     lengths: tokens of each chunk; 0 if there is none, or its document is held out for evaluation or skipped.
-    ids: token ids of all chunks, one after another.
-    skipped: (number, reason) of the first chunk of each bad document that was left out.
+    ids: token ids of all chunks, one after another; or those of the whole source in a memory map, see `starts`.
+    skipped: number of the first chunk of each bad document that was left out, and its `file:number` and the reason.
     ignored: runs (start, end) of `ids` that are read and not learned, ascending; none without a loss mask.
+    numbers: numbers of the chunks; None if they are those of the request, in its order.
     """
 
     lengths: Int[np.ndarray, " n"]
@@ -82,6 +84,9 @@ class Read:
     ignored: Int32[np.ndarray, "runs 2"] = dataclasses.field(default_factory=lambda: NO_RUNS)
     anchor: WindowAnchor | None = None
     """Where the window of the first chunk begins, if the order is one of `GrowingChunks`."""
+    starts: Int64[np.ndarray, " n"] | None = None
+    """Place of the first token of each chunk in `ids`; None if the chunks are one after another."""
+    numbers: Int[np.ndarray, " n"] | None = None
 
 
 class ChunkStream:
@@ -105,6 +110,7 @@ class ChunkStream:
         self.corpus: Corpus | None = None
         self.prepared: PreparedIndex | None = None
         self._growing: GrowingChunks | None = None
+        self._has_marks = False
         self.chunk_bytes = setup.chunk_tokens
         seed = order_seed(setup.seed, setup.name)
         self.order: ChunkOrder
@@ -125,7 +131,7 @@ class ChunkStream:
                 eager_bytes=setup.eager_bytes,
             )
             (self.names, self._file_ends), self.size_bytes = corpus.identities, corpus.size_bytes
-            self.chunk_bytes = setup.chunk_bytes or _chunk_bytes(corpus, self.tokenizer, setup.chunk_tokens)
+            self.chunk_bytes = setup.chunk_bytes or estimated_chunk_bytes(corpus, self.tokenizer, setup.chunk_tokens)
             cut = {"chunk_bytes": self.chunk_bytes, "extra_bytes": self._border_tokens, "seed": seed}
             if setup.source.format == "grain":
                 self.order = WholeRecords(len(corpus), seed=seed)
@@ -135,14 +141,14 @@ class ChunkStream:
                 self.order = WindowedChunks(corpus, window_bytes=setup.window_bytes, **cut)
             else:
                 self.order = SizedChunks(corpus, **cut)
-        self._file_keys = file_keys(self.names)
+        self._file_keys = FileKeys(self.names)
         if setup.fingerprint is not None and (found := self.fingerprint()) != setup.fingerprint:
             raise UserError(
                 f"its files changed since the run opened them (fingerprint {setup.fingerprint} then, {found} "
                 "now): files were added, removed or rewritten, or this host sees others. Restore them and run again."
             )
 
-    @property
+    @functools.cached_property
     def _border_tokens(self) -> int:
         return 1 + (self.tokenizer.begin_id is not None)
 
@@ -166,6 +172,11 @@ class ChunkStream:
         """Bytes of the source per slot, about."""
         return self.chunk_bytes if self._growing else self.size_bytes // max(len(self), 1)
 
+    @property
+    def is_grouped(self) -> bool:
+        """True if several records are decoded to read one, or to find it, so that its groups should be read once."""
+        return isinstance(self.order, WindowedChunks)
+
     def locate(self, numbers: Int[np.ndarray, " n"]) -> Chunks:
         """Returns the contents of the slots `numbers`, of any epochs."""
         epochs, places = np.divmod(numbers, max(self.order.slots, 1))
@@ -175,6 +186,11 @@ class ChunkStream:
             for array, values in zip(found, self.order.locate(epoch, places[here]), strict=True):
                 array[here] = values
         return found
+
+    @property
+    def can_map_ids(self) -> bool:
+        """True if `SourceSetup.map_ids` may be set."""
+        return self.prepared is not None and self.prepared.mapped_ids is not None
 
     def lengths(self, numbers: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
         """Returns the tokens of each chunk without reading it; for prepared sources only."""
@@ -190,37 +206,56 @@ class ChunkStream:
         self,
         numbers: Int[np.ndarray, " n"],
         *,
+        share: tuple[int, int] = WHOLE,
         skip: Collection[int] = (),
         anchor: WindowAnchor | None = None,
-        watch: Callable[[int, int], Any] = lambda number, record: None,
+        watch: Callable[[int, int], Any] | None = None,
     ) -> Read:
         """Reads and tokenises chunks.
 
         Args:
           numbers: numbers of the chunks.
+          share: see `RequestPart`.
           skip: numbers of chunks to leave out, like those of bad documents.
           anchor: where a window at or before these chunks begins, as an earlier `Read` said.
           watch: called with the number and record of each chunk before it is read.
 
         Raises:
           BadRecord: a record is bad, or its file is gone or cannot be read, and `data.on_bad_record` is fail.
-          FileError: the prepared index cannot be read.
+          FileError: the prepared index cannot be read, or an error that may pass did not pass.
         """
+        if share != WHOLE:
+            assert isinstance(self.order, WindowedChunks), "only grouped sources are shared"
+            numbers = numbers[self.order.share_of(numbers, share[1]) == share[0]]
         if self._growing and anchor is not None:
             self._growing.start_at(anchor)
         chunks = self.locate(numbers)
         at = self._growing.anchor(int(numbers.min())) if self._growing and len(numbers) else None
         wanted = self._wanted(chunks)
-        skipped = [(number, "its loader did not survive it") for number in numbers.tolist() if number in skip]
+        skipped = []
         if skip:
-            wanted &= ~np.isin(numbers, list(skip))
+            lost = np.isin(numbers, list(skip))
+            wanted &= ~lost
+            names = map(self.identity_of, chunks.record[lost].tolist())
+            why = [f"document {name}: its loader did not survive it" for name in names]
+            skipped = list(zip(numbers[lost].tolist(), why, strict=True))
         places = np.flatnonzero(wanted)
         here = Chunks(*(array[places] for array in chunks))
         lengths = np.zeros(len(numbers), np.int32)
-        read = self._read(here, lambda i: watch(int(numbers[places[i]]), int(here.record[i])))
+        if watch is None:  # a call for each chunk would take as long as to read a short one
+            read = self._read(here, None)
+        else:
+            read = self._read(here, lambda i: watch(int(numbers[places[i]]), int(here.record[i])))
         lengths[places] = read.lengths
-        bad = [(int(numbers[places[i]]), reason) for i, reason in read.skipped]
-        return dataclasses.replace(read, lengths=lengths, skipped=(*skipped, *bad), anchor=at)
+        starts = None
+        if read.starts is not None:
+            starts = np.zeros(len(numbers), np.int64)
+            starts[places] = read.starts
+        skipped += [(int(numbers[places[i]]), reason) for i, reason in read.skipped]
+        numbers_read = None if share == WHOLE else numbers
+        return dataclasses.replace(
+            read, lengths=lengths, skipped=tuple(skipped), anchor=at, starts=starts, numbers=numbers_read
+        )
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record."""
@@ -265,7 +300,7 @@ class ChunkStream:
 
     def read_chunks(self, chunks: Chunks) -> Read:
         """Reads and tokenises chunks, held out or not, in the given order; for evaluation."""
-        return dataclasses.replace(self._read(chunks, lambda i: None), skipped=())
+        return dataclasses.replace(self._read(chunks, None), skipped=())
 
     def fingerprint(self) -> str:
         """Returns a hash that changes whenever a number could stand for other tokens."""
@@ -282,6 +317,8 @@ class ChunkStream:
 
     def close(self) -> None:
         """Closes files and frees memory."""
+        if isinstance(self.order, WindowedChunks):
+            self.order.close()
         if self.corpus is not None:
             self.corpus.close()
 
@@ -291,12 +328,16 @@ class ChunkStream:
         wanted[wanted] = ~self.held_out(chunks.record[wanted])
         return wanted
 
-    def _read(self, chunks: Chunks, watch: Callable[[int], None]) -> Read:
+    def _read(self, chunks: Chunks, watch: Callable[[int], None] | None) -> Read:
         """Reads chunks; `skipped` has their indexes instead of their numbers."""
+        if watch is not None and len(chunks.record) and (self.prepared is not None or self._has_marks):
+            watch(0)
         if self.prepared is not None:
-            if len(chunks.record):
-                watch(0)
             start, end = self._spans(chunks)
+            if self.setup.map_ids:
+                assert self.prepared.mapped_ids is not None
+                at = self.prepared.places(chunks.record, start, end)
+                return Read((end - start).astype(np.int32), self.prepared.mapped_ids, starts=at)
             ids = self.prepared.read_spans(chunks.record, start, end)
             ignored = self.prepared.ignored(chunks.record, start, end)
             return Read((end - start).astype(np.int32), ids, ignored=ignored)
@@ -305,17 +346,29 @@ class ChunkStream:
         cut: list[TextChunk] = []
         parts: list[list[ChunkPart]] = []
         reasons = []
-        reading = self.corpus.read(chunks.record)
-        for i, (first, num) in enumerate(zip(chunks.first.tolist(), chunks.num.tolist(), strict=True)):
-            watch(i)
+        known = self._marked_parts(chunks)
+        begin = bool(self._border_tokens - 1)
+        reading = self.corpus.read(np.delete(chunks.record, list(known)) if known else chunks.record)
+        for i, (record, first, num) in enumerate(zip(*(array.tolist() for array in chunks), strict=True)):
+            if i in known:
+                cut.append(self._chunk_cut.chunk(known[i], first, num)[0])
+                continue
+            if watch is not None:
+                watch(i)
             text = next(reading)
             if isinstance(text, BadRecord):
                 if self.setup.on_bad_record == "fail":
                     raise text
                 if first == 0:
-                    reasons.append((i, str(text)))
+                    reasons.append((i, f"document {self.identity_of(int(chunks.record[i]))}: {text}"))
                 text = ""
-            chunk, start = self._cut(text, first, num)
+            content = text.encode("utf-8")
+            if content and not first and len(content) + self._border_tokens <= num * self.chunk_bytes:
+                chunk, start = TextChunk(content, begin, ends=True), 0  # most are whole, and a cut takes 2 us
+            else:
+                chunk, start = self._chunk_cut.chunk(TextPart(content, 0, len(content)), first, num)
+                if len(chunk.content) < len(content) and self.corpus.mark(record, text):
+                    self._has_marks = True
             if masked:
                 parts.append(split_chunk(chunk, start, text))
             else:
@@ -332,45 +385,14 @@ class ChunkStream:
         start = np.minimum(chunks.first * self.setup.chunk_tokens, length)
         return start, np.minimum((chunks.first + chunks.num) * self.setup.chunk_tokens, length)
 
-    def _cut(self, text: str, first: int, num: int) -> tuple[TextChunk, int]:
-        """Returns chunks `first` to `first + num - 1` of a document, as one, and the byte at which it begins."""
-        content = text.encode("utf-8")
-        begin = self._border_tokens - 1
-        total = begin + len(content) + 1 if content else 0
-        start, stop = first * self.chunk_bytes, min((first + num) * self.chunk_bytes, total)
-        if start >= stop:
-            return TextChunk(b"", begins=False, ends=False), 0
-        exact = self.tokenizer.identity == "bytes"  # then any cut is right, and rows are full to the last token
-        low, high = (_cut_at(content, max(at - begin, 0), exact=exact) for at in (start, stop))
-        return TextChunk(content[low:high], begins=first == 0 and bool(begin), ends=stop == total), low
+    def _marked_parts(self, chunks: Chunks) -> dict[int, TextPart]:
+        """Reads the chunks of documents with marks: for each, by its index, the text around it."""
+        if not self._has_marks or not len(chunks.record):
+            return {}
+        assert self.corpus is not None
+        found = self.corpus.parts(chunks.record, self._chunk_cut.spans(chunks))
+        return {i: part for i, part in enumerate(found) if part is not None}
 
-
-def _cut_at(content: bytes, place: int, *, exact: bool) -> int:
-    """Returns where a text is cut near `place`: after white space, or else between two characters."""
-    if exact or place >= len(content):
-        return min(place, len(content))
-    after = max(content.rfind(space, max(place - _CUT_SEARCH_BYTES, 0), place) for space in (b" ", b"\n"))
-    if after >= 0:
-        return after + 1
-    while place and content[place] & 0xC0 == 0x80:
-        place -= 1
-    return place
-
-
-def _chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: int) -> int:
-    """Returns the bytes of text that make about a row, by the first documents of a source."""
-    if tokenizer.identity == "bytes":
-        return chunk_tokens
-    texts, characters = [], 0
-    first = range(min(len(corpus), _SAMPLE_RECORDS)) if corpus.is_open else corpus.first_records(_SAMPLE_RECORDS)
-    for text in corpus.read(np.asarray(first, np.int64)):
-        if isinstance(text, str) and text:
-            texts.append(text[: _SAMPLE_CHARACTERS - characters])
-            characters += len(texts[-1])
-        if characters >= _SAMPLE_CHARACTERS:
-            break
-    if not texts:
-        return chunk_tokens
-    tokens = int(tokenizer.encode_documents(texts)[0].sum())
-    content = sum(len(text.encode("utf-8")) for text in texts)
-    return max(chunk_tokens, int(_FULL * chunk_tokens * content / tokens))
+    @functools.cached_property
+    def _chunk_cut(self) -> ChunkCut:
+        return ChunkCut(self.chunk_bytes, self._border_tokens, exact=self.tokenizer.identity == "bytes")

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pickle
+import socket
 import threading
 import time
 from pathlib import Path
@@ -12,8 +13,15 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.constructor.collate import ARRAYS
-from jtrain.data.constructor.constructor import BatchStats, Constructor, ConstructorSetup, DataState
+from jtrain.data.constructor.constructor import (
+    INLINE_RUNS_BYTES,
+    BatchStats,
+    Constructor,
+    ConstructorSetup,
+    DataState,
+)
 from jtrain.data.constructor.process import ProcessSetup, Slots, slot_bytes
+from jtrain.data.hosts.peers import Peers
 from jtrain.data.loaders.forkserver import Child, Forkserver
 from jtrain.data.loaders.inline import InlinePool
 from jtrain.data.loaders.messages import DataError
@@ -61,6 +69,7 @@ class InlinePlane:
 
     def __init__(self, setup: ConstructorSetup, state: DataState | None) -> None:
         self._pool = InlinePool(setup.sources)
+        setup = dataclasses.replace(setup, sources=self._pool.setups, all_runs_bytes=INLINE_RUNS_BYTES)
         self._constructor = Constructor(setup, self._pool, state)
         self._shape = (len(setup.rows), setup.planner.seq_len)
 
@@ -75,7 +84,7 @@ class InlinePlane:
 
     def said(self) -> list[str]:
         said, self._constructor.said = self._constructor.said, []
-        return said
+        return [*self._pool.said(), *said]
 
     def close(self) -> None:
         self._pool.close()
@@ -86,6 +95,10 @@ class ProcessPlane:
 
     A constructor or forkserver that dies is restarted from the state of the last batch taken, so the stream is
     unchanged. `close` ends every process, and so does any end of this process, even a kill.
+
+    Args:
+      peers: socket of this process's constructor, and where those of the other processes are (`hosts.peers.meet`): they
+        divide the reading. None: this process reads everything itself.
     """
 
     def __init__(
@@ -98,6 +111,7 @@ class ProcessPlane:
         read_timeout_s: float,
         slots: int,
         preload: tuple[str, ...],
+        peers: tuple[socket.socket, Peers] | None = None,
     ) -> None:
         self._setup = ProcessSetup(
             constructor=setup,
@@ -106,7 +120,9 @@ class ProcessPlane:
             read_timeout_s=read_timeout_s,
             slots=slots,
             state=state,
+            peers=None if peers is None else peers[1],
         )
+        self._listening = None if peers is None else peers[0]
         self._state = state
         self._preload = preload
         self._said: list[str] = []
@@ -127,7 +143,8 @@ class ProcessPlane:
             self._slots = Slots(self._slab, slots=setup.slots, **shape)
             try:
                 with self._forkserver.client.socket_for_child() as door:
-                    descriptors = (door.fileno(), self._slab.descriptor)
+                    listening = () if self._listening is None else (self._listening.fileno(),)
+                    descriptors = (door.fileno(), self._slab.descriptor, *listening)
                     self._child: Child = self._forkserver.client.start("constructor", "jtrain-constr", descriptors)
                 self._child.connection.send(setup)
                 return
@@ -194,6 +211,8 @@ class ProcessPlane:
                 self._drop_slots()
                 self._forkserver.close()
                 self._forkserver = None
+                if self._listening is not None:
+                    self._listening.close()
 
     def _drop_slots(self) -> None:
         self._slab.close()

@@ -7,13 +7,14 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.chunk_order import Chunks
+from jtrain.data.chunk_order import Chunks, WindowedChunks
 from jtrain.data.chunk_stream import ChunkStream, SourceSetup
 from jtrain.data.constructor.constructor import ConstructorSetup, DataState
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.data_plane import InlinePlane, Plane, ProcessPlane
 from jtrain.data.growing_order import WindowAnchor
 from jtrain.data.held_out import HeldOutSet
+from jtrain.data.hosts.peers import meet
 from jtrain.data.iterator import BatchIterator, to_json
 from jtrain.data.mixture.schedule import own_weights
 from jtrain.data.planner.planner import Planner, PlannerSpec
@@ -21,8 +22,9 @@ from jtrain.data.ray.engine import RayPlane, trainers
 from jtrain.data.sources.shuffle import epoch_key
 from jtrain.data.spec import PackedText
 from jtrain.errors import UserError
+from jtrain.runtime import multihost
 
-_STATE_VERSION = 3
+_STATE_VERSION = 4
 
 SLOTS = 2
 """Batches that a constructor fills ahead in shared memory; the trainer's prefetch holds as many more."""
@@ -63,7 +65,7 @@ class TextDataset:
         self.names = tuple(setup.name for setup in setups)
         self.streams = [ChunkStream(setup) for setup in setups]
         self.setups = tuple(
-            dataclasses.replace(setup, chunk_bytes=stream.chunk_bytes)
+            dataclasses.replace(setup, chunk_bytes=stream.chunk_bytes, grouped=stream.is_grouped)
             for setup, stream in zip(setups, self.streams, strict=True)
         )
         self.fingerprints = {name: stream.fingerprint() for name, stream in zip(self.names, self.streams, strict=True)}
@@ -95,7 +97,26 @@ class TextDataset:
             lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} more sources"]
         corpora = [stream.corpus for stream in self.streams if stream.corpus is not None]
         lines += [corpus.left_out for corpus in corpora if corpus.left_out]
+        lines += self._small_windows()
         return "\n".join(lines)
+
+    def _small_windows(self) -> list[str]:
+        """Returns a warning if a window of some source is smaller than one of its row groups; nothing otherwise."""
+        largest = {
+            name: stream.order.largest_part
+            for name, stream, setup in zip(self.names, self.streams, self.setups, strict=True)
+            if isinstance(stream.order, WindowedChunks) and stream.order.largest_part > setup.window_bytes
+        }
+        if not largest:
+            return []
+        worst = max(largest, key=lambda name: largest[name])
+        return [
+            f"data.shuffle_window_bytes={self.spec.shuffle_window_bytes} is too small for {len(largest)} of "
+            f"{len(self.names)} sources ({worst}: row groups of up to {largest[worst]:,} bytes of text, and "
+            f"{self.setups[0].window_bytes:,} bytes for each source): their rows are shuffled within one row group at "
+            f"a time, and such groups are kept in memory whole. Set "
+            f"data.shuffle_window_bytes={2 * largest[worst] * len(self.names)}, or write smaller row groups."
+        ]
 
     def train_batches(
         self,
@@ -109,7 +130,7 @@ class TextDataset:
     ) -> BatchIterator:
         """Starts the data plane; returns batches of `global_batch` rows, from the first one or from a saved state.
 
-        The iterator must be closed.
+        The iterator must be closed. A collective where processes have joined, as they divide the reading.
 
         Args:
           start_state: a state that `BatchIterator.state` returned; None starts from the first batch.
@@ -128,7 +149,7 @@ class TextDataset:
                 raise UserError(why)
             setups = self.spec.setups(seed=self.seed, cuts=start_state["cuts"])
             setups = tuple(
-                dataclasses.replace(setup, chunk_bytes=setup.chunk_bytes or here.chunk_bytes)
+                dataclasses.replace(setup, chunk_bytes=setup.chunk_bytes or here.chunk_bytes, grouped=here.grouped)
                 for setup, here in zip(setups, self.setups, strict=True)
             )
         setups = tuple(dataclasses.replace(s, fingerprint=self.fingerprints[s.name]) for s in setups)
@@ -173,6 +194,7 @@ class TextDataset:
                 read_timeout_s=self.spec.read_timeout_s,
                 slots=SLOTS,
                 preload=tuple(name for name in _PRELOAD if name in sys.modules),
+                peers=meet() if multihost.is_joined() and self.spec.prepared is None else None,
             )
         return BatchIterator(plane, state, self._identity(setups), self.names, changes)
 

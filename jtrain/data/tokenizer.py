@@ -121,9 +121,16 @@ class ByteTokenizer:
         return np.asarray(lengths, np.int32), np.frombuffer(joined, np.uint8)
 
     def encode_chunks(self, chunks: Sequence[TextChunk]) -> EncodedDocuments:
-        lengths = [len(content) + begins + ends for content, begins, ends in chunks]
-        joined = b"".join(part for c, begins, ends in chunks for part in (b"\0" * begins, c, b"\0" * ends))
-        return np.asarray(lengths, np.int32), np.frombuffer(joined, np.uint8)
+        parts: list[bytes] = []
+        lengths: list[int] = []
+        for content, begins, ends in chunks:
+            if begins:
+                parts.append(b"\0")
+            parts.append(content)
+            if ends:
+                parts.append(b"\0")
+            lengths.append(len(content) + begins + ends)
+        return np.asarray(lengths, np.int32), np.frombuffer(b"".join(parts), np.uint8)
 
     def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
         """Returns 1 for each id but 0, which counts as a border also where a text holds a NUL."""

@@ -5,6 +5,8 @@ steps.
 """
 
 import hashlib
+import socket
+import sys
 from collections.abc import MutableMapping
 
 import numpy as np
@@ -24,6 +26,23 @@ def process_count() -> int:
     import jax
 
     return jax.process_count()
+
+
+def is_joined() -> bool:
+    """True if this process has joined others; never starts a backend, and does not import jax."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def own_address() -> str:
+    """Returns the address of this host on the network over which the processes of the run have found each other."""
+    from jax._src import distributed
+
+    host, _, port = (distributed.global_state.coordinator_address or "").rpartition(":")
+    [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    with socket.socket(family, kind, protocol) as to_coordinator:
+        to_coordinator.connect(address)  # sends nothing: the kernel chooses the interface
+        return to_coordinator.getsockname()[0]
 
 
 def gather(values: np.ndarray) -> np.ndarray:

@@ -55,6 +55,7 @@ TRAIN_METRICS = (
     Metric("data_cost_spread", "", "this step", "largest over mean work of a data rank: 1 is perfect balance"),
     Metric("data_drift", "", "this step", "largest deviation of a source's share so far from the mixture schedule"),
     Metric("data_skipped", "documents", "this step", "bad documents left out so far, over all attempts"),
+    Metric("data_retries", "reads", "this step", "reads repeated so far by process 0's Source Loaders"),
     Metric("data_tokens", "tokens", "this step", "tokens by source; sources without tokens are left out"),
     Metric("data_queue", "runs", "this step", "runs requested from each Source Loader of process 0 and not yet read"),
     Metric("data_memory_mib", "MiB", "this step", "resident memory of process 0's Source Loaders, with shared pages"),
@@ -126,6 +127,7 @@ class TrainLine:
     data_cost_spread: float
     data_drift: float
     data_skipped: int
+    data_retries: int
     data_tokens: dict[str, int]
     data_queue: dict[str, int]
     data_memory_mib: dict[str, float]

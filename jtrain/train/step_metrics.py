@@ -144,6 +144,7 @@ class StepLog(Callback):
                 data_cost_spread=stats.spread(math.prod(mesh.shape[axis] for axis in BATCH_AXES)),
                 data_drift=stats.drift,
                 data_skipped=stats.skipped,
+                data_retries=stats.retries,
                 data_tokens=stats.tokens(self._context.source_names),
                 data_queue={loader.name: loader.queued for loader in stats.loaders},
                 data_memory_mib={loader.name: loader.memory_bytes / 2**20 for loader in stats.loaders},

@@ -19,6 +19,7 @@ from jtrain.bench import (
     cpu_step,
     data_end_to_end,
     data_first_batch,
+    data_hosts,
     data_memory,
     data_mixing,
     data_order,
@@ -328,3 +329,13 @@ def test_a_made_up_index_of_terabytes_gives_batches(tmp_path: Path) -> None:
     ids = tmp_path / "index" / "data" / "ids.bin"
     assert (ids.stat().st_size, ids.stat().st_blocks) == (10**12, 0)
     assert data_first_batch.first_batch_s(dataclasses.replace(spec, engine="inline")) > 0
+
+
+def test_hosts_read_a_part_each() -> None:
+    """Two real JAX processes and one; the rows' digests are compared by the benchmark itself."""
+    folder = data_sources.sources("jsonl", num_sources=2, corpus=FIVE._replace(documents=60))
+    [alone] = data_hosts.together(folder, hosts=1, steps=2)
+    parts = data_hosts.together(folder, hosts=2, steps=2)
+    assert {**parts[0].rows, **parts[1].rows} == alone.rows
+    assert len(alone.rows) == 256
+    assert min(part.documents for part in parts) > 0  # the shares of so few steps are those of how far each reads ahead

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from jtrain.data.sources import retry
 from jtrain.dims import Batch
 from tests.data import four_sources
 from tests.data.writers import Write, write_jsonl, write_parquet, write_text
@@ -34,6 +35,12 @@ def assert_same_batch(got: Batch, want: Batch) -> None:
 @pytest.fixture
 def same_batch() -> Callable[[Batch, Batch], None]:
     return assert_same_batch
+
+
+@pytest.fixture
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets reads of this process be repeated at once."""
+    monkeypatch.setattr(retry, "WAITS_S", tuple(0.0 for _ in retry.WAITS_S))
 
 
 @pytest.fixture

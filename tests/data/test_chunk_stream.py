@@ -110,6 +110,12 @@ def test_what_cannot_be_read_is_skipped_and_nothing_else_however_a_run_is_cut(
     records = documents.locate(numbers).record
     assert sorted(records[records >= 0].tolist()) == sorted([*range(documents.num_documents or 0)] * 2)
     assert [number for number, _ in skipped] == np.flatnonzero(np.isin(records, bad)).tolist()
+    for number, reason in skipped:
+        assert reason.startswith(f"document {documents.identity_of(int(records[number]))}: "), "what hosts agree on"
+    fatal = int(np.flatnonzero(records >= 0)[0])
+    [(number, reason)] = documents.read(np.asarray([fatal]), skip={fatal}).skipped
+    identity = documents.identity_of(int(records[fatal]))
+    assert (number, reason) == (fatal, f"document {identity}: its loader did not survive it")
     assert np.flatnonzero(lengths == 0).tolist() == np.flatnonzero((records < 0) | np.isin(records, bad)).tolist()
     rng = np.random.default_rng(0)
     for parts in (1, 2, 7, 40):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,7 @@ from jtrain.data.growing_order import GrowingChunks
 from jtrain.data.resource_estimate import budget
 from jtrain.data.sources import file_parts
 from jtrain.data.sources.corpus import Corpus
+from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.source import Source
 from jtrain.dims import Batch
 from tests.data.test_chunk_order import CHUNK, TEXTS, stream
@@ -147,6 +149,32 @@ def test_kills_do_not_change_the_stream_of_windows(large: Path, same_batch: Any)
         said = "\n".join(batches.said())
     assert "took over" in said
     assert "the constructor died" in said
+
+
+@pytest.mark.parametrize("eager_bytes", [1000, None], ids=["growing", "eager"])
+def test_a_file_that_vanishes_is_bad_documents_whether_it_was_opened_before_or_not(
+    eager_bytes: int | None, folder: Path, tmp_path: Path
+) -> None:
+    """Of a file that was never opened nobody knows how many documents it had: it counts as one."""
+    policies = "skip", "fail"
+    skipping, failing = (growing(folder, tmp_path, eager_bytes=eager_bytes, on_bad_record=p) for p in policies)
+    corpus = skipping.corpus
+    assert corpus is not None
+    for source in (skipping, failing):
+        source.read(np.arange(4))
+    is_open = [records is not None for records in corpus._records]
+    assert all(is_open) == (eager_bytes is None)
+    victim = corpus.names[30 if all(is_open) else is_open.index(False)]
+    if victim == "empty.jsonl":
+        victim = corpus.names[is_open.index(False) + 1]
+    (folder / victim).unlink()
+    slots = len(skipping) if all(is_open) else epoch_slots(skipping)
+    skipped = skipping.read(np.arange(slots)).skipped
+    why = f"{folder}/{victim}: it is gone since this run opened it. Put it back, and start again."
+    left = range(1 if eager_bytes else 6)
+    assert sorted(reason for _, reason in skipped) == [f"document {victim}:{n}: {why}" for n in left]
+    with pytest.raises(BadRecord, match=re.escape(why)):
+        failing.read(np.arange(slots))
 
 
 def test_an_evaluation_opens_the_files_that_it_reads(large: Path) -> None:

@@ -310,9 +310,19 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"prompt_field": "prompt"},
         r"column 'prompt' is int64, not text\. Set data\.sources\.sft\.prompt_field",
     ),
-    "chat": ("jsonl", {"c": CHAT}, {"text_field": "c"}, r"'c' is a chat .*mask_field.*prompt_field"),
-    "chat as column": ("parquet", {"c": CHAT}, {"text_field": "c"}, r"'c' is a chat .*mask_field"),
-    "chat as prompt": ("jsonl", {"text": "a", "p": CHAT}, {"prompt_field": "p"}, r"field 'p' is a chat .*mask_field"),
+    "chat": ("jsonl", {"c": CHAT}, {"text_field": "c"}, r"'c' is a list of messages\. .*sft\.messages_field='c'"),
+    "chat as column": (
+        "parquet",
+        {"c": CHAT},
+        {"text_field": "c"},
+        r"'c' is of lists of messages\. .*sft\.messages_field='c'",
+    ),
+    "chat as prompt": (
+        "jsonl",
+        {"text": "a", "p": CHAT},
+        {"prompt_field": "p"},
+        r"field 'p' is a list of messages, and a prompt",
+    ),
     "plain text": ("txt", {}, {"mask_field": "m"}, r"a\.txt: of text records only the text .*mask_field='m'"),
     "text format": (
         "jsonl",

@@ -47,6 +47,7 @@ LINE = TrainLine(
     data_cost_spread=1.02,
     data_drift=0.001,
     data_skipped=0,
+    data_retries=0,
     data_tokens={"web": 4000, "code": 96},
     data_queue={"loader-0": 2},
     data_memory_mib={"loader-0": 40.5},
@@ -178,7 +179,7 @@ metrics = Metrics(Path(sys.argv[1]), MetricsSpec(), num_steps=10**9, start_step=
 step = 0
 while True:
     step += 1
-    data = (1.0, 1.0, 0.0, 0, {}, {}, {}, 1.0, 1.0, 1.0, {}, None, None, None, 900.5, 1)
+    data = (1.0, 1.0, 0.0, 0, 0, {}, {}, {}, 1.0, 1.0, 1.0, {}, None, None, None, 900.5, 1)
     metrics.train(TrainLine(step, 1 / step, 1.0, 1e-3, 1, 1.0, 1.0, 0.0, "ff" * 8, None, None, *data))
     print(step, flush=True)
 """

@@ -14,6 +14,9 @@ from jtrain.data.loaders.messages import ChunkRun
 from jtrain.data.loss_mask import runs_within
 from jtrain.data.planner.pieces import Pieces
 
+NUMBER, RUN, FIRST, STOP = range(4)
+"""Columns of the table of documents."""
+
 _SMALLEST = 64
 _NOTHING = -1
 _NO_IDS = np.empty(0, np.int32)
@@ -47,10 +50,9 @@ class ChunkBuffer:
         self._release = release
         self._size = np.full(num_sources, _SMALLEST, np.int64)
         self._base = np.arange(num_sources) * _SMALLEST
-        places = num_sources * _SMALLEST
-        self._number = np.full(places, _NOTHING, np.int64)
-        self._run = np.full(places, _NOTHING, np.int32)
-        self._first, self._stop = np.zeros(places, np.int64), np.zeros(places, np.int64)
+        self._used = num_sources * _SMALLEST
+        self._table = np.full((self._used, 4), _NOTHING, np.int64)
+        """Number, run, first token and end of each document: a look-up reads one row, and so one cache line."""
         self._open: dict[int, tuple[int, int, int]] = {}
         self._runs: list[ChunkRun | None] = []
         self._ids: list[np.ndarray] = []
@@ -68,21 +70,20 @@ class ChunkBuffer:
                 self._live = np.concatenate([self._live, np.zeros(max(64, at), np.int64)])
         self._runs[at], self._ids[at], self._live[at] = run, run.ids, len(run.numbers)
         source, numbers = run.source, run.numbers
-        starts = run.starts
+        starts, ends = run.bounds
         oldest = int(self._cursors[source])
         if int(numbers[0]) < oldest:  # documents that were open in the state that the run resumed from
             behind = int(np.searchsorted(numbers, oldest))
             for i, number in enumerate(numbers[:behind].tolist()):
-                self._open[source * _ABOVE + number] = at, int(starts[i]), int(starts[i + 1])
-            numbers, starts = numbers[behind:], starts[behind:]
+                self._open[source * _ABOVE + number] = at, int(starts[i]), int(ends[i])
+            numbers, starts, ends = numbers[behind:], starts[behind:], ends[behind:]
             if not len(numbers):
                 return
         if int(numbers[-1]) - oldest >= self._size[source]:
             self._grow(source, int(numbers[-1]) - oldest + 1)
-        place = self._base[source] + (numbers & (self._size[source] - 1))
-        self._number[place] = numbers
-        self._run[place] = at
-        self._first[place], self._stop[place] = starts[:-1], starts[1:]
+        rows = np.empty((len(numbers), 4), np.int64)
+        rows[:, NUMBER], rows[:, RUN], rows[:, FIRST], rows[:, STOP] = numbers, at, starts, ends
+        self._table[self._base[source] + (numbers & (self._size[source] - 1))] = rows
 
     def expect(self, source: int, numbers: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " new"]:
         """Marks documents as asked for; returns the new ones among them, ascending. `numbers` has no duplicates."""
@@ -93,9 +94,9 @@ class ChunkBuffer:
         if len(ahead) and int(ahead.max()) - oldest >= self._size[source]:
             self._grow(source, int(ahead.max()) - oldest + 1)
         place = self._base[source] + (ahead & (self._size[source] - 1))
-        new = ahead[self._number[place] != ahead]
+        new = ahead[self._table[place, NUMBER] != ahead]
         place = self._base[source] + (new & (self._size[source] - 1))
-        self._number[place], self._run[place] = new, _NOTHING
+        self._table[place, NUMBER], self._table[place, RUN] = new, _NOTHING
         behind = [n for n in numbers[numbers < oldest].tolist() if source * _ABOVE + n not in self._open]
         self._open.update((source * _ABOVE + n, (_NOTHING, 0, 0)) for n in behind)
         return np.concatenate([np.asarray(behind, np.int64), new])
@@ -153,15 +154,19 @@ class ChunkBuffer:
         run, _, _ = self._find(source, number)
         kept_source, kept_number = places_of(kept)
         kept_place = self._place(kept_source, kept_number)
-        columns = [kept, *(array[kept_place] for array in (self._run, self._first, self._stop))]
-        on_ring = self._number[kept_place] == kept_number
-        for key, at, first, stop in zip(*(column[on_ring].tolist() for column in columns), strict=True):
+        on_ring = self._table[kept_place, NUMBER] == kept_number
+        for key, (_, at, first, stop) in zip(
+            kept[on_ring].tolist(), self._table[kept_place[on_ring]].tolist(), strict=True
+        ):
             self._open.setdefault(key, (at, first, stop))
         if self._open:
-            for key in done.tolist():
-                self._open.pop(key, None)
+            ascending = np.sort(done)
+            opened = np.fromiter(self._open, np.int64, len(self._open))
+            at = np.minimum(np.searchsorted(ascending, opened), len(done) - 1)
+            for key in opened[ascending[at] == opened].tolist() if len(done) else ():
+                del self._open[key]
         place = self._place(source, number)
-        self._number[place[self._number[place] == number]] = _NOTHING
+        self._table[place[self._table[place, NUMBER] == number], NUMBER] = _NOTHING
         self._cursors = cursors
         here = run >= 0
         gone = np.bincount(run[here], minlength=len(self._live))
@@ -187,9 +192,9 @@ class ChunkBuffer:
         self, source: Int64[np.ndarray, " n"], number: Int64[np.ndarray, " n"]
     ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Returns the run of each document, -1 if it has not arrived, and the document's start and end in the run."""
-        place = self._place(source, number)
-        run = np.where(self._number[place] == number, self._run[place], _NOTHING).astype(np.int64)
-        first, stop = self._first[place], self._stop[place]
+        rows = self._table[self._place(source, number)]
+        run = np.where(rows[:, NUMBER] == number, rows[:, RUN], _NOTHING)
+        first, stop = rows[:, FIRST], rows[:, STOP]
         if self._open:
             elsewhere = np.flatnonzero(run < 0)
             for at, key in zip(elsewhere.tolist(), keys_of(source, number)[elsewhere].tolist(), strict=True):
@@ -197,17 +202,14 @@ class ChunkBuffer:
         return run, first, stop
 
     def _grow(self, source: int, span: int) -> None:
-        """Moves a source to a ring for `span` documents, appended to the arrays; its old places stay empty."""
-        old = slice(int(self._base[source]), int(self._base[source] + self._size[source]))
-        kept = np.flatnonzero(self._number[old] != _NOTHING) + old.start
+        """Moves a source to a ring for `span` documents at the end of the table; its old places stay empty."""
+        old = self._table[self._base[source] : self._base[source] + self._size[source]]
+        kept = old[old[:, NUMBER] != _NOTHING]
+        old[:, NUMBER] = _NOTHING
         size = 1 << (span - 1).bit_length()
-        self._base[source], self._size[source] = len(self._number), size
-        saved = [array[kept] for array in (self._number, self._run, self._first, self._stop)]
-        self._number[old] = _NOTHING
-        more = np.full(size, _NOTHING)
-        self._number = np.concatenate([self._number, more])
-        self._run = np.concatenate([self._run, more.astype(np.int32)])
-        self._first, self._stop = np.concatenate([self._first, more]), np.concatenate([self._stop, more])
-        place = self._base[source] + (saved[0] & (size - 1))
-        for array, values in zip((self._number, self._run, self._first, self._stop), saved, strict=True):
-            array[place] = values
+        if self._used + size > len(self._table):  # twice the room: copying it for each source would take seconds
+            more = np.full((self._used + size, 4), _NOTHING, np.int64)
+            self._table = np.concatenate([self._table[: self._used], more])
+        self._base[source], self._size[source] = self._used, size
+        self._used += size
+        self._table[self._base[source] + (kept[:, NUMBER] & (size - 1))] = kept

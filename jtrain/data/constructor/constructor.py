@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float64, Int, Int64
 from jtrain.data.chunk_stream import ChunkStream, SourceSetup
 from jtrain.data.constructor.chunk_buffer import ChunkBuffer, keys_of
 from jtrain.data.constructor.collate import Rows, fill_rows
+from jtrain.data.constructor.known_lengths import LENGTHS_AT_A_TIME, KnownLengths
 from jtrain.data.growing_order import WindowAnchor
 from jtrain.data.loaders.loader import RequestPart
 from jtrain.data.loaders.messages import ChunkRun, LoaderState
@@ -35,11 +36,14 @@ MOST_RUN_CHUNKS = 64
 At least one run of each source is in memory, so with hundreds of sources runs are shorter: ALL_RUNS_BYTES in total.
 """
 
+INLINE_RUNS_BYTES = 32 << 20
+"""ALL_RUNS_BYTES where one process does everything, so that none of it is there once more for each loader."""
+
+MAPPED_RUN_CHUNKS = 512
+"""Size of a run of a source whose ids are mapped: it holds 28 bytes per chunk."""
+
 RUNS_AT_A_TIME = 8
 """Runs of different sources that one message asks for, at most."""
-
-LENGTHS_AT_A_TIME = 256
-"""Lengths of a prepared source looked up in one call: a call takes as long as a thousand lengths."""
 
 NAMED_SKIPPED = 10
 """Bad documents of a source that are reported one by one; later ones are only counted."""
@@ -61,6 +65,7 @@ class ConstructorSetup:
     column_order: Int[np.ndarray, " L"] | None
     chunk_bytes: tuple[int, ...]
     lookahead_steps: int
+    all_runs_bytes: int = ALL_RUNS_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +86,7 @@ class BatchStats:
 
     drift: largest difference, over the sources, between the share of all tokens so far and the scheduled share.
     wait_s: seconds that the constructor waited for documents of this batch.
+    retries: reads that the loaders of this host repeated since they began.
     """
 
     step: int
@@ -92,6 +98,7 @@ class BatchStats:
     fill_s: float
     wait_s: float
     skipped: int
+    retries: int
     loaders: tuple[LoaderState, ...]
 
     def spread(self, ranks: int) -> float:
@@ -122,35 +129,6 @@ class _Planned(NamedTuple):
     plan_s: float
 
 
-@dataclasses.dataclass
-class _Known:
-    """Known lengths of documents first, first + 1, ... of a source."""
-
-    first: int
-    lengths: Int[np.ndarray, " n"]
-    early: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Lengths that arrived out of order, by their first document."""
-    asked: int = 0
-    """Number of the first document that has not been asked for."""
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.lengths)
-
-    def add(self, first: int, lengths: Int[np.ndarray, " n"]) -> None:
-        self.early[first] = lengths
-        while (found := self.early.pop(self.end, None)) is not None:
-            self.lengths = np.concatenate([self.lengths, found])
-
-    def drop_before(self, number: int) -> None:
-        """Drops lengths before `number`, at least `LENGTHS_AT_A_TIME` at once: each step calls this for each source."""
-        gone = number - self.first
-        if gone < LENGTHS_AT_A_TIME:
-            return
-        self.first += gone
-        self.lengths = self.lengths[gone:]
-
-
 class Constructor:
     """Fills batches from the documents that a pool of loaders reads. Starts no process and knows no transport."""
 
@@ -168,8 +146,11 @@ class Constructor:
         some_rows = len(setup.rows) < setup.planner.global_batch
         prepared = {i: s for i, s in enumerate(setup.sources) if s.prepared is not None and some_rows}
         self._prepared = {i: ChunkStream(s) for i, s in prepared.items()}
-        run_bytes = min(RUN_BYTES, ALL_RUNS_BYTES // num_sources)
-        self._run_documents = [max(1, min(MOST_RUN_CHUNKS, run_bytes // max(b, 1))) for b in setup.chunk_bytes]
+        run_bytes = min(RUN_BYTES, setup.all_runs_bytes // num_sources)
+        self._run_documents = [
+            MAPPED_RUN_CHUNKS if source.map_ids else max(1, min(MOST_RUN_CHUNKS, run_bytes // max(b, 1)))
+            for source, b in zip(setup.sources, setup.chunk_bytes, strict=True)
+        ]
         self._buffer = ChunkBuffer(self._state.planner.cursors, pool.release)
         self.said: list[str] = []
         """Lines for the log that nobody has taken yet."""
@@ -179,7 +160,9 @@ class Constructor:
         self._waiting_since_s: float | None = None
         self._wait_s = 0.0
         cursors = self._state.planner.cursors.tolist()
-        self._known = [_Known(cursor, np.zeros(0, np.int32), asked=cursor) for cursor in cursors]
+        self._known = [KnownLengths.nothing(cursor) for cursor in cursors]
+        self._asked = self._state.planner.cursors.copy()
+        """First document of each source that has not been asked for."""
         # Documents that were open or postponed when the state was saved are read again.
         self._carried = _carried(self._state.planner)
         open_documents = map(tuple, self._state.planner.carry[:, :2].tolist())
@@ -222,13 +205,13 @@ class Constructor:
                 raise
         except NotYet as not_yet:
             self._missing = not_yet.wanted
-            self._ask([(source, first + count) for source, first, count in self._missing], first=True)
+            self._ask([[source, first + count] for source, first, count in self._missing], first=True)
         if self._prepared:
             self._ask_for_payload(new)
         if new or self._missing:
             planned = self._plans[-1].after if self._plans else self._state.planner
             ahead = self._planner.lookahead(planned, self._setup.lookahead_steps)
-            self._ask([(source, first + count) for source, first, count in ahead])
+            self._ask(ahead[ahead[:, 1] > self._asked[ahead[:, 0]]].tolist())
 
     def fill(self, out: dict[str, Int[np.ndarray, "rows L"]]) -> Built | None:
         """Fills the next batch into `out`; returns None while documents of it are missing."""
@@ -262,6 +245,7 @@ class Constructor:
             fill_s=time.perf_counter() - begun_s,
             wait_s=self._wait_s,
             skipped=int(self._state.skipped.sum()),
+            retries=self._pool.retries,
             loaders=tuple(self._pool.states()),
         )
         self._wait_s = 0.0
@@ -271,24 +255,26 @@ class Constructor:
         """Returns the known lengths of documents first, first + 1, ...; raises NotYet if the first is not known."""
         known = self._known[source]
         if source in self._prepared and first + count > known.end:
+            known.drop_before(int(self._state.planner.cursors[source]))
             numbers = np.arange(known.end, max(first + count, known.end + LENGTHS_AT_A_TIME), dtype=np.int64)
-            known.lengths = np.concatenate([known.lengths, self._prepared[source].lengths(numbers)])
+            known.add(numbers, self._prepared[source].lengths(numbers))
         if first >= known.end:
             raise NotYet
-        return known.lengths[first - known.first : first - known.first + count]
+        return known.at(first, count)
 
-    def _ask(self, ends: list[tuple[int, int]], *, first: bool = False) -> None:
+    def _ask(self, ends: list[list[int]], *, first: bool = False) -> None:
         """Asks for the whole runs up to document `end` of each source that have not been asked for.
 
         Prepared sources are left out: their documents are asked for after planning (`_ask_for_payload`).
         """
         parts = []
         for source, end in ends:
-            known, size = self._known[source], self._run_documents[source]
-            while source not in self._prepared and known.asked < end:
-                stop = (known.asked // size + 1) * size
-                parts.append(self._part(source, np.arange(known.asked, stop, dtype=np.int64)))
-                known.asked = stop
+            asked, size = int(self._asked[source]), self._run_documents[source]
+            while source not in self._prepared and asked < end:
+                stop = (asked // size + 1) * size
+                parts.append(self._part(source, np.arange(asked, stop, dtype=np.int64)))
+                asked = stop
+            self._asked[source] = asked
         for at in range(0, len(parts), RUNS_AT_A_TIME):
             self._pool.request(parts[at : at + RUNS_AT_A_TIME], first=first)
 
@@ -327,9 +313,11 @@ class Constructor:
         anchors = self._anchors[run.source]
         if run.anchor is not None and run.anchor not in anchors:
             bisect.insort(anchors, run.anchor, key=lambda anchor: anchor.first)
-        known, first = self._known[run.source], int(run.numbers[0])
-        if run.source not in self._prepared and first >= known.end:
-            known.add(first, np.diff(run.starts).astype(np.int32))
+        known = self._known[run.source]
+        known.drop_before(int(self._state.planner.cursors[run.source]))  # here, since each step would take too long
+        if run.source not in self._prepared and int(run.numbers[0]) >= known.end:
+            starts, ends = run.bounds
+            known.add(run.numbers, (ends - starts).astype(np.int32))
 
     def _forget(self, before: PlannerState, after: PlannerState) -> Int[np.ndarray, " sources"]:
         """Drops the documents that no later step needs; returns the number of bad ones among them, by source."""
@@ -337,8 +325,6 @@ class Constructor:
         moved = np.flatnonzero(after.cursors != before.cursors)
         count = (after.cursors - before.cursors)[moved]
         passed = np.arange(int(count.sum())) + np.repeat(before.cursors[moved] - np.cumsum(count) + count, count)
-        for source, cursor in zip(moved.tolist(), after.cursors[moved].tolist(), strict=True):
-            self._known[source].drop_before(cursor)
         drawn = np.concatenate([self._carried, keys_of(np.repeat(moved, count), passed)])
         self._carried = _carried(after)
         bad = self._buffer.drop(drawn[~_among(drawn, self._carried)], self._carried, after.cursors)
@@ -349,6 +335,8 @@ class Constructor:
 
     def _drop_anchors(self, state: PlannerState) -> tuple[WindowAnchor | None, ...]:
         """Returns the anchors from which a run can go on after `state`, and drops those before them."""
+        if not any(self._anchors):  # most sources never have one, and this runs at every step
+            return self._state.anchors
         found = []
         for anchors, oldest in zip(self._anchors, state.oldest().tolist(), strict=True):
             found.append(_latest(anchors, oldest))

@@ -7,6 +7,7 @@ import pickle
 import socket
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -16,8 +17,10 @@ from jaxtyping import Int
 from jtrain.data.autoscaler.controller import Scaling
 from jtrain.data.constructor.collate import ARRAYS
 from jtrain.data.constructor.constructor import Constructor, ConstructorSetup, DataState
+from jtrain.data.constructor.fetched_rows import FetchedRows
+from jtrain.data.hosts.peers import Peers
 from jtrain.data.loaders.forkserver import ForkserverClient
-from jtrain.data.loaders.pool import ProcessPool
+from jtrain.data.loaders.pool import Pool, ProcessPool
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
 
 SCALE_EVERY_S = 0.25
@@ -26,7 +29,10 @@ SCALE_EVERY_S = 0.25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessSetup:
-    """Settings of a constructor process: its work, and how to run its loaders."""
+    """Settings of a constructor process: its work, and how to run its loaders.
+
+    peers: the constructors of the other hosts, with which it divides the reading; None: it reads everything itself.
+    """
 
     constructor: ConstructorSetup
     max_loaders: int
@@ -34,6 +40,7 @@ class ProcessSetup:
     read_timeout_s: float
     slots: int
     state: DataState | None
+    peers: Peers | None
 
 
 class Slots:
@@ -86,7 +93,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     try:
         scaling = Scaling(work.planner, work.chunk_bytes, max_loaders=setup.max_loaders)
         placement, why = scaling.start(0 if setup.state is None else setup.state.planner.step)
-        pool = ProcessPool(
+        loaders = ProcessPool(
             work.sources,
             door,
             placement=placement,
@@ -97,7 +104,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
         )
         for line in why:
             say(line)
-        constructor = Constructor(work, pool, setup.state)
+        constructor, pool = _constructor(setup, loaders, descriptors[2:], say)
         ended, looked_s, steps, starved_s = False, time.monotonic(), 0, 0.0
         while True:
             constructor.advance()
@@ -135,3 +142,18 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
             raise
         send(("failed", str(error)))
         connection.recv()  # waits for the trainer to close the connection
+
+
+def _constructor(
+    setup: ProcessSetup, pool: ProcessPool, listening: list[int], say: Callable[[str], None]
+) -> tuple[Constructor, Pool]:
+    """Returns the constructor and its pool: with other hosts, one of the loaders of all of them."""
+    work = setup.constructor
+    if setup.peers is None:
+        return Constructor(work, pool, setup.state), pool
+    from jtrain.data.hosts.peer_links import PeerLinks  # lazy, both: asyncio takes 5 MB, which one host need not pay
+    from jtrain.data.hosts.shared_pool import SharedPool
+
+    links = PeerLinks(socket.socket(fileno=listening[0]), setup.peers)
+    shared = SharedPool(work.sources, pool, links, say=say)
+    return FetchedRows(work, shared, setup.state), shared

@@ -1,41 +1,87 @@
 """Loader pool without processes: for `data.engine=inline`, and for commands that look at a few documents."""
 
+import dataclasses
+import resource
 import time
 from typing import Any
+
+import numpy as np
 
 from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.loaders.loader import RequestPart, SourceLoader
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, starts_of
+from jtrain.data.sources import retry
 from jtrain.data.sources.source import field_of
 from jtrain.runtime.resident_memory import resident_bytes
 
+_MEMORY_EVERY_S = 1.0
+"""Seconds for which the memory that `states` reports is not asked for again."""
+
+_SPARE_DESCRIPTORS = 256
+"""Descriptors that are left for everything else, where an open prepared index takes up to three."""
+
 
 class InlinePool:
-    """Pool that reads documents in the caller's thread as soon as they are requested."""
+    """Pool that reads documents in the caller's thread as soon as they are requested.
+
+    The ids of local prepared indexes are not copied: runs hold their places in a memory map of the index, from which
+    rows are filled. Copying them, span by span, took as long as all the rest of a batch.
+
+    Attributes:
+      setups: the sources, with `map_ids` where ids are mapped.
+    """
 
     def __init__(self, setups: tuple[SourceSetup, ...]) -> None:
-        self._setups = setups
+        prepared = [at for at, setup in enumerate(setups) if setup.prepared is not None]
+        if 3 * len(prepared) + _SPARE_DESCRIPTORS <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+            loader = SourceLoader(setups)
+            mapped = {at for at in prepared if loader.documents(at).can_map_ids}
+            setups = tuple(dataclasses.replace(s, map_ids=at in mapped) for at, s in enumerate(setups))
+        self.setups = setups
         self._loader = SourceLoader(setups)
         self._ready: list[ChunkRun] = []
         self._documents = 0
         self._busy_s = 0.0
+        self._memory_bytes, self._memory_until_s = 0, 0.0
+        self._everything = tuple(range(len(setups)))
+        self._said: list[str] = []
+        self._reading = ""  # config path of the source that is being read
+        self._retries = retry.Retries(self._tell)
 
     def request(self, parts: list[RequestPart], *, first: bool = False) -> None:
         """Reads the documents; raises DataError if a source cannot be read."""
         for part in parts:
             begun_s = time.perf_counter()
+            self._reading = field_of(self.setups[part.source].name)
             try:
-                read = self._loader.documents(part.source).read(part.numbers, anchor=part.anchor)
+                with retry.heard(self._retries):
+                    read = self._loader.documents(part.source).read(part.numbers, share=part.share, anchor=part.anchor)
             except (ValueError, OSError) as error:
-                raise DataError(f"{field_of(self._setups[part.source].name)}: {error}") from error
+                raise DataError(f"{self._reading}: {error}") from error
             seconds = time.perf_counter() - begun_s
-            self._documents += len(part.numbers)
+            numbers = part.numbers if read.numbers is None else read.numbers
+            if not len(numbers):
+                continue
+            self._documents += len(numbers)
             self._busy_s += seconds
             skipped = dict(read.skipped)
-            starts = starts_of(read.lengths)
-            run = ChunkRun(part.source, part.numbers, starts, read.ids, skipped, seconds, "trainer", read.ignored)
-            run.anchor = read.anchor
+            starts = starts_of(read.lengths) if read.starts is None else read.starts
+            run = ChunkRun(part.source, numbers, starts, read.ids, skipped, seconds, "trainer", read.ignored)
+            run.lengths = None if read.starts is None else read.lengths.astype(np.int64)
+            run.anchor, run.tag = read.anchor, part.tag
             self._ready.append(run)
+
+    @property
+    def retries(self) -> int:
+        return self._retries.count
+
+    def _tell(self, line: str, wait_s: float) -> None:
+        self._said += [f"data: {self._reading}: {line}"] if line else []
+
+    def said(self) -> list[str]:
+        """Returns messages about repeated reads since the last call."""
+        said, self._said = self._said, []
+        return said
 
     def connections(self) -> list[Any]:
         return []
@@ -48,12 +94,14 @@ class InlinePool:
         pass
 
     def states(self) -> list[LoaderState]:
-        everything = tuple(range(len(self._setups)))
-        return [LoaderState("trainer", 0, resident_bytes() or 0, self._documents, self._busy_s, everything)]
+        if (now_s := time.monotonic()) > self._memory_until_s:  # asking takes 50 us, and each batch would
+            self._memory_bytes, self._memory_until_s = resident_bytes() or 0, now_s + _MEMORY_EVERY_S
+        decoded = self._loader.decoded
+        return [LoaderState("trainer", 0, self._memory_bytes, self._documents, self._busy_s, self._everything, decoded)]
 
     def place(self, placement: dict[str, tuple[int, ...]]) -> None:
         pass
 
     def close(self) -> None:
-        for source in range(len(self._setups)):
+        for source in range(len(self.setups)):
             self._loader.close(source)

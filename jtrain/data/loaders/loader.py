@@ -12,13 +12,15 @@ from multiprocessing.connection import Connection
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.chunk_stream import ChunkStream, Read, SourceSetup
+from jtrain.data.chunk_stream import WHOLE, ChunkStream, Read, SourceSetup
 from jtrain.data.growing_order import WindowAnchor
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
+from jtrain.data.sources import retry
+from jtrain.data.sources.formats.parquet import shared_cache
 from jtrain.runtime.resident_memory import resident_bytes
 
 IDLE, OPENING, READING = range(3)
-STATE, SOURCE, NUMBER, RECORD, SINCE_NS, DOCUMENTS, MEMORY_BYTES = range(7)
+STATE, SOURCE, NUMBER, RECORD, SINCE_NS, DOCUMENTS, MEMORY_BYTES, DECODED = range(8)
 """Words of the header of a loader's shared memory: what the loader is doing, since when (CLOCK_MONOTONIC), and how
 much it has done so far."""
 
@@ -51,6 +53,11 @@ class SourceLoader:
         if (documents := self._open.pop(source, None)) is not None:
             documents.close()
 
+    @property
+    def decoded(self) -> int:
+        """Row groups decoded so far."""
+        return sum(shared_cache(size).decoded for size in {setup.decoded_cache_bytes for setup in self._setups})
+
 
 @dataclasses.dataclass(frozen=True)
 class RequestPart:
@@ -59,12 +66,26 @@ class RequestPart:
     numbers: numbers of the chunks.
     anchor: see `ChunkStream.read`.
     skip: numbers to leave out.
+    tag: returned with each run that answers this part, for whoever asked.
+    share: (r, m): of a grouped source, only the chunks of groups whose key is r modulo m are read, and the answer holds
+      their numbers alone. The m shares of a request answer each number once.
     """
 
     source: int
     numbers: Int[np.ndarray, " n"]
     anchor: WindowAnchor | None = None
     skip: frozenset[int] = frozenset()
+    tag: int = 0
+    share: tuple[int, int] = WHOLE
+
+    def split(self, count: int) -> "list[RequestPart]":
+        """Splits the part into `count` shares, which together are its own share.
+
+        Each source begins with another one, since many sources have fewer groups in a window than there are shares.
+        """
+        rest, modulus = self.share
+        turns = [(i + self.source) % count for i in range(count)]
+        return [dataclasses.replace(self, share=(rest + modulus * turn, modulus * count)) for turn in turns]
 
     def each(self) -> "list[RequestPart]":
         """Splits the part into parts of one chunk each."""
@@ -75,14 +96,21 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     """Main loop of a loader process: answers requests until the connection closes.
 
     Requests, pickled: `("read", id, parts)`, `("free", starts)`, `("close", source)`. Answers: `("run", id, [(start,
-    bytes of ids, dtype of ids, skipped, seconds, anchor, bytes of `Read.ignored`) of each part])`, where the payload
-    starts at `start` in shared memory, the lengths before the ids; or `("failed", id, source, message)`.
+    bytes of ids, dtype of ids, skipped, seconds, anchor, bytes of `Read.ignored`, `Read.numbers`) of each part])`,
+    where the payload starts at `start` in shared memory, the lengths before the ids; or `("failed", id, source,
+    message)`. Before that, for each read that is repeated, `("again", source, line for the log)`.
     """
     setup: LoaderSetup = connection.recv()
     shared = SharedMemory(descriptors[0])
     header = shared.header
     identity = np.frombuffer(header, np.uint8)[IDENTITY_AT * 8 :]
     loader = SourceLoader(setup.sources)
+
+    def tell(line: str, wait_s: float) -> None:
+        header[SINCE_NS] = time.monotonic_ns() + int(wait_s * 1e9)  # it does not hang: the time until then is free
+        connection.send(("again", int(header[SOURCE]), line))
+
+    retries = retry.Retries(tell)
 
     def read(part: RequestPart) -> Read:
         header[[SOURCE, NUMBER, RECORD, SINCE_NS]] = part.source, -1, -1, time.monotonic_ns()
@@ -96,8 +124,9 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
             header[NUMBER], header[RECORD], header[SINCE_NS] = number, record, time.monotonic_ns()
             header[STATE] = READING
 
-        found = documents.read(part.numbers, skip=part.skip, anchor=part.anchor, watch=watch)
-        header[DOCUMENTS] += len(part.numbers)
+        found = documents.read(part.numbers, share=part.share, skip=part.skip, anchor=part.anchor, watch=watch)
+        header[DOCUMENTS] += len(found.lengths)
+        header[DECODED] = loader.decoded
         return found
 
     while True:
@@ -112,13 +141,14 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                 try:
                     for part in parts:
                         source, begun_s = part.source, time.perf_counter()
-                        done = read(part)
+                        with retry.heard(retries):
+                            done = read(part)
                         lengths_bytes = padded(done.lengths.nbytes)
                         start = shared.allocate(lengths_bytes + done.ids.nbytes)
                         shared.view(start, done.lengths.nbytes)[:] = done.lengths.view(np.uint8)
                         shared.view(start + lengths_bytes, done.ids.nbytes)[:] = done.ids.view(np.uint8)
                         seconds = time.perf_counter() - begun_s
-                        more = done.skipped, seconds, done.anchor, done.ignored.tobytes()
+                        more = done.skipped, seconds, done.anchor, done.ignored.tobytes(), done.numbers
                         found.append((start, done.ids.nbytes, done.ids.dtype.str, *more))
                 except (ValueError, OSError) as error:
                     connection.send(("failed", request, source, str(error)))

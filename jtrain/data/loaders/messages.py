@@ -20,8 +20,8 @@ class ChunkRun:
     """Documents of one source that a loader has read.
 
     numbers: numbers of the documents.
-    starts, ids: `ids[starts[i]:starts[i + 1]]` are the token ids of document `numbers[i]`.
-    skipped: number -> reason, for bad documents that were left out.
+    starts, ids: `ids[starts[i]:starts[i + 1]]` are the token ids of document `numbers[i]`; but see `lengths`.
+    skipped: number -> `file:number` and reason, for bad documents that were left out.
     read_s: seconds that reading and tokenising took.
     ignored: runs (start, end) of `ids` that are not learned.
     loader: name of the loader.
@@ -29,7 +29,7 @@ class ChunkRun:
 
     source: int
     numbers: Int[np.ndarray, " n"]
-    starts: Int64[np.ndarray, " n_and_end"]
+    starts: Int64[np.ndarray, " n_or_n_and_end"]
     ids: Integer[np.ndarray, " tokens"]
     skipped: dict[int, str]
     read_s: float
@@ -39,11 +39,26 @@ class ChunkRun:
     """Location of the payload, by which the pool frees it."""
     anchor: WindowAnchor | None = None
     """See `Read`."""
+    tag: int = 0
+    """See `RequestPart`."""
+    lengths: Int64[np.ndarray, " n"] | None = None
+    """Tokens of each document, which starts at `starts[i]`; None if the documents are one after another."""
+
+    @property
+    def bounds(self) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """Start and end of each document in `ids`."""
+        if self.lengths is None:
+            return self.starts[:-1], self.starts[1:]
+        return self.starts, self.starts + self.lengths
 
 
 @dataclasses.dataclass(frozen=True)
 class LoaderState:
-    """State of one loader, for metrics and the autoscaler; `queued` counts the requests that it has not answered."""
+    """State of one loader, for metrics and the autoscaler.
+
+    queued: requests that it has not answered.
+    decoded: row groups that it has decoded.
+    """
 
     name: str
     queued: int
@@ -51,6 +66,7 @@ class LoaderState:
     documents: int
     busy_s: float
     sources: tuple[int, ...]
+    decoded: int = 0
 
 
 def runs_of_bytes(content: bytes) -> Int32[np.ndarray, "runs 2"]:

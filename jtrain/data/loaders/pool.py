@@ -13,6 +13,7 @@ import numpy as np
 from jtrain.data.chunk_stream import SourceSetup
 from jtrain.data.loaders.forkserver import Child, ForkserverClient
 from jtrain.data.loaders.loader import (
+    DECODED,
     DOCUMENTS,
     IDENTITY_AT,
     IDLE,
@@ -43,6 +44,9 @@ A single loader that hangs there is enough. The first death or hang, in a reques
 OPENING_TIMES = 10
 """Ratio of the time limits for opening a source and for reading a document; opening may list, fetch and index files."""
 
+_OPENING = -1
+"""In place of a document's number: deaths while a source was opened, or a row group decoded, and none since read."""
+
 SHARED_BYTES = 1 << 20
 """Size of a loader's shared memory at first; it grows by half of itself."""
 
@@ -51,8 +55,17 @@ SHARED_BYTES = 1 << 20
 class Pool(Protocol):
     """Interface between a constructor and its loaders, wherever these run."""
 
+    @property
+    def retries(self) -> int:
+        """Number of reads that were repeated since the pool began."""
+        ...
+
     def request(self, parts: list[RequestPart], *, first: bool = False) -> None:
-        """Requests documents; with `first` they go before all requests that no loader has begun."""
+        """Requests documents; with `first` they go before all requests that no loader has begun.
+
+        A part of a grouped source may be answered in several runs, whose numbers are together those of the part, or of
+        its share.
+        """
         ...
 
     def connections(self) -> list[Any]:
@@ -153,6 +166,7 @@ class ProcessPool:
         self._skip: dict[int, set[int]] = collections.defaultdict(set)
         self._deaths: collections.Counter[tuple[int, int]] = collections.Counter()
         self._next_request = 0
+        self.retries = 0
         self._fruitless = 0  # loaders lost since documents last arrived
         self.place(placement)
         self._standbys = [self._start(f"shadow-{i}") for i in range(shadows)]
@@ -166,13 +180,14 @@ class ProcessPool:
         together: dict[str, _Request] = {}
         for part in parts:
             names = at_home[part.source]
-            if len(names) != 1:  # the first loader of this source that is free
+            if not names or (len(names) > 1 and not self._setups[part.source].grouped):  # the first that is free
                 requests.append(_Request([part], None))
-            elif names[0] in together:
-                together[names[0]].parts.append(part)
-            else:
-                together[names[0]] = _Request([part], names[0])
-                requests.append(together[names[0]])
+                continue
+            for name, share in zip(names, part.split(len(names)), strict=True):
+                if name not in together:
+                    together[name] = _Request([], name)
+                    requests.append(together[name])
+                together[name].parts.append(share)
         if first:
             self._waiting.extendleft(reversed(requests))
         else:
@@ -222,7 +237,8 @@ class ProcessPool:
             waiting = [r for r in self._waiting if r.loader == loader.name or r.parts[0].source in loader.sources]
             queued = len(loader.in_flight) + len(waiting)
             numbers = int(header[MEMORY_BYTES]), int(header[DOCUMENTS]), loader.busy_s
-            found.append(LoaderState(loader.name, queued, *numbers, tuple(sorted(loader.sources))))
+            sources = tuple(sorted(loader.sources))
+            found.append(LoaderState(loader.name, queued, *numbers, sources, int(header[DECODED])))
         return found
 
     def place(self, placement: dict[str, tuple[int, ...]]) -> None:
@@ -288,6 +304,12 @@ class ProcessPool:
             self._waiting.extendleft(reversed(left))
 
     def _take(self, loader: _Loader, answer: tuple[Any, ...], runs: list[ChunkRun]) -> None:
+        if answer[0] == "again":
+            _, source, line = answer
+            self.retries += 1
+            if line:
+                self._say(f"data: {field_of(self._setups[source].name)}: {line}")
+            return
         kind, number, *rest = answer
         request = loader.in_flight.pop(number)
         if kind == "failed":
@@ -295,15 +317,21 @@ class ProcessPool:
             raise DataError(f"{field_of(self._setups[source].name)}: {message}")
         self._fruitless = 0
         (found,) = rest
-        for part, (start, ids_bytes, dtype, skipped, seconds, anchor, ignored) in zip(
+        for part, (start, ids_bytes, dtype, skipped, seconds, anchor, ignored, read) in zip(
             request.parts, found, strict=True
         ):
-            lengths_bytes = len(part.numbers) * 4
+            loader.busy_s += seconds
+            self._deaths.pop((part.source, _OPENING), None)
+            numbers = part.numbers if read is None else read
+            if not len(numbers):
+                loader.freed.append(start)
+                continue
+            lengths_bytes = len(numbers) * 4
             lengths = loader.shared.view(start, lengths_bytes).view(np.int32)
             ids = loader.shared.view(start + padded(lengths_bytes), ids_bytes).view(dtype)
-            loader.busy_s += seconds
-            run = ChunkRun(part.source, part.numbers, starts_of(lengths), ids, dict(skipped), seconds, loader.name)
+            run = ChunkRun(part.source, numbers, starts_of(lengths), ids, dict(skipped), seconds, loader.name)
             run.ignored, run.place, run.anchor = runs_of_bytes(ignored), (loader, start), anchor
+            run.tag = part.tag
             self._observe(run)
             runs.append(run)
 
@@ -331,8 +359,8 @@ class ProcessPool:
                 self._say(f"data: {where.removeprefix('at ')} is left out: its loader {why}, again and again")
                 self._skip[source].add(number)
         elif again and state == OPENING:
-            self._deaths[source, OPENING] += 1
-            if self._deaths[source, OPENING] >= MOST_DEATHS:
+            self._deaths[source, _OPENING] += 1
+            if self._deaths[source, _OPENING] >= MOST_DEATHS:
                 raise DataError(f"a loader {why} {where}, again and again. Check that source.")
         elif again:  # from here on one document at a time, to find the one that is the cause
             again[:1] = [_Request([one], again[0].loader) for part in again[0].parts for one in part.each()]

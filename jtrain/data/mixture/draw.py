@@ -118,7 +118,7 @@ class Buffers:
                 self._ask(missing, tokens, low=(end - begin < _ASK_AT_LEAST) & (limits > 0))
                 continue
             stop = np.searchsorted(self._total[:-1], start + limits) if by_tokens else start + limits
-            count = np.clip(stop, begin, end) - begin
+            count = np.minimum(np.maximum(stop, begin), end) - begin
             source = np.repeat(np.arange(len(cursors)), count)
             at = np.arange(len(source)) + (begin - np.cumsum(count) + count)[source]
             before = (self._total[at] if by_tokens else at) - start[source]
@@ -257,6 +257,15 @@ class Draws:
                 self._tokens += int(drawn.length.sum())
                 self._documents += len(order)
                 return drawn
+
+    def more_ahead(self, tokens: int) -> ChunkLengths | None:
+        """Draws like `more`, but an eighth more where no source ends, as a second draw would take as long as the first.
+
+        It suits a packing that takes documents in their order, whatever comes after those that fit.
+        """
+        if (self._buffers.ends < ENDLESS).any():
+            return self.more(tokens)
+        return self.more(tokens + tokens // 8 + 2 * self._tokens // self._documents)
 
     def commit(self, count: int) -> tuple[Int64[np.ndarray, " sources"], Int64[np.ndarray, " sources"], int]:
         """Returns cursors, deficit and the tokens (samples) drawn, after the first `count` of the drawn documents."""

@@ -188,10 +188,20 @@ def own_weights(schedule: Schedule, weights: Weights) -> Schedule:
 
 
 def integer_shares(weights: Float64[np.ndarray, " sources"]) -> Int64[np.ndarray, " sources"]:
-    """Returns shares in proportion to `weights` that add up to exactly `ONE`; at least 1 for a weight above zero."""
+    """Returns shares in proportion to `weights` that add up to exactly `ONE`; at least 1 for a weight above zero.
+
+    The result must not be written to: the shares of the last weights are kept, as most steps have the same ones.
+    """
+    return _integer_shares(weights.tobytes())
+
+
+@functools.lru_cache(maxsize=4)
+def _integer_shares(content: bytes) -> Int64[np.ndarray, " sources"]:
+    weights = np.frombuffer(content, np.float64)
     scaled = np.floor(weights * (ONE / math.fsum(weights))).astype(np.int64)
     shares = np.where(weights > 0, np.maximum(scaled, 1), 0)
     shares[np.argmax(weights)] += ONE - shares.sum()
+    shares.flags.writeable = False
     return shares
 
 

@@ -93,7 +93,7 @@ class Graph:
             by_tokens=self._unit == "tokens",
             typical_tokens=self._mean_tokens or seq_len,
         )
-        group = _Group(carry, draws.more)
+        group = _Group(carry, draws.more_ahead if packing == "concat" else draws.more)
         packed = group.pack(packing, rows, seq_len)
         self.cursors, self.deficit, self.units = draws.commit(packed.used - len(carry))
         self.pieces, self.carry = group.result(packed)
@@ -261,11 +261,11 @@ def _check_conserved(spans: np.ndarray, at: np.ndarray, start: np.ndarray, end: 
     """Asserts that pieces and carry together are exactly the spans that they were cut from."""
     order = np.lexsort((start, at))
     at, start, end = at[order], start[order], end[order]
-    new = np.diff(at, prepend=-1) > 0
+    new = np.append(True, at[1:] > at[:-1])[: len(at)]
     whole = (
         np.array_equal(at[new], np.arange(len(spans)))
         and np.array_equal(start[new], spans[:, 2])
-        and np.array_equal(end[np.roll(new, -1)], spans[:, 3])
+        and np.array_equal(end[np.append(new[1:], True)[: len(at)]], spans[:, 3])
         and bool((start[1:][~new[1:]] == end[:-1][~new[1:]]).all())
         and bool((start < end).all())
     )

@@ -54,8 +54,9 @@ def concat(carried: Spans, more: More, *, rows: int, seq_len: int) -> Packed:
     left = np.empty((2, 0), np.int64)
     over = int(total[used - 1]) - capacity if used else 0
     if over > 0:
-        left = np.asarray([[used - 1], [end[-1] - over]], np.int64)
-        end = np.append(end[:-1], end[-1] - over)
+        end = end.copy()
+        end[-1] -= over
+        left = np.asarray([[used - 1], [end[-1]]], np.int64)
 
     # Whole rows first: parts of a row's length, each in a row of its own.
     whole = (end - start) // seq_len
@@ -69,28 +70,27 @@ def concat(carried: Spans, more: More, *, rows: int, seq_len: int) -> Packed:
     ends = np.cumsum(end[rest] - rest_start)
     filled = int(ends[-1]) if len(ends) else 0
     cuts = np.sort(np.concatenate([ends, np.arange(seq_len, filled, seq_len)]))
-    cuts = cuts[np.diff(cuts, prepend=0) > 0]
-    begin = np.concatenate([np.zeros(1, np.int64), cuts[:-1]]) if len(cuts) else cuts
+    begin = np.zeros_like(cuts)
+    begin[1:] = cuts[:-1]
+    begin, cuts = begin[begin < cuts], cuts[begin < cuts]
     which = np.searchsorted(ends, begin, side="right")
     shift = rest_start[which] - (ends[which] - (end[rest] - rest_start)[which])
 
     # Rows in the order in which their first chunks were drawn, so that no rank gets all the short ones.
     row = np.concatenate([np.arange(len(document)), len(document) + begin // seq_len])
-    pieces = np.concatenate(
-        [
-            np.stack([document, whole_start, whole_start + seq_len]),
-            np.stack([rest[which], begin + shift, cuts + shift]),
-        ],
-        axis=1,
-    )
+    pieces = np.empty((4, len(row)), np.int64)
+    pieces[1, : len(document)], pieces[1, len(document) :] = document, rest[which]
+    pieces[2, : len(document)], pieces[2, len(document) :] = whole_start, begin + shift
+    pieces[3, : len(document)], pieces[3, len(document) :] = whole_start + seq_len, cuts + shift
     num_rows = int(row.max()) + 1 if len(row) else 0
     first = np.full(num_rows, used, np.int64)
-    np.minimum.at(first, row, pieces[0])
+    np.minimum.at(first, row, pieces[1])
     place = np.empty(num_rows, np.int64)
     place[np.argsort(first, kind="stable")] = np.arange(num_rows)
-    pieces = np.concatenate([place[row][None], pieces])
-    waiting = np.arange(used, len(carried))  # more than one step's worth, if the packing was another one before
-    left = np.concatenate([left, np.stack([waiting, spans[waiting, 0]])], axis=1)
+    pieces[0] = place[row]
+    if used < len(carried):  # more than one step's worth, if the packing was another one before
+        waiting = np.arange(used, len(carried))
+        left = np.concatenate([left, np.stack([waiting, spans[waiting, 0]])], axis=1)
     return Packed(pieces[:, np.argsort(pieces[0], kind="stable")], left, max(used, len(carried)))
 
 

@@ -4,6 +4,7 @@ It is a pure function of document lengths and of a few kilobytes of state.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -300,8 +301,8 @@ class Planner:
             f"Give it weight from step {state.step} on at the latest, or set data.epochs=None."
         )
 
-    def lookahead(self, state: PlannerState, steps: int) -> list[tuple[int, int, int]]:
-        """Estimates the documents that the next `steps` will ask for: (source, first, count).
+    def lookahead(self, state: PlannerState, steps: int) -> Int64[np.ndarray, "sources 2"]:
+        """Estimates the documents that the next `steps` will ask for: rows of a source and the end of its documents.
 
         The estimate uses the schedule, `state` and the mean length of the documents seen so far. A source whose share
         will rise is included from the step of the rise on.
@@ -309,18 +310,18 @@ class Planner:
         spec = self.spec
         per_step = spec.global_batch * spec.seq_len
         shares = [spec.schedule.weights(state.step + k, spec.names) for k in range(steps)]
-        total: np.ndarray = np.sum(shares, axis=0)
+        total = functools.reduce(np.add, shares)
         mean = self._buffers.mean_tokens
         if spec.unit == "tokens":
             documents = (total * per_step + state.deficit / ONE) / mean
         elif spec.unit == "rows":
             documents = (total * spec.global_batch + state.deficit / ONE) * spec.seq_len / mean
         else:
-            documents = total * per_step / max(1.0, float(np.mean(shares, axis=0) @ mean)) + state.deficit / ONE
+            documents = total * per_step / max(1.0, float(total @ mean) / steps) + state.deficit / ONE
         count = np.where(total > 0, np.ceil(np.maximum(documents, 0) * 1.1) + 2, 0).astype(np.int64)
-        count = np.minimum(count, self._buffers.ends - state.cursors)
-        at = np.flatnonzero(count > 0)
-        return list(zip(at.tolist(), state.cursors[at].tolist(), count[at].tolist(), strict=True))
+        ends = np.minimum(state.cursors + count, self._buffers.ends)
+        at = np.flatnonzero(ends > state.cursors)
+        return np.stack([at, ends[at]], axis=1)
 
 
 def _drift(state: PlannerState) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int64, UInt
 
+from jtrain.data.sources.retry import retried
 from jtrain.errors import FileError
 
 _EDGE_BYTES = 4096
@@ -52,14 +53,18 @@ class AdoptedIds:
         self._seen: dict[int, tuple[int, ...]] = {}
         count = len(files["names"])
         for file in np.linspace(0, count - 1, min(count, _CHECKED_AT_OPEN), dtype=np.int64).tolist():
-            os.close(self._open(file))
+            retried(self._path(file), lambda file=file: os.close(self._open(file)))
 
     def read(self, start: Int[np.ndarray, " n"], length: Int[np.ndarray, " n"]) -> UInt[np.ndarray, " tokens"]:
         """Returns the ids of spans of tokens, one after another; each span lies within one run.
 
         Raises:
           FileError: a file moved or changed.
+          GaveUp: an error that may pass did not pass.
         """
+        return retried(self.root, lambda: self._read(start, length))
+
+    def _read(self, start: Int[np.ndarray, " n"], length: Int[np.ndarray, " n"]) -> UInt[np.ndarray, " tokens"]:
         size = self._stored.itemsize
         run = np.minimum(np.searchsorted(self._first, start, side="right") - 1, len(self._file) - 1)
         file = self._file[run]
@@ -104,7 +109,7 @@ class AdoptedIds:
         try:
             handle = os.open(self._path(file), os.O_RDONLY)
         except OSError as error:
-            raise self._changed(file, f"it cannot be opened ({error.strerror})") from None
+            raise self._changed(file, f"it cannot be opened ({error.strerror})") from error
         try:
             status = os.fstat(handle)
             seen = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

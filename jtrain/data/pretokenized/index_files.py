@@ -1,13 +1,16 @@
 """Files of one prepared index: in a local folder, memory-mapped, or behind a URL, read by byte ranges."""
 
+import functools
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, UInt8
 
+from jtrain.data.sources.retry import retried
 from jtrain.errors import FileError
 
 
@@ -55,10 +58,10 @@ class LocalFiles:
         self._maps: dict[str, mmap.mmap] = {}
 
     def content(self, name: str) -> bytes:
-        return (self._folder / name).read_bytes()
+        return self._retried(name, (self._folder / name).read_bytes)
 
     def sizes_bytes(self, names: list[str]) -> list[int | None]:
-        return [self._size(name) for name in names]
+        return [self._retried(name, functools.partial(self._size, name)) for name in names]
 
     def _size(self, name: str) -> int | None:
         try:
@@ -69,11 +72,21 @@ class LocalFiles:
         return status.st_size
 
     def table(self, name: str, dtype: Any, shape: tuple[int, ...], *, offset: int, size_bytes: int) -> np.ndarray:
-        """Returns an array in a memory map, which all processes share; the map holds one descriptor."""
+        """Returns an array in a memory map, which all processes share; the map holds one descriptor.
+
+        Raises:
+          FileError: the file was replaced since the index was opened.
+        """
+        if not size_bytes:
+            return np.empty(shape, dtype)
         if name not in self._maps:
-            with open(self._folder / name, "rb") as file:
-                self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._maps[name] = self._retried(name, functools.partial(self._map, name))
         return np.ndarray(shape, dtype, self._maps[name], offset)
+
+    def _map(self, name: str) -> mmap.mmap:
+        with open(self._folder / name, "rb") as file:
+            self._check_same(name, file.fileno())
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read(self, name: str, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, " b"]:
         """Reads span by span: faster than gathering from a memory map, 0.7 M spans/s of 600 tokens each.
@@ -81,15 +94,25 @@ class LocalFiles:
         Raises:
           EOFError: a span reaches beyond the end of the file.
           FileError: the file was replaced since the index was opened.
+          GaveUp: an error that may pass did not pass.
         """
+        return self._retried(name, lambda: self._read(name, starts, sizes))
+
+    def _read(self, name: str, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, " b"]:
         file = os.open(f"{self.location}/{name}", os.O_RDONLY)
         try:
-            status = os.fstat(file)
-            if self._seen.setdefault(name, (status.st_dev, status.st_ino)) != (status.st_dev, status.st_ino):
-                raise FileError(f"{self.location} was made again while it was in use. Start the run again: it resumes.")
+            self._check_same(name, file)
             return read_spans(file, starts, sizes)
         finally:
             os.close(file)
+
+    def _check_same(self, name: str, file: int) -> None:
+        status = os.fstat(file)
+        if self._seen.setdefault(name, (status.st_dev, status.st_ino)) != (status.st_dev, status.st_ino):
+            raise FileError(f"{self.location} was made again while it was in use. Start the run again: it resumes.")
+
+    def _retried[T](self, name: str, read: Callable[[], T]) -> T:
+        return retried(f"{self.location}/{name}", read)
 
 
 def read_spans(file: int, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, " bytes"]:

@@ -48,8 +48,8 @@ class PreparedIndex:
     """Prepared index of one source. Opening it reads one page whatever its size, so every process can open its own.
 
     Local lengths are memory-mapped, so processes share them, and remote ones are copied page by page into a file that
-    the processes of a host share. Ids are read instead: mapped pages would count as memory of the process until the
-    kernel reclaims them. An open local index holds one descriptor, that of the map.
+    the processes of a host share. Loaders read ids instead: mapped pages would count as their memory until the kernel
+    reclaims them. An open local index holds one descriptor, that of the map, and another one if `mapped_ids` is used.
 
     Args:
       location: OUT/NAME, a folder or the URL of one.
@@ -213,13 +213,31 @@ class PreparedIndex:
           UserError: the index is damaged at one of the records.
           FileError: the index was removed or replaced since it was opened.
         """
+        return self._read_ids(self.places(records, starts, ends), np.asarray(ends - starts, np.int64))
+
+    def places(
+        self, records: Int[np.ndarray, " n"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
+    ) -> Int64[np.ndarray, " n"]:
+        """Returns the place of token starts[i] of record records[i] in `mapped_ids`; raises like `read_spans`."""
         first, length = self._places(records)
         wrong = np.flatnonzero((starts < 0) | (ends < starts) | (ends > length))
         if len(wrong):
             i = int(wrong[0])
             span = f"tokens {starts[i]} to {ends[i]} of record {records[i]}"
             raise IndexError(f"{self.location}: {span} asked for, which has {length[i]}")
-        return self._read_ids(first + starts, np.asarray(ends - starts, np.int64))
+        return first + starts
+
+    @functools.cached_property
+    def mapped_ids(self) -> UInt[np.ndarray, " tokens"] | None:
+        """Ids of all records in a memory map; None for an index that is remote or adopted, or has a loss mask.
+
+        Raises:
+          FileError: the index was removed or replaced since it was opened.
+        """
+        if not isinstance(self._files, LocalFiles) or self._adopted is not None or self._sizes.get(MASKS):
+            return None
+        size = self._sizes[IDS]
+        return self._files.table(IDS, self.dtype, (size // self.dtype.itemsize,), offset=0, size_bytes=size)
 
     def ignored(
         self, records: Int[np.ndarray, " n"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from jtrain.data.sources.remote import explained, filesystem
+from jtrain.data.sources.remote import explained, filesystem, translated
+from jtrain.data.sources.retry import Passing, retried
 from jtrain.errors import FileError
 
 CACHE_DIR = "~/.cache/jtrain"
@@ -48,15 +49,23 @@ class RemoteFiles:
 
     def content(self, name: str) -> bytes:
         """Returns a whole file. index.json is the first one to read: the cached pages are those of its contents."""
-        with explained(f"{self.location}/{name}"):
-            content: bytes = self._fs.cat_file(f"{self._root}/{name}")
+
+        def fetch() -> bytes:
+            with explained(f"{self.location}/{name}"):
+                return self._fs.cat_file(f"{self._root}/{name}")
+
+        content = retried(f"{self.location}/{name}", fetch)
         if name == "index.json":
             self._identity = f"{self.location}\0{hashlib.blake2b(content).hexdigest()}"
         return content
 
     def sizes_bytes(self, names: list[str]) -> list[int | None]:
-        with explained(self.location):
-            sizes = self._fs.sizes([f"{self._root}/{name}" for name in names])
+
+        def fetch() -> list[int | None]:
+            with explained(self.location):
+                return self._fs.sizes([f"{self._root}/{name}" for name in names])
+
+        sizes = retried(self.location, fetch)
         if None in sizes:
             raise self._no_ranges(names[sizes.index(None)], "the server does not tell its size")
         return sizes
@@ -72,7 +81,6 @@ class RemoteFiles:
         """Returns spans of bytes; spans near each other share a request, and several requests run at a time.
 
         Raises:
-          EOFError: a span reaches beyond the end of the file.
           FileError: the store cannot be read, or cannot send parts of a file.
         """
         found = np.empty(int(sizes.sum()), np.uint8)
@@ -93,23 +101,38 @@ class RemoteFiles:
         return found
 
     def _fetch(self, name: str, begins: list[int], ends: list[int]) -> list[UInt8[np.ndarray, " bytes"]]:
-        """Returns the bytes of each range. Ranges of more than 8 MiB are fetched in parts."""
+        """Returns the bytes of each range. Ranges of more than 8 MiB are fetched in parts, failed ones once more."""
         parts = [
             (g, start, min(start + _REQUEST_BYTES, end))
             for g, (begin, end) in enumerate(zip(begins, ends, strict=True))
             for start in range(begin, end, _REQUEST_BYTES)
         ]
-        ranges = [p[1] for p in parts], [p[2] for p in parts]
-        options = {"batch_size": _REQUESTS} if getattr(self._fs, "async_impl", False) else {}
-        with explained(f"{self.location}/{name}"):
-            got = self._fs.cat_ranges([f"{self._root}/{name}"] * len(parts), *ranges, on_error="raise", **options)
         contents = [np.empty(end - begin, np.uint8) for begin, end in zip(begins, ends, strict=True)]
-        for (g, start, end), content in zip(parts, got, strict=True):
-            if len(content) < end - start:
-                raise EOFError(f"ends at byte {start + len(content)}, too soon")
-            if len(content) > end - start:
-                raise self._no_ranges(name, f"asked for {end - start:,} bytes, the server sent {len(content):,}")
-            contents[g][start - begins[g] : end - begins[g]] = np.frombuffer(content, np.uint8)
+        what = f"{self.location}/{name}"
+        options = {"batch_size": _REQUESTS} if getattr(self._fs, "async_impl", False) else {}
+
+        def fetch() -> None:
+            nonlocal parts
+            ranges = [start for _, start, _ in parts], [end for _, _, end in parts]
+            with explained(what):
+                got = self._fs.cat_ranges([f"{self._root}/{name}"] * len(parts), *ranges, on_error="return", **options)
+            failed, left = None, []
+            for (g, start, end), content in zip(parts, got, strict=True):
+                if isinstance(content, Exception) or len(content) < end - start:
+                    failed = content if failed is None else failed
+                    left.append((g, start, end))
+                    continue
+                if len(content) > end - start:
+                    raise self._no_ranges(name, f"asked for {end - start:,} bytes, the server sent {len(content):,}")
+                contents[g][start - begins[g] : end - begins[g]] = np.frombuffer(content, np.uint8)
+            parts = left
+            if isinstance(failed, Exception):
+                raise translated(what, failed) from failed
+            if failed is not None:
+                _, start, end = left[0]
+                raise Passing(f"{what}: {len(failed):,} of {end - start:,} bytes from byte {start:,} arrived.")
+
+        retried(what, fetch)
         return contents
 
     def _no_ranges(self, name: str, why: str) -> FileError:

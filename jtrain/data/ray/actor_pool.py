@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from jtrain.data.chunk_stream import SourceSetup
+from jtrain.data.constructor.fetched_rows import FetchedIds
 from jtrain.data.loaders.loader import RequestPart
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, runs_of_bytes, starts_of
 from jtrain.data.loaders.pool import MOST_DEATHS
@@ -25,17 +26,11 @@ _SUSPECTS = 8
 """Pieces into which a request is cut after loaders were lost at it: two cuts narrow a run down to one document."""
 
 
-@dataclasses.dataclass
-class _Fetched:
-    """Payload of a run: its request, and the ids of its documents that were fetched, by place in the run.
-
-    ignored: runs of ids that are not learned, of documents that have such.
-    """
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Fetched(FetchedIds):
+    """Payload of a run, with its request."""
 
     ask: RunRequest
-    ids: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    asked: set[int] = dataclasses.field(default_factory=set)
-    ignored: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,7 +102,7 @@ class RayPool:
         self._waiting: collections.deque[_Request] = collections.deque()
         self._deaths: collections.Counter[tuple[int, int]] = collections.Counter()
         self._skip: dict[int, set[int]] = collections.defaultdict(set)
-        self._fruitless = 0
+        self._fruitless = self.retries = 0
         self._said: list[str] = []
         self.place(_dealt_out(len(setups), self._loaders))
 
@@ -197,8 +192,7 @@ class RayPool:
             if not names:
                 names.append(self._loaders[source % len(self._loaders)])
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
     def _home(self, part: RequestPart) -> str:
         """Returns the loader that reads a run; several loaders of one source take turns by run."""
@@ -250,6 +244,7 @@ class RayPool:
         payload: UInt8[np.ndarray, " bytes"],
         runs: list[ChunkRun],
     ) -> None:
+        self.retries, self._said = self.retries + len(answer.again), [*self._said, *filter(None, answer.again)]
         if answer.failed is not None:
             source, message = answer.failed
             raise DataError(f"{field_of(self._setups[source].name)}: {message}")
@@ -285,7 +280,7 @@ class RayPool:
             peer.busy_s += found.seconds
             part = ask.part
             run = ChunkRun(part.source, part.numbers, starts, ids, dict(found.skipped), found.seconds, peer.name)
-            run.anchor, run.place = found.anchor, _Fetched(ask, by_place, set(by_place), ignored)
+            run.anchor, run.place = found.anchor, _Fetched(by_place, set(by_place), ignored, ask=ask)
             runs.append(run)
 
     def _lost(self, peer: _LoaderActor, error: Exception) -> None:

@@ -27,11 +27,11 @@ from jaxtyping import Int32
 
 from jtrain.data.constructor.collate import ARRAYS
 from jtrain.data.constructor.constructor import BatchStats, ConstructorSetup, DataState
+from jtrain.data.constructor.fetched_rows import FetchedRows
 from jtrain.data.data_plane import MOST_RESTARTS, SILENCE_S, Delivered
 from jtrain.data.loaders.messages import DataError
 from jtrain.data.ray.actor_pool import RayPool
 from jtrain.data.ray.loader_actor import ActorEnvironment, RayLoader
-from jtrain.data.ray.row_packing import RayRows
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
 
@@ -72,7 +72,7 @@ class RayConstructor:
         self._setup = setup
         self._state = state
         self._pool = RayPool(setup.sources, actors, who=who, read_timeout_s=read_timeout_s)
-        self._rows: RayRows | None = None
+        self._rows: FetchedRows | None = None
 
     def alive(self) -> tuple[int, str]:
         """Returns process id and node."""
@@ -86,7 +86,7 @@ class RayConstructor:
         arrays = np.empty((len(ARRAYS), len(self._setup.rows), self._setup.planner.seq_len), np.int32)
         try:
             if self._rows is None:
-                self._rows = RayRows(self._setup, self._pool, self._state)
+                self._rows = FetchedRows(self._setup, self._pool, self._state)
             while True:
                 self._rows.advance()
                 built = self._rows.fill(dict(zip(ARRAYS, arrays, strict=True)))

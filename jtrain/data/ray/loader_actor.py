@@ -21,6 +21,8 @@ from jtrain.data.growing_order import WindowAnchor
 from jtrain.data.loaders.loader import RequestPart, SourceLoader
 from jtrain.data.loaders.messages import starts_of
 from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
+from jtrain.data.sources import retry
+from jtrain.data.sources.source import field_of
 from jtrain.runtime.resident_memory import resident_bytes
 
 KEPT_BYTES = 64 << 20
@@ -104,6 +106,8 @@ class LoaderReply:
     documents: int = 0
     failed: tuple[int, str] | None = None
     stuck: tuple[int, int, str] | None = None
+    again: tuple[str, ...] = ()
+    """Line for the log of each read that was repeated; empty once there were many."""
 
 
 @dataclasses.dataclass
@@ -139,6 +143,9 @@ class RayLoader:
         self._kept_bytes = 0
         self._documents = 0
         self._at = (0, -1, -1, 0.0)  # source, document, record, since: one tuple, so both threads see a whole value
+        self._setups = setups
+        self._again: list[str] = []
+        self._retries = retry.Retries(self._tell)
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "reader")
 
     def alive(self) -> tuple[int, str, tuple[str, ...]]:
@@ -177,14 +184,26 @@ class RayLoader:
         for ask in asks:
             begun_s = time.perf_counter()
             try:
-                read = self._one(ask)
+                with retry.heard(self._retries):
+                    read = self._one(ask)
             except (ValueError, OSError) as error:
-                return LoaderReply(os.getpid(), failed=(ask.part.source, str(error))), np.zeros(0, np.uint8)
+                failed = ask.part.source, str(error)
+                return LoaderReply(os.getpid(), failed=failed, again=self._taken()), np.zeros(0, np.uint8)
             seconds = time.perf_counter() - begun_s
             ids, more = read.ids, (read.skipped, seconds, read.anchor, read.ignored.tobytes())
             found.append(RunReply(read.lengths, ids.nbytes, ids.dtype.str, *more))
             payload.append(np.ascontiguousarray(ids).view(np.uint8))
-        return LoaderReply(os.getpid(), tuple(found), resident_bytes() or 0, self._documents), np.concatenate(payload)
+        reply = LoaderReply(os.getpid(), tuple(found), resident_bytes() or 0, self._documents, again=self._taken())
+        return reply, np.concatenate(payload)
+
+    def _tell(self, line: str, wait_s: float) -> None:
+        source, number, record, _ = self._at
+        self._at = (source, number, record, time.monotonic() + wait_s)  # it does not hang: the time until then is free
+        self._again.append(line and f"data: {field_of(self._setups[source].name)}: {line}")
+
+    def _taken(self) -> tuple[str, ...]:
+        again, self._again = self._again, []
+        return tuple(again)
 
     def _one(self, ask: RunRequest) -> Read:
         kept = self._kept.get(ask.key)

@@ -9,7 +9,8 @@ from typing import BinaryIO
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.sources.remote import explained, filesystem, translated
+from jtrain.data.sources.remote import SteadyFile, can_seek, explained, filesystem, translated
+from jtrain.data.sources.retry import Passing
 from jtrain.data.sources.storage import CacheLost, StoredFile, cache_lost
 from jtrain.errors import FileError
 from jtrain.runtime.atomic_io import replacing
@@ -50,6 +51,8 @@ def _copy(file: StoredFile, compression: str | None, out: BinaryIO) -> None:
         fs, path = filesystem(file.location, file.called)
         with explained(file.called):
             raw = fs.open(path, "rb", block_size=_BLOCK_BYTES)
+        if can_seek(raw):
+            raw = SteadyFile(raw, called=file.called)
     else:
         raw = file.open()
     received = 0
@@ -58,6 +61,8 @@ def _copy(file: StoredFile, compression: str | None, out: BinaryIO) -> None:
         while True:
             try:
                 block = stream.read(_BLOCK_BYTES)
+            except FileError:
+                raise
             except Exception as error:
                 # Codecs raise plain OSError or Arrow's exceptions; stores raise classes of their own.
                 if compression and (type(error) is OSError or isinstance(error, pa.ArrowException)):
@@ -70,7 +75,7 @@ def _copy(file: StoredFile, compression: str | None, out: BinaryIO) -> None:
             received += len(block)
             out.write(block)
     if not compression and file.size_bytes not in (-1, received):
-        raise FileError(f"{file.called}: {received:,} of {file.size_bytes:,} bytes arrived. Start again.")
+        raise Passing(f"{file.called}: {received:,} of {file.size_bytes:,} bytes arrived. Start again.")
 
 
 def cached(path: Path, write: Callable[[BinaryIO], None], *, what: str) -> Path:

@@ -1,6 +1,7 @@
 """Corpus of a source: all its records as one numbered sequence, opened at once or as they are read."""
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -10,15 +11,18 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.data_files import data_files
-from jtrain.data.sources.file_parts import part_bytes, part_name, parts_of
+from jtrain.data.sources.file_parts import evenly_spread, part_bytes, part_name, parts_of
 from jtrain.data.sources.formats import BadRecord, Records, open_file
 from jtrain.data.sources.formats.arrow import ArrowFile, saved_dataset_files
+from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.sources.formats.parquet import ParquetFile, shared_cache
-from jtrain.data.sources.formats.record import SKIP
+from jtrain.data.sources.formats.record import SKIP, LostFile
 from jtrain.data.sources.formats.suffix import format_of
 from jtrain.data.sources.formats.text import JsonLines
+from jtrain.data.sources.read_records import read_or_why
+from jtrain.data.sources.retry import FileLost, NeverSkipped, retried
 from jtrain.data.sources.source import Source, field_of, identity_of
-from jtrain.data.sources.storage import CacheLost, StoredFile, search
+from jtrain.data.sources.storage import StoredFile, search
 from jtrain.errors import UserError
 
 DECODED_CACHE_BYTES = 1 << 30
@@ -117,7 +121,7 @@ class Corpus:
                 groups=shared_cache(decoded_cache_bytes),
             )
             self._records = [None] * len(files)
-            self._checked = set(_spread(len(files), _CHECKED_FILES if self.is_open else 1))
+            self._checked = set(evenly_spread(len(files), _CHECKED_FILES if self.is_open else 1))
             if self.is_open:
                 self.open(range(len(files)))
         self.size_bytes = sum(self._sizes)
@@ -166,7 +170,17 @@ class Corpus:
         return np.asarray(self._sizes, np.int64)
 
     def _open_one(self, number: int) -> Records:
-        return self._open(self._files[number], check_content=number in self._checked)
+        """Opens a file; where files are opened as they are read, one that is gone by then is a bad record."""
+        file, check = self._files[number], number in self._checked
+        try:
+            return retried(file.called, lambda: self._open(file, check_content=check))
+        except FileLost as error:
+            if self.is_open:
+                raise
+            return LostFile(error)
+
+    def _called(self, number: int) -> str:
+        return self._files[number].called if self._files else self.source.path
 
     def _at(self, number: int) -> Records:
         if (records := self._records[number]) is None:
@@ -193,15 +207,16 @@ class Corpus:
         when the files were opened.
         """
         some = range(len(self._records)) if self.is_open else sorted(self._checked)
-        files = [self._at(n) for n in some if self._sizes[n]]
-        filled = [file for file in files if len(file) and not isinstance(file, _WITH_SCHEMA)]
-        if not filled or len(filled) < sum(len(file) > 0 for file in files):
+        files = {n: self._at(n) for n in some if self._sizes[n]}
+        filled = [n for n, file in files.items() if len(file) and not isinstance(file, _WITH_SCHEMA)]
+        if not filled or len(filled) < sum(len(file) > 0 for file in files.values()):
             return
         bad: list[BadRecord] = []
-        tried = _spread(len(filled), _CHECKED_FILES)
-        for file in [filled[n] for n in tried]:
+        tried = evenly_spread(len(filled), _CHECKED_FILES)
+        for number in [filled[n] for n in tried]:
+            file = files[number]
             for record in range(min(len(file), _FIRST_RECORDS)):
-                [text] = _read_or_why(file, [record])
+                [text] = read_or_why(file, [record], self._called(number))
                 file.close()
                 if not isinstance(text, BadRecord):
                     return
@@ -242,17 +257,30 @@ class Corpus:
         """Returns the UTF-8 bytes, or a few more, of the texts of records `start` to `end` - 1, all in one file.
 
         Records that cannot be read have size 0; reading them then says why.
+
+        Raises:
+          NeverSkipped: as in `read`.
         """
         if start == end:
             return np.empty(0, np.int64)
         file, number = self._place(start)
         records = self._at(file)
         try:
-            return records.sizes(number, number + end - start)
+            return retried(self._called(file), lambda: records.sizes(number, number + end - start))
+        except NeverSkipped:
+            raise
         except OSError:
             if end - start == 1 or (records.group_bytes > 0).any():
                 return np.zeros(end - start, np.int64)
         return np.concatenate([self.sizes(record, record + 1) for record in range(start, end)])
+
+    def hold(self, record: int) -> object:
+        """Returns what is decoded to read a record: while it lives, nothing of its group is decoded again."""
+        file, number = self._place(record)
+        try:
+            return self._at(file).hold(number)
+        except OSError:
+            return None  # reading its records says why
 
     def stored_bytes(self) -> Int[np.ndarray, " groups"]:
         """Returns the bytes of each group: decoded ones where groups are decoded, otherwise those of its file."""
@@ -271,7 +299,7 @@ class Corpus:
     def __getitem__(self, record: int) -> str:
         """Returns the text of a record; raises BadRecord, or FileError if the file is gone or cut short."""
         file, number = self._place(record)
-        return self._at(file)[number]
+        return retried(self._called(file), lambda: self._at(file)[number])
 
     def read(self, records: Int[np.ndarray, " records"]) -> Iterator[str | BadRecord]:
         """Yields the texts in the given order, with a BadRecord in place of each bad record.
@@ -280,22 +308,42 @@ class Corpus:
         the file's error as its reason: which records are bad does not depend on the other records requested.
 
         Raises:
-          CacheLost: a file's copy or index is gone.
+          NeverSkipped: a file's copy or index is gone, or an error that may pass did not pass.
         """
         for start in range(0, len(records), _RUN_RECORDS):
             run = records[start : start + _RUN_RECORDS]
             if len(self._records) == 1:
-                yield from _read_or_why(self._at(0), run.tolist())
+                yield from read_or_why(self._at(0), run.tolist(), self._called(0))
                 continue
-            files = np.searchsorted(self.file_ends, run, side="right")
-            numbers = run - np.where(files > 0, self.file_ends[files - 1], 0)
+            files, numbers = self._places(run)
             texts: list[str | BadRecord] = [""] * len(run)
             for file in sorted(set(files.tolist())):
                 places = np.flatnonzero(files == file)
-                read = _read_or_why(self._at(file), numbers[places].tolist())
+                read = read_or_why(self._at(file), numbers[places].tolist(), self._called(file))
                 for place, text in zip(places.tolist(), read, strict=True):
                     texts[place] = text
             yield from texts
+
+    def mark(self, record: int, text: str) -> bool:
+        """Marks places in the line of a long text, if the format has lines, so that `parts` can read it from there."""
+        file, number = self._place(record)
+        records = self._records[file]
+        with contextlib.suppress(OSError):  # then the next chunk of the text is read as this one was
+            return isinstance(records, JsonLines) and records.mark(number, text)
+        return False
+
+    def parts(self, records: Int[np.ndarray, " n"], spans: list[tuple[int, int]]) -> list[TextPart | None]:
+        """Returns the bytes of a span of each text, or more; None if it is not marked, or its file cannot be read."""
+        found: list[TextPart | None] = [None] * len(records)
+        files, numbers = self._places(records)
+        for file in set(files.tolist()):
+            places, lines = np.flatnonzero(files == file), self._records[file]
+            with contextlib.suppress(OSError):  # `read` tries again, and has the message
+                if isinstance(lines, JsonLines):
+                    parts = lines.parts(numbers[places].tolist(), [spans[place] for place in places.tolist()])
+                    for place, part in zip(places.tolist(), parts, strict=True):
+                        found[place] = part
+        return found
 
     @functools.cached_property
     def identities(self) -> tuple[list[str], Int[np.ndarray, " files"]]:
@@ -320,6 +368,10 @@ class Corpus:
         """Returns `file:number` of a record, the number counted from 0 within the file or its part."""
         return identity_of(*self.identities, record)
 
+    def _places(self, records: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+        files = np.searchsorted(self.file_ends, records, side="right")
+        return files, records - np.where(files > 0, self.file_ends[files - 1], 0)
+
     def _place(self, record: int) -> tuple[int, int]:
         file = int(np.searchsorted(self.file_ends, record, side="right"))
         return file, int(record - (self.file_ends[file - 1] if file else 0))
@@ -336,37 +388,3 @@ class Corpus:
         for records in self._records:
             if records is not None:
                 records.close()
-
-
-def _read_or_why(file: Records, numbers: list[int]) -> list[str | BadRecord]:
-    """Reads records; where the file raises OSError, each record that fails when read alone becomes a BadRecord.
-
-    Raises:
-      CacheLost: the file's copy or index is gone, which is no reason to skip its records.
-    """
-    try:
-        return file.read(numbers)
-    except CacheLost:
-        raise
-    except OSError as error:
-        if len(numbers) == 1:
-            return [BadRecord(str(error))]
-    # Reads again in parts: single records, or all those of one row group, which is decoded once.
-    group = np.searchsorted(file.group_starts, numbers, side="right") - 1
-    part = np.where(file.group_bytes[group] > 0, group, len(file.group_bytes) + np.arange(len(numbers)))
-    texts: list[str | BadRecord] = [""] * len(numbers)
-    for one in np.unique(part).tolist():
-        places = np.flatnonzero(part == one).tolist()
-        wanted = [numbers[place] for place in places]
-        try:
-            found = file.read(wanted)
-        except OSError as error:
-            found = [BadRecord(str(error)) for _ in wanted]
-        for place, text in zip(places, found, strict=True):
-            texts[place] = text
-    return texts
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """Returns at most `most` of the numbers below `count`, evenly spread, the first one included."""
-    return [n * count // min(most, count) for n in range(min(most, count))]

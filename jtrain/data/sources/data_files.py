@@ -42,10 +42,12 @@ def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -
     Raises:
       UserError: nothing is left, a compression is not supported, or most bytes would be left out.
     """
-    data = [file for file in files if not _METADATA.fullmatch(_base(file))]
+    bases = {base: _METADATA.fullmatch(base) is not None for base in {_base(file) for file in files}}
+    data = [file for file in files if not bases[_base(file)]]
     suffixes = {file.name: split_suffix(file.name, field=f"{field}.path")[0] for file in data}
     has_records = format == "auto" and any(suffix in RECORD_FORMATS for suffix in suffixes.values())
-    data = [f for f in data if not (_DOCUMENTATION.fullmatch(_base(f)) and (has_records or "/" not in f.name))]
+    documentation = {base for base in bases if _DOCUMENTATION.fullmatch(base)}
+    data = [f for f in data if not (_base(f) in documentation and (has_records or "/" not in f.name))]
     if has_records:
         records = [file for file in data if suffixes[file.name] in RECORD_FORMATS]
         others = [file for file in data if suffixes[file.name] not in (*RECORD_FORMATS, ".txt")]
@@ -56,7 +58,7 @@ def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -
                 f"{_glob(path, others[0], suffixes)!r} or {_glob(path, records[0], suffixes)!r}."
             )
         data = [file for file in data if file not in others]
-    kept = {file.name for file in data}
+    kept = {file.name for file in data} if len(data) < len(files) else suffixes
     out = [file.name for file in files if file.name not in kept]
     names = ", ".join(out[:_MOST_NAMES]) + (f" and {len(out) - _MOST_NAMES:,} more" if len(out) > _MOST_NAMES else "")
     way_out = f"to take them, set {field}.path to a file or to a glob such as {path.rstrip('/') + '/**'!r}"

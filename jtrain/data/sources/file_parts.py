@@ -26,3 +26,8 @@ def part_name(file: StoredFile) -> str:
 def part_bytes(file: StoredFile) -> int:
     """Returns the bytes of a file or its part; -1 if a server does not tell."""
     return file.size_bytes if file.span is None else file.span[1] - file.span[0]
+
+
+def evenly_spread(count: int, most: int) -> list[int]:
+    """Returns at most `most` of the numbers below `count`, evenly spread, the first one included."""
+    return [n * count // min(most, count) for n in range(min(most, count))]

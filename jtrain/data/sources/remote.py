@@ -6,7 +6,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from jtrain.data.sources.retry import FileLost, Passing, may_pass, retried
 from jtrain.errors import FileError, UserError
+
+_PASSING_STATUS = {408, 425, 429}
+"""Statuses below 500 of an HTTP answer that say nothing about the file: too slow, too early, too many requests."""
+
+_OUR_FAULT = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http"}
 """URL scheme -> extra of this package that installs its reader."""
@@ -41,16 +47,58 @@ class RangeFile(io.RawIOBase):
         start, end = self._position, min(self._position + len(buffer), self._size_bytes)
         if start >= end:
             return 0
-        with explained(self._called):
-            content = self._fs.cat_file(self._path, start=start, end=end, **self._options)
-        if len(content) != end - start:
-            raise FileError(
-                f"{self._called}: asked for bytes {start:,} to {end:,} of {self._size_bytes:,}, and the server sent "
-                f"{len(content):,}. Either the file changed, or the server cannot send ranges: then copy the file here."
-            )
+        content = retried(self._called, lambda: self._fetch(start, end))
         buffer[: len(content)] = content
         self._position = end
         return len(content)
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        with explained(self._called):
+            content = self._fs.cat_file(self._path, start=start, end=end, **self._options)
+        if len(content) == end - start:
+            return content
+        kind = Passing if len(content) < end - start else FileError
+        raise kind(
+            f"{self._called}: asked for bytes {start:,} to {end:,} of {self._size_bytes:,}, and the server sent "
+            f"{len(content):,}. Either the file changed, or the server cannot send ranges: then copy the file here."
+        )
+
+
+class SteadyFile(io.RawIOBase):
+    """Open remote file that repeats reads which fail, so that the copy of a large file does not begin anew."""
+
+    def __init__(self, file: Any, *, called: str) -> None:
+        self._file = file
+        self._called = called
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        content = retried(self._called, lambda: self._read(len(buffer)))
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+    def _read(self, size: int) -> bytes:
+        with explained(self._called):
+            self._file.seek(self._position)
+            return self._file.read(size)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def can_seek(file: Any) -> bool:
+    """True if an open remote file can be read from any place; a stream says that of itself as well, and cannot."""
+    try:
+        file.seek(1)
+        file.seek(0)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def filesystem(url: str, what: str) -> tuple[Any, str]:
@@ -78,6 +126,8 @@ def explained(what: str) -> Iterator[None]:
     """Converts exceptions of store libraries into FileError; a dozen libraries share no classes."""
     try:
         yield
+    except FileError:  # it says what it is already
+        raise
     except Exception as error:
         raise translated(what, error) from error
 
@@ -87,18 +137,32 @@ def translated(what: str, error: Exception) -> FileError:
     if isinstance(error, FileNotFoundError) and isinstance(cause := error.__cause__, Exception):
         away = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
         # fsspec over http reports all of these as missing files.
-        error = cause if away or _status(cause) in (401, 403) else error
+        error = cause if away or _status(cause) not in (None, 404, 410) else error
     said = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":.")
     status = _status(error)
     if isinstance(error, FileNotFoundError) or status == 404:
-        return FileError(f"{what}: nothing there ({said}). Name a file, folder or glob that the store holds.")
+        return FileLost(f"{what}: nothing there ({said}). Name a file, folder or glob that the store holds.")
     forbidden = "Credentials" in type(error).__name__ or str(error).startswith("Forbidden")  # botocore; gcsfs
     if isinstance(error, PermissionError) or status in (401, 403) or forbidden:
         return FileError(
             f"{what}: the store refuses ({said}). Give this machine credentials for it, as the store's own tools read "
             "them, or rights to this path."
         )
-    return FileError(f"{what}: cannot be read ({said}). If the network or the store was away, start again.")
+    why = f"{what}: cannot be read ({said}). If the network or the store was away, start again."
+    if not _may_pass(error, status):
+        return FileError(why)
+    found = Passing(why)
+    found.why = said
+    return found
+
+
+def _may_pass(error: BaseException, status: Any) -> bool:
+    """True if the store or the network failed, and not the request; client libraries without numbers count as such."""
+    if isinstance(status, int):
+        return status in _PASSING_STATUS or status >= 500
+    if isinstance(error, OSError) and error.errno is not None:
+        return may_pass(error)
+    return not isinstance(error, _OUR_FAULT)
 
 
 def _status(error: BaseException | None) -> Any:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 from jaxtyping import Float, Int, UInt64
 
-from jtrain.data.sources.formats.masked_text import MaskFields, check_mask
+from jtrain.data.sources.formats.masked_text import MaskFields, check_mask, mask_fields
 from jtrain.errors import UserError
 
 Format = Literal[
@@ -53,11 +53,14 @@ class Source:
       that are JSON objects; if it is empty, each whole record is the text.
     prompt_field: field of a text that precedes the one in `text_field`: both are one document, the prompt before its
       completion. Not together with `mask_field`.
-    mask_prompt: False to learn the prompt as well.
+    mask_prompt: False to learn the prompt as well, or every message.
     mask_field: field of the spans of the text that are learned: a list of [start, end] in characters (Python's, not
       bytes), ascending and apart; in CSV as JSON. Whatever lies outside of them is read and not learned. The text is
       tokenised from border to border, as the prompt is by itself, so no token is half learned. The end of the document
       is learned if the last span reaches the end of the text.
+    messages_field: field of a chat, a list of messages `{"role": "user", "content": "Hi"}`, instead of `text_field`. A
+      message is written as `<|user|>`, a line end, its content and a line end (`formats/chat.py`). The content of
+      messages of role assistant is learned, with the line end behind it. In JSON, Parquet, Arrow and ArrayRecord.
     tokenizer: tokenizer of this source; None for data.tokenizer.
     text_piece_bytes: text files longer than this are read as several documents, so that one big file can be shuffled
       too. Raise it for longer contexts.
@@ -70,6 +73,7 @@ class Source:
     prompt_field: str | None = None
     mask_prompt: bool = True
     mask_field: str | None = None
+    messages_field: str | None = None
     tokenizer: str | None = None
     text_piece_bytes: int = 1 << 16
 
@@ -89,20 +93,25 @@ class Source:
             prompt_field=self.prompt_field,
             mask_prompt=self.mask_prompt,
             mask_field=self.mask_field,
+            messages_field=self.messages_field,
             text_field=self.text_field,
             format=self.format,
         )
 
     def fields_at(self, field: str) -> str:
         """Returns the settings that name fields of a record, for messages; `field` is the config path of the source."""
-        said = f"{field}.text_field={self.text_field!r}"
-        return said if self.mask is None else f"{said} or {field}.{self.mask.setting}={self.mask.field!r}"
+        said = [] if self.messages_field is not None else [f"{field}.text_field={self.text_field!r}"]
+        return " or ".join([*said, *([f"{field}.{self.mask.setting}={self.mask.field!r}"] if self.mask else [])])
 
     @property
     def mask(self) -> MaskFields | None:
         """Field that says what is learned of each text; None if all of it is."""
-        name = self.prompt_field if self.prompt_field is not None else self.mask_field
-        return None if name is None else MaskFields(name, self.prompt_field is not None, self.mask_prompt)
+        return mask_fields(
+            prompt_field=self.prompt_field,
+            mask_field=self.mask_field,
+            messages_field=self.messages_field,
+            mask_prompt=self.mask_prompt,
+        )
 
 
 def identity_of(names: list[str], file_ends: Int[np.ndarray, " files"], record: int) -> str:
@@ -115,20 +124,30 @@ def identity_of(names: list[str], file_ends: Int[np.ndarray, " files"], record: 
     return f"{names[file]}:{record - (int(file_ends[file - 1]) if file else 0)}"
 
 
-def file_keys(names: list[str]) -> UInt64[np.ndarray, " files"]:
-    """Returns a hash of each file's name."""
-    keys = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in names]
-    return np.asarray(keys, np.uint64)
+class FileKeys:
+    """Hashes of files' names, each made when it is first asked for: a source may have hundreds of thousands."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+        self._keys = np.zeros(len(names), np.uint64)
+        self._known = np.zeros(len(names), np.bool_)
+
+    def __getitem__(self, files: Int[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
+        """Returns the keys of the files with these numbers."""
+        for file in set(files[~self._known[files]].tolist()):
+            digest = hashlib.blake2b(self._names[file].encode(), digest_size=8).digest()
+            self._keys[file], self._known[file] = int.from_bytes(digest), True
+        return self._keys[files]
 
 
 def split_positions(
-    file_ends: Int[np.ndarray, " files"], keys: UInt64[np.ndarray, " files"], records: Int[np.ndarray, " records"]
+    file_ends: Int[np.ndarray, " files"], keys: FileKeys, records: Int[np.ndarray, " records"]
 ) -> Float[np.ndarray, " records"]:
     """Returns a hash of each record's file name and number in the file as a number in [0, 1).
 
     Args:
       file_ends: number of records up to the end of each file.
-      keys: `file_keys` of the files' names.
+      keys: of the files' names.
       records: numbers of the records.
     """
     files = np.searchsorted(file_ends, records, side="right")

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from jtrain.data.sources.remote import RangeFile, explained, filesystem
+from jtrain.data.sources.retry import FileLost, NeverSkipped, passing, retried
 from jtrain.errors import FileError
 
 STDLIB = "stdlib"
@@ -28,7 +29,7 @@ _VERSION_KEYS = ("ETag", "etag", "generation", "blob_id", "Last-Modified", "Last
 """Metadata keys that change with a file's content, one per kind of store; the first one present is used."""
 
 
-class CacheLost(FileError):
+class CacheLost(NeverSkipped):
     """A copy or index in `data.cache_dir` that vanished or was damaged: the fault of no record, so never skipped."""
 
 
@@ -71,7 +72,7 @@ class StoredFile:
         return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
     def open(self) -> io.BufferedReader | io.RawIOBase:
-        """Opens the file to read and seek; raises FileError if it is gone, may not be read, or has another size."""
+        """Opens the file to read and seek; raises FileLost if it is gone, may not be read, or has another size."""
         if self.is_remote:
             return RangeFile(self.location, self.size_bytes, called=self.called)
         try:
@@ -79,13 +80,11 @@ class StoredFile:
         except FileNotFoundError as error:
             if self.called != self.location:
                 raise cache_lost(f"{self.called}: its copy {self.location} is gone") from error
-            raise FileError(
+            raise FileLost(
                 f"{self.called}: it is gone since this run opened it. Put it back, and start again."
             ) from error
         except PermissionError as error:
-            raise FileError(
-                f"{self.called}: may no longer be read ({error.strerror}). Mend its permissions."
-            ) from error
+            raise FileLost(f"{self.called}: may no longer be read ({error.strerror}). Mend its permissions.") from error
         except OSError as error:
             raise FileError(f"{self.called}: cannot be opened ({error.strerror}).") from error
         if (size := os.fstat(file.fileno()).st_size) != self.size_bytes:
@@ -94,7 +93,7 @@ class StoredFile:
                 raise cache_lost(
                     f"{self.called}: its copy {self.location} has {size:,} bytes, not {self.size_bytes:,}. Remove it"
                 )
-            raise FileError(
+            raise FileLost(
                 f"{self.called}: {self.size_bytes:,} bytes when this run opened it, {size:,} now: cut short or "
                 "written over. Put the file back as it was, and start again."
             )
@@ -130,7 +129,8 @@ def search(path: str, *, field: str) -> FoundFiles:
     """
     if path.startswith("file://"):
         path = path.removeprefix("file://")
-    files, is_folder = _find_remote(path, field) if "://" in path else _find_local(path, field)
+    find = _find_remote if "://" in path else _find_local
+    files, is_folder = retried(f"{field}={path!r}", lambda: find(path, field))
     return FoundFiles(sorted(files, key=lambda file: file.name), is_folder)
 
 
@@ -184,7 +184,9 @@ def _kind(path: Path, field: str) -> str | None:
         raise FileError(
             f"{field}={str(path)!r} cannot be reached ({error.strerror}). Mend the permissions of the folders above it."
         ) from error
-    except OSError:
+    except OSError as error:
+        if passing(error):
+            raise
         return None
 
 
@@ -199,7 +201,8 @@ def _walk(root: Path, *, field: str, skip: Callable[[str], bool]) -> Iterator[st
 
     for folder, folders, files in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not skip(name)]
-        yield from (os.path.join(folder, file) for file in files if not skip(file))
+        start = os.path.join(folder, "")  # once: it takes as long as all else that is done for a file here
+        yield from (start + file for file in files if not skip(file))
 
 
 def _find_remote(url: str, field: str) -> tuple[list[StoredFile], bool]:

@@ -27,8 +27,8 @@ rows = place.rows(process)
 with open_dataset(spec, seed=1).train_batches(rows=rows) as iterator:
     for _ in range(3):
         host = next(iterator)
-assert host.token_BL.shape == (len(rows), 16), host.token_BL.shape
-batch = share_batch(put_batch(host, mesh, place), mesh)
+    assert host.token_BL.shape == (len(rows), 16), host.token_BL.shape
+    batch = jax.block_until_ready(share_batch(put_batch(host, mesh, place), mesh))
 blocks = [
     [[[part.start or 0, part.stop or size] for part, size in zip(s.index, (global_batch, 16))], s.data.tolist()]
     for s in batch.token_BL.addressable_shards

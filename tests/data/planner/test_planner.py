@@ -162,11 +162,11 @@ def test_lookahead_covers_what_the_next_steps_ask_for_and_little_more() -> None:
     planner = Planner(spec, of_table(table))
     _, state = run(planner, planner.start(), 20)
     for steps, sources in ((3, {0, 1}), (8, {0, 1, 2})):
-        ahead = {source: (first, count) for source, first, count in planner.lookahead(state, steps)}
+        ahead = dict(planner.lookahead(state, steps).tolist())
         assert set(ahead) == sources
         _, after = run(planner, state, steps)
-        for source, (first, count) in ahead.items():
-            used = after.cursors[source] - first
+        for source, end in ahead.items():
+            used, count = after.cursors[source] - state.cursors[source], end - state.cursors[source]
             assert used <= 1.5 * count + 20
             assert count <= 2 * used + 40, "a share that rises is asked for ahead of time, but not by far"
 

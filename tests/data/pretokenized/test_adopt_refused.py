@@ -24,7 +24,7 @@ def test_an_adopted_index_is_refused_where_a_loss_mask_is_wanted(
     index = run(tmp_path / "train.bin", tmp_path / "out", tokenizer_json)
     index.check_mask(None)
     with pytest.raises(UserError, match=r"holds ids without a loss mask, but mask_field='m' is set.*remove mask_field"):
-        index.check_mask(MaskFields("m", is_prompt=False, mask_prompt=True))
+        index.check_mask(MaskFields("m", "mask_field", mask_prompt=True))
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -249,6 +249,21 @@ def test_an_index_replaced_while_in_use_is_not_read(tmp_path: Path) -> None:
     assert len(PreparedIndex(Path(index.location))) == 1
     with pytest.raises(OSError, match="was made again while it was in use"):
         index.read(np.asarray([0]))
+    with pytest.raises(OSError, match="was made again while it was in use"):
+        _ = index.mapped_ids
+
+
+@given(data=st.data())
+def test_places_in_the_map_hold_the_ids_that_are_read(index: PreparedIndex, data: st.DataObject) -> None:
+    record = data.draw(st.integers(0, NUM_DOCUMENTS - 1))
+    records = np.asarray([record])
+    length = int(index.lengths(records)[0])
+    start = data.draw(st.integers(0, length))
+    end = data.draw(st.integers(start, length))
+    spans = records, np.asarray([start]), np.asarray([end])
+    place = int(index.places(*spans)[0])
+    assert index.mapped_ids is not None
+    np.testing.assert_array_equal(index.mapped_ids[place : place + end - start], index.read_spans(*spans))
 
 
 def test_an_index_is_complete_without_its_raw_files(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from jtrain.data import PackedText, open_dataset
+from jtrain.data.chunk_stream import SourceSetup
+from jtrain.data.loaders import inline
+from jtrain.data.loaders.inline import InlinePool
 from jtrain.data.pretokenized.adopt import adopt
 from jtrain.data.sources.source import Source
 from jtrain.dims import Batch
@@ -50,6 +53,27 @@ def test_the_stream_behind_a_url_is_that_of_the_local_folder(
         assert all(r.range for r in store.requests if r.method == "GET" and r.path.endswith(".bin"))
     assert len(found) == len(want) > 20
     for one, other in zip(found, want, strict=True):
+        same_batch(one, other)
+
+
+def test_the_stream_is_the_same_where_descriptors_are_few(
+    same_batch: Callable[[Batch, Batch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a map each, open indexes could take more descriptors than a process may have: then ids are read."""
+    folder = make(tmp_path / "raw").parent
+    pools: list[InlinePool] = []
+    create = InlinePool.__init__
+
+    def noted(self: InlinePool, setups: tuple[SourceSetup, ...]) -> None:
+        create(self, setups)
+        pools.append(self)
+
+    monkeypatch.setattr(InlinePool, "__init__", noted)
+    mapped = batches(folder, tmp_path / "cache")
+    monkeypatch.setattr(inline, "_SPARE_DESCRIPTORS", 1 << 40)
+    read = batches(folder, tmp_path / "cache")
+    assert [pool.setups[0].map_ids for pool in pools] == [True, False]
+    for one, other in zip(mapped, read, strict=True):
         same_batch(one, other)
 
 

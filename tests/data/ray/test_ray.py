@@ -1,6 +1,7 @@
 """`data.engine=ray`, on a real cluster of two nodes on this machine."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -25,6 +26,8 @@ from jtrain.data.planner.planner import PlannerSpec
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe
 from jtrain.data.ray.engine import RayPlane
+from tests.data.sources.object_store import web_store
+from tests.data.sources.test_storage import parquet_bytes
 
 ROOT = Path(__file__).parents[3]
 
@@ -208,6 +211,34 @@ def test_the_config_field_chooses_it_and_the_stream_is_the_same(
         assert got.state() == want.state()
         assert got.stats is not None
         assert {state.name: state.sources for state in got.stats.loaders} == {"loader-0": (0, 2), "loader-1": (1,)}
+    until(lambda: not actors_left())
+
+
+def test_actors_that_read_again_give_the_same_batches_and_say_so(
+    cluster: Any, tmp_path: Path, same_batch: Callable[..., None]
+) -> None:
+    with web_store() as store:
+        store.files["rows.parquet"] = parquet_bytes([f"{i} " * 300 for i in range(100)])
+        one = PackedText(
+            sources={"books": Source(path=f"{store.url}/rows.parquet")},
+            seq_len=64,
+            global_batch=4,
+            eval_fraction=0.0,
+            max_loaders=1,
+            engine="ray",
+            cache_dir=str(tmp_path),
+        )
+        dataset = open_dataset(one, seed=0)
+        with dataset.train_batches(inline=True) as batches:
+            want = list(itertools.islice(batches, 5))
+        store.faults[:] = [503, 503]
+        with dataset.train_batches() as batches:
+            for batch in want:
+                same_batch(next(batches), batch)
+            assert batches.stats is not None
+            assert (batches.stats.retries, batches.stats.skipped) == (2, 0)
+            said = batches.said()
+    assert sum("data.sources.books: " in line and "ClientResponseError: 503" in line for line in said) == 2
     until(lambda: not actors_left())
 
 

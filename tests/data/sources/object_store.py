@@ -43,6 +43,8 @@ class Store:
     requests: all requests received, in order.
     refuse: status that answers every request, if set.
     ranges: True if the server can send parts of a file.
+    faults: faults of the next requests for contents: a status, `reset` (no answer), `cut` (half of it, then the
+      connection ends) or `less` (half of a range, as if that was all).
     """
 
     url: str
@@ -50,6 +52,7 @@ class Store:
     requests: list[Request] = dataclasses.field(default_factory=list)
     refuse: int | None = None
     ranges: bool = True
+    faults: list[int | str] = dataclasses.field(default_factory=list)
 
     def content(self, name: str, request: Request) -> Reply:
         """Responds with a file or a part of it."""
@@ -91,13 +94,21 @@ def _serve(store: Store, answer: Callable[[Store, Request], Reply]) -> Iterator[
             request = Request(self.command, unquote(parts.path), query, self.headers.get("Range"), token)
             store.requests.append(request)
             status, headers, body = (store.refuse, {}, b"{}") if store.refuse else answer(store, request)
+            fault = store.faults.pop(0) if store.faults and self.command == "GET" else None
+            if fault == "reset":
+                self.close_connection = True
+                return
+            if isinstance(fault, int):
+                status, headers, body = fault, {}, b"{}"
+            body = body[: len(body) // 2] if fault == "less" else body
             self.send_response(status)
             for key, value in headers.items():
                 self.send_header(key, value)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             if self.command != "HEAD":
-                self.wfile.write(body)
+                self.wfile.write(body[: len(body) // 2] if fault == "cut" else body)
+            self.close_connection = self.close_connection or fault == "cut"
 
         do_HEAD = do_GET
 

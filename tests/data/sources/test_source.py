@@ -16,7 +16,7 @@ import pytest
 
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord, ParquetFile, TextFile
-from jtrain.data.sources.source import Source, file_keys, split_positions
+from jtrain.data.sources.source import FileKeys, Source, split_positions
 from jtrain.data.sources.storage import CacheLost, StoredFile
 from jtrain.errors import FileError
 from tests.data.writers import WRITERS, Write, write_array_record, write_csv, write_json_array, write_parquet
@@ -134,7 +134,7 @@ def test_the_split_depends_on_names_and_numbers_not_on_place_or_neighbours(
 ) -> None:
     def positions_of(corpus: Corpus, records: np.ndarray) -> np.ndarray:
         names, ends = corpus.identities
-        return split_positions(ends, file_keys(names), records)
+        return split_positions(ends, FileKeys(names), records)
 
     def positions(corpus: Corpus) -> dict[str, float]:
         return dict(zip(corpus.names, positions_of(corpus, np.arange(len(corpus))).tolist(), strict=True))

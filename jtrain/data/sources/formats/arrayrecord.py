@@ -6,6 +6,7 @@ from typing import Any
 
 from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, text_of_json
+from jtrain.data.sources.retry import Passing, text_may_pass
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import UserError
 
@@ -55,6 +56,8 @@ class ArrayRecordFile(Records):
                 content = reader.read()
             except RuntimeError as error:  # the reader cannot be used after an error
                 _abandon(reader)
+                if text_may_pass(str(error)):
+                    raise Passing(f"{self._file.called}: {error}") from error
                 reader = self._open()
                 texts.append(self._bad(record, f"corrupt ({error}). Replace the file"))
             else:
@@ -74,6 +77,8 @@ class ArrayRecordFile(Records):
             try:
                 reader.read([0])
             except RuntimeError as error:
+                if text_may_pass(str(error)):
+                    raise Passing(f"{self._file.called}: {error}") from error
                 raise UserError(
                     f"{self._file.called}: not a whole ArrayRecord file ({error}). Replace it, or leave it out of "
                     f"{self._field}.path."

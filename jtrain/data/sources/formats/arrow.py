@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.formats.masked_text import MaskFields
-from jtrain.data.sources.formats.parquet import check_columns, column_at, grouped_sizes, read_grouped, text_fields
+from jtrain.data.sources.formats.parquet import check_columns, column_at, grouped_sizes, read_grouped
 from jtrain.data.sources.formats.record import BadRecord, Records
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError
@@ -38,6 +38,7 @@ class ArrowFile(Records):
         self._text_field = text_field
         self._mask = mask
         first_row, batch_at = [0], []
+        read = text_field if mask is None else mask.read(text_field)[0]
         with self._map() as mapped:
             try:
                 if mapped.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC:
@@ -52,7 +53,7 @@ class ArrowFile(Records):
                             "dataset without dictionary columns."
                         )
                     batch = pa.ipc.read_record_batch(message, schema)
-                    if batch.num_rows and not _lies_in(column_at(batch, text_field), message.body):
+                    if batch.num_rows and not _lies_in(column_at(batch, read), message.body):
                         raise UserError(
                             f"{file.called}: its batches are compressed, so a row can only be read with its whole "
                             "batch. Save it uncompressed, as `save_to_disk` does, or as Parquet."
@@ -75,7 +76,7 @@ class ArrowFile(Records):
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the size of each text, from the batches' offsets."""
         with self._columns() as column_of:
-            return grouped_sizes(first, end, self._first_row, column_of, text_fields(self._text_field, self._mask))
+            return grouped_sizes(first, end, self._first_row, column_of, self._text_field, self._mask)
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
         with self._columns() as column_of:

@@ -3,6 +3,7 @@
 import importlib
 
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
+from jtrain.data.sources.retry import passing
 from jtrain.errors import UserError
 
 
@@ -47,6 +48,8 @@ class GrainDataset(Records):
         try:
             element = self._dataset[record]
         except Exception as error:  # a transform of the user's may raise anything
+            if passing(error):
+                raise
             why = f"{type(error).__name__}: {error}"
         else:
             if element is None:

@@ -3,45 +3,68 @@
 import collections
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.sources.formats.masked_text import CHAT, MaskFields
+from jtrain.data.sources.formats.chat import LAYOUT_BYTES
+from jtrain.data.sources.formats.masked_text import MaskFields, set_messages
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError
 
 
 class RowGroupCache:
-    """Least-recently-used cache of decoded columns, safe to share between threads."""
+    """Cache of decoded row groups, safe to share between threads.
+
+    It keeps the last ones used, as many as fit, and finds any other one that is held elsewhere.
+
+    Attributes:
+      decoded: row groups decoded so far.
+    """
 
     def __init__(self, max_bytes: int) -> None:
+        self.decoded = 0
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._groups: collections.OrderedDict[tuple[Any, ...], Any] = collections.OrderedDict()
+        self._groups: collections.OrderedDict[tuple[Any, ...], DecodedColumns] = collections.OrderedDict()
+        self._alive: weakref.WeakValueDictionary[tuple[Any, ...], DecodedColumns] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
-    def get(self, key: tuple[Any, ...], read: Callable[[], Any]) -> Any:
-        """Returns the column under `key`, calling `read` if it is not cached; the latest is kept whatever its size."""
+    def get(self, key: tuple[Any, ...], read: Callable[[], "DecodedColumns"]) -> "DecodedColumns":
+        """Returns the columns under `key`, calling `read` if none are alive; the latest are kept whatever their size.
+
+        The bytes that are kept include those of row groups held elsewhere, so that both share one limit.
+        """
         with self._lock:
             if key in self._groups:
                 self._groups.move_to_end(key)
                 return self._groups[key]
-            column = read()
-            self._groups[key] = column
-            self._bytes += column.nbytes
+            if (columns := self._alive.get(key)) is None:
+                columns = self._alive[key] = read()
+                self.decoded += 1
+            self._groups[key] = columns
+            self._bytes += columns.nbytes
             while self._bytes > self._max_bytes and len(self._groups) > 1:
                 self._bytes -= self._groups.popitem(last=False)[1].nbytes
-            return column
+            return columns
 
     def drop(self, first: Any) -> None:
         """Drops all columns whose key starts with `first`."""
         with self._lock:
             for key in [key for key in self._groups if key[0] == first]:
                 self._bytes -= self._groups.pop(key).nbytes
+
+
+class DecodedColumns(dict[str, Any]):
+    """Decoded columns of a row group by name, cached together since they are read together."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(column.nbytes for column in self.values())
 
 
 class ParquetFile(Records):
@@ -89,7 +112,7 @@ class ParquetFile(Records):
         check_columns(schema, text_field, mask, called=file.called, field=field)
         row_groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         # Several if both a column `meta.text` and a field of a struct column `meta` exist: Arrow then decodes both.
-        read = [text_field] if mask is None else [text_field, mask.field]
+        read = [text_field] if mask is None else mask.read(text_field)
         paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
         columns = [i for i, path in enumerate(paths) if path in read or path.startswith(f"{read[-1]}.list.")]
         self._group_starts = np.cumsum([0, *(group.num_rows for group in row_groups)], dtype=np.int64)
@@ -115,20 +138,26 @@ class ParquetFile(Records):
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the size of each text; decodes the row groups, which the texts are then read from."""
-        return grouped_sizes(first, end, self._group_starts, self._column, text_fields(self._text_field, self._mask))
+        return grouped_sizes(first, end, self._group_starts, self._column, self._text_field, self._mask)
 
     def close(self) -> None:
         self._groups.drop(self._file.key)
 
-    def _column(self, group: int, name: str) -> Any:
-        key = (self._file.key, self._text_field, self._mask, group)
-        return self._groups.get(key, lambda: self._read_group(group))[name]
+    def hold(self, record: int) -> object:
+        return self._decoded(int(np.searchsorted(self._group_starts, record, side="right")) - 1)
 
-    def _read_group(self, group: int) -> "_Columns":
+    def _column(self, group: int, name: str) -> Any:
+        return self._decoded(group)[name]
+
+    def _decoded(self, group: int) -> DecodedColumns:
+        key = (self._file.key, self._text_field, self._mask, group)
+        return self._groups.get(key, lambda: self._read_group(group))
+
+    def _read_group(self, group: int) -> DecodedColumns:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        names = [self._text_field] if self._mask is None else [self._text_field, self._mask.field]
+        names = [self._text_field] if self._mask is None else self._mask.read(self._text_field)
         with _arrow_file(self._file) as opened:
             try:
                 with pq.ParquetFile(opened) as parquet:
@@ -141,15 +170,7 @@ class ParquetFile(Records):
                     f"{self._file.called}: row group {group} cannot be read ({said}). Replace the file."
                 ) from error
         columns = {name: column_at(table, name) for name in names}
-        return _Columns({n: c.chunk(0) if c.num_chunks == 1 else c.combine_chunks() for n, c in columns.items()})
-
-
-class _Columns(dict[str, Any]):
-    """Decoded columns of a row group by name, cached together since they are read together."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(column.nbytes for column in self.values())
+        return DecodedColumns({n: c.chunk(0) if c.num_chunks == 1 else c.combine_chunks() for n, c in columns.items()})
 
 
 def _arrow_file(file: StoredFile) -> Any:
@@ -171,12 +192,20 @@ def check_columns(schema: Any, text_field: str, mask: MaskFields | None, *, call
     """Checks that an Arrow schema has the columns that are read, or struct columns with such fields.
 
     Raises:
-      UserError: there is no such column, or it is not of text (a mask's may also be lists of integer pairs).
+      UserError: there is no such column, or it is not of text, not of messages, or a mask's is not of spans.
     """
     import pyarrow as pa
 
+    if mask is not None and mask.is_chat:
+        kind = _type_at(schema, mask.field, called=called, field=field, setting=mask.setting)
+        if why := _no_chat(kind):
+            raise UserError(
+                f"{called}: column {mask.field!r} is {kind}, not lists of messages: {why}. Set {field}.messages_field "
+                "to a column of list<struct<role: string, content: string>>."
+            )
+        return
     for name, setting in [(text_field, "text_field"), *([(mask.field, mask.setting)] if mask else [])]:
-        kind = _type_at(schema, name, called=called, setting=f"{field}.{setting}")
+        kind = _type_at(schema, name, called=called, field=field, setting=setting)
         if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
             continue
         if setting == "mask_field":
@@ -185,8 +214,8 @@ def check_columns(schema: Any, text_field: str, mask: MaskFields | None, *, call
                     f"{called}: column {name!r} is {kind}, not lists of spans [start, end] in characters of the text. "
                     f"Set {field}.mask_field to a column of list<list<int64>>, or of such lists as JSON."
                 )
-        elif pa.types.is_list(kind) and pa.types.is_struct(kind.value_type):
-            raise UserError(f"{called}: column {name!r} is {CHAT}.")
+        elif setting == "text_field" and not _no_chat(kind):
+            raise UserError(f"{called}: column {name!r} is of lists of messages. {set_messages(field, name)}.")
         else:
             raise UserError(
                 f"{called}: column {name!r} is {kind}, not text. Set {field}.{setting} to a text column; in a struct, "
@@ -194,7 +223,7 @@ def check_columns(schema: Any, text_field: str, mask: MaskFields | None, *, call
             )
 
 
-def _type_at(schema: Any, name: str, *, called: str, setting: str) -> Any:
+def _type_at(schema: Any, name: str, *, called: str, field: str, setting: str) -> Any:
     """Returns the type of a column, or of a field of a struct column; raises UserError if there is none."""
     import pyarrow as pa
 
@@ -204,7 +233,9 @@ def _type_at(schema: Any, name: str, *, called: str, setting: str) -> Any:
         if key not in fields:
             there = ", ".join(path + name for name in fields)
             said = f"its columns: {there}" if fields else f"column {path[:-1]!r} is {kind} and has no fields"
-            raise UserError(f"{called}: no column {name!r}; {said}. Set {setting} to one of them.")
+            chats = [set_messages(field, other) for other in schema.names if not _no_chat(schema.field(other).type)]
+            advice = [*(chats if setting == "text_field" else []), f"Set {field}.{setting} to one of them"]
+            raise UserError(f"{called}: no column {name!r}; {said}. {advice[0]}.")
         kind = fields[key]
         path += f"{key}."
         fields = {f.name: f.type for f in kind.fields} if pa.types.is_struct(kind) else {}
@@ -224,6 +255,21 @@ def _is_spans(kind: Any) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_null(kind)
 
 
+def _no_chat(kind: Any) -> str:
+    """Returns why a type is not that of lists of messages; empty if it is."""
+    import pyarrow as pa
+
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+        return "no list of structs"
+    fields = {field.name: field.type for field in kind.value_type.fields}
+    for key in ("role", "content"):
+        if key not in fields:
+            return f"no field {key!r}, only {', '.join(map(repr, fields))}"
+        if not (pa.types.is_string(fields[key]) or pa.types.is_large_string(fields[key])):
+            return f"field {key!r} is {fields[key]} and not text"
+    return ""
+
+
 def text_fields(text_field: str, mask: MaskFields | None) -> list[str]:
     """Returns the columns that make up the text: a prompt belongs to it."""
     return [text_field, mask.field] if mask is not None and mask.is_prompt else [text_field]
@@ -234,11 +280,14 @@ def grouped_sizes(
     end: int,
     group_starts: Int[np.ndarray, " groups_and_end"],
     column_of: Callable[[int, str], Any],
-    names: list[str],
+    text_field: str,
+    mask: MaskFields | None,
 ) -> Int[np.ndarray, " n"]:
     """Returns the bytes of the texts of rows `first` to `end` - 1, summed over columns; 0 where there is none."""
     import pyarrow.compute as pc
 
+    is_chat = mask is not None and mask.is_chat
+    names = mask.read(text_field) if mask is not None and is_chat else text_fields(text_field, mask)
     low, high = np.searchsorted(group_starts, (first, end - 1), side="right") - 1
     found = []
     for group in range(int(low), int(high) + 1):
@@ -246,10 +295,28 @@ def grouped_sizes(
         total = np.zeros(min(end, stop) - max(first, start), np.int64)
         for name in names:
             texts = column_of(group, name).slice(max(first - start, 0), len(total))
+            if is_chat:
+                total += _chat_sizes(texts)
+                continue
             sizes = pc.fill_null(pc.call_function("binary_length", [texts]), 0)
             total += sizes.to_numpy(zero_copy_only=False).astype(np.int64)
         found.append(total)
     return np.concatenate([np.empty(0, np.int64), *found])
+
+
+def _chat_sizes(chats: Any) -> Int[np.ndarray, " n"]:
+    """Returns the bytes of the texts of chats."""
+    import pyarrow.compute as pc
+
+    messages = chats.flatten()
+    sizes = np.full(len(messages), LAYOUT_BYTES, np.int64)
+    for key in ("role", "content"):
+        found = pc.fill_null(pc.call_function("binary_length", [messages.field(key)]), 0)
+        sizes += found.to_numpy(zero_copy_only=False).astype(np.int64)
+    counts = pc.fill_null(pc.call_function("list_value_length", [chats]), 0).to_numpy(zero_copy_only=False)
+    ends = np.cumsum(counts, dtype=np.int64)
+    total = np.append(0, np.cumsum(sizes))
+    return total[ends] - total[ends - counts]
 
 
 def column_at(table: Any, text_field: str) -> Any:
@@ -285,8 +352,10 @@ def read_grouped(
         start = int(group_starts[group])
         rows = [records[place] - start for place in places]
         # Not `take`: its first call imports pyarrow.compute, 80 ms in each loader, and it is no faster for few rows.
-        column = column_of(group, text_field)
-        found = [_value_or_why(column, row, text_field) for row in rows]
+        found: list[Any] = [""] * len(rows)
+        if mask is None or not mask.is_chat:
+            column = column_of(group, text_field)
+            found = [_value_or_why(column, row, text_field) for row in rows]
         if mask is not None:
             column = column_of(group, mask.field)
             values = [_value_or_why(column, row, mask.field) for row in rows]

@@ -1,6 +1,8 @@
 """Text files, cut into pieces, and JSON lines."""
 
 import mmap
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +10,17 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.cache import NumberTable
+from jtrain.data.sources.formats.long_lines import LONG_LINE_BYTES, KeptMarks, TextPart, marks_of, text_of_part
 from jtrain.data.sources.formats.masked_text import MaskFields
-from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, text_of_json
+from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, plain_text_of_json, text_of_json
 from jtrain.data.sources.storage import StoredFile
 
 BOM = b"\xef\xbb\xbf"
 _LINE_SEARCH_BYTES = 4096
 """Bytes after a cut that are searched for the end of a line."""
+
+_MOST_READ_IN_VAIN = 8
+"""Bytes read per byte of the lines wanted where all lines are read at once: a read of its own takes 1 us."""
 
 _LINES_COUNTED_BYTES = 1 << 24
 """Largest offset at which a bad line is named by its number: counting takes 5 ms, and there may be thousands."""
@@ -78,6 +84,9 @@ class TextFile(Records):
         return nominal + next((i for i, byte in enumerate(inside) if byte & 0xC0 != 0x80), len(inside) % 4)
 
 
+_KEPT_MARKS = KeptMarks()
+
+
 class JsonLines(Records):
     """JSON lines file: one object per line, its text in `text_field`; blank lines are not records.
 
@@ -85,7 +94,7 @@ class JsonLines(Records):
     record, is kept in the cache folder; for a part of a file, which has the lines that start in it, in memory.
     """
 
-    __slots__ = ("_field", "_file", "_lines", "_mask", "_text_field")
+    __slots__ = ("_field", "_file", "_key", "_lines", "_mask", "_text_field")
 
     def __init__(
         self, file: StoredFile, *, text_field: str, mask: MaskFields | None = None, field: str, cache_dir: Path
@@ -94,6 +103,7 @@ class JsonLines(Records):
         self._text_field = text_field
         self._mask = mask
         self._field = field
+        self._key = object()  # of the marks: it does not hold the lines, as this object does
         self._lines = NumberTable(file, "lines", lambda: _lines(file), cache_dir, in_memory=file.span is not None)
 
     def __len__(self) -> int:
@@ -116,12 +126,14 @@ class JsonLines(Records):
     def read(self, records: list[int]) -> list[str | BadRecord]:
         texts: list[str | BadRecord] = []
         with self._file.open() as file:
-            for start, end in self._lines.rows(records):
-                file.seek(start)
-                line = file.read(end - start).removeprefix(BOM)
+            rows = self._lines.rows(records)
+            for (start, _), line in zip(rows, _contents(file.fileno(), rows), strict=True):
+                if self._mask is None and (plain := plain_text_of_json(line, self._text_field)) is not None:
+                    texts.append(plain)
+                    continue
                 try:
                     text = text_of_json(
-                        line,
+                        line.removeprefix(BOM),
                         text_field=self._text_field,
                         mask=self._mask,
                         what=self._file.called,
@@ -134,11 +146,63 @@ class JsonLines(Records):
                 texts.append(text)
         return texts
 
+    def mark(self, record: int, text: str) -> bool:
+        """Keeps marks of the record with this text, if its line is long, so that `parts` can read it from there."""
+        [[start, end]] = self._lines.rows([record])
+        if end - start < LONG_LINE_BYTES or self._mask is not None or _KEPT_MARKS.get(self._key, record) is not None:
+            return False
+        with self._file.open() as file:
+            marks = marks_of(_content(file.fileno(), start, end), text, self._text_field)
+        if marks is not None:
+            _KEPT_MARKS.add(self._key, record, marks)
+        return marks is not None
+
+    def parts(self, records: list[int], spans: list[tuple[int, int]]) -> list[TextPart | None]:
+        """Returns the bytes of a span of each text, or more around them; None for a record without marks."""
+        kept = [_KEPT_MARKS.get(self._key, record) for record in records]
+        found: list[TextPart | None] = [None] * len(kept)
+        if not any(kept):
+            return found
+        with self._file.open() as file:
+            descriptor = file.fileno()
+            for i, (marks, (begin, _)) in enumerate(zip(kept, self._lines.rows(records), strict=True)):
+                if marks is None:
+                    continue
+                first, low, high = marks.around(*spans[i])
+                try:
+                    content = text_of_part(_content(descriptor, begin + low, begin + high))
+                except ValueError:
+                    continue  # the file has changed: reading the text as a whole says what is wrong
+                found[i] = TextPart(content, first, marks.total)
+        return found
+
     def _place(self, start: int) -> str:
         if start > _LINES_COUNTED_BYTES:
             return f"{self._file.called}, the line at byte {start:,}"
         with self._file.open() as file:
             return f"{self._file.called}, line {file.read(start).count(b'\n') + 1}"
+
+
+def _contents(file: int, rows: list[list[int]]) -> Iterator[bytes]:
+    """Yields the bytes from start to end of each row; read at once if they lie close together, which is quicker."""
+    if not rows:
+        return
+    first, last = min(start for start, _ in rows), max(end for _, end in rows)
+    if last - first > _MOST_READ_IN_VAIN * sum(end - start for start, end in rows):
+        for start, end in rows:
+            yield _content(file, start, end)
+        return
+    content = _content(file, first, last)
+    for start, end in rows:
+        yield content[start - first : end - first]
+
+
+def _content(file: int, start: int, end: int) -> bytes:
+    """Returns bytes `start` to `end` of an open file; fewer if it ends before."""
+    content = os.pread(file, end - start, start)
+    while start + len(content) < end and (more := os.pread(file, end - start - len(content), start + len(content))):
+        content += more
+    return content
 
 
 def _lines(file: StoredFile) -> Int[np.ndarray, "records 2"]:

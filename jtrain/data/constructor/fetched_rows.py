@@ -1,19 +1,45 @@
-"""Data Constructor whose Source Loaders are Ray actors."""
+"""Data Constructor that learns the lengths of all documents, and fetches the ids of only those in its rows."""
+
+import dataclasses
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.constructor.collate import each, views_of
 from jtrain.data.constructor.constructor import Constructor, ConstructorSetup, DataState
+from jtrain.data.loaders.messages import ChunkRun
+from jtrain.data.loaders.pool import Pool
 from jtrain.data.loss_mask import NO_RUNS, runs_within
 from jtrain.data.planner.pieces import Pieces
-from jtrain.data.ray.actor_pool import RayPool
 
 
-class RayRows(Constructor):
+@dataclasses.dataclass(eq=False)
+class FetchedIds:
+    """Payload of a run: the ids of its documents that were fetched, by place in the run.
+
+    asked: places whose ids were asked for.
+    ignored: runs of ids that are not learned, of documents that have such.
+    """
+
+    ids: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    asked: set[int] = dataclasses.field(default_factory=set)
+    ignored: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+@runtime_checkable
+class FetchPool(Pool, Protocol):
+    """Pool whose runs have a `FetchedIds` as their place. Runs of prepared sources arrive with their ids."""
+
+    def fetch(self, documents: list[tuple[ChunkRun, int]]) -> None:
+        """Requests the ids of document `run.numbers[at]` for each (run, at), unless that was done before."""
+        ...
+
+
+class FetchedRows(Constructor):
     """Constructor that plans its rows first, then fetches the ids of only the documents in them."""
 
-    def __init__(self, setup: ConstructorSetup, pool: RayPool, state: DataState | None) -> None:
+    def __init__(self, setup: ConstructorSetup, pool: FetchPool, state: DataState | None) -> None:
         super().__init__(setup, pool, state)
         self._fetcher = pool
         self._looked_at = -1

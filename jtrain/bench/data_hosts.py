@@ -1,0 +1,117 @@
+"""Share of a run's documents that each of several hosts reads and tokenises, with real JAX processes.
+
+    python -m jtrain.bench data_hosts
+
+Each process stands for a host: it has joined the others through JAX's coordination service, takes the rows that it
+would feed, and reads with a constructor and loaders of its own. The baseline is a process that reads everything, as
+every host had to before they divided the reading. What counts is documents and the seconds that loaders spend on them:
+with more hosts than cores the clock on the wall says nothing. A digest of all rows shows that the batches are the same.
+"""
+
+import argparse
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jtrain.bench import Row, data_sources, row
+from jtrain.data.dataset import PackedText, open_dataset
+
+_WORKER = "import sys; from jtrain.bench.data_hosts import work; work(*map(int, sys.argv[1:5]), *sys.argv[5:])"
+_ARRAYS = ("token_BL", "target_BL", "position_BL", "segment_BL")
+
+
+class Work(NamedTuple):
+    """What a process has read, and a digest of each of its rows.
+
+    documents: chunks of documents that its loaders were asked for.
+    read_s: seconds that they took.
+    """
+
+    documents: int
+    read_s: float
+    rows: dict[int, str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--hosts", type=int, default=4, help="processes (default: %(default)s)")
+    parser.add_argument("--sources", type=int, default=24, help="sources in the mixture (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="batches that are taken (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """JSON lines, whose runs the hosts divide, and Parquet, whose row groups they divide."""
+    rows = []
+    for format in ("jsonl", "parquet"):
+        folder = data_sources.sources(format, num_sources=args.sources)
+        [alone] = together(folder, hosts=1, steps=args.steps)
+        parts = together(folder, hosts=args.hosts, steps=args.steps)
+        joined = {number: digest for part in parts for number, digest in part.rows.items()}
+        assert joined == alone.rows, "the hosts' rows are not those of one process"
+        most = max(part.documents for part in parts)
+        seconds = max(part.read_s for part in parts)
+        what = f"{format}, {args.hosts} hosts"
+        bar = f"<= {1.32 / args.hosts:g}"
+        rows += [
+            row(f"{what}: documents read by the host that reads most", most, "", baseline=alone.documents, bar=bar),
+            row(f"{what}: seconds of reading, that host", seconds, "s", baseline=alone.read_s),
+        ]
+    return rows
+
+
+def together(folder: Path, *, hosts: int, steps: int) -> list[Work]:
+    """Runs the processes to their end."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", _WORKER]
+    processes = [
+        subprocess.Popen([*command, *map(str, (i, hosts, port, steps)), str(folder)], stdout=subprocess.PIPE, text=True)
+        for i in range(hosts)
+    ]
+    said = [process.communicate(timeout=900)[0] for process in processes]
+    codes = [process.returncode for process in processes]
+    assert not any(codes), codes
+    found = [json.loads(text.splitlines()[-1]) for text in said]
+    return [Work(one["documents"], one["read_s"], dict(one["rows"])) for one in found]
+
+
+def work(index: int, hosts: int, port: int, steps: int, folder: str) -> None:
+    """One process: takes the batches of its rows, and prints what it has read."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    if hosts > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"localhost:{port}", hosts, index)
+    from jtrain.runtime import multihost
+
+    spec = spec_of(Path(folder))
+    rows = np.array_split(np.arange(spec.global_batch), hosts)[index]
+    digests = {int(number): hashlib.blake2b(digest_size=8) for number in rows}
+    with open_dataset(spec, seed=0).train_batches(rows=rows) as batches:
+        for _ in range(steps):
+            batch = next(batches)
+            for place, number in enumerate(rows.tolist()):
+                for name in _ARRAYS:
+                    digests[number].update(getattr(batch, name)[place].tobytes())
+        stats = batches.stats
+        multihost.gather(np.zeros(1))  # nobody leaves while another one still needs what it has read
+    assert stats is not None
+    found: dict[str, Any] = {
+        "documents": sum(loader.documents for loader in stats.loaders),
+        "read_s": sum(loader.busy_s for loader in stats.loaders),
+        "rows": [(number, digest.hexdigest()) for number, digest in digests.items()],
+    }
+    print(json.dumps(found))
+
+
+def spec_of(folder: Path) -> PackedText:
+    """About 800 documents per step, over all hosts."""
+    return data_sources.mixture(folder, seq_len=2048, global_batch=256)

@@ -1,0 +1,85 @@
+"""Cuts of a text into chunks, at places that depend on the text alone."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jtrain.data.chunk_order import Chunks
+from jtrain.data.sources.corpus import Corpus
+from jtrain.data.sources.formats.long_lines import TextPart
+from jtrain.data.tokenizer import TextChunk, Tokenizer
+
+_SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 64, 1 << 16
+"""First records of a source, and most of their characters, that are tokenised to learn its bytes per token."""
+
+_FULL = 0.9
+"""Share of a row that a chunk fills on average where bytes per token are an estimate, so that few exceed a row."""
+
+_SEARCH_BYTES = 64
+"""Bytes before a cut that are searched for white space, so that no word of a text is cut in two."""
+
+_BORDER_BYTES = 8
+"""Bytes by which a part of a text is read wider than the cuts look: for a begin id and the rest of a character."""
+
+
+class ChunkCut(NamedTuple):
+    """Cut of the texts of a source.
+
+    chunk_bytes: most bytes of a chunk, its border ids included.
+    border_tokens: begin and end ids of a document.
+    exact: True if a text may be cut at any byte: then rows of bytes are full to the last token.
+    """
+
+    chunk_bytes: int
+    border_tokens: int
+    exact: bool
+
+    def spans(self, chunks: Chunks) -> list[tuple[int, int]]:
+        """Returns the bytes of its text that `chunk` looks at for each chunk."""
+        start = (chunks.first * self.chunk_bytes - _SEARCH_BYTES - _BORDER_BYTES).clip(0)
+        stop = (chunks.first + chunks.num) * self.chunk_bytes + _BORDER_BYTES
+        return list(zip(start.tolist(), stop.tolist(), strict=True))
+
+    def chunk(self, part: TextPart, first: int, num: int) -> tuple[TextChunk, int]:
+        """Returns chunks `first` to `first + num - 1` of a document, as one, and the byte at which it begins.
+
+        part: the text, or what is around these chunks.
+        """
+        begin = self.border_tokens - 1
+        total = part.total + self.border_tokens if part.total else 0
+        start, stop = first * self.chunk_bytes, min((first + num) * self.chunk_bytes, total)
+        if start >= stop:
+            return TextChunk(b"", begins=False, ends=False), 0
+        low, high = (_cut_at(part.content, max(at - begin, 0) - part.first, exact=self.exact) for at in (start, stop))
+        return TextChunk(part.content[low:high], first == 0 and bool(begin), stop == total), part.first + low
+
+
+def _cut_at(content: bytes, place: int, *, exact: bool) -> int:
+    """Returns where a text is cut near `place`: after white space, or else between two characters."""
+    if exact or place >= len(content):
+        return min(place, len(content))
+    after = max(content.rfind(space, max(place - _SEARCH_BYTES, 0), place) for space in (b" ", b"\n"))
+    if after >= 0:
+        return after + 1
+    while place and content[place] & 0xC0 == 0x80:
+        place -= 1
+    return place
+
+
+def estimated_chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: int) -> int:
+    """Returns the bytes of text that make about a row, by the first documents of a source."""
+    if tokenizer.identity == "bytes":
+        return chunk_tokens
+    texts, characters = [], 0
+    first = range(min(len(corpus), _SAMPLE_RECORDS)) if corpus.is_open else corpus.first_records(_SAMPLE_RECORDS)
+    for text in corpus.read(np.asarray(first, np.int64)):
+        if isinstance(text, str) and text:
+            texts.append(text[: _SAMPLE_CHARACTERS - characters])
+            characters += len(texts[-1])
+        if characters >= _SAMPLE_CHARACTERS:
+            break
+    if not texts:
+        return chunk_tokens
+    tokens = int(tokenizer.encode_documents(texts)[0].sum())
+    content = sum(len(text.encode("utf-8")) for text in texts)
+    return max(chunk_tokens, int(_FULL * chunk_tokens * content / tokens))

@@ -1,0 +1,171 @@
+"""Errors of reading, told apart by whose fault they are, and reads that are repeated after an error that may pass."""
+
+import contextlib
+import errno
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from jtrain.errors import FileError
+
+WAITS_S = (0.1, 0.4, 1.6, 6.4, 25.6)
+"""Seconds before each further try: 0.1 s help against a lost packet, half a minute while a file server restarts."""
+
+_ERRNOS = {
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.EINTR,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENETDOWN,
+    errno.ENETRESET,
+    errno.ENETUNREACH,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOLINK,
+    errno.ENOMEM,
+    errno.ENOTCONN,  # the process behind a FUSE mount is gone
+    errno.EPIPE,
+    errno.EREMOTEIO,
+    errno.ESHUTDOWN,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    socket.EAI_AGAIN,  # no name server answered
+}
+"""Errors of a disk, a network or a machine. None of them says anything about the file that was read."""
+
+_ALWAYS_SAID_S = 1.0
+_MOST_SAID = 10
+"""Shorter waits that a process reports one by one; later ones are only counted."""
+
+
+class Passing(FileError):
+    """Read that failed for a reason that may be over at the next try, such as an answer that was cut short."""
+
+    why = ""
+    """The reason in the words of a store's client library, if it is known."""
+
+
+class NeverSkipped(FileError):
+    """Error that is the fault of no record, so that no policy leaves the record out."""
+
+
+class GaveUp(NeverSkipped):
+    """Read that failed at every try; it is not tried again."""
+
+
+class FileLost(FileError):
+    """File that was there when the source was opened, and has vanished, was locked or has another size now."""
+
+
+class Retries:
+    """Count of repeated reads, and a listener that hears of each.
+
+    Args:
+      tell: function of a line for the log, empty once there were many, and the seconds until the next try. It is called
+        by the threads that read, one at a time.
+    """
+
+    def __init__(self, tell: Callable[[str, float], None]) -> None:
+        self.count = 0
+        self._tell = tell
+        self._lock = threading.Lock()
+
+    def add(self, line: str, wait_s: float) -> None:
+        """Counts one, and tells of it."""
+        with self._lock:
+            self.count += 1
+            if wait_s < _ALWAYS_SAID_S and self.count > _MOST_SAID:
+                line = "more reads are repeated; data_retries counts them" if self.count == _MOST_SAID + 1 else ""
+            self._tell(line, wait_s)
+
+
+def _to_stderr(line: str, wait_s: float) -> None:
+    if line:
+        print(f"data: {line}", file=sys.stderr, flush=True)
+
+
+_heard_by = [Retries(_to_stderr)]
+"""Last one: who hears now. Not an argument: Arrow reads remote files on threads of its own, which pass nothing on."""
+
+
+@contextlib.contextmanager
+def heard(retries: Retries) -> Iterator[None]:
+    """Lets `retries` hear of each repeated read of this process; otherwise stderr does."""
+    _heard_by.append(retries)
+    try:
+        yield
+    finally:
+        _heard_by.remove(retries)
+
+
+def retried[T](what: str, read: Callable[[], T]) -> T:
+    """Returns `read()`, which is repeated with longer and longer waits while its error is one that may pass.
+
+    Args:
+      what: file or setting, for messages.
+      read: a function that may be called again after it raised.
+
+    Raises:
+      GaveUp: the last try failed like those before it.
+      Exception: any other error of `read`, at once.
+    """
+    for number, wait_s in enumerate(WAITS_S, start=2):
+        try:
+            return read()
+        except Exception as error:
+            if (cause := passing(error)) is None:
+                raise
+            why = _why(cause, what)
+        tries = f"try {number} of {len(WAITS_S) + 1}"
+        _heard_by[-1].add(f"{what}: {why}; it is read again in {wait_s:g} s ({tries})", wait_s)
+        time.sleep(wait_s)
+    try:
+        return read()
+    except Exception as error:
+        if (cause := passing(error)) is None:
+            raise
+        raise GaveUp(
+            f"{what}: {_why(cause, what)}, at {len(WAITS_S) + 1} tries over {sum(WAITS_S):.0f} s. Such an error is no "
+            "fault of a document, so none is left out for it. See that the disk, network or store is back, and start "
+            "again: the run goes on from its last checkpoint."
+        ) from error
+
+
+def passing(error: BaseException) -> BaseException | None:
+    """Returns the error, or the one in its chain of causes, that may be over at the next try; None if there is none."""
+    found, at = None, error
+    while at is not None:
+        if isinstance(at, GaveUp):
+            return None
+        if isinstance(at, Passing) or (isinstance(at, OSError) and may_pass(at)):
+            found = at
+        at = at.__cause__
+    return found
+
+
+def may_pass(error: OSError) -> bool:
+    """True for errors of a disk, a network or a machine, False for those that say something about the file."""
+    return error.errno in _ERRNOS or isinstance(error, (ConnectionError, TimeoutError))
+
+
+def text_may_pass(message: str) -> bool:
+    """True if the message of a library without error numbers names such an error."""
+    return any(os.strerror(number) in message for number in _ERRNOS if number > 0)
+
+
+def _why(error: BaseException, what: str) -> str:
+    """Returns an error in one line, without the name of the file."""
+    if isinstance(error, Passing):
+        return error.why or str(error).removeprefix(f"{what}: ").rstrip(".")
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        return f"[Errno {error.errno}] {error.strerror}"
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":.")
