@@ -55,12 +55,14 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
     """Tokens/s and MFU of each config.
 
     Raises:
-      UserError: the first device is no GPU.
+      UserError: the first device is no GPU, or the plan says that a config does not fit it.
     """
     # Lazy, as below: other benchmarks use `step_rate`, which needs no config and no fiddle.
     from jtrain.config.load import load_config
     from jtrain.config.run import build_run
     from jtrain.plan.auto_layout import settle
+    from jtrain.plan.fit_check import available_bytes, check_fits
+    from jtrain.plan.from_run import plan_job
 
     gpu = jax.devices()[0]
     spec = device.from_device(gpu)
@@ -73,6 +75,8 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
         for line in settle(config, devices=[gpu], workdir=None):
             print(line)
         built = build_run(config)
+        if (available := available_bytes([gpu])) is not None:
+            check_fits(plan_job(built), available=available)
         rate = tokens_per_s(built, args.steps)
         length = built.data.seq_len
         what = " ".join([name, *args.sets])
