@@ -2,9 +2,11 @@
 
     python -m jtrain.bench kernels --explain attention --device h200     the choice, and why the others lost
     python -m jtrain.bench kernels --explain rms_norm --device v5p --compile     and what its compiler makes of it
-    python -m jtrain.bench kernels --tune     times every configuration here, and keeps the fastest
+    python -m jtrain.bench kernels --explain attention --device h200 --config=llama1b    the same at a config's shapes
+    python -m jtrain.bench kernels --tune --config=llama8b     times what the config's step calls, keeps the fastest
+    python -m jtrain.bench kernels --tune     the same at the shapes of the ops' cases
 
-Times are of an op with its gradients, at the shapes of its cases.
+Times are of an op with its gradients.
 """
 
 import argparse
@@ -31,8 +33,8 @@ MIN_TIMED_S = 0.2
 """Minimum seconds over which calls are repeated; at least five calls."""
 
 
-class _Compile(argparse.Action):
-    """Option that sets the environment for compiling before jax is imported; no import above imports jax."""
+class _Elsewhere(argparse.Action):
+    """Option about an absent device: sets the environment for compiling before jax, which nothing above imports."""
 
     def __call__(
         self,
@@ -42,17 +44,24 @@ class _Compile(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         os.environ.update(AOT_ENVIRONMENT)
-        setattr(namespace, self.dest, True)
+        setattr(namespace, self.dest, True if self.nargs == 0 else values)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--explain", metavar="OP", help="say which implementation an op takes, and why; runs nothing")
-    parser.add_argument("--device", help="explain for this device, such as h200; by default the one here")
-    parser.add_argument("--compile", action=_Compile, nargs=0, default=False, help="explain: by the device's compiler")
+    parser.add_argument(
+        "--device", action=_Elsewhere, help="explain for this device, such as h200; by default the one here"
+    )
+    parser.add_argument(
+        "--compile", action=_Elsewhere, nargs=0, default=False, help="explain: by the device's compiler"
+    )
     parser.add_argument("--tune", action="store_true", help="time every configuration, and write the fastest to --out")
     parser.add_argument("--op", help="time only this op")
     parser.add_argument("--case", help="only this case of it, such as llama8b")
+    parser.add_argument("--config", metavar="NAME", help="the shapes of this config's train step, instead of cases")
+    parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where tuned entries go; by default where they ship")
 
 
@@ -66,27 +75,37 @@ def run(args: argparse.Namespace) -> list[Row]:
 
     from jtrain_kernels import device, registry
 
+    if args.case is not None and args.config is not None:
+        raise UserError(f"kernels: --case {args.case} and --config {args.config} both say which shapes. Give one.")
+    if (args.fiddlers or args.sets) and args.config is None:
+        raise UserError("kernels: --with and --set change a config. Add --config NAME.")
     if args.explain is None and (args.device is not None or args.compile):
         raise UserError("kernels: --device and --compile are for --explain OP; times are of the device that is here.")
     if args.explain is not None:
         if args.tune:
             raise UserError("kernels: --explain runs nothing and --tune runs everything. Give one of them.")
         spec = device.from_name(args.device) if args.device else device.live(jax.devices()[0])
-        return [
-            r for case in _cases(registry.find(args.explain), args.case) for r in _explain(case, spec, args.compile)
-        ]
+        op = registry.find(args.explain)
+        wanted = config_cases(args, spec, op) if args.config else _cases(op, args.case)
+        return [r for case in wanted for r in _explain(case, spec, args.compile)]
     spec = device.live(jax.devices()[0])
     ops = [registry.find(args.op)] if args.op else list(registry.ops().values())
-    if spec.platform == "cpu" and not (args.op and args.case and (args.out or not args.tune)):
+    named = args.config is not None or (args.op and args.case)
+    if spec.platform == "cpu" and not (named and (args.out or not args.tune)):
         raise UserError(
             "kernels: times of a CPU are no accelerator's, and the ops' cases are of an 8B model. Run the same command "
-            "on a GPU or TPU, or name --op, --case and, with --tune, --out DIR."
+            "on a GPU or TPU, or name --config, or --op and --case, and with --tune --out DIR."
         )
+    if args.config:
+        of_step = config_cases(args, spec, ops[0] if args.op else None)
+        wanted = [case for case in of_step if _candidates(case, spec) > 1]
+    else:
+        wanted = [case for op in ops for case in _cases(op, args.case if args.op else None)]
     cases: list[Case] = []
-    for case in (case for op in ops for case in _cases(op, args.case if args.op else None)):
+    for case in wanted:
         if (few := too_few_devices(case)) is None:
             cases.append(case)
-        elif args.op:
+        elif args.op and not args.config:
             raise UserError(f"kernels: {few}.")
         else:
             print(f"left out: {few}")
@@ -105,6 +124,45 @@ def _cases(op: "jtrain_kernels.registry.Op", case: str | None) -> list[Case]:
     if case is not None and case not in op.cases:
         raise UserError(f"kernels: {op.name} has no case {case}. There are: {', '.join(op.cases) or 'none'}.")
     return [Case(op, name, avals) for name, avals in op.cases.items() if case in (None, name)]
+
+
+def config_cases(
+    args: argparse.Namespace, spec: "jtrain_kernels.device.DeviceSpec", op: "jtrain_kernels.registry.Op | None" = None
+) -> list[Case]:
+    """Cases that a config's train step has on a device, of one op or of all; the mesh is the config's.
+
+    Raises:
+      UserError: the config is wrong, the step does not call the op, or the mesh's devices cannot be traced for.
+    """
+    import dataclasses
+
+    from jtrain.config.load import load_config, mesh_size
+    from jtrain.config.run import build_run
+    from jtrain.plan import auto_layout
+    from jtrain.plan.compile.kernel_calls import devices_like, kernel_calls
+
+    config = load_config(args.config, args.fiddlers, args.sets)
+    devices = devices_like(spec, mesh_size(config))
+    for line in auto_layout.settle(config, devices=devices, workdir=None):
+        print(line)
+    calls = kernel_calls(build_run(config), devices)
+    found: list[Case] = []
+    for one, avals in calls:
+        if op is None or one is op:
+            name = f"{args.config} {1 + sum(case.op.name == one.name for case in found)}"
+            found.append(Case(dataclasses.replace(one, cases={name: avals}), name, avals))
+    if not found and op is not None:
+        called = ", ".join(sorted({one.name for one, _ in calls}))
+        raise UserError(f"kernels: the step of {args.config} does not call {op.name}. It calls: {called}.")
+    return found
+
+
+def _candidates(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> int:
+    """Configurations of all implementations that run for a case on a device."""
+    from jtrain_kernels import registry
+
+    able = [i for i in registry.implementations(of.op) if i.supports(spec, of.avals) is None]
+    return sum(len(i.configs(spec, of.avals)) for i in able)
 
 
 def too_few_devices(of: Case) -> str | None:
@@ -160,10 +218,16 @@ def explanation(
     config = " ".join(f"{name}={value}" for name, value in choice.config.items())
     taken = choice.implementation.name
     able = [i.name for i in registry.implementations(op) if i.name != taken and i.supports(spec, avals) is None]
+    cost = {i.name: i.cost_s(spec, avals) for i in registry.implementations(op) if i.name in (taken, *able)}
+
+    def predicted(name: str, reason: str) -> str:
+        seconds = cost.get(name)
+        return "" if seconds is None or "predict" in reason else f"; predicted {registry.microseconds(seconds)}"
+
     return [
         f"{op.name} on {spec.name}, {case}: {tuned.bucket(avals)}, {tuned.dtype(avals)}",
-        f"  {taken} is taken{f' with {config}' if config else ''}: {choice.because}",
-        *(f"  {name} is not: {reason}" for name, reason in choice.others),
+        f"  {taken} is taken{f' with {config}' if config else ''}: {choice.because}{predicted(taken, choice.because)}",
+        *(f"  {name} is not: {reason}{predicted(name, reason)}" for name, reason in choice.others),
         *(f"""  to force it: --set "kernels=(('{op.name}','{name}'),)\"""" for name in able[:1]),
     ]
 

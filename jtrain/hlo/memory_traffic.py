@@ -1,9 +1,10 @@
 """Memory traffic of a compiled program: bytes that each instruction reads and writes."""
 
 import dataclasses
+import re
 
 from jtrain.errors import UserError
-from jtrain.hlo.parser import array_bytes, read
+from jtrain.hlo.parser import array_bytes, called, read
 
 _NOTHING = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
 """Opcodes that do not access memory."""
@@ -40,3 +41,25 @@ def passes(hlo: str) -> tuple[Pass, ...]:
         written = size[i.name] if not i.opcode.endswith("-start") else 0
         found.append(Pass(i.name, sum(size[name] for name in set(i.operands) if name in size), written))
     return tuple(found)
+
+
+def written_arrays(hlo: str) -> frozenset[tuple[str, tuple[int, ...]]]:
+    """Element type and dimensions of every array that a program writes to memory, in its loops too.
+
+    What exists within a fusion only is not written; every other instruction's results are.
+    """
+    computations, _ = read(hlo)
+    fused = {
+        name
+        for instructions in computations.values()
+        for i in instructions
+        if i.opcode == "fusion"
+        for name in called(i.line)
+    }
+    return frozenset(
+        (dtype, tuple(int(d) for d in dims.split(",") if d))
+        for name, instructions in computations.items()
+        if name not in fused
+        for i in instructions
+        for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", i.type)
+    )

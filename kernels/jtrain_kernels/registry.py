@@ -1,13 +1,15 @@
 """Registry of ops and their implementations: selects the one that runs on a device, and explains the choice.
 
-Order of choice: forced > tuned > cost model > reference. A forced implementation that cannot run is an error. Every
-choice has a reason, and so has every implementation that was not chosen, so there is no silent fallback.
+Order of choice: forced > tuned (for the shape, else for the nearest) > cost model > reference. A forced implementation
+that cannot run is an error. Every choice has a reason, and so has every implementation that was not chosen, so there is
+no silent fallback.
 
 An op's `api.py` has its public functions and `OPS`, a tuple of `Op`, each with the plain JAX implementation last. The
 public functions call `registry.call(OP, name=argument, ...)`. Chips and implementations of other distributions come
 through the entry point group `jtrain_kernels`; `jtrain_kernels.examples.new_backend` is a complete example in one file.
 """
 
+import contextvars
 import dataclasses
 import functools
 import importlib
@@ -54,8 +56,11 @@ class Implementation:
     call: takes the op's arguments by name, and the entries of a configuration as further keywords.
     supports: None if the implementation runs for these arguments on the device, else the reason, one sentence without
       a full stop. It must not compile or query live devices, because the device may be another one.
-    cost_s: predicted seconds; None if unknown.
+    cost_s: predicted seconds, of the same passes for all implementations of an op: the op and its gradients in
+      `jtrain_kernels.cost`, the forward pass in `overlap.cost`. None if unknown.
     configs: configurations to try when tuning, the best guess first; at least one.
+    only_measured: reason why a prediction alone does not choose the implementation, one sentence without a full stop;
+      None if it does.
     """
 
     name: str
@@ -63,6 +68,7 @@ class Implementation:
     supports: Callable[[DeviceSpec, Avals], str | None] = anywhere
     cost_s: Callable[[DeviceSpec, Avals], float | None] = cost_unknown
     configs: Callable[[DeviceSpec, Avals], Sequence[Mapping[str, int]]] = no_configs
+    only_measured: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,7 +114,8 @@ def choose(
 ) -> Choice:
     """Chooses the implementation of `op` for these arguments on `device`.
 
-    The cost model compares predictions only: if the reference has no prediction, the reference is chosen.
+    A result measured for another shape counts where every dimension is within a factor of `tuned.NEAR`. The cost model
+    compares predictions only: if the reference has no prediction, the reference is chosen.
 
     Args:
       forced: name of an implementation that must be used.
@@ -119,11 +126,13 @@ def choose(
     """
     found = {i.name: i for i in implementations(op)}
     reasons = {name: i.supports(device, avals) for name, i in found.items()}
-    entry = (tuned.load(device.name) if measured is None else measured).get(tuned.key(op.name, avals))
+    entry = tuned.nearest(tuned.load(device.name) if measured is None else measured, op.name, avals)
 
     def chosen(name: str, because: str, losers: Callable[[str], str]) -> Choice:
-        tuned_for = entry is not None and entry.implementation == name
-        config = entry.config if entry is not None and tuned_for else next(iter(found[name].configs(device, avals)))
+        configs = found[name].configs(device, avals)
+        # A configuration that was measured for another shape, even of the same bucket, may not fit this one.
+        fits = entry is not None and entry.implementation == name and entry.config in configs
+        config = entry.config if entry is not None and fits else next(iter(configs))
         others = tuple((n, f"it cannot run: {r}" if r else losers(n)) for n, r in reasons.items() if n != name)
         return Choice(found[name], config, because, others)
 
@@ -136,8 +145,9 @@ def choose(
         raise UserError(f"kernels.{op.name}: not even {REFERENCE} runs: {reasons[REFERENCE]}.")
     able = [name for name, reason in reasons.items() if reason is None]
     if entry is not None and entry.implementation in able:
+        nearest = "" if entry.bucket == tuned.bucket(avals) else ", the nearest measured shape"
         because = (
-            f"it was the fastest measured on {device.name} for {tuned.bucket(avals)}: {entry.seconds * 1e6:.4g} us"
+            f"it was the fastest measured on {device.name} for {entry.bucket}{nearest}: {microseconds(entry.seconds)}"
         )
         return chosen(entry.implementation, because, lambda _: f"{entry.implementation} was measured to be faster")
     if able == [REFERENCE]:
@@ -147,15 +157,23 @@ def choose(
     if REFERENCE not in known:
         why = f"nothing is measured for this shape, and nothing is predicted for {REFERENCE} to compare it with"
         return chosen(REFERENCE, "it is the reference, and nothing says that another is faster", lambda _: why)
+    eligible = [name for name in known if found[name].only_measured is None or name == REFERENCE]
     # In a tie the reference is chosen.
-    best = min(known, key=lambda name: (known[name], name != REFERENCE))
+    best = min(eligible, key=lambda name: (known[name], name != REFERENCE))
 
     def slower(name: str) -> str:
         if name not in known:
             return "nothing is measured or predicted for it"
-        return f"predicted {known[name] * 1e6:.4g} us against {known[best] * 1e6:.4g}"
+        if name not in eligible:
+            return f"it is chosen only if it is forced or was measured: {found[name].only_measured}"
+        return f"predicted {microseconds(known[name])} against {microseconds(known[best])}"
 
-    return chosen(best, f"the cost model predicts {known[best] * 1e6:.4g} us, the least", slower)
+    return chosen(best, f"the cost model predicts {microseconds(known[best])}, the least", slower)
+
+
+def microseconds(seconds: float) -> str:
+    """Seconds as text, such as `24.5 us`."""
+    return f"{seconds * 1e6:.4g} us"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,8 +218,24 @@ def check(forced: Mapping[str, str]) -> None:
             )
 
 
+_recorded: contextvars.ContextVar[list[tuple[Op, Avals]] | None] = contextvars.ContextVar("recorded", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[list[tuple[Op, Avals]]]:
+    """Context that collects the op and arguments of every choice made while code is traced, repetitions included."""
+    found: list[tuple[Op, Avals]] = []
+    token = _recorded.set(found)
+    try:
+        yield found
+    finally:
+        _recorded.reset(token)
+
+
 def select(op: Op, avals: Avals) -> Choice:
     """Choice for the code being traced: on the device of `on`, else on the default backend's device."""
+    if (recorded := _recorded.get()) is not None:
+        recorded.append((op, avals))
     target: _Target | None = _target.value
     forced = dict(target.forced).get(op.name) if target is not None else None
     return choose(op, device(), avals, forced=forced)

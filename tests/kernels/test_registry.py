@@ -67,11 +67,17 @@ def test_the_cost_model_compares_predictions() -> None:
     got = registry.choose(Op("times", (fast, slow)), H200, AVALS)
     assert (got.implementation, dict(got.config)) == (fast, {"tile": 1})
     assert got.because == "the cost model predicts 1 us, the least"
-    assert got.others == (("xla", "predicted 4 us against 1"),)
+    assert got.others == (("xla", "predicted 4 us against 1 us"),)
     tie = dataclasses.replace(GPU, cost_s=costs(4e-6))
     assert registry.choose(Op("times", (tie, slow)), H200, AVALS).implementation is slow
     got = registry.choose(Op("times", (GPU, slow)), H200, AVALS)
     assert (got.implementation, got.others[0][1]) == (slow, "nothing is measured or predicted for it")
+    unproven = dataclasses.replace(fast, only_measured="no chip has run it")
+    got = registry.choose(Op("times", (unproven, slow)), H200, AVALS)
+    why = "it is chosen only if it is forced or was measured: no chip has run it"
+    assert (got.implementation, got.others) == (slow, (("cudnn", why),))
+    got = registry.choose(Op("times", (unproven, slow)), H200, AVALS, measured=entry("cudnn"))
+    assert got.implementation is unproven
 
 
 def test_what_was_measured_beats_what_is_predicted() -> None:
@@ -83,10 +89,32 @@ def test_what_was_measured_beats_what_is_predicted() -> None:
     assert got.others == (("xla", "cudnn was measured to be faster"),)
     near: registry.Avals = dict(AVALS) | {"x": jax.ShapeDtypeStruct((65, 64), jnp.bfloat16)}
     assert registry.choose(op, H200, near, measured=entry("cudnn")).implementation.name == "cudnn"
-    for other in (jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), jax.ShapeDtypeStruct((100, 64), jnp.float32)):
+    for other in (jax.ShapeDtypeStruct((16, 64), jnp.bfloat16), jax.ShapeDtypeStruct((100, 64), jnp.float32)):
         got = registry.choose(op, H200, dict(AVALS) | {"x": other}, measured=entry("cudnn"))
         assert got.implementation.name == "xla"
     assert registry.choose(op, V5P, AVALS, measured=entry("cudnn")).implementation.name == "xla"
+
+
+def test_a_shape_without_a_measurement_takes_that_of_the_nearest() -> None:
+    """Every dimension must be within a factor of 4, and statics equal; the reason says which shape was measured."""
+    op = Op("times", (dataclasses.replace(GPU, cost_s=costs(9e-6)), dataclasses.replace(XLA, cost_s=costs(1e-6))))
+
+    def shaped(*shape: int, factor: int = 2) -> registry.Avals:
+        return {"x": jax.ShapeDtypeStruct(shape, jnp.bfloat16), "factor": factor}
+
+    one, two = shaped(256, 64), shaped(256, 32)
+    known = {**entry("xla", one), **entry("cudnn", two)}
+    got = registry.choose(op, H200, AVALS, measured=known)
+    assert (got.implementation.name, dict(got.config)) == ("xla", {})
+    got = registry.choose(op, H200, shaped(128, 32), measured=known)
+    assert got.implementation.name == "cudnn"
+    assert got.because.endswith("measured on h200 for factor=2 x=256x32, the nearest measured shape: 3 us")
+    for other in (shaped(2048, 64), shaped(100, 64, factor=3), shaped(100, 64, 1)):
+        assert tuned.nearest(known, "times", other) is None
+    # Blocks that were measured for another shape may not fit: then the implementation's first are taken.
+    odd = dataclasses.replace(GPU, configs=lambda device, avals: ({"tile": 3},))
+    got = registry.choose(Op("times", (odd, XLA)), H200, AVALS, measured=entry("cudnn"))
+    assert (got.implementation, dict(got.config)) == (odd, {"tile": 3})
 
 
 def test_what_is_forced_runs_or_fails() -> None:
@@ -216,7 +244,7 @@ with registry.on(device.from_name("cpu"), forced={"rms_norm": "acme"}):
     environment = os.environ | {"PYTHONPATH": paths, "COLUMNS": "120"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "acme is not: nothing is measured for this shape" in done.stdout
+    assert "acme is taken with rows=64: the cost model predicts" in done.stdout
     assert "acme is not: it cannot run: it is written for acme1, not for h200" in done.stdout
     assert "[1. 1. 1. 1.]" in done.stdout
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jtrain_kernels import device, registry
-from jtrain_kernels.attention import splash, xla
+from jtrain_kernels.attention import splash, tokamax, xla
 from jtrain_kernels.attention.api import ATTENTION
 from jtrain_kernels.attention.mask import Mask
 from tests.kernels.gradients import normal
@@ -48,6 +48,38 @@ def test_its_passes_are_those_of_plain_jax(mask: Mask, keys: np.ndarray) -> None
         np.testing.assert_allclose(np.asarray(one), np.asarray(want), atol=1e-4 * float(jnp.abs(want).max()))
 
 
+@pytest.mark.parametrize("size", (32, 96))
+def test_heads_that_fill_no_registers_are_padded(size: int) -> None:
+    """Results, log-partitions and gradients agree with plain JAX as above, and have the heads' own size."""
+    q, k, v, dy = (jnp.asarray(normal(i, 1, L, heads, size)) for i, heads in enumerate((N, K, K, N)))
+    arrays = q, k, v, jnp.asarray(SEGMENT), jnp.asarray(SEGMENT)
+    y, lse = splash.forward(*arrays, mask=Mask(), **BLOCKS)
+    want_y, want_lse = xla.forward(*arrays, mask=Mask(), chunk=64)
+    np.testing.assert_allclose(np.asarray(lse), np.asarray(want_lse), atol=1e-4)
+    np.testing.assert_allclose(np.asarray(y), np.asarray(want_y), atol=1e-4)
+    given = *arrays, want_y, want_lse, dy
+    got = splash.backward(*given, mask=Mask(), **BLOCKS)
+    for one, want in zip(got, xla.backward(*given, mask=Mask(), chunk=64), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(want), atol=1e-4 * float(jnp.abs(want).max()))
+
+
+@pytest.mark.parametrize("window", (None, 70), ids=("causal", "window"))
+def test_the_range_of_keys_that_tokamax_gets_is_the_mask(window: int | None) -> None:
+    """For causal rows of documents and for blocks of other keys, exactly the keys of the mask lie in the range."""
+    segment, other = jnp.asarray(SEGMENT), jnp.asarray(OTHER)
+    for mask, keys in ((Mask(window=window), segment), (Mask(causal=False), other)):
+        first_B1L, end_B1L = map(np.asarray, tokamax._ranges(segment, keys, mask))
+        key_M, query_L = np.arange(L), np.arange(L)
+        got_LM = (key_M >= first_B1L[0, 0][:, None]) & (key_M < end_B1L[0, 0][:, None])
+        want_LM = SEGMENT[0][:, None] == np.asarray(keys)[0][None]
+        distance_LM = query_L[:, None] - key_M
+        if mask.causal:  # the kernel itself hides later keys
+            got_LM &= distance_LM >= 0
+            want_LM &= (distance_LM >= 0) & (distance_LM < (mask.window or L))
+        np.testing.assert_array_equal(got_LM, want_LM)
+        assert 0 < want_LM.sum() < L * L / 2
+
+
 def shapes(L: int = 1024, H: int = 128, dtype: str = "bfloat16", *, causal: bool = True) -> registry.Avals:
     query, key = (jax.ShapeDtypeStruct((1, L, heads, H), jnp.dtype(dtype)) for heads in (4, 2))
     segment = jax.ShapeDtypeStruct((1, L), jnp.int32)
@@ -60,12 +92,12 @@ def shapes(L: int = 1024, H: int = 128, dtype: str = "bfloat16", *, causal: bool
     [
         ("splash", "h200", shapes(), "splash is a kernel for TPUs"),
         ("splash", "v5p", shapes(L=100), "takes multiples of 128 positions, but there are 100 queries and 100 keys"),
-        ("splash", "v5p", shapes(H=96), "takes heads of 64 or multiples of 128, but head_dim=96"),
         ("cudnn", "v5p", shapes(), "cuDNN runs on NVIDIA GPUs from Ampere on"),
         ("cudnn", "h200", shapes(dtype="float32"), "in bfloat16 or float16, not in float32"),
         ("cudnn", "a100", shapes(H=256), "a multiple of 8 up to 128 on a100, but head_dim=256"),
         ("cudnn", "h200", shapes(L=101), "an even number of positions .* 101 queries"),
-        ("tokamax", "b200", shapes(), "is for Hopper GPUs"),
+        ("tokamax", "a100", shapes(), r"are for Hopper and Blackwell \(sm90 and sm100\) GPUs"),
+        ("tokamax", "b200", shapes(H=256), "takes heads of up to 128 on b200, but head_dim=256"),
     ],
 )
 def test_what_an_implementation_cannot_do_it_says(name: str, chip: str, avals: registry.Avals, reason: str) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jtrain_kernels import registry
+from jtrain_kernels import cost, registry
 from jtrain_kernels.attention import cudnn, splash, tokamax, xla
 from jtrain_kernels.attention.mask import Mask, Passes
 from jtrain_kernels.errors import UserError
@@ -162,10 +162,24 @@ def _llama8b() -> registry.Avals:
 ATTENTION = registry.Op(
     "attention",
     (
-        registry.Implementation("cudnn", partial(_call, "cudnn"), cudnn.supports),
-        registry.Implementation("tokamax", partial(_call, "tokamax"), tokamax.supports, configs=tokamax.configs),
-        registry.Implementation("splash", partial(_call, "splash"), splash.supports, configs=splash.configs),
-        registry.Implementation("xla", partial(_call, "xla")),
+        registry.Implementation(
+            "cudnn", partial(_call, "cudnn"), cudnn.supports, partial(cost.attention_s, name="cudnn")
+        ),
+        registry.Implementation(
+            "tokamax",
+            partial(_call, "tokamax"),
+            tokamax.supports,
+            partial(cost.attention_s, name="tokamax"),
+            tokamax.configs,
+        ),
+        registry.Implementation(
+            "splash",
+            partial(_call, "splash"),
+            splash.supports,
+            partial(cost.attention_s, name="splash"),
+            splash.configs,
+        ),
+        registry.Implementation("xla", partial(_call, "xla"), cost_s=cost.plain_attention_s),
     ),
     cases={"llama8b": _llama8b()},
 )

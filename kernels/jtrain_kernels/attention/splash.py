@@ -10,21 +10,20 @@ from jaxtyping import Array, Float, Int
 
 from jtrain_kernels import compat
 from jtrain_kernels.attention.mask import Mask, Passes
+from jtrain_kernels.attention.pad_heads import cut_heads, pad_heads
 from jtrain_kernels.device import DeviceSpec
 
 LANES = 128
-"""Lanes of a TPU's vector registers; widths of blocks and heads are multiples of it."""
+"""Lanes of a TPU's vector registers; widths of blocks are multiples of it."""
 
 
 def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
     """Reason why the implementation cannot run; None if it can."""
-    (L, _, H), M = avals["q_BLNH"].shape[1:], avals["k_BMKH"].shape[1]
+    L, M = avals["q_BLNH"].shape[1], avals["k_BMKH"].shape[1]
     if device.platform != "tpu":
         return "splash is a kernel for TPUs"
     if L % LANES or M % LANES:
         return f"splash takes multiples of {LANES} positions, but there are {L} queries and {M} keys"
-    if H % LANES and H != LANES // 2:
-        return f"splash takes heads of {LANES // 2} or multiples of {LANES}, but head_dim={H}"
     return None
 
 
@@ -52,9 +51,11 @@ def forward(
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
     """See `Passes`. The scale is applied to the queries: in bfloat16 a further rounding if H is no power of 4."""
     del chunk
+    H = q_BLNH.shape[-1]
     kernel = _kernel(q_BLNH, k_BMKH, mask, block_q, block_kv, interpret, residuals=True)
-    of_heads = _scaled(q_BLNH), *map(_heads_first, (k_BMKH, v_BMKH))
+    of_heads = pad_heads(_padded(H), _scaled(q_BLNH), *map(_heads_first, (k_BMKH, v_BMKH)))
     y_BNLH, (lse_BNL,) = jax.vmap(kernel)(*of_heads, _segments(segment_BL, segment_BM))
+    (y_BNLH,) = cut_heads(H, y_BNLH)
     seen_BNL = lse_BNL > kernel.kwargs["mask_value"] / 2  # a query that sees no key has only the mask's value
     return _heads_first(y_BNLH), jnp.where(seen_BNL, lse_BNL, -jnp.inf)
 
@@ -78,14 +79,21 @@ def backward(
     """See `Passes`."""
     del chunk
     kernel = _kernel(q_BLNH, k_BMKH, mask, block_q, block_kv, interpret, residuals=False)
+    H = q_BLNH.shape[-1]
     k, v, y, dy = map(_heads_first, (k_BMKH, v_BMKH, y_BLNH, dy_BLNH))
-    saved = _scaled(q_BLNH), k, v, _segments(segment_BL, segment_BM), y, lse_BNL
-    dq, dk, dv = jax.vmap(functools.partial(compat.splash_backward, kernel))(saved, dy)
-    dq_BLNH, dk_BMKH, dv_BMKH = map(_heads_first, (dq, dk, dv))
+    q, k, v, y, dy = pad_heads(_padded(H), _scaled(q_BLNH), k, v, y, dy)
+    saved = q, k, v, _segments(segment_BL, segment_BM), y, lse_BNL
+    gradients = jax.vmap(functools.partial(compat.splash_backward, kernel))(saved, dy)
+    dq_BLNH, dk_BMKH, dv_BMKH = map(_heads_first, cut_heads(H, *gradients))
     return (dq_BLNH.astype(jnp.float32) * q_BLNH.shape[-1] ** -0.5).astype(q_BLNH.dtype), dk_BMKH, dv_BMKH
 
 
 PASSES = Passes(forward, backward)
+
+
+def _padded(H: int) -> int:
+    """Head size of the kernel: half of the lanes, or a multiple of them; smaller heads are padded."""
+    return LANES // 2 if H <= LANES // 2 else -(-H // LANES) * LANES
 
 
 def _heads_first(x_BLNH: Array) -> Float[Array, "B N L H"]:

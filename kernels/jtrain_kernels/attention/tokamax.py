@@ -1,7 +1,8 @@
-"""tokamax's flash attention for Hopper GPUs, a Pallas kernel (Mosaic GPU).
+"""tokamax's flash attention for Hopper and Blackwell GPUs, Pallas kernels (Mosaic GPU).
 
-The kernel takes no segments, but a range of keys per query: the first key that the query sees, and the one after the
-last. The documents of a row are contiguous, so the range is equivalent, and blocks of other documents are skipped.
+The kernels take no segments, but a range of keys per query: the first key that the query sees, and the one after the
+last. The documents of a row are contiguous, so the range is equivalent, and blocks of other documents are skipped. No
+array of L * M elements exists.
 tokamax's inner functions are called, because its public ones query the live device and give no gradients for a
 log-partition that the caller provides.
 """
@@ -16,35 +17,62 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jtrain_kernels.attention.mask import Mask, Passes
+from jtrain_kernels.attention.pad_heads import cut_heads, pad_heads
 from jtrain_kernels.device import DeviceSpec
 
 VERSION = "0.0.17"
 """The tokamax version whose inner functions are called here."""
+
+HEADS = {90: (64, 128, 256), 100: (64, 128)}
+"""Capability -> head sizes of the kernels; smaller heads are padded."""
+
+
+def _capability(device: DeviceSpec) -> int:
+    """Compute capability as a number, 90 for 9.0; 0 for a device without one."""
+    major, minor = device.compute_capability or (0, 0)
+    return 10 * major + minor
+
+
+def _padded(capability: int, H: int) -> int:
+    """Smallest head size of the kernels that holds H elements."""
+    return next(width for width in HEADS[capability] if width >= H)
 
 
 def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
     """Reason why the implementation cannot run; None if it can."""
     query, M = avals["q_BLNH"], avals["k_BMKH"].shape[1]
     L, H = query.shape[1], query.shape[3]
-    if device.compute_capability is None or device.compute_capability[0] != 9:
-        return "tokamax's kernel, as it is called here, is for Hopper GPUs"
+    if _capability(device) not in HEADS:
+        return "tokamax's kernels, as they are called here, are for Hopper and Blackwell (sm90 and sm100) GPUs"
     if importlib.util.find_spec("tokamax") is None:
         return f"tokamax is not installed: pip install tokamax=={VERSION}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"tokamax computes attention in bfloat16 or float16, not in {query.dtype}"
-    if H not in (64, 128, 256):
-        return f"tokamax takes heads of 64, 128 or 256, but head_dim={H}"
+    if max(HEADS[_capability(device)]) < H:
+        return f"tokamax takes heads of up to {max(HEADS[_capability(device)])} on {device.name}, but head_dim={H}"
     if L % 128 or M % 128:
         return f"tokamax takes multiples of 128 positions, but there are {L} queries and {M} keys"
     return None
 
 
 def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[str, int]]:
-    """Candidate blocks and stages of the forward and backward kernels; tokamax's own heuristic first."""
-    del device
-    wide = avals["q_BLNH"].shape[3] > 128
+    """Candidate blocks and stages of the forward and backward kernels; tokamax's own heuristic first.
+
+    Of Blackwell's, the first is the heuristic's largest whose backward kernel spills no registers (compiled for B200).
+    """
+    capability = _capability(device)
+    H = _padded(capability, avals["q_BLNH"].shape[3])
+    if capability == 100:
+        first = dict(capability=100, block_q=128, block_kv=128, stages=256 // H, block_backward=64, stages_backward=2)
+        return [first, first | dict(stages_backward=4), first | dict(block_backward=128)]
+    wide = H > 128
     first = dict(
-        block_q=64, block_kv=64 if wide else 128, stages=2, block_backward=64, stages_backward=1 if wide else 2
+        capability=90,
+        block_q=64,
+        block_kv=64 if wide else 128,
+        stages=2,
+        block_backward=64,
+        stages_backward=1 if wide else 2,
     )
     if wide:
         return [first]
@@ -61,6 +89,7 @@ def forward(
     *,
     mask: Mask,
     chunk: int,
+    capability: int,
     block_q: int,
     block_kv: int,
     stages: int,
@@ -68,25 +97,23 @@ def forward(
     stages_backward: int,
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
     """See `Passes`."""
-    from tokamax._src.ops.attention import pallas_mosaic_gpu_kernel_sm90 as sm90  # lazy: 2 s
-
     del chunk, block_backward, stages_backward
+    H = q_BLNH.shape[-1]
     kernel = functools.partial(
-        sm90.flash_attention_kernel,
+        _forward_kernel(capability, block_q, block_kv, stages),
         is_causal=mask.causal,
         logits_soft_cap=None,
-        logits_scale=q_BLNH.shape[-1] ** -0.5,
+        logits_scale=H**-0.5,
         out_dtype=q_BLNH.dtype,
         normalize_output=True,
         return_residuals=True,
         use_stable_softmax=True,
         rescale_threshold=1.0,
-        # A persistent kernel would query the live device for its number of cores.
-        config=sm90.Config(block_q=block_q, block_kv=block_kv, num_stages=stages, persistent=False),
     )
     each: Any = jax.vmap(lambda q, k, v, first, end: kernel(q, k, v, None, None, first, end))
-    y_BLNH, (top_BNL, total_BNL) = each(q_BLNH, k_BMKH, v_BMKH, *_ranges(segment_BL, segment_BM, mask))
-    return y_BLNH, top_BNL + jnp.log(total_BNL)
+    arrays = pad_heads(_padded(capability, H), q_BLNH, k_BMKH, v_BMKH)
+    y_BLNH, (top_BNL, total_BNL) = each(*arrays, *_ranges(segment_BL, segment_BM, mask))
+    return cut_heads(H, y_BLNH)[0], top_BNL + jnp.log(total_BNL)
 
 
 def backward(
@@ -101,6 +128,7 @@ def backward(
     *,
     mask: Mask,
     chunk: int,
+    capability: int,
     block_q: int,
     block_kv: int,
     stages: int,
@@ -108,38 +136,73 @@ def backward(
     stages_backward: int,
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
     """See `Passes`."""
-    from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_kernel_sm90 as sm90  # lazy: 2 s
-
     del chunk, block_q, block_kv, stages
-    block = block_backward
-    config = sm90.Config(
-        block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block, num_stages=stages_backward
+    H = q_BLNH.shape[-1]
+    kernel = functools.partial(
+        _backward_kernel(capability, block_backward, stages_backward),
+        logits_scale=H**-0.5,
+        logits_soft_cap=None,
+        is_causal=mask.causal,
+        ds_dtype=None,
     )
 
     def one(*arrays: Array) -> tuple[Array, Array, Array]:
-        q, k, v, lse, y, dy, first, end = arrays
+        q, k, v, y, dy, lse, first, end = arrays
         # With the log-partition in place of the largest score, the exponentials sum to 1.
-        return sm90.flash_attention_vjp_kernel(
-            q, k, v, (lse, jnp.ones_like(lse)), y, dy, None, None, first, end,
-            logits_scale=q.shape[-1] ** -0.5,
-            logits_soft_cap=None,
-            is_causal=mask.causal,
-            ds_dtype=None,
-            config=config,
-        )[:3]  # fmt: skip
+        return kernel(q, k, v, (lse, jnp.ones_like(lse)), y, dy, None, None, first, end)[:3]
 
-    ranges = _ranges(segment_BL, segment_BM, mask)
-    return jax.vmap(one)(q_BLNH, k_BMKH, v_BMKH, lse_BNL, y_BLNH, dy_BLNH, *ranges)
+    arrays = pad_heads(_padded(capability, H), q_BLNH, k_BMKH, v_BMKH, y_BLNH, dy_BLNH)
+    dq, dk, dv = jax.vmap(one)(*arrays, lse_BNL, *_ranges(segment_BL, segment_BM, mask))
+    dq, dk, dv = cut_heads(H, dq, dk, dv)
+    return dq, dk, dv
 
 
 PASSES = Passes(forward, backward)
 
 
+def _forward_kernel(capability: int, block_q: int, block_kv: int, stages: int) -> Any:
+    """tokamax's forward kernel with its configuration; a persistent one would query the live device for its cores."""
+    if capability == 100:
+        from tokamax._src.ops.attention import pallas_mosaic_gpu_kernel_sm100 as sm100  # lazy: 2 s
+
+        config: Any = sm100.Config(
+            block_q=block_q, block_kv=block_kv, num_stages=stages, collective=False, persistent=False
+        )
+        return functools.partial(sm100.flash_attention_kernel, config=config)
+    from tokamax._src.ops.attention import pallas_mosaic_gpu_kernel_sm90 as sm90  # lazy: 2 s
+
+    config = sm90.Config(block_q=block_q, block_kv=block_kv, num_stages=stages, persistent=False)
+    return functools.partial(sm90.flash_attention_kernel, config=config)
+
+
+def _backward_kernel(capability: int, block: int, stages: int) -> Any:
+    """tokamax's backward kernels with their configuration."""
+    if capability == 100:
+        from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_kernel_sm100 as sm100  # lazy: 2 s
+
+        config: Any = sm100.Config(
+            block_q_dkv=block, block_kv_dkv=128, block_q_dq=128, block_kv_dq=block, num_stages=stages
+        )
+        return functools.partial(sm100.flash_attention_vjp_kernel, config=config)
+    from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_kernel_sm90 as sm90  # lazy: 2 s
+
+    config = sm90.Config(block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block, num_stages=stages)
+    return functools.partial(sm90.flash_attention_vjp_kernel, config=config)
+
+
 def _ranges(segment_BL: Array, segment_BM: Array, mask: Mask) -> tuple[Int[Array, "B 1 L"], Int[Array, "B 1 L"]]:
     """First key of each query's segment and window, and the one after the segment's last; equal if it has no key."""
+    L = segment_BL.shape[1]
+    if mask.causal:  # queries and keys are the same positions, so a segment's keys are the run around its query
+        position_1L = jnp.arange(L, dtype=jnp.int32)[None]
+        same_BL = segment_BL[:, 1:] == segment_BL[:, :-1]
+        starts_BL = jnp.pad(~same_BL, ((0, 0), (1, 0)), constant_values=True)
+        first_BL = jax.lax.cummax(jnp.where(starts_BL, position_1L, 0), axis=1)
+        ends_BL = jnp.pad(~same_BL, ((0, 0), (0, 1)), constant_values=True)
+        end_BL = jax.lax.cummin(jnp.where(ends_BL, position_1L + 1, L), axis=1, reverse=True)
+        if mask.window is not None:
+            first_BL = jnp.maximum(first_BL, position_1L - mask.window + 1)
+        return first_BL[:, None], end_BL[:, None]
     same_BLM = segment_BL[:, :, None] == segment_BM[:, None, :]
     first_BL = jnp.argmax(same_BLM, axis=2).astype(jnp.int32)
-    end_BL = first_BL + jnp.sum(same_BLM, axis=2, dtype=jnp.int32)
-    if mask.window is not None:
-        first_BL = jnp.maximum(first_BL, jnp.arange(segment_BL.shape[1], dtype=jnp.int32)[None] - mask.window + 1)
-    return first_BL[:, None], end_BL[:, None]
+    return first_BL[:, None], (first_BL + jnp.sum(same_BLM, axis=2, dtype=jnp.int32))[:, None]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jtrain_kernels import registry
+from jtrain_kernels import cost, registry
 
 
 def embedding_lookup(table_VD: Float[Array, "V D"], token_BL: Int[Array, "B L"]) -> Float[Array, "B L D"]:
@@ -36,7 +36,7 @@ _lookup.defvjp(_forward, _backward)
 
 EMBEDDING_LOOKUP = registry.Op(
     "embedding_lookup",
-    (registry.Implementation("xla", _lookup),),
+    (registry.Implementation("xla", _lookup, cost_s=cost.embedding_lookup_s),),
     cases={
         "llama8b": {
             "table_VD": jax.ShapeDtypeStruct((128256, 4096), jnp.bfloat16),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jtrain_kernels import registry
+from jtrain_kernels import cost, registry
 from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.errors import UserError
 from jtrain_kernels.grouped_matmul import blocked, tokamax
@@ -96,17 +96,10 @@ def _plain_configs(device: DeviceSpec, avals: registry.Avals) -> list[dict[str, 
 
 
 def _plain_cost(device: DeviceSpec, avals: registry.Avals) -> float | None:
-    """Seconds on a GPU, where blocks run one after another and may not fill all multiprocessors; None elsewhere."""
-    x, kernel = avals["x"], avals["kernel"]
-    assert isinstance(x, jax.ShapeDtypeStruct)
-    assert isinstance(kernel, jax.ShapeDtypeStruct)
-    if device.platform != "gpu" or device.peak_bf16_flops is None or device.num_cores is None:
-        return None
-    rows, columns, groups = _GPU_BLOCK_ROWS, kernel.shape[2], kernel.shape[0]
-    tiles = max(1, rows // 128 * columns // 128)
-    busy = min(1.0, tiles / device.num_cores)
-    one_s = 2 * rows * kernel.shape[1] * columns / (0.66 * device.peak_bf16_flops * busy) + _STEP_S
-    return (x.shape[0] // rows + groups) * one_s
+    """Seconds: on a GPU of blocks that run one after another, on a TPU of one `ragged_dot`."""
+    if device.platform == "tpu":
+        return cost.grouped_matmul_s(device, avals)
+    return cost.grouped_matmul_s(device, avals, block_rows=_GPU_BLOCK_ROWS, step_s=_STEP_S)
 
 
 _GPU_BLOCK_ROWS = 1024
@@ -121,7 +114,7 @@ GROUPED_MATMUL = registry.Op(
     "grouped_matmul",
     (
         registry.Implementation(
-            "tokamax", tokamax.matmul, supports=tokamax.supports, cost_s=tokamax.cost_s, configs=tokamax.configs
+            "tokamax", tokamax.matmul, supports=tokamax.supports, cost_s=cost.grouped_matmul_s, configs=tokamax.configs
         ),
         registry.Implementation("xla", _plain, cost_s=_plain_cost, configs=_plain_configs),
     ),

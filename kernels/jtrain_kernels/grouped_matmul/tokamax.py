@@ -44,16 +44,6 @@ def configs(device: DeviceSpec, avals: Avals) -> Sequence[dict[str, int]]:
     return [first, *(first | more for more in (dict(block_m=128), dict(block_n=128), dict(block_m=128, block_n=128)))]
 
 
-def cost_s(device: DeviceSpec, avals: Avals) -> float | None:
-    """Seconds at two thirds of peak FLOP/s, with all rows in groups."""
-    x, kernel = avals["x"], avals["kernel"]
-    assert isinstance(x, jax.ShapeDtypeStruct)
-    assert isinstance(kernel, jax.ShapeDtypeStruct)
-    if device.peak_bf16_flops is None:
-        return None
-    return 2 * x.shape[0] * kernel.shape[1] * kernel.shape[2] / (0.66 * device.peak_bf16_flops)
-
-
 def matmul(
     x: Float[Array, "T I"],
     kernel: Float[Array, "X I O"],

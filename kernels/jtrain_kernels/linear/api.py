@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jtrain_kernels import registry
+from jtrain_kernels import cost, registry
 from jtrain_kernels.errors import UserError
 from jtrain_kernels.linear.cpu import kernel_gradient_cpu
 from jtrain_kernels.linear.reference import contract
@@ -61,7 +61,7 @@ _matmul.defvjp(_forward, _backward)
 
 LINEAR = registry.Op(
     "linear",
-    (registry.Implementation("xla", _xla),),
+    (registry.Implementation("xla", _xla, cost_s=cost.linear_s),),
     cases={
         "llama8b": {
             "x": jax.ShapeDtypeStruct((1, 8192, 4096), jnp.bfloat16),

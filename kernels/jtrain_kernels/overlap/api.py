@@ -15,7 +15,7 @@ from jtrain_kernels.fp8.api import Fp8Kernel, linear_fp8
 from jtrain_kernels.fp8.formats import unsupported
 from jtrain_kernels.linear.api import linear
 from jtrain_kernels.overlap import fp8
-from jtrain_kernels.overlap.cost import Work, overlapped_s, plain_s
+from jtrain_kernels.overlap.cost import Work, fused_s, overlapped_s, plain_s
 from jtrain_kernels.overlap.mosaic_gpu import op as mosaic_op
 from jtrain_kernels.overlap.schedule import OpName
 from jtrain_kernels.overlap.swizzle import SWIZZLES, Swizzle
@@ -271,8 +271,15 @@ def _op(
     return Op(
         op,
         (
-            mosaic_op.IMPLEMENTATIONS[op],
-            Implementation("pallas_tpu", tpu, _tpu_supports(op), configs=_configs(op)),
+            mosaic_op.implementation(op, _work),
+            Implementation(
+                "pallas_tpu",
+                tpu,
+                _tpu_supports(op),
+                lambda device, avals: fused_s(device, _work(op, avals)),
+                _configs(op),
+                only_measured="no TPUs have run the kernel yet",
+            ),
             Implementation("permute", permute, _supports(op), _permute_s(op), _configs(op)),
             Implementation("xla", plain, cost_s=_plain_s(op)),
         ),

@@ -64,6 +64,18 @@ def overlapped_s(device: DeviceSpec, work: Work, swizzle: Swizzle, parts: int) -
     return max(matmul_s, wire_s) + launches_s + min(matmul_s, wire_s) / pieces
 
 
+def fused_s(device: DeviceSpec, work: Work, *, sending_cores: int = 0) -> float:
+    """Seconds of a kernel that sends from within: one launch, and the first or last rank's piece has no overlap.
+
+    Args:
+      sending_cores: cores that send and do not multiply.
+    """
+    cores = device.num_cores or 1
+    wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / _link(device, work.ranks)
+    matmul_s = _matmul_s(device, work) * cores / max(1, cores - sending_cores)
+    return max(matmul_s, wire_s) + min(matmul_s, wire_s) / work.ranks + _PIECE_S[device.platform]
+
+
 def _matmul_s(device: DeviceSpec, work: Work) -> float:
     in_8_bits = device.peak_fp8_flops if work.in_8_bits else None
     peak = in_8_bits or device.peak_bf16_flops or _NOMINAL_FLOPS

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jtrain_kernels import registry
+from jtrain_kernels import cost, registry
 from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.rms_norm import pallas_tpu, triton
 
@@ -107,10 +107,11 @@ def _gradients(
 def _implementations(*, residual: bool) -> tuple[registry.Implementation, ...]:
     """Implementations of the op with or without a residual stream; all use XLA's forward pass.
 
-    None of them predicts a cost: the kernels have not been measured on hardware yet, and XLA cannot fuse across a
-    kernel. A kernel runs only where it is forced or was measured to be faster.
+    The kernels move fewer bytes, but XLA cannot fuse across a kernel, and the cost model does not see what it fuses.
     """
     call = branch_by if residual else norm_by
+    unproven = "no hardware has run the kernel yet, and XLA cannot fuse across it"
+    one_pass = partial(cost.rms_norm_s, residual=residual, one_pass=True)
 
     def supports(refusal: Callable[..., str | None]) -> Callable[[DeviceSpec, registry.Avals], str | None]:
         return lambda device, avals: refusal(device, avals["x"], residual=residual)
@@ -120,14 +121,22 @@ def _implementations(*, residual: bool) -> tuple[registry.Implementation, ...]:
             "pallas_tpu",
             lambda x, scale_C, eps: call(x, scale_C, eps, pallas_tpu.OnePassTPU()),
             supports=supports(pallas_tpu.refusal),
+            cost_s=one_pass,
+            only_measured=unproven,
         ),
         registry.Implementation(
             "triton",
             lambda x, scale_C, eps, **config: call(x, scale_C, eps, triton.OnePassTriton(**config)),
             supports=supports(triton.refusal),
+            cost_s=one_pass,
             configs=triton.configs,
+            only_measured=unproven,
         ),
-        registry.Implementation("xla", lambda x, scale_C, eps: call(x, scale_C, eps, _gradients)),
+        registry.Implementation(
+            "xla",
+            lambda x, scale_C, eps: call(x, scale_C, eps, _gradients),
+            cost_s=partial(cost.rms_norm_s, residual=residual, one_pass=False),
+        ),
     )
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jtrain_kernels import registry
+from jtrain_kernels import cost, registry
 from jtrain_kernels.rope import pallas_tpu
 
 
@@ -54,9 +54,16 @@ _ANGLES = jax.ShapeDtypeStruct((1, 8192, 64), jnp.float32)
 ROPE = registry.Op(
     "rope",
     (
-        # No cost is predicted for a kernel that no hardware has run: it runs only if it is forced or was measured.
-        registry.Implementation("pallas_tpu", partial(rope_by, rotation=pallas_tpu.rotated), pallas_tpu.refusal),
-        registry.Implementation("xla", partial(rope_by, rotation=_rotated)),
+        registry.Implementation(
+            "pallas_tpu",
+            partial(rope_by, rotation=pallas_tpu.rotated),
+            pallas_tpu.refusal,
+            partial(cost.rope_s, one_pass=True),
+            only_measured="no hardware has run the kernel yet, and XLA cannot fuse across it",
+        ),
+        registry.Implementation(
+            "xla", partial(rope_by, rotation=_rotated), cost_s=partial(cost.rope_s, one_pass=False)
+        ),
     ),
     cases={
         "llama8b": {

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jtrain_kernels import registry
+from jtrain_kernels import cost, registry
 
 
 def swiglu(gate: Float[Array, "*dims"], up: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
@@ -35,6 +35,8 @@ _xla.defvjp(_forward, _backward)
 
 _LLAMA8B = jax.ShapeDtypeStruct((1, 8192, 14336), jnp.bfloat16)
 SWIGLU = registry.Op(
-    "swiglu", (registry.Implementation("xla", _xla),), cases={"llama8b": {"gate": _LLAMA8B, "up": _LLAMA8B}}
+    "swiglu",
+    (registry.Implementation("xla", _xla, cost_s=cost.swiglu_s),),
+    cases={"llama8b": {"gate": _LLAMA8B, "up": _LLAMA8B}},
 )
 OPS = (SWIGLU,)

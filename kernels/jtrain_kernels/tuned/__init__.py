@@ -54,6 +54,48 @@ def key(op: str, avals: Mapping[str, Any]) -> tuple[str, str, str]:
     return op, bucket(avals), dtype(avals)
 
 
+NEAR = 4
+"""Largest factor between a dimension and that of a measured shape whose result is used for it."""
+
+
+def nearest(entries: Mapping[tuple[str, str, str], Entry], op: str, avals: Mapping[str, Any]) -> Entry | None:
+    """Entry measured for these arguments, else for the nearest shape; None if none is near.
+
+    Dtypes and static arguments must be equal. The distance is the sum over dimensions of |log2| of their ratio.
+    """
+    if (exact := entries.get(key(op, avals))) is not None:
+        return exact
+    found = [
+        (distance, entry.bucket, entry)
+        for entry in entries.values()
+        if entry.op == op and entry.dtype == dtype(avals) and (distance := _distance(entry.bucket, avals)) is not None
+    ]
+    return min(found, key=lambda one: one[:2])[2] if found else None
+
+
+def _distance(measured: str, avals: Mapping[str, Any]) -> float | None:
+    """Distance from a bucket to that of the arguments; None if other than sizes differ, or one by more than `NEAR`."""
+    ours, theirs = (dict(part.split("=", 1) for part in text.split(" ")) for text in (bucket(avals), measured))
+    if ours.keys() != theirs.keys():
+        return None
+    total = 0.0
+    for name, text in ours.items():
+        if not hasattr(avals[name], "shape"):
+            if text != theirs[name]:
+                return None
+            continue
+        sizes, others = text.split("x"), theirs[name].split("x")
+        if text == theirs[name]:
+            continue
+        if len(sizes) != len(others) or not all(size.isdigit() and int(size) for size in (*sizes, *others)):
+            return None
+        ratios = [abs(math.log2(int(size) / int(other))) for size, other in zip(sizes, others, strict=True)]
+        if max(ratios) > math.log2(NEAR):
+            return None
+        total += sum(ratios)
+    return total
+
+
 @functools.cache
 def load(device: str) -> Mapping[tuple[str, str, str], Entry]:
     """Entries committed for a device."""

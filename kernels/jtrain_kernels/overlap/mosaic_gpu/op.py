@@ -7,8 +7,7 @@ Pallas is imported when a kernel is traced, because it is slow to import.
 | all_gather_matmul | matmul_reduce_scatter of dy and the transposed kernel | x is gathered again by XLA meanwhile |
 | matmul_reduce_scatter | all_gather_matmul of dy and the transposed kernel | from dy as that kernel gathered it |
 
-The cost is unknown until it is measured on several GPUs, so the cost model never chooses these kernels: force them, or
-tune.
+No GPUs have run these kernels yet, so a predicted cost never chooses them: force them, or tune.
 """
 
 import functools
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jtrain_kernels.device import DeviceSpec
+from jtrain_kernels.overlap.cost import Work, fused_s
 from jtrain_kernels.overlap.mosaic_gpu.tables import (
     GpuProgram,
     OverlapConfig,
@@ -169,10 +169,17 @@ def _supports(op: OpName) -> Callable[[DeviceSpec, Avals], str | None]:
     return supports
 
 
-IMPLEMENTATIONS: dict[OpName, Implementation] = {
-    "all_gather_matmul": Implementation("mosaic_gpu", _gather, _supports("all_gather_matmul"), configs=_configs),
-    "matmul_reduce_scatter": Implementation(
-        "mosaic_gpu", _scatter, _supports("matmul_reduce_scatter"), configs=_configs
-    ),
-}
-"""Implementation of each op, for `overlap/api.py`."""
+def implementation(op: OpName, work: Callable[[OpName, Avals], Work]) -> Implementation:
+    """Implementation of an op, for `overlap/api.py`, which counts its work."""
+
+    def cost_s(device: DeviceSpec, avals: Avals) -> float | None:
+        return fused_s(device, work(op, avals), sending_cores=_configs(device, avals)[0]["sending_blocks"])
+
+    return Implementation(
+        "mosaic_gpu",
+        _gather if op == "all_gather_matmul" else _scatter,
+        _supports(op),
+        cost_s,
+        _configs,
+        only_measured="no GPUs have run the kernel yet",
+    )

@@ -1,0 +1,54 @@
+"""Ops that a config's train step calls, with their arguments: what tuning has to measure for it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jtrain.dims import Batch
+from jtrain.errors import UserError
+from jtrain.mesh import make_mesh
+from jtrain.plan.from_run import make_optimizer, plan_job
+from jtrain.step.state import abstract_state
+from jtrain.step.train_step import BATCH_SPEC, make_train_step
+from jtrain_kernels import registry, tuned
+from jtrain_kernels.compat import lowering_for
+from jtrain_kernels.compile_only.targets import TARGETS, TPUS, topology_devices
+from jtrain_kernels.device import DeviceSpec, live
+
+
+def devices_like(spec: DeviceSpec, count: int) -> list[jax.Device]:
+    """`count` devices of one kind to trace for: those that are here if they are enough, else compile-only ones.
+
+    Raises:
+      UserError: neither exist.
+    """
+    here = jax.devices()
+    if live(here[0]).name == spec.name and len(here) >= count:
+        return here[:count]
+    topologies = TPUS.get(spec.name, (f"{spec.name}:{count}",) if spec.name in TARGETS else ())
+    for topology in topologies:
+        if len(found := topology_devices(topology)) >= count:
+            return found[:count]
+    raise UserError(
+        f"the mesh has {count} devices, but {len(here)} x {live(here[0]).name} are here, and there is no compiler for "
+        f"{count} x {spec.name}. Set the mesh to the devices that are here, such as --set mesh.data={len(here)}, or "
+        f"name another device: {', '.join((*TARGETS, *TPUS))}."
+    )
+
+
+def kernel_calls(run: Any, devices: list[jax.Device]) -> tuple[tuple[registry.Op, registry.Avals], ...]:
+    """Ops and arguments for which the train step asks the registry, each key of `tuned` once, in order of first use.
+
+    Args:
+      run: a built `Run`, without open settings.
+      devices: one for each place of the mesh, live or compile-only; nothing is computed or allocated on them.
+    """
+    job, optimizer = plan_job(run), make_optimizer(run)
+    mesh = make_mesh(job.layout.mesh, devices)
+    ids = jax.ShapeDtypeStruct((job.global_batch, job.seq_len), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+    step: Any = make_train_step(job.model, optimizer, job.layout, mesh)
+    with registry.recording() as found, lowering_for(mesh, live(devices[0])):
+        step.trace(abstract_state(job.layout, optimizer, mesh), Batch(ids, ids, ids, ids))
+    return tuple({tuned.key(op.name, avals): (op, avals) for op, avals in found}.values())

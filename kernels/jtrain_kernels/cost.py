@@ -1,0 +1,215 @@
+"""Cost model of the ops: predicted seconds of each implementation, from the device table alone.
+
+A part of an op takes the longer of its FLOPs at the chip's matmul rate and its bytes at the memory's bandwidth, and
+each kernel takes a launch. A cost is that of the op and its gradients, the work that a train step has. Costs only rank
+implementations: what was measured on the device (`tuned`) is always preferred.
+
+Every fraction of a peak below says whether it was measured, where and by whom; all others are assumptions.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+
+from jtrain_kernels.device import DeviceSpec
+from jtrain_kernels.registry import Avals
+
+MATMUL, MEMORY = 0.65, 0.8
+"""Fractions of the published FLOP/s and bytes/s that XLA's matmuls and passes over memory reach: those that the
+planner's `Assumptions` have."""
+
+LAUNCH_S = {"gpu": 4e-6, "tpu": 1e-6, "cpu": 0.0}
+"""Seconds of a launch by platform, an assumption: on a GPU a kernel launch, on a TPU the start of a fusion."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Work of a part of an op; parts run one after the other.
+
+    flops: of matmuls; moved: bytes that must be read and written; kernels: kernels that are launched.
+    matmul: fraction of the peak that the matmuls reach.
+    """
+
+    flops: int | float = 0.0
+    moved: int | float = 0.0
+    kernels: int = 1
+    matmul: float = MATMUL
+
+
+def matmul_rate(device: DeviceSpec, dtype: str) -> float | None:
+    """Peak dense FLOP/s with operands of `dtype`; None if it is unknown.
+
+    16-bit formats share one peak. float32 is half of it on GPUs (TF32) and a sixth on TPUs (six products of bfloat16
+    parts): good enough to rank implementations, and not published, so `DeviceSpec.peak_flops` does not return it.
+    """
+    if dtype.startswith("float8"):
+        return device.peak_fp8_flops
+    if device.peak_bf16_flops is None:
+        return None
+    return device.peak_bf16_flops / ((2 if device.platform == "gpu" else 6) if dtype == "float32" else 1)
+
+
+def seconds(device: DeviceSpec, dtype: str, *parts: Work) -> float | None:
+    """Predicted seconds of the parts together; None if the device has no published peaks."""
+    rate = matmul_rate(device, dtype)
+    if rate is None or device.hbm_bytes_per_s is None:
+        return None
+    memory = device.hbm_bytes_per_s * MEMORY
+    return sum(
+        max(part.flops / (rate * part.matmul), part.moved / memory) + part.kernels * LAUNCH_S[device.platform]
+        for part in parts
+    )
+
+
+def array(avals: Avals, name: str) -> jax.ShapeDtypeStruct:
+    """Shape of the argument `name`, which is an array."""
+    found = avals[name]
+    assert isinstance(found, jax.ShapeDtypeStruct)
+    return found
+
+
+def size_bytes(x: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array."""
+    return x.size * x.dtype.itemsize
+
+
+# Attention
+
+SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 16, 26
+"""Bytes of memory traffic per attention score in plain XLA. Forward: float32 scores are written, read by the maximum
+and by the exponential, which writes bf16 for the matmul to read; backward: the same for scores and gradient."""
+
+BACKWARD_FLOPS = 2.5
+"""FLOPs of attention's backward pass by those of its forward pass: five matmuls for two."""
+
+ATTENTION: Mapping[str, Mapping[int, tuple[float, float]]] = {
+    "tokamax": {64: (0.42, 0.29), 128: (0.62, 0.44), 256: (0.59, 0.14)},
+    "cudnn": {64: (0.47, 0.37), 128: (0.63, 0.48), 256: (0.60, 0.45)},
+    "splash": {64: (0.30, 0.25), 128: (0.50, 0.40), 256: (0.55, 0.45)},
+}
+"""Implementation -> head size -> fractions of the peak, forward and backward, of causal attention at 8192 positions.
+
+tokamax: medians that its wheel ships, measured on an H100 by its authors at 413 and 286, 620 and 438, 580 and 143
+TFLOP/s. cuDNN: the same source forward, 468, 629 and 601 TFLOP/s; backward 470 TFLOP/s with heads of 128
+(Dao-AILab/flash-attention, pull request 1893), in proportion for the others. splash: assumptions. None of them was
+measured by this project, and the figures of an H100 stand for every NVIDIA GPU.
+"""
+
+
+def visible(avals: Avals) -> float:
+    """Fraction of the L * M scores that the causal mask and the window leave; documents are not known here."""
+    (L, M), window = (array(avals, name).shape[1] for name in ("q_BLNH", "k_BMKH")), avals["window"]
+    if not avals["causal"]:
+        return 1.0
+    if not isinstance(window, int):
+        return 0.5 * (L + 1) / L
+    return (window * L - window * (window - 1) / 2) / (L * M)
+
+
+def attention_s(device: DeviceSpec, avals: Avals, name: str) -> float | None:
+    """Seconds of a fused kernel, which reads and writes each array once in each pass.
+
+    cuDNN has a mask in addition: [B, 1, L, M] in the queries' dtype, written in both passes and read by every head.
+    """
+    q, k = array(avals, "q_BLNH"), array(avals, "k_BMKH")
+    (B, L, N, H), M = q.shape, k.shape[1]
+    scores = B * N * L * M * visible(avals)
+    fractions = ATTENTION[name]
+    nearest = min(fractions, key=lambda head: (head < H, abs(head - H)))
+    forward, backward = fractions[nearest]
+    H = H if name == "cudnn" else max(H, nearest)  # the others pad heads with zeros
+    arrays, lse = 2 * size_bytes(q) + 2 * size_bytes(k), 4 * B * N * L
+    parts = [
+        Work(4 * scores * H, arrays + lse, matmul=forward),
+        Work(4 * scores * H * BACKWARD_FLOPS, 2 * arrays + lse, kernels=2, matmul=backward),
+    ]
+    if name == "cudnn":
+        mask = B * L * M + scores
+        parts += [Work(moved=mask * q.dtype.itemsize)] * 2
+    return seconds(device, str(q.dtype), *parts)
+
+
+def plain_attention_s(device: DeviceSpec, avals: Avals) -> float | None:
+    """Seconds of attention in plain XLA, whose scores go through memory: seven matmuls over chunks of queries."""
+    q, k, chunk = array(avals, "q_BLNH"), array(avals, "k_BMKH"), avals["chunk"]
+    assert isinstance(chunk, int)
+    (B, L, N, H), M = q.shape, k.shape[1]
+    scores = B * N * L * M * min(1.0, visible(avals) + chunk / (2 * M))
+    chunks = max(1, math.ceil(L / chunk))
+    matmuls = Work(4 * scores * H * (1 + BACKWARD_FLOPS), kernels=7 * chunks)
+    passes = Work(moved=scores * (SCORE_BYTES_FORWARD + SCORE_BYTES_BACKWARD), kernels=6 * chunks)
+    return seconds(device, str(q.dtype), matmuls, passes)
+
+
+# Elementwise ops: each pass reads or writes the large array once.
+
+
+def rms_norm_s(device: DeviceSpec, avals: Avals, *, residual: bool, one_pass: bool) -> float | None:
+    """Seconds of a norm; XLA's backward pass is three kernels with 6 passes (7 with a residual), a fused one 3 (4).
+
+    The counts of passes are those of the programs compiled for an H200 and a v5p.
+    """
+    x = array(avals, "x")
+    backward = (3 if one_pass else 6) + residual
+    parts = Work(moved=2 * size_bytes(x)), Work(moved=backward * size_bytes(x), kernels=2 if one_pass else 3)
+    return seconds(device, str(x.dtype), *parts)
+
+
+def rope_s(device: DeviceSpec, avals: Avals, *, one_pass: bool) -> float | None:
+    """Seconds of both rotations; XLA:TPU moves x eight times for each (compiled for a v5p), others twice."""
+    x, cos = array(avals, "x_BLNH"), array(avals, "cos_BLR")
+    passes = 2 if one_pass or device.platform != "tpu" else 8
+    return seconds(device, str(x.dtype), *[Work(moved=passes * size_bytes(x) + 2 * size_bytes(cos))] * 2)
+
+
+def swiglu_s(device: DeviceSpec, avals: Avals) -> float | None:
+    """Seconds of three passes over memory forward and five backward."""
+    gate = array(avals, "gate")
+    return seconds(device, str(gate.dtype), Work(moved=3 * size_bytes(gate)), Work(moved=5 * size_bytes(gate)))
+
+
+def embedding_lookup_s(device: DeviceSpec, avals: Avals) -> float | None:
+    """Seconds to gather the rows, and to add their gradients up in a float32 table that is zeroed and cast."""
+    table, token = array(avals, "table_VD"), array(avals, "token_BL")
+    rows = token.size * table.shape[1]
+    backward = rows * (table.dtype.itemsize + 8) + table.size * (4 + 4 + table.dtype.itemsize)
+    forward = Work(moved=2 * rows * table.dtype.itemsize)
+    return seconds(device, str(table.dtype), forward, Work(moved=backward, kernels=3))
+
+
+# Matmuls
+
+
+def linear_s(device: DeviceSpec, avals: Avals) -> float | None:
+    """Seconds of the product and of both gradients."""
+    x, kernel, num_in = array(avals, "x"), array(avals, "kernel"), avals["num_in"]
+    assert isinstance(num_in, int)
+    rows = math.prod(x.shape[: x.ndim - num_in])
+    y = rows * math.prod(kernel.shape[num_in:])
+    one = Work(2 * rows * kernel.size, size_bytes(x) + size_bytes(kernel) + y * x.dtype.itemsize)
+    return seconds(device, str(x.dtype), one, one, one)
+
+
+def grouped_matmul_s(
+    device: DeviceSpec, avals: Avals, *, block_rows: int | None = None, step_s: float = 0.0
+) -> float | None:
+    """Seconds of the product and of both gradients, with all rows in groups.
+
+    Args:
+      block_rows: rows of a block where blocks run one after the other, each perhaps on some of the cores; None for one
+        kernel over all rows.
+      step_s: further seconds of each block.
+    """
+    x, kernel = array(avals, "x"), array(avals, "kernel")
+    (groups, depth, columns), rows = kernel.shape, x.shape[0]
+    itemsize = x.dtype.itemsize
+    moved = (rows * (depth + columns) + kernel.size) * itemsize
+    if block_rows is None:
+        return seconds(device, str(x.dtype), *[Work(2 * rows * depth * columns, moved)] * 3)
+    blocks = rows // block_rows + groups
+    busy = min(1.0, max(1, block_rows // 128 * columns // 128) / (device.num_cores or 1))
+    one = Work(2 * block_rows * blocks * depth * columns, moved, kernels=0, matmul=MATMUL * busy)
+    found = seconds(device, str(x.dtype), one, one, one)
+    return None if found is None else found + 3 * blocks * step_s
