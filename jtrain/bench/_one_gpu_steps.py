@@ -55,11 +55,13 @@ def _attention(shape: str, implementation: str) -> Step:
     return Step(f"attention-{shape}-{implementation}", options, limit_s, needs)
 
 
-def _tuned(op: str, case: str = "llama8b") -> Step:
+def _tuned(op: str, *shapes: str) -> Step:
+    """Tuning of an op at shapes: `--case NAME` of its own, or `--config NAME` for those of a config's step."""
     end = ("--out", f"{OUT}/tuned")
     small = ("kernels", "--tune", "--op", "rms_norm", "--case", "tiny", *end)
-    options = ("kernels", "--tune", "--op", op, "--case", case, *end)
-    return Step(f"tune-{op}", options, 120, (), small, _KERNELS.get(op, ()))
+    options = ("kernels", "--tune", "--op", op, *shapes, *end)
+    needs = FIDDLE if "--config" in shapes else ()
+    return Step(f"tune-{shapes[1]}-{op}", options, 120, needs, small, _KERNELS.get(op, ()))
 
 
 def _timed(op: str, case: str) -> Step:
@@ -94,6 +96,9 @@ def _elementwise(op: str) -> Step:
 IMPLEMENTATIONS = ("cudnn", "tokamax", "xla")
 """Implementations of attention on NVIDIA GPUs."""
 
+TUNED = ("attention", "rms_norm", "rms_norm_branch")
+"""Ops of the configs' steps that have more than one configuration on an NVIDIA GPU."""
+
 SMALL_WINDOW = (
     "data.seq_len=256", "data.global_batch=2", "layout.microbatches=1", "model.num_layers=2", "model.d_model=64",
     "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=16", "model.d_ff=128", "model.vocab_size=256",
@@ -127,7 +132,9 @@ STEPS = (
     Step("machine", ("machine",), 60),
     Step("tiny-step", TINY_STEP, 90, FIDDLE, TINY_STEP),
     *(_attention(shape, one) for shape in ("llama8b", "llama1b") for one in IMPLEMENTATIONS),
-    *(_tuned(op) for op in ("attention", "linear_cross_entropy", "rms_norm", "rms_norm_branch", "rope", "swiglu")),
+    *(_tuned(op, "--config", "llama1b") for op in TUNED),
+    *(_tuned(op, "--config", "llama8b", "--with", "single_device") for op in TUNED),
+    _tuned("linear_cross_entropy", "--case", "llama8b"),
     _llama1b("llama1b"),
     *(_llama1b_forced(one) for one in IMPLEMENTATIONS),
     Step("loss", ("loss",), 90),

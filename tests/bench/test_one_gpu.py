@@ -21,7 +21,14 @@ from jtrain.bench._one_gpu_steps import STEPS, Step
 
 FAILS = Step("fails", ("no_such_benchmark",), 60)
 ROOT = Path(__file__).parents[2]
-CHEAP = ("machine", "attention-llama1b-xla", "loss", "elementwise-rope", "random-against-zeros", "tune-rope")
+CHEAP = (
+    "machine",
+    "attention-llama1b-xla",
+    "loss",
+    "elementwise-rope",
+    "random-against-zeros",
+    "tune-llama1b-rms_norm",
+)
 
 
 def options(out: Path, **more: Any) -> argparse.Namespace:

@@ -4,6 +4,7 @@ is left for the first contact.
 Not compiled: casts to the host's memory that `jax.device_put` makes outside of a program, and the initial state.
 """
 
+import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jtrain.bench import attention, elementwise, fp8_speed, gpu_clocks, gpu_matmul, h200, loss, offload
+from jtrain.bench import attention, elementwise, fp8_speed, gpu_clocks, gpu_matmul, h200, kernels, loss, offload
 from jtrain.bench._one_gpu_steps import STEPS, Step
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
@@ -166,18 +167,24 @@ def test_fused_kernels(op: Any, chip: str) -> None:
 @pytest.mark.parametrize("step", steps_of("kernels"), ids=lambda step: step.name)
 def test_ops_that_are_tuned_or_timed(step: Step, chip: str) -> None:
     """Every implementation that the chip runs, in each configuration that tuning would time."""
-    op, (case,) = registry.find(option(step, "--op")[0]), option(step, "--case")
-    avals = op.cases[case]
-    for implementation in registry.implementations(op):
-        if implementation.name not in supported(op, chip, avals) or aot.missing_library(implementation.name):
-            continue
-        tunes = "--tune" in step.options
-        configs = list(implementation.configs(from_name(chip), avals))
-        for config in configs if tunes else configs[:1]:
-            fixed = registry.Implementation("xla", functools.partial(implementation.call, **config))
-            function = aot.op_function(registry.Op(op.name, (fixed,)), avals, gradients=True)
-            arrays = {name: one for name, one in avals.items() if isinstance(one, jax.ShapeDtypeStruct)}
-            compiles(chip, function, arrays)
+    op, tunes = registry.find(option(step, "--op")[0]), "--tune" in step.options
+    shapes = [op.cases[case] for case in option(step, "--case")]
+    if option(step, "--config"):
+        parser = argparse.ArgumentParser()
+        kernels.add_arguments(parser)
+        asked = parser.parse_args(step.arguments("folder", rehearse=False)[1:])
+        shapes = [case.avals for case in kernels.config_cases(asked, from_name(chip), op)]
+    assert shapes
+    for avals in shapes:
+        for implementation in registry.implementations(op):
+            if implementation.name not in supported(op, chip, avals) or aot.missing_library(implementation.name):
+                continue
+            configs = list(implementation.configs(from_name(chip), avals))
+            for config in configs if tunes else configs[:1]:
+                fixed = registry.Implementation("xla", functools.partial(implementation.call, **config))
+                function = aot.op_function(registry.Op(op.name, (fixed,)), avals, gradients=True)
+                arrays = {name: one for name, one in avals.items() if isinstance(one, jax.ShapeDtypeStruct)}
+                compiles(chip, function, arrays)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
