@@ -8,6 +8,9 @@ FIDDLE = ("fiddle", "libcst")
 NO_TENSORBOARD = ("--set", "metrics.tensorboard=False")
 """Spares a run the package tensorboardX."""
 
+TOKAMAX = ("tokamax", "einshape", "fire", "immutabledict", "pydantic", "qwix", "xprof")
+"""tokamax and what it imports beside JAX's own packages."""
+
 OUT = "{out}"
 """Stands for the folder of --out in a step's options."""
 
@@ -40,8 +43,8 @@ class Step:
 
 
 _KERNELS = {
-    "attention": ("tokamax",),
-    "grouped_matmul": ("tokamax",),
+    "attention": TOKAMAX,
+    "grouped_matmul": TOKAMAX,
     "rms_norm": ("jax_triton",),
     "rms_norm_branch": ("jax_triton",),
 }
@@ -50,7 +53,7 @@ _KERNELS = {
 
 def _attention(shape: str, implementation: str) -> Step:
     options = ("attention", "--shape", shape, "--only", implementation)
-    needs = ("tokamax",) if implementation == "tokamax" else ()
+    needs = TOKAMAX if implementation == "tokamax" else ()
     limit_s = 120 if implementation == "xla" else 90  # plain JAX: one program part per chunk of 512 tokens
     return Step(f"attention-{shape}-{implementation}", options, limit_s, needs)
 
@@ -81,7 +84,7 @@ def _llama1b_forced(implementation: str) -> Step:
         ("h200", "--only", "llama1b", "--steps", "3", "--set", f"kernels=(('attention','{one}'),)")
         for one in (implementation, "xla")
     )
-    needs = ("tokamax",) if implementation == "tokamax" else ()
+    needs = TOKAMAX if implementation == "tokamax" else ()
     return Step(f"llama1b-{implementation}", real, 120, (*FIDDLE, *needs), (*small, "--rehearse"))
 
 
