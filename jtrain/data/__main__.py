@@ -324,7 +324,7 @@ def execute(args: argparse.Namespace) -> int:
 
     from jtrain.data.dataset import open_dataset
 
-    dataset = open_dataset(run.data, seed=run.seed)
+    dataset = open_dataset(run.data, seed=run.seed, say=lambda line: print(line, file=sys.stderr, flush=True))
     return {"inspect": inspect, "plan": plan, "bench": bench}[args.verb](args, run, dataset)
 
 

@@ -1,27 +1,32 @@
 """Numbered, endless stream of the chunks of one source, which planner and loaders share."""
 
+import copy
 import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64, Integer
 
-from jtrain.data.chunk_cut import ChunkCut, estimated_chunk_bytes
-from jtrain.data.chunk_order import ChunkOrder, Chunks, PreparedChunks, SizedChunks, WholeRecords, WindowedChunks
+from jtrain.data.chunk_order import ChunkOrder, Chunks
 from jtrain.data.growing_order import GrowingChunks, WindowAnchor
 from jtrain.data.loss_mask import NO_RUNS, ChunkPart, encode_parts, split_chunk
 from jtrain.data.pretokenized.reader import PreparedIndex
+from jtrain.data.source_order import estimated_chunk_bytes, make_order
+from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.formats.long_lines import TextPart
+from jtrain.data.sources.generations import Generation
+from jtrain.data.sources.opening import Opening
 from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, shuffled_parts
 from jtrain.data.sources.source import FileKeys, Source, identity_of, split_positions
 from jtrain.data.tokenizer import TextChunk, make_tokenizer
+from jtrain.data.windowed_order import WindowedChunks
 from jtrain.errors import UserError
 
 _HELD_OUT_AT_A_TIME = 1 << 16
@@ -40,7 +45,8 @@ class SourceSetup:
     chunk_tokens: most tokens of a chunk, `data.seq_len`.
     chunk_bytes: most bytes of a chunk of a text that is tokenised during the run; None: found when it is opened.
     window_bytes: argument of `WindowedChunks` and `GrowingChunks`.
-    eager_bytes: argument of `Corpus`.
+    eager_bytes, num_files: arguments of `Corpus`.
+    generations: files that the run began with and those that joined it later; none: all files from the start.
     decoded_cache_bytes: decoded Parquet text that a process keeps, over all its sources.
     prepared: folder that `python -m jtrain.data prepare` wrote; None to read and tokenise documents during the run.
     """
@@ -61,6 +67,8 @@ class SourceSetup:
     prepared: str | None
     map_ids: bool = False
     """True if the ids of the prepared index are mapped, not read: `ChunkStream.read` then returns their places."""
+    num_files: int | None = None
+    generations: tuple[Generation, ...] = ()
     fingerprint: str | None = None
     """Fingerprint that the trainer found; a process that finds another one refuses the source. None: not known yet."""
     grouped: bool = False
@@ -99,29 +107,32 @@ class ChunkStream:
       corpus: the documents as text; None for a prepared source, which needs them no more.
       prepared: the prepared index, if there is one.
       chunk_bytes: most bytes of a chunk of text.
+      opening: told of files as they are opened, now and later.
 
     Raises:
       UserError: the source, its tokenizer or its prepared index cannot be opened.
     """
 
-    def __init__(self, setup: SourceSetup) -> None:
+    def __init__(self, setup: SourceSetup, opening: Opening | None = None) -> None:
         self.setup = setup
+        self.opening = opening or Opening()
+        with self.opening:
+            self._open()
+
+    def _open(self) -> None:
+        setup = self.setup
         self.tokenizer = make_tokenizer(setup.tokenizer, end_token=setup.end_token)
         self.corpus: Corpus | None = None
         self.prepared: PreparedIndex | None = None
-        self._growing: GrowingChunks | None = None
         self._has_marks = False
         self.chunk_bytes = setup.chunk_tokens
-        seed = order_seed(setup.seed, setup.name)
-        self.order: ChunkOrder
         if setup.prepared is not None:
-            self.prepared = PreparedIndex(f"{setup.prepared.rstrip('/')}/{setup.name}", Path(setup.cache_dir))
+            index = self.prepared = PreparedIndex(f"{setup.prepared.rstrip('/')}/{setup.name}", Path(setup.cache_dir))
             fields = {name: getattr(setup.source, name) for name in ("format", "text_field", "text_piece_bytes")}
-            self.prepared.check(on_bad_record=setup.on_bad_record, tokenizer=self.tokenizer.identity, **fields)
-            self.prepared.check_mask(setup.source.mask)
-            self.names, self._file_ends = self.prepared.names, self.prepared.file_ends
-            self.size_bytes = self.prepared.num_tokens * self.prepared.dtype.itemsize
-            self.order = PreparedChunks(self.prepared, chunk_tokens=setup.chunk_tokens, seed=seed)
+            index.check(on_bad_record=setup.on_bad_record, tokenizer=self.tokenizer.identity, **fields)
+            index.check_mask(setup.source.mask)
+            self.names, self._file_ends = index.names, index.file_ends
+            self.size_bytes = index.num_tokens * index.dtype.itemsize
         else:
             corpus = self.corpus = Corpus(
                 setup.source,
@@ -129,24 +140,42 @@ class ChunkStream:
                 cache_dir=Path(setup.cache_dir),
                 decoded_cache_bytes=setup.decoded_cache_bytes,
                 eager_bytes=setup.eager_bytes,
+                num_files=setup.num_files,
+                opening=self.opening,
             )
             (self.names, self._file_ends), self.size_bytes = corpus.identities, corpus.size_bytes
             self.chunk_bytes = setup.chunk_bytes or estimated_chunk_bytes(corpus, self.tokenizer, setup.chunk_tokens)
-            cut = {"chunk_bytes": self.chunk_bytes, "extra_bytes": self._border_tokens, "seed": seed}
-            if setup.source.format == "grain":
-                self.order = WholeRecords(len(corpus), seed=seed)
-            elif not corpus.is_open:
-                self.order = self._growing = GrowingChunks(corpus, window_bytes=setup.window_bytes, **cut)
-            elif corpus.sizes_need_reading:
-                self.order = WindowedChunks(corpus, window_bytes=setup.window_bytes, **cut)
-            else:
-                self.order = SizedChunks(corpus, **cut)
+        self.order = self._new_order()
         self._file_keys = FileKeys(self.names)
         if setup.fingerprint is not None and (found := self.fingerprint()) != setup.fingerprint:
             raise UserError(
                 f"its files changed since the run opened them (fingerprint {setup.fingerprint} then, {found} "
-                "now): files were added, removed or rewritten, or this host sees others. Restore them and run again."
+                "now): some were removed or rewritten, new ones sort before them, or this host sees others. Restore "
+                "them and run again."
             )
+
+    def _new_order(self) -> ChunkOrder:
+        setup = self.setup
+        cut = {"chunk_tokens": setup.chunk_tokens, "chunk_bytes": self.chunk_bytes, "extra_bytes": self._border_tokens}
+        seed = order_seed(setup.seed, setup.name)
+        documents = self.corpus if self.prepared is None else self.prepared
+        return make_order(documents, self.generations, seed=seed, window_bytes=setup.window_bytes, **cut)
+
+    def resumed(self, setup: SourceSetup) -> "ChunkStream":
+        """Returns the same open source in the order of another setup, by its cuts and generations."""
+        stream = copy.copy(self)
+        stream.setup, stream.chunk_bytes = setup, setup.chunk_bytes or self.chunk_bytes
+        stream.order = stream._new_order()
+        return stream
+
+    @property
+    def generations(self) -> tuple[Generation, ...]:
+        """Generations of the files: the one with all of them, if the setup names none."""
+        return self.setup.generations or (Generation(0, 0, 0, 0 if self.corpus is None else len(self.corpus.names)),)
+
+    @property
+    def _growing(self) -> GrowingChunks | None:
+        return self.order if isinstance(self.order, GrowingChunks) else None
 
     @functools.cached_property
     def _border_tokens(self) -> int:
@@ -179,7 +208,7 @@ class ChunkStream:
 
     def locate(self, numbers: Int[np.ndarray, " n"]) -> Chunks:
         """Returns the contents of the slots `numbers`, of any epochs."""
-        epochs, places = np.divmod(numbers, max(self.order.slots, 1))
+        epochs, places = self.order.numbers.split(numbers)
         found = Chunks(*(np.zeros(len(numbers), np.int64) for _ in range(3)))
         for epoch in sorted(set(epochs.tolist())):  # np.unique would import numpy.ma: 0.1 s and 3 MB in each loader
             here = epochs == epoch
@@ -262,16 +291,22 @@ class ChunkStream:
         return identity_of(self.names, self._file_ends, record)
 
     def held_out_records(self) -> Iterator[Int64[np.ndarray, " n"]]:
-        """Yields the held-out records in an order that is the same for every run, some at a time."""
+        """Yields the held-out records in an order that is the same for every run, some at a time.
+
+        They are those of the files with which the run began, so that evaluations stay comparable when files join it.
+        """
         key = epoch_key(order_seed(0, f"held out/{self.setup.name}"), 0)
-        for records in self.records_at_random(key):
+        for records in self.records_at_random(key, files=None if self.corpus is None else self.generations[0].files):
             yield records[self.held_out(records)]
 
-    def records_at_random(self, key: np.uint64) -> Iterator[Int64[np.ndarray, " n"]]:
-        """Yields all records in the random order that `key` selects, some at a time; opens files as they come."""
-        if (total := self.num_documents) is None:
+    def records_at_random(self, key: np.uint64, *, files: int | None = None) -> Iterator[Int64[np.ndarray, " n"]]:
+        """Yields all records, or those of so many `files`, in the random order of `key`; opens files as they come."""
+        total = self.num_documents
+        if self.corpus is not None and total is not None and files is not None:
+            total = self.corpus.records_before(files)
+        if total is None:
             assert self.corpus is not None
-            for file in shuffled_parts(len(self.names), key).tolist():
+            for file in shuffled_parts(files or len(self.names), key).tolist():
                 count = self.corpus.count(file)
                 yield file * GAP + permuted(np.arange(count), np.int64(max(count, 1)), key)
             return
@@ -302,15 +337,19 @@ class ChunkStream:
         """Reads and tokenises chunks, held out or not, in the given order; for evaluation."""
         return dataclasses.replace(self._read(chunks, None), skipped=())
 
-    def fingerprint(self) -> str:
-        """Returns a hash that changes whenever a number could stand for other tokens."""
+    def fingerprint(self, files: Sequence[int] | None = None) -> str:
+        """Returns a hash that changes whenever a number could stand for other tokens.
+
+        Args:
+          files: the numbers of the files that count; None: all.
+        """
         setup = self.setup
         parts = [self.tokenizer.identity, setup.eval_fraction, setup.chunk_tokens]
         if self.prepared is not None:
             parts += ["prepared", self.prepared.made_of, self.prepared.num_records, self.prepared.num_tokens]
         else:
             assert self.corpus is not None
-            parts += [self.corpus.fingerprint(), setup.source.text_field, setup.source.text_piece_bytes]
+            parts += [self.corpus.fingerprint(files), setup.source.text_field, setup.source.text_piece_bytes]
         if setup.source.mask is not None:
             parts.append(str(setup.source.mask))
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()

@@ -2,12 +2,13 @@
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.chunk_order import Chunks, WindowedChunks
+from jtrain.data.chunk_order import Chunks
 from jtrain.data.chunk_stream import ChunkStream, SourceSetup
 from jtrain.data.constructor.constructor import ConstructorSetup, DataState
 from jtrain.data.constructor.context_order import context_order
@@ -19,8 +20,11 @@ from jtrain.data.iterator import BatchIterator, to_json
 from jtrain.data.mixture.schedule import own_weights
 from jtrain.data.planner.planner import Planner, PlannerSpec
 from jtrain.data.ray.engine import RayPlane, trainers
+from jtrain.data.saved_sources import Resumed, resumed, running_setup, saved_source, ways_out
+from jtrain.data.sources.opening import opening_of
 from jtrain.data.sources.shuffle import epoch_key
 from jtrain.data.spec import PackedText
+from jtrain.data.windowed_order import WindowedChunks
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
 
@@ -36,16 +40,19 @@ _MOST_LINES = 12
 """Number of sources that the plan lists one by one."""
 
 
-def open_dataset(spec: PackedText, *, seed: int) -> "TextDataset":
+def open_dataset(spec: PackedText, *, seed: int, say: Callable[[str], None] | None = None) -> "TextDataset":
     """Opens every source, and checks that both sides of the split fill at least one row.
 
     Reads only as much text as that check needs, except that JSON lines files are searched for line ends (1 GB/s) and
     compressed or remote files are first copied into `data.cache_dir`.
 
+    Args:
+      say: called, in threads, with a line for the log from time to time while opening a source takes long.
+
     Raises:
       UserError: there is nothing or not enough to read; the message names field and numbers.
     """
-    return TextDataset(spec, seed=seed)
+    return TextDataset(spec, seed=seed, say=say)
 
 
 class TextDataset:
@@ -56,19 +63,20 @@ class TextDataset:
     Attributes:
       names: names of the sources.
       tokenizer: the default tokenizer, for its ids and vocabulary.
+      say: argument of `open_dataset`.
     """
 
-    def __init__(self, spec: PackedText, *, seed: int) -> None:
+    def __init__(self, spec: PackedText, *, seed: int, say: Callable[[str], None] | None = None) -> None:
         self.spec = spec
+        self.say = say
         self.seed = seed
         setups = spec.setups(seed=seed)
         self.names = tuple(setup.name for setup in setups)
-        self.streams = [ChunkStream(setup) for setup in setups]
+        self.streams = [ChunkStream(setup, opening_of(setup.name, say)) for setup in setups]
         self.setups = tuple(
             dataclasses.replace(setup, chunk_bytes=stream.chunk_bytes, grouped=stream.is_grouped)
             for setup, stream in zip(setups, self.streams, strict=True)
         )
-        self.fingerprints = {name: stream.fingerprint() for name, stream in zip(self.names, self.streams, strict=True)}
         self.tokenizer = self.streams[0].tokenizer
         self._check_size("training")
         if spec.eval_fraction:
@@ -78,6 +86,10 @@ class TextDataset:
     def vocab_size(self) -> int:
         """Upper bound (exclusive) of the ids of all sources."""
         return max(stream.tokenizer.vocab_size for stream in self.streams)
+
+    def fingerprint(self) -> str:
+        """Returns a text that changes whenever the batches could."""
+        return " ".join(stream.fingerprint() for stream in self.streams)
 
     def describe(self) -> str:
         """Returns a line for each source, for the plan of a run."""
@@ -143,25 +155,21 @@ class TextDataset:
         Raises:
           UserError: the state was saved with another seed, source or tokenizer, so the batches would differ.
         """
-        setups = self.setups
+        joined: list[str] = []
         if start_state is not None:
-            if (why := self.misfit(start_state)) is not None:
-                raise UserError(why)
-            setups = self.spec.setups(seed=self.seed, cuts=start_state["cuts"])
-            setups = tuple(
-                dataclasses.replace(setup, chunk_bytes=setup.chunk_bytes or here.chunk_bytes, grouped=here.grouped)
-                for setup, here in zip(setups, self.setups, strict=True)
-            )
-        setups = tuple(dataclasses.replace(s, fingerprint=self.fingerprints[s.name]) for s in setups)
+            found = self._resumed(start_state)
+            if isinstance(found, str):
+                raise UserError(found)
+            self.streams[:] = [source.stream for source in found]
+            joined = [source.said for source in found if source.said]
+        setups = tuple(running_setup(stream) for stream in self.streams)
         planner = self._planner_spec(cost)
         changes: list[str] = []
         if start_state is not None:
             planner_state, changes = Planner(planner, _no_lengths).resume(start_state["planner"])
             counts = [start_state["skipped"].get(name, 0) for name in self.names]
-            anchors = (start_state["anchors"].get(name) for name in self.names)
-            state = DataState(
-                planner_state, np.asarray(counts, np.int64), tuple(a and WindowAnchor(*a) for a in anchors)
-            )
+            anchors = tuple(_anchor(start_state, name) for name in self.names)
+            state = DataState(planner_state, np.asarray(counts, np.int64), anchors)
         else:
             state = self._start_state(planner, first_step)
         work = ConstructorSetup(
@@ -196,11 +204,12 @@ class TextDataset:
                 preload=tuple(name for name in _PRELOAD if name in sys.modules),
                 peers=meet() if multihost.is_joined() and self.spec.prepared is None else None,
             )
-        return BatchIterator(plane, state, self._identity(setups), self.names, changes)
+        return BatchIterator(plane, state, self._identity(setups), self.names, joined + changes)
 
     def first_state(self) -> dict[str, Any]:
         """Returns the state before the first batch, without starting anything."""
-        return to_json(self._start_state(self._planner_spec((1.0, 0.0))), self._identity(self.setups), self.names)
+        setups = tuple(running_setup(stream) for stream in self.streams)
+        return to_json(self._start_state(self._planner_spec((1.0, 0.0))), self._identity(setups), self.names)
 
     def _start_state(self, planner: PlannerSpec, first_step: int = 0) -> DataState:
         state = dataclasses.replace(Planner(planner, _no_lengths).start(), step=first_step)
@@ -211,8 +220,10 @@ class TextDataset:
         return {
             "version": _STATE_VERSION,
             "seed": self.seed,
-            "sources": self.fingerprints,
-            "cuts": {setup.name: [setup.window_bytes, setup.chunk_bytes] for setup in setups},
+            "sources": {
+                setup.name: saved_source(setup, stream.names[-1])
+                for setup, stream in zip(setups, self.streams, strict=True)
+            },
         }
 
     def held_out(self) -> HeldOutSet:
@@ -240,6 +251,7 @@ class TextDataset:
             unit=spec.mixture_unit,
             schedule=self._schedule(),
             epochs=spec.epochs,
+            ends=None if (e := spec.epochs) is None else tuple(s.order.numbers.first_of(e) for s in self.streams),
             balance=spec.balance,
             cost_linear=cost[0],
             cost_quadratic=cost[1],
@@ -247,21 +259,35 @@ class TextDataset:
 
     def misfit(self, state: dict[str, Any]) -> str | None:
         """Returns why no stream can go on from a saved state, as a clause and the way out; None if one can."""
-        wanted = {"version": _STATE_VERSION, "seed": self.seed}
-        differing = [(key, state.get(key), here) for key, here in wanted.items() if state.get(key) != here]
-        here = self.fingerprints
-        saved = state.get("sources", {}) if isinstance(state.get("sources"), dict) else {}
-        differing += [(f"sources.{n}", saved[n], here[n]) for n in self.names if n in saved and saved[n] != here[n]]
-        for key, there, now in differing:
-            way = "Restore the files, the tokenizer, data.eval_fraction and seed"
-            if key == "version":
-                way = "Finish the run with the jtrain that began it"
-            return (
-                f"the data state was saved with {key}={there!r}, but here it is {now!r}: the next batches would "
-                f"differ from those of the uninterrupted run. {way}, start in a new --workdir, or add --allow-change "
-                "data: the weights go on, and the data begins anew."
+        found = self._resumed(state)
+        return found if isinstance(found, str) else None
+
+    def _resumed(self, state: dict[str, Any]) -> list[Resumed] | str:
+        """Returns the sources as they go on from a saved state, or why they cannot."""
+        for key, here in {"version": _STATE_VERSION, "seed": self.seed}.items():
+            if state.get(key) != here:
+                way = "Finish the run with the jtrain that began it" if key == "version" else "Restore the seed"
+                return (
+                    f"the data state was saved with {key}={state.get(key)!r}, but here it is {here!r}: {ways_out(way)}"
+                )
+        found = []
+        for name, stream in zip(self.names, self.streams, strict=True):
+            if (saved := state["sources"].get(name)) is None:
+                found.append(Resumed(stream, ""))
+                continue
+            planner = state["planner"]
+            source = resumed(
+                stream,
+                saved,
+                cursor=planner["sources"][name][0],
+                anchor=_anchor(state, name),
+                step=planner["step"],
+                epochs=self.spec.epochs,
             )
-        return None
+            if isinstance(source, str):
+                return source
+            found.append(source)
+        return found
 
     def _check_size(self, purpose: Literal["training", "evaluation"]) -> None:
         """Refuses a split that does not fill one row. Reads only as many documents as the check needs."""
@@ -286,6 +312,11 @@ class TextDataset:
             f"{tokens} tokens for {purpose}, and one row needs data.seq_len={spec.seq_len}. Add text, lower "
             f"data.seq_len, {way}"
         )
+
+
+def _anchor(state: dict[str, Any], name: str) -> WindowAnchor | None:
+    """Returns the anchor of a source in a saved state, if it has one."""
+    return WindowAnchor(*found) if (found := state["anchors"].get(name)) else None
 
 
 def _no_lengths(source: int, first: int, count: int) -> Int[np.ndarray, " count"]:

@@ -2,13 +2,15 @@
 
 import bisect
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Int64
 
-from jtrain.data.chunk_order import Chunks, OpenWindow, chunk_counts
+from jtrain.data.chunk_order import Chunks, chunk_counts
 from jtrain.data.sources.corpus import GAP, Corpus
+from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, members
 from jtrain.data.sources.shuffle import epoch_key, permuted, shuffled_parts, window_keys
 from jtrain.errors import UserError
 
@@ -27,6 +29,13 @@ class WindowAnchor(NamedTuple):
     first: int
 
 
+class _OpenWindow(NamedTuple):
+    """Records of a window, and the slot at which the chunks of each one end."""
+
+    records: Int64[np.ndarray, " records"]
+    ends: Int64[np.ndarray, " records"]
+
+
 def _first(anchor: WindowAnchor) -> int:
     return anchor.first
 
@@ -39,19 +48,33 @@ class GrowingChunks:
     it have is only known once they were opened, so numbers count on from an anchor: from the start of the run, or from
     where it was resumed.
 
+    When files join, they and those that no window has held so far are shuffled and cut into windows anew, which follow
+    the window that is being read.
+
     Numbers go on through the epochs: `locate` is called with epoch 0.
     """
 
     slots = ENDLESS_SLOTS
+    numbers = EpochNumbers((Generation(0, 0, 0, 0),), (ENDLESS_SLOTS,))
 
-    def __init__(self, corpus: Corpus, *, chunk_bytes: int, extra_bytes: int, seed: int, window_bytes: int) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        chunk_bytes: int,
+        extra_bytes: int,
+        seed: int,
+        generations: Sequence[Generation],
+        window_bytes: int,
+    ) -> None:
         self._corpus = corpus
         self._chunk, self._extra = chunk_bytes, extra_bytes
         self._seed = seed
+        self._generations = generations
         self._window_bytes = window_bytes
         self._anchors = [WindowAnchor(0, 0, 0)]
         self._windows_of = functools.lru_cache(maxsize=2)(self._cut_epoch)
-        self._opened: dict[WindowAnchor, OpenWindow] = {}
+        self._opened: dict[WindowAnchor, _OpenWindow] = {}
 
     def anchor(self, number: int) -> WindowAnchor:
         """Returns where the window of a chunk begins; opens the windows from the last one known to that one."""
@@ -77,6 +100,11 @@ class GrowingChunks:
         if anchor not in self._anchors:
             bisect.insort(self._anchors, anchor, key=_first)
 
+    def join(self, number: int, files: int) -> Generation:
+        """Returns the generation with which more files join the order before chunk `number`."""
+        anchor = self.anchor(number)
+        return Generation(anchor.epoch, 0, anchor.window + (number > anchor.first), files)
+
     def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
         assert epoch == 0, epoch
         found = Chunks(*(np.zeros(len(places), np.int64) for _ in range(3)))
@@ -96,18 +124,29 @@ class GrowingChunks:
         ends = self._window(anchor).ends
         return int(ends[-1]) if len(ends) else 0
 
-    def _cut_epoch(self, epoch: int) -> list[Int64[np.ndarray, " files"]]:
-        sizes = self._corpus.file_sizes()
-        files = shuffled_parts(len(sizes), epoch_key(self._seed, epoch))
-        start = np.cumsum(sizes[files]) - sizes[files]
-        window = np.maximum.accumulate(start // self._window_bytes)
+    def _cut_epoch(self, epoch: int) -> list[Int64[np.ndarray, " _"]]:
+        """Returns the files of each window of an epoch."""
+        base, joined = members(self._generations, epoch)
+        windows = self._cut(shuffled_parts(self._generations[base].files, epoch_key(self._seed, epoch)))
+        for generation in joined:
+            kept = self._generations[generation].window
+            new = np.arange(self._generations[generation - 1].files, self._generations[generation].files)
+            files = np.sort(np.concatenate([*windows[kept:], new]))
+            order = shuffled_parts(len(files), join_key(self._seed, generation, epoch))
+            windows = windows[:kept] + self._cut(files[order])
+        return windows
+
+    def _cut(self, files: Int64[np.ndarray, " files"]) -> list[Int64[np.ndarray, " _"]]:
+        """Returns files in this order as windows."""
+        sizes = self._corpus.file_sizes()[files]
+        window = (np.cumsum(sizes) - sizes) // self._window_bytes
         return [
             part
             for same in np.split(files, np.flatnonzero(np.diff(window)) + 1)
             for part in np.split(same, range(_MOST_FILES, len(same), _MOST_FILES))
         ]
 
-    def _window(self, anchor: WindowAnchor) -> OpenWindow:
+    def _window(self, anchor: WindowAnchor) -> _OpenWindow:
         if anchor not in self._opened:
             files = sorted(self._windows_of(anchor.epoch)[anchor.window].tolist())
             while len(self._opened) > 1:
@@ -120,7 +159,7 @@ class GrowingChunks:
                 records.append(np.arange(first, first + count))
                 sizes.append(self._corpus.sizes(first, first + count))
             counts = chunk_counts(np.concatenate(sizes) + self._extra, self._chunk)
-            self._opened[anchor] = OpenWindow(np.concatenate(records), np.cumsum(counts), 1)
+            self._opened[anchor] = _OpenWindow(np.concatenate(records), np.cumsum(counts))
         return self._opened[anchor]
 
     def _forget(self, anchor: WindowAnchor, *, keep: list[int]) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from jtrain.data.loss_mask import ignore_targets, runs_within
 from jtrain.data.mixture.schedule import Constant
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.planner.planner import EndOfData, Planner, PlannerSpec
+from jtrain.data.sources.opening import opening_of
 from jtrain.data.sources.shuffle import epoch_key, permuted
 from jtrain.data.sources.source import HELD_OUT_PREFIX, Source, field_of
 from jtrain.data.sources.storage import find_files
@@ -75,7 +76,7 @@ class HeldOutSet:
     """
 
     def __init__(self, streams: Sequence[ChunkStream], spec: PackedText) -> None:
-        self.streams = tuple(streams)
+        self.streams = streams
         self.spec = spec
 
     @property
@@ -201,13 +202,19 @@ class HeldOutSet:
         return total
 
 
-def open_sets(sets: Mapping[str, Source], spec: PackedText, setups: Sequence[SourceSetup]) -> dict[str, HeldOutSet]:
+def open_sets(
+    sets: Mapping[str, Source],
+    spec: PackedText,
+    setups: Sequence[SourceSetup],
+    say: Callable[[str], None] | None = None,
+) -> dict[str, HeldOutSet]:
     """Opens the held-out sets of `eval.sets`, all of whose documents are held out.
 
     Args:
       sets: sources by name.
       spec: the data that is trained on.
       setups: settings of its sources.
+      say: argument of `open_dataset`.
 
     Raises:
       UserError: a set has files of a training source, or no text; the message names field, file and way out.
@@ -228,7 +235,7 @@ def open_sets(sets: Mapping[str, Source], spec: PackedText, setups: Sequence[Sou
             prepared=None,
             fingerprint=None,
         )
-        found[name] = HeldOutSet([ChunkStream(setup)], spec)
+        found[name] = HeldOutSet([ChunkStream(setup, opening_of(field, say))], spec)
         _check_apart(source, field, setups)
         if not found[name].has_targets():
             learned = "" if source.mask is None else " of which the second is learned"

@@ -109,11 +109,13 @@ class PackedText:
         source = Source(path=self.path, text_field=self.text_field, text_piece_bytes=self.text_piece_bytes)
         return {ONE_SOURCE: source}
 
-    def setups(self, *, seed: int, cuts: dict[str, list[int]] | None = None) -> tuple[SourceSetup, ...]:
-        """Returns the settings with which a process opens each source.
+    @property
+    def path_fields(self) -> str:
+        """Setting that says where the data is, for messages."""
+        return f"the paths of the {len(self.sources)} data.sources" if self.path is None else f"data.path={self.path!r}"
 
-        cuts: window and chunk of each source of a saved run, in bytes, so that its order continues.
-        """
+    def setups(self, *, seed: int) -> tuple[SourceSetup, ...]:
+        """Returns the settings with which a process opens each source."""
         sources = self.named_sources
         share = self.shuffle_window_bytes // len(sources)
         return tuple(
@@ -126,8 +128,8 @@ class PackedText:
                 eval_fraction=self.eval_fraction,
                 on_bad_record=self.on_bad_record,
                 chunk_tokens=self.seq_len,
-                chunk_bytes=cuts[name][1] if cuts and name in cuts else None,
-                window_bytes=cuts[name][0] if cuts and name in cuts else share,
+                chunk_bytes=None,
+                window_bytes=share,
                 eager_bytes=self.shuffle_window_bytes if self.epochs is None else None,
                 decoded_cache_bytes=self.shuffle_window_bytes,
                 cache_dir=os.path.expanduser(self.cache_dir),

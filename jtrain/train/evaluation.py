@@ -34,7 +34,7 @@ class Evaluation:
         self._step = make_eval_step(run.model, layout, mesh)
         evaluates = run.eval.every_steps is not None
         self._split = dataset.held_out() if evaluates and run.data.eval_fraction else None
-        self._sets = open_sets(run.eval.sets, run.data, dataset.setups) if evaluates else {}
+        self._sets = open_sets(run.eval.sets, run.data, dataset.setups, dataset.say) if evaluates else {}
         for name, held_out in self._sets.items():
             check_vocabulary(run.model, held_out.vocab_size, field=f"eval.sets.{name}.tokenizer")
             if not same_everywhere(held_out.fingerprint()):

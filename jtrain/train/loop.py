@@ -90,7 +90,12 @@ def train(
         _check_fits(job, devices, available=available)
     mesh = make_mesh(run.mesh, devices)
     optimizer = make_optimizer(run)
-    dataset = open_dataset(run.data, seed=run.seed)
+    dataset = open_dataset(run.data, seed=run.seed, say=_print if jax.process_index() == 0 else None)
+    if not same_everywhere(dataset.fingerprint()):
+        raise UserError(
+            f"the processes of this run find different files at {run.data.path_fields}. Give every host the same "
+            "files; where files are still being added, start again when all hosts have them."
+        )
     check_vocabulary(run.model, dataset.vocab_size)
     evaluation = Evaluation(run, job.layout, mesh, dataset)
     place = place_tree(mesh, run.data.global_batch)
@@ -164,6 +169,10 @@ def _cost(run: Run) -> tuple[float, float]:
     """Relative FLOPs of a token: 1.0 for itself, and those that each earlier token of its document adds."""
     flops = flops_per_token(run.model, seq_len=run.data.seq_len)
     return 1.0, flops.attention_flops / run.data.seq_len / flops.matmul_flops
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
 
 
 def _check_fits(job: Job, devices: list[jax.Device], *, available: int) -> None:

@@ -253,6 +253,19 @@ def test_a_slow_source_slows_steps_until_it_is_scaled() -> None:
     assert data_scaling.grain_step_s(3, weight=0.3, slow_s=0.001) >= data_scaling.STEP_S
 
 
+def test_steps_of_remote_parquet_with_a_number_of_loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loader reads its share by ranges: nothing is copied whole."""
+    monkeypatch.setattr(data_scaling, "REQUEST_S", 0.001)
+    monkeypatch.setattr(data_scaling, "SHARDS", 2)
+    with data_scaling.remote_parquet(tmp_path) as spec:
+        step_s = data_scaling.fixed_steps(spec, 2, 2)
+        assert len(step_s) == 2
+        assert min(step_s) >= data_scaling.STEP_S
+        step_s, loaders = data_scaling.autoscaled_steps(spec, 2)
+        assert (len(step_s), loaders) == (2, 1)
+    assert not (tmp_path / "cache" / "files").exists()
+
+
 def test_text_end_to_end_small() -> None:
     """Two ranks that share rows: ours and the colocated baseline sleep as long for the same cost."""
     text = Text(context=2, ranks=2, seq_len=512, rows=2, linear_s=0.02, sources=2, documents=8)

@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jtrain.data.chunk_order import PreparedChunks, SizedChunks, WindowedChunks
+from jtrain.data.chunk_order import PreparedChunks, SizedChunks
 from jtrain.data.chunk_stream import ChunkStream, SourceSetup
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe
 from jtrain.data.sources.source import Source
+from jtrain.data.windowed_order import WindowedChunks
 from tests.data.writers import WRITERS
 
 CHUNK = 64

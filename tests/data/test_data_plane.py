@@ -331,7 +331,7 @@ def test_sources_may_come_and_go_where_parquet_is_shuffled_in_windows(folder: Pa
     with second.train_batches(state, inline=True) as batches:
         assert any("source c is new" in line for line in batches.said())
         digest(batches, 10)
-        assert batches.state()["cuts"]["a"] == state["cuts"]["a"]
+        assert batches.state()["sources"]["a"] == state["sources"]["a"]
 
 
 def test_a_constructor_that_keeps_dying_is_an_error_and_no_loop(folder: Path) -> None:

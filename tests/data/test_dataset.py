@@ -121,7 +121,7 @@ def test_the_state_of_another_run_is_refused(
         case "seed":
             seed = 1
         case "files":
-            (tmp_path / "b.txt").write_text("more")
+            (tmp_path / "a.jsonl").write_text('{"text": "less"}\n' * 60)
         case "tokenizer":
             other = spec(tmp_path, tokenizer=str(tokenizer_json))
         case "split":

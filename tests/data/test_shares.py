@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from jtrain.data import PackedText, Source, open_dataset
-from jtrain.data.chunk_order import WindowedChunks
 from jtrain.data.chunk_stream import ChunkStream, Read, SourceSetup
 from jtrain.data.constructor.known_lengths import KnownLengths
 from jtrain.data.loaders.forkserver import Forkserver
@@ -23,6 +22,7 @@ from jtrain.data.loaders.loader import RequestPart
 from jtrain.data.loaders.messages import ChunkRun, LoaderState
 from jtrain.data.loaders.pool import ProcessPool
 from jtrain.data.sources.formats.parquet import shared_cache
+from jtrain.data.windowed_order import WindowedChunks
 from tests.data.four_sources import digest
 from tests.data.writers import write_array_record, write_parquet
 
@@ -35,8 +35,9 @@ CACHES = iter(range(1 << 20, 1 << 30))
 
 def setup_of(path: Path, tmp_path: Path, **fields: Any) -> SourceSetup:
     spec = PackedText(path=str(path), seq_len=64, global_batch=2, eval_fraction=0.1, cache_dir=str(tmp_path / "cache"))
-    [setup] = spec.setups(seed=0, cuts={"data": [1 << 12, 64]})
-    return SourceSetup(**{**vars(setup), "decoded_cache_bytes": next(CACHES), **fields})
+    [setup] = spec.setups(seed=0)
+    cut = {"window_bytes": 1 << 12, "chunk_bytes": 64}
+    return SourceSetup(**{**vars(setup), **cut, "decoded_cache_bytes": next(CACHES), **fields})
 
 
 @pytest.fixture

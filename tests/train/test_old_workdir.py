@@ -60,7 +60,7 @@ def test_a_workdir_of_an_older_version_says_that_its_order_of_data_is_gone(tmp_p
     assert sorted(before) == [1, 2, 3, 4, 5, 6]
     refused = resumed(tmp_path / "old", "--set", "precision.compute_dtype=float32")
     assert refused.returncode == 2
-    assert "saved with version=2, but here it is 3" in refused.stderr
+    assert "saved with version=2, but here it is 4" in refused.stderr
     assert "add --allow-change data" in refused.stderr
     assert "Traceback" not in refused.stderr
     done = resumed(tmp_path / "old", "--set", "precision.compute_dtype=float32", "--allow-change", "data")

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.autoscaler.controller import Scaling
+from jtrain.data.autoscaler.placement import Placement
+from jtrain.data.autoscaler.policy import Autoscaler
 from jtrain.data.constructor.collate import ARRAYS
 from jtrain.data.constructor.constructor import Constructor, ConstructorSetup, DataState
 from jtrain.data.constructor.fetched_rows import FetchedRows
@@ -91,16 +92,25 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
 
     threading.Thread(target=beat, name="data-heartbeat", daemon=True).start()
     try:
-        scaling = Scaling(work.planner, work.chunk_bytes, max_loaders=setup.max_loaders)
-        placement, why = scaling.start(0 if setup.state is None else setup.state.planner.step)
+        planned, hosts = work.planner, 1 if setup.peers is None else len(setup.peers.addresses)
+        scaler = Autoscaler(
+            planned.names,
+            planned.schedule,
+            step_tokens=planned.global_batch * planned.seq_len // hosts,  # hosts divide the reading evenly
+            unit=planned.unit,
+            max_loaders=setup.max_loaders,
+        )
+        placement, why = scaler.start(0 if setup.state is None else setup.state.planner.step)
         loaders = ProcessPool(
             work.sources,
             door,
-            placement=placement,
+            placement=_named(placement),
             shadows=setup.shadows,
             read_timeout_s=setup.read_timeout_s,
             say=say,
-            observe=scaling.observe,
+            observe=lambda run: scaler.observe(
+                run.source, read_s=run.read_s, tokens=len(run.ids), documents=len(run.numbers)
+            ),
         )
         for line in why:
             say(line)
@@ -116,15 +126,12 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                 send(("batch", free.popleft(), state, built.stats))
                 steps += 1
                 if (seconds := time.monotonic() - looked_s) > SCALE_EVERY_S:
-                    new, lines = scaling.after_step(
-                        built.stats.step + work.lookahead_steps,
-                        step_s=seconds / steps,
-                        wait_s=starved_s / steps,
-                        loaders=pool.states(),
-                    )
+                    ahead = built.stats.step + work.lookahead_steps
+                    new, lines = scaler.update(ahead, steps=steps, seconds=seconds, wait_s=min(starved_s, seconds))
                     looked_s, steps, starved_s = time.monotonic(), 0, 0.0
-                    if new is not None:
-                        pool.place(new)
+                    if new != placement:
+                        placement = new
+                        pool.place(_named(new))
                     for line in lines:
                         say(line)
                 constructor.advance()
@@ -142,6 +149,10 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
             raise
         send(("failed", str(error)))
         connection.recv()  # waits for the trainer to close the connection
+
+
+def _named(placement: Placement) -> dict[str, tuple[int, ...]]:
+    return {f"loader-{number}": sources for number, sources in placement.items()}
 
 
 def _constructor(

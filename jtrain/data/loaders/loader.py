@@ -17,12 +17,14 @@ from jtrain.data.growing_order import WindowAnchor
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
 from jtrain.data.sources import retry
 from jtrain.data.sources.formats.parquet import shared_cache
+from jtrain.data.sources.opening import Opening
 from jtrain.runtime.resident_memory import resident_bytes
 
 IDLE, OPENING, READING = range(3)
 STATE, SOURCE, NUMBER, RECORD, SINCE_NS, DOCUMENTS, MEMORY_BYTES, DECODED = range(8)
+OPENED = slice(8, 12)
 """Words of the header of a loader's shared memory: what the loader is doing, since when (CLOCK_MONOTONIC), and how
-much it has done so far."""
+much it has done so far. `OPENED`: files and bytes of the source that it is opening, as in `sources.opening.Opened`."""
 
 IDENTITY_AT, IDENTITY_BYTES = 64, HEADER_BYTES - 64 * 8
 """First header word of the identity of the document being read, `file:number` as UTF-8 with a zero byte at the end."""
@@ -36,16 +38,21 @@ class LoaderSetup:
 
 
 class SourceLoader:
-    """The loader, which runs in a process of its own, in a Ray actor, or in the trainer."""
+    """The loader, which runs in a process of its own, in a Ray actor, or in the trainer.
 
-    def __init__(self, setups: tuple[SourceSetup, ...]) -> None:
+    Args:
+      opening: told of the files of each source as they are opened.
+    """
+
+    def __init__(self, setups: tuple[SourceSetup, ...], opening: Opening | None = None) -> None:
         self._setups = setups
+        self._opening = opening
         self._open: dict[int, ChunkStream] = {}
 
     def documents(self, source: int) -> ChunkStream:
         """Returns a source, opened if it is not open yet; raises what `ChunkStream` raises."""
         if source not in self._open:
-            self._open[source] = ChunkStream(self._setups[source])
+            self._open[source] = ChunkStream(self._setups[source], self._opening)
         return self._open[source]
 
     def close(self, source: int) -> None:
@@ -92,6 +99,20 @@ class RequestPart:
         return [dataclasses.replace(self, numbers=self.numbers[i : i + 1]) for i in range(len(self.numbers))]
 
 
+class _HeaderOpening(Opening):
+    """Opening that tells the pool in the header of the loader's shared memory."""
+
+    def __init__(self, header: Int[np.ndarray, " words"]) -> None:
+        super().__init__()
+        self._header = header
+
+    def begin(self) -> None:
+        self.changed()
+
+    def changed(self) -> None:
+        self._header[OPENED] = self.so_far
+
+
 def serve(connection: Connection, descriptors: list[int]) -> None:
     """Main loop of a loader process: answers requests until the connection closes.
 
@@ -104,7 +125,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     shared = SharedMemory(descriptors[0])
     header = shared.header
     identity = np.frombuffer(header, np.uint8)[IDENTITY_AT * 8 :]
-    loader = SourceLoader(setup.sources)
+    loader = SourceLoader(setup.sources, _HeaderOpening(header))
 
     def tell(line: str, wait_s: float) -> None:
         header[SINCE_NS] = time.monotonic_ns() + int(wait_s * 1e9)  # it does not hang: the time until then is free
@@ -114,7 +135,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
 
     def read(part: RequestPart) -> Read:
         header[[SOURCE, NUMBER, RECORD, SINCE_NS]] = part.source, -1, -1, time.monotonic_ns()
-        header[STATE] = OPENING
+        header[STATE], header[OPENED] = OPENING, 0
         documents = loader.documents(part.source)
 
         def watch(number: int, record: int) -> None:

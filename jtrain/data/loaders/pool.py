@@ -19,6 +19,7 @@ from jtrain.data.loaders.loader import (
     IDLE,
     MEMORY_BYTES,
     NUMBER,
+    OPENED,
     OPENING,
     READING,
     SINCE_NS,
@@ -30,6 +31,7 @@ from jtrain.data.loaders.loader import (
 )
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, runs_of_bytes, starts_of
 from jtrain.data.loaders.shared_memory import SharedMemory
+from jtrain.data.sources.opening import SAID_AFTER_S, SAID_EVERY_S, Opened
 from jtrain.data.sources.source import field_of
 
 IN_FLIGHT = 2
@@ -118,6 +120,10 @@ class _Loader:
         self.freed: list[int] = []  # places in `shared` that were given back; the loader has not been told yet
         self.busy_s = 0.0
         self.retiring = False
+        self.said: tuple[int, float] = (
+            0,
+            0.0,
+        )  # start of the opening that the log said last, in ns, and how long it had taken then
         child.connection.send(LoaderSetup(setups))
 
     def at(self) -> tuple[int, int, int, str, float]:
@@ -210,7 +216,9 @@ class ProcessPool:
                 self._lost(loader, "died")
                 continue
             else:
-                state, *_, seconds = loader.at()
+                state, source, *_, seconds = loader.at()
+                if loader.in_flight and state == OPENING:
+                    self._say_opening(loader, source, seconds)
                 limit_s = self._read_timeout_s * (OPENING_TIMES if state == OPENING else 1)
                 if loader.in_flight and state != IDLE and seconds > limit_s:
                     self._lost(loader, f"has not moved for {limit_s:g} s (data.read_timeout_s)")
@@ -334,6 +342,15 @@ class ProcessPool:
             run.tag = part.tag
             self._observe(run)
             runs.append(run)
+
+    def _say_opening(self, loader: _Loader, source: int, seconds: float) -> None:
+        """Says from time to time how far a loader is that takes long to open a source."""
+        begun_ns = int(loader.shared.header[SINCE_NS])
+        if seconds < (loader.said[1] + SAID_EVERY_S if begun_ns == loader.said[0] else SAID_AFTER_S):
+            return
+        loader.said = begun_ns, seconds
+        opened = Opened(*loader.shared.header[OPENED].tolist())
+        self._say(opened.line(f"{loader.name} is opening {field_of(self._setups[source].name)}", seconds))
 
     def _lost(self, loader: _Loader, why: str) -> None:
         """Replaces a lost loader by a standby and requeues its requests."""

@@ -37,6 +37,7 @@ class PlannerSpec:
     chunks_per_epoch: documents of each source, including held-out and skipped ones, whose length is 0.
     unit: the unit of the schedule's shares. With `rows`, a row holds one source only.
     epochs: how often each source is read; None: for ever.
+    ends: documents of each source over all `epochs`, which files that joined it have made longer; None: the product.
     balance: order rows so that contiguous parts cost about the same, for any number of ranks.
     cost_linear, cost_quadratic: cost of a piece of n tokens is linear * n + quadratic * n**2.
     """
@@ -49,6 +50,7 @@ class PlannerSpec:
     packing: Packing = "concat"
     unit: Unit = "tokens"
     epochs: int | None = None
+    ends: tuple[int, ...] | None = None
     balance: bool = True
     cost_linear: float = 1.0
     cost_quadratic: float = 0.0
@@ -177,6 +179,8 @@ class Planner:
     def __init__(self, spec: PlannerSpec, lengths: Lengths) -> None:
         self.spec = spec
         self._buffers = Buffers(spec.names, spec.chunks_per_epoch, spec.epochs, lengths)
+        if spec.ends is not None:
+            self._buffers.ends = np.asarray(spec.ends, np.int64)
 
     def start(self) -> PlannerState:
         """Returns the state before step 0."""

@@ -21,12 +21,19 @@ SMALL_TABLE_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 23
 
 
-def local_copy(file: StoredFile, *, compression: str | None, cache_dir: Path) -> StoredFile:
+def local_copy(
+    file: StoredFile,
+    *,
+    compression: str | None,
+    cache_dir: Path,
+    told: Callable[[int], None] = lambda size_bytes: None,
+) -> StoredFile:
     """Returns the file, copied to this machine and decompressed; one process makes the copy while others wait.
 
     Args:
       file: local or remote file; a local one without compression is returned as it is.
       compression: `gzip`, `zstd` or None.
+      told: called with the bytes of the file that were read so far.
       cache_dir: folder of the copies. A copy is used as long as location, size and version of the file stay the same.
 
     Raises:
@@ -36,7 +43,7 @@ def local_copy(file: StoredFile, *, compression: str | None, cache_dir: Path) ->
         return file
 
     def write(out: BinaryIO) -> None:
-        _copy(file, compression, out)
+        _copy(file, compression, out, told)
 
     suffix = file.name.rpartition("/")[2]
     path = cached(cache_dir / "files" / f"{file.key}-{suffix}", write, what=file.called)
@@ -44,7 +51,7 @@ def local_copy(file: StoredFile, *, compression: str | None, cache_dir: Path) ->
     return StoredFile(str(path), file.name, status.st_size, str(status.st_mtime_ns), file.called)
 
 
-def _copy(file: StoredFile, compression: str | None, out: BinaryIO) -> None:
+def _copy(file: StoredFile, compression: str | None, out: BinaryIO, told: Callable[[int], None]) -> None:
     import pyarrow as pa
 
     if file.is_remote:
@@ -74,6 +81,7 @@ def _copy(file: StoredFile, compression: str | None, out: BinaryIO) -> None:
                 break
             received += len(block)
             out.write(block)
+            told(raw.tell() if compression and not file.is_remote else received)
     if not compression and file.size_bytes not in (-1, received):
         raise Passing(f"{file.called}: {received:,} of {file.size_bytes:,} bytes arrived. Start again.")
 

@@ -10,19 +10,20 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.sources.data_files import data_files
-from jtrain.data.sources.file_parts import evenly_spread, part_bytes, part_name, parts_of
+from jtrain.data.sources.data_files import files_of
+from jtrain.data.sources.file_parts import evenly_spread, identities_of_parts, part_bytes, part_name, parts_of
 from jtrain.data.sources.formats import BadRecord, Records, open_file
-from jtrain.data.sources.formats.arrow import ArrowFile, saved_dataset_files
+from jtrain.data.sources.formats.arrow import ArrowFile
 from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.sources.formats.parquet import ParquetFile, shared_cache
 from jtrain.data.sources.formats.record import SKIP, LostFile
 from jtrain.data.sources.formats.suffix import format_of
 from jtrain.data.sources.formats.text import JsonLines
+from jtrain.data.sources.opening import Opening
 from jtrain.data.sources.read_records import read_or_why
 from jtrain.data.sources.retry import FileLost, NeverSkipped, retried
 from jtrain.data.sources.source import Source, field_of, identity_of
-from jtrain.data.sources.storage import StoredFile, search
+from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import UserError
 
 DECODED_CACHE_BYTES = 1 << 30
@@ -62,6 +63,8 @@ class Corpus:
     A corpus above `eager_bytes` is not opened: its files are when they are read, and since their numbers of records are
     not known, records are numbered with gaps; each file has `GAP` numbers.
 
+    With `num_files` only so many files are taken, the first by name: files may be added while a run reads the others.
+
     Attributes:
       source: the source as declared.
       name: name of the source.
@@ -84,11 +87,14 @@ class Corpus:
         cache_dir: Path,
         decoded_cache_bytes: int = DECODED_CACHE_BYTES,
         eager_bytes: int | None = None,
+        num_files: int | None = None,
+        opening: Opening | None = None,
     ) -> None:
         source.check(name)
         self.source = source
         self.name = name
         self.left_out = ""
+        self._opening = opening or Opening()
         field = field_of(name)
         if source.format == "grain":
             from jtrain.data.sources.formats.graindataset import GrainDataset
@@ -99,7 +105,7 @@ class Corpus:
             self._files = files
             self.is_open = True
         else:
-            files = self._find(field)
+            files, self.left_out = files_of(source, field=field)
             total = sum(max(file.size_bytes, 0) for file in files)
             kinds = {format_of(file.name, field=f"{field}.path")[0] for file in files}
             kinds = kinds if source.format == "auto" else {source.format}
@@ -107,6 +113,7 @@ class Corpus:
             self.is_open = not large or bool(kinds & _OPENED_WHOLE)
             if not self.is_open:
                 files = [part for file in files for part in parts_of(file, source.format)]
+            files = files[:num_files]
             self.names = [part_name(file) for file in files]
             self._sizes = [max(part_bytes(file), 0) for file in files]
             self._files = files
@@ -138,6 +145,13 @@ class Corpus:
     def open(self, numbers: Sequence[int]) -> None:
         """Opens files by number, several at a time; those that are open already cost nothing."""
         closed = [n for n in numbers if self._records[n] is None]
+        if not closed:
+            return
+        with self._opening:
+            self._opening.expect(len(closed), sum(self._sizes[n] for n in closed))
+            self._open_all(closed)
+
+    def _open_all(self, closed: list[int]) -> None:
         if len(closed) > 1 and (self._files[closed[0]].is_remote or not self.is_open):
             with concurrent.futures.ThreadPoolExecutor(min(_OPENERS, len(closed))) as pool:
                 opened = list(pool.map(self._open_one, closed))
@@ -157,13 +171,9 @@ class Corpus:
         """Returns the number of records in a file."""
         return len(self._at(number))
 
-    def first_records(self, most: int) -> list[int]:
-        """Returns the first records of the first file that has some."""
-        for number in range(len(self._records)):
-            if count := self.count(number):
-                first = int(self.file_ends[number - 1]) if number else 0
-                return list(range(first, first + min(count, most)))
-        return []
+    def records_before(self, file: int) -> int:
+        """Returns the number of records in the files before one; with gaps, of their numbers."""
+        return int(self.file_ends[file - 1]) if file else 0
 
     def file_sizes(self) -> Int[np.ndarray, " files"]:
         """Returns the bytes of each file as stored."""
@@ -172,33 +182,25 @@ class Corpus:
     def _open_one(self, number: int) -> Records:
         """Opens a file; where files are opened as they are read, one that is gone by then is a bad record."""
         file, check = self._files[number], number in self._checked
+        told = functools.partial(self._opening.read, number)
         try:
-            return retried(file.called, lambda: self._open(file, check_content=check))
+            records = retried(file.called, lambda: self._open(file, check_content=check, told=told))
         except FileLost as error:
             if self.is_open:
                 raise
             return LostFile(error)
+        self._opening.opened(number, self._sizes[number])
+        return records
 
     def _called(self, number: int) -> str:
         return self._files[number].called if self._files else self.source.path
 
     def _at(self, number: int) -> Records:
-        if (records := self._records[number]) is None:
-            records = self._records[number] = self._open_one(number)
+        if self._records[number] is None:
+            self.open([number])
+        records = self._records[number]
+        assert records is not None
         return records
-
-    def _find(self, field: str) -> list[StoredFile]:
-        """Returns the data files of the source, and sets `left_out`."""
-        source = self.source
-        found = search(source.path, field=f"{field}.path")
-        if source.format in ("auto", "arrow"):
-            saved = saved_dataset_files(found.files, field=f"{field}.path={source.path!r}")
-            if saved is not None:
-                return saved
-        if not found.is_folder:
-            return found.files
-        files, self.left_out = data_files(found.files, path=source.path, format=source.format, field=field)
-        return files
 
     def _check_first_records(self, field: str) -> None:
         """Refuses a source of which no file has a good record among its first: its format or text field is wrong.
@@ -238,6 +240,11 @@ class Corpus:
         starts = [r.group_starts[:-1] + first for r, first in zip(self._opened, firsts, strict=True)]
         return np.append(np.concatenate(starts), len(self))
 
+    @property
+    def first_groups(self) -> Int[np.ndarray, " files_and_end"]:
+        """First group of each file, then the number of groups."""
+        return np.cumsum([0, *(len(records.group_bytes) for records in self._opened)])
+
     @functools.cached_property
     def group_bytes(self) -> Int[np.ndarray, " groups"]:
         """Bytes decoded into memory to read any record of each group; 0 if records are read one by one."""
@@ -246,7 +253,16 @@ class Corpus:
     @property
     def sizes_need_reading(self) -> bool:
         """True if the sizes of some records are only known by reading them; for an open corpus."""
-        return any(records.sizes_need_reading for records in self._opened)
+        return self.first_of_unknown_sizes is not None
+
+    @property
+    def first_of_unknown_sizes(self) -> int | None:
+        """First file with such records; None if there is none."""
+        return next((n for n, records in enumerate(self._opened) if records.sizes_need_reading), None)
+
+    def stored_names(self, first: int, end: int) -> list[str]:
+        """Returns the names of the files to which files `first` to `end` - 1, or these parts, belong."""
+        return list(dict.fromkeys(file.name for file in self._files[first:end]))
 
     def file_bounds(self) -> list[tuple[int, int]]:
         """Returns the first record of each file, and the first one of the next file."""
@@ -352,17 +368,9 @@ class Corpus:
         They are the files' names, but each part of 32 MiB of a JSON lines file has one of its own, so that a record has
         the same identity whether the file was read as a whole before or not.
         """
-        if not self.is_open:
+        if not self.is_open or not self._files:
             return self.names, self.file_ends
-        names, ends = [], []
-        for number, (file, end) in enumerate(zip(self._files, self.file_ends.tolist(), strict=False)):
-            parts, records = parts_of(file, self.source.format), self._at(number)
-            names += [part_name(part) for part in parts]
-            if len(parts) > 1 and isinstance(records, JsonLines):
-                first = end - len(records)
-                ends += [first + records.lines_before(part.span[0]) for part in parts[1:] if part.span is not None]
-            ends.append(end)
-        return (names, np.asarray(ends, np.int64)) if self._files else (self.names, self.file_ends)
+        return identities_of_parts(self._files, self._opened, self.source.format)
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record, the number counted from 0 within the file or its part."""
@@ -376,12 +384,16 @@ class Corpus:
         file = int(np.searchsorted(self.file_ends, record, side="right"))
         return file, int(record - (self.file_ends[file - 1] if file else 0))
 
-    def fingerprint(self) -> str:
-        """Returns a hash of the files' names, sizes and numbers of records; folder and time stamps do not count."""
-        digest = hashlib.blake2b(digest_size=8)
-        for name, size, count in zip(self.names, self._sizes, self._counts.tolist(), strict=True):
-            digest.update(f"{name}\0{size}\0{count}\n".encode())
-        return digest.hexdigest()
+    def fingerprint(self, files: Sequence[int] | None = None) -> str:
+        """Returns a hash of the files' names, sizes and numbers of records; folder and time stamps do not count.
+
+        Args:
+          files: the numbers of the files that count; None: all.
+        """
+        each = list(zip(self.names, self._sizes, self._counts.tolist(), strict=True))
+        some = each if files is None else [each[n] for n in files]
+        told = "".join(f"{name}\0{size}\0{count}\n" for name, size, count in some)
+        return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
     def close(self) -> None:
         """Frees decoded row groups and closes readers; a later read opens them again."""

@@ -4,8 +4,10 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
+from jtrain.data.sources.formats.arrow import saved_dataset_files
 from jtrain.data.sources.formats.suffix import RECORD_FORMATS, split_suffix
-from jtrain.data.sources.storage import StoredFile
+from jtrain.data.sources.source import Source
+from jtrain.data.sources.storage import StoredFile, search
 from jtrain.errors import UserError
 
 _DOCUMENTATION = re.compile(
@@ -24,6 +26,25 @@ class Chosen(NamedTuple):
 
     files: list[StoredFile]
     left_out: str
+
+
+def files_of(source: Source, *, field: str) -> Chosen:
+    """Returns the files of a source: all that its path names, or the data files of a folder.
+
+    Args:
+      field: config path of the source, for messages.
+
+    Raises:
+      UserError, FileError: as in `data_files` and `storage.search`.
+    """
+    found = search(source.path, field=f"{field}.path")
+    if source.format in ("auto", "arrow"):
+        saved = saved_dataset_files(found.files, field=f"{field}.path={source.path!r}")
+        if saved is not None:
+            return Chosen(saved, "")
+    if not found.is_folder:
+        return Chosen(found.files, "")
+    return data_files(found.files, path=source.path, format=source.format, field=field)
 
 
 def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -> Chosen:

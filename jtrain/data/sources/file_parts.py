@@ -2,7 +2,12 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
+import numpy as np
+from jaxtyping import Int
+
+from jtrain.data.sources.formats import JsonLines, Records
 from jtrain.data.sources.storage import StoredFile
 
 PART_BYTES = 1 << 25
@@ -31,3 +36,18 @@ def part_bytes(file: StoredFile) -> int:
 def evenly_spread(count: int, most: int) -> list[int]:
     """Returns at most `most` of the numbers below `count`, evenly spread, the first one included."""
     return [n * count // min(most, count) for n in range(min(most, count))]
+
+
+def identities_of_parts(
+    files: Sequence[StoredFile], opened: Sequence[Records], format: str
+) -> tuple[list[str], Int[np.ndarray, " parts"]]:
+    """Returns the names of all parts of open files, and the number of records up to the end of each part."""
+    names, ends, first = [], [], 0
+    for file, records in zip(files, opened, strict=True):
+        parts = parts_of(file, format)
+        names += [part_name(part) for part in parts]
+        if len(parts) > 1 and isinstance(records, JsonLines):
+            ends += [first + records.lines_before(part.span[0]) for part in parts[1:] if part.span is not None]
+        first += len(records)
+        ends.append(first)
+    return names, np.asarray(ends, np.int64)

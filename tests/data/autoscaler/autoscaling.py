@@ -1,64 +1,49 @@
-"""Helpers that make an autoscaler and feed it measurements."""
+"""Helpers that feed an autoscaler with measurements."""
 
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
+from jtrain.data.autoscaler.policy import WINDOW_S, Autoscaler
+from jtrain.data.mixture.schedule import Constant
 
-from jtrain.data.autoscaler.placement import Placement
-from jtrain.data.autoscaler.policy import Autoscaler
-from jtrain.data.autoscaler.source_profile import LoaderLoad, SourceProfile
-
-MIB = 1 << 20
-
-
-def scaler(names: str, *, max_loaders: int = 8, memory_bytes: int = 1 << 30, window_s: float = 5.0) -> Autoscaler:
-    return Autoscaler(names.split(), max_loaders=max_loaders, memory_bytes=memory_bytes, window_s=window_s)
+STEP_TOKENS = 10_000
+STEPS = 5
+"""Steps in a window."""
 
 
-def profile(s_per_document: float, open_bytes: int = MIB) -> SourceProfile:
-    found = SourceProfile()
-    found.observe(documents=100, tokens=60_000, bytes=240_000, read_s=100 * s_per_document, open_bytes=open_bytes)
-    return found
+def policy_of(names: Sequence[str], schedule: Any, *, max_loaders: int = 8, unit: Any = "tokens") -> Autoscaler:
+    """Returns an autoscaler that was started."""
+    policy = Autoscaler(names, schedule, step_tokens=STEP_TOKENS, unit=unit, max_loaders=max_loaders)
+    policy.start(0)
+    return policy
 
 
-def loads_of(placement: Placement, *, dead: Sequence[int] = (), busy: float = 0.5) -> dict[int, LoaderLoad]:
-    return {n: LoaderLoad(busy_share=busy, queued=0, alive=n not in dead, rss_bytes=MIB) for n in placement}
+def scaler(weights: dict[str, float], *, max_loaders: int = 8) -> Autoscaler:
+    """Returns an autoscaler of a constant mixture that was started."""
+    return policy_of(tuple(weights), Constant(weights), max_loaders=max_loaders)
 
 
-def started(
-    policy: Autoscaler, weights: Sequence[float], *, documents: float = 100, open_bytes: Sequence[float] | None = None
-) -> tuple[Placement, list[str]]:
-    weight = np.array(weights, float)
-    size = np.full(len(weight), 1e4)
-    return policy.initial(
-        step_s=1.0, weights=weight, documents_per_step=weight * documents, source_bytes=size * 2000,
-        source_documents=size, open_bytes=None if open_bytes is None else np.array(open_bytes, float),
-    )  # fmt: skip
+def windows(policy: Autoscaler, count: int, loaders: Sequence[float], *, wait: float = 0.0) -> list[str]:
+    """Measures `count` windows in which each source takes so many loaders for each second of computing.
 
-
-def windows(
-    policy: Autoscaler,
-    count: int,
-    *,
-    weights: Sequence[float],
-    costs: Sequence[float],
-    documents: float = 100,
-    first: int = 0,
-    step_s: float = 1.0,
-    wait_s: float = 0.0,
-    open_bytes: Sequence[int] | None = None,
-    dead: Sequence[int] = (),
-    busy: float = 0.5,
-) -> list[str]:
-    """Calls `update` once per window, with these measurements each time."""
+    wait: share of the time that the trainer waits.
+    """
     lines = []
-    weight = np.array(weights, float)
-    held = open_bytes if open_bytes is not None else [MIB] * len(costs)
-    for i in range(first, first + count):
-        _, said = policy.update(
-            now_s=10.0 * i, step=10 * i, step_s=step_s, wait_s=wait_s, weights=weight,
-            documents_per_step=weight * documents, loads=loads_of(policy.placement, dead=dead, busy=busy),
-            profiles=[profile(cost, held) for cost, held in zip(costs, held, strict=True)],
-        )  # fmt: skip
-        lines += said
+    weights = policy._schedule.weights(0, policy.names).tolist()
+    for _ in range(count):
+        for source, (busy, weight) in enumerate(zip(loaders, weights, strict=False)):
+            tokens = round(STEPS * STEP_TOKENS * weight)
+            read_s = busy * WINDOW_S * (1 - wait)
+            policy.observe(source, read_s=read_s, tokens=tokens if busy else 0, documents=tokens // 100)
+        lines += policy.update(5, steps=STEPS, seconds=WINDOW_S, wait_s=WINDOW_S * wait)[1]
     return lines
+
+
+def on(policy: Autoscaler, source: int) -> set[int]:
+    """Returns the loaders of a source."""
+    return {loader for loader, held in policy.placement.items() if source in held}
+
+
+def even(count: int) -> dict[str, float]:
+    """Returns equal weights of sources s0, s1, ..."""
+    return {f"s{i}": 1 / count for i in range(count)}

@@ -141,15 +141,26 @@ class FailingFile(io.FileIO):
     failures = 0
 
     def readinto(self, buffer: Any, /) -> int | None:
+        FailingFile.fail()
+        return super().readinto(buffer)
+
+    @staticmethod
+    def fail() -> None:
         if FailingFile.failures:
             FailingFile.failures -= 1
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return super().readinto(buffer)
 
 
 @pytest.fixture
 def broken_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Sets how many reads of opened files fail."""
+    """Sets how many reads of opened files fail, whether through the file or by its descriptor."""
+    pread = os.pread
+
+    def failing_pread(descriptor: int, length: int, offset: int, /) -> bytes:
+        FailingFile.fail()
+        return pread(descriptor, length, offset)
+
+    monkeypatch.setattr(os, "pread", failing_pread)
     monkeypatch.setattr(StoredFile, "open", lambda self: io.BufferedReader(FailingFile(self.location)))
     yield lambda failures: setattr(FailingFile, "failures", failures)
     FailingFile.failures = 0
@@ -171,10 +182,10 @@ def test_a_broken_disk_ends_the_run_under_both_policies_and_a_sick_one_changes_n
         cache_dir=str(tmp_path / "cache"),
     )
     dataset = open_dataset(spec, seed=0)
-    want = list(itertools.islice(dataset.train_batches(), 30))
+    want = list(itertools.islice(dataset.train_batches(), 300))
     with dataset.train_batches() as batches:
-        for step in range(30):
-            if step in (0, 4):  # the next two runs of chunks, whenever they are read
+        for step in range(300):
+            if step in (0, 150):  # the next two runs of chunks, whenever they are read
                 broken_disk(3)
             same_batch(next(batches), want[step])
         assert batches.stats is not None

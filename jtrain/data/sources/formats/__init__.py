@@ -1,5 +1,6 @@
 """File formats: random access to the records of one file."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from jtrain.data.sources.cache import local_copy
@@ -25,6 +26,7 @@ def open_file(
     cache_dir: Path,
     groups: RowGroupCache,
     check_content: bool,
+    told: Callable[[int], None] = lambda size_bytes: None,
 ) -> Records:
     """Opens the records of a file. Compressed files, and remote files except Parquet, are first copied to `cache_dir`.
 
@@ -37,6 +39,7 @@ def open_file(
       field: config path of the source, such as `data.sources.web`, for messages.
       cache_dir: folder of copies and indexes.
       groups: cache of decoded row groups.
+      told: called with the bytes that were read so far, while a file is copied or searched for lines.
       check_content: read the first bytes of the file, and refuse those of another format.
 
     Raises:
@@ -51,14 +54,14 @@ def open_file(
         sniff.check_compression(file, compression=compression, field=field)
     if kind == "parquet" and compression is None and file.is_remote and file.size_bytes >= 0:
         return ParquetFile(file, text_field=text_field, mask=mask, field=field, groups=groups)
-    file = local_copy(file, compression=compression, cache_dir=cache_dir)
+    file = local_copy(file, compression=compression, cache_dir=cache_dir, told=told)
     if check_content:
         sniff.check_content(file, kind=kind, field=field)
     match kind:
         case "text":
             return TextFile(file, piece_bytes=text_piece_bytes)
         case "jsonl":
-            return JsonLines(file, text_field=text_field, mask=mask, field=field, cache_dir=cache_dir)
+            return JsonLines(file, text_field=text_field, mask=mask, field=field, cache_dir=cache_dir, told=told)
         case "json":
             from jtrain.data.sources.formats.json_values import open_json
 

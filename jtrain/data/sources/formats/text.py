@@ -2,7 +2,7 @@
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +97,21 @@ class JsonLines(Records):
     __slots__ = ("_field", "_file", "_key", "_lines", "_mask", "_text_field")
 
     def __init__(
-        self, file: StoredFile, *, text_field: str, mask: MaskFields | None = None, field: str, cache_dir: Path
+        self,
+        file: StoredFile,
+        *,
+        text_field: str,
+        mask: MaskFields | None = None,
+        field: str,
+        cache_dir: Path,
+        told: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
         self._file = file
         self._text_field = text_field
         self._mask = mask
         self._field = field
         self._key = object()  # of the marks: it does not hold the lines, as this object does
-        self._lines = NumberTable(file, "lines", lambda: _lines(file), cache_dir, in_memory=file.span is not None)
+        self._lines = NumberTable(file, "lines", lambda: _lines(file, told), cache_dir, in_memory=file.span is not None)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -205,7 +212,7 @@ def _content(file: int, start: int, end: int) -> bytes:
     return content
 
 
-def _lines(file: StoredFile) -> Int[np.ndarray, "records 2"]:
+def _lines(file: StoredFile, told: Callable[[int], None]) -> Int[np.ndarray, "records 2"]:
     """Returns the start of each non-blank line, in a part of those that start there, and the start of the next line."""
     size = file.size_bytes
     if size == 0:
@@ -217,6 +224,7 @@ def _lines(file: StoredFile) -> Int[np.ndarray, "records 2"]:
         content = np.frombuffer(view, np.uint8)
         for start in range(max(begin - 1, 0), stop, block):
             ends.append(np.flatnonzero(content[start : min(start + block, stop)] == ord("\n")) + start)
+            told(min(start + block, stop) - begin)
         starts = np.concatenate(ends) + 1
         after = view.find(b"\n", stop - 1) + 1 or size  # the last line may go on behind the part
         starts = starts[starts < stop]

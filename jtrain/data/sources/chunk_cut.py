@@ -2,18 +2,9 @@
 
 from typing import NamedTuple
 
-import numpy as np
-
 from jtrain.data.chunk_order import Chunks
-from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats.long_lines import TextPart
-from jtrain.data.tokenizer import TextChunk, Tokenizer
-
-_SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 64, 1 << 16
-"""First records of a source, and most of their characters, that are tokenised to learn its bytes per token."""
-
-_FULL = 0.9
-"""Share of a row that a chunk fills on average where bytes per token are an estimate, so that few exceed a row."""
+from jtrain.data.tokenizer import TextChunk
 
 _SEARCH_BYTES = 64
 """Bytes before a cut that are searched for white space, so that no word of a text is cut in two."""
@@ -64,22 +55,3 @@ def _cut_at(content: bytes, place: int, *, exact: bool) -> int:
     while place and content[place] & 0xC0 == 0x80:
         place -= 1
     return place
-
-
-def estimated_chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: int) -> int:
-    """Returns the bytes of text that make about a row, by the first documents of a source."""
-    if tokenizer.identity == "bytes":
-        return chunk_tokens
-    texts, characters = [], 0
-    first = range(min(len(corpus), _SAMPLE_RECORDS)) if corpus.is_open else corpus.first_records(_SAMPLE_RECORDS)
-    for text in corpus.read(np.asarray(first, np.int64)):
-        if isinstance(text, str) and text:
-            texts.append(text[: _SAMPLE_CHARACTERS - characters])
-            characters += len(texts[-1])
-        if characters >= _SAMPLE_CHARACTERS:
-            break
-    if not texts:
-        return chunk_tokens
-    tokens = int(tokenizer.encode_documents(texts)[0].sum())
-    content = sum(len(text.encode("utf-8")) for text in texts)
-    return max(chunk_tokens, int(_FULL * chunk_tokens * content / tokens))

@@ -1,0 +1,100 @@
+"""Chunks and order of a source by what is known of its records, and how more files join the order."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jtrain.data.chunk_order import ChunkOrder, PreparedChunks, SizedChunks, WholeRecords
+from jtrain.data.growing_order import GrowingChunks, WindowAnchor
+from jtrain.data.pretokenized.reader import PreparedIndex
+from jtrain.data.sources.corpus import Corpus
+from jtrain.data.sources.generations import Generation
+from jtrain.data.tokenizer import Tokenizer
+from jtrain.data.windowed_order import WindowedChunks
+
+_SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 64, 1 << 16
+"""First records of a source, and most of their characters, that are tokenised to learn its bytes per token."""
+
+_FULL = 0.9
+"""Share of a row that a chunk fills on average where bytes per token are an estimate, so that few exceed a row."""
+
+
+def make_order(
+    documents: Corpus | PreparedIndex | None,
+    generations: Sequence[Generation],
+    *,
+    seed: int,
+    chunk_tokens: int,
+    chunk_bytes: int,
+    extra_bytes: int,
+    window_bytes: int,
+) -> ChunkOrder:
+    """Returns the order of a source.
+
+    Args:
+      documents: the source as text, or prepared.
+      generations: generations of its files; without meaning for prepared sources and Grain datasets.
+      seed: seed of the order.
+      chunk_tokens, chunk_bytes: most tokens of a chunk of a prepared source, most bytes of one of text.
+      extra_bytes: tokens that a text has besides its bytes.
+      window_bytes: argument of `WindowedChunks` and `GrowingChunks`.
+    """
+    if isinstance(documents, PreparedIndex):
+        return PreparedChunks(documents, chunk_tokens=chunk_tokens, seed=seed)
+    assert documents is not None
+    if documents.source.format == "grain":
+        return WholeRecords(len(documents), seed=seed)
+    cut = {"chunk_bytes": chunk_bytes, "extra_bytes": extra_bytes, "seed": seed}
+    if not documents.is_open:
+        return GrowingChunks(documents, generations=generations, window_bytes=window_bytes, **cut)
+    if documents.sizes_need_reading:
+        return WindowedChunks(documents, generations=generations, window_bytes=window_bytes, **cut)
+    return SizedChunks(documents, generations=generations, **cut)
+
+
+def join(order: ChunkOrder, number: int, anchor: WindowAnchor | None, *, files: int, epochs: int | None) -> Generation:
+    """Returns the generation with which more files join an order, such that chunks from `number` on follow it.
+
+    Args:
+      number: the first chunk that was not drawn.
+      anchor: where a window at or before it begins, if the order is one of `GrowingChunks`.
+      files: number of files from then on.
+      epochs: how often the source is read; None: without end.
+    """
+    if isinstance(order, GrowingChunks):
+        if anchor is not None:
+            order.start_at(anchor)
+        return order.join(number, files)
+    assert isinstance(order, SizedChunks | WindowedChunks)
+    (epoch,), (place,) = (found.tolist() for found in order.numbers.split(np.asarray([number], np.int64)))
+    if epochs is not None and number >= order.numbers.first_of(epochs):  # at its end: its last epoch goes on
+        epoch, place = epochs - 1, number - order.numbers.first_of(epochs - 1)
+    return order.join(epoch, place, files)
+
+
+def estimated_chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: int) -> int:
+    """Returns the bytes of text that make about a row, by the first documents of a source."""
+    if tokenizer.identity == "bytes":
+        return chunk_tokens
+    texts, characters = [], 0
+    first = range(min(len(corpus), _SAMPLE_RECORDS)) if corpus.is_open else _first_records(corpus)
+    for text in corpus.read(np.asarray(first, np.int64)):
+        if isinstance(text, str) and text:
+            texts.append(text[: _SAMPLE_CHARACTERS - characters])
+            characters += len(texts[-1])
+        if characters >= _SAMPLE_CHARACTERS:
+            break
+    if not texts:
+        return chunk_tokens
+    tokens = int(tokenizer.encode_documents(texts)[0].sum())
+    content = sum(len(text.encode("utf-8")) for text in texts)
+    return max(chunk_tokens, int(_FULL * chunk_tokens * content / tokens))
+
+
+def _first_records(corpus: Corpus) -> list[int]:
+    """Returns the first records of the first file that has some; opens files up to that one."""
+    for file in range(len(corpus.names)):
+        if count := corpus.count(file):
+            first = corpus.records_before(file)
+            return list(range(first, first + min(count, _SAMPLE_RECORDS)))
+    return []
