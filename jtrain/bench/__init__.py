@@ -1,10 +1,12 @@
 """One file per published number: `python -m jtrain.bench` lists them, `python -m jtrain.bench NAME` runs one.
 
 A benchmark is a module here whose docstring's first line says what it measures, with
-`run(args: argparse.Namespace) -> list[Row]`, and `add_arguments(parser)` if it has options of its own. What it is
-compared with runs in the same process tree, right before or after.
+`run(args: argparse.Namespace)` that returns a list of rows or yields them as they are measured, and
+`add_arguments(parser)` if it has options of its own. What it is compared with runs in the same process tree, right
+before or after.
 """
 
+import argparse
 import operator
 import re
 from typing import TypedDict
@@ -36,6 +38,25 @@ def row(what: str, value: float | None, unit: str, *, baseline: float | None = N
     """A `Row` with its ratio worked out."""
     ratio = value / baseline if value is not None and baseline else None
     return Row(what=what, value=value, unit=unit, baseline=baseline, ratio=ratio, bar=bar)
+
+
+def add_rehearse(parser: argparse.ArgumentParser) -> None:
+    """Adds --rehearse to a benchmark of an accelerator, which without it refuses other devices."""
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="tiny shapes on whatever device is here, to see that the code runs; the rows are no measurements",
+    )
+
+
+REHEARSED = "rehearsal, no measurement: "
+"""First words of a rehearsal's rows."""
+
+
+def rehearsed(row: Row) -> Row:
+    """The same row marked as one of a rehearsal, and held to no bar."""
+    what = row["what"] if row["what"].startswith(REHEARSED) else REHEARSED + row["what"]
+    return {**row, "what": what, "bar": None}
 
 
 def meets_bar(row: Row) -> bool | None:

@@ -5,16 +5,15 @@ import ast
 import datetime
 import difflib
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jtrain.bench import Row, meets_bar
+from jtrain.bench import Row, meets_bar, rehearsed
 from jtrain.errors import UserError
 from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax
@@ -34,13 +33,13 @@ def benchmarks() -> dict[str, str]:
 
 def report(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     """What `--json` writes: the rows, and what one needs to know to measure them again."""
-    from jtrain.runtime.run_files import git_commit  # lazy: it imports jax
+    from jtrain.runtime.run_files import git_commit, versions  # lazy: they import jax
 
     return {
         "name": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device(),
-        "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in PACKAGES}},
+        "versions": {"python": platform.python_version(), **versions(PACKAGES)},
         "commit": git_commit(),
         "rows": list(rows),
     }
@@ -60,24 +59,28 @@ def device() -> str:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """The rows for a reader."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("what", box=None, header_style="bold")
-    for header in ("value", "baseline", "ratio"):
-        table.add_column(header, justify="right")
-    table.add_column("bar")
+    """The rows for a reader. Plain text: a machine with a GPU may have nothing but JAX."""
+    lines = [("what", "value", "baseline", "ratio", "bar")]
     for row in rows:
         verdict = {None: "", True: " met", False: " MISSED"}[meets_bar(row)]
-        table.add_row(
-            row["what"],
-            "-" if row["value"] is None else f"{row['value']:,.4g} {row['unit']}",
-            "" if row["baseline"] is None else f"{row['baseline']:,.4g} {row['unit']}",
-            "" if row["ratio"] is None else f"{row['ratio']:.3f}",
-            f"{row['bar'] or ''}{verdict}",
-        )
-    Console().print(table)
+        value = "-" if row["value"] is None else f"{row['value']:,.4g} {row['unit']}"
+        baseline = "" if row["baseline"] is None else f"{row['baseline']:,.4g} {row['unit']}"
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        lines.append((row["what"], value, baseline, ratio, f"{row['bar'] or ''}{verdict}"))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for what, *numbers, bar in lines:
+        right = (text.rjust(width) for text, width in zip(numbers, widths[1:-1], strict=True))
+        print("  ".join([what.ljust(widths[0]), *right, bar]).rstrip())
+
+
+def measured(found: Iterable[Row], *, rehearse: bool, lines: Path | None) -> Iterator[Row]:
+    """The rows of a benchmark one by one; each is appended to `lines` before the next is measured."""
+    for one in found:
+        marked = rehearsed(one) if rehearse else one
+        if lines is not None:
+            with open(lines, "a") as file:
+                file.write(json.dumps(marked) + "\n")
+        yield marked
 
 
 def bench(argv: Sequence[str]) -> int:
@@ -94,6 +97,7 @@ def bench(argv: Sequence[str]) -> int:
     name = argv[0] if argv and not argv[0].startswith("-") else None
     parser.add_argument("name", nargs="?", metavar="NAME", help="one of the benchmarks below")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
+    parser.add_argument("--lines", type=Path, metavar="FILE", help="append each row there once it is measured")
     if name is None:
         parser.parse_args(argv)
         print(listed)
@@ -107,11 +111,11 @@ def bench(argv: Sequence[str]) -> int:
         module.add_arguments(parser)
     args = parser.parse_args(argv)
     start_jax(os.environ)
-    rows = module.run(args)
-    if rows:
-        print_table(rows)
+    rows = list(measured(module.run(args), rehearse=getattr(args, "rehearse", False), lines=args.lines))
     if args.json is not None:
         args.json.write_text(json.dumps(report(name, rows), indent=2) + "\n")
+    if rows:
+        print_table(rows)
     return 0
 
 

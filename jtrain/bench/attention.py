@@ -2,27 +2,27 @@
 
     python -m jtrain.bench attention --json attention.json
 
-Needs an NVIDIA GPU, and refuses elsewhere. One layer's block in bfloat16, causal, heads of 128: a row of 8192 tokens
-with as many key heads as query heads, one with grouped heads, and one of packed documents. FLOPs are 4 B N L^2 H / 2
-forward and 2.5 times that backward, also for documents, so skipped blocks count as speed. Each implementation is first
-compared with plain JAX in float32; one with wrong results is not timed.
+Needs an NVIDIA GPU, and refuses elsewhere. One layer's block in bfloat16, causal: two rows of 8192 tokens and heads of
+128, with as many key heads as query heads, with grouped heads, and of packed documents; and llama1b's microbatch. FLOPs
+are 4 B N L^2 H / 2 forward and 2.5 times that backward, also for documents, so skipped blocks count as speed. Each
+implementation is first compared with plain JAX in float32; one with wrong results is not timed.
 """
 
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.bench import Row, row
+from jtrain.bench import Row, add_rehearse, row
 from jtrain.errors import UserError
 
 BARS = {"forward": ">= 620", "backward": ">= 470"}
-"""TFLOP/s to reach on an H200 by the fastest implementation, on the first shape."""
+"""TFLOP/s to reach on an H200 by the fastest implementation, with as many key heads as query heads."""
 
 TOLERANCE = 2e-2
 """Tolerance relative to the largest element: a bfloat16 result of sums of thousands of terms, each rounded by 2^-9."""
@@ -48,17 +48,25 @@ class Shape:
         return 2.0 * self.B * self.N * self.L**2 * self.H
 
 
-SHAPES = (Shape(2, 8192, 16, 16), Shape(2, 8192, 32, 8), Shape(2, 8192, 32, 8, documents=12))
+SHAPES = {
+    "plain": Shape(2, 8192, 16, 16),
+    "llama8b": Shape(2, 8192, 32, 8),
+    "documents": Shape(2, 8192, 32, 8, documents=12),
+    "llama1b": Shape(8, 4096, 32, 8, 64),
+}
+REHEARSED = Shape(1, 128, 4, 2, 8, documents=3)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--calls", type=int, default=20, help="timed calls of each, after one that is not")
     parser.add_argument("--only", help="one implementation")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="one of the shapes")
+    add_rehearse(parser)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
-    """TFLOP/s by shape, direction and implementation.
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    """TFLOP/s by shape, direction and implementation. A rehearsal on a CPU takes plain JAX for each implementation.
 
     Raises:
       UserError: the first device is no NVIDIA GPU; or `--only` names none that runs there.
@@ -69,34 +77,36 @@ def run(args: argparse.Namespace) -> list[Row]:
 
     device = jax.devices()[0]
     spec = live(device)
-    if spec.compute_capability is None:
+    if spec.compute_capability is None and not args.rehearse:
         raise UserError(f"attention needs an NVIDIA GPU, but the device here is {device.device_kind!r}: run it on one.")
-    rows: list[Row] = []
-    for index, shape in enumerate(SHAPES):
+    only = "xla" if args.rehearse and spec.platform == "cpu" else args.only
+    shapes = SHAPES if args.shape is None else {args.shape: SHAPES[args.shape]}
+    for shape_name, shape in ({"rehearsed": REHEARSED} if args.rehearse else shapes).items():
         arrays = _arrays(shape)
         avals = registry.avals_of(dict(zip(_NAMES, arrays, strict=True), chunk=512, window=None, causal=True))
         found = {i.name: i for i in registry.implementations(ATTENTION)}
         reasons = {name: i.supports(spec, avals) for name, i in found.items()}
-        names = [name for name, reason in reasons.items() if reason is None and args.only in (None, name)]
+        names = [name for name, reason in reasons.items() if reason is None and only in (None, name)]
         if not names:
-            raise UserError(f"--only {args.only}: {reasons.get(str(args.only), 'no such implementation')}.")
+            raise UserError(f"--only {only}: {reasons.get(str(only), 'no such implementation')}.")
         best: dict[str, float] = {}
         for name in names:
             what = f"{shape}: {name}"
-            error = wrong_by(name, _arrays(dataclasses.replace(shape, B=1, L=1024)))
+            error = wrong_by(name, _arrays(dataclasses.replace(shape, B=1, L=min(shape.L, 1024))))
             if not error < TOLERANCE:
-                rows.append(row(f"{what} IS WRONG by this share of the largest element", error, "", bar="<= 0.02"))
+                yield row(f"{what} IS WRONG by this share of the largest element", error, "", bar="<= 0.02")
                 continue
-            forward_s, both_s = (seconds(fn, arrays, args.calls) for fn in _timed(name))
+            forward_s, both_s = (
+                seconds(fn, arrays, args.calls) for fn in (_here(forward, name), _here(with_gradients, name))
+            )
             took = {"forward": forward_s, "backward": both_s - forward_s}
             for way, times in (("forward", 1.0), ("backward", 2.5)):
                 rate = times * shape.forward_flops / took[way] / 1e12
                 best[way] = max(best.get(way, 0.0), rate)
-                rows.append(row(f"{what}, {way}", rate, "TFLOP/s"))
+                yield row(f"{what}, {way}", rate, "TFLOP/s")
         for way, rate in best.items():
-            bar = BARS[way] if spec.name == "h200" and index == 0 else None
-            rows.append(row(f"{shape}: the fastest, {way}", rate, "TFLOP/s", bar=bar))
-    return rows
+            bar = BARS[way] if spec.name == "h200" and shape_name == "plain" else None
+            yield row(f"{shape}: the fastest, {way}", rate, "TFLOP/s", bar=bar)
 
 
 _NAMES = ("q_BLNH", "k_BMKH", "v_BMKH", "segment_BL", "segment_BM")
@@ -115,38 +125,37 @@ def _arrays(shape: Shape) -> tuple[jax.Array, ...]:
     return q, k, v, segment_BL, segment_BL
 
 
-def _op(name: str) -> Callable[..., jax.Array]:
-    from jtrain_kernels import registry
+def forward(*arrays: jax.Array) -> jax.Array:
+    """One layer's attention, by the implementation that is forced around the call."""
     from jtrain_kernels.attention.api import attention
+
+    return attention(*arrays, chunk=512)
+
+
+def with_gradients(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> Any:
+    """The result and the gradients of q, k and v."""
+    y, pull = jax.vjp(lambda *qkv: forward(*qkv, *segments), q, k, v)
+    return y, pull(q)  # an existing array with the cotangent's shape
+
+
+def _here(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The jitted function on this device, with an implementation forced."""
+    from jtrain_kernels import registry
     from jtrain_kernels.device import live
 
-    def op(*arrays: jax.Array) -> jax.Array:
+    def forced(*arrays: jax.Array) -> Any:
         with registry.on(live(jax.devices()[0]), forced={"attention": name}):
-            return attention(*arrays, chunk=512)
+            return function(*arrays)
 
-    return op
-
-
-def _with_gradients(name: str) -> Callable[..., Any]:
-    op = _op(name)
-
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> Any:
-        y, pull = jax.vjp(lambda *qkv: op(*qkv, *segments), q, k, v)
-        return y, pull(q)  # an existing array with the cotangent's shape
-
-    return both
-
-
-def _timed(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return jax.jit(_op(name)), jax.jit(_with_gradients(name))
+    return jax.jit(forced)
 
 
 def wrong_by(name: str, arrays: tuple[jax.Array, ...]) -> float:
     """Largest difference from plain JAX in float32, over value and gradients, relative to each largest element."""
     wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
     with jax.default_matmul_precision("highest"):
-        want = jax.tree.leaves(jax.jit(_with_gradients("xla"))(*wide))
-    got = jax.tree.leaves(jax.jit(_with_gradients(name))(*arrays))
+        want = jax.tree.leaves(_here(with_gradients, "xla")(*wide))
+    got = jax.tree.leaves(_here(with_gradients, name)(*arrays))
     pairs = [(np.asarray(g, np.float64), np.asarray(w, np.float64)) for g, w in zip(got, want, strict=True)]
     return max(float(np.abs(g - w).max() / np.abs(w).max()) for g, w in pairs)
 

@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from jtrain.bench import Row, row
+from jtrain.bench import Row, add_rehearse, row
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
 
 if TYPE_CHECKING:
     from jtrain_kernels.registry import Op
 
-TOKENS, D, F, HEADS, HEAD = 8192, 4096, 14336, 32, 128
+SIZES = TOKENS, D, F, HEADS, HEAD = 8192, 4096, 14336, 32, 128
+REHEARSED = 64, 64, 128, 4, 16
 BARS = {"rms_norm forward": ">= 0.85", "rms_norm backward": ">= 0.75", "rms_norm_branch backward": ">= 0.75"}
 CHIPS = ("h200", "v5p")
 
@@ -30,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--compiled", action=_Compiled, help="bytes that compilers say, for an H200 and a v5p")
     parser.add_argument("--repeats", type=int, default=50, help="timed calls of each")
+    parser.add_argument("--only", metavar="TEXT", help="only ops whose name contains this, such as rms_norm")
+    add_rehearse(parser)
 
 
 class _Compiled(argparse.Action):
@@ -43,27 +46,35 @@ class _Compiled(argparse.Action):
         os.environ.update(AOT_ENVIRONMENT)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: argparse.Namespace) -> Iterator[Row]:
     """Rows of every op, pass and implementation.
 
     Raises:
       UserError: the first device is no GPU, and `--compiled` is not given.
     """
     if args.compiled:
-        return [one for chip in CHIPS for one in compiled_rows(chip)]
+        yield from (one for chip in CHIPS for one in compiled_rows(chip))
+        return
     import jax
 
     gpu = jax.devices()[0]
-    if gpu.platform != "gpu":
+    if gpu.platform != "gpu" and not args.rehearse:
         raise UserError(
             f"elementwise times kernels on a GPU, but the device here is {gpu.device_kind!r}. Run the same command on "
             "one, or add --compiled for the bytes that compilers say."
         )
-    return timed_rows(args.repeats)
+    chosen = [case for case in cases(REHEARSED if args.rehearse else SIZES) if (args.only or "") in case[0]]
+    if not chosen:
+        raise UserError(f"--only {args.only}: no op's name contains it. There are: {', '.join(c[0] for c in cases())}.")
+    yield from timed_rows(chosen, args.repeats, copied=2**16 if args.rehearse else 2**28)
 
 
-def cases() -> Iterator[Case]:
-    """Cases: name, function, shapes of its arguments, and the op if there is one."""
+def cases(sizes: tuple[int, int, int, int, int] = SIZES) -> Iterator[Case]:
+    """Cases: name, function, shapes of its arguments, and the op if there is one.
+
+    Args:
+      sizes: tokens, width, hidden width, heads and their width.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -75,9 +86,10 @@ def cases() -> Iterator[Case]:
     def wide(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-    x, scale, hidden = wide(1, TOKENS, D), wide(D, dtype="float32"), wide(1, TOKENS, F)
-    q, table = wide(1, TOKENS, HEADS, HEAD), wide(1, TOKENS, HEAD // 2, dtype="float32")
-    weight, scalar = wide(D, F, dtype="float32"), wide(dtype="float32")
+    tokens, d_model, d_ff, heads, head = sizes
+    x, scale, hidden = wide(1, tokens, d_model), wide(d_model, dtype="float32"), wide(1, tokens, d_ff)
+    q, table = wide(1, tokens, heads, head), wide(1, tokens, head // 2, dtype="float32")
+    weight, scalar = wide(d_model, d_ff, dtype="float32"), wide(dtype="float32")
     norm, branch = functools.partial(rms_norm, eps=1e-5), functools.partial(rms_norm_branch, eps=1e-5)
     yield "rms_norm forward", norm, (x, scale), RMS_NORM
     yield "rms_norm backward", backward(norm), (x, x, scale), RMS_NORM
@@ -139,8 +151,8 @@ def compiled_rows(chip: str) -> list[Row]:
     return rows
 
 
-def timed_rows(repeats: int) -> list[Row]:
-    """Rows of GB/s over the minimum bytes, and the fraction of a copy's bandwidth."""
+def timed_rows(chosen: list[Case], repeats: int, *, copied: int) -> Iterator[Row]:
+    """Rows of GB/s over the minimum bytes, and the fraction of the bandwidth of copying so many bfloat16 numbers."""
     import jax
     import jax.numpy as jnp
 
@@ -148,18 +160,17 @@ def timed_rows(repeats: int) -> list[Row]:
     from jtrain_kernels.device import live
 
     here = live(jax.devices()[0])
-    large = jax.ShapeDtypeStruct((2**28,), jnp.bfloat16)
+    large = jax.ShapeDtypeStruct((copied,), jnp.bfloat16)
     copy = 2 * large.size * 2 / seconds(jax.jit(lambda x: x + 1), (large,), repeats)
-    rows = [row(f"copy, {here.name}", copy / 1e9, "GB/s")]
-    for name, function, arguments, op in cases():
+    yield row(f"copy, {here.name}", copy / 1e9, "GB/s")
+    for name, function, arguments, op in chosen:
         needed = needed_bytes(arguments, jax.eval_shape(function, *arguments))
         for one in ["xla"] if op is None else [i.name for i in registry.implementations(op)]:
             if op is not None and _refusal(op, one, here) is not None:
                 continue
             with registry.on(here, forced={} if op is None else {op.name: one}):
                 rate = needed / seconds(jax.jit(function), arguments, repeats)
-            rows.append(row(f"{name}, {one}", rate / 1e9, "GB/s", baseline=copy / 1e9, bar=BARS.get(name)))
-    return rows
+            yield row(f"{name}, {one}", rate / 1e9, "GB/s", baseline=copy / 1e9, bar=BARS.get(name))
 
 
 def _refusal(op: "Op", name: str, device: Any) -> str | None:

@@ -10,29 +10,29 @@ whose bfloat16 state alone would fill a GPU; the embeddings' fraction of the ste
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jtrain.bench import Row, row
-from jtrain.bench.h200 import step_rate
-from jtrain.config.load import load_config
-from jtrain.config.run import build_run, run_layout
+from jtrain.bench import Row, add_rehearse, row
+from jtrain.bench.h200 import REHEARSED, step_rate
 from jtrain.errors import UserError
 from jtrain.model import ops
-from jtrain.plan.from_run import make_optimizer
 from jtrain.precision import MatmulDtype
 from jtrain_kernels import device
 
 SIZE = 8192
 SCALES = (64.0, 64.0, 64.0)
+MODES: tuple[MatmulDtype, ...] = ("compute", "fp8_current", "fp8_delayed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--calls", type=int, default=30, help="timed matmuls, and steps (default: %(default)s)")
+    parser.add_argument("--only", choices=("matmul", "layers"), help="one of the two")
+    add_rehearse(parser)
 
 
 def matmul(mode: MatmulDtype, x: Array, kernel: Array) -> Array:
@@ -43,7 +43,7 @@ def matmul(mode: MatmulDtype, x: Array, kernel: Array) -> Array:
     return ops.linear(x, ops.Fp8Kernel(kernel, *((jnp.asarray(SCALES), jnp.zeros(3)) if delayed else ())))
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: argparse.Namespace) -> Iterator[Row]:
     """Rows of TFLOP/s of the matmul and tokens/s of the step, each compared with bfloat16.
 
     Raises:
@@ -51,29 +51,28 @@ def run(args: argparse.Namespace) -> list[Row]:
     """
     gpu = jax.devices()[0]
     spec = device.from_device(gpu)
-    if gpu.platform != "gpu" or spec is None or ops.fp8_unsupported(spec) is not None:
+    if not args.rehearse and (gpu.platform != "gpu" or spec is None or ops.fp8_unsupported(spec) is not None):
         raise UserError(
             f"8-bit matmuls are timed on an H100, H200 or B200, but the device here is {gpu.device_kind!r}. Run the "
             "same command on one."
         )
-    bars = ("1.6", "1.2") if spec.name == "h200" else (None, None)
-    modes: tuple[MatmulDtype, ...] = ("compute", "fp8_current", "fp8_delayed")
-    flops = {mode: 2e-12 * SIZE**3 / _seconds(mode, args.calls) for mode in modes}
-    rates = {mode: _step_rate(mode, args.calls) for mode in modes}
-    rows: list[Row] = []
-    for what, unit, found, bar in (
-        (f"matmul {SIZE}^3 with casts", "TFLOP/s", flops, bars[0]),
-        ("two layers of llama8b, length 8192", "tokens/s", rates, bars[1]),
-    ):
-        for mode in modes[1:]:
-            at_least = None if bar is None else f">= {bar}"
-            rows.append(row(f"{what}: {mode}", found[mode], unit, baseline=found["compute"], bar=at_least))
-    return rows
+    on_h200 = spec is not None and spec.name == "h200"
+    size, sets = (64, REHEARSED) if args.rehearse else (SIZE, ())
+    if args.only != "layers":
+        flops: dict[MatmulDtype, float] = {mode: 2e-12 * size**3 / _seconds(mode, args.calls, size) for mode in MODES}
+        yield from _rows(f"matmul {size}^3 with casts", "TFLOP/s", flops, ">= 1.6" if on_h200 else None)
+    if args.only != "matmul":
+        rates: dict[MatmulDtype, float] = {mode: _step_rate(mode, args.calls, sets) for mode in MODES}
+        yield from _rows("two layers of llama8b, length 8192", "tokens/s", rates, ">= 1.2" if on_h200 else None)
 
 
-def _seconds(mode: MatmulDtype, calls: int) -> float:
+def _rows(what: str, unit: str, found: dict[MatmulDtype, float], bar: str | None) -> list[Row]:
+    return [row(f"{what}: {mode}", found[mode], unit, baseline=found["compute"], bar=bar) for mode in MODES[1:]]
+
+
+def _seconds(mode: MatmulDtype, calls: int, size: int) -> float:
     """Seconds of one forward matmul: the fastest of five rounds of `calls` calls."""
-    x, kernel = (jax.random.normal(jax.random.key(k), (SIZE, SIZE), jnp.bfloat16) for k in range(2))
+    x, kernel = (jax.random.normal(jax.random.key(k), (size, size), jnp.bfloat16) for k in range(2))
     step: Callable[[Array, Array], Array] = jax.jit(lambda x, kernel: matmul(mode, x, kernel))
     y = jax.block_until_ready(step(x, kernel))
     rounds: list[float] = []
@@ -86,9 +85,13 @@ def _seconds(mode: MatmulDtype, calls: int) -> float:
     return min(rounds)
 
 
-def _step_rate(mode: MatmulDtype, num_steps: int) -> float:
+def _step_rate(mode: MatmulDtype, num_steps: int, sets: Sequence[str] = ()) -> float:
     """Tokens per second of a whole training step."""
-    built = build_run(load_config("llama8b", ["single_device"], ["model.num_layers=2"]))
+    from jtrain.config.load import load_config  # lazy: the matmul alone needs no fiddle
+    from jtrain.config.run import build_run, run_layout
+    from jtrain.plan.from_run import make_optimizer
+
+    built = build_run(load_config("llama8b", ["single_device"], ["model.num_layers=2", *sets]))
     precision = dataclasses.replace(built.precision, matmul_dtype=mode)
     layout = run_layout(dataclasses.replace(built, precision=precision))
     sizes: dict[str, int] = dict(global_batch=built.data.global_batch, seq_len=built.data.seq_len, num_steps=num_steps)

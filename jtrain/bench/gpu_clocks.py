@@ -11,7 +11,7 @@ import dataclasses
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.bench import Row, row
+from jtrain.bench import Row, add_rehearse, row
 from jtrain.errors import UserError
 from jtrain.profile.analysis import clock_loss
 from jtrain.profile.analysis.records import Peaks
@@ -32,6 +32,8 @@ from jtrain_kernels import device
 SIZE = 8192
 """Of the square matrices: 1.1 TFLOP each product, 1.4 ms at the peak."""
 
+REHEARSED = 64
+
 PRODUCTS = 32
 """In one call: long enough that launching it costs nothing."""
 
@@ -39,6 +41,7 @@ PRODUCTS = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--seconds", type=float, default=60.0, help="of each of the four soaks (default: 60)")
+    add_rehearse(parser)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Soak:
     lost_s: dict[str, float]
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: argparse.Namespace) -> Iterator[Row]:
     """TFLOP/s, clock, power, energy and seconds lost of each soak, the second of a pair against the first.
 
     Raises:
@@ -60,33 +63,33 @@ def run(args: argparse.Namespace) -> list[Row]:
     """
     gpu = jax.devices()[0]
     spec = device.from_device(gpu)
-    if gpu.platform != "gpu" or spec is None:
+    if spec is None or (gpu.platform != "gpu" and not args.rehearse):
         raise UserError(
             f"gpu_clocks needs a GPU's clocks, but the device here is {gpu.device_kind!r}. Run the same command on one."
         )
-    random = jax.random.normal(jax.random.key(0), (SIZE, SIZE), jnp.bfloat16)
+    size = REHEARSED if args.rehearse else SIZE
+    random = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     peaks = Peaks(spec.peak_bf16_flops, spec.hbm_bytes_per_s, spec_mhz(spec), None)
-    rows: list[Row] = []
+    more = range(0, size // 2, size // 16)
     for first, second, work in (
         ("zeros", "random numbers", [_multiply(jnp.zeros_like(random)), _multiply(random)]),
-        ("one size", "sizes that change", [_gathered(random, [0]), _gathered(random, range(0, 4096, 512))]),
+        ("one size", "sizes that change", [_gathered(random, [0]), _gathered(random, more)]),
     ):
-        base, other = (soak(one, args.seconds, peaks) for one in work)
-        rows += _rows(f"{gpu.device_kind}: {second} against {first}", base, other)
-    return rows
+        base, other = (soak(one, args.seconds, peaks, size) for one in work)
+        yield from _rows(f"{gpu.device_kind}: {second} against {first}", base, other)
 
 
-def soak(work: Callable[[int], Any], seconds: float, peaks: Peaks) -> Soak:
+def soak(work: Callable[[int], Any], seconds: float, peaks: Peaks, size: int) -> Soak:
     """Calls `work` with 0, 1, ... for so long, after a warm-up of a tenth, and says what it came to."""
     _for(work, 0.1 * seconds)
     with tempfile.TemporaryDirectory() as folder:
-        with Sampler(Path(folder), source="auto", platform="gpu", devices=[0]) as sampler:
+        with Sampler(Path(folder), source="auto", platform=jax.default_backend(), devices=[0]) as sampler:
             start_ns = time.time_ns()
             calls = _for(work, seconds)
             end_ns = time.time_ns()
             sampler.save(Path(folder), start_ns, end_ns)
         found = samples.load(Path(folder))[0]
-    return summarise(found, calls * PRODUCTS * 2.0 * SIZE**3, start_ns, end_ns, peaks)
+    return summarise(found, calls * PRODUCTS * 2.0 * size**3, start_ns, end_ns, peaks)
 
 
 def summarise(found: samples.Samples, flops: float, start_ns: int, end_ns: int, peaks: Peaks) -> Soak:
@@ -129,7 +132,7 @@ def _for(work: Callable[[int], Any], seconds: float) -> int:
 @jax.jit
 def _products(x: jax.Array, w: jax.Array) -> jax.Array:
     # Scaled, so that random numbers stay of one size however often they are multiplied.
-    return jax.lax.fori_loop(0, PRODUCTS, lambda _, y: (y @ w * SIZE**-0.5).astype(x.dtype), x)
+    return jax.lax.fori_loop(0, PRODUCTS, lambda _, y: (y @ w * w.shape[0] ** -0.5).astype(x.dtype), x)
 
 
 def _multiply(x: jax.Array) -> Callable[[int], Any]:
@@ -139,11 +142,11 @@ def _multiply(x: jax.Array) -> Callable[[int], Any]:
 def _gathered(x: jax.Array, extra_rows: Any) -> Callable[[int], Any]:
     """Copies the weight into a new buffer before each call, with so many rows more, in turn."""
     extra = list(extra_rows)
-    gather = jax.jit(lambda w, more: jnp.concatenate([w, jnp.zeros((more, SIZE), w.dtype)]), static_argnums=1)
+    gather = jax.jit(lambda w, more: jnp.concatenate([w, jnp.zeros((more, w.shape[1]), w.dtype)]), static_argnums=1)
     order = np.random.default_rng(0).permutation(len(extra))
 
     def work(call: int) -> jax.Array:
         whole = gather(x, extra[order[call % len(extra)]])
-        return _products(x, whole[:SIZE])
+        return _products(x, whole[: x.shape[0]])
 
     return work

@@ -5,28 +5,33 @@
 Needs a Hopper GPU, and refuses without one. Virtual ranks are groups of thread blocks that run the same kernels as
 several GPUs, with the same tables, counters and copies, but through one GPU's memory instead of NVLink. The benchmark
 measures how much of the copying is hidden, `max(matmul alone, copies alone) / fused`, and not the speed of several
-GPUs. Every result is compared with XLA's before it is timed.
+GPUs. Every result is compared with XLA's before it is timed. A rehearsal on a CPU emulates the kernels.
 """
 
 import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.bench import Row, row
+from jtrain.bench import Row, add_rehearse, row
 from jtrain.errors import UserError
-from jtrain_kernels.device import DeviceSpec, from_device
+from jtrain_kernels import compat
+from jtrain_kernels.device import DEVICES, DeviceSpec, from_device
 from jtrain_kernels.overlap.mosaic_gpu.tables import GpuProgram, OverlapConfig, default_config, gpu_program
 from jtrain_kernels.overlap.mosaic_gpu.tile_shapes import CANDIDATES, TileConfig, does_not_fit, unsupported
 from jtrain_kernels.overlap.schedule import OPS, OpName, make_schedule
 
 BAR = ">= 0.9"
+
+REHEARSED_SIZE, REHEARSED_RANKS = 128, 2
+REHEARSED_TILES = TileConfig(tile_m=64, tile_n=32, tile_k=32, stages=2, out_rows=64, out_columns=16, group=2)
+"""Tiles small enough for an emulated GPU."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,33 +39,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, default=8192, help="rows, columns and depth of the whole matmul")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="virtual ranks")
     parser.add_argument("--calls", type=int, default=20, help="timed calls of each")
+    parser.add_argument("--only", choices=("matmul", *OPS), help="the tile kernel alone, or one of the fused ops")
+    add_rehearse(parser)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: argparse.Namespace) -> Iterator[Row]:
     """Rows of the tile kernel over cuBLAS, and of each op over the longer of its two parts.
 
     Raises:
       UserError: the first device is no Hopper GPU.
       RuntimeError: a kernel's result is not XLA's.
     """
-    spec = hopper_gpu(jax.devices()[0])
-    size: int = args.size
+    emulated = args.rehearse and jax.default_backend() == "cpu"
+    spec = dataclasses.replace(DEVICES["h100"], num_cores=4) if emulated else hopper_gpu(jax.devices()[0])
+    size, calls = (REHEARSED_SIZE, 1) if args.rehearse else (args.size, args.calls)
     x, kernel = (normal(seed, size, size) for seed in (0, 1))
     plain = jax.jit(jnp.matmul)
     want = np.asarray(plain(x, kernel), np.float32)
     flop, found = 2 * size**3, {}
-    for tiles in tilings(size):
-        own = jax.jit(lambda x, kernel, tiles=tiles: matmul(x, kernel, spec, tiles))
+    for tiles in [REHEARSED_TILES] if args.rehearse else tilings(size):
+        own = jax.jit(lambda x, kernel, tiles=tiles: matmul(x, kernel, spec, tiles, emulated=emulated))
         agree("matmul", own(x, kernel), want)
-        found[tiles] = seconds(own, x, kernel, calls=args.calls)
+        found[tiles] = seconds(own, x, kernel, calls=calls)
     tiles = min(found, key=lambda tiles: found[tiles])
-    cublas_s = seconds(plain, x, kernel, calls=args.calls)
-    rate, theirs = (flop / s / 1e12 for s in (found[tiles], cublas_s))
-    label = f"matmul {size}^3 bf16, tiles {tiles.tile_m}x{tiles.tile_n}x{tiles.tile_k} group {tiles.group}, over cuBLAS"
-    rows = [row(label, rate, "TFLOP/s", baseline=theirs, bar=BAR)]
+    if args.only in (None, "matmul"):
+        cublas_s = seconds(plain, x, kernel, calls=calls)
+        rate, theirs = (flop / s / 1e12 for s in (found[tiles], cublas_s))
+        label = f"matmul {size}^3 bf16, tiles {tiles.tile_m}x{tiles.tile_n}x{tiles.tile_k} group {tiles.group}"
+        yield row(f"{label}, over cuBLAS", rate, "TFLOP/s", baseline=theirs, bar=BAR)
     for op in OPS:
-        rows += [overlap_row(op, ranks, spec, size, found[tiles], args.calls) for ranks in args.ranks]
-    return rows
+        if args.only not in (None, op):
+            continue
+        for ranks in [REHEARSED_RANKS] if args.rehearse else args.ranks:
+            yield overlap_row(op, ranks, spec, size, found[tiles], calls, emulated=emulated)
 
 
 def hopper_gpu(device: jax.Device) -> DeviceSpec:
@@ -76,14 +87,19 @@ def hopper_gpu(device: jax.Device) -> DeviceSpec:
     return spec
 
 
-def overlap_row(op: OpName, ranks: int, spec: DeviceSpec, size: int, matmul_s: float, calls: int) -> Row:
+def overlap_row(
+    op: OpName, ranks: int, spec: DeviceSpec, size: int, matmul_s: float, calls: int, *, emulated: bool = False
+) -> Row:
     """Row of one op on virtual ranks: the longer of its matmul alone and its copies alone, over the fused kernel."""
     program = gpu_program(make_schedule(op, "full_mesh", ranks))
     x, kernel = operands(op, ranks, size)
     want = np.asarray(jax.jit(lambda x, kernel: plain_op(op, ranks, x, kernel))(x, kernel), np.float32)
     found: dict[int, float] = {}
-    for config in overlap_configs(program, ranks, spec, size):
-        fused = jax.jit(lambda x, kernel, config=config: virtual(program, ranks, x, kernel, spec, config))
+    small = OverlapConfig(REHEARSED_TILES, 1 if program.moves[0] else 0)
+    for config in [small] if size == REHEARSED_SIZE else overlap_configs(program, ranks, spec, size):
+        fused = jax.jit(
+            lambda x, kernel, config=config: virtual(program, ranks, x, kernel, spec, config, emulated=emulated)
+        )
         agree(op, fused(x, kernel), want)
         found[config.sending_blocks] = seconds(fused, x, kernel, calls=calls)
     best = min(found, key=lambda blocks: found[blocks])
@@ -127,20 +143,36 @@ def plain_op(op: OpName, ranks: int, x: jax.Array, kernel: jax.Array) -> jax.Arr
 
 
 def virtual(
-    program: GpuProgram, ranks: int, x: jax.Array, kernel: jax.Array, spec: DeviceSpec, config: OverlapConfig
+    program: GpuProgram,
+    ranks: int,
+    x: jax.Array,
+    kernel: jax.Array,
+    spec: DeviceSpec,
+    config: OverlapConfig,
+    *,
+    emulated: bool = False,
 ) -> jax.Array:
-    """Result of the fused kernel with all ranks on this GPU."""
+    """Result of the fused kernel with all ranks on this GPU, or on an emulated one."""
     from jtrain_kernels.overlap.mosaic_gpu.kernel import fused
-    from jtrain_kernels.overlap.mosaic_gpu.peer_access import VirtualRanks
+    from jtrain_kernels.overlap.mosaic_gpu.peer_access import EmulatedRanks, VirtualRanks
 
-    return fused(program, VirtualRanks(ranks), x, kernel, num_cores=spec.num_cores or 0, config=config)[0]
+    peers = EmulatedRanks(ranks) if emulated else VirtualRanks(ranks)
+    options: dict[str, Any] = dict(num_cores=spec.num_cores or 0, config=config, interpret=_interpret(emulated))
+    return fused(program, peers, x, kernel, **options)[0]
 
 
-def matmul(x: jax.Array, kernel: jax.Array, spec: DeviceSpec, tiles: TileConfig) -> jax.Array:
-    """Result of the tile kernel alone."""
+def matmul(
+    x: jax.Array, kernel: jax.Array, spec: DeviceSpec, tiles: TileConfig, *, emulated: bool = False
+) -> jax.Array:
+    """Result of the tile kernel alone, by this GPU or an emulated one."""
     from jtrain_kernels.overlap.mosaic_gpu import wgmma_tile
 
-    return wgmma_tile.matmul(x, kernel, num_cores=spec.num_cores or 0, config=tiles)
+    options: dict[str, Any] = dict(num_cores=spec.num_cores or 0, config=tiles, interpret=_interpret(emulated))
+    return wgmma_tile.matmul(x, kernel, **options)
+
+
+def _interpret(emulated: bool) -> Any:
+    return compat.gpu_interpret(detect_races=False) if emulated else None
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

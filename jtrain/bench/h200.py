@@ -1,19 +1,19 @@
 """The number sheet of one GPU: llama1b at length 4096 and the 8B at length 8192, bf16, tokens/s and MFU.
 
 Needs a GPU, and refuses without one: a CPU's number would say nothing. Trains on random tokens, so no corpus and no
-tokenizer are needed; everything else is the shipped config's.
+tokenizer are needed; everything else is the shipped config's, or what --set makes of it.
 """
 
 import argparse
 import dataclasses
 import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from jtrain.bench import Row, row
-from jtrain.config.load import load_config
-from jtrain.config.run import Run, build_run, run_layout
+from jtrain.bench import Row, add_rehearse, row
 from jtrain.data import put_batch
 from jtrain.dims import Batch
 from jtrain.errors import UserError
@@ -22,56 +22,81 @@ from jtrain.mesh import make_mesh
 from jtrain.model.transformer import Transformer
 from jtrain.optim import Optimizer
 from jtrain.plan.estimate.flops import flops_per_token, mfu
-from jtrain.plan.from_run import make_optimizer
 from jtrain.step.state import init_state
 from jtrain.step.train_step import make_train_step
 from jtrain_kernels import device
+
+if TYPE_CHECKING:
+    from jtrain.config.run import Run
 
 BARS = {"llama1b": ">= 55000", "llama8b": ">= 11000"}
 """Config -> tokens/s to aim at on one H200 (reference/peers.md, 2e)."""
 
 FIDDLERS = {"llama1b": [], "llama8b": ["single_device"]}
 
+REHEARSED = (
+    "model.num_layers=2", "model.d_model=64", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=16",
+    "model.d_ff=128", "model.vocab_size=256", "data.seq_len=64", "data.global_batch=2", "layout.microbatches=1",
+)  # fmt: skip
+"""A config's smallest form, for --rehearse."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each, after two that are not")
     parser.add_argument("--only", choices=tuple(BARS), help="one of the two")
+    parser.add_argument(
+        "--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="change the config; no bar then"
+    )
+    add_rehearse(parser)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: argparse.Namespace) -> Iterator[Row]:
     """Tokens/s and MFU of each config.
 
     Raises:
-      UserError: the first device is no GPU.
+      UserError: the first device is no GPU, or the plan says that a config does not fit it.
     """
+    # Lazy, as below: other benchmarks use `step_rate`, which needs no config and no fiddle.
+    from jtrain.config.load import load_config
+    from jtrain.config.run import build_run
+    from jtrain.plan.auto_layout import settle
+    from jtrain.plan.fit_check import available_bytes, check_fits
+    from jtrain.plan.from_run import plan_job
+
     gpu = jax.devices()[0]
     spec = device.from_device(gpu)
-    if gpu.platform != "gpu" or spec is None:
+    if (gpu.platform != "gpu" or spec is None) and not args.rehearse:
         raise UserError(
             f"the number sheet needs a GPU, but the device here is {gpu.device_kind!r}. Run the same command on one."
         )
-    rows: list[Row] = []
     for name in [args.only] if args.only else list(BARS):
-        built = build_run(load_config(name, FIDDLERS[name]))
+        config = load_config(name, FIDDLERS[name], [*args.sets, *(REHEARSED if args.rehearse else ())])
+        for line in settle(config, devices=[gpu], workdir=None):
+            print(line)
+        built = build_run(config)
+        if (available := available_bytes([gpu])) is not None:
+            check_fits(plan_job(built), available=available)
         rate = tokens_per_s(built, args.steps)
         length = built.data.seq_len
-        used = mfu(
-            flops_per_token(built.model, seq_len=length),
-            tokens_per_s=rate,
-            num_devices=1,
-            peak_flops=spec.peak_flops(built.precision.compute_dtype),
-        )
+        what = " ".join([name, *args.sets])
+        bar = BARS[name] if spec is not None and spec.name == "h200" and not args.sets else None
+        yield row(f"{what}, length {length}, {gpu.device_kind}", rate, "tokens/s", bar=bar)
+        dtype = built.precision.compute_dtype
+        if spec is not None and spec.peak_bf16_flops is not None:
+            flops, peak_flops = flops_per_token(built.model, seq_len=length), spec.peak_flops(dtype)
+            yield row(
+                f"{what}: MFU, causal FLOPs", mfu(flops, tokens_per_s=rate, num_devices=1, peak_flops=peak_flops), ""
+            )
         peak_gib = (gpu.memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
-        bar = BARS[name] if spec.name == "h200" else None
-        rows.append(row(f"{name}, length {length}, {gpu.device_kind}", rate, "tokens/s", bar=bar))
-        rows.append(row(f"{name}: MFU, causal FLOPs", used, ""))
-        rows.append(row(f"{name}: device memory peak", peak_gib, "GiB"))
-    return rows
+        yield row(f"{what}: device memory peak", peak_gib, "GiB")
 
 
-def tokens_per_s(built: Run, num_steps: int) -> float:
+def tokens_per_s(built: "Run", num_steps: int) -> float:
     """Of a config's step on one device."""
+    from jtrain.config.run import run_layout
+    from jtrain.plan.from_run import make_optimizer
+
     layout = run_layout(dataclasses.replace(built, mesh=dataclasses.replace(built.mesh, data=1)))
     return step_rate(
         built.model,

@@ -5,12 +5,13 @@ Needs a GPU, and refuses without one; `loss_memory` computes the bytes for an ab
 
 import argparse
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jtrain.bench import Row, row
+from jtrain.bench import Row, add_rehearse, row
 from jtrain.bench.elementwise import seconds
 from jtrain.bench.loss_memory import GIB, TOKENS, D, V
 from jtrain.errors import UserError
@@ -19,14 +20,18 @@ from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
 from jtrain_kernels.linear_cross_entropy.chunking import CANDIDATES, best_chunk, predict
 from jtrain_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
 
+REHEARSED = (128, 32, 256)
+"""Tokens, width and vocabulary of a rehearsal."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--repeats", type=int, default=10, help="timed calls of each")
     parser.add_argument("--all-chunks", action="store_true", help="every size of chunks, not the predicted best alone")
+    add_rehearse(parser)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: argparse.Namespace) -> Iterator[Row]:
     """Rows of every chunk size; the baseline is the loss with all logits at once.
 
     Raises:
@@ -34,34 +39,41 @@ def run(args: argparse.Namespace) -> list[Row]:
     """
     gpu = jax.devices()[0]
     spec = from_device(gpu)
-    if gpu.platform != "gpu" or spec is None:
+    if spec is None or (gpu.platform != "gpu" and not args.rehearse):
         raise UserError(
             f"loss needs a GPU, but the device here is {gpu.device_kind!r}. Run the same command on one; for bytes "
             "without one, run loss_memory."
         )
-    whole_s, whole_bytes = measured(linear_cross_entropy_reference, args.repeats)
-    best, because = best_chunk(spec, tokens=TOKENS, d_model=D, vocab=V)
-    rows = [row(f"all logits at once: {whole_bytes / GIB:.2f} GiB of temporaries", whole_s * 1e3, "ms")]
-    for chunk in CANDIDATES if args.all_chunks else (best,):
-        took_s, temp = measured(functools.partial(linear_cross_entropy, chunk_tokens=chunk), args.repeats)
-        known = predict(spec, chunk, tokens=TOKENS, d_model=D, vocab=V)
+    sizes = tokens, d_model, vocab = REHEARSED if args.rehearse else (TOKENS, D, V)
+    whole_s, whole_bytes = measured(linear_cross_entropy_reference, args.repeats, sizes)
+    best, because = best_chunk(spec, tokens=tokens, d_model=d_model, vocab=vocab)
+    yield row(f"all logits at once: {whole_bytes / GIB:.2f} GiB of temporaries", whole_s * 1e3, "ms")
+    for chunk in [c for c in CANDIDATES if tokens % c == 0] if args.all_chunks else (best,):
+        took_s, temp = measured(functools.partial(linear_cross_entropy, chunk_tokens=chunk), args.repeats, sizes)
+        known = predict(spec, chunk, tokens=tokens, d_model=d_model, vocab=vocab)
         said = f", {known.seconds * 1e3:.3g} ms predicted" if known else ""
         is_best, on_h200 = chunk == best, spec.name == "h200"
         what = f"{chunk} tokens at a time{said}{f' ({because})' if is_best else ''}"
-        rows.append(row(what, took_s * 1e3, "ms", bar="<= 90" if is_best and on_h200 else None))
-        rows.append(row(f"{chunk} tokens at a time", temp / GIB, "GiB", bar="<= 2" if is_best else None))
-        rows.append(row(f"{chunk} tokens at a time, against all at once", took_s, "s", baseline=whole_s))
-    return rows
+        yield row(what, took_s * 1e3, "ms", bar="<= 90" if is_best and on_h200 else None)
+        yield row(f"{chunk} tokens at a time", temp / GIB, "GiB", bar="<= 2" if is_best else None)
+        yield row(f"{chunk} tokens at a time, against all at once", took_s, "s", baseline=whole_s)
 
 
-def measured(loss: Any, repeats: int) -> tuple[float, int]:
-    """Seconds of loss and gradient with a float32 unembedding, and temporary bytes of the compiled program."""
+def program_of(loss: Any, sizes: tuple[int, int, int]) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
+    """Loss and gradient with a float32 unembedding, for (tokens, width, vocabulary), and its arguments' shapes."""
+    tokens, d_model, vocab = sizes
     shapes = (
-        jax.ShapeDtypeStruct((1, TOKENS, D), jnp.bfloat16),
-        jax.ShapeDtypeStruct((D, V), jnp.float32),
-        jax.ShapeDtypeStruct((1, TOKENS), jnp.int32),
+        jax.ShapeDtypeStruct((1, tokens, d_model), jnp.bfloat16),
+        jax.ShapeDtypeStruct((d_model, vocab), jnp.float32),
+        jax.ShapeDtypeStruct((1, tokens), jnp.int32),
     )
-    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).lower(*shapes).compile()
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), shapes
+
+
+def measured(loss: Any, repeats: int, sizes: tuple[int, int, int]) -> tuple[float, int]:
+    """Seconds of loss and gradient, and temporary bytes of the compiled program."""
+    function, shapes = program_of(loss, sizes)
+    program = jax.jit(function).lower(*shapes).compile()
     memory = program.memory_analysis()
     assert memory is not None
     return seconds(program, shapes, repeats), memory.temp_size_in_bytes

@@ -4,15 +4,17 @@ Without options nothing runs: the compilers of the extra [aot] say what they wou
 compared with itself, nothing offloaded; 14B and 32B are plans for one H200 and 128 GiB of host memory.
 
 --live needs a GPU, and refuses without one. It trains on random tokens, as the benchmark h200 does: the same model and
-batch with and without its optimizer state on the host, and the largest models for three steps.
+batch with its optimizer state on the host and, where the plan says that it fits, without; and the largest models. What
+does not fit into the memory that is there is a row without a number.
 """
 
 import argparse
 import dataclasses
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jtrain.bench import Row, row
+from jtrain.bench import Row, add_rehearse, row
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from jtrain.layout import LayoutSpec
     from jtrain.optim import AdamW
     from jtrain.plan.compile.compiled_step import CompiledStep
+    from jtrain.plan.job import Job
 
 GIB = 2**30
 HOST_GIB, DEVICE_GIB = 128, 139
@@ -31,6 +34,9 @@ QWEN14B: dict[str, Any] = dict(
 
 QWEN32B: dict[str, Any] = QWEN14B | dict(num_layers=64, num_heads=64, d_ff=25600)
 """Qwen3 32B: 32.8 billion parameters."""
+
+TOY: dict[str, Any] = dict(num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128, vocab_size=256)
+"""Sizes of a rehearsal."""
 
 LLAMA8B: dict[str, Any] = dict(
     num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14336, vocab_size=128256
@@ -82,9 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--live", action="store_true", help="measure on the GPU that is here")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each, with --live (default: 3)")
     parser.add_argument("--only", choices=("8B", "14B", "32B"), help="one of the models")
+    add_rehearse(parser)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: argparse.Namespace) -> Iterator[Row]:
     """Rows of what was compiled, or of what ran.
 
     Raises:
@@ -92,14 +99,29 @@ def run(args: argparse.Namespace) -> list[Row]:
     """
     cases = [case for case in CASES if args.only is None or case.name.startswith(args.only)]
     if args.live:
-        return _live(cases, args.steps)
+        if args.rehearse:
+            cases = [dataclasses.replace(c, sizes=c.sizes | TOY, seq_len=32, microbatches=2) for c in cases]
+        yield from _live(cases, args.steps, rehearse=args.rehearse)
+        return
     os.environ.update(AOT_ENVIRONMENT)  # jax reads it when it is imported, which nothing above does
-    rows: list[Row] = []
     for case in cases:
-        rows += _compiled_rows(case, compiled(case, "h200:1", compare=case.sizes is LLAMA8B))
+        yield from _compiled_rows(case, compiled(case, "h200:1", compare=case.name.startswith("8B")))
     if args.only is None:
-        rows += _collective_rows()
-    return rows
+        yield from _collective_rows()
+
+
+def job_of(case: Case, *, offloaded: bool) -> "Job":
+    """The job of a case on one device."""
+    from jtrain.layout import make_layout
+    from jtrain.mesh import MeshSpec
+    from jtrain.model.transformer import Transformer
+    from jtrain.plan.job import Job
+    from jtrain.precision import PrecisionSpec
+
+    spec, optimizer = case.settings(offloaded=offloaded)
+    model = Transformer(**case.sizes)
+    layout = make_layout(spec, MeshSpec(), model.param_infos(), precision=PrecisionSpec(param_dtype="bfloat16"))
+    return Job(model, layout, optimizer, case.microbatches, case.seq_len)
 
 
 def compiled(case: Case, topology: str, *, compare: bool) -> "list[CompiledStep]":
@@ -131,18 +153,10 @@ def compiled(case: Case, topology: str, *, compare: bool) -> "list[CompiledStep]
 
 
 def _compiled_rows(case: Case, programs: "list[CompiledStep]") -> list[Row]:
-    from jtrain.layout import make_layout
-    from jtrain.mesh import MeshSpec
-    from jtrain.model.transformer import Transformer
     from jtrain.plan.estimate.memory import memory
-    from jtrain.plan.job import Job
-    from jtrain.precision import PrecisionSpec
 
     program, *plain = programs
-    spec, optimizer = case.settings()
-    model = Transformer(**case.sizes)
-    layout = make_layout(spec, MeshSpec(), model.param_infos(), precision=PrecisionSpec(param_dtype="bfloat16"))
-    plan = memory(Job(model, layout, optimizer, case.microbatches, case.seq_len))
+    plan = memory(job_of(case, offloaded=True))
     name = f"{case.name}, length {case.seq_len} x {case.microbatches}"
     host = program.host_argument_bytes
     rows = [
@@ -189,36 +203,42 @@ def _collective_rows() -> list[Row]:
     ]
 
 
-def _live(cases: list[Case], num_steps: int) -> list[Row]:
+def _live(cases: list[Case], num_steps: int, *, rehearse: bool) -> Iterator[Row]:
     import jax
 
     gpu = jax.devices()[0]
-    if gpu.platform != "gpu":
+    if gpu.platform != "gpu" and not rehearse:
         raise UserError(
             f"--live measures tokens/s on a GPU, but the device here is {gpu.device_kind!r}. Run it on one, or leave "
             "--live out: the compiled plans need none."
         )
     from jtrain.bench.h200 import step_rate
-    from jtrain.layout import make_layout
-    from jtrain.mesh import MeshSpec
     from jtrain.model.param import map_params
-    from jtrain.model.transformer import Transformer
     from jtrain.optim import build
-    from jtrain.precision import PrecisionSpec
+    from jtrain.plan.estimate.memory import memory
+    from jtrain.plan.fit_check import available_bytes, free_host_bytes
 
-    rows: list[Row] = []
     for case in cases:
-        model = Transformer(**case.sizes)
-        rates: list[float] = []
-        for offloaded in (False, True) if case.sizes is LLAMA8B else (True,):
-            spec, optimizer = case.settings(offloaded=offloaded)
-            layout = make_layout(spec, MeshSpec(), model.param_infos(), precision=PrecisionSpec(param_dtype="bfloat16"))
-            built = build(optimizer, num_steps=1000, params=map_params(lambda info: info, model.param_infos()))
+        rates: dict[bool, float] = {}
+        for offloaded in (True, False) if case.name.startswith("8B") else (True,):
+            where = "offloaded" if offloaded else "nothing offloaded"
+            name = f"{case.name}, length {case.seq_len} x {case.microbatches}: {where}, {gpu.device_kind}"
+            job = job_of(case, offloaded=offloaded)
+            plan = memory(job)
+            there = {"device": (plan.total_bytes, available_bytes([gpu])), "host": (plan.host_bytes, free_host_bytes())}
+            short = [
+                f"{place} {need / GIB:.1f} of {free / GIB:.1f} GiB"
+                for place, (need, free) in there.items()
+                if free is not None and need > free
+            ]
+            if short:
+                yield row(f"{name} does not fit ({', '.join(short)})", None, "tokens/s")
+                continue
+            built = build(job.optimizer, num_steps=1000, params=map_params(lambda info: info, job.model.param_infos()))
             sizes = {"global_batch": case.microbatches, "seq_len": case.seq_len}
-            rates.append(step_rate(model, layout, built, **sizes, num_steps=num_steps))
-        name = f"{case.name}, length {case.seq_len} x {case.microbatches}: offloaded, {gpu.device_kind}"
+            rates[offloaded] = step_rate(job.model, job.layout, built, **sizes, num_steps=num_steps)
+            bar = ">= 6300" if case.name.startswith("14B") and offloaded else None
+            yield row(name, rates[offloaded], "tokens/s", bar=bar)
         if len(rates) == 2:
-            rows.append(row(name, rates[1], "tokens/s", baseline=rates[0], bar=">= 0.9"))
-        else:
-            rows.append(row(name, rates[0], "tokens/s", bar=">= 6300" if case.sizes is QWEN14B else "> 0"))
-    return rows
+            what = f"{case.name}, length {case.seq_len} x {case.microbatches}: offloaded against not"
+            yield row(what, rates[True], "tokens/s", baseline=rates[False], bar=">= 0.9")

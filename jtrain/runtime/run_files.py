@@ -7,8 +7,8 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
-from importlib.metadata import version
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -30,7 +30,7 @@ def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processe
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.orig_argv,
         "commit": git_commit(),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in _VERSIONS},
+        "versions": {"python": platform.python_version()} | versions(_VERSIONS),
         "devices": {"kind": mesh.devices.flat[0].device_kind, "count": mesh.devices.size},
         "processes": num_processes,
         "mesh": dict(mesh.shape),
@@ -60,6 +60,18 @@ def _cannot_write(workdir: Path, error: OSError) -> FileError:
         f"--workdir {workdir} cannot be written to ({error.strerror}). Make room there, or set --workdir to a folder "
         "on another disk."
     )
+
+
+def versions(names: Iterable[str]) -> dict[str, str | None]:
+    """Version of each distribution; None if it is not installed, as jtrain itself in a bare checkout."""
+
+    def one(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    return {name: one(name) for name in names}
 
 
 def git_commit() -> str | None:

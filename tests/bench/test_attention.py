@@ -10,7 +10,7 @@ from jtrain.bench import attention
 def test_it_refuses_to_time_a_cpu() -> None:
     """With one line that says what it needs."""
     with pytest.raises(ValueError, match="attention needs an NVIDIA GPU, but the device here is 'cpu'"):
-        attention.run(argparse.Namespace(calls=1, only=None))
+        list(attention.run(argparse.Namespace(calls=1, only=None, shape=None, rehearse=False)))
 
 
 def test_its_check_tells_right_from_wrong() -> None:

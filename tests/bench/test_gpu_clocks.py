@@ -34,4 +34,4 @@ def test_a_soak_adds_up() -> None:
 
 def test_without_a_gpu_it_refuses() -> None:
     with pytest.raises(ValueError, match=r"gpu_clocks needs a GPU's clocks, but the device here is 'cpu'\."):
-        gpu_clocks.run(argparse.Namespace(seconds=1.0))
+        list(gpu_clocks.run(argparse.Namespace(seconds=1.0, rehearse=False)))

@@ -13,14 +13,14 @@ from jtrain_kernels.device import DEVICES
 def test_without_a_gpu_elementwise_ops_are_not_timed() -> None:
     """A CPU's bandwidth would say nothing."""
     with pytest.raises(ValueError, match=r"times kernels on a GPU, but the device here is 'cpu'\..* add --compiled"):
-        elementwise.run(argparse.Namespace(compiled=False, repeats=1))
+        list(elementwise.run(argparse.Namespace(compiled=False, repeats=1, only=None, rehearse=False)))
 
 
 @pytest.mark.smoke
 def test_without_a_gpu_the_loss_is_not_timed() -> None:
     """Nor its milliseconds; its bytes are another benchmark's."""
     with pytest.raises(ValueError, match=r"loss needs a GPU, but the device here is 'cpu'\..* run loss_memory"):
-        loss.run(argparse.Namespace(repeats=1, all_chunks=False))
+        list(loss.run(argparse.Namespace(repeats=1, all_chunks=False, rehearse=False)))
 
 
 def test_bytes_that_compilers_say_need_no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:

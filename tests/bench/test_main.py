@@ -4,11 +4,12 @@ import argparse
 import json
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from jtrain.bench import Row, meets_bar, row
+from jtrain.bench import Row, add_rehearse, meets_bar, row
 from jtrain.bench.__main__ import FOLDER, bench, benchmarks
 
 
@@ -18,7 +19,8 @@ def test_every_benchmark_says_what_it_measures_and_can_run() -> None:
     assert "startup" in found
     for name, line in found.items():
         assert line, name
-        assert "def run(args: argparse.Namespace) -> list[Row]:" in (FOLDER / f"{name}.py").read_text(), name
+        text = (FOLDER / f"{name}.py").read_text()
+        assert any(f"def run(args: argparse.Namespace) -> {kind}[Row]:" in text for kind in ("list", "Iterator")), name
 
 
 def test_without_a_name_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,6 +59,29 @@ def test_the_json_is_what_design_says(
     assert report["rows"] == [speed, size]
 
 
+def test_rows_are_on_the_disk_before_the_next_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark that is ended, or fails, keeps what it has measured; a rehearsal's rows say so and meet no bar."""
+    file, seen = tmp_path / "rows.jsonl", list[str]()
+
+    def run(args: argparse.Namespace) -> Iterator[Row]:
+        yield row("first", 1.0, "s", bar="<= 2")
+        seen.append(file.read_text())
+        raise RuntimeError("the GPU fell off the bus")
+
+    module = types.ModuleType("jtrain.bench.startup", "A stand-in.")
+    module.__dict__.update(run=run, add_arguments=add_rehearse)
+    monkeypatch.setitem(sys.modules, "jtrain.bench.startup", module)
+    monkeypatch.setattr("jtrain.bench.__main__.start_jax", lambda environ: None)
+    for more, what, bar in (([], "first", "<= 2"), (["--rehearse"], "rehearsal, no measurement: first", None)):
+        file.unlink(missing_ok=True)
+        with pytest.raises(RuntimeError, match="fell off the bus"):
+            bench(["startup", "--lines", str(file), *more])
+        (line,) = (json.loads(text) for text in file.read_text().splitlines())
+        assert (line["what"], line["bar"]) == (what, bar)
+    assert all(text.endswith("}\n") for text in seen)
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize(
     ("made", "met"),
     [
@@ -82,4 +107,4 @@ def test_a_gpu_sheet_without_a_gpu_is_refused() -> None:
     from jtrain.bench import h200
 
     with pytest.raises(ValueError, match="needs a GPU, but the device here is 'cpu'"):
-        h200.run(argparse.Namespace(steps=1, only=None))
+        list(h200.run(argparse.Namespace(steps=1, only=None, sets=[], rehearse=False)))

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jtrain.errors import FileError
-from jtrain.runtime.run_files import full_disk_named, write_run_files
+from jtrain.runtime.run_files import full_disk_named, versions, write_run_files
 
 
 def test_a_workdir_that_cannot_be_written_to_names_the_option(tmp_path: Path) -> None:
@@ -37,3 +37,8 @@ def test_other_errors_of_a_run_are_not_of_its_disk(tmp_path: Path) -> None:
         with pytest.raises(type(error)) as found, full_disk_named(tmp_path):
             raise error
         assert found.value is error
+
+
+def test_what_is_not_installed_has_no_version() -> None:
+    """A checkout on a machine with little more than JAX runs without an error: jtrain itself is not installed there."""
+    assert versions(["numpy", "no-such-distribution"]) == {"numpy": np.__version__, "no-such-distribution": None}

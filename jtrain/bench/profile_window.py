@@ -1,0 +1,63 @@
+"""A config trained for a few steps with a profile window: tokens/s, and the window's report, kept in --out.
+
+    python -m jtrain.bench profile_window --config llama1b --out DIR
+
+The text is the Python standard library, byte by byte, so nothing else is needed; the model is the config's. DIR gets
+report.html and breakdown.json of the window, with clocks where the driver tells them.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from jtrain.bench import Row, row
+from jtrain.errors import UserError
+from jtrain.profile.trace_dir import FOLDER
+from jtrain.telemetry.metrics import FILE, read
+
+FILES = ("report.html", "breakdown.json")
+TEXT = ("data.path=stdlib", "data.tokenizer=bytes", "checkpoint.every_steps=None", "eval.every_steps=None")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--config", default="llama1b", help="what to train (default: %(default)s)")
+    parser.add_argument(
+        "--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="change the config"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=8, help="updates; the last three are traced (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the report goes")
+
+
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    """Tokens/s before and in the window, and the size of the report.
+
+    Raises:
+      UserError: fewer than 6 steps; or the window left no report.
+    """
+    if args.steps < 6:
+        raise UserError(f"--steps {args.steps} leaves no steps before the three that are traced. Give 6 or more.")
+    window = (args.steps - 3, args.steps)
+    sets = [*TEXT, f"num_steps={args.steps}", f"profile.steps={window}", "metrics.log_every_steps=1", *args.sets]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "jtrain.launch", f"--config={args.config}", "--workdir", folder]
+        subprocess.run([*command, *(part for one in sets for part in ("--set", one))], check=True)
+        lines = [line for line in read(Path(folder) / FILE) if line.get("tokens_per_s")]
+        for what, first, last in (("before the window", 2, window[0]), ("in the window", window[0], window[1])):
+            rates = sorted(line["tokens_per_s"] for line in lines if first < line["step"] <= last)
+            yield row(f"{args.config}, {what}, fastest step", rates[-1], "tokens/s")
+        found = sorted((Path(folder) / FOLDER).glob("*/report.html"))
+        if not found:
+            logs = [file.read_text()[-500:] for file in (Path(folder) / FOLDER).glob("*/postprocess.log")]
+            raise UserError(f"the window of {args.config} left no report: {' '.join(logs) or 'no trace was written'}.")
+        args.out.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            shutil.copy(found[-1].parent / name, args.out / name)
+        size = (args.out / "report.html").stat().st_size
+    yield row(f"{args.config}: {args.out / 'report.html'}", size / 2**10, "KiB")
