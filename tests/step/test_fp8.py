@@ -216,7 +216,7 @@ def test_over_tensor_an_h200_sends_8_bits_and_multiplies_them_as_they_come() -> 
 def test_the_speed_benchmark_refuses_a_cpu() -> None:
     """Its emulation's speed would say nothing."""
     with pytest.raises(ValueError, match="8-bit matmuls are timed on an H100, H200 or B200, but the device here is"):
-        fp8_speed.run(argparse.Namespace(calls=1))
+        list(fp8_speed.run(argparse.Namespace(calls=1, rehearse=False, only=None)))
 
 
 @pytest.mark.aot
