@@ -173,7 +173,7 @@ def mixture(folder: Path, *, seq_len: int, global_batch: int) -> "PackedText":
         global_batch=global_batch,
         mixture_unit="samples",
         eval_fraction=0.0,
-        shuffle_window_bytes=1 << 22,  # a whole source of 400 documents; the peers do not shuffle Parquet at all
+        shuffle_window_bytes=1 << 20,  # a row group at a time: a window is never smaller. The peers shuffle no Parquet
     )
 
 

@@ -103,16 +103,31 @@ def test_nothing_is_decoded_to_tell_the_share_of_a_number(parquet: Path, tmp_pat
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_each_share_decodes_only_its_groups_and_each_once(count: int, parquet: Path, tmp_path: Path) -> None:
-    """The cache of a loader is far smaller than a window, but the window holds what it needs."""
+    """The cache of a loader is smaller than two windows, but the windows hold what they need."""
     decoded = 0
     for share in range(count):
-        setup = setup_of(parquet, tmp_path, decoded_cache_bytes=share + 10 * count)
+        setup = setup_of(parquet, tmp_path, decoded_cache_bytes=(1 << 12) + share + 10 * count)
         stream = ChunkStream(setup)
         before = shared_cache(setup.decoded_cache_bytes).decoded
         for start in range(0, len(stream), RUN):
             stream.read(np.arange(start, min(start + RUN, len(stream))), share=(share, count))
         decoded += shared_cache(setup.decoded_cache_bytes).decoded - before
     assert decoded == GROUPS
+
+
+def test_windows_hold_no_more_than_four_times_the_cache(parquet: Path, tmp_path: Path) -> None:
+    """Then row groups are decoded again, to the same texts; what a window held is given back with it."""
+    streams = [ChunkStream(setup_of(parquet, tmp_path, decoded_cache_bytes=size)) for size in (900, 1 << 20)]
+    numbers = np.arange(4 * RUN)
+    few, all_kept = (stream.read(numbers) for stream in streams)
+    np.testing.assert_array_equal(few.ids, all_kept.ids)
+    cache = shared_cache(900)
+    assert 0 < cache._held_bytes <= 4 * 900
+    again = cache.decoded
+    streams[0].read(numbers)
+    assert cache.decoded > again
+    streams[0].close()
+    assert cache._held_bytes == 0
 
 
 @contextlib.contextmanager

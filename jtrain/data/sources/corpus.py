@@ -289,7 +289,7 @@ class Corpus:
         return np.concatenate([self.sizes(record, record + 1) for record in range(start, end)])
 
     def hold(self, record: int) -> object:
-        """Returns what is decoded to read a record: while it lives, nothing of its group is decoded again."""
+        """Returns what is decoded to read a record: while it lives, its group is not decoded again; or None."""
         file, number = self._place(record)
         try:
             return self._at(file).hold(number)

@@ -12,7 +12,7 @@ class ReadPart(NamedTuple):
 
     ends: slot of the part at which the chunks of each record end.
     per_slot: chunks per slot.
-    held: what was decoded to read it.
+    held: what was decoded to read it, if it may be kept.
     """
 
     ends: Int64[np.ndarray, " records"]
@@ -24,7 +24,7 @@ class PartWindow:
     """Parts whose slots follow one another.
 
     Which part a slot belongs to follows from the numbers of slots alone; what it holds is known when its part is read.
-    Whatever was decoded to read a part stays alive with the window.
+    Whatever was decoded to read a part stays alive with the window, as far as its cache allows.
 
     Args:
       parts: numbers of the parts.

@@ -62,7 +62,7 @@ class Records(abc.ABC):
         return np.zeros(1, np.int64)
 
     def hold(self, record: int) -> object:
-        """Returns what is decoded to read a record: while it lives, nothing of its group is decoded again."""
+        """Returns what is decoded to read a record: while it lives, its group is not decoded again; or None."""
         return None
 
     def close(self) -> None:  # noqa: B027 (most formats keep nothing)
