@@ -102,7 +102,7 @@ def end_processes(out: Path) -> None:
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
+        time.sleep(0.02)  # a killed process takes a moment to leave /proc
 
 
 def processes(out: Path) -> Iterator[int]:

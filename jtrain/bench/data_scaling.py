@@ -192,7 +192,7 @@ class _Slow(http.server.SimpleHTTPRequestHandler):
         self._answer(with_content=True)
 
     def _answer(self, *, with_content: bool) -> None:
-        time.sleep(REQUEST_S)
+        time.sleep(REQUEST_S)  # the distance to the store that is measured
         content = Path(self.translate_path(self.path)).read_bytes()
         first, last = 0, len(content) - 1
         if wanted := self.headers.get("Range"):
@@ -229,7 +229,7 @@ def autoscaled_steps(spec: PackedText, steps: int) -> tuple[list[float], int]:
         for _ in range(steps):
             start_s = time.perf_counter()
             next(batches)
-            time.sleep(STEP_S)
+            time.sleep(STEP_S)  # the device's step
             step_s.append(time.perf_counter() - start_s)
         assert batches.stats is not None
         return step_s, len(batches.stats.loaders)
@@ -268,7 +268,7 @@ def fixed_steps(spec: PackedText, loaders: int, steps: int) -> list[float]:
         for _ in range(steps):
             start_s = time.perf_counter()
             ready.get()
-            time.sleep(STEP_S)
+            time.sleep(STEP_S)  # the device's step
             step_s.append(time.perf_counter() - start_s)
             if failed:
                 raise failed[0]

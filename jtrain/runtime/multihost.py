@@ -36,7 +36,7 @@ def is_joined() -> bool:
 
 def own_address() -> str:
     """Returns the address of this host on the network over which the processes of the run have found each other."""
-    from jax._src import distributed
+    from jax._src import distributed  # public jax does not tell the coordinator's address
 
     host, _, port = (distributed.global_state.coordinator_address or "").rpartition(":")
     [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)

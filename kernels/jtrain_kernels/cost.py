@@ -25,8 +25,8 @@ LAUNCH_S = {"gpu": 4e-6, "tpu": 1e-6, "cpu": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """Work of a part of an op; parts run one after the other.
+class OpPart:
+    """Part of the work of an op; parts run one after the other.
 
     flops: of matmuls; moved: bytes that must be read and written; kernels: kernels that are launched.
     matmul: fraction of the peak that the matmuls reach.
@@ -51,7 +51,7 @@ def matmul_rate(device: DeviceSpec, dtype: str) -> float | None:
     return device.peak_bf16_flops / ((2 if device.platform == "gpu" else 6) if dtype == "float32" else 1)
 
 
-def seconds(device: DeviceSpec, dtype: str, *parts: Work) -> float | None:
+def seconds(device: DeviceSpec, dtype: str, *parts: OpPart) -> float | None:
     """Predicted seconds of the parts together; None if the device has no published peaks."""
     rate = matmul_rate(device, dtype)
     if rate is None or device.hbm_bytes_per_s is None:
@@ -122,12 +122,12 @@ def attention_s(device: DeviceSpec, avals: Avals, name: str) -> float | None:
     H = H if name == "cudnn" else max(H, nearest)  # the others pad heads with zeros
     arrays, lse = 2 * size_bytes(q) + 2 * size_bytes(k), 4 * B * N * L
     parts = [
-        Work(4 * scores * H, arrays + lse, matmul=forward),
-        Work(4 * scores * H * BACKWARD_FLOPS, 2 * arrays + lse, kernels=2, matmul=backward),
+        OpPart(4 * scores * H, arrays + lse, matmul=forward),
+        OpPart(4 * scores * H * BACKWARD_FLOPS, 2 * arrays + lse, kernels=2, matmul=backward),
     ]
     if name == "cudnn":
         mask = B * L * M + scores
-        parts += [Work(moved=mask * q.dtype.itemsize)] * 2
+        parts += [OpPart(moved=mask * q.dtype.itemsize)] * 2
     return seconds(device, str(q.dtype), *parts)
 
 
@@ -138,8 +138,8 @@ def plain_attention_s(device: DeviceSpec, avals: Avals) -> float | None:
     (B, L, N, H), M = q.shape, k.shape[1]
     scores = B * N * L * M * min(1.0, visible(avals) + chunk / (2 * M))
     chunks = max(1, math.ceil(L / chunk))
-    matmuls = Work(4 * scores * H * (1 + BACKWARD_FLOPS), kernels=7 * chunks)
-    passes = Work(moved=scores * (SCORE_BYTES_FORWARD + SCORE_BYTES_BACKWARD), kernels=6 * chunks)
+    matmuls = OpPart(4 * scores * H * (1 + BACKWARD_FLOPS), kernels=7 * chunks)
+    passes = OpPart(moved=scores * (SCORE_BYTES_FORWARD + SCORE_BYTES_BACKWARD), kernels=6 * chunks)
     return seconds(device, str(q.dtype), matmuls, passes)
 
 
@@ -153,7 +153,7 @@ def rms_norm_s(device: DeviceSpec, avals: Avals, *, residual: bool, one_pass: bo
     """
     x = array(avals, "x")
     backward = (3 if one_pass else 6) + residual
-    parts = Work(moved=2 * size_bytes(x)), Work(moved=backward * size_bytes(x), kernels=2 if one_pass else 3)
+    parts = OpPart(moved=2 * size_bytes(x)), OpPart(moved=backward * size_bytes(x), kernels=2 if one_pass else 3)
     return seconds(device, str(x.dtype), *parts)
 
 
@@ -161,13 +161,13 @@ def rope_s(device: DeviceSpec, avals: Avals, *, one_pass: bool) -> float | None:
     """Seconds of both rotations; XLA:TPU moves x eight times for each (compiled for a v5p), others twice."""
     x, cos = array(avals, "x_BLNH"), array(avals, "cos_BLR")
     passes = 2 if one_pass or device.platform != "tpu" else 8
-    return seconds(device, str(x.dtype), *[Work(moved=passes * size_bytes(x) + 2 * size_bytes(cos))] * 2)
+    return seconds(device, str(x.dtype), *[OpPart(moved=passes * size_bytes(x) + 2 * size_bytes(cos))] * 2)
 
 
 def swiglu_s(device: DeviceSpec, avals: Avals) -> float | None:
     """Seconds of three passes over memory forward and five backward."""
     gate = array(avals, "gate")
-    return seconds(device, str(gate.dtype), Work(moved=3 * size_bytes(gate)), Work(moved=5 * size_bytes(gate)))
+    return seconds(device, str(gate.dtype), OpPart(moved=3 * size_bytes(gate)), OpPart(moved=5 * size_bytes(gate)))
 
 
 def embedding_lookup_s(device: DeviceSpec, avals: Avals) -> float | None:
@@ -175,8 +175,8 @@ def embedding_lookup_s(device: DeviceSpec, avals: Avals) -> float | None:
     table, token = array(avals, "table_VD"), array(avals, "token_BL")
     rows = token.size * table.shape[1]
     backward = rows * (table.dtype.itemsize + 8) + table.size * (4 + 4 + table.dtype.itemsize)
-    forward = Work(moved=2 * rows * table.dtype.itemsize)
-    return seconds(device, str(table.dtype), forward, Work(moved=backward, kernels=3))
+    forward = OpPart(moved=2 * rows * table.dtype.itemsize)
+    return seconds(device, str(table.dtype), forward, OpPart(moved=backward, kernels=3))
 
 
 # Matmuls
@@ -188,7 +188,7 @@ def linear_s(device: DeviceSpec, avals: Avals) -> float | None:
     assert isinstance(num_in, int)
     rows = math.prod(x.shape[: x.ndim - num_in])
     y = rows * math.prod(kernel.shape[num_in:])
-    one = Work(2 * rows * kernel.size, size_bytes(x) + size_bytes(kernel) + y * x.dtype.itemsize)
+    one = OpPart(2 * rows * kernel.size, size_bytes(x) + size_bytes(kernel) + y * x.dtype.itemsize)
     return seconds(device, str(x.dtype), one, one, one)
 
 
@@ -207,9 +207,9 @@ def grouped_matmul_s(
     itemsize = x.dtype.itemsize
     moved = (rows * (depth + columns) + kernel.size) * itemsize
     if block_rows is None:
-        return seconds(device, str(x.dtype), *[Work(2 * rows * depth * columns, moved)] * 3)
+        return seconds(device, str(x.dtype), *[OpPart(2 * rows * depth * columns, moved)] * 3)
     blocks = rows // block_rows + groups
     busy = min(1.0, max(1, block_rows // 128 * columns // 128) / (device.num_cores or 1))
-    one = Work(2 * block_rows * blocks * depth * columns, moved, kernels=0, matmul=MATMUL * busy)
+    one = OpPart(2 * block_rows * blocks * depth * columns, moved, kernels=0, matmul=MATMUL * busy)
     found = seconds(device, str(x.dtype), one, one, one)
     return None if found is None else found + 3 * blocks * step_s

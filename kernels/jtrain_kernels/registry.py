@@ -57,7 +57,7 @@ class Implementation:
     supports: None if the implementation runs for these arguments on the device, else the reason, one sentence without
       a full stop. It must not compile or query live devices, because the device may be another one.
     cost_s: predicted seconds, of the same passes for all implementations of an op: the op and its gradients in
-      `jtrain_kernels.cost`, the forward pass in `overlap.cost`. None if unknown.
+      `jtrain_kernels.cost`, the forward pass in `overlap.overlap_cost`. None if unknown.
     configs: configurations to try when tuning, the best guess first; at least one.
     only_measured: reason why a prediction alone does not choose the implementation, one sentence without a full stop;
       None if it does.

@@ -219,14 +219,14 @@ def test_killed_at_random_moments_it_goes_on_and_repeats_nothing(tmp_path: Path)
     chance, killed = random.Random(0), collections.Counter[str]()
     for _ in range(10):
         process = call(tmp_path, CHEAP)
-        time.sleep(chance.uniform(0.5, 9.0))
+        time.sleep(chance.uniform(0.5, 9.0))  # the moment of the kill
         victim = chance.choice(("call", "step"))
         targets = [process.pid] if victim == "call" else list(processes(tmp_path))
         for pid in targets:
             os.kill(pid, signal.SIGKILL)
         killed[victim] += bool(targets)
         if victim == "step":
-            time.sleep(0.5)
+            time.sleep(0.5)  # the call notices that its step is gone, and is killed soon after
             process.kill()
         process.communicate()
     assert killed["call"] >= 2

@@ -23,7 +23,7 @@ from jtrain.data.loaders.messages import ChunkRun, LoaderState
 from jtrain.data.loaders.pool import ProcessPool
 from jtrain.data.order.windowed_order import WindowedChunks
 from jtrain.data.source_setup import SourceSetup
-from jtrain.data.sources.formats.parquet import shared_cache
+from jtrain.data.sources.formats.row_group_cache import shared_cache
 from tests.data.four_sources import digest
 from tests.data.writers import write_array_record, write_parquet
 
@@ -163,7 +163,7 @@ def read_epoch(
             pool.release(run)
             each(len(found))
         assert time.monotonic() < deadline, len(found)
-        time.sleep(0.002)
+        time.sleep(0.002)  # between two looks at real processes
     return found, pool.states()
 
 

@@ -71,11 +71,9 @@ class PeerLinks:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        server = asyncio.start_server(self._accepted, sock=self._listening)
-        tasks = [self._loop.create_task(self._dial(i)) for i in self._down if i > self.peers.index]
-        self._loop.run_until_complete(server)
+        self._dials = [self._loop.create_task(self._dial(i)) for i in self._down if i > self.peers.index]
+        self._loop.run_until_complete(asyncio.start_server(self._accepted, sock=self._listening))
         self._loop.run_forever()
-        del tasks
 
     def _write(self, peer: int, content: bytes) -> None:
         if (writer := self._writers.get(peer)) is not None:

@@ -17,7 +17,7 @@ from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
 from jtrain.data.order.growing_order import WindowAnchor
 from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources import retry
-from jtrain.data.sources.formats.parquet import shared_cache
+from jtrain.data.sources.formats.row_group_cache import shared_cache
 from jtrain.data.sources.opening import Opening
 from jtrain.runtime.resident_memory import resident_bytes
 

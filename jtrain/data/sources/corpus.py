@@ -15,8 +15,9 @@ from jtrain.data.sources.file_parts import evenly_spread, identities_of_parts, p
 from jtrain.data.sources.formats import BadRecord, Records, open_file
 from jtrain.data.sources.formats.arrow import ArrowFile
 from jtrain.data.sources.formats.long_lines import TextPart
-from jtrain.data.sources.formats.parquet import ParquetFile, shared_cache
+from jtrain.data.sources.formats.parquet import ParquetFile
 from jtrain.data.sources.formats.record import SKIP, LostFile
+from jtrain.data.sources.formats.row_group_cache import shared_cache
 from jtrain.data.sources.formats.suffix import format_of
 from jtrain.data.sources.formats.text import JsonLines
 from jtrain.data.sources.opening import Opening
@@ -92,8 +93,7 @@ class Corpus:
     ) -> None:
         source.check(name)
         self.source = source
-        self.name = name
-        self.left_out = ""
+        self.name, self.left_out = name, ""
         self._opening = opening or Opening()
         field = field_of(name)
         if source.format == "grain":

@@ -13,6 +13,7 @@ _PASSING_STATUS = {408, 425, 429}
 """Statuses below 500 of an HTTP answer that say nothing about the file: too slow, too early, too many requests."""
 
 _OUR_FAULT = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
+"""Errors of a wrong call or installation, which no further try mends. Stores raise classes of their own."""
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http"}
 """URL scheme -> extra of this package that installs its reader."""

@@ -121,16 +121,16 @@ def retried[T](what: str, read: Callable[[], T]) -> T:
     for number, wait_s in enumerate(WAITS_S, start=2):
         try:
             return read()
-        except Exception as error:
+        except Exception as error:  # stores agree on no class of error; one that cannot pass is raised as it is
             if (cause := passing(error)) is None:
                 raise
             why = _why(cause, what)
         tries = f"try {number} of {len(WAITS_S) + 1}"
         _heard_by[-1].add(f"{what}: {why}; it is read again in {wait_s:g} s ({tries})", wait_s)
-        time.sleep(wait_s)
+        time.sleep(wait_s)  # the wait itself: a loader has told its pool how long it takes
     try:
         return read()
-    except Exception as error:
+    except Exception as error:  # as above
         if (cause := passing(error)) is None:
             raise
         raise GaveUp(

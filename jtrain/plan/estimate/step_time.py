@@ -18,15 +18,12 @@ from jtrain.plan.estimate.memory import MemoryPlan
 from jtrain.plan.estimate.network import seconds
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
+from jtrain_kernels.cost import MATMUL, MEMORY, SCORE_BYTES_BACKWARD, SCORE_BYTES_FORWARD
 from jtrain_kernels.device import DeviceSpec
 
 _F32 = 4
 
 SECONDS_PER_DAY = 86_400
-
-SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 16, 26
-"""Bytes of memory traffic per attention score without a fused kernel. Forward: float32 scores are written, read by the
-maximum and by the exponential, which writes bf16 for the matmul to read; backward: the same for scores and gradient."""
 
 CPU_ADAM_S_PER_PARAM = 0.25e-9
 """Adam on a host's two sockets: 2.57 s for 10 billion parameters (arXiv:2101.06840, table 4)."""
@@ -41,8 +38,8 @@ class Assumptions:
     goodput: fraction of wall time that trains; Llama 3 405B had over 0.9 (arXiv:2407.21783, section 3.3.4).
     """
 
-    matmul: float = 0.65
-    memory: float = 0.8
+    matmul: float = MATMUL
+    memory: float = MEMORY
     network: float = 0.8
     host_link: float = 0.8
     goodput: float = 0.9

@@ -15,8 +15,8 @@ from jtrain_kernels.fp8.api import Fp8Kernel, linear_fp8
 from jtrain_kernels.fp8.formats import unsupported
 from jtrain_kernels.linear.api import linear
 from jtrain_kernels.overlap import fp8
-from jtrain_kernels.overlap.cost import Work, fused_s, overlapped_s, plain_s
 from jtrain_kernels.overlap.mosaic_gpu import op as mosaic_op
+from jtrain_kernels.overlap.overlap_cost import Work, fused_s, overlapped_s, plain_s
 from jtrain_kernels.overlap.schedule import OpName
 from jtrain_kernels.overlap.swizzle import SWIZZLES, Swizzle
 from jtrain_kernels.overlap.xla import op as xla

@@ -44,7 +44,7 @@ def slow_server(folder: Path, *, delay_s: float) -> Iterator[str]:
         def do_GET(self) -> None:
             if self.path.endswith(".jsonl"):
                 with turn:
-                    time.sleep(delay_s)
+                    time.sleep(delay_s)  # the slow server
             super().do_GET()
 
         def log_message(self, format: str, *args: Any) -> None:
@@ -130,7 +130,7 @@ def test_a_loader_tells_the_pool_how_far_it_is(folder: Path, monkeypatch: pytest
         end_s = time.monotonic() + 60
         while not pool.collect():
             assert time.monotonic() < end_s
-            time.sleep(0.01)
+            time.sleep(0.01)  # between two looks at real processes
     pool.close()
     forkserver.close()
     counts = files_of(said)
@@ -150,7 +150,7 @@ def test_a_window_that_takes_long_is_said_in_the_log_of_a_run(folder: Path, monk
 
         def slowly(name: str, request: Any) -> Any:
             with turn:
-                time.sleep(0.2)
+                time.sleep(0.2)  # the slow store
             return content(name, request)
 
         store.content = slowly

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from jtrain_kernels import compat, device, registry
 from jtrain_kernels.overlap import api
-from jtrain_kernels.overlap.cost import Work, overlapped_s, plain_s
+from jtrain_kernels.overlap.overlap_cost import Work, overlapped_s, plain_s
 from jtrain_kernels.overlap.swizzle import Swizzle
 from jtrain_kernels.overlap.xla import op
 from jtrain_kernels.overlap.xla.op import OverlapPlan

@@ -6,8 +6,9 @@ from pathlib import Path
 from jtrain.data.sources.cache import local_copy
 from jtrain.data.sources.formats import sniff
 from jtrain.data.sources.formats.masked_text import MaskFields, check_format
-from jtrain.data.sources.formats.parquet import ParquetFile, RowGroupCache
+from jtrain.data.sources.formats.parquet import ParquetFile
 from jtrain.data.sources.formats.record import BadRecord, Records
+from jtrain.data.sources.formats.row_group_cache import RowGroupCache
 from jtrain.data.sources.formats.suffix import format_of
 from jtrain.data.sources.formats.text import JsonLines, TextFile
 from jtrain.data.sources.storage import StoredFile

@@ -1,9 +1,5 @@
 """Parquet files: row groups are decoded as a whole and cached."""
 
-import collections
-import functools
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,86 +9,9 @@ from jaxtyping import Int
 from jtrain.data.sources.formats.chat import LAYOUT_BYTES
 from jtrain.data.sources.formats.masked_text import MaskFields, set_messages
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
+from jtrain.data.sources.formats.row_group_cache import DecodedColumns, RowGroupCache
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError
-
-_HELD_OVER_KEPT = 4
-"""Most bytes of row groups that `RowGroupCache.hold` keeps decoded, over those of the cache.
-
-With the default window that is 1 GiB, enough for 8 sources whose row groups have a million short texts. What is more is
-decoded again when it is read: hundreds of sources may have row groups, of which windows are never smaller, far beyond
-what the user has given them.
-"""
-
-
-class RowGroupCache:
-    """Cache of decoded row groups, safe to share between threads.
-
-    It keeps the last ones used, as many as fit, and finds any other one that is held elsewhere.
-
-    Attributes:
-      decoded: row groups decoded so far.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.decoded = 0
-        self._held_bytes = 0
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._groups: collections.OrderedDict[tuple[Any, ...], DecodedColumns] = collections.OrderedDict()
-        self._alive: weakref.WeakValueDictionary[tuple[Any, ...], DecodedColumns] = weakref.WeakValueDictionary()
-        self._lock = threading.Lock()
-
-    def get(self, key: tuple[Any, ...], read: Callable[[], "DecodedColumns"]) -> "DecodedColumns":
-        """Returns the columns under `key`, calling `read` if none are alive; the latest are kept whatever their size.
-
-        The bytes that are kept include those of row groups held elsewhere, so that both share one limit.
-        """
-        with self._lock:
-            if key in self._groups:
-                self._groups.move_to_end(key)
-                return self._groups[key]
-            if (columns := self._alive.get(key)) is None:
-                columns = self._alive[key] = read()
-                self.decoded += 1
-            self._groups[key] = columns
-            self._bytes += columns.nbytes
-            while self._bytes > self._max_bytes and len(self._groups) > 1:
-                self._bytes -= self._groups.popitem(last=False)[1].nbytes
-            return columns
-
-    def hold(self, columns: "DecodedColumns") -> "Held | None":
-        """Returns what keeps the columns from being decoded again while it lives; None where too much is held."""
-        if self._held_bytes + columns.nbytes > _HELD_OVER_KEPT * self._max_bytes:
-            return None
-        held = Held(columns)
-        self._held_bytes += columns.nbytes
-        weakref.finalize(held, self._let_go, columns.nbytes)
-        return held
-
-    def _let_go(self, size_bytes: int) -> None:
-        self._held_bytes -= size_bytes
-
-    def drop(self, first: Any) -> None:
-        """Drops all columns whose key starts with `first`."""
-        with self._lock:
-            for key in [key for key in self._groups if key[0] == first]:
-                self._bytes -= self._groups.pop(key).nbytes
-
-
-class Held:
-    """Decoded columns that somebody needs again."""
-
-    def __init__(self, columns: "DecodedColumns") -> None:
-        self._columns = columns
-
-
-class DecodedColumns(dict[str, Any]):
-    """Decoded columns of a row group by name, cached together since they are read together."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(column.nbytes for column in self.values())
 
 
 class ParquetFile(Records):
@@ -411,9 +330,3 @@ def _masked_or_why(mask: MaskFields, text: str | ValueError, value: Any) -> str 
         return mask.join(str(text), value)
     except ValueError as error:
         return ValueError(f"column {mask.field!r} {error}")
-
-
-@functools.cache
-def shared_cache(max_bytes: int) -> RowGroupCache:
-    """Returns this process's cache of that size, shared by its sources so that one limit bounds their memory."""
-    return RowGroupCache(max_bytes)

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jtrain_kernels.device import DeviceSpec
-from jtrain_kernels.overlap.cost import Work, fused_s
 from jtrain_kernels.overlap.mosaic_gpu.tables import (
     GpuProgram,
     OverlapConfig,
@@ -28,6 +27,7 @@ from jtrain_kernels.overlap.mosaic_gpu.tables import (
     op_does_not_fit,
 )
 from jtrain_kernels.overlap.mosaic_gpu.tile_shapes import CANDIDATES, does_not_fit, unsupported
+from jtrain_kernels.overlap.overlap_cost import Work, fused_s
 from jtrain_kernels.overlap.schedule import OpName, make_schedule
 from jtrain_kernels.overlap.swizzle import SWIZZLES, Swizzle
 from jtrain_kernels.registry import Avals, Implementation
