@@ -21,6 +21,7 @@ import numpy as np
 
 from jtrain.bench import Row, data_sources, row
 from jtrain.data.dataset import PackedText, open_dataset
+from jtrain.errors import UserError
 
 _WORKER = "import sys; from jtrain.bench.data_hosts import work; work(*map(int, sys.argv[1:5]), *sys.argv[5:])"
 _ARRAYS = ("token_BL", "target_BL", "position_BL", "segment_BL")
@@ -46,7 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """JSON lines, whose runs the hosts divide, and Parquet, whose row groups they divide."""
+    """JSON lines, whose runs the hosts divide, and Parquet, whose row groups they divide.
+
+    Raises:
+      UserError: there are too few hosts, sources or steps.
+    """
+    for option, least in {"hosts": 2, "sources": 1, "steps": 1}.items():
+        if (value := getattr(args, option)) < least:
+            raise UserError(f"--{option} {value} must be at least {least}.")
     rows = []
     for format in ("jsonl", "parquet"):
         folder = data_sources.sources(format, num_sources=args.sources)

@@ -352,3 +352,10 @@ def test_hosts_read_a_part_each() -> None:
     assert {**parts[0].rows, **parts[1].rows} == alone.rows
     assert len(alone.rows) == 256
     assert min(part.documents for part in parts) > 0  # the shares of so few steps are those of how far each reads ahead
+
+
+@pytest.mark.parametrize(("option", "value", "least"), [("hosts", 1, 2), ("sources", 0, 1), ("steps", 0, 1)])
+def test_hosts_refuse_what_measures_nothing(option: str, value: int, least: int) -> None:
+    given = {"hosts": 2, "sources": 2, "steps": 2, option: value}
+    with pytest.raises(UserError, match=f"--{option} {value} must be at least {least}"):
+        data_hosts.run(argparse.Namespace(**given))
