@@ -72,7 +72,7 @@ def compiled(op: OpName, topology: str, axes: dict[str, int], *, rows: int, mode
 def test_llama8b_layers_compile_for_eight_h200_forwards_and_backwards(
     op: OpName, kernels: tuple[str, ...], temp_bytes: int
 ) -> None:
-    """At tensor=8 and 8192 rows these kernels run, without spills, their shared memory fits, no collective is beside."""
+    """At tensor=8 and 8192 rows these kernels run, without spills, in a block's shared memory, in turn with gathers."""
     report = compiled(op, "h200:8", {"tensor": 8}, rows=8192, model=4096, hidden=14336)
     assert aot.failures(report, expect=tuple(f"jtrain_{name}" for name in kernels), temp_bytes=temp_bytes) == ()
     assert report.calls["mosaic_gpu_v2"] == 2

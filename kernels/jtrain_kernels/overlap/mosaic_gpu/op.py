@@ -185,7 +185,9 @@ def implementation(op: OpName, work: Callable[[OpName, Avals], Work]) -> Impleme
     """Implementation of an op, for `overlap/api.py`, which counts its work."""
 
     def cost_s(device: DeviceSpec, avals: Avals) -> float | None:
-        return fused_s(device, work(op, avals), sending_cores=_configs(device, avals)[0]["sending_blocks"])
+        # A reduce-scatter has no blocks that only send: partial sums leave from the blocks that compute them.
+        sending = _configs(device, avals)[0]["sending_blocks"] if op == "all_gather_matmul" else 0
+        return fused_s(device, work(op, avals), sending_cores=sending)
 
     return Implementation(
         "mosaic_gpu",
