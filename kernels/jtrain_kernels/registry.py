@@ -177,13 +177,20 @@ def choose(
     return chosen(best, f"the cost model predicts {microseconds(known[best])}, the least", slower)
 
 
-def compiler_options(device: DeviceSpec, forced: Mapping[str, str]) -> dict[str, Any]:
+def compiler_options(
+    device: DeviceSpec,
+    forced: Mapping[str, str],
+    *,
+    measured: Mapping[tuple[str, str, str], tuned.Entry] | None = None,
+) -> dict[str, Any]:
     """Options with which XLA must compile a program for `device`, for the implementations that its ops may take.
 
     Args:
-      forced: op -> implementation, as for `on`; implementations measured to be the fastest on the device count as well.
+      forced: op -> implementation, as for `on`.
+      measured: results of tuning, any of which may apply; by default those committed for the device.
     """
-    taken = {*forced.items(), *((entry.op, entry.implementation) for entry in tuned.load(device.name).values())}
+    entries = (tuned.load(device.name) if measured is None else measured).values()
+    taken = {*forced.items(), *((entry.op, entry.implementation) for entry in entries)}
     found: dict[str, Any] = {}
     for op, name in taken:
         for implementation in implementations(find(op)):

@@ -77,7 +77,8 @@ def fused_s(device: DeviceSpec, work: Work, *, sending_cores: int) -> float:
     """
     cores = device.num_cores or 1
     wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / _link(device, work.ranks)
-    matmul_s = _matmul_s(device, work) / _TILE_KERNEL * cores / max(1, cores - sending_cores)
+    matmul_s = _matmul_s(device, work) * cores / max(1, cores - sending_cores)
+    matmul_s /= _TILE_KERNEL
     return max(matmul_s, wire_s) + min(matmul_s, wire_s) / work.ranks + _PIECE_S[device.platform]
 
 
