@@ -29,6 +29,9 @@ if TYPE_CHECKING:  # full names in annotations, so that runtime type checks can 
     import jtrain_kernels.device
     import jtrain_kernels.registry
 
+TOLERANCE = 5e-2
+"""Largest difference from the reference, relative to its largest element, of results in 16 bits, and of gradients."""
+
 MIN_TIMED_S = 0.2
 """Minimum seconds over which calls are repeated; at least five calls."""
 
@@ -239,9 +242,9 @@ def _time(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> Iterator[Row]:
     op, case, avals = of
     able = [i for i in registry.implementations(op) if i.supports(spec, avals) is None]
     found = {
-        i.name: seconds(
+        i.name: timed(
             _call(op, i, next(iter(i.configs(spec, avals))), avals), inputs(avals), options=i.compiler_options
-        )
+        )[1]
         for i in able
     }
     for name, value in found.items():
@@ -250,20 +253,31 @@ def _time(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> Iterator[Row]:
 
 
 def _tune(of: Case, spec: "jtrain_kernels.device.DeviceSpec", out: Path | None) -> Iterator[Row]:
-    """Times every configuration of every implementation that runs here, and writes the fastest to a file."""
+    """Times every configuration of every implementation that runs here, and writes the fastest to a file.
+
+    One whose results are not the reference's is said to be wrong and left out.
+    """
     from jtrain_kernels import registry, tuned
 
     op, case, avals = of
     best: tuned.Entry | None = None
     reference: float | None = None
     today = f"{datetime.date.today()}, jax {importlib.metadata.version('jax')}"
-    for implementation in registry.implementations(op):
+    want: Any = None
+    # The reference is first, so that the others can be compared with it.
+    for implementation in sorted(registry.implementations(op), key=lambda one: one.name != registry.REFERENCE):
         if implementation.supports(spec, avals) is not None:
             continue
         for config in implementation.configs(spec, avals):
             call = _call(op, implementation, config, avals)
-            taken = seconds(call, inputs(avals), options=implementation.compiler_options)
-            print(f"  {op.name} {case}, {implementation.name} {dict(config)}: {taken * 1e6:.4g} us")
+            results, taken = timed(call, inputs(avals), options=implementation.compiler_options)
+            want = results if want is None else want
+            what = f"  {op.name} {case}, {implementation.name} {dict(config)}"
+            error = difference(results, want)
+            if not error <= TOLERANCE:  # also NaN
+                print(f"{what}: WRONG by {error:.2g} of the largest element, left out")
+                continue
+            print(f"{what}: {taken * 1e6:.4g} us")
             if best is None or taken < best.seconds:
                 best = tuned.Entry(*tuned.key(op.name, avals), implementation.name, config, taken, today)
             if implementation.name == registry.REFERENCE:
@@ -306,16 +320,18 @@ def _mesh(avals: "jtrain_kernels.registry.Avals") -> "jax.sharding.Mesh | None":
 
 
 def inputs(avals: "jtrain_kernels.registry.Avals") -> dict[str, Any]:
-    """Arrays for a case: floats are normal, integers are 1 (one segment, one token, one target); groups are equal."""
+    """Arrays for a case: floats are normal, integers are 1 (one segment, one token, one target); groups differ."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
     def one(name: str, key: Any, x: "jax.ShapeDtypeStruct") -> Any:
         if jnp.issubdtype(x.dtype, jnp.floating):
             return jax.random.normal(key, x.shape, x.dtype)
-        # Groups of one row would skip all other rows and look fast.
-        value = arrays["x"].shape[0] // x.shape[0] if name == "group_size" else 1
-        return jnp.full(x.shape, value, x.dtype)
+        if name == "group_size":  # uneven, as a router's are: kernels differ in the rows at a group's ends
+            share = np.random.default_rng(0).dirichlet(np.full(x.size, 4.0))
+            return jnp.asarray(np.floor(share * arrays["x"].shape[0]), x.dtype).reshape(x.shape)
+        return jnp.full(x.shape, 1, x.dtype)
 
     arrays = {name: x for name, x in avals.items() if isinstance(x, jax.ShapeDtypeStruct)}
     keys = jax.random.split(jax.random.key(0), len(arrays))
@@ -325,8 +341,21 @@ def inputs(avals: "jtrain_kernels.registry.Avals") -> dict[str, Any]:
     return found if mesh is None else jax.device_put(found, jax.sharding.NamedSharding(mesh, whole))
 
 
-def seconds(function: Callable[..., Any], *args: Any, options: Mapping[str, Any]) -> float:
-    """Median seconds of one call, after one call that compiles and one more.
+def difference(got: Any, want: Any) -> float:
+    """Largest difference of two trees of floating-point arrays, each relative to the largest element wanted."""
+    import jax
+    import jax.numpy as jnp
+
+    def one(got: Any, want: Any) -> Any:
+        got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+        return jnp.max(jnp.abs(got - want)) / jnp.maximum(jnp.max(jnp.abs(want)), 1e-30)
+
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(jax.jit(one)(*pair)) for pair in pairs if jnp.issubdtype(pair[1].dtype, jnp.floating))
+
+
+def timed(function: Callable[..., Any], *args: Any, options: Mapping[str, Any]) -> tuple[Any, float]:
+    """Results, and the median seconds of one call after one call that compiles and one more.
 
     Args:
       options: compiler options.
@@ -334,11 +363,11 @@ def seconds(function: Callable[..., Any], *args: Any, options: Mapping[str, Any]
     import jax
 
     jitted = jax.jit(function, compiler_options=dict(options))
-    for _ in range(2):
-        jax.block_until_ready(jitted(*args))
+    jax.block_until_ready(jitted(*args))
+    results = jax.block_until_ready(jitted(*args))
     found: list[float] = []
     while len(found) < 5 or sum(found) < MIN_TIMED_S:
         start = time.perf_counter()
         jax.block_until_ready(jitted(*args))
         found.append(time.perf_counter() - start)
-    return statistics.median(found)
+    return results, statistics.median(found)

@@ -51,12 +51,15 @@ type StepMetrics = dict[str, Array]
 
 
 def make_train_step(
-    model: Transformer, optimizer: Optimizer, layout: Layout, mesh: Mesh
+    model: Transformer, optimizer: Optimizer, layout: Layout, mesh: Mesh, *, traced: bool = False
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Returns the jitted `step(state, batch) -> (state, metrics)`; it donates its input state.
 
     Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, without z-loss), grad_norm
     (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32).
+
+    Args:
+      traced: a profile window will trace it, so on a GPU its kernels are launched one by one.
 
     Raises:
       UserError: these devices do not support precision.matmul_dtype.
@@ -87,7 +90,7 @@ def make_train_step(
         train_step,
         donate_argnums=0,
         out_shardings=(state_shardings, NamedSharding(mesh, P())),
-        compiler_options=compiler_options(mesh, layout.precision.matmul_dtype, layout.kernels),
+        compiler_options=compiler_options(mesh, layout.precision.matmul_dtype, layout.kernels, traced=traced),
     )
 
 

@@ -34,20 +34,31 @@ _KEEP_PRODUCTS_APART = {"xla_gpu_dot_merger_threshold_mb": 0}
 have different scales, so the merged matmul would run in bfloat16: 10 of the 21 matmuls of a small layer."""
 
 
+_LAUNCH_EACH = {"xla_gpu_enable_command_buffer": ""}
+"""Options for GPUs of a step that is traced. All kernels of a command buffer have its name in the trace: on an H100 no
+microsecond of llama1b's step had a layer or a phase."""
+
+
 def compiler_options(
-    mesh: Mesh, matmul_dtype: MatmulDtype = "compute", kernels: Iterable[tuple[str, str]] = ()
+    mesh: Mesh,
+    matmul_dtype: MatmulDtype = "compute",
+    kernels: Iterable[tuple[str, str]] = (),
+    *,
+    traced: bool = False,
 ) -> dict[str, Any]:
-    """Returns `compiler_options` for `jax.jit`; empty except for several TPUs, 8-bit matmuls on GPUs, and some kernels.
+    """Returns `compiler_options` for `jax.jit`; empty except for several TPUs, and for GPUs in the cases above.
 
     The options change which instructions overlap, never the results.
 
     Args:
       kernels: (op, implementation) that is forced. Some kernels need options of their own, wherever they may run.
+      traced: the step is for a profile window.
     """
     device = mesh.devices.flat[0]
     of_kernels = registry.compiler_options(live(device), dict(kernels))
-    if device.platform == "gpu" and matmul_dtype != "compute":
-        return _KEEP_PRODUCTS_APART | of_kernels
+    if device.platform == "gpu":
+        in_8_bits = matmul_dtype != "compute"
+        return (_KEEP_PRODUCTS_APART if in_8_bits else {}) | (_LAUNCH_EACH if traced else {}) | of_kernels
     if device.platform != "tpu" or mesh.size == 1:
         return of_kernels
     spec = from_device(device)

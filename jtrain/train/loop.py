@@ -135,7 +135,7 @@ def train(
                 metrics.say(f"the data begins anew at step {start_step}, as --allow-change data permits")
             for change in changes:
                 metrics.say(f"changed from step {start_step} on, as --allow-change permits: {change}")
-            train_step = make_train_step(run.model, optimizer, job.layout, mesh)
+            train_step = make_train_step(run.model, optimizer, job.layout, mesh, traced=run.profile.steps is not None)
             context = RunContext(
                 run, job, mesh, workdir, start_step, started_s, dataset.names, train_step, metrics, callbacks.during
             )

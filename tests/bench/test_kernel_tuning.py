@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jtrain.bench import kernels
@@ -34,6 +36,24 @@ def test_a_config_is_tuned_at_its_own_shapes(tmp_path: Path) -> None:
         choice = registry.choose(case.op, device.from_name("cpu"), case.avals, measured=entries)
         assert choice.because.startswith("it was the fastest measured on cpu for group_size=8")
         assert "nearest" not in choice.because
+
+
+def test_a_wrong_configuration_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be the fastest: it computes nothing. The gradients are compared too."""
+
+    def configs(spec: device.DeviceSpec, avals: registry.Avals) -> list[dict[str, int]]:
+        return [{"times": times} for times in (1, 0)]
+
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    implementations = (
+        registry.Implementation("other", lambda x, times: times * jnp.sin(x), configs=configs),
+        registry.Implementation("xla", lambda x: jnp.sin(x)),
+    )
+    case = kernels.Case(registry.Op("sine", implementations, {"small": {"x": x}}), "small", {"x": x})
+    assert len(list(kernels._tune(case, device.from_name("cpu"), tmp_path))) == 1
+    assert "other {'times': 0}: WRONG by 1 of the largest element, left out" in capsys.readouterr().out
+    (entry,) = tuned.read(tmp_path / "cpu.json").values()
+    assert entry.config != {"times": 0}
 
 
 @pytest.mark.slow

@@ -64,8 +64,8 @@ def test_splash_compiles_for_tpus(topology: str, context: int, window: int | Non
 def check_no_scores(chip: str, config: str) -> None:
     """Attention and its gradients at a config's shape write no array of scores, and bytes that grow as its arrays do.
 
-    4 times the arrays: on TPUs rows of log-partitions fill 128 lanes, which is as much as a head of 128 in float32. Heads
-    of less than 64 are padded to it.
+    4 times the arrays: on TPUs rows of log-partitions fill 128 lanes, which is as much as a head of 128 in float32.
+    Heads of less than 64 are padded to it.
     """
     avals = of_config(config)
     hlo = compiled_hlo(chip, avals)

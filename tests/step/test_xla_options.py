@@ -1,6 +1,9 @@
 """What each chip's compiler is told."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
@@ -29,6 +32,17 @@ def test_options_are_those_of_the_chip(topology: str, count: int, sparse_cores: 
     assert any("sparse_core" in name for name in options) == sparse_cores
     assert ("while-loop-all-reduce" in str(options.get("xla_disable_hlo_passes"))) == sums
     assert bool(options) == (sparse_cores or sums)
+
+
+@pytest.mark.aot
+def test_the_kernels_of_a_traced_step_are_launched_one_by_one() -> None:
+    """On a GPU, whose command buffers have no layers in a trace. The compiler takes the option; TPUs have no buffers."""
+    gpu = make_mesh(MeshSpec(), topology_devices("h200:1"))
+    options = compiler_options(gpu, traced=True)
+    assert options == {"xla_gpu_enable_command_buffer": ""}
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(gpu, PartitionSpec()))
+    assert jax.jit(jnp.sin, compiler_options=options).lower(x).compile() is not None
+    assert compiler_options(make_mesh(MeshSpec(), topology_devices("v5p:2x2x1")[:1]), traced=True) == {}
 
 
 @pytest.mark.aot
