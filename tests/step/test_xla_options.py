@@ -36,7 +36,7 @@ def test_options_are_those_of_the_chip(topology: str, count: int, sparse_cores: 
 
 @pytest.mark.aot
 def test_the_kernels_of_a_traced_step_are_launched_one_by_one() -> None:
-    """On a GPU, whose command buffers have no layers in a trace. The compiler takes the option; TPUs have no buffers."""
+    """On a GPU, whose command buffers have no layers in a trace. The compiler takes the option; a TPU needs none."""
     gpu = make_mesh(MeshSpec(), topology_devices("h200:1"))
     options = compiler_options(gpu, traced=True)
     assert options == {"xla_gpu_enable_command_buffer": ""}
