@@ -168,7 +168,7 @@ def test_all_sites_are_found() -> None:
     """The list of sites is that of the checks; methods, closures and calls over several lines are found."""
     assert {site.name for site in sites()} == set(CHECKS)
     assert len(sites()) == len(CHECKS), "two calls in one function: the checks of one would pass for the other"
-    text = "class A:\n    def f(self):\n        return lambda x: lax.platform_dependent(\n            x, tpu=g, default=h)\n"
+    text = "class A:\n  def f(self):\n    return lambda x: lax.platform_dependent(\n      x, tpu=g, default=h)\n"
     assert sites_of(text, "a.py") == [Site("a.py", "A", 3, 4, ("tpu", "default"))]
 
 

@@ -152,7 +152,7 @@ def test_the_gradients_of_the_fused_ops_are_those_of_float64() -> None:
 
 
 def check_gradients() -> None:
-    """Compares the gradients of both ops with float64; their operands are one tile each, in the smallest shipped tiling.
+    """Compares the gradients of both ops with float64; a piece is one tile of the smallest shipped tiling.
 
     The gradient of x is a product or a sum of two, rounded to bfloat16; the kernel's is a float32 sum rounded once.
     """

@@ -86,10 +86,11 @@ def without_waits(schedule: Schedule) -> Schedule:
 
 def test_a_missing_wait_is_a_race_in_one_mode_and_nan_in_the_other() -> None:
     """Each mode finds a fault that the other misses, so every kernel runs in both."""
-    emulated(without_waits(GATHER), "eager")
+    two = without_waits(make_schedule("all_gather_matmul", "ring", 2))
+    emulated(two, "eager")
     assert compat.tpu_races_found()
     compat.reset_interpreters()
-    got, _ = emulated(without_waits(GATHER), "on_wait")
+    got, _ = emulated(two, "on_wait")
     assert np.isnan(got).any()
 
 
