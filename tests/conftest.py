@@ -75,7 +75,7 @@ hypothesis.settings.load_profile("untimed")
 
 _unknown_skips: list[str] = []
 
-SLOW = 12
+SLOW = 6
 """Times the limit of a quick test (`faulthandler_timeout` in pyproject.toml) that a slow test may take."""
 _terminal = pytest.StashKey[int]()
 
