@@ -3,6 +3,7 @@
 Everything here must happen before jax or jtrain is imported, so it runs at import of this file.
 """
 
+import faulthandler
 import gc
 import os
 import sys
@@ -74,12 +75,25 @@ hypothesis.settings.load_profile("untimed")
 
 _unknown_skips: list[str] = []
 
+SLOW = 6
+"""Times the limit of a quick test (`faulthandler_timeout` in pyproject.toml) that a slow test may take."""
+_terminal = pytest.StashKey[int]()
+
+
+@pytest.fixture(autouse=True)
+def more_time_for_slow_tests(request: pytest.FixtureRequest) -> None:
+    """Replaces the time limit that pytest has set; pytest removes either after the test."""
+    limit_s = float(request.config.getini("faulthandler_timeout"))
+    if limit_s and request.node.get_closest_marker("slow"):
+        faulthandler.dump_traceback_later(SLOW * limit_s, exit=True, file=request.config.stash[_terminal])
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs between runs for the processes that tests start (`platform.compile_collectives_anew`).
 
     The other two are what `platform.start_jax` chooses where no variable names a cache.
     """
+    config.stash[_terminal] = os.dup(2)  # during tests their output is captured
     assert config.cache is not None
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("jax"))
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
