@@ -8,6 +8,7 @@ Source: XLA's buffer assignment at its peak, read for H200 and v5p.
 import dataclasses
 from typing import Literal
 
+from jtrain.dims import kv_heads_in_use
 from jtrain.layout import ParamLayout
 from jtrain.model.saved_activations import (
     copies_weights,
@@ -81,7 +82,8 @@ class _Step:
         self.h = self.tokens * model.d_model * self.compute
         self.x = self.h // tensor
         self.q = self.tokens * model.num_heads // tensor * model.head_dim * self.compute
-        self.k = self.tokens * model.num_kv_heads // tensor * model.head_dim * self.compute
+        kv_heads = kv_heads_in_use(model.num_kv_heads, tensor) // tensor
+        self.k = self.tokens * kv_heads * model.head_dim * self.compute
         self.f = self.tokens * wide_per_token(layout) // tensor * self.compute
         self.pairs = self.h * (model.moe.top_k if model.moe else 0)
         self.rows_x = self.h * rows_per_token(layout)
@@ -132,12 +134,23 @@ class _Step:
         transposes parameters whose last dimension is split.
         """
         if self.platform == "tpu" and self.casts:
-            matrices = [p for p in self.layout.params if p.info.is_matrix]
+            matrices = [p for p in self.layout.params if p.info.is_matrix and p.shared_by == 1]
             return self.compute * sum(self.layout.local_size(p.param, p.info.shape) for p in matrices)
         if self.platform == "gpu" and self.gathers:
             last = [p for p in self.stacked if p.data_dim == len(p.info.shape) - 1]
             return self.param * sum(self.layout.local_size(p.param, p.info.shape) for p in last)
         return 0
+
+    def _before_loops(self) -> int:
+        """Copies of parameters that live while the layers compute."""
+        return self._hoisted() + self._own_heads()
+
+    def _own_heads(self) -> int:
+        """Kernels of shared key heads that a device computes with: exchanged at the start of the step, all layers."""
+        shared = [p for p in self.layout.params if p.shared_by > 1]
+        over_data = self.layout.spec.zero_stage == 3
+        size = self.compute if self.platform == "tpu" else self.param  # XLA:TPU casts before the loops
+        return size * sum(self.layout.local_size(p.spec(over_data=over_data), p.info.shape) for p in shared)
 
     def _kept_weights(self) -> int:
         """Casts of the weights that a layer keeps without remat; 0 if the parameters have the compute dtype."""
@@ -198,14 +211,14 @@ class _Step:
         return Moment(
             "loss",
             gradients=self._carried(),
-            weights=self._hoisted() + self._kept_weights() + self._streamed(),
+            weights=self._before_loops() + self._kept_weights() + self._streamed(),
             activations=model.num_layers * self._kept(),
             loss=loss,
         )
 
     def layer(self) -> Moment:
         """Moment of a layer's backward pass."""
-        weights = self._hoisted() + self._kept_weights() + self._streamed()
+        weights = self._before_loops() + self._kept_weights() + self._streamed()
         if self.gathers:
             weights += self._one_layer() * self.compute
         if self.reduces:
@@ -303,7 +316,7 @@ class _Step:
         return Moment(
             "embedding",
             gradients=self._carried() + self._found(layers=True),
-            weights=self._hoisted(),
+            weights=self._before_loops(),
             loss=self._unembedding_gradient(),
             workspace=workspace,
         )

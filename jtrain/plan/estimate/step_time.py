@@ -8,6 +8,7 @@ parts add up.
 import dataclasses
 import math
 
+from jtrain.dims import kv_heads_in_use
 from jtrain.errors import UserError
 from jtrain.layout import Layout
 from jtrain.mesh import BATCH_AXES
@@ -145,13 +146,13 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     tokens = job.global_batch // shards * job.seq_len // mesh.context  # per device, or per group along `tensor`
 
     flops, again = _forward_flops(job)
-    per_token = 3 * flops.layers + 0.5 * flops.attention + again + 3 * flops.unembedding
-    shards_of = {p.info.path: mesh.expert if p.info.is_experts else 1 for p in layout.params}
-    weights = sum(p.info.size // shards_of[p.info.path] for p in layout.params if p.info.is_matrix)
-    weights = weights // mesh.tensor * itemsize(layout.precision.compute_dtype)
+    executed = flops.layers + flops.shared
+    per_token = 3 * executed + 0.5 * flops.attention + again + 3 * flops.unembedding
+    weights = sum(layout.local_size(p.spec(over_data=False), p.info.shape) for p in layout.params if p.info.is_matrix)
+    weights *= itemsize(layout.precision.compute_dtype)
     passes = 3 + (again > 0)
     recomputed = (kept := kept_names(layout)) is not None and "attention" not in kept
-    by_weights = 3 * (flops.layers - flops.attention) + again - recomputed * flops.attention
+    by_weights = 3 * (executed - flops.attention) + again - recomputed * flops.attention
     seconds_per_token = (per_token - by_weights) / peak + by_weights / _weights_peak(layout, device, peak)
     matmul_s = max(tokens * seconds_per_token / mesh.tensor / assume.matmul, spec.microbatches * passes * weights / hbm)
     scores = model.num_layers * model.num_heads / mesh.tensor * tokens * job.seq_len / 2
@@ -218,11 +219,15 @@ def cost(timed: StepTime, machine: Machine, *, tokens: int, goodput: float, usd_
 
 @dataclasses.dataclass(frozen=True)
 class _Forward:
-    """FLOPs of a forward pass per token: layers with attention, attention alone, and the unembedding."""
+    """FLOPs of a forward pass per token: layers with attention, attention alone, and the unembedding.
+
+    shared: projections to shared key heads that devices along `tensor` repeat; not counted in `layers`.
+    """
 
     layers: int
     attention: int
     unembedding: int
+    shared: int
 
 
 def _forward_flops(job: Job) -> tuple[_Forward, int]:
@@ -233,10 +238,11 @@ def _forward_flops(job: Job) -> tuple[_Forward, int]:
     """
     model = job.model
     width, heads = model.d_model, model.num_heads * model.head_dim
+    kv_heads = kv_heads_in_use(model.num_kv_heads, job.layout.mesh.tensor)
     of = {
         "attention_q": 2 * width * heads,
-        "attention_k": 2 * width * model.num_kv_heads * model.head_dim,
-        "attention_v": 2 * width * model.num_kv_heads * model.head_dim,
+        "attention_k": 2 * width * kv_heads * model.head_dim,
+        "attention_v": 2 * width * kv_heads * model.head_dim,
         "attention": 2 * heads * job.seq_len,
         "attention_out": 2 * heads * width,
         "mlp_gate": 2 * width * model.active_d_ff,
@@ -245,8 +251,12 @@ def _forward_flops(job: Job) -> tuple[_Forward, int]:
     down = 2 * width * model.active_d_ff + (2 * width * model.moe.num_experts if model.moe else 0)  # with the router
     kept = kept_names(job.layout)
     again = 0 if kept is None else model.num_layers * sum(flops for name, flops in of.items() if name not in kept)
-    layers = model.num_layers * (sum(of.values()) + down)
-    return _Forward(layers, model.num_layers * of["attention"], 2 * width * model.vocab_size), again
+    shared = 4 * width * (kv_heads - model.num_kv_heads) * model.head_dim
+    layers = model.num_layers * (sum(of.values()) - shared + down)
+    forward = _Forward(
+        layers, model.num_layers * of["attention"], 2 * width * model.vocab_size, model.num_layers * shared
+    )
+    return forward, again
 
 
 def _update(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions, hbm: float) -> tuple[float, float]:
