@@ -20,12 +20,14 @@ from jtrain.model.saved_activations import (
 )
 from jtrain.model.transformer import LAYER_INPUT
 from jtrain.model.unembedding import num_parts
+from jtrain.plan.estimate.attention import implementation
 from jtrain.plan.estimate.collectives import splits_embeddings
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
 from jtrain.step.host_offload import SLICE_ELEMENTS
 from jtrain_kernels.device import Platform
+from jtrain_kernels.registry import REFERENCE
 
 _F32 = 4
 
@@ -66,6 +68,7 @@ class _Step:
     x: residual stream, split by sequence over `tensor`; h: the same, gathered, as matmuls read it.
     q: queries, or attention's output; k: keys, or values; lse: attention's log-partition.
     f: one of the MLP's wide arrays.
+    attention: name of the implementation of attention.
     pairs, rows_x: rows of tokens before and after they are sent to their experts; 0 for a dense model.
     """
 
@@ -93,6 +96,7 @@ class _Step:
         self.gathers = spec.zero_stage == 3 and mesh.data > 1
         self.stacked = [p for p in layout.params if p.info.is_matrix and p.info.dims.startswith("Y")]
         self.names = kept_names(layout)
+        self.attention = implementation(job)
 
     # Gradients ---------------------------------------------------------------------------------------------------
 
@@ -249,17 +253,26 @@ class _Step:
 
         The MLP's arrays stay because XLA computes its weight gradients after attention. Besides them there are the
         layer's input and its gradient, the outputs of the norms, attention's output and its gradient, and kept
-        activations sliced out of the stack of all layers, or recomputed. Attention holds probabilities and their
-        gradient, in float32 and in the compute dtype, for a chunk of queries with all keys, and for every chunk its
-        float32 mask and its part of the keys.
+        activations sliced out of the stack of all layers, or recomputed.
         """
         sliced = 2 * self.h + self.x + self.q if self.names is None else 0
+        return self._mlp() + sliced + 2 * self.h + 2 * self.x + 2 * self.q + self._scores()
+
+    def _scores(self) -> int:
+        """Workspace of attention's own backward pass on a GPU or CPU.
+
+        In plain XLA probabilities and their gradient, in float32 and in the compute dtype, for a chunk of queries with
+        all keys, and for every chunk its float32 mask and its part of the keys. A fused kernel holds no scores, but
+        gradients of queries, keys and values; cuDNN a mask in the compute dtype in addition.
+        """
+        if self.attention != REFERENCE:
+            mask = self.rows * self.seq_len * self.seq_len * self.compute if self.attention == "cudnn" else 0
+            return self.q + 2 * self.k + self.lse + mask
         rows = 1 if self.platform == "cpu" else self.rows
         num_chunks = -(-self.seq_len // self._chunk)
         masks = rows * self.seq_len * (self.seq_len + self._chunk) // 2 * _F32
         keys = 2 * self.k * _F32 // self.compute + self.k * (num_chunks - 1) // 2
-        attention = rows * self._heads * self._chunk * self.seq_len * self._score + masks + keys
-        return self._mlp() + sliced + 2 * self.h + 2 * self.x + 2 * self.q + attention
+        return rows * self._heads * self._chunk * self.seq_len * self._score + masks + keys
 
     def _tpu_workspace(self) -> int:
         """Workspace of a layer's backward pass on a TPU, in the MLP or in attention, less what vector memory holds.
