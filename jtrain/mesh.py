@@ -94,9 +94,11 @@ def shard_size(name: str, size: int, shape: Mapping[str, int], axes: Sequence[st
 
 def local_shape(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]) -> tuple[int, ...]:
     """Returns the shape of one device's block of an array; a dimension shorter than its axes has one on each device."""
-    axes = (*spec, *(None,) * (len(shape) - len(spec)))
-    shards = (math.prod(mesh[name] for name in axis_names(axis)) for axis in axes)
-    return tuple(max(1, size // count) for size, count in zip(shape, shards, strict=True))
+    sizes = list(shape)
+    for dim, axes in enumerate(spec):  # a search asks for tens of thousands of blocks
+        if axes is not None:
+            sizes[dim] = max(1, sizes[dim] // math.prod([mesh[axis] for axis in axis_names(axes)]))
+    return tuple(sizes)
 
 
 def axis_names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:

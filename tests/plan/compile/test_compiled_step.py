@@ -78,6 +78,33 @@ def test_a_mixture_compiles_for_machines_not_here(topology: str, axes: Any) -> N
     assert (sent.axes, sent.dtype, sent.count, sent.array_bytes) == (("expert",), "bf16", rows.count, rows.array_bytes)
 
 
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", (0, 3))
+@pytest.mark.parametrize(("topology", "data"), (("v5p:2x2x4", 1), ("h200:16", 1), ("h200:32", 2)))
+def test_8_key_heads_over_16_devices_compile_for_machines_not_here(topology: str, data: int, zero_stage: Any) -> None:
+    """Two devices share a head: kernels are exchanged once, nothing is gathered whole, and the formulas hold."""
+    model = Transformer(**SIZES | dict(d_model=1024, num_heads=32, num_kv_heads=8, head_dim=64))
+    spec = LayoutSpec(zero_stage=zero_stage, remat="full", microbatches=2)
+    lay = make_layout(spec, MeshSpec(data=data, tensor=16), model.param_infos())
+    optimizer = AdamW(peak_lr=1e-3)
+    built = build(optimizer, num_steps=100, params=map_params(lambda info: info, model.param_infos()))
+    devices = topology_devices(topology)
+    job = Job(model, lay, optimizer, 4 * data, 1024, machine_of(devices))
+    program = compile_step(job, built, devices=devices)
+
+    plan = memory(job)
+    assert program.argument_bytes == plan.argument_bytes
+    assert 0.85 < plan.total_bytes / program.peak_bytes < 1.15
+    want, got = collections.Counter(), collections.Counter()
+    for c in collectives(dataclasses.replace(job, layout=dataclasses.replace(lay, rings=program.rings))):
+        want[c.kind, c.axes] += c.array_bytes
+    for t in program.traffic:
+        got[t.kind, t.axes] += t.array_bytes
+    assert got["all-to-all", ("tensor",)] == 4 * SIZES["num_layers"] * 1024 * 64 * 4 // (data if zero_stage else 1)
+    assert got == want
+
+
 @pytest.mark.parametrize("topology", ("v5p:3x3x3x3", "v9:2x2", "h200", "h200:0", "v5p:4x4x8:2", "cpu:8"))
 def test_an_unknown_topology_lists_those_that_exist(topology: str) -> None:
     """Nothing is loaded before the name is known to be one."""
