@@ -122,6 +122,16 @@ def attention_s(device: DeviceSpec, avals: Avals, name: str) -> float | None:
     return None if found is None else sum(found)
 
 
+def _nearest_head(name: str, head_dim: int) -> int:
+    """Head size with fractions that stands for `head_dim`: the next larger one, else the largest."""
+    return min(ATTENTION[name], key=lambda head: (head < head_dim, abs(head - head_dim)))
+
+
+def padded_head(name: str, head_dim: int) -> int:
+    """Head size that a fused kernel computes; all but cuDNN pad heads with zeros."""
+    return head_dim if name == "cudnn" else max(head_dim, _nearest_head(name, head_dim))
+
+
 def _fused_passes(avals: Avals, name: str) -> tuple[list[OpPart], list[OpPart]]:
     """Parts of both passes of a fused kernel, which reads and writes each array once in each pass.
 
@@ -130,10 +140,8 @@ def _fused_passes(avals: Avals, name: str) -> tuple[list[OpPart], list[OpPart]]:
     q, k = array(avals, "q_BLNH"), array(avals, "k_BMKH")
     (B, L, N, H), M = q.shape, k.shape[1]
     scores = B * N * L * M * visible(avals)
-    fractions = ATTENTION[name]
-    nearest = min(fractions, key=lambda head: (head < H, abs(head - H)))
-    forward, backward = fractions[nearest]
-    H = H if name == "cudnn" else max(H, nearest)  # the others pad heads with zeros
+    forward, backward = ATTENTION[name][_nearest_head(name, H)]
+    H = padded_head(name, H)
     arrays, lse = 2 * size_bytes(q) + 2 * size_bytes(k), 4 * B * N * L
     mask = [OpPart(moved=(B * L * M + scores) * q.dtype.itemsize)] if name == "cudnn" else []
     return (

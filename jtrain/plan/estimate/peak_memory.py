@@ -26,8 +26,8 @@ from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
 from jtrain.step.host_offload import SLICE_ELEMENTS
+from jtrain_kernels.cost import ATTENTION, padded_head
 from jtrain_kernels.device import Platform
-from jtrain_kernels.registry import REFERENCE
 
 _F32 = 4
 
@@ -263,11 +263,15 @@ class _Step:
 
         In plain XLA probabilities and their gradient, in float32 and in the compute dtype, for a chunk of queries with
         all keys, and for every chunk its float32 mask and its part of the keys. A fused kernel holds no scores, but
-        gradients of queries, keys and values; cuDNN a mask in the compute dtype in addition.
+        gradients of queries, keys and values, and all arrays once more where it pads heads; cuDNN has a mask in the
+        compute dtype.
         """
-        if self.attention != REFERENCE:
+        if self.attention in ATTENTION:
             mask = self.rows * self.seq_len * self.seq_len * self.compute if self.attention == "cudnn" else 0
-            return self.q + 2 * self.k + self.lse + mask
+            size = self.model.head_dim
+            width = padded_head(self.attention, size)
+            padded = 4 * (self.q + self.k) // size * width if width > size else 0
+            return self.q + 2 * self.k + self.lse + mask + padded
         rows = 1 if self.platform == "cpu" else self.rows
         num_chunks = -(-self.seq_len // self._chunk)
         masks = rows * self.seq_len * (self.seq_len + self._chunk) // 2 * _F32

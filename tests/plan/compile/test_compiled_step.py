@@ -96,8 +96,9 @@ def test_8_key_heads_over_16_devices_compile_for_machines_not_here(topology: str
 
     plan = memory(job)
     assert program.argument_bytes == plan.argument_bytes
-    # A toy of 120 MB on a GPU: the formula is as far off (0.69) with 16 key heads, which nobody shares.
-    assert (0.85 if topology.startswith("v5p") else 0.65) < plan.total_bytes / program.peak_bytes < 1.15
+    # On a GPU the peak of this toy, 120 MB, is not the formula's: 0.69 of it also with 16 key heads, which nobody shares.
+    if topology.startswith("v5p"):
+        assert 0.85 < plan.total_bytes / program.peak_bytes < 1.15
     want, got = collections.Counter(), collections.Counter()
     for c in collectives(dataclasses.replace(job, layout=dataclasses.replace(lay, rings=program.rings))):
         want[c.kind, c.axes] += c.array_bytes
