@@ -26,7 +26,7 @@ from tests.layouts import layout_from
 from tests.step.test_train_step import SIZES as STEP_SIZES
 from tests.step.test_train_step import packed_batch
 
-SIZES = STEP_SIZES | dict(num_kv_heads=4)  # the shares below are of these bytes
+SIZES: dict[str, Any] = STEP_SIZES | dict(num_kv_heads=4)  # the shares below are of these bytes
 ALL = OffloadSpec(params=1.0, activations=1.0)
 NAMED = ("attention", "mlp_gate")
 MESHES = (dict(data=8), dict(data=2, tensor=4))
