@@ -85,7 +85,8 @@ def test_a_mixture_compiles_for_machines_not_here(topology: str, axes: Any) -> N
 )
 def test_8_key_heads_over_16_devices_compile_for_machines_not_here(topology: str, data: int, zero_stage: Any) -> None:
     """Two devices share a head: kernels are exchanged once, nothing is gathered whole, and the formulas hold."""
-    model = Transformer(**SIZES | dict(d_model=1024, num_heads=32, num_kv_heads=8, head_dim=64))
+    sizes: dict[str, Any] = SIZES | dict(d_model=1024, num_heads=32, num_kv_heads=8, head_dim=64)
+    model = Transformer(**sizes)
     spec = LayoutSpec(zero_stage=zero_stage, remat="full", microbatches=2)
     lay = make_layout(spec, MeshSpec(data=data, tensor=16), model.param_infos())
     optimizer = AdamW(peak_lr=1e-3)
