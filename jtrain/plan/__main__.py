@@ -323,7 +323,7 @@ def execute(args: argparse.Namespace) -> int:
     from jtrain.config.load import for_devices, load_config, mesh_size, set_values
     from jtrain.config.run import build_run
     from jtrain.plan.auto_layout import settle_loss_chunk
-    from jtrain.plan.estimate.attention import explained
+    from jtrain.plan.estimate.attention_time import explained
     from jtrain.plan.from_run import search_task
     from jtrain.plan.report.plan_sheet import print_sheet, to_json
     from jtrain.plan.report.summary import new_console

@@ -20,7 +20,7 @@ from jtrain.model.saved_activations import (
 )
 from jtrain.model.transformer import LAYER_INPUT
 from jtrain.model.unembedding import num_parts
-from jtrain.plan.estimate.attention import implementation
+from jtrain.plan.estimate.attention_time import implementation
 from jtrain.plan.estimate.collectives import splits_embeddings
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job

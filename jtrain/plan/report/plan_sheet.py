@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jtrain.plan.compile.compiled_step import CompiledStep
-from jtrain.plan.estimate.attention import implementation
+from jtrain.plan.estimate.attention_time import implementation
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.estimate.flops import MFU_DEFINITION, flops_per_token
 from jtrain.plan.estimate.machine import Machine
