@@ -1,5 +1,6 @@
 """Compiler options and kernels of the train step per chip, the same for plans and for training."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,18 +34,24 @@ _KEEP_PRODUCTS_APART = {"xla_gpu_dot_merger_threshold_mb": 0}
 have different scales, so the merged matmul would run in bfloat16: 10 of the 21 matmuls of a small layer."""
 
 
-def compiler_options(mesh: Mesh, matmul_dtype: MatmulDtype = "compute") -> dict[str, Any]:
-    """Returns `compiler_options` for `jax.jit`; empty except for several TPUs, and for GPUs with 8-bit matmuls.
+def compiler_options(
+    mesh: Mesh, matmul_dtype: MatmulDtype = "compute", kernels: Iterable[tuple[str, str]] = ()
+) -> dict[str, Any]:
+    """Returns `compiler_options` for `jax.jit`; empty except for several TPUs, 8-bit matmuls on GPUs, and some kernels.
 
     The options change which instructions overlap, never the results.
+
+    Args:
+      kernels: (op, implementation) that is forced. Some kernels need options of their own, wherever they may run.
     """
     device = mesh.devices.flat[0]
+    of_kernels = registry.compiler_options(live(device), dict(kernels))
     if device.platform == "gpu" and matmul_dtype != "compute":
-        return dict(_KEEP_PRODUCTS_APART)
+        return _KEEP_PRODUCTS_APART | of_kernels
     if device.platform != "tpu" or mesh.size == 1:
-        return {}
+        return of_kernels
     spec = from_device(device)
-    return _KEEP_SUMS_SPLIT | (OPTIONS.get(spec.name, {}) if spec is not None else {})
+    return _KEEP_SUMS_SPLIT | (OPTIONS.get(spec.name, {}) if spec is not None else {}) | of_kernels
 
 
 def kernels_for(layout: Layout, mesh: Mesh) -> AbstractContextManager[None]:
