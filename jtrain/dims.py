@@ -78,3 +78,13 @@ class ParamInfo:
         if not self.is_experts:
             return self.size
         return self.size // self.shape[self.dims.index("X")] * self.top_k
+
+
+def kv_heads_in_use(num_kv_heads: int, tensor: int) -> int:
+    """Key heads that all devices along `tensor` compute, with repetition: every device has at least one."""
+    return max(num_kv_heads, tensor)
+
+
+def splits_heads(num_heads: int, num_kv_heads: int, tensor: int) -> bool:
+    """True if each of `tensor` devices can compute whole query heads with whole key heads, or share one key head."""
+    return num_heads % tensor == 0 and (num_kv_heads % tensor == 0 or tensor % num_kv_heads == 0)

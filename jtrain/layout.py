@@ -5,6 +5,10 @@ the experts of an MoE layer. `data` splits D for the arrays that the ZeRO stage 
 state from stage 1, gradients from stage 2, parameters from stage 3. Norm scales are replicated at every stage: they are
 a ten-thousandth of a model, and gathering each would cost a collective.
 
+Where `tensor` has more devices than the model has key heads, several devices share a head. Between steps D of its
+kernels is split over `tensor` instead of K, so that nothing is stored twice; `jtrain.step.zero.own_heads` gives each
+device the kernels of its head once per step.
+
 Offloaded arrays are in `pinned_host` memory between uses. Only whole arrays are offloaded, so the state's tree and the
 checkpoints do not depend on it. Norm scales stay on the device: the copies would cost more than the memory they free.
 """
@@ -16,9 +20,9 @@ from typing import Literal
 
 from jax.sharding import PartitionSpec as P
 
-from jtrain.dims import ParamInfo
+from jtrain.dims import ParamInfo, kv_heads_in_use, splits_heads
 from jtrain.errors import UserError
-from jtrain.mesh import AXES, BATCH_AXES, MeshSpec, shard_size
+from jtrain.mesh import BATCH_AXES, MeshSpec, local_shape, shard_size
 from jtrain.precision import PrecisionSpec
 
 SPLITS = {"N": "tensor", "K": "tensor", "F": "tensor", "V": "tensor", "D": "data", "X": "expert"}
@@ -142,6 +146,7 @@ class ParamLayout:
 
     data_dim, tensor_dim, expert_dim: index into `info.shape` of the dimension that the axis may split, or None.
     param_memory: memory of the parameter between uses. `Layout.host_state` decides the memory of its optimizer state.
+    shared_by: number of devices along `tensor` that compute the same key head; more than 1 only for kernels of K.
     """
 
     info: ParamInfo
@@ -150,9 +155,13 @@ class ParamLayout:
     tensor_dim: int | None
     param_memory: MemoryKind = "device"
     expert_dim: int | None = None
+    shared_by: int = 1
 
     def spec(self, *, over_data: bool) -> P:
-        """Returns the partition over `tensor` and `expert`, and with `over_data` over `data` too."""
+        """Returns the partition in use over `tensor` and `expert`, and with `over_data` over `data` too.
+
+        With shared key heads K is shorter than `tensor`, and each device has one head.
+        """
         axes: list[str | None] = [None] * len(self.info.shape)
         if self.expert_dim is not None:
             axes[self.expert_dim] = "expert"
@@ -165,11 +174,16 @@ class ParamLayout:
     @property
     def param(self) -> P:
         """Partition of the parameter between steps."""
+        if self.shared_by > 1:
+            return self.optimizer
         return self.spec(over_data=self.zero_stage >= 3)
 
     @property
     def optimizer(self) -> P:
         """Partition of the optimizer state, and of the gradient that the optimizer reads."""
+        if self.shared_by > 1:
+            split = ("data", "tensor") if self.zero_stage >= 1 else "tensor"
+            return P(*(split if letter == "D" else None for letter in self.info.dims))
         return self.spec(over_data=self.zero_stage >= 1)
 
     @property
@@ -206,8 +220,7 @@ class Layout:
 
     def local_size(self, spec: P, shape: tuple[int, ...]) -> int:
         """Returns the number of elements that one device holds of an array of `shape` under `spec`."""
-        shards = math.prod(self.mesh.shape[axis] for axis in spec if axis is not None)
-        return math.prod(shape) // shards
+        return math.prod(local_shape(spec, shape, self.mesh.shape))
 
     def host_state(self, sizes: Mapping[tuple[str, str], int]) -> frozenset[tuple[str, str]]:
         """Chooses the optimizer arrays to keep in host memory.
@@ -270,9 +283,13 @@ def make_layout(
       UserError: a dimension does not split evenly over its axis; an unused axis is larger than 1; an option needs an
         axis that is 1; attention cannot be split over `context` this way; or a share to offload is still `as_needed`.
     """
+    shared_by = _check_heads(mesh, infos)
     _check_context(spec, mesh, infos, context_order)
     shares = {name: spec.offload.share(name) for name in ("optimizer", "params", "activations")}
-    stacked = {info.path: info.size for info in infos if info.is_matrix and info.dims.startswith("Y")}
+    # Shared kernels are exchanged once per step, all layers at once, so they stay on the device.
+    stays = "K" if shared_by > 1 else "-"
+    layers = [info for info in infos if info.is_matrix and info.dims.startswith("Y")]
+    stacked = {info.path: info.size for info in layers if stays not in info.dims}
     total = sum(stacked.values())
     on_host = _moved("params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked)
     unused = {"stage": "no layout uses this axis yet"}
@@ -292,6 +309,7 @@ def make_layout(
     layouts: list[ParamLayout] = []
     for info in infos:
         dims: dict[str, int | None] = {"data": None, "tensor": None, "expert": None}
+        shared = shared_by if "K" in info.dims else 1
         if info.is_matrix:
             for index, letter in enumerate(info.dims):
                 axis = SPLITS.get(letter)
@@ -300,11 +318,33 @@ def make_layout(
                     continue
                 if axis == "expert" and not info.is_experts:
                     continue  # a router scores all experts on every device
-                shard_size(FIELDS[letter], info.shape[index], mesh.shape, (axis,))
+                if letter != "K":
+                    shard_size(FIELDS[letter], info.shape[index], mesh.shape, (axis,))
                 dims[axis] = index
+        if shared > 1:
+            axes = ("data", "tensor") if spec.zero_stage else ("tensor",)
+            shard_size(FIELDS["D"], info.shape[info.dims.index("D")], mesh.shape, axes)
         memory: MemoryKind = "pinned_host" if info.path in on_host else "device"
-        layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory, dims["expert"]))
+        layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory, dims["expert"], shared))
     return Layout(spec, mesh, tuple(layouts), context_order=context_order, precision=precision, kernels=kernels)
+
+
+def _check_heads(mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> int:
+    """Returns the number of devices along `tensor` that compute the same key head.
+
+    Raises:
+      UserError: a device would have a part of a head, or query heads that do not all belong to its key heads.
+    """
+    size = {letter: n for info in infos for letter, n in zip(info.dims, info.shape, strict=True)}
+    heads, kv_heads, tensor = size["N"], size["K"], mesh.tensor
+    if not splits_heads(heads, kv_heads, tensor):
+        good = [str(n) for n in range(1, heads + 1) if splits_heads(heads, kv_heads, n)]
+        raise UserError(
+            f"mesh.tensor={tensor} cannot split model.num_heads={heads} with model.num_kv_heads={kv_heads}: it must "
+            "divide the query heads, and divide or be a multiple of the key heads. Set mesh.tensor to one of "
+            f"{', '.join(good)}, or change the heads."
+        )
+    return max(1, tensor // kv_heads)
 
 
 def _check_context(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], order: ContextOrder) -> None:
@@ -324,7 +364,7 @@ def _check_context(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...
             )
         return
     size = {letter: n for info in infos for letter, n in zip(info.dims, info.shape, strict=True)}
-    heads, kv_heads = size["N"] // mesh.tensor, size["K"] // mesh.tensor
+    heads, kv_heads = (n // mesh.tensor for n in (size["N"], kv_heads_in_use(size["K"], mesh.tensor)))
     if heads % mesh.context or (kv_heads % mesh.context and mesh.context % kv_heads):
         over = f" / mesh.tensor={mesh.tensor}" if mesh.tensor > 1 else ""
         raise UserError(
@@ -358,8 +398,3 @@ def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len:
             f"{shards * spec.microbatches}, or change layout.microbatches."
         )
     return rows // spec.microbatches
-
-
-def unsplit_axes(spec: P, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes with several devices over which an array is replicated: its gradient is summed over each."""
-    return tuple(axis for axis in AXES if mesh[axis] > 1 and axis not in spec)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jtrain.constants import BATCH_AXES as BATCH_AXES
 from jtrain.errors import UserError
@@ -90,3 +90,23 @@ def shard_size(name: str, size: int, shape: Mapping[str, int], axes: Sequence[st
             f"Nearest sizes that do: {nearest}. Set {name}, or change one of {fields}."
         )
     return size // shards
+
+
+def local_shape(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the shape of one device's block of an array; a dimension shorter than its axes has one on each device."""
+    sizes = list(shape)
+    for dim, axes in enumerate(spec):  # a search asks for tens of thousands of blocks
+        if axes is not None:
+            sizes[dim] = max(1, sizes[dim] // math.prod([mesh[axis] for axis in axis_names(axes)]))
+    return tuple(sizes)
+
+
+def axis_names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Mesh axes of one entry of a partition."""
+    return () if axis is None else (axis,) if isinstance(axis, str) else axis
+
+
+def unsplit_axes(spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the axes with several devices over which an array is replicated: its gradient is summed over each."""
+    used = {name for axis in spec for name in axis_names(axis)}
+    return tuple(axis for axis in AXES if mesh[axis] > 1 and axis not in used)

@@ -1,5 +1,6 @@
 """Activations that a layer saves for its backward pass: names, bytes, and which of them go to host memory."""
 
+from jtrain.dims import kv_heads_in_use
 from jtrain.errors import UserError
 from jtrain.layout import Layout, largest_first
 from jtrain.model.expert_dispatch import buffer_rows
@@ -40,7 +41,8 @@ def named_bytes(layout: Layout) -> dict[str, int]:
     size = {letter: n for p in layout.params for letter, n in zip(p.info.dims, p.info.shape, strict=True)}
     wide = wide_per_token(layout)
     compute = itemsize(layout.precision.compute_dtype)
-    query, key = size["N"] * size["H"] * compute, size["K"] * size["H"] * compute
+    query = size["N"] * size["H"] * compute
+    key = kv_heads_in_use(size["K"], layout.mesh.tensor) * size["H"] * compute
     return {
         LAYER_INPUT: size["D"] * compute,
         "attention_q": query,

@@ -323,6 +323,7 @@ def execute(args: argparse.Namespace) -> int:
     from jtrain.config.load import for_devices, load_config, mesh_size, set_values
     from jtrain.config.run import build_run
     from jtrain.plan.auto_layout import settle_loss_chunk
+    from jtrain.plan.estimate.attention_time import explained
     from jtrain.plan.from_run import search_task
     from jtrain.plan.report.plan_sheet import print_sheet, to_json
     from jtrain.plan.report.summary import new_console
@@ -364,7 +365,7 @@ def execute(args: argparse.Namespace) -> int:
     if notes:
         notes = [f"for --count {machine.count}: {', '.join(notes)}"]
     sheet = sheet_of(args, run, task, point, compiled, given)
-    print_sheet(sheet, console, [*notes, *of_loss, str(assume)])
+    print_sheet(sheet, console, [*notes, *of_loss, str(assume), explained(sheet.job)])
     if args.json is not None:
         args.json.write_text(json.dumps(to_json(sheet), indent=1) + "\n")
     check_good(sheet)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from jtrain.dims import splits_heads
 from jtrain.errors import UserError
 from jtrain.layout import LayoutSpec, OffloadSpec
 from jtrain.mesh import MeshSpec
@@ -156,12 +157,15 @@ def meshes(task: SearchTask) -> Iterator[MeshSpec]:
     """Yields every (replica, data, expert, tensor) mesh of the machine that splits the model and the batch evenly."""
     model, count = task.job.model, task.machine.count
     for tensor in _divisors(count):
-        if any(size % tensor for size in (model.num_kv_heads, model.d_ff, model.vocab_size, task.job.seq_len)):
+        if any(size % tensor for size in (model.d_ff, model.vocab_size, task.job.seq_len)):
+            continue
+        if not splits_heads(model.num_heads, model.num_kv_heads, tensor):
             continue
         if task.job.global_batch % (count // tensor):
             continue
         for data, expert in itertools.product(_divisors(count // tensor), _divisors(count // tensor)):
-            if model.d_model % data or count // tensor % (data * expert):
+            width = data * tensor if tensor > model.num_kv_heads else data  # D of shared key heads is split over both
+            if model.d_model % width or count // tensor % (data * expert):
                 continue
             if expert == 1 or (model.moe is not None and model.moe.num_experts % expert == 0):
                 yield MeshSpec(replica=count // tensor // data // expert, data=data, expert=expert, tensor=tensor)

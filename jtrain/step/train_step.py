@@ -37,6 +37,7 @@ from jtrain.step.xla_options import compiler_options, kernels_for
 from jtrain.step.zero import (
     along_torus,
     finish_gradient,
+    own_heads,
     param_tree,
     placement_of,
     psum_batch,
@@ -104,6 +105,7 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
     placement = placement_of(layout)
 
     def local(params: Params, batch: Batch) -> Float[Array, "B _"]:
+        params = own_heads(layout, params)
         weights = with_whole(layout, trained_part(layout, params), params)
 
         def microbatch(_: None, part: Batch) -> tuple[None, Array]:
@@ -136,6 +138,7 @@ def _local_gradients(
     spec = layout.spec
     placement = placement_of(layout)
     infos = tuple(p.info for p in layout.params)
+    params = own_heads(layout, params)
     with jax.named_scope("batch"):
         num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
         # Accumulation is exact because each microbatch is divided by the token count of the whole batch, not its own.

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from jtrain.layout import Layout, ParamLayout, unsplit_axes
-from jtrain.mesh import BATCH_AXES
+from jtrain.layout import Layout, ParamLayout
+from jtrain.mesh import BATCH_AXES, unsplit_axes
 from jtrain.model import ops
 from jtrain.model.layer_scan import Detached
 from jtrain.model.param import Params, map_params
@@ -93,6 +93,37 @@ def torus_rings(place_NK: np.ndarray) -> tuple[int, ...]:
         if np.ptp(place, axis=1).any():
             return (num,)
     return rings
+
+
+def own_heads(layout: Layout, params: Params) -> Params:
+    """Returns the parameters with each shared key head's kernels on the devices that compute it; others as they are.
+
+    Between steps device i along `tensor` holds the i-th part of D of all heads. An all-to-all gives each device all of
+    D of its own head. Under stages 1 and 2 the parts over `data` are gathered too, because then weights are whole.
+    """
+
+    def leaf(p: ParamLayout, value: Array) -> Array:
+        if p.shared_by == 1:
+            return value
+        heads, width = p.info.dims.index("K"), p.info.dims.index("D")
+        with jax.named_scope(p.info.path.replace(".", "/")):
+            # One copy of a head for each device that computes it.
+            value = jnp.repeat(value, p.shared_by, axis=heads)
+            value = jax.lax.all_to_all(value, "tensor", split_axis=heads, concat_axis=width, tiled=True)
+            if layout.spec.zero_stage in (1, 2) and _splits_data(layout, p):
+                value = gather_data(value, width, layout.rings)
+            return value
+
+    return jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
+
+
+def _sum_shared(p: ParamLayout, grad: Array) -> Array:
+    """Sums the gradients of shared key heads over the devices that computed them; the transpose of `own_heads`."""
+    heads, width = p.info.dims.index("K"), p.info.dims.index("D")
+    parts = jax.lax.all_to_all(grad, "tensor", split_axis=width, concat_axis=heads, tiled=True)
+    shape = parts.shape
+    parts = parts.reshape(*shape[:heads], -1, p.shared_by, *shape[heads + 1 :])
+    return jnp.sum(parts, axis=heads + 1, dtype=jnp.float32)
 
 
 def _splits_data(layout: Layout, p: ParamLayout) -> bool:
@@ -233,6 +264,8 @@ def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
     if layout.spec.zero_stage == 1 and _splits_data(layout, p):
         assert p.data_dim is not None
         grad = scatter_data(grad.astype(layout.precision.reduce_dtype), p.data_dim, layout.rings)
+    if p.shared_by > 1:
+        grad = _sum_shared(p, grad.astype(layout.precision.reduce_dtype))
     axes = unsplit_axes(p.optimizer, layout.mesh.shape)
     if not axes:
         return grad

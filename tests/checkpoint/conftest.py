@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {
     "num_layers": 2,
     "d_model": 64,
     "num_heads": 4,
-    "num_kv_heads": 4,
+    "num_kv_heads": 2,
     "head_dim": 16,
     "d_ff": 128,
     "vocab_size": 256,

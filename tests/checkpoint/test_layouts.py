@@ -19,7 +19,7 @@ SAVED = ({"data": 8}, 3)
 LAYOUTS = (
     ({"data": 8}, 0),
     ({"data": 4, "replica": 2}, 2),
-    ({"data": 2, "tensor": 4}, 1),
+    ({"data": 2, "tensor": 4}, 1),  # two devices share each key head
     ({"data": 4, "tensor": 2}, 3),
     ({}, 0),
 )

@@ -260,7 +260,15 @@ def test_a_bad_set_is_refused(text: str, message: str) -> None:
         (("model.scan_layers=False", "layout.offload.params=as_needed"), r"scan_layers=False with layout\.offload"),
         (("model.attention_chunk=0",), r"model\.attention_chunk=0 must be at least 1"),
         (("data.seq_len=254", "mesh.tensor=4"), r"data\.seq_len=254 .*tensor=4 = 4 shards\. .*252, 256"),
-        (("mesh.tensor=8",), r"model\.num_kv_heads=4 .*tensor=8"),
+        (
+            ("mesh.tensor=6", "model.num_heads=12"),
+            r"mesh\.tensor=6 cannot split model\.num_heads=12 with model\.num_kv_heads=4: .*to one of 1, 2, 4, 12, or",
+        ),
+        (("mesh.tensor=16",), r"mesh\.tensor=16 cannot split model\.num_heads=8 .*to one of 1, 2, 4, 8, or"),
+        (
+            ("mesh.tensor=8", "mesh.data=2", "layout.zero_stage=1", "model.d_model=24"),
+            r"model\.d_model=24 does not split evenly over mesh axes data=2 \* tensor=8 = 16 shards\..*: 16, 32\. Set",
+        ),
         (("model.num_kv_heads=3",), r"model\.num_heads=8 is not a multiple of model\.num_kv_heads=3"),
         (
             ("data.eval_fraction=0",),

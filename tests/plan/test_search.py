@@ -80,6 +80,12 @@ def test_every_mesh_splits_the_model_and_uses_every_device() -> None:
     assert MeshSpec(replica=2, data=2, tensor=2) in found
 
 
+def test_tensor_goes_beyond_the_key_heads() -> None:
+    """Llama 8B has 8 key heads and 32 query heads: 16 and 32 devices share key heads, 64 would split query heads."""
+    widths = {mesh.tensor for mesh in meshes(task(count=64, global_batch=64))}
+    assert widths == {1, 2, 4, 8, 16, 32}
+
+
 def test_a_70b_on_128_v5p_is_sized_without_hardware() -> None:
     """ZeRO-3, and a prediction that beats plain full remat over data alone."""
     it = task("v5p", 128, sizes=LLAMA70B, global_batch=512, seq_len=8192)

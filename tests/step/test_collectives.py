@@ -149,6 +149,29 @@ def test_along_a_torus_each_dimension_has_its_collective(zero_stage: int) -> Non
     assert wire((2, 2, 2)) == wire(())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "layout"),
+    [
+        (dict(data=2, tensor=4), layout_of(0, 1)),
+        (dict(data=2, tensor=4), layout_of(1, 2)),
+        (dict(data=2, tensor=4), layout_of(2, 2, remat="full")),
+        (dict(data=2, tensor=4), layout_of(3, 2)),
+        (dict(context=2, tensor=4), layout_of(3, 2, remat="full")),
+        (dict(context=2, tensor=4), layout_of(0, 1, context_attention="ulysses")),
+    ],
+    ids=str,
+)
+def test_shared_key_heads_are_exchanged_once_per_step(axes: dict[str, int], layout: dict[str, Any]) -> None:
+    """Four devices of two heads: an all-to-all of each kernel and one of its gradient, however many microbatches."""
+    sizes = SIZES | dict(num_heads=8)
+    got = compiled(axes, sizes, **layout)
+    assert got == predicted(axes, sizes, **layout)
+    kernel = SIZES["num_layers"] * SIZES["d_model"] * SIZES["head_dim"] * 4
+    over_data = axes.get("data", 1) if layout["zero_stage"] else 1
+    assert got["all-to-all", ("tensor",), 4, "f32"] == (4, 4 * kernel // over_data)
+
+
 KEPT = ("attention_q", "attention_k", "attention_v", "attention_out")
 
 
@@ -161,10 +184,9 @@ def test_overlapped_projections_permute_what_the_closed_form_says(remat: str, ke
     Of two devices a loop around the ring has one turn, and written out XLA joins what two of them send.
     """
     axes, layout = dict(tensor=4), layout_of(0, 2, tensor_overlap=True, remat=remat, remat_save=kept)
-    sizes = SIZES | dict(num_kv_heads=4)
     got, want = (
         {key: size for key, (_, size) in table.items()}
-        for table in (compiled(axes, sizes, **layout), predicted(axes, sizes, **layout))
+        for table in (compiled(axes, SIZES, **layout), predicted(axes, SIZES, **layout))
     )
     assert got == want
     assert ("collective-permute", ("tensor",), 2, "f32") in got

@@ -103,6 +103,18 @@ def test_what_travels_in_8_bits_is_what_would_be_rounded_anyway(mode: Any) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("overlap", (False, True))
+def test_delayed_scaling_with_shared_key_heads(overlap: bool) -> None:
+    """Four devices of two key heads: the first loss agrees, and later ones as on any other layout."""
+    want = trained("fp8_delayed")[0]
+    case: Any = dict(zero_stage=2, tensor_overlap=overlap, kernels=PERMUTES if overlap else ())
+    got, _, _, num_traces = trained("fp8_delayed", (("data", 2), ("tensor", 4)), **case)
+    assert num_traces == 1
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
+    np.testing.assert_allclose(got, want, rtol=5e-3)
+
+
+@pytest.mark.slow
 def test_current_scaling_differs_by_layout_only_below_the_formats_range() -> None:
     """Each device scales what it holds; the first loss agrees, and later ones to the 0.5 % of the test above.
 

@@ -23,8 +23,10 @@ from jtrain.step.host_offload import sharding
 from jtrain.step.train_step import BATCH_SPEC, _local_gradients
 from jtrain.step.zero import param_tree, placement_of
 from tests.layouts import layout_from
-from tests.step.test_train_step import SIZES, packed_batch
+from tests.step.test_train_step import SIZES as STEP_SIZES
+from tests.step.test_train_step import packed_batch
 
+SIZES: dict[str, Any] = STEP_SIZES | dict(num_kv_heads=4)  # the shares below are of these bytes
 ALL = OffloadSpec(params=1.0, activations=1.0)
 NAMED = ("attention", "mlp_gate")
 MESHES = (dict(data=8), dict(data=2, tensor=4))

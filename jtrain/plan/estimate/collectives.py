@@ -12,8 +12,9 @@ import math
 from collections.abc import Iterable
 from typing import Literal
 
-from jtrain.layout import Layout, ParamLayout, unsplit_axes
-from jtrain.mesh import BATCH_AXES
+from jtrain.dims import kv_heads_in_use
+from jtrain.layout import Layout, ParamLayout
+from jtrain.mesh import BATCH_AXES, axis_names, unsplit_axes
 from jtrain.model.fp8_scaling import fp8_weights
 from jtrain.model.router import MoESpec
 from jtrain.model.saved_activations import kept_names
@@ -146,11 +147,14 @@ def _parameter(found: _Found, job: Job, p: ParamLayout) -> None:
             found.over_data("gradients", "reduce-scatter", layout.precision.reduce_dtype, whole, 1)
         if spec.zero_stage in (1, 2):
             found.over_data("updated parameters", "all-gather", layout.precision.param_dtype, whole, 1)
+    if p.shared_by > 1:  # `jtrain.step.zero.own_heads`, and its transpose
+        own = layout.local_size(p.spec(over_data=spec.zero_stage >= 1), p.info.shape)
+        for dtype in (layout.precision.param_dtype, layout.precision.reduce_dtype):
+            found.add("shared key heads", "all-to-all", ("tensor",), dtype, own, 1)
     local = layout.local_size(p.optimizer, p.info.shape)
     found.add("gradients", "all-reduce", unsplit_axes(p.optimizer, mesh.shape), layout.precision.reduce_dtype, local, 1)
-    for axis in mesh.shape:
-        if axis in p.optimizer:  # the partitioner sums one axis after the other
-            found.add("gradient norm", "all-reduce", (axis,), "float32", 1, 1)
+    for split in p.optimizer:  # the partitioner sums one dimension after the other
+        found.add("gradient norm", "all-reduce", axis_names(split), "float32", 1, 1)
 
 
 def _split_embeddings(found: _Found, job: Job, *, tokens: int) -> None:
@@ -251,11 +255,11 @@ def _context(found: _Found, job: Job, *, tokens: int) -> None:
     model, layout = job.model, job.layout
     spec, mesh = layout.spec, layout.mesh
     layers = spec.microbatches * model.num_layers
-    query, key = (tokens * heads // mesh.tensor * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
+    kv_heads = kv_heads_in_use(model.num_kv_heads, mesh.tensor) // mesh.tensor  # of one device
+    query, key = (tokens * heads * model.head_dim for heads in (model.num_heads // mesh.tensor, kv_heads))
     kept, axes = kept_names(layout), ("context",)
     again, once = layers if kept is not None else 0, spec.microbatches
     if spec.context_attention == "ulysses":
-        kv_heads = model.num_kv_heads // mesh.tensor
         key *= 1 if kv_heads % mesh.context == 0 else mesh.context // kv_heads
         for elements in (query, key):  # queries and the output; keys and values
             found.add(

@@ -8,6 +8,7 @@ Source: XLA's buffer assignment at its peak, read for H200 and v5p.
 import dataclasses
 from typing import Literal
 
+from jtrain.dims import kv_heads_in_use
 from jtrain.layout import ParamLayout
 from jtrain.model.saved_activations import (
     copies_weights,
@@ -19,11 +20,13 @@ from jtrain.model.saved_activations import (
 )
 from jtrain.model.transformer import LAYER_INPUT
 from jtrain.model.unembedding import num_parts
+from jtrain.plan.estimate.attention_time import implementation
 from jtrain.plan.estimate.collectives import splits_embeddings
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
 from jtrain.step.host_offload import SLICE_ELEMENTS
+from jtrain_kernels.cost import ATTENTION, padded_head
 from jtrain_kernels.device import Platform
 
 _F32 = 4
@@ -65,6 +68,7 @@ class _Step:
     x: residual stream, split by sequence over `tensor`; h: the same, gathered, as matmuls read it.
     q: queries, or attention's output; k: keys, or values; lse: attention's log-partition.
     f: one of the MLP's wide arrays.
+    attention: name of the implementation of attention.
     pairs, rows_x: rows of tokens before and after they are sent to their experts; 0 for a dense model.
     """
 
@@ -81,7 +85,8 @@ class _Step:
         self.h = self.tokens * model.d_model * self.compute
         self.x = self.h // tensor
         self.q = self.tokens * model.num_heads // tensor * model.head_dim * self.compute
-        self.k = self.tokens * model.num_kv_heads // tensor * model.head_dim * self.compute
+        kv_heads = kv_heads_in_use(model.num_kv_heads, tensor) // tensor
+        self.k = self.tokens * kv_heads * model.head_dim * self.compute
         self.f = self.tokens * wide_per_token(layout) // tensor * self.compute
         self.pairs = self.h * (model.moe.top_k if model.moe else 0)
         self.rows_x = self.h * rows_per_token(layout)
@@ -91,6 +96,7 @@ class _Step:
         self.gathers = spec.zero_stage == 3 and mesh.data > 1
         self.stacked = [p for p in layout.params if p.info.is_matrix and p.info.dims.startswith("Y")]
         self.names = kept_names(layout)
+        self.attention = implementation(job)
 
     # Gradients ---------------------------------------------------------------------------------------------------
 
@@ -132,12 +138,23 @@ class _Step:
         transposes parameters whose last dimension is split.
         """
         if self.platform == "tpu" and self.casts:
-            matrices = [p for p in self.layout.params if p.info.is_matrix]
+            matrices = [p for p in self.layout.params if p.info.is_matrix and p.shared_by == 1]
             return self.compute * sum(self.layout.local_size(p.param, p.info.shape) for p in matrices)
         if self.platform == "gpu" and self.gathers:
             last = [p for p in self.stacked if p.data_dim == len(p.info.shape) - 1]
             return self.param * sum(self.layout.local_size(p.param, p.info.shape) for p in last)
         return 0
+
+    def _before_loops(self) -> int:
+        """Copies of parameters that live while the layers compute."""
+        return self._hoisted() + self._own_heads()
+
+    def _own_heads(self) -> int:
+        """Kernels of shared key heads that a device computes with: exchanged at the start of the step, all layers."""
+        shared = [p for p in self.layout.params if p.shared_by > 1]
+        over_data = self.layout.spec.zero_stage == 3
+        size = self.compute if self.platform == "tpu" else self.param  # XLA:TPU casts before the loops
+        return size * sum(self.layout.local_size(p.spec(over_data=over_data), p.info.shape) for p in shared)
 
     def _kept_weights(self) -> int:
         """Casts of the weights that a layer keeps without remat; 0 if the parameters have the compute dtype."""
@@ -198,14 +215,14 @@ class _Step:
         return Moment(
             "loss",
             gradients=self._carried(),
-            weights=self._hoisted() + self._kept_weights() + self._streamed(),
+            weights=self._before_loops() + self._kept_weights() + self._streamed(),
             activations=model.num_layers * self._kept(),
             loss=loss,
         )
 
     def layer(self) -> Moment:
         """Moment of a layer's backward pass."""
-        weights = self._hoisted() + self._kept_weights() + self._streamed()
+        weights = self._before_loops() + self._kept_weights() + self._streamed()
         if self.gathers:
             weights += self._one_layer() * self.compute
         if self.reduces:
@@ -236,17 +253,30 @@ class _Step:
 
         The MLP's arrays stay because XLA computes its weight gradients after attention. Besides them there are the
         layer's input and its gradient, the outputs of the norms, attention's output and its gradient, and kept
-        activations sliced out of the stack of all layers, or recomputed. Attention holds probabilities and their
-        gradient, in float32 and in the compute dtype, for a chunk of queries with all keys, and for every chunk its
-        float32 mask and its part of the keys.
+        activations sliced out of the stack of all layers, or recomputed.
         """
         sliced = 2 * self.h + self.x + self.q if self.names is None else 0
+        return self._mlp() + sliced + 2 * self.h + 2 * self.x + 2 * self.q + self._scores()
+
+    def _scores(self) -> int:
+        """Workspace of attention's own backward pass on a GPU or CPU.
+
+        In plain XLA probabilities and their gradient, in float32 and in the compute dtype, for a chunk of queries with
+        all keys, and for every chunk its float32 mask and its part of the keys. A fused kernel holds no scores, but
+        gradients of queries, keys and values, and all arrays once more where it pads heads; cuDNN has a mask in the
+        compute dtype.
+        """
+        if self.attention in ATTENTION:
+            mask = self.rows * self.seq_len * self.seq_len * self.compute if self.attention == "cudnn" else 0
+            size = self.model.head_dim
+            width = padded_head(self.attention, size)
+            padded = 4 * (self.q + self.k) // size * width if width > size else 0
+            return self.q + 2 * self.k + self.lse + mask + padded
         rows = 1 if self.platform == "cpu" else self.rows
         num_chunks = -(-self.seq_len // self._chunk)
         masks = rows * self.seq_len * (self.seq_len + self._chunk) // 2 * _F32
         keys = 2 * self.k * _F32 // self.compute + self.k * (num_chunks - 1) // 2
-        attention = rows * self._heads * self._chunk * self.seq_len * self._score + masks + keys
-        return self._mlp() + sliced + 2 * self.h + 2 * self.x + 2 * self.q + attention
+        return rows * self._heads * self._chunk * self.seq_len * self._score + masks + keys
 
     def _tpu_workspace(self) -> int:
         """Workspace of a layer's backward pass on a TPU, in the MLP or in attention, less what vector memory holds.
@@ -303,7 +333,7 @@ class _Step:
         return Moment(
             "embedding",
             gradients=self._carried() + self._found(layers=True),
-            weights=self._hoisted(),
+            weights=self._before_loops(),
             loss=self._unembedding_gradient(),
             workspace=workspace,
         )

@@ -8,10 +8,12 @@ parts add up.
 import dataclasses
 import math
 
+from jtrain.dims import kv_heads_in_use
 from jtrain.errors import UserError
 from jtrain.layout import Layout
 from jtrain.mesh import BATCH_AXES
 from jtrain.model.saved_activations import kept_names
+from jtrain.plan.estimate.attention_time import attention_s
 from jtrain.plan.estimate.collectives import Collective, collectives
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.memory import MemoryPlan
@@ -19,7 +21,7 @@ from jtrain.plan.estimate.network import seconds
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
 from jtrain_kernels import registry
-from jtrain_kernels.cost import MATMUL, MEMORY, SCORE_BYTES_BACKWARD, SCORE_BYTES_FORWARD
+from jtrain_kernels.cost import MATMUL, MEMORY
 from jtrain_kernels.device import DeviceSpec
 
 _F32 = 4
@@ -34,7 +36,8 @@ CPU_ADAM_S_PER_PARAM = 0.25e-9
 class Assumptions:
     """Assumed fractions of the makers' peaks, and of the wall time that trains.
 
-    matmul: fraction of peak FLOP/s in matmuls and the operations fused with them, at the clock under load.
+    matmul: fraction of peak FLOP/s in matmuls and the operations fused with them, at the clock under load. Attention
+      has fractions of its own, per implementation: `jtrain_kernels.cost`.
     memory, network, host_link: fractions of the bandwidths.
     goodput: fraction of wall time that trains; Llama 3 405B had over 0.9 (arXiv:2407.21783, section 3.3.4).
     """
@@ -66,14 +69,15 @@ class NetworkTime:
 class StepTime:
     """Predicted time of a step, by part.
 
-    matmul_s: matmuls, also recomputed ones; scores_s: attention's memory traffic; accumulate_s: the sum over
-      microbatches; optimizer_s: the update, bound by memory, or by the host's cores under layout.offload.update=host.
+    matmul_s: matmuls without attention's, also recomputed ones; attention_s: attention, by the implementation chosen
+      for the machine; accumulate_s: the sum over microbatches; optimizer_s: the update, bound by memory, or by the
+      host's cores under layout.offload.update=host.
     network: collectives by mesh axes. host_copy_s: copies of offloaded arrays; exposed_host_s: their exposed part.
     tokens: tokens per step; mfu: model FLOPs utilisation.
     """
 
     matmul_s: float
-    scores_s: float
+    attention_s: float
     accumulate_s: float
     optimizer_s: float
     network: tuple[NetworkTime, ...]
@@ -87,7 +91,7 @@ class StepTime:
         """Seconds of each part; their sum is the step."""
         named = {
             "matrix products": self.matmul_s,
-            "attention scores": self.scores_s,
+            "attention": self.attention_s,
             "accumulation": self.accumulate_s,
             "optimizer": self.optimizer_s,
         }
@@ -132,7 +136,7 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
         offload needs, or that of the network that the mesh needs is not published.
     """
     assert job.machine is not None, "a step time is that of a machine"
-    model, layout, device = job.model, job.layout, job.machine.device
+    layout, device = job.layout, job.machine.device
     spec, mesh = layout.spec, layout.mesh
     peak = device.peak_flops(layout.precision.compute_dtype)
     if peak is None:
@@ -146,29 +150,27 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     tokens = job.global_batch // shards * job.seq_len // mesh.context  # per device, or per group along `tensor`
 
     flops, again = _forward_flops(job)
-    per_token = 3 * flops.layers + 0.5 * flops.attention + again + 3 * flops.unembedding
-    shards_of = {p.info.path: mesh.expert if p.info.is_experts else 1 for p in layout.params}
-    weights = sum(p.info.size // shards_of[p.info.path] for p in layout.params if p.info.is_matrix)
-    weights = weights // mesh.tensor * itemsize(layout.precision.compute_dtype)
+    weights = sum(layout.local_size(p.spec(over_data=False), p.info.shape) for p in layout.params if p.info.is_matrix)
+    weights *= itemsize(layout.precision.compute_dtype)
     passes = 3 + (again > 0)
-    recomputed = (kept := kept_names(layout)) is not None and "attention" not in kept
-    by_weights = 3 * (flops.layers - flops.attention) + again - recomputed * flops.attention
-    seconds_per_token = (per_token - by_weights) / peak + by_weights / _weights_peak(layout, device, peak)
+    by_weights = 3 * (flops.layers + flops.shared - flops.attention) + again
+    seconds_per_token = 3 * flops.unembedding / peak + by_weights / _weights_peak(layout, device, peak)
     matmul_s = max(tokens * seconds_per_token / mesh.tensor / assume.matmul, spec.microbatches * passes * weights / hbm)
-    scores = model.num_layers * model.num_heads / mesh.tensor * tokens * job.seq_len / 2
-    scores_s = scores * (SCORE_BYTES_FORWARD * (1 + recomputed) + SCORE_BYTES_BACKWARD) / hbm
+    recomputed = (kept := kept_names(layout)) is not None and "attention" not in kept
+    forward_s, backward_s = attention_s(job)
+    all_attention_s = forward_s * (1 + recomputed) + backward_s
     accumulator = sum(layout.local_size(p.accumulator, p.info.shape) for p in layout.params)
     grad = itemsize(layout.precision.param_dtype)
     accumulate_s = spec.microbatches * accumulator * (2 * _F32 + grad) / hbm if spec.microbatches > 1 else 0.0
 
     optimizer_s, state_copy_s = _update(layout, plan, job.machine, assume, hbm)
-    compute_s = matmul_s + scores_s + accumulate_s
+    compute_s = matmul_s + all_attention_s + accumulate_s
     network = _network(job, job.machine, assume, compute_s)
     loop_copy_s = _loop_copies(layout, plan, job.machine, assume)
     exposed_host_s = max(0.0, loop_copy_s - compute_s) + max(0.0, state_copy_s - optimizer_s)
     timed = StepTime(
         matmul_s,
-        scores_s,
+        all_attention_s,
         accumulate_s,
         optimizer_s,
         network,
@@ -219,25 +221,29 @@ def cost(timed: StepTime, machine: Machine, *, tokens: int, goodput: float, usd_
 
 @dataclasses.dataclass(frozen=True)
 class _Forward:
-    """FLOPs of a forward pass per token: layers with attention, attention alone, and the unembedding."""
+    """FLOPs of a forward pass per token: layers with attention, attention alone, and the unembedding.
+
+    shared: projections to shared key heads that devices along `tensor` repeat; not counted in `layers`.
+    """
 
     layers: int
     attention: int
     unembedding: int
+    shared: int
 
 
 def _forward_flops(job: Job) -> tuple[_Forward, int]:
-    """FLOPs of a forward pass per token, and those that the backward pass recomputes.
+    """FLOPs of a forward pass per token, and those with weights that the backward pass recomputes.
 
-    The last matmul of a layer is never recomputed, because no gradient needs its result. Attention's backward pass
-    costs 2.5 forward passes, because it recomputes the scores.
+    The last matmul of a layer is never recomputed, because no gradient needs its result.
     """
     model = job.model
     width, heads = model.d_model, model.num_heads * model.head_dim
+    kv_heads = kv_heads_in_use(model.num_kv_heads, job.layout.mesh.tensor)
     of = {
         "attention_q": 2 * width * heads,
-        "attention_k": 2 * width * model.num_kv_heads * model.head_dim,
-        "attention_v": 2 * width * model.num_kv_heads * model.head_dim,
+        "attention_k": 2 * width * kv_heads * model.head_dim,
+        "attention_v": 2 * width * kv_heads * model.head_dim,
         "attention": 2 * heads * job.seq_len,
         "attention_out": 2 * heads * width,
         "mlp_gate": 2 * width * model.active_d_ff,
@@ -245,9 +251,14 @@ def _forward_flops(job: Job) -> tuple[_Forward, int]:
     }
     down = 2 * width * model.active_d_ff + (2 * width * model.moe.num_experts if model.moe else 0)  # with the router
     kept = kept_names(job.layout)
-    again = 0 if kept is None else model.num_layers * sum(flops for name, flops in of.items() if name not in kept)
-    layers = model.num_layers * (sum(of.values()) + down)
-    return _Forward(layers, model.num_layers * of["attention"], 2 * width * model.vocab_size), again
+    dropped = () if kept is None else [name for name in of if name not in kept and name != "attention"]
+    again = model.num_layers * sum(of[name] for name in dropped)
+    shared = 4 * width * (kv_heads - model.num_kv_heads) * model.head_dim
+    layers = model.num_layers * (sum(of.values()) - shared + down)
+    forward = _Forward(
+        layers, model.num_layers * of["attention"], 2 * width * model.vocab_size, model.num_layers * shared
+    )
+    return forward, again
 
 
 def _update(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions, hbm: float) -> tuple[float, float]:

@@ -7,6 +7,7 @@ import math
 from jax.sharding import PartitionSpec
 
 from jtrain.layout import Layout
+from jtrain.mesh import local_shape
 from jtrain_kernels.device import Platform
 
 _LANES, _SUBLANES = 128, 8
@@ -16,9 +17,7 @@ def local_elements(layout: Layout, spec: PartitionSpec, shape: tuple[int, ...], 
     """Elements of one device's block of an array of `shape` under `spec`, with the platform's padding."""
     if platform != "tpu":
         return layout.local_size(spec, shape)
-    axes = (*spec, *(None,) * (len(shape) - len(spec)))
-    sizes = layout.mesh.shape
-    return tiled(tuple(n // (sizes[axis] if axis is not None else 1) for n, axis in zip(shape, axes, strict=True)))
+    return tiled(local_shape(spec, shape, layout.mesh.shape))
 
 
 @functools.cache

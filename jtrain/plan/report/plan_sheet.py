@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jtrain.plan.compile.compiled_step import CompiledStep
+from jtrain.plan.estimate.attention_time import implementation
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.estimate.flops import MFU_DEFINITION, flops_per_token
 from jtrain.plan.estimate.machine import Machine
@@ -119,6 +120,7 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
         "step": {
             "step_s": timed.step_s,
             "parts_s": timed.parts,
+            "attention": implementation(sheet.job),
             "tokens": timed.tokens,
             "tokens_per_s": timed.tokens_per_s,
             "mfu": timed.mfu,

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jtrain.layout import Layout
+from jtrain.mesh import axis_names
 from jtrain.optim import Optimizer, state_bytes
 from jtrain.plan.compile.compiled_step import CompiledStep, compile_step, topology_devices
 from jtrain.plan.estimate.collectives import Collective, collectives
@@ -148,8 +149,8 @@ def _compiled_table(compiled: CompiledStep, topology: str) -> tuple[str, Table]:
 
 def _split(layout: Layout, dims: str, where: PartitionSpec) -> str:
     """Dimensions with the axes that split them, such as `D/data F/tensor`; axes of one device are left out."""
-    used = [(dim, axis) for dim, axis in zip(dims, where, strict=True) if axis and layout.mesh.shape[axis] > 1]
-    return " ".join(f"{dim}/{axis}" for dim, axis in used) or "whole"
+    split = [(dim, axis) for dim, axes in zip(dims, where, strict=True) for axis in axis_names(axes)]
+    return " ".join(f"{dim}/{axis}" for dim, axis in split if layout.mesh.shape[axis] > 1) or "whole"
 
 
 def gib(size: int) -> str:

@@ -78,6 +78,46 @@ def test_a_mixture_compiles_for_machines_not_here(topology: str, axes: Any) -> N
     assert (sent.axes, sent.dtype, sent.count, sent.array_bytes) == (("expert",), "bf16", rows.count, rows.array_bytes)
 
 
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "data", "zero_stage"), (("v5p:2x2x4", 1, 0), ("h200:16", 1, 0), ("h200:32", 2, 3)), ids=str
+)
+def test_8_key_heads_over_16_devices_compile_for_machines_not_here(topology: str, data: int, zero_stage: Any) -> None:
+    """Two devices share a head: kernels are exchanged once, nothing is gathered whole, and the formulas hold."""
+    sizes: dict[str, Any] = SIZES | dict(d_model=1024, num_heads=32, num_kv_heads=8, head_dim=64)
+    model = Transformer(**sizes)
+    spec = LayoutSpec(zero_stage=zero_stage, remat="full", microbatches=2)
+    lay = make_layout(spec, MeshSpec(data=data, tensor=16), model.param_infos())
+    optimizer = AdamW(peak_lr=1e-3)
+    built = build(optimizer, num_steps=100, params=map_params(lambda info: info, model.param_infos()))
+    devices = topology_devices(topology)
+    job = Job(model, lay, optimizer, 4 * data, 1024, machine_of(devices))
+    program = compile_step(job, built, devices=devices)
+
+    plan = memory(job)
+    assert program.argument_bytes == plan.argument_bytes
+    # On a GPU this toy takes 120 MB and the formula says 83, also with 16 key heads, which nobody shares.
+    if topology.startswith("v5p"):
+        assert 0.85 < plan.total_bytes / program.peak_bytes < 1.15
+    want, got = collections.Counter(), collections.Counter()
+    for c in collectives(dataclasses.replace(job, layout=dataclasses.replace(lay, rings=program.rings))):
+        want[c.kind, c.axes] += c.array_bytes
+    for t in program.traffic:
+        got[t.kind, t.axes] += t.array_bytes
+    exchanged = want["all-to-all", ("tensor",)]
+    assert exchanged == 4 * SIZES["num_layers"] * 1024 * 64 * 4 // (data if zero_stage else 1)
+    if topology.startswith("v5p"):
+        want["all-to-all", ("tensor",)] -= exchanged // 4  # XLA:TPU casts the kernels before it sends them
+        # and sums activations over 16 chips whole, whoever shares what: NOTES.md, "Layout and memory".
+        want["all-reduce", ("tensor",)] += want.pop(("reduce-scatter", ("tensor",)))
+    # The partitioner may sum a norm's scalar over two axes at once: 4 bytes each.
+    sums = [sum(size for key, size in table.items() if key[0] == "all-reduce") for table in (got, want)]
+    assert abs(sums[0] - sums[1]) < 64 < sums[1]
+    others = [{key: size for key, size in table.items() if key[0] != "all-reduce"} for table in (got, want)]
+    assert others[0] == others[1]
+
+
 @pytest.mark.parametrize("topology", ("v5p:3x3x3x3", "v9:2x2", "h200", "h200:0", "v5p:4x4x8:2", "cpu:8"))
 def test_an_unknown_topology_lists_those_that_exist(topology: str) -> None:
     """Nothing is loaded before the name is known to be one."""

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jtrain.layout import OffloadSpec
@@ -14,6 +16,9 @@ from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.estimate.memory import memory
 from jtrain.plan.estimate.step_time import CPU_ADAM_S_PER_PARAM, Assumptions, StepTime, cost, step_time
 from jtrain.plan.job import Job
+from jtrain_kernels import cost as cost_model
+from jtrain_kernels import registry
+from jtrain_kernels.device import from_name
 from tests.layouts import layout_from
 
 LLAMA8B: dict[str, Any] = dict(
@@ -54,11 +59,58 @@ def test_the_parts_are_the_step_and_the_mfu_is_the_one_that_runs_report(tied: bo
 
 
 def test_without_traffic_and_memory_a_step_is_its_flops() -> None:
-    """Infinitely fast memory: what is left is 6 FLOPs a parameter and attention's, its backward pass 2.5 times."""
+    """Infinitely fast memory: what is left beside attention is 6 FLOPs a parameter."""
     timed = predicted({}, assume=Assumptions(matmul=1.0, memory=1e9))
     flops = flops_per_token(Transformer(**LLAMA8B), seq_len=4096)
-    executed = flops.total_flops + flops.attention_flops / 6
-    assert timed.step_s == pytest.approx(16 * 4096 * executed / 989.4e12, rel=1e-6)
+    assert timed.step_s - timed.attention_s == pytest.approx(16 * 4096 * flops.matmul_flops / 989.4e12, rel=1e-6)
+
+
+def attention_avals(rows: int, length: int, heads: int, kv_heads: int, **changes: Any) -> registry.Avals:
+    query, key = (jax.ShapeDtypeStruct((rows, length, n, 128), jnp.bfloat16) for n in (heads, kv_heads))
+    segment = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKH=key, segment_BL=segment, segment_BM=segment)
+    return dict(arrays, chunk=512, window=None, causal=True) | changes
+
+
+@pytest.mark.parametrize(("forced", "name"), (((), "tokamax"), ((("attention", "xla"),), "xla")))
+def test_attention_takes_what_the_kernels_cost_model_says_of_the_chosen_one(forced: Any, name: str) -> None:
+    """On an H100: 32 layers of 4 microbatches, as the registry chooses; with remat each forward pass twice."""
+    spec, calls = from_name("h100"), 32 * 4
+    of_call = attention_avals(4, 4096, 32, 8)
+    choice = registry.choose(registry.find("attention"), spec, of_call, forced=dict(forced).get("attention"))
+    assert choice.implementation.name == name
+    both = choice.implementation.cost_s(spec, of_call)
+    passes = cost_model.attention_passes_s(spec, of_call, name)
+    assert both is not None
+    assert passes is not None
+    assert both == pytest.approx(sum(passes))
+    layout: Any = dict(device="h100", microbatches=4, kernels=forced)
+    assert predicted({}, **layout).attention_s == pytest.approx(calls * both)
+    assert predicted({}, remat="full", **layout).attention_s == pytest.approx(calls * (both + passes[0]))
+    assert predicted({}, remat="named", remat_save=("attention",), **layout).attention_s == pytest.approx(calls * both)
+
+
+def test_attention_of_split_heads_and_rows_is_that_of_one_devices_blocks() -> None:
+    """Over tensor a device has its heads, at least one key head; a ring has its own block and pairs of halves."""
+    spec = from_name("h200")
+
+    def both(rows: int, length: int, heads: int, kv_heads: int, **changes: Any) -> float:
+        return cost_model.attention_s(spec, attention_avals(rows, length, heads, kv_heads, **changes), "tokamax") or 0.0
+
+    assert predicted(dict(tensor=16), device="h200").attention_s == pytest.approx(32 * both(16, 4096, 2, 1))
+    ring = both(16, 1024, 32, 8) + 3 * both(32, 512, 32, 8, causal=False)
+    assert predicted(dict(context=4)).attention_s == pytest.approx(32 * ring)
+    by_heads = predicted(dict(context=4), context_attention="ulysses").attention_s
+    assert by_heads == pytest.approx(32 * both(16, 4096, 8, 2))
+
+
+def test_devices_that_share_a_key_head_repeat_its_projections() -> None:
+    """Sixteen devices of 8 key heads compute 16; the MFU counts 8, and the exchange of kernels is on the network."""
+    eight, sixteen = predicted(dict(tensor=8)), predicted(dict(tensor=16))
+    repeated = 3 * 32 * 2 * (2 * 4096 * 8 * 128)
+    extra = 16 * 4096 * repeated / 16 / (989.4e12 * 0.65)
+    assert sixteen.matmul_s - eight.matmul_s / 2 == pytest.approx(extra, rel=1e-6)
+    assert sixteen.mfu * sixteen.step_s == pytest.approx(eight.mfu * eight.step_s / 2)
 
 
 def test_recomputing_costs_what_is_not_kept() -> None:
@@ -69,8 +121,7 @@ def test_recomputing_costs_what_is_not_kept() -> None:
     )
     assert named == none
     forward = 2 * 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
-    attention = 2 * 32 * 4096 * 4096
-    again = forward - 2 * 32 * 4096 * 14336 + attention
+    again = forward - 2 * 32 * 4096 * 14336
     assert full - none == pytest.approx(16 * 4096 * again / (989.4e12 * 0.65))
 
 

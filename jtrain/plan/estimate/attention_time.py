@@ -1,0 +1,104 @@
+"""Attention of a step: the implementation that the kernels' registry chooses on a job's machine, and its seconds.
+
+Seconds and choice are those of `jtrain_kernels.cost` and `jtrain_kernels.registry`, for the shapes that one device
+computes. An implementation that the planning machine has not installed is not chosen; `explained` says so.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from jtrain.dims import kv_heads_in_use
+from jtrain.plan.job import Job
+from jtrain_kernels import cost, registry
+from jtrain_kernels.device import DeviceSpec
+
+type _Shape = tuple[int, int, int, int, int]
+"""Sequences, positions, query heads, key heads and head size of one call."""
+
+
+def implementation(job: Job) -> str:
+    """Name of the implementation that computes a step's attention; plain XLA if the job has no machine."""
+    return registry.REFERENCE if job.machine is None else _choice(job)[0]
+
+
+def explained(job: Job) -> str:
+    """The chosen implementation, the reason, and the implementations that would have to be installed first."""
+    name, because, others = _choice(job)
+    missing = [f"{other}: {why}" for other, why in others if "not installed" in why]
+    return f"attention by {name}: {'; '.join([because, *missing])}"
+
+
+def attention_s(job: Job) -> tuple[float, float]:
+    """Seconds of all forward passes of a step's attention on one device, each counted once, and of all backward ones.
+
+    A ring computes a causal block of its own positions, and for each further device two blocks of half of them.
+    """
+    assert job.machine is not None, "seconds are those of a machine"
+    calls = job.model.num_layers * job.layout.spec.microbatches
+    passes = [(n * calls, _passes_s(job.machine.device, *call)) for n, call in _calls(job)]
+    return sum(n * one[0] for n, one in passes), sum(n * one[1] for n, one in passes)
+
+
+def _choice(job: Job) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+    assert job.machine is not None, "the choice is that of a machine"
+    return _chosen(job.machine.device, *next(_calls(job))[1])
+
+
+def _calls(job: Job) -> Iterator[tuple[int, tuple[_Shape, str, int, bool, str | None]]]:
+    """Yields how often a layer calls attention, and the arguments of `_chosen`."""
+    model, mesh = job.model, job.layout.mesh
+    heads, kv_heads = (n // mesh.tensor for n in (model.num_heads, kv_heads_in_use(model.num_kv_heads, mesh.tensor)))
+    forced = dict(job.layout.kernels).get("attention")
+    rows, length = job.rows(), job.seq_len
+    same = job.layout.precision.compute_dtype, model.attention_chunk
+    if mesh.context > 1 and job.layout.spec.context_attention == "ulysses":
+        heads, kv_heads = heads // mesh.context, max(1, kv_heads // mesh.context)
+    elif mesh.context > 1:
+        length //= mesh.context
+        half = (2 * rows, length // 2, heads, kv_heads, model.head_dim)
+        yield 1, ((rows, length, heads, kv_heads, model.head_dim), *same, True, forced)
+        yield mesh.context - 1, (half, *same, False, forced)
+        return
+    yield 1, ((rows, length, heads, kv_heads, model.head_dim), *same, True, forced)
+
+
+@functools.cache
+def _chosen(
+    device: DeviceSpec, shape: _Shape, dtype: str, chunk: int, causal: bool, forced: str | None
+) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+    """Name of the implementation, the reason, and those of the others. Cached: a search asks thousands of times.
+
+    What is forced is not asked whether it can run: the planning machine need not have it.
+    """
+    if forced is not None:
+        return forced, "it is forced", ()
+    choice = registry.choose(registry.find("attention"), device, _avals(shape, dtype, chunk, causal))
+    return choice.implementation.name, choice.because, choice.others
+
+
+@functools.cache
+def _passes_s(
+    device: DeviceSpec, shape: _Shape, dtype: str, chunk: int, causal: bool, forced: str | None
+) -> tuple[float, float]:
+    """Seconds of the forward and of the backward pass of one call."""
+    name, avals = _chosen(device, shape, dtype, chunk, causal, forced)[0], _avals(shape, dtype, chunk, causal)
+    if name == registry.REFERENCE or name in cost.ATTENTION:
+        found = cost.attention_passes_s(device, avals, name)
+    else:  # of another distribution, which predicts both passes together
+        by_name = {i.name: i for i in registry.implementations(registry.find("attention"))}
+        both = by_name[name].cost_s(device, avals) or cost.attention_s(device, avals, registry.REFERENCE)
+        forward = (both or 0.0) / (1 + cost.BACKWARD_FLOPS)
+        found = forward, forward * cost.BACKWARD_FLOPS
+    assert found is not None, "the peaks of the machine are published"
+    return found
+
+
+def _avals(shape: _Shape, dtype: str, chunk: int, causal: bool) -> registry.Avals:
+    rows, length, heads, kv_heads, head_dim = shape
+    query, key = (jax.ShapeDtypeStruct((rows, length, n, head_dim), jnp.dtype(dtype)) for n in (heads, kv_heads))
+    segment = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKH=key, segment_BL=segment, segment_BM=segment)
+    return dict(arrays, chunk=chunk, window=None, causal=causal)
