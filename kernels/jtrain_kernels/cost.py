@@ -108,39 +108,61 @@ def visible(avals: Avals) -> float:
     return (window * L - window * (window - 1) / 2) / (L * M)
 
 
+def attention_passes_s(device: DeviceSpec, avals: Avals, name: str) -> tuple[float, float] | None:
+    """Seconds of the forward and of the backward pass by the implementation `name`; None without published peaks."""
+    parts = _plain_passes(avals) if name == "xla" else _fused_passes(avals, name)
+    dtype = str(array(avals, "q_BLNH").dtype)
+    forward, backward = (seconds(device, dtype, *of_pass) for of_pass in parts)
+    return None if forward is None or backward is None else (forward, backward)
+
+
 def attention_s(device: DeviceSpec, avals: Avals, name: str) -> float | None:
-    """Seconds of a fused kernel, which reads and writes each array once in each pass.
+    """Seconds of both passes by the implementation `name`."""
+    found = attention_passes_s(device, avals, name)
+    return None if found is None else sum(found)
+
+
+def _nearest_head(name: str, head_dim: int) -> int:
+    """Head size with fractions that stands for `head_dim`: the next larger one, else the largest."""
+    return min(ATTENTION[name], key=lambda head: (head < head_dim, abs(head - head_dim)))
+
+
+def padded_head(name: str, head_dim: int) -> int:
+    """Head size that a fused kernel computes; all but cuDNN pad heads with zeros."""
+    return head_dim if name == "cudnn" else max(head_dim, _nearest_head(name, head_dim))
+
+
+def _fused_passes(avals: Avals, name: str) -> tuple[list[OpPart], list[OpPart]]:
+    """Parts of both passes of a fused kernel, which reads and writes each array once in each pass.
 
     cuDNN has a mask in addition: [B, 1, L, M] in the queries' dtype, written in both passes and read by every head.
     """
     q, k = array(avals, "q_BLNH"), array(avals, "k_BMKH")
     (B, L, N, H), M = q.shape, k.shape[1]
     scores = B * N * L * M * visible(avals)
-    fractions = ATTENTION[name]
-    nearest = min(fractions, key=lambda head: (head < H, abs(head - H)))
-    forward, backward = fractions[nearest]
-    H = H if name == "cudnn" else max(H, nearest)  # the others pad heads with zeros
+    forward, backward = ATTENTION[name][_nearest_head(name, H)]
+    H = padded_head(name, H)
     arrays, lse = 2 * size_bytes(q) + 2 * size_bytes(k), 4 * B * N * L
-    parts = [
-        OpPart(4 * scores * H, arrays + lse, matmul=forward),
-        OpPart(4 * scores * H * BACKWARD_FLOPS, 2 * arrays + lse, kernels=2, matmul=backward),
-    ]
-    if name == "cudnn":
-        mask = B * L * M + scores
-        parts += [OpPart(moved=mask * q.dtype.itemsize)] * 2
-    return seconds(device, str(q.dtype), *parts)
+    mask = [OpPart(moved=(B * L * M + scores) * q.dtype.itemsize)] if name == "cudnn" else []
+    return (
+        [OpPart(4 * scores * H, arrays + lse, matmul=forward), *mask],
+        [OpPart(4 * scores * H * BACKWARD_FLOPS, 2 * arrays + lse, kernels=2, matmul=backward), *mask],
+    )
 
 
-def plain_attention_s(device: DeviceSpec, avals: Avals) -> float | None:
-    """Seconds of attention in plain XLA, whose scores go through memory: seven matmuls over chunks of queries."""
+def _plain_passes(avals: Avals) -> tuple[list[OpPart], list[OpPart]]:
+    """Parts of both passes in plain XLA: scores go through memory, two and five matmuls over chunks of queries."""
     q, k, chunk = array(avals, "q_BLNH"), array(avals, "k_BMKH"), avals["chunk"]
     assert isinstance(chunk, int)
     (B, L, N, H), M = q.shape, k.shape[1]
     scores = B * N * L * M * min(1.0, visible(avals) + chunk / (2 * M))
     chunks = max(1, math.ceil(L / chunk))
-    matmuls = OpPart(4 * scores * H * (1 + BACKWARD_FLOPS), kernels=7 * chunks)
-    passes = OpPart(moved=scores * (SCORE_BYTES_FORWARD + SCORE_BYTES_BACKWARD), kernels=6 * chunks)
-    return seconds(device, str(q.dtype), matmuls, passes)
+
+    def of_pass(flops: float, score_bytes: int, matmuls: int) -> list[OpPart]:
+        return [OpPart(flops, kernels=matmuls * chunks), OpPart(moved=scores * score_bytes, kernels=3 * chunks)]
+
+    flops = 4 * scores * H
+    return of_pass(flops, SCORE_BYTES_FORWARD, 2), of_pass(flops * BACKWARD_FLOPS, SCORE_BYTES_BACKWARD, 5)
 
 
 # Elementwise ops: each pass reads or writes the large array once.

@@ -93,7 +93,7 @@ def test_plain_scores_cost_their_bytes() -> None:
     avals = ATTENTION.cases["llama8b"]
     scores = 32 * 8192**2 * (0.5 * 8193 / 8192 + 512 / 2 / 8192)
     passes = scores * 42 / (3.35e12 * 0.8)
-    plain = cost.plain_attention_s(H100, avals)
+    plain = cost.attention_s(H100, avals, "xla")
     assert plain is not None
     assert 0.5 * plain < passes < plain
 

@@ -179,7 +179,7 @@ ATTENTION = registry.Op(
             partial(cost.attention_s, name="splash"),
             splash.configs,
         ),
-        registry.Implementation("xla", partial(_call, "xla"), cost_s=cost.plain_attention_s),
+        registry.Implementation("xla", partial(_call, "xla"), cost_s=partial(cost.attention_s, name="xla")),
     ),
     cases={"llama8b": _llama8b()},
 )
