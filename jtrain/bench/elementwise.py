@@ -1,8 +1,9 @@
 """RMSNorm, SwiGLU, RoPE and AdamW: fraction of a copy's bandwidth on a GPU, or with `--compiled` the bytes XLA moves.
 
-On a GPU each implementation that runs there is timed, forward and backward, for 8192 tokens of llama8b: programs of ten
-calls each, because a single call may end before Python has dispatched the next program. With `--compiled` nothing runs: programs of the compilers in the extra [aot] show the bytes that are read and written, beside
-the minimum of one pass over each array.
+On a GPU each implementation that runs there is timed, forward and backward, for 8192 tokens of llama8b: programs of
+ten calls each, because a single call may end before Python has dispatched the next program. With `--compiled` nothing
+runs: programs of the compilers in the extra [aot] show the bytes that are read and written, beside the minimum of one
+pass over each array.
 """
 
 import argparse
@@ -183,7 +184,7 @@ def _refusal(op: "Op", name: str, device: Any) -> str | None:
 
 
 def several(function: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """Function that calls `function` once for each of its arguments, which are tuples of arguments, and returns all results.
+    """Function that calls `function` with each of several tuples of arguments, and returns all results.
 
     Each call has arrays and results of its own, so XLA can neither merge calls nor drop one, and their bytes add up.
     """
@@ -193,10 +194,10 @@ def several(function: Callable[..., Any]) -> Callable[..., list[Any]]:
 def seconds(function: Callable[..., Any], shapes: tuple[Any, ...], repeats: int) -> float:
     """Mean wall seconds of one call of a compiled function, after one call that is not timed.
 
-    Calls are dispatched one after the other, and the clock stops once the last result is there. The device works without
-    pause only if a call takes it longer than Python needs to dispatch one: 49 us for the smallest program beside one H100
-    (2026-11-22, JAX 0.11.2), where a copy of 64 MiB reached 2265 GB/s alone and 2778 with ten in a program. For shorter
-    work time `several` calls in one program.
+    Calls are dispatched one after the other, and the clock stops once the last result is there. The device works
+    without pause only if a call takes it longer than Python needs to dispatch one: 49 us for the smallest program beside
+    one H100 (2026-11-22, JAX 0.11.2), where a copy of 64 MiB reached 2265 GB/s alone and 2778 with ten in a program. For
+    shorter work time `several` calls in one program.
 
     Args:
       shapes: arguments, with a shape in place of each array; each array is one of its own, filled with 0.5.

@@ -19,7 +19,8 @@ from jtrain_kernels.registry import Avals
 MATMUL, MEMORY = 0.65, 0.8
 """Fractions of the published FLOP/s and bytes/s that XLA's matmuls and passes over memory reach: those that the
 planner's `Assumptions` have. One H100 reached 0.81 in a matmul of 8192^3 with random bfloat16 inputs (2026-11-22, JAX
-0.11.2), and 0.86 in a copy of 0.5 GiB; matmuls of a step are smaller, and norms and casts beside them are not counted."""
+0.11.2), and 0.86 in a copy of 0.5 GiB; matmuls of a step are smaller, and norms and casts beside them are not
+counted."""
 
 LAUNCH_S = {"gpu": 4e-6, "tpu": 1e-6, "cpu": 0.0}
 """Seconds of a launch by platform, an assumption: on a GPU a kernel launch, on a TPU the start of a fusion."""
@@ -81,8 +82,8 @@ def size_bytes(x: jax.ShapeDtypeStruct) -> int:
 SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 17, 21
 """Bytes of memory traffic per attention score in plain XLA: those that, at `MEMORY`, give the times of one H100
 (2026-11-22, JAX 0.11.2): 17.1 ms forward and 23.1 ms backward for 2 x 8192 positions and 32/8 heads of 128, 39.3 ms
-together for 8 x 4096 and heads of 64. By counting, the forward pass has 16: float32 scores are written, read by the maximum
-and by the exponential, which writes bf16 for the matmul to read."""
+together for 8 x 4096 and heads of 64. By counting, the forward pass has 16: float32 scores are written, read by the
+maximum and by the exponential, which writes bf16 for the matmul to read."""
 
 BACKWARD_FLOPS = 2.5
 """FLOPs of attention's backward pass by those of its forward pass: five matmuls for two."""
@@ -94,14 +95,17 @@ ATTENTION: Mapping[str, Mapping[int, tuple[float, float]]] = {
 }
 """Implementation -> head size -> fractions of the peak, forward and backward, of causal attention in long rows.
 
-The figures of an H100 stand for every NVIDIA GPU. Heads of 64 and 128 of tokamax and cuDNN were measured on one H100
-(2026-11-22, JAX 0.11.2, tokamax 0.0.17, cuDNN 9.19), 32/8 heads, 8 x 4096 and 2 x 8192 positions.
+The figures of an H100 stand for every NVIDIA GPU. Heads of 64 and 128 of tokamax and cuDNN were measured on one
+H100 (2026-11-22, JAX 0.11.2, tokamax 0.0.17, cuDNN 9.19), 32/8 heads, 8 x 4096 and 2 x 8192 positions.
+
 tokamax: 382 and 257 TFLOP/s, 614 to 621 and 411; the 257 are with ranges that have an end, without which heads of 128
-were 5 % faster. Heads of 256: medians that its wheel ships, measured by its authors on an H100 at 580 and 143 TFLOP/s.
-cuDNN: with the additive mask that it needs for segments, without the writing of it: 229 and 217, 309 and 214 TFLOP/s
-with it. Heads of 256 are an
-assumption: its authors' 601 TFLOP/s forward, as much slower backward as in Dao-AILab/flash-attention, pull request 1893,
-and the mask's 1.7 and 7.3 ms with heads of 128 on top.
+were 5 % faster. Heads of 256: medians that its wheel ships, measured by its authors on an H100 at 580 and 143
+TFLOP/s.
+
+cuDNN: 229 and 217, 309 and 214 TFLOP/s with the additive mask that it needs for segments; the fractions are without the
+time to write it. Heads of 256 are an assumption: its authors' 601 TFLOP/s forward, as much slower backward as in
+Dao-AILab/flash-attention, pull request 1893, and the mask's 1.7 and 7.3 ms with heads of 128 on top.
+
 splash: assumptions.
 """
 

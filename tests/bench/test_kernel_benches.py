@@ -20,7 +20,7 @@ def test_without_a_gpu_elementwise_ops_are_not_timed() -> None:
 
 @pytest.mark.aot
 def test_calls_of_a_timed_program_are_neither_merged_nor_dropped() -> None:
-    """Ten calls, compiled for an H100, are ten kernels that each read and write what the only kernel of one call does."""
+    """Ten calls, compiled for an H100, are ten kernels that each read and write what the kernel of one call does."""
     _, function, arguments, op = next(elementwise.cases())
     assert op is not None
     program, calls = elementwise.several(function), (arguments,) * elementwise.CALLS

@@ -116,7 +116,7 @@ def test_predictions_are_those_of_an_h100(name: str, shape: Any, forward: float,
 
 
 def test_both_passes_together_are_those_of_an_h100() -> None:
-    """At the shape of llama1b on the same H100: 39.3 ms in plain XLA, 9.27 by cuDNN and 7.19 by tokamax, within 10 %."""
+    """At the shape of llama1b on the same H100: 39.3 ms by XLA, 9.27 by cuDNN, 7.19 by tokamax; within 10 %."""
     for name, want in (("xla", 39.3e-3), ("cudnn", 9.27e-3), ("tokamax", 7.19e-3)):
         assert cost.attention_s(H100, shapes(*LLAMA1B), name) == pytest.approx(want, rel=0.1)
 

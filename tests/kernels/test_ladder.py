@@ -253,8 +253,8 @@ BUDGET_MIB: dict[str, int | dict[str, int]] = {
 """Budget in MiB of temporary memory for an op's first case with gradients on any chip, or per implementation."""
 
 KNOWN_SPILLS = {("attention", "tokamax"): 200}
-"""Bytes of stack per thread, for kernels that are not written here: Tokamax's own, in the blocks and stages that were the
-fastest on an H100 despite the spill."""
+"""Bytes of stack per thread, for kernels that are not written here: Tokamax's own, in the blocks and stages that were
+the fastest on an H100 despite the spill."""
 
 
 def assert_compiles(op: registry.Op, machine: str) -> None:

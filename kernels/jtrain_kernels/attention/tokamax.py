@@ -59,10 +59,10 @@ def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
 def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[str, int]]:
     """Candidate blocks and stages of the forward and backward kernels; the fastest of those measured on an H100 first.
 
-    Measured 2026-11-22, JAX 0.11.2: heads of 64 at 8 x 4096 positions, heads of 128 at 2 x 8192. With heads of 128 three
-    and four stages of the backward kernels are equally fast, and three leave 64 KiB of shared memory to spare. Heads of
-    256 have tokamax's own heuristic. Of Blackwell's, the first is the heuristic's largest whose backward kernel spills no
-    registers (compiled for B200).
+    Measured 2026-11-22, JAX 0.11.2: heads of 64 at 8 x 4096 positions, heads of 128 at 2 x 8192. With heads of 128
+    three and four stages of the backward kernels are equally fast, and three leave 64 KiB of shared memory to spare.
+    Heads of 256 have tokamax's own heuristic. Of Blackwell's, the first is the heuristic's largest whose backward
+    kernel spills no registers (compiled for B200).
     """
     capability = _capability(device)
     H = _padded(capability, avals["q_BLNH"].shape[3])
