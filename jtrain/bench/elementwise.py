@@ -195,9 +195,9 @@ def seconds(function: Callable[..., Any], shapes: tuple[Any, ...], repeats: int)
     """Mean wall seconds of one call of a compiled function, after one call that is not timed.
 
     Calls are dispatched one after the other, and the clock stops once the last result is there. The device works
-    without pause only if a call takes it longer than Python needs to dispatch one: 49 us for the smallest program beside
-    one H100 (2026-11-22, JAX 0.11.2), where a copy of 64 MiB reached 2265 GB/s alone and 2778 with ten in a program. For
-    shorter work time `several` calls in one program.
+    without pause only if a call takes it longer than Python needs to dispatch one: 49 us for the smallest program
+    beside one H100 (2026-11-22, JAX 0.11.2), where a copy of 64 MiB reached 2265 GB/s alone and 2778 with ten in a
+    program. For shorter work time `several` calls in one program.
 
     Args:
       shapes: arguments, with a shape in place of each array; each array is one of its own, filled with 0.5.
