@@ -18,7 +18,9 @@ from jtrain_kernels.registry import Avals
 
 MATMUL, MEMORY = 0.65, 0.8
 """Fractions of the published FLOP/s and bytes/s that XLA's matmuls and passes over memory reach: those that the
-planner's `Assumptions` have."""
+planner's `Assumptions` have. One H100 reached 0.81 in a matmul of 8192^3 with random bfloat16 inputs (2026-11-22, JAX
+0.11.2), and 0.86 in a copy of 0.5 GiB; matmuls of a step are smaller, and norms and casts beside them are not
+counted."""
 
 LAUNCH_S = {"gpu": 4e-6, "tpu": 1e-6, "cpu": 0.0}
 """Seconds of a launch by platform, an assumption: on a GPU a kernel launch, on a TPU the start of a fusion."""
@@ -77,24 +79,34 @@ def size_bytes(x: jax.ShapeDtypeStruct) -> int:
 
 # Attention
 
-SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 16, 26
-"""Bytes of memory traffic per attention score in plain XLA. Forward: float32 scores are written, read by the maximum
-and by the exponential, which writes bf16 for the matmul to read; backward: the same for scores and gradient."""
+SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 17, 21
+"""Bytes of memory traffic per attention score in plain XLA: those that, at `MEMORY`, give the times of one H100
+(2026-11-22, JAX 0.11.2): 17.1 ms forward and 23.1 ms backward for 2 x 8192 positions and 32/8 heads of 128, 39.3 ms
+together for 8 x 4096 and heads of 64. By counting, the forward pass has 16: float32 scores are written, read by the
+maximum and by the exponential, which writes bf16 for the matmul to read."""
 
 BACKWARD_FLOPS = 2.5
 """FLOPs of attention's backward pass by those of its forward pass: five matmuls for two."""
 
 ATTENTION: Mapping[str, Mapping[int, tuple[float, float]]] = {
-    "tokamax": {64: (0.42, 0.29), 128: (0.62, 0.44), 256: (0.59, 0.14)},
-    "cudnn": {64: (0.47, 0.37), 128: (0.63, 0.48), 256: (0.60, 0.45)},
+    "tokamax": {64: (0.39, 0.27), 128: (0.62, 0.415), 256: (0.59, 0.14)},
+    "cudnn": {64: (0.24, 0.22), 128: (0.32, 0.22), 256: (0.41, 0.28)},
     "splash": {64: (0.30, 0.25), 128: (0.50, 0.40), 256: (0.55, 0.45)},
 }
-"""Implementation -> head size -> fractions of the peak, forward and backward, of causal attention at 8192 positions.
+"""Implementation -> head size -> fractions of the peak, forward and backward, of causal attention in long rows.
 
-tokamax: medians that its wheel ships, measured on an H100 by its authors at 413 and 286, 620 and 438, 580 and 143
-TFLOP/s. cuDNN: the same source forward, 468, 629 and 601 TFLOP/s; backward 470 TFLOP/s with heads of 128
-(Dao-AILab/flash-attention, pull request 1893), in proportion for the others. splash: assumptions. None of them was
-measured by this project, and the figures of an H100 stand for every NVIDIA GPU.
+The figures of an H100 stand for every NVIDIA GPU. Heads of 64 and 128 of tokamax and cuDNN were measured on one
+H100 (2026-11-22, JAX 0.11.2, tokamax 0.0.17, cuDNN 9.19), 32/8 heads, 8 x 4096 and 2 x 8192 positions.
+
+tokamax: 382 and 257 TFLOP/s, 614 to 621 and 411; the 257 are with ranges that have an end, without which heads of 128
+were 5 % faster. Heads of 256: medians that its wheel ships, measured by its authors on an H100 at 580 and 143
+TFLOP/s.
+
+cuDNN: 229 and 217, 309 and 214 TFLOP/s with the additive mask that it needs for segments; the fractions are without the
+time to write it. Heads of 256 are an assumption: its authors' 601 TFLOP/s forward, as much slower backward as in
+Dao-AILab/flash-attention, pull request 1893, and the mask's 1.7 and 7.3 ms with heads of 128 on top.
+
+splash: assumptions.
 """
 
 
@@ -135,15 +147,16 @@ def padded_head(name: str, head_dim: int) -> int:
 def _fused_passes(avals: Avals, name: str) -> tuple[list[OpPart], list[OpPart]]:
     """Parts of both passes of a fused kernel, which reads and writes each array once in each pass.
 
-    cuDNN has a mask in addition: [B, 1, L, M] in the queries' dtype, written in both passes and read by every head.
+    cuDNN has a mask in addition: [B, 1, L, M] in the queries' dtype, written in both passes. Every head reads it, which
+    is in the fractions that were measured; heads of less than 64 read as much, so they take as long as those of 64.
     """
     q, k = array(avals, "q_BLNH"), array(avals, "k_BMKH")
     (B, L, N, H), M = q.shape, k.shape[1]
     scores = B * N * L * M * visible(avals)
     forward, backward = ATTENTION[name][_nearest_head(name, H)]
-    H = padded_head(name, H)
+    H = max(H, _nearest_head(name, H))
     arrays, lse = 2 * size_bytes(q) + 2 * size_bytes(k), 4 * B * N * L
-    mask = [OpPart(moved=(B * L * M + scores) * q.dtype.itemsize)] if name == "cudnn" else []
+    mask = [OpPart(moved=B * L * M * q.dtype.itemsize)] if name == "cudnn" else []
     return (
         [OpPart(4 * scores * H, arrays + lse, matmul=forward), *mask],
         [OpPart(4 * scores * H * BACKWARD_FLOPS, 2 * arrays + lse, kernels=2, matmul=backward), *mask],

@@ -6,7 +6,9 @@ import dataclasses
 import pytest
 
 from jtrain.bench import elementwise, loss
+from jtrain.hlo.memory_traffic import passes
 from jtrain_kernels import triton_call
+from jtrain_kernels.compile_only import aot
 from jtrain_kernels.device import DEVICES
 
 
@@ -14,6 +16,20 @@ def test_without_a_gpu_elementwise_ops_are_not_timed() -> None:
     """A CPU's bandwidth would say nothing."""
     with pytest.raises(ValueError, match=r"times kernels on a GPU, but the device here is 'cpu'\..* add --compiled"):
         list(elementwise.run(argparse.Namespace(compiled=False, repeats=1, only=None, rehearse=False)))
+
+
+@pytest.mark.aot
+def test_calls_of_a_timed_program_are_neither_merged_nor_dropped() -> None:
+    """Ten calls, compiled for an H100, are ten kernels that each read and write what the kernel of one call does."""
+    _, function, arguments, op = next(elementwise.cases())
+    assert op is not None
+    program, calls = elementwise.several(function), (arguments,) * elementwise.CALLS
+    one, ten = (
+        [(p.read_bytes, p.written_bytes) for p in passes(aot.compile_for("h100", f, *a, forced={op.name: "xla"}).hlo)]
+        for f, a in ((function, arguments), (program, calls))
+    )
+    assert one == [(8192 * 4096 * 2 + 4096 * 4, 8192 * 4096 * 2)]
+    assert ten == one * 10
 
 
 @pytest.mark.smoke

@@ -7,7 +7,7 @@ Not compiled: casts to the host's memory that `jax.device_put` makes outside of 
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jtrain.bench import attention, elementwise, fp8_speed, gpu_clocks, gpu_matm
 from jtrain.bench._one_gpu_steps import STEPS, Step
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
+from jtrain.hlo.memory_traffic import Pass, passes
 from jtrain.plan.auto_layout import settle_loss_chunk
 from jtrain.plan.compile.compiled_step import compile_step, topology_devices
 from jtrain.plan.estimate.machine import Machine
@@ -59,6 +60,11 @@ def compiles(chip: str, function: Callable[..., Any], *args: Any, forced: dict[s
     """It compiles, no kernel spills, and none needs more shared memory than there is."""
     report = aot.compile_for(chip, function, *args, forced=forced)
     assert [one for one in aot.failures(report) if "bytes of scratch" in one] == []
+
+
+def moved(all_passes: Sequence[Pass]) -> list[tuple[int, int]]:
+    """Bytes read and written by each pass."""
+    return [(one.read_bytes, one.written_bytes) for one in all_passes]
 
 
 def sized(run: Run, chip: str) -> Run:
@@ -133,10 +139,18 @@ def test_fp8(mode: MatmulDtype, chip: str) -> None:
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_elementwise(chip: str) -> None:
+    """The timed programs, which have ten times the passes and bytes of one call: no call is merged or dropped."""
     for _, function, arguments, op in elementwise.cases():
         names = ["xla"] if op is None else supported(op, chip, next(iter(op.cases.values())))
+        calls = (arguments,) * elementwise.CALLS
         for name in names:
-            compiles(chip, function, *arguments, forced={} if op is None else {op.name: name})
+            forced = {} if op is None else {op.name: name}
+            compiles(chip, elementwise.several(function), *calls, forced=forced)
+            one, all_calls = (
+                passes(aot.compile_for(chip, program, *given, forced=forced).hlo)
+                for program, given in ((function, arguments), (elementwise.several(function), calls))
+            )
+            assert sorted(moved(one) * elementwise.CALLS) == sorted(moved(all_calls)), name
 
 
 @pytest.mark.parametrize("chip", CHIPS)

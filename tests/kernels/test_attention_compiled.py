@@ -17,6 +17,7 @@ from jtrain.hlo.memory_traffic import written_arrays
 from jtrain.hlo.traffic import overlap, traffic
 from jtrain.plan.compile.compiled_step import topology_devices
 from jtrain_kernels import compat, cost, device, registry
+from jtrain_kernels.attention import tokamax
 from jtrain_kernels.attention.context import RowSplit, context_attention
 from tests.kernels.test_cost import CONFIGS, of_config
 
@@ -99,6 +100,19 @@ def test_no_config_has_scores_in_memory_on_a_b200(config: str) -> None:
     code = f"from tests.kernels.test_attention_compiled import check_no_scores; check_no_scores('b200', '{config}')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_tokamax_has_the_blocks_that_an_h100_ran_fastest() -> None:
+    """The first candidate of each head size on Hopper: stages of the backward kernels, and blocks of forward keys."""
+    first = {}
+    for head_dim in (16, 64, 128, 256):
+        query = jax.ShapeDtypeStruct((1, 128, 8, head_dim), jnp.bfloat16)
+        candidates = tokamax.configs(device.from_name("h100"), {"q_BLNH": query})
+        first[head_dim] = candidates[0]["stages_backward"], candidates[0]["block_kv"]
+        assert len({tuple(one.items()) for one in candidates}) == len(candidates), "no candidate is timed twice"
+        large = [one for one in candidates if one["block_q_dkv"] == one["block_q_dq"] == 128]
+        assert len(large) == (head_dim <= 64)
+    assert first == {16: (2, 128), 64: (2, 128), 128: (3, 128), 256: (1, 64)}
 
 
 def test_tokamax_compiles_for_hopper() -> None:

@@ -252,9 +252,9 @@ BUDGET_MIB: dict[str, int | dict[str, int]] = {
 }
 """Budget in MiB of temporary memory for an op's first case with gradients on any chip, or per implementation."""
 
-KNOWN_SPILLS = {("attention", "tokamax"): 176}
-"""Bytes of stack per thread, for kernels that are not written here: Tokamax's own, in the blocks that Tokamax chooses.
-That kernel runs only where it is forced, or where it was measured to be the fastest despite the spill."""
+KNOWN_SPILLS = {("attention", "tokamax"): 200}
+"""Bytes of stack per thread, for kernels that are not written here: Tokamax's own, in the blocks and stages that were
+the fastest on an H100 despite the spill."""
 
 
 def assert_compiles(op: registry.Op, machine: str) -> None:

@@ -104,11 +104,16 @@ def test_triton_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_triton_fills_the_device_and_its_registers() -> None:
-    """Two programs per core of an H200 and 16 elements per thread; never more programs than rows."""
+    """512 threads per core of an H200 with 8 elements each; never more programs than rows."""
     first, *others = triton.configs(DEVICES["h200"], avals((8192, 4096)))
-    assert first == dict(programs=264, warps=8, stages=3, capability=90)
+    assert first == dict(programs=132, warps=16, stages=4, capability=90)
     assert len(others) == 8
-    assert triton.configs(DEVICES["h200"], avals((3, 128)))[0] == dict(programs=3, warps=1, stages=3, capability=90)
+    llama1b = triton.configs(DEVICES["h200"], avals((8192, 2048)))[0]
+    assert llama1b == dict(programs=264, warps=8, stages=4, capability=90)
+    assert triton.configs(DEVICES["h200"], avals((3, 128)))[0] == dict(programs=3, warps=1, stages=4, capability=90)
+    # Four stages of three rows of 16384 need 288 KiB of shared memory, three need 192.
+    wide = triton.configs(DEVICES["h200"], avals((8192, 16384)))[0]
+    assert wide == dict(programs=132, warps=16, stages=3, capability=90)
 
 
 def test_a_kernel_that_nobody_measured_runs_only_where_it_is_forced() -> None:
@@ -217,11 +222,11 @@ def test_tpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
 @pytest.mark.aot
 @pytest.mark.parametrize(("op", "device"), alternating("h100", "h200", "b200"))
 def test_gpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
-    """The kernel moves each array once, plus a seventh for 264 programs' sums; XLA reads x and dy for every mean."""
+    """The kernel moves each array once, plus a tenth for 132 programs' sums; XLA reads x and dy for every mean."""
     report = backward_of(op, device, "triton")
     assert aot.failures(report) == ()
     assert any("triton_kernel_call" in name for name in report.calls), report.calls
-    assert arrays_moved(report) <= least(op) + 0.15
+    assert arrays_moved(report) <= least(op) + 0.1
     assert arrays_moved(backward_of(op, device, "xla")) >= least(op) + 2
 
 

@@ -110,6 +110,7 @@ def _implementations(*, residual: bool) -> tuple[registry.Implementation, ...]:
     The kernels move fewer bytes, but XLA cannot fuse across a kernel, and the cost model does not see what it fuses.
     """
     call = branch_by if residual else norm_by
+    unfused = "XLA cannot fuse across it, and no train step was measured with it"
     unproven = "no hardware has run the kernel yet, and XLA cannot fuse across it"
     one_pass = partial(cost.rms_norm_s, residual=residual, one_pass=True)
 
@@ -130,7 +131,7 @@ def _implementations(*, residual: bool) -> tuple[registry.Implementation, ...]:
             supports=supports(triton.refusal),
             cost_s=one_pass,
             configs=triton.configs,
-            only_measured=unproven,
+            only_measured=unfused,
         ),
         registry.Implementation(
             "xla",
