@@ -6,7 +6,7 @@ import re
 from jtrain.errors import UserError
 from jtrain.hlo.parser import array_bytes, called, read
 
-_NOTHING = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
+NO_ACCESS = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
 """Opcodes that do not access memory."""
 
 _IN_LOOPS = {"while", "conditional", "call"}
@@ -36,7 +36,7 @@ def passes(hlo: str) -> tuple[Pass, ...]:
     for i in instructions:
         if i.opcode in _IN_LOOPS:
             raise UserError(f"{i.name} is a {i.opcode}: bytes are counted only in programs without one.")
-        if i.opcode in _NOTHING or i.opcode.endswith("-done"):
+        if i.opcode in NO_ACCESS or i.opcode.endswith("-done"):
             continue
         written = size[i.name] if not i.opcode.endswith("-start") else 0
         found.append(Pass(i.name, sum(size[name] for name in set(i.operands) if name in size), written))

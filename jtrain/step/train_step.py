@@ -87,7 +87,7 @@ def make_train_step(
         train_step,
         donate_argnums=0,
         out_shardings=(state_shardings, NamedSharding(mesh, P())),
-        compiler_options=compiler_options(mesh, layout.precision.matmul_dtype),
+        compiler_options=compiler_options(mesh, layout.precision.matmul_dtype, layout.spec.sequence_groups),
     )
 
 

@@ -33,14 +33,26 @@ _KEEP_PRODUCTS_APART = {"xla_gpu_dot_merger_threshold_mb": 0}
 have different scales, so the merged matmul would run in bfloat16: 10 of the 21 matmuls of a small layer."""
 
 
-def compiler_options(mesh: Mesh, matmul_dtype: MatmulDtype = "compute") -> dict[str, Any]:
-    """Returns `compiler_options` for `jax.jit`; empty except for several TPUs, and for GPUs with 8-bit matmuls.
+_GROUPS_OVERLAP = {
+    "xla_gpu_all_gather_combine_threshold_bytes": 0,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 3,
+}
+"""Options for GPUs whose layers compute groups of sequences. XLA would join the collectives of several groups into one,
+which waits for all of them, and it would have one collective under way at a time, so that a group's reduce-scatter
+holds up the all-gather of the next."""
+
+
+def compiler_options(mesh: Mesh, matmul_dtype: MatmulDtype = "compute", sequence_groups: int = 1) -> dict[str, Any]:
+    """Returns `compiler_options` for `jax.jit`: empty except for several TPUs, and for GPUs with 8-bit matmuls or groups.
 
     The options change which instructions overlap, never the results.
     """
     device = mesh.devices.flat[0]
     if device.platform == "gpu" and matmul_dtype != "compute":
         return dict(_KEEP_PRODUCTS_APART)
+    if device.platform == "gpu" and sequence_groups > 1:
+        return dict(_GROUPS_OVERLAP)
     if device.platform != "tpu" or mesh.size == 1:
         return {}
     spec = from_device(device)

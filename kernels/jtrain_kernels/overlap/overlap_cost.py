@@ -47,7 +47,7 @@ class Work:
 
 def plain_s(device: DeviceSpec, work: Work) -> float:
     """Seconds of the collective and the matmul, one after the other."""
-    wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / _link(device, work.ranks)
+    wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / link_bytes_per_s(device, work.ranks)
     return _matmul_s(device, work) + wire_s + _ALONE_S[device.platform]
 
 
@@ -55,7 +55,7 @@ def overlapped_s(device: DeviceSpec, work: Work, swizzle: Swizzle, parts: int) -
     """Seconds of both overlapped: the longer of the two, plus the one piece that has nothing to overlap with."""
     directions = 2 if swizzle == "bidirectional" else 1
     pieces = work.ranks * directions * parts
-    wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / _link(device, work.ranks)
+    wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / link_bytes_per_s(device, work.ranks)
     if swizzle == "ring" and device.torus_dims is not None:
         wire_s *= 2  # one direction uses half of the links
     launches_s = pieces * _PIECE_S[device.platform]
@@ -71,7 +71,7 @@ def fused_s(device: DeviceSpec, work: Work, *, sending_cores: int = 0) -> float:
       sending_cores: cores that send and do not multiply.
     """
     cores = device.num_cores or 1
-    wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / _link(device, work.ranks)
+    wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / link_bytes_per_s(device, work.ranks)
     matmul_s = _matmul_s(device, work) * cores / max(1, cores - sending_cores)
     return max(matmul_s, wire_s) + min(matmul_s, wire_s) / work.ranks + _PIECE_S[device.platform]
 
@@ -82,7 +82,7 @@ def _matmul_s(device: DeviceSpec, work: Work) -> float:
     return work.flops() / (peak * _EFFICIENCY)
 
 
-def _link(device: DeviceSpec, ranks: int) -> float:
+def link_bytes_per_s(device: DeviceSpec, ranks: int) -> float:
     """Bytes per second of one device: all its links behind a switch, the links of one dimension on a torus."""
     if device.link_bytes_per_s is None:
         return _NOMINAL_BYTES_PER_S
