@@ -172,7 +172,7 @@ def called(line: str) -> Iterator[str]:
 
 def trip_count(line: str, computations: Mapping[str, list[Instruction]]) -> int | None:
     """Trip count of a while loop: the compiler's annotation, else the bound in its condition (a count from 0 by 1)."""
-    if noted := re.search(r'"?knowntrip_count"?[=:]\{"?n"?[=:]"?(\d+)', line):
+    if noted := re.search(r'"?known_trip_count"?[=:]\{"?n"?[=:]"?(\d+)', line):
         return int(noted[1])
     condition = re.search(r"condition=%([\w.-]+)", line)
     if not condition:
