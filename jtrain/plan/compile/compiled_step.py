@@ -39,6 +39,7 @@ class CompiledStep:
     traffic, host_copies: every collective of a step, and every copy to or from host memory; those in loops count once
       per iteration.
     lower_s, compile_s: seconds of lowering and of compilation.
+    hlo: the optimized program, in schedule order.
     """
 
     argument_bytes: int
@@ -53,6 +54,7 @@ class CompiledStep:
     host_copies: tuple[HostCopies, ...]
     lower_s: float
     compile_s: float
+    hlo: str = dataclasses.field(repr=False)
 
 
 def compile_step(job: Job, optimizer: Optimizer, *, devices: list[jax.Device]) -> CompiledStep:
@@ -91,4 +93,5 @@ def compile_step(job: Job, optimizer: Optimizer, *, devices: list[jax.Device]) -
         host_copies=tuple(host_copies(text)),
         lower_s=lowered_at - start,
         compile_s=compiled_at - lowered_at,
+        hlo=text,
     )

@@ -257,7 +257,7 @@ class _Program:
         )
 
     def _compute_s(self, i: Instruction) -> float:
-        if i.opcode in _NO_TIME or "AllocateBuffer" in i.line:
+        if i.opcode in _NO_TIME or re.search(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"', i.line):
             return 0.0
         moving = bytes_accessed(i, self._types, self.computations) / self._rates.memory
         kernels = sum(self._kernel_s.get(self._mark(kernel), 0.0) for kernel in self._kernels(i))
