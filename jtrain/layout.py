@@ -381,8 +381,8 @@ def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len:
     each = rows // spec.microbatches
     if each % spec.sequence_groups:
         raise UserError(
-            f"layout.sequence_groups={spec.sequence_groups} does not divide the {each} sequences that a device computes "
-            "at a time. Set it to a divisor of them, or change data.global_batch or layout.microbatches."
+            f"layout.sequence_groups={spec.sequence_groups} does not divide the {each} sequences that a device computes"
+            " at a time. Set it to a divisor of them, or change data.global_batch or layout.microbatches."
         )
     return each
 

@@ -6,7 +6,8 @@ import re
 from jtrain.errors import UserError
 from jtrain.hlo.parser import array_bytes, called, elements, read
 
-NO_ACCESS = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
+NO_ACCESS = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all"}
+NO_ACCESS |= {"partition-id", "replica-id"}
 """Opcodes that do not access memory."""
 
 _ON_CHIP = re.compile(r"[a-z]\w*\[[\d,]*\]\{[^{}]*T\([^{}]*S\(1\)[^{}]*\}")

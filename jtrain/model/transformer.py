@@ -279,7 +279,7 @@ class Transformer(nnx.Module):
             block = nnx.merge(block_def, fetch("layers", weights))
             x_BLD = checkpoint_name(x_BLD, LAYER_INPUT)
             if (groups := placement.sequence_groups) > 1:
-                split = dict(groups=groups, tensor=tensor, context=placement.context)
+                split: Any = dict(groups=groups, tensor=tensor, context=placement.context)
                 return layer_in_groups(block, x_BLD, *shared, **split), before
             x_BLD, losses = block(x_BLD, *shared, tensor=axis, context=placement.context, expert=placement.expert)
             return x_BLD, jax.tree.map(jnp.add, before, losses)

@@ -44,7 +44,7 @@ holds up the all-gather of the next."""
 
 
 def compiler_options(mesh: Mesh, matmul_dtype: MatmulDtype = "compute", sequence_groups: int = 1) -> dict[str, Any]:
-    """Returns `compiler_options` for `jax.jit`: empty except for several TPUs, and for GPUs with 8-bit matmuls or groups.
+    """Returns `compiler_options` for `jax.jit`: empty but for several TPUs, and GPUs with 8-bit matmuls or groups.
 
     The options change which instructions overlap, never the results.
     """

@@ -6,6 +6,8 @@ compilers tune only on the hardware.
 
 import dataclasses
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -57,11 +59,18 @@ class CompiledStep:
     hlo: str = dataclasses.field(repr=False)
 
 
-def compile_step(job: Job, optimizer: Optimizer, *, devices: list[jax.Device]) -> CompiledStep:
+def compile_step(
+    job: Job,
+    optimizer: Optimizer,
+    *,
+    devices: list[jax.Device],
+    compiler_options: Mapping[str, Any] = MappingProxyType({}),
+) -> CompiledStep:
     """Compiles the train step for `devices`, which may be compile-only. Takes seconds to minutes; allocates nothing.
 
     Args:
       optimizer: `job.optimizer`, built.
+      compiler_options: options beside those of the train step.
 
     Raises:
       UserError: the mesh is not of that many devices, or the batch does not split evenly.
@@ -76,7 +85,7 @@ def compile_step(job: Job, optimizer: Optimizer, *, devices: list[jax.Device]) -
         lowered = step.lower(abstract_state(layout, optimizer, mesh), Batch(ids, ids, ids, ids))
     lowered_at = time.perf_counter()
     with no_compile_cache():
-        program = lowered.compile()
+        program = lowered.compile(compiler_options=dict(compiler_options))
     compiled_at = time.perf_counter()
     memory = program.memory_analysis()
     text = program.as_text()

@@ -271,15 +271,16 @@ class _Program:
         if not work:
             return 0.0
         dtype = self._types.get(i.operands[0], "")
-        rates = self._rates
-        return work / (rates.flops_8 if dtype.startswith("f8") else rates.flops_32 if dtype[:3] == "f32" else rates.flops_16)
+        if dtype.startswith("f8"):
+            return work / self._rates.flops_8
+        return work / (self._rates.flops_32 if dtype.startswith("f32") else self._rates.flops_16)
 
     def _kernels(self, i: Instruction) -> Iterator[Instruction]:
         """Custom calls in an instruction that are kernels without stated FLOPs."""
         if i.opcode == "custom-call":
-            if re.search(r'custom_call_target="[^"]*(mosaic|tpu_custom_call|triton|fmha)', i.line):
-                if not flops(i, self._types, self.computations):
-                    yield i
+            is_kernel = re.search(r'custom_call_target="[^"]*(mosaic|tpu_custom_call|triton|fmha)', i.line)
+            if is_kernel and not flops(i, self._types, self.computations):
+                yield i
         elif i.opcode == "fusion":
             for name in called(i.line):
                 for inside in self.computations[name]:

@@ -211,7 +211,8 @@ def _activations(found: _Found, job: Job, *, elements: int) -> None:
         if "attention_out" not in kept:  # the MLP's scatter is the last operation of a layer, and never recomputed
             scatters += layers
     groups = spec.sequence_groups
-    for kind, times in (("all-gather", gathers), ("reduce-scatter", scatters)):
+    counts: dict[Kind, int] = {"all-gather": gathers, "reduce-scatter": scatters}
+    for kind, times in counts.items():
         of_layers = times - spec.microbatches  # the embedding's are not in groups
         found.add("activations", kind, ("tensor",), dtype, elements // groups, of_layers * groups)
         found.add("activations", kind, ("tensor",), dtype, elements, spec.microbatches)

@@ -1,15 +1,20 @@
-"""The two-stream model, on schedules short enough to work out by hand: 1 FLOP, 1 byte and 1 byte on the wire a second."""
+"""The two-stream model, on schedules short enough to work out by hand: a FLOP and a byte on the wire a second."""
 
 import dataclasses
 from typing import Literal
 
 import pytest
 
+from jtrain.bench import overlap
+from jtrain.config.load import load_config
+from jtrain.config.run import build_run
+from jtrain.plan.compile.compiled_step import compile_step, topology_devices
 from jtrain.plan.compile.two_streams import Rates, Timeline, rates_of, two_streams
+from jtrain.plan.from_run import make_optimizer, plan_job
 from jtrain_kernels.device import from_name
 
 # Memory is so fast that a matmul of 2 * 10 * 10 * 10 FLOPs takes 2000 s, and an elementwise operation nothing.
-RATES = Rates(flops_16=1, flops_8=2, flops_32=0.5, memory=1e12, collective=1, permute=1, links="switch")
+RATES = Rates(flops_16=1.0, flops_8=2.0, flops_32=0.5, memory=1e12, collective=1.0, permute=1.0, links="switch")
 MESH = {"tensor": 2}
 
 MATMUL = "bf16[10,10]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
@@ -29,6 +34,10 @@ def model(*schedule: str, rates: Rates = RATES, kernels: dict[tuple[str, str], f
   %p = (s32[]) parameter(0)
   %bound = s32[] constant(3)
   ROOT %less = pred[] compare(%p, %bound), direction=LT
+}}
+
+%endless (p: (s32[])) -> pred[] {{
+  ROOT %p = (s32[]) parameter(0)
 }}
 
 %body (p: (s32[])) -> (s32[]) {{
@@ -75,7 +84,7 @@ def test_a_transfer_hides_behind_what_is_computed_between_its_start_and_its_done
 
 def test_what_is_longer_than_the_matmul_beside_it_is_waited_for() -> None:
     """Twice the FLOP/s: half of the transfer; every turn of the loop counts."""
-    fast = dataclasses.replace(RATES, flops_16=2)
+    fast = dataclasses.replace(RATES, flops_16=2.0)
     found = model("%w = (s32[]) while(%t), condition=%condition, body=%body", rates=fast)
     (hop,) = found.hops
     assert (hop.count, hop.bytes, hop.seconds, hop.hidden_s) == (3, 6000, 6000, pytest.approx(3000))
@@ -115,15 +124,16 @@ def test_a_collective_inside_a_call_counts_where_the_call_starts() -> None:
 def test_each_dtype_has_its_rate_and_kernels_share_their_seconds() -> None:
     """float32 operands at half of bfloat16's FLOP/s; two kernels of one place have 300 s together."""
     assert model(f"%m = {MATMUL.replace('%a', '%f')}").compute_s == pytest.approx(4000)
-    kernel = 'bf16[10]{0} custom-call(%a), custom_call_target="mosaic_gpu_v2", metadata={op_name="jvp(layers)/attention"}'
+    scope = 'metadata={op_name="jvp(layers)/attention"}'
+    kernel = f'bf16[10]{{0}} custom-call(%a), custom_call_target="mosaic_gpu_v2", {scope}'
     twice = f"%k = {kernel}", f"%l = {kernel}"
-    assert model(*twice, kernels={("forward", "layers/attention"): 300}).compute_s == pytest.approx(300)
+    assert model(*twice, kernels={("forward", "layers/attention"): 300.0}).compute_s == pytest.approx(300)
     assert model(*twice).compute_s < 1, "without their seconds, their bytes"
 
 
 def test_a_loop_of_unknown_length_is_refused() -> None:
     with pytest.raises(ValueError, match="a loop's trip count is not in the HLO"):
-        model("%w = (s32[]) while(%t), condition=%wrapped, body=%body")
+        model("%w = (s32[]) while(%t), condition=%endless, body=%body")
 
 
 def test_rates_are_those_of_the_device_table() -> None:
@@ -138,3 +148,24 @@ def test_rates_are_those_of_the_device_table() -> None:
 def test_devices_without_peaks_or_links_are_refused(name: str, devices: int) -> None:
     with pytest.raises(ValueError, match=f"{name}: the two-stream model needs published peaks and links that join"):
         rates_of(from_name(name), devices)
+
+
+@pytest.mark.slow
+@pytest.mark.aot
+def test_groups_hide_more_of_the_wire_than_pieces_on_gpus() -> None:
+    """Two layers of llama8b over 8 H200, where embedding and loss are a tenth of the wire's seconds.
+
+    Groups cost no pass over memory; pieces do, so that a step in pieces is not shorter than the plain one.
+    """
+    forms = {"plain": (), "pieces": ("layout.tensor_overlap=True",), "groups": ("layout.sequence_groups=4",)}
+    found: dict[str, Timeline] = {}
+    for form, sets in forms.items():
+        built = build_run(load_config("llama8b", sets=(*overlap.SETTINGS, "model.num_layers=2", *sets)))
+        job = plan_job(built)
+        program = compile_step(job, make_optimizer(built), devices=topology_devices("h200:8"))
+        rates, kernels = rates_of(from_name("h200"), 8), overlap.attention_s("h200")
+        found[form] = two_streams(program.hlo, job.layout.mesh.shape, rates, kernels)
+    assert found["plain"].hidden_share < 0.3 < 0.7 < found["groups"].hidden_share
+    assert found["groups"].compute_s == pytest.approx(found["plain"].compute_s, rel=0.03)
+    assert found["groups"].waiting_s < 0.4 * found["plain"].waiting_s
+    assert found["pieces"].compute_s > 1.1 * found["plain"].compute_s
