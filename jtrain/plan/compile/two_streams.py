@@ -41,7 +41,6 @@ from jtrain.profile.analysis.hlo_flops import bytes_accessed, flops
 from jtrain.profile.analysis.hlo_ops import scope_mark, scope_of
 from jtrain_kernels.cost import MATMUL, MEMORY, matmul_rate
 from jtrain_kernels.device import DeviceSpec
-from jtrain_kernels.overlap.overlap_cost import link_bytes_per_s
 
 _COLLECTIVES = (*KINDS, "ragged-all-to-all")
 _NO_TIME = {*NO_ACCESS, "opt-barrier", "iota"}
@@ -79,7 +78,7 @@ def rates_of(device: DeviceSpec, devices: int) -> Rates:
             f"the table has {flops} FLOP/s, {memory} bytes/s of memory, {device.link_bytes_per_s} bytes/s of links "
             f"that join {device.linked}. Take another device, or a mesh of at most {device.linked}."
         )
-    both_ways = link_bytes_per_s(device, devices)
+    both_ways = device.link_bytes_per_s / (device.torus_dims or 1)
     return Rates(
         flops_16=MATMUL * flops,
         flops_8=MATMUL * (device.peak_fp8_flops or flops),

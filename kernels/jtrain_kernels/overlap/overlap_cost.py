@@ -14,6 +14,9 @@ from jtrain_kernels.overlap.swizzle import Swizzle
 _EFFICIENCY = 0.75
 """Fraction of peak FLOP/s that a large matmul reaches."""
 
+_TILE_KERNEL = 0.9
+"""Speed of the fused kernels' matmul over a library's: an assumption, the bar of `bench gpu_matmul`."""
+
 _ALONE_S = {"gpu": 20e-6, "tpu": 5e-6, "cpu": 0.0}
 """Launch and synchronisation time of one collective, independent of its size."""
 
@@ -47,7 +50,7 @@ class Work:
 
 def plain_s(device: DeviceSpec, work: Work) -> float:
     """Seconds of the collective and the matmul, one after the other."""
-    wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / link_bytes_per_s(device, work.ranks)
+    wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / _link(device, work.ranks)
     return _matmul_s(device, work) + wire_s + _ALONE_S[device.platform]
 
 
@@ -55,7 +58,7 @@ def overlapped_s(device: DeviceSpec, work: Work, swizzle: Swizzle, parts: int) -
     """Seconds of both overlapped: the longer of the two, plus the one piece that has nothing to overlap with."""
     directions = 2 if swizzle == "bidirectional" else 1
     pieces = work.ranks * directions * parts
-    wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / link_bytes_per_s(device, work.ranks)
+    wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / _link(device, work.ranks)
     if swizzle == "ring" and device.torus_dims is not None:
         wire_s *= 2  # one direction uses half of the links
     launches_s = pieces * _PIECE_S[device.platform]
@@ -64,15 +67,18 @@ def overlapped_s(device: DeviceSpec, work: Work, swizzle: Swizzle, parts: int) -
     return max(matmul_s, wire_s) + launches_s + min(matmul_s, wire_s) / pieces
 
 
-def fused_s(device: DeviceSpec, work: Work, *, sending_cores: int = 0) -> float:
+def fused_s(device: DeviceSpec, work: Work, *, sending_cores: int) -> float:
     """Seconds of a kernel that sends from within: one launch, and the first or last rank's piece has no overlap.
+
+    Collectives elsewhere in the program, such as those of ZeRO, cannot overlap with such kernels; that is not counted.
 
     Args:
       sending_cores: cores that send and do not multiply.
     """
     cores = device.num_cores or 1
-    wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / link_bytes_per_s(device, work.ranks)
+    wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / _link(device, work.ranks)
     matmul_s = _matmul_s(device, work) * cores / max(1, cores - sending_cores)
+    matmul_s /= _TILE_KERNEL
     return max(matmul_s, wire_s) + min(matmul_s, wire_s) / work.ranks + _PIECE_S[device.platform]
 
 
@@ -82,7 +88,7 @@ def _matmul_s(device: DeviceSpec, work: Work) -> float:
     return work.flops() / (peak * _EFFICIENCY)
 
 
-def link_bytes_per_s(device: DeviceSpec, ranks: int) -> float:
+def _link(device: DeviceSpec, ranks: int) -> float:
     """Bytes per second of one device: all its links behind a switch, the links of one dimension on a torus."""
     if device.link_bytes_per_s is None:
         return _NOMINAL_BYTES_PER_S
