@@ -1,5 +1,6 @@
 """Compiler options and kernels of the train step per chip, the same for plans and for training."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,20 +44,29 @@ which waits for all of them, and it would have one collective under way at a tim
 holds up the all-gather of the next."""
 
 
-def compiler_options(mesh: Mesh, matmul_dtype: MatmulDtype = "compute", sequence_groups: int = 1) -> dict[str, Any]:
-    """Returns `compiler_options` for `jax.jit`: empty but for several TPUs, and GPUs with 8-bit matmuls or groups.
+def compiler_options(
+    mesh: Mesh,
+    matmul_dtype: MatmulDtype = "compute",
+    kernels: Iterable[tuple[str, str]] = (),
+    sequence_groups: int = 1,
+) -> dict[str, Any]:
+    """Returns `compiler_options` for `jax.jit`: empty but for several TPUs, 8 bits or groups on GPUs, and some kernels.
 
     The options change which instructions overlap, never the results.
+
+    Args:
+      kernels: (op, implementation) that is forced. Some kernels need options of their own, wherever they may run.
     """
     device = mesh.devices.flat[0]
+    of_kernels = registry.compiler_options(live(device), dict(kernels))
     if device.platform == "gpu" and matmul_dtype != "compute":
-        return dict(_KEEP_PRODUCTS_APART)
+        return _KEEP_PRODUCTS_APART | of_kernels
     if device.platform == "gpu" and sequence_groups > 1:
-        return dict(_GROUPS_OVERLAP)
+        return _GROUPS_OVERLAP | of_kernels
     if device.platform != "tpu" or mesh.size == 1:
-        return {}
+        return of_kernels
     spec = from_device(device)
-    return _KEEP_SUMS_SPLIT | (OPTIONS.get(spec.name, {}) if spec is not None else {})
+    return _KEEP_SUMS_SPLIT | (OPTIONS.get(spec.name, {}) if spec is not None else {}) | of_kernels
 
 
 def kernels_for(layout: Layout, mesh: Mesh) -> AbstractContextManager[None]:
