@@ -177,7 +177,7 @@ def test_groups_of_sequences_gather_and_scatter_what_the_closed_form_says(remat:
     sizes = SIZES | dict(num_kv_heads=4)
     got = compiled(axes, sizes, **layout)
     assert got == predicted(axes, sizes, **layout)
-    whole = predicted(axes, sizes, **layout | dict(sequence_groups=1))
+    whole = predicted(axes, sizes, **{**layout, "sequence_groups": 1})
     assert {key: size for key, (_, size) in got.items()} == {key: size for key, (_, size) in whole.items()}
     assert got != whole
 
