@@ -112,6 +112,8 @@ class LayoutSpec:
     remat_save: activations to save, from `jtrain.model.transformer.SAVEABLE`.
     tensor_overlap: True splits collectives over `tensor` into pieces that overlap with a layer's matmuls, except where
       the kernels' cost model predicts that this is slower.
+    sequence_groups: groups of a device's sequences that a layer computes side by side, so that the collectives of one
+      group over `tensor` overlap with the computation of the others; 1 for all sequences together.
     offload: arrays kept in host memory.
     context_attention: attention over `context`: `ring` sends keys and values round a ring while blocks of scores are
       computed (arXiv:2310.01889); `ulysses` exchanges positions for heads and back (arXiv:2309.14509).
@@ -124,6 +126,7 @@ class LayoutSpec:
     remat: Literal["none", "full", "named"] = "none"
     remat_save: tuple[str, ...] = ()
     tensor_overlap: bool = False
+    sequence_groups: int = 1
     offload: OffloadSpec = OffloadSpec()
     context_attention: Literal["ring", "ulysses"] = "ring"
     auto: bool = False
@@ -133,6 +136,8 @@ class LayoutSpec:
             raise UserError(f"layout.zero_stage={self.zero_stage!r} must be 0, 1, 2 or 3.")
         if self.microbatches < 1:
             raise UserError(f"layout.microbatches={self.microbatches} must be at least 1.")
+        if self.sequence_groups < 1:
+            raise UserError(f"layout.sequence_groups={self.sequence_groups} must be at least 1.")
         if (self.remat == "named") != bool(self.remat_save):
             raise UserError(
                 f"layout.remat={self.remat!r} with layout.remat_save={self.remat_save!r}: remat=named saves these "
@@ -306,6 +311,8 @@ def make_layout(
             "layout.tensor_overlap=True with mesh.tensor=1: there are no collectives over `tensor` to overlap. Set "
             "mesh.tensor to 2 or more, or layout.tensor_overlap=False."
         )
+    if spec.sequence_groups > 1:
+        _check_groups(spec, mesh, infos, precision)
     layouts: list[ParamLayout] = []
     for info in infos:
         dims: dict[str, int | None] = {"data": None, "tensor": None, "expert": None}
@@ -347,6 +354,20 @@ def _check_heads(mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> int:
     return max(1, tensor // kv_heads)
 
 
+def _check_groups(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], precision: PrecisionSpec) -> None:
+    """Refuses groups of sequences where there is nothing to overlap, or where all sequences belong together."""
+    bits = precision.matmul_dtype
+    for other, found in (
+        (f"mesh.tensor={mesh.tensor}: there are no collectives over `tensor` to overlap", mesh.tensor == 1),
+        ("layout.tensor_overlap=True: it overlaps the same collectives another way", spec.tensor_overlap),
+        (f"precision.matmul_dtype={bits}: 8-bit matmuls have one scale for all sequences", bits != "compute"),
+        ("model.moe: a router balances all sequences together", any(info.is_experts for info in infos)),
+    ):
+        if found:
+            groups = f"layout.sequence_groups={spec.sequence_groups}"
+            raise UserError(f"{groups} with {other}. Set layout.sequence_groups=1, or change the other.")
+
+
 def _check_context(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], order: ContextOrder) -> None:
     """Refuses attention over `context` that is impossible or unbalanced.
 
@@ -379,7 +400,7 @@ def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len:
     """Returns the number of sequences that one device computes at a time.
 
     Raises:
-      UserError: sequences or positions do not split evenly over the devices.
+      UserError: sequences or positions do not split evenly over the devices, or sequences into groups.
     """
     rows = shard_size("data.global_batch", global_batch, mesh.shape, BATCH_AXES)
     shard_size("data.seq_len", seq_len, mesh.shape, ("context", "tensor"))
@@ -397,4 +418,10 @@ def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len:
             f"layout.microbatches={spec.microbatches} does not divide. Set data.global_batch to a multiple of "
             f"{shards * spec.microbatches}, or change layout.microbatches."
         )
-    return rows // spec.microbatches
+    each = rows // spec.microbatches
+    if each % spec.sequence_groups:
+        raise UserError(
+            f"layout.sequence_groups={spec.sequence_groups} does not divide the {each} sequences that a device computes"
+            " at a time. Set it to a divisor of them, or change data.global_batch or layout.microbatches."
+        )
+    return each

@@ -1,39 +1,54 @@
-"""llama8b over tensor=8, compiled for 8 absent chips: bytes of collectives that overlap with a matmul.
+"""llama8b over tensor=8, compiled for 8 absent chips: bytes and modelled seconds of the network that are hidden.
 
     python -m jtrain.bench overlap [--device v5p]
 
-The plain program sends all-gathers and reduce-scatters over `tensor` before and after a layer's matmuls. The overlapped
-one (`layout.tensor_overlap`) sends permutes between pieces of the matmuls, also with FP8 matmuls if the chip has them.
-A byte is hidden if it belongs to a pair of start and done with a matmul in between, in the program as the chip's own
-compiler scheduled it; loops are counted. Nothing runs, so this does not measure speed: a permute may still take longer
-than the matmul beside it.
+The plain program sends all-gathers and reduce-scatters over `tensor` before and after a layer's matmuls. In pieces
+(`layout.tensor_overlap`) permutes run between pieces of the matmuls, also with FP8 matmuls if the chip has them. In
+groups (`layout.sequence_groups`, for GPUs) a group of sequences is on the wire while another is computed.
+
+Two figures describe the same program, as the chip's own compiler scheduled it, with loops counted. A byte is beside a
+matmul if a matmul is between its start and its done; a transfer may still take longer than that matmul. A second is
+hidden if the compute stream of `jtrain.plan.compile.two_streams` does not wait in it: a model of the compiled program.
+Nothing runs, so nothing is measured. `seconds of a step` is that model's too.
 """
 
 import argparse
-import dataclasses
+import collections
 import os
+from collections.abc import Iterator
 
 from jtrain.bench import Row, row
 from jtrain.plan import AOT_ENVIRONMENT
 
 TOPOLOGIES = {"v5p": "v5p:2x2x2", "h200": "h200:8"}
+DEVICES, SEQUENCES, SEQ_LEN = 8, 4, 8192
 SETTINGS = (
     "mesh.data=1",
-    "mesh.tensor=8",
+    f"mesh.tensor={DEVICES}",
     "layout.zero_stage=0",
     "layout.remat=named",
     "layout.remat_save=('attention_q','attention_k','attention_v','attention','attention_out','mlp_gate','mlp_up')",
     "layout.microbatches=1",
-    "data.global_batch=4",
-    "data.seq_len=8192",
+    f"data.global_batch={SEQUENCES}",
+    f"data.seq_len={SEQ_LEN}",
 )
 """Settings. With one sequence the unembedding's all-gather would be a tenth of all bytes, with four a 30th."""
 
-FORMS = (
-    ("plain", ("layout.tensor_overlap=False",), None),
-    ("overlapped", ("layout.tensor_overlap=True",), ">= 0.9"),
-    ("in 8 bits", ("layout.tensor_overlap=True", "precision.matmul_dtype=fp8_delayed"), ">= 0.9"),
-)
+IN_PIECES, IN_GROUPS = "layout.tensor_overlap=True", f"layout.sequence_groups={SEQUENCES}"
+IN_8_BITS = (IN_PIECES, "precision.matmul_dtype=fp8_delayed")
+FORMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "v5p": {"plain": (), "in pieces": (IN_PIECES,)},
+    "h200": {"plain": (), "in pieces": (IN_PIECES,), "in pieces, 8 bits": IN_8_BITS, "in groups": (IN_GROUPS,)},
+}
+"""Device -> form -> its settings."""
+
+IN_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+"""Compiler options of the form in 8 bits. XLA:GPU chooses between Triton and cuBLAS on the device; for an absent one it
+takes Triton, whose matmuls would be in bfloat16."""
+
+SECONDS_BAR = {("h200", "in groups"): ">= 0.85"}
+KERNEL = {"gpu": "tokamax", "tpu": "splash"}
+"""Platform -> attention kernel in the compiled step, whose FLOPs its program does not state."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,42 +57,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     os.environ.update(AOT_ENVIRONMENT)  # jax reads it when it is imported, which no import above does
 
 
-def run(args: argparse.Namespace) -> list[Row]:
-    """Rows of each device: plain, overlapped, and overlapped in 8 bits.
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    """Rows of each device and form as they are compiled.
 
     Raises:
       UserError: a compiler is not installed.
     """
-    from jtrain_kernels.device import from_name
-
-    rows: list[Row] = []
     for device in args.device or TOPOLOGIES:
-        what = f"llama8b, tensor=8, 4 x 8192 tokens, 8 x {device}"
-        for name, layout, bar in FORMS:
-            if name == "in 8 bits" and from_name(device).peak_fp8_flops is None:
-                continue
-            sent = compiled(device, (*SETTINGS, *layout))
-            rows += [
-                row(f"{what}, {name}: sent per device and step", sent.wire_bytes / 1e9, "GB"),
-                row(f"{device}, {name}: share of it asynchronous", sent.async_bytes / sent.wire_bytes, ""),
-                row(f"{device}, {name}: share of it beside a matmul", sent.hidden_bytes / sent.wire_bytes, "", bar=bar),
-                row(f"{device}, {name}: temporaries", sent.temp_bytes / 1e9, "GB"),
-            ]
-    return rows
+        for form, sets in FORMS[device].items():
+            yield from compiled(device, form, sets)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sent:
-    """Bytes that one device sends in a step: all, those in pairs of start and done, and those beside a matmul."""
-
-    wire_bytes: int
-    async_bytes: int
-    hidden_bytes: int
-    temp_bytes: int
-
-
-def compiled(device: str, sets: tuple[str, ...]) -> Sent:
-    """Bytes of the step of llama8b as the device's compiler scheduled it.
+def compiled(device: str, form: str, sets: tuple[str, ...]) -> Iterator[Row]:
+    """Rows of the step of llama8b as the device's compiler scheduled it.
 
     Raises:
       UserError: the compiler is not installed.
@@ -86,9 +78,58 @@ def compiled(device: str, sets: tuple[str, ...]) -> Sent:
     from jtrain.config.run import build_run
     from jtrain.hlo import traffic
     from jtrain.plan.compile.compiled_step import compile_step, topology_devices
+    from jtrain.plan.compile.two_streams import Timeline, rates_of, two_streams
     from jtrain.plan.from_run import make_optimizer, plan_job
+    from jtrain.profile.analysis.hlo_ops import scope_mark
+    from jtrain_kernels.device import from_name
 
-    built = build_run(load_config("llama8b", sets=sets))
-    program = compile_step(plan_job(built), make_optimizer(built), devices=topology_devices(TOPOLOGIES[device]))
+    built = build_run(load_config("llama8b", sets=(*SETTINGS, *sets)))
+    job = plan_job(built)
+    options = IN_CUBLAS if sets == IN_8_BITS else {}
+    devices = topology_devices(TOPOLOGIES[device])
+    program = compile_step(job, make_optimizer(built), devices=devices, compiler_options=options)
     sent = traffic.overlap(program.traffic)
-    return Sent(sent.wire_bytes, sent.async_bytes, sent.hidden_bytes, program.temp_bytes)
+    rates = rates_of(from_name(device), DEVICES)
+    found: Timeline = two_streams(program.hlo, job.layout.mesh.shape, rates, attention_s(device))
+    name = f"{device}, {form}"
+    beside = sent.hidden_bytes / sent.wire_bytes
+    bar = None if form == "plain" else ">= 0.9"
+    yield row(f"llama8b, 8 x {name}: sent per device and step", sent.wire_bytes / 1e9, "GB")
+    yield row(f"{name}: share of its bytes asynchronous", sent.async_bytes / sent.wire_bytes, "")
+    yield row(f"{name}: share of its bytes beside a matmul", beside, "", bar=bar if form != "in groups" else None)
+    yield row(f"{name}: share of its seconds hidden", found.hidden_share, "", bar=SECONDS_BAR.get((device, form)))
+    yield row(f"{name}: seconds on the wire", 1e3 * found.wire_s, "ms")
+    yield row(f"{name}: seconds of computation", 1e3 * found.compute_s, "ms")
+    yield row(f"{name}: seconds of a step", 1e3 * (found.compute_s + found.waiting_s), "ms")
+    yield row(f"{name}: temporaries", program.temp_bytes / 1e9, "GB")
+    seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
+    hidden: collections.defaultdict[str, float] = collections.defaultdict(float)
+    for hop in found.hops:
+        phase, layer = scope_mark(hop.scope)
+        kind = f"{phase} of {layer}" if layer.startswith("layers/") else "embedding, loss and the rest"
+        seconds[kind] += hop.seconds
+        hidden[kind] += hop.hidden_s
+    for kind in sorted(seconds):
+        yield row(f"{name}, {kind}: share of {1e3 * seconds[kind]:.1f} ms hidden", hidden[kind] / seconds[kind], "")
+
+
+def attention_s(device: str) -> dict[tuple[str, str], float]:
+    """Seconds of one layer's attention kernels in each phase, as the kernels' cost model has them.
+
+    Args:
+      device: name in `TOPOLOGIES`.
+    """
+    from jtrain.config.load import load_config
+    from jtrain.config.run import build_run
+    from jtrain_kernels.cost import ATTENTION, BACKWARD_FLOPS
+    from jtrain_kernels.device import from_name
+
+    spec, model = from_name(device), build_run(load_config("llama8b", sets=SETTINGS)).model
+    peak = spec.peak_bf16_flops
+    assert peak is not None, "both devices have one"
+    forward, backward = ATTENTION[KERNEL[spec.platform]][model.head_dim]
+    flops = 4 * SEQUENCES * model.num_heads / DEVICES * SEQ_LEN**2 / 2 * model.head_dim  # half of it is masked
+    return {
+        ("forward", "layers/attention"): flops / (peak * forward),
+        ("backward", "layers/attention"): BACKWARD_FLOPS * flops / (peak * backward),
+    }

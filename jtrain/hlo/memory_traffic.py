@@ -6,7 +6,8 @@ import re
 from jtrain.errors import UserError
 from jtrain.hlo.parser import array_bytes, called, elements, read
 
-_NOTHING = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
+NO_ACCESS = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all"}
+NO_ACCESS |= {"partition-id", "replica-id"}
 """Opcodes that do not access memory."""
 
 _ON_CHIP = re.compile(r"[a-z]\w*\[[\d,]*\]\{[^{}]*T\([^{}]*S\(1\)[^{}]*\}")
@@ -40,7 +41,7 @@ def passes(hlo: str) -> tuple[Pass, ...]:
     for i in instructions:
         if i.opcode in _IN_LOOPS:
             raise UserError(f"{i.name} is a {i.opcode}: bytes are counted only in programs without one.")
-        if i.opcode in _NOTHING or 'custom_call_target="ConcatBitcast"' in i.line:
+        if i.opcode in NO_ACCESS or 'custom_call_target="ConcatBitcast"' in i.line:
             continue
         operands = {name for name in i.operands if name in size}
         read_bytes = 0 if i.opcode.endswith("-done") else sum(size[name] for name in operands)

@@ -80,7 +80,7 @@ def visits(hlo: str) -> Iterator[Visit]:
             yield Visit(name, instruction, times, beside, under, instructions, index, stop)
             inner = times
             if opcode == "while":
-                trips = _trip_count(instruction.line, computations)
+                trips = trip_count(instruction.line, computations)
                 inner = None if times is None or trips is None else times * trips
             # The computation of a reduction (to_apply) is visited too; its arithmetic is ignored by all callers.
             for inside in called(instruction.line):
@@ -170,7 +170,7 @@ def called(line: str) -> Iterator[str]:
         yield from [match[2]] if match[2] else re.findall(r"%([\w.-]+)", match[3])
 
 
-def _trip_count(line: str, computations: Mapping[str, list[Instruction]]) -> int | None:
+def trip_count(line: str, computations: Mapping[str, list[Instruction]]) -> int | None:
     """Trip count of a while loop: the compiler's annotation, else the bound in its condition (a count from 0 by 1)."""
     if noted := re.search(r'"?known_trip_count"?[=:]\{"?n"?[=:]"?(\d+)', line):
         return int(noted[1])

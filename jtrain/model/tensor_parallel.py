@@ -8,7 +8,7 @@ hides the communication behind the matmul.
 import dataclasses
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jtrain.model import ops
 
@@ -45,3 +45,11 @@ def gather_sequence(x_BLD: Float[Array, "B _ D"], tensor: int) -> Float[Array, "
 def scatter_sequence(x_BLD: Float[Array, "B L D"], tensor: int) -> Float[Array, "B _ D"]:
     """This device's positions of the sum of every device's partial x over `tensor`."""
     return jax.lax.psum_scatter(x_BLD, "tensor", scatter_dimension=1, tiled=True) if tensor > 1 else x_BLD
+
+
+def local_sequence(x_BL: Int[Array, "B L"], tensor: int) -> Int[Array, "B _"]:
+    """This device's positions of an array that every device along `tensor` holds whole."""
+    if tensor == 1:
+        return x_BL
+    size = x_BL.shape[1] // tensor
+    return jax.lax.dynamic_slice_in_dim(x_BL, jax.lax.axis_index("tensor") * size, size, axis=1)

@@ -26,7 +26,8 @@ from jtrain.model.norm import RMSNorm
 from jtrain.model.param import Params, param_infos, weight
 from jtrain.model.rope import RopeSpec
 from jtrain.model.router import MoESpec, RouterLosses
-from jtrain.model.tensor_parallel import TensorAxis, gather_sequence, scatter_sequence
+from jtrain.model.sequence_groups import GROUP_ORDER, layer_in_groups
+from jtrain.model.tensor_parallel import TensorAxis, gather_sequence, local_sequence, scatter_sequence
 from jtrain.model.unembedding import loss_in_parts, token_nats_in_parts, unembedding_loss
 
 SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_gate", "mlp_up")
@@ -43,6 +44,7 @@ class Placement:
     fetch: gathers the parameters below a path over `data` and casts them to the compute dtype.
     tensor, expert: number of devices along these axes.
     tensor_overlap: True if collectives over `tensor` overlap with the layers' matmuls.
+    sequence_groups: groups of sequences that a layer computes side by side.
     context: placement of the positions along the `context` axis.
     remat: activations that a block saves for its backward pass: all (none), only its input (full), or its input and
       `remat_save` (named).
@@ -56,6 +58,7 @@ class Placement:
     fetch: Callable[[str, Any], Any]
     tensor: int = 1
     tensor_overlap: bool = False
+    sequence_groups: int = 1
     context: ops.RowSplit = ops.WHOLE_ROWS
     remat: Literal["none", "full", "named"] = "none"
     remat_save: tuple[str, ...] = ()
@@ -275,6 +278,9 @@ class Transformer(nnx.Module):
             x_BLD, before = carry
             block = nnx.merge(block_def, fetch("layers", weights))
             x_BLD = checkpoint_name(x_BLD, LAYER_INPUT)
+            if (groups := placement.sequence_groups) > 1:
+                split: Any = dict(groups=groups, tensor=tensor, context=placement.context)
+                return layer_in_groups(block, x_BLD, *shared, **split), before
             x_BLD, losses = block(x_BLD, *shared, tensor=axis, context=placement.context, expert=placement.expert)
             return x_BLD, jax.tree.map(jnp.add, before, losses)
 
@@ -362,7 +368,7 @@ def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
         return layer
     # With remat=none, a policy that refuses only the weights would still save values one step away from them (results
     # of the gather, reshapes), which are all layers' whole weights. Save the results of matmuls instead.
-    kept = SAVEABLE if placement.remat == "none" else placement.remat_save
+    kept = (*(SAVEABLE if placement.remat == "none" else placement.remat_save), GROUP_ORDER)
     policies = jax.checkpoint_policies
     if placement.offload:
         policy = policies.save_and_offload_only_these_names(
@@ -375,14 +381,6 @@ def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
         policy = policies.save_only_these_names(*kept)
     # Inside a loop XLA cannot merge the recomputation with the forward pass; unrolled it would, which undoes remat.
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
-
-
-def local_sequence(x_BL: Int[Array, "B L"], tensor: int) -> Int[Array, "B _"]:
-    """This device's positions of an array that every device along `tensor` holds whole."""
-    if tensor == 1:
-        return x_BL
-    size = x_BL.shape[1] // tensor
-    return jax.lax.dynamic_slice_in_dim(x_BL, jax.lax.axis_index("tensor") * size, size, axis=1)
 
 
 def _embed(

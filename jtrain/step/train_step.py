@@ -91,7 +91,9 @@ def make_train_step(
         train_step,
         donate_argnums=0,
         out_shardings=(state_shardings, NamedSharding(mesh, P())),
-        compiler_options=compiler_options(mesh, layout.precision.matmul_dtype, layout.kernels, traced=traced),
+        compiler_options=compiler_options(
+            mesh, layout.precision.matmul_dtype, layout.kernels, layout.spec.sequence_groups, traced=traced
+        ),
     )
 
 
@@ -122,7 +124,7 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
         with kernels_for(layout, mesh):
             return each(params, batch)
 
-    options = compiler_options(mesh, kernels=layout.kernels)
+    options = compiler_options(mesh, kernels=layout.kernels, sequence_groups=layout.spec.sequence_groups)
     return jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()), compiler_options=options)
 
 

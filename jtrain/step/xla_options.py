@@ -38,11 +38,21 @@ _LAUNCH_EACH = {"xla_gpu_enable_command_buffer": ""}
 """Options for GPUs of a step that is traced. All kernels of a command buffer have its name in the trace: on an H100 no
 microsecond of llama1b's step had a layer or a phase."""
 
+_GROUPS_OVERLAP = {
+    "xla_gpu_all_gather_combine_threshold_bytes": 0,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 3,
+}
+"""Options for GPUs whose layers compute groups of sequences. XLA would join the collectives of several groups into one,
+which waits for all of them, and it would have one collective under way at a time, so that a group's reduce-scatter
+holds up the all-gather of the next."""
+
 
 def compiler_options(
     mesh: Mesh,
     matmul_dtype: MatmulDtype = "compute",
     kernels: Iterable[tuple[str, str]] = (),
+    sequence_groups: int = 1,
     *,
     traced: bool = False,
 ) -> dict[str, Any]:
@@ -57,8 +67,9 @@ def compiler_options(
     device = mesh.devices.flat[0]
     of_kernels = registry.compiler_options(live(device), dict(kernels))
     if device.platform == "gpu":
-        in_8_bits = matmul_dtype != "compute"
-        return (_KEEP_PRODUCTS_APART if in_8_bits else {}) | (_LAUNCH_EACH if traced else {}) | of_kernels
+        in_8_bits = _KEEP_PRODUCTS_APART if matmul_dtype != "compute" else {}
+        in_groups = _GROUPS_OVERLAP if sequence_groups > 1 else {}
+        return in_8_bits | in_groups | (_LAUNCH_EACH if traced else {}) | of_kernels
     if device.platform != "tpu" or mesh.size == 1:
         return of_kernels
     spec = from_device(device)

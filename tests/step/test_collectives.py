@@ -192,6 +192,18 @@ def test_overlapped_projections_permute_what_the_closed_form_says(remat: str, ke
     assert ("collective-permute", ("tensor",), 2, "f32") in got
 
 
+@pytest.mark.parametrize(("remat", "kept"), [slow_if(True, "full", ()), ("named", KEPT)], ids=str)
+def test_groups_of_sequences_gather_and_scatter_what_the_closed_form_says(remat: str, kept: tuple[str, ...]) -> None:
+    """As many bytes as without groups, in as many more arrays."""
+    axes, layout = dict(tensor=4), layout_of(0, 2, sequence_groups=2, remat=remat, remat_save=kept)
+    sizes = SIZES | dict(num_kv_heads=4)
+    got = compiled(axes, sizes, **layout)
+    assert got == predicted(axes, sizes, **layout)
+    whole = predicted(axes, sizes, **{**layout, "sequence_groups": 1})
+    assert {key: size for key, (_, size) in got.items()} == {key: size for key, (_, size) in whole.items()}
+    assert got != whole
+
+
 @pytest.mark.parametrize("mode", (slow_if(True, "fp8_current"), "fp8_delayed"))
 def test_overlapped_8_bit_projections_send_8_bits(mode: str) -> None:
     """What is gathered; partial sums travel as they are. And the largest numbers that a tensor is scaled by.

@@ -46,6 +46,14 @@ def test_the_kernels_of_a_traced_step_are_launched_one_by_one() -> None:
 
 
 @pytest.mark.aot
+def test_gpus_keep_the_collectives_of_groups_apart() -> None:
+    """And have several under way; TPUs have options of their own."""
+    gpus, tpus = (make_mesh(MeshSpec(tensor=4), topology_devices(t)[:4]) for t in ("h200:4", "v5p:2x2x1"))
+    assert compiler_options(gpus, sequence_groups=2)["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 0
+    assert compiler_options(tpus, sequence_groups=2) == compiler_options(tpus)
+
+
+@pytest.mark.aot
 @pytest.mark.parametrize(("topology", "name"), [("v5e:2x2", "v5e"), ("h200:1", "h200")])
 def test_kernels_are_chosen_for_the_devices_of_the_mesh(topology: str, name: str) -> None:
     """Not for the machine that compiles; and a layout's word is law for them."""

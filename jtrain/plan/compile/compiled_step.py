@@ -6,6 +6,8 @@ compilers tune only on the hardware.
 
 import dataclasses
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -39,6 +41,7 @@ class CompiledStep:
     traffic, host_copies: every collective of a step, and every copy to or from host memory; those in loops count once
       per iteration.
     lower_s, compile_s: seconds of lowering and of compilation.
+    hlo: the optimized program, in schedule order.
     """
 
     argument_bytes: int
@@ -53,13 +56,21 @@ class CompiledStep:
     host_copies: tuple[HostCopies, ...]
     lower_s: float
     compile_s: float
+    hlo: str = dataclasses.field(repr=False)
 
 
-def compile_step(job: Job, optimizer: Optimizer, *, devices: list[jax.Device]) -> CompiledStep:
+def compile_step(
+    job: Job,
+    optimizer: Optimizer,
+    *,
+    devices: list[jax.Device],
+    compiler_options: Mapping[str, Any] = MappingProxyType({}),
+) -> CompiledStep:
     """Compiles the train step for `devices`, which may be compile-only. Takes seconds to minutes; allocates nothing.
 
     Args:
       optimizer: `job.optimizer`, built.
+      compiler_options: options beside those of the train step.
 
     Raises:
       UserError: the mesh is not of that many devices, or the batch does not split evenly.
@@ -74,7 +85,7 @@ def compile_step(job: Job, optimizer: Optimizer, *, devices: list[jax.Device]) -
         lowered = step.lower(abstract_state(layout, optimizer, mesh), Batch(ids, ids, ids, ids))
     lowered_at = time.perf_counter()
     with no_compile_cache():
-        program = lowered.compile()
+        program = lowered.compile(compiler_options=dict(compiler_options))
     compiled_at = time.perf_counter()
     memory = program.memory_analysis()
     text = program.as_text()
@@ -91,4 +102,5 @@ def compile_step(job: Job, optimizer: Optimizer, *, devices: list[jax.Device]) -
         host_copies=tuple(host_copies(text)),
         lower_s=lowered_at - start,
         compile_s=compiled_at - lowered_at,
+        hlo=text,
     )

@@ -214,8 +214,12 @@ def _activations(found: _Found, job: Job, *, elements: int) -> None:
         gathers += 2 * layers
         if "attention_out" not in kept:  # the MLP's scatter is the last operation of a layer, and never recomputed
             scatters += layers
-    found.add("activations", "all-gather", ("tensor",), dtype, elements, gathers)
-    found.add("activations", "reduce-scatter", ("tensor",), dtype, elements, scatters)
+    groups = spec.sequence_groups
+    counts: dict[Kind, int] = {"all-gather": gathers, "reduce-scatter": scatters}
+    for kind, times in counts.items():
+        of_layers = times - spec.microbatches  # the embedding's are not in groups
+        found.add("activations", kind, ("tensor",), dtype, elements // groups, of_layers * groups)
+        found.add("activations", kind, ("tensor",), dtype, elements, spec.microbatches)
 
 
 def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] | None, *, elements: int) -> None:

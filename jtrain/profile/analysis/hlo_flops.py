@@ -6,7 +6,7 @@ thousandth of a model's, and vendors quote no peak for them.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -55,31 +55,38 @@ def bytes_accessed(instruction: Instruction, types: Mapping[str, str], computati
             if index < len(sizes) and of_operand is not None:
                 sizes[index] = of_operand
         root = next((i for i in inside if i.line.lstrip().startswith("ROOT ")), None)
+        while root is not None and root.opcode == "bitcast":
+            root = next((i for i in inside if i.name == root.operands[0]), None)
         if root is not None and root.opcode == "dynamic-update-slice":
             result = array_bytes(types.get(root.operands[1], ""))
     return sum(sizes) + result
 
 
 def _read_inside(inside: list[Instruction], types: Mapping[str, str]) -> list[int | None]:
-    """Bytes that a fusion reads of each of its parameters; None if it reads the whole array."""
+    """Bytes that a fusion reads of each of its parameters, also through bitcasts; None if it reads the whole array."""
     users: dict[str, list[Instruction]] = {}
     for instruction in inside:
         for name in dict.fromkeys(instruction.operands):
             users.setdefault(name, []).append(instruction)
+
+    def bytes_of(name: str) -> Iterator[int | None]:
+        for user in users.get(name, []):
+            first = user.operands[0] == name
+            if user.opcode == "bitcast":
+                yield from bytes_of(user.name)
+            elif first and user.opcode in _SLICES:
+                yield array_bytes(user.type)
+            elif first and user.opcode == "dynamic-update-slice":
+                yield 0  # updated in place: the bytes written count as the result
+            else:
+                yield None
+
     read: dict[int, int | None] = {}
     for parameter in inside:
         if parameter.opcode != "parameter":
             continue
         number = int(re.findall(r"parameter\((\d+)\)", parameter.line)[0])
-        parts: list[int | None] = []
-        for user in users.get(parameter.name, []):
-            first = user.operands[0] == parameter.name
-            if first and user.opcode in _SLICES:
-                parts.append(array_bytes(user.type))
-            elif first and user.opcode == "dynamic-update-slice":
-                parts.append(0)  # updated in place: the bytes written count as the result
-            else:
-                parts.append(None)
+        parts = list(bytes_of(parameter.name))
         whole = any(part is None for part in parts)
         read[number] = None if whole else sum(part or 0 for part in parts)
     return [read.get(index) for index in range(len(read))]

@@ -137,3 +137,40 @@ def test_every_collective_of_a_real_step_finds_its_layer() -> None:
             assert count == weights[layer], (phase, layer)
     sent = {op.collective.wire_bytes for op in found if op.collective and op.layer == "layers/mlp"}
     assert sent == {SIZES["d_model"] * SIZES["d_ff"] * 4 * 7 // 8}
+
+
+SLICED = """HloModule m
+
+%inside (p0: bf16[32,4,8], p1: s32[]) -> bf16[4,8] {
+  %p0 = bf16[32,4,8]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %flat = bf16[32,32]{1,0} bitcast(%p0)
+  %slice = bf16[1,32]{1,0} dynamic-slice(%flat, %p1, %zero), dynamic_slice_sizes={1,32}
+  ROOT %one = bf16[4,8]{1,0} bitcast(%slice)
+}
+
+%update (p0: bf16[32,32], p1: bf16[1,32], p2: s32[]) -> bf16[32,4,8] {
+  %p0 = bf16[32,32]{1,0} parameter(0)
+  %p1 = bf16[1,32]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %put = bf16[32,32]{1,0} dynamic-update-slice(%p0, %p1, %p2, %p2)
+  ROOT %all = bf16[32,4,8]{2,1,0} bitcast(%put)
+}
+
+ENTRY %main (x: bf16[32,4,8], i: s32[]) -> bf16[32,4,8] {
+  %x = bf16[32,4,8]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %whole = bf16[32,32]{1,0} parameter(2)
+  %row = bf16[1,32]{1,0} parameter(3)
+  %taken = bf16[4,8]{1,0} fusion(%x, %i), kind=kLoop, calls=%inside
+  ROOT %given = bf16[32,4,8]{2,1,0} fusion(%whole, %row, %i), kind=kLoop, calls=%update
+}
+"""
+
+
+def test_a_slice_behind_a_bitcast_is_all_that_is_read_or_written() -> None:
+    """One layer's 64 bytes of 32 layers', in and out, and the index; XLA bitcasts stacked arrays before it slices."""
+    found = read_ops(SLICED, MESH)
+    assert found["taken"].bytes == 64 + 4 + 64
+    assert found["given"].bytes == 64 + 4 + 64

@@ -95,7 +95,8 @@ def reduce(
 
     Args:
       compute: number of a piece -> this rank's summand.
-      wire_dtype: dtype of partial sums while they are sent; they are added in the dtype that `compute` returns.
+      wire_dtype: dtype of partial sums while they are sent; they are added in the dtype that `compute` returns. Around
+        a ring it is the dtype of the results too.
     """
     rank = jax.lax.axis_index(axis_name)
     if schedule.swizzle in ("ring", "bidirectional") and schedule.num_ranks > 1:
@@ -129,13 +130,14 @@ def _reduce_around(
         return [compute((rank - (turn + 1) * peer) % n * each + index) for index, peer in enumerate(peers)]
 
     def one(turn: Int[Array, ""], sums: list[Array]) -> list[Array]:
-        arrived = [_passed_on(s.astype(wire_dtype), axis_name, n, peer) for s, peer in zip(sums, peers, strict=True)]
+        arrived = [_passed_on(s, axis_name, n, peer) for s, peer in zip(sums, peers, strict=True)]
         # Without the barrier XLA:TPU fuses the matmul with the sum after it, and waits for the permute before it
         # multiplies.
         own, arrived = jax.lax.optimization_barrier((computed(turn), arrived))
-        return [a + b.astype(a.dtype) for a, b in zip(own, arrived, strict=True)]
+        return [(a + b.astype(a.dtype)).astype(wire_dtype) for a, b in zip(own, arrived, strict=True)]
 
-    return jax.lax.fori_loop(1, n, one, computed(0))
+    # The loop carries sums as they travel: carried wider, each turn would write them, read them and round them.
+    return jax.lax.fori_loop(1, n, one, [s.astype(wire_dtype) for s in computed(0)])
 
 
 def _permute(schedule: Schedule, step: int, axis_name: str, value: Array, arriving: dict[Place, deque[Array]]) -> None:

@@ -1,0 +1,101 @@
+"""A layer that computes groups of sequences side by side, so that one group's collectives overlap with another's work.
+
+Within one group every collective over `tensor` waits for a matmul, and the next matmul waits for it. Two groups do not
+depend on each other: while one is on the wire the device computes the other, attention included, with matmuls of the
+same shape but for their rows (arXiv:2409.15241).
+
+XLA schedules every collective as early as it can. Left alone it gathers all groups first and computes them in step, so
+that all of them are on the wire at the same time. Zeros that depend on the product of an earlier group keep the groups
+apart: attention of a group begins after the group before it was multiplied, the gather of a feed-forward layer's input
+after the second group before it. They cost nothing, for they are added to arrays that a fusion reads anyway.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jtrain.model import ops
+from jtrain.model.tensor_parallel import TensorAxis, gather_sequence, scatter_sequence
+
+GROUP_ORDER = "group_order"
+"""Name of the zeros, which every layer saves: without them the backward pass would multiply again to know the order."""
+
+
+def layer_in_groups(
+    block: Any,
+    x_BLD: Float[Array, "B _ D"],
+    cos_BLR: Float[Array, "B L R"],
+    sin_BLR: Float[Array, "B L R"],
+    segment_BL: Int[Array, "B L"],
+    *,
+    groups: int,
+    tensor: int,
+    context: ops.RowSplit,
+) -> Float[Array, "B _ D"]:
+    """Output of the layer at this device's positions, the same as of `block` for all sequences at once.
+
+    Args:
+      block: a `transformer.Block` without experts.
+      groups: number of groups, at least 2; divides B.
+    """
+    assert groups > 1, "one group has no order"
+    assert x_BLD.shape[0] % groups == 0, "check_batch refuses it"
+    definition, weights = nnx.split(block)
+    blocks = [nnx.merge(definition, copy) for copy in _copies(weights, groups)]
+    split = [jnp.split(array, groups) for array in (x_BLD, cos_BLR, sin_BLR, segment_BL)]
+    zeros: list[Array] = []
+
+    def scattered(y_BLD: Array) -> Array:
+        zeros.append(checkpoint_name(_zero_after(y_BLD), GROUP_ORDER))
+        return scatter_sequence(y_BLD, tensor)
+
+    middle: list[Array] = []
+    for one, x, cos, sin, segment in zip(blocks, *split, strict=True):
+        with jax.named_scope("attention"):
+            x, h = one.attention_norm.branch(x)
+            ordered = cos + zeros[-1].astype(cos.dtype) if zeros else cos
+            h = one.attention(gather_sequence(h, tensor), ordered, sin, segment, TensorAxis(), context)
+            middle.append(checkpoint_name(x + scattered(h), "attention_out"))
+    outputs: list[Array] = []
+    for one, x in zip(blocks, middle, strict=True):
+        with jax.named_scope("mlp"):
+            x, h = one.mlp_norm.branch(x)
+            h = gather_sequence(h + zeros[-2].astype(h.dtype), tensor)
+            outputs.append(x + scattered(one.mlp(h, TensorAxis())))
+    return jnp.concatenate(outputs)
+
+
+def _zero_after(y_BLD: Float[Array, "B L D"]) -> Float[Array, ""]:
+    """0 that XLA knows only once y is there: it does not assume that nothing exceeds infinity."""
+    first = jax.lax.stop_gradient(y_BLD[0, 0, 0])
+    return jnp.where(first > jnp.inf, 1.0, 0.0)
+
+
+def _copies(weights: Any, count: int) -> list[Any]:
+    """`count` times the same weights; the gradients of all copies are added in float32 and rounded once."""
+    leaves, tree = jax.tree.flatten(weights)
+    copies = [_copy(leaf, count) for leaf in leaves]
+    return [tree.unflatten(copy[index] for copy in copies) for index in range(count)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _copy(weight: Array, count: int) -> tuple[Array, ...]:
+    return (weight,) * count
+
+
+def _copy_forward(weight: Array, count: int) -> tuple[tuple[Array, ...], None]:
+    return (weight,) * count, None
+
+
+def _copy_backward(count: int, saved: None, gradients: tuple[Array, ...]) -> tuple[Array]:
+    del count, saved
+    total = functools.reduce(jnp.add, (g.astype(jnp.float32) for g in gradients))
+    return (total.astype(gradients[0].dtype),)
+
+
+_copy.defvjp(_copy_forward, _copy_backward)

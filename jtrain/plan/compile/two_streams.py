@@ -1,0 +1,357 @@
+"""Two-stream model of a compiled program: which seconds of the network pass while the device computes.
+
+Walks the scheduled HLO in order, with every iteration of its loops. Nothing runs and nothing is measured.
+
+- The compute stream runs one instruction after the other. Each takes the longer of its FLOPs at the rate of their
+  dtype and of its bytes at the memory's bandwidth; launches take no time, which can only make the hidden share smaller.
+- A transfer begins when the compute stream reaches its start and the links are free, and takes its bytes over the
+  link's bandwidth; no latency is known. At its done the compute stream waits for it. A collective that is not a pair
+  of start and done is waited for at once.
+- Behind a switch a device has one link each way, and all its transfers queue for it. On a torus, permutes between
+  other pairs use other links, each one direction of one dimension; every other collective uses both directions of its
+  dimension, and permutes wait for it. Every permute is taken for one between neighbours.
+- Copies within the device or to the host that have a start and a done take no time.
+
+A second of a transfer is hidden if the compute stream does not wait in it, for this or for another transfer.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+
+from jtrain.errors import UserError
+from jtrain.hlo.memory_traffic import NO_ACCESS
+from jtrain.hlo.parser import (
+    KINDS,
+    Instruction,
+    array_bytes,
+    called,
+    done_of,
+    groups_of,
+    read,
+    trip_count,
+    whole_arrays,
+    wire_bytes,
+)
+from jtrain.profile.analysis.hlo_flops import bytes_accessed, flops
+from jtrain.profile.analysis.hlo_ops import scope_mark, scope_of
+from jtrain_kernels.cost import MATMUL, MEMORY, matmul_rate
+from jtrain_kernels.device import DeviceSpec
+
+_COLLECTIVES = (*KINDS, "ragged-all-to-all")
+_NO_TIME = {*NO_ACCESS, "opt-barrier", "iota"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Speeds of one device.
+
+    flops_16, flops_8, flops_32: FLOP/s of matmuls by the bits of their operands.
+    memory: bytes/s of the device's memory.
+    collective, permute: bytes/s that a device sends in a permute, and in every other collective.
+    links: `switch` if all transfers share one link, `torus` if permutes between other pairs use other links.
+    """
+
+    flops_16: float
+    flops_8: float
+    flops_32: float
+    memory: float
+    collective: float
+    permute: float
+    links: Literal["switch", "torus"]
+
+
+def rates_of(device: DeviceSpec, devices: int) -> Rates:
+    """Rates from the device table: published peaks times the cost model's fractions, links at their full bandwidth.
+
+    Raises:
+      UserError: the device has no published peaks, or its links do not join that many devices.
+    """
+    memory, flops = device.hbm_bytes_per_s, device.peak_bf16_flops
+    if memory is None or flops is None or device.link_bytes_per_s is None or devices > device.linked:
+        raise UserError(
+            f"{device.name}: the two-stream model needs published peaks and links that join all {devices} devices; "
+            f"the table has {flops} FLOP/s, {memory} bytes/s of memory, {device.link_bytes_per_s} bytes/s of links "
+            f"that join {device.linked}. Take another device, or a mesh of at most {device.linked}."
+        )
+    both_ways = device.link_bytes_per_s / (device.torus_dims or 1)
+    return Rates(
+        flops_16=MATMUL * flops,
+        flops_8=MATMUL * (device.peak_fp8_flops or flops),
+        flops_32=MATMUL * (matmul_rate(device, "float32") or flops),
+        memory=MEMORY * memory,
+        collective=both_ways,
+        permute=both_ways if device.torus_dims is None else both_ways / 2,
+        links="switch" if device.torus_dims is None else "torus",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Hop:
+    """All executions of one transfer: of one instruction of the program at one place.
+
+    scope: path of named scopes that it was traced from.
+    count: executions per run of the program.
+    bytes, seconds, hidden_s: sent by one device in all executions, their time on the link, and the hidden part of it.
+    """
+
+    name: str
+    kind: str
+    scope: str
+    count: int
+    bytes: int
+    seconds: float
+    hidden_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """One run of a program.
+
+    compute_s: seconds of the compute stream's instructions.
+    waiting_s: seconds in which the compute stream waits for a transfer.
+    """
+
+    compute_s: float
+    waiting_s: float
+    hops: tuple[Hop, ...]
+
+    @property
+    def wire_s(self) -> float:
+        """Seconds of all transfers."""
+        return sum(hop.seconds for hop in self.hops)
+
+    @property
+    def hidden_share(self) -> float:
+        """Hidden fraction of all transfers' seconds; 1 if there is no transfer."""
+        return sum(hop.hidden_s for hop in self.hops) / self.wire_s if self.wire_s else 1.0
+
+
+def two_streams(
+    hlo: str, mesh_shape: Mapping[str, int], rates: Rates, kernels: Mapping[tuple[str, str], float] | None = None
+) -> Timeline:
+    """Runs the model on a compiled program.
+
+    Args:
+      hlo: `Compiled.as_text()`.
+      mesh_shape: devices along each axis of the mesh that it was compiled for, in the order of `AXES`.
+      kernels: (phase, layer) as of `scope_mark` -> seconds of all kernels there whose FLOPs are not in the program, in
+        one iteration of the loop around them; they are divided equally among these kernels.
+
+    Raises:
+      UserError: the trip count of a loop is unknown.
+    """
+    program = _Program(hlo, mesh_shape, rates, kernels or {})
+    clock = _Clock(program, rates.links)
+    clock.run(program.entry)
+    return clock.timeline()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compute:
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    body: str
+    trips: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Transfer:
+    """A transfer; its link is "" if it uses all of the device's links."""
+
+    name: str
+    kind: str
+    scope: str
+    link: str
+    bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wait:
+    name: str
+
+
+type _Action = _Compute | _Loop | _Transfer | _Wait
+
+
+class _Program:
+    """Actions of every computation that is not part of a fusion, in schedule order."""
+
+    def __init__(
+        self, hlo: str, mesh_shape: Mapping[str, int], rates: Rates, kernels: Mapping[tuple[str, str], float]
+    ) -> None:
+        self.computations, self.entry = read(hlo)
+        self._types = {i.name: i.type for body in self.computations.values() for i in body}
+        self._mesh_shape = mesh_shape
+        self._rates = rates
+        self._known: dict[str, tuple[_Action, ...]] = {}
+        found = collections.Counter(self._mark(kernel) for kernel in self._all_kernels(self.entry))
+        self._kernel_s = {mark: seconds / found[mark] for mark, seconds in kernels.items() if found[mark]}
+
+    def actions(self, name: str) -> tuple[_Action, ...]:
+        """Actions of one computation."""
+        if name not in self._known:
+            self._known[name] = tuple(self._actions(self.computations[name]))
+        return self._known[name]
+
+    def _actions(self, body: list[Instruction]) -> Iterator[_Action]:
+        waits: dict[str, str] = {}  # done -> the start that it waits for
+        left: list[str] = []
+        for index, i in enumerate(body):
+            if i.name in waits:
+                yield _Wait(waits[i.name])
+            elif i.opcode == "while":
+                found = re.search(r"body=%([\w.-]+)", i.line)
+                trips = trip_count(i.line, self.computations)
+                if found is None or trips is None:
+                    raise UserError(f"a loop's trip count is not in the HLO: {i.line[:200]}")
+                yield _Loop(found[1], trips)
+            elif i.opcode in ("call", "conditional"):
+                yield from (_Loop(name, 1) for name in called(i.line))
+            elif collectives := list(self._collectives(i)):
+                yield self._transfer(i, collectives)
+                done = done_of(body, index) if i.opcode.endswith("-start") else None
+                if not i.opcode.endswith("-start") or '"is_sync":true' in i.line:
+                    yield _Wait(i.name)
+                elif done is not None:
+                    waits[body[done].name] = i.name
+                else:
+                    left.append(i.name)
+            elif not i.opcode.endswith(("-start", "-update", "-done")) and (seconds := self._compute_s(i)):
+                yield _Compute(seconds)
+        yield from map(_Wait, left)  # their done is in another computation
+
+    def _collectives(self, i: Instruction) -> Iterator[Instruction]:
+        """The instruction if it is a collective, else those in the computations that it calls."""
+        if i.opcode.removesuffix("-start") in _COLLECTIVES:
+            yield i
+        elif not i.opcode.endswith(("-update", "-done")):
+            for name in called(i.line):
+                for inside in self.computations[name]:
+                    yield from self._collectives(inside)
+
+    def _transfer(self, i: Instruction, collectives: list[Instruction]) -> _Transfer:
+        sent, seconds, link = 0, 0.0, ""
+        for one in collectives:
+            kind = one.opcode.removesuffix("-start")
+            groups = groups_of(one, self._mesh_shape)
+            group = max(map(len, groups), default=1)
+            size = sum(wire_bytes(kind, whole, group) for _, whole in whole_arrays(one, kind, group))
+            if kind == "ragged-all-to-all":
+                size = min(size, array_bytes(self._types[one.operands[0]]))
+            permutes = kind == "collective-permute"
+            link = str(groups) if permutes else ""
+            sent += size
+            seconds += size / (self._rates.permute if permutes else self._rates.collective)
+        return _Transfer(
+            i.name, collectives[0].opcode.removesuffix("-start"), scope_of(collectives[0]), link, sent, seconds
+        )
+
+    def _compute_s(self, i: Instruction) -> float:
+        if i.opcode in _NO_TIME or re.search(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"', i.line):
+            return 0.0
+        moving = bytes_accessed(i, self._types, self.computations) / self._rates.memory
+        kernels = sum(self._kernel_s.get(self._mark(kernel), 0.0) for kernel in self._kernels(i))
+        return max(moving, kernels + self._matmul_s(i))
+
+    def _matmul_s(self, i: Instruction) -> float:
+        """Seconds of the matmuls of an instruction, each at the rate of its first operand's dtype."""
+        if i.opcode == "fusion":
+            return sum(self._matmul_s(inside) for name in called(i.line) for inside in self.computations[name])
+        work = flops(i, self._types, self.computations)
+        if not work:
+            return 0.0
+        dtype = self._types.get(i.operands[0], "")
+        if dtype.startswith("f8"):
+            return work / self._rates.flops_8
+        return work / (self._rates.flops_32 if dtype.startswith("f32") else self._rates.flops_16)
+
+    def _kernels(self, i: Instruction) -> Iterator[Instruction]:
+        """Custom calls in an instruction that are kernels without stated FLOPs."""
+        if i.opcode == "custom-call":
+            is_kernel = re.search(r'custom_call_target="[^"]*(mosaic|tpu_custom_call|triton|fmha)', i.line)
+            if is_kernel and not flops(i, self._types, self.computations):
+                yield i
+        elif i.opcode == "fusion":
+            for name in called(i.line):
+                for inside in self.computations[name]:
+                    yield from self._kernels(inside)
+
+    def _all_kernels(self, name: str) -> Iterator[Instruction]:
+        for i in self.computations[name]:
+            yield from self._kernels(i)
+            if i.opcode in ("while", "call", "conditional"):
+                for inside in called(i.line):
+                    yield from self._all_kernels(inside)
+
+    def _mark(self, kernel: Instruction) -> tuple[str, str]:
+        return scope_mark(scope_of(kernel))
+
+
+class _Clock:
+    """Both streams: time of the compute stream, when each link is free again, transfers and waits so far."""
+
+    def __init__(self, program: _Program, links: Literal["switch", "torus"]) -> None:
+        self._program = program
+        self._shared = links == "switch"
+        self._now = 0.0
+        self._free: collections.defaultdict[str, float] = collections.defaultdict(float)
+        self._waits: list[tuple[float, float]] = []
+        self._sent: dict[str, tuple[_Transfer, list[float], list[float]]] = {}
+
+    def run(self, name: str) -> None:
+        """Runs a computation once."""
+        arrives: dict[str, float] = {}
+        for action in self._program.actions(name):
+            match action:
+                case _Compute():
+                    self._now += action.seconds
+                case _Loop():
+                    for _ in range(action.trips):
+                        self.run(action.body)
+                case _Transfer():
+                    arrives[action.name] = self._send(action)
+                case _Wait():
+                    self._wait(arrives[action.name])
+
+    def _send(self, transfer: _Transfer) -> float:
+        """Queues a transfer; returns when it ends."""
+        link = "" if self._shared else transfer.link
+        # A collective on all links ("") waits for every permute, and permutes wait for it.
+        taken = self._free.values() if link == "" else (self._free[""], self._free[link])
+        begin = max([self._now, *taken])
+        end = begin + transfer.seconds
+        self._free[link] = end
+        _, begins, ends = self._sent.setdefault(transfer.name, (transfer, [], []))
+        begins.append(begin)
+        ends.append(end)
+        return end
+
+    def _wait(self, until: float) -> None:
+        if until > self._now:
+            self._waits.append((self._now, until))
+            self._now = until
+
+    def timeline(self) -> Timeline:
+        """Sums so far; a transfer that nobody waited for is waited for at the end."""
+        self._wait(max(self._free.values(), default=0.0))
+        waits = np.array([(0.0, 0.0), *self._waits])
+        waited = np.cumsum(waits[:, 1] - waits[:, 0])
+        # Seconds waited until a time: constant between waits, rising by a second per second within each.
+        times = waits.reshape(-1)
+        until = np.stack([np.concatenate([[0.0], waited[:-1]]), waited], axis=1).reshape(-1)
+        hops: list[Hop] = []
+        for name, (transfer, begins, ends) in self._sent.items():
+            seconds = transfer.seconds * len(begins)
+            exposed = float(np.sum(np.interp(ends, times, until) - np.interp(begins, times, until)))
+            count, hidden = len(begins), max(0.0, seconds - exposed)
+            hops.append(Hop(name, transfer.kind, transfer.scope, count, count * transfer.bytes, seconds, hidden))
+        return Timeline(self._now - float(waited[-1]), float(waited[-1]), tuple(hops))
