@@ -94,8 +94,8 @@ def _rows(what: str, unit: str, found: dict[MatmulDtype, float], bar: str | None
 
 
 def layers(
-    mode: MatmulDtype, length: int, sizes: dict[str, int], on: jax.Device
-) -> tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]:
+    mode: MatmulDtype, length: int, sizes: dict[str, Any], on: jax.Device
+) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
     """The jitted forward and backward pass of a loop over `LAYERS` layers, and a function that makes its arguments.
 
     Args:
@@ -140,7 +140,7 @@ def layers(
 
 def _seconds(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> float:
     """Seconds of one call: the fastest of five rounds of `calls` calls."""
-    jax.block_until_ready(function(*arguments))
+    result = jax.block_until_ready(function(*arguments))
     rounds: list[float] = []
     for _ in range(5):
         start_s = time.perf_counter()

@@ -172,9 +172,9 @@ def test_a_rematerialised_layer_keeps_what_the_forward_casts_saw() -> None:
     x, w = jnp.arange(8.0).reshape(2, 4), jnp.ones((4, 3))
     kernel = ops.Fp8Kernel(w, jnp.ones(3), jnp.zeros(3))
     layer = checkpointed(
-        lambda x, w, _: ops.linear(jnp.sin(x), w), Placement(fetch=lambda _, w: w, remat="full"), scanned=True
+        lambda x, w, _: ops.linear(jnp.sin(x), w["w"]), Placement(fetch=lambda _, w: w, remat="full"), scanned=True
     )
-    _, backward = jax.vjp(layer, x, kernel, None)
+    _, backward = jax.vjp(layer, x, {"w": kernel}, None)
     kept = [float(leaf) for leaf in jax.tree.leaves(backward) if jnp.shape(leaf) == ()]
     assert kept == [float(jnp.max(jnp.abs(jnp.sin(x))))]
 
