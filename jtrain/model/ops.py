@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from jtrain_kernels.attention.api import attention
 from jtrain_kernels.attention.context import WHOLE_ROWS, RowSplit, context_attention
 from jtrain_kernels.embedding_lookup.api import embedding_lookup
-from jtrain_kernels.fp8.api import Fp8Kernel, linear_fp8
+from jtrain_kernels.fp8.api import AMAX, Fp8Kernel, linear_fp8, of_one_x
 from jtrain_kernels.fp8.formats import unsupported as fp8_unsupported
 from jtrain_kernels.fp8.history import empty as no_amax
 from jtrain_kernels.fp8.history import pushed as amax_pushed
@@ -36,6 +36,7 @@ from jtrain_kernels.rope.api import rope
 from jtrain_kernels.swiglu.api import swiglu
 
 __all__ = [
+    "AMAX",
     "NO_COLUMN",
     "WHOLE_ROWS",
     "Fp8Kernel",
@@ -54,6 +55,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_in_parts",
     "linear_reduce_scatter",
+    "linears",
     "no_amax",
     "rms_norm",
     "rms_norm_branch",
@@ -74,6 +76,13 @@ def linear(x: Float[Array, "..."], kernel: Kernel, num_in: int = 1) -> Float[Arr
     if isinstance(kernel, Fp8Kernel):
         return linear_fp8(x, kernel, num_in)
     return linear_in_dtype(x, kernel, num_in)
+
+
+def linears(x: Float[Array, "..."], kernels: Sequence[Kernel]) -> tuple[Float[Array, "..."], ...]:
+    """Products of one x with each kernel, as `linear`; kernels in 8 bits share what is made of x."""
+    in_8_bits = [kernel for kernel in kernels if isinstance(kernel, Fp8Kernel)]
+    shared = of_one_x(in_8_bits) if len(in_8_bits) == len(kernels) else kernels
+    return tuple(linear(x, kernel) for kernel in shared)
 
 
 def all_gather_linear(

@@ -27,8 +27,7 @@ class TensorAxis:
         """This device's columns of each product, [B, L, ...], from its positions of x."""
         if self.overlap:
             return ops.all_gather_linear(x_BLD, kernels, axis_name="tensor", axis_size=self.size)
-        whole_BLD = gather_sequence(x_BLD, self.size)
-        return tuple(ops.linear(whole_BLD, kernel) for kernel in kernels)
+        return ops.linears(gather_sequence(x_BLD, self.size), kernels)
 
     def project_out(self, y: Float[Array, "B L ..."], kernel: ops.Kernel) -> Float[Array, "B _ D"]:
         """This device's positions of the product, summed over all devices' parts of the contracted dimensions."""

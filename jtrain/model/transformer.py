@@ -368,7 +368,7 @@ def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
         return layer
     # With remat=none, a policy that refuses only the weights would still save values one step away from them (results
     # of the gather, reshapes), which are all layers' whole weights. Save the results of matmuls instead.
-    kept = (*(SAVEABLE if placement.remat == "none" else placement.remat_save), GROUP_ORDER)
+    kept = (*(SAVEABLE if placement.remat == "none" else placement.remat_save), GROUP_ORDER, ops.AMAX)
     policies = jax.checkpoint_policies
     if placement.offload:
         policy = policies.save_and_offload_only_these_names(

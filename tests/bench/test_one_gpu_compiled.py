@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jtrain.bench import attention, elementwise, fp8_speed, gpu_clocks, gpu_matmul, h200, kernels, loss, offload
 from jtrain.bench._one_gpu_steps import STEPS, Step
@@ -20,7 +21,7 @@ from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
 from jtrain.hlo.memory_traffic import Pass, passes
 from jtrain.plan.auto_layout import settle_loss_chunk
-from jtrain.plan.compile.compiled_step import compile_step, topology_devices
+from jtrain.plan.compile.compiled_step import compile_step, no_compile_cache, topology_devices
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.fit_check import check_fits
 from jtrain.plan.from_run import make_optimizer, search_task
@@ -28,8 +29,9 @@ from jtrain.plan.job import Job
 from jtrain.plan.search import resolve_as_needed
 from jtrain.precision import MatmulDtype
 from jtrain_kernels import registry
+from jtrain_kernels.compat import lowering_for
 from jtrain_kernels.compile_only import aot
-from jtrain_kernels.device import from_name
+from jtrain_kernels.device import from_name, live
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
 from jtrain_kernels.linear_cross_entropy.chunking import CANDIDATES
 from jtrain_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
@@ -127,14 +129,16 @@ def test_loss(chip: str) -> None:
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("mode", fp8_speed.MODES)
 def test_fp8(mode: MatmulDtype, chip: str) -> None:
-    """The matmul with its casts, and the step of two layers."""
+    """The matmul with its casts, and the loop over two layers."""
     square = jax.ShapeDtypeStruct((fp8_speed.SIZE, fp8_speed.SIZE), jnp.bfloat16)
     compiles(chip, functools.partial(fp8_speed.matmul, mode), square, square)
-    built = build_run(load_config("llama8b", ["single_device"], ["model.num_layers=2"]))
-    precision = dataclasses.replace(built.precision, matmul_dtype=mode)
-    layout = run_layout(dataclasses.replace(built, precision=precision))
-    job = Job(built.model, layout, built.optimizer, built.data.global_batch, built.data.seq_len)
-    compile_step(job, make_optimizer(built), devices=topology_devices(f"{chip}:1"))
+    mesh = aot.virtual_device(chip)
+    step, arrays = fp8_speed.layers(mode, fp8_speed.LENGTH, fp8_speed.LLAMA8B, mesh.devices.flat[0])
+    whole = NamedSharding(mesh, PartitionSpec())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), jax.eval_shape(arrays))
+    with lowering_for(mesh, live(mesh.devices.flat[0])), no_compile_cache():
+        memory = step.lower(*shapes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes < 60 * 2**30
 
 
 @pytest.mark.parametrize("chip", CHIPS)

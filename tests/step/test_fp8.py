@@ -1,6 +1,7 @@
 """A model whose layers multiply in 8 bits: what a layout changes of it, what a checkpoint keeps, who refuses it."""
 
 import argparse
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,20 @@ from jax.sharding import NamedSharding
 from jtrain.bench import fp8_speed
 from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec
 from jtrain.dims import Batch
+from jtrain.hlo.memory_traffic import written_arrays
 from jtrain.hlo.traffic import traffic
 from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.model import ops
 from jtrain.model.fp8_scaling import first_scaling, fp8_weights
 from jtrain.model.param import init_params, map_params
-from jtrain.model.transformer import Transformer
+from jtrain.model.transformer import Placement, Transformer, checkpointed
 from jtrain.optim import build
 from jtrain.plan.compile.compiled_step import no_compile_cache, topology_devices
 from jtrain.precision import PrecisionSpec
 from jtrain.step.state import abstract_state, init_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
+from jtrain_kernels.compat import lowering_for
+from jtrain_kernels.device import live
 from tests.layouts import layout_from
 from tests.step.test_train_step import ADAMW, SIZES, packed_batch
 
@@ -174,6 +179,38 @@ def test_first_histories_hold_what_is_known_of_the_weights() -> None:
         assert not b[:, jnp.array([0, 2])].any()
 
 
+def test_a_rematerialised_layer_keeps_what_the_forward_casts_saw() -> None:
+    """With remat=full the backward pass gets x's largest number from the forward pass, where a cast reads x anyway."""
+    x, w = jnp.arange(8.0).reshape(2, 4), jnp.ones((4, 3))
+    kernel = ops.Fp8Kernel(w, jnp.ones(3), jnp.zeros(3))
+    layer = checkpointed(
+        lambda x, w, _: ops.linear(jnp.sin(x), w["w"]), Placement(fetch=lambda _, w: w, remat="full"), scanned=True
+    )
+    _, backward = jax.vjp(layer, x, {"w": kernel}, None)
+    kept = [float(leaf) for leaf in jax.tree.leaves(backward) if jnp.shape(leaf) == ()]
+    assert kept == [float(jnp.max(jnp.abs(jnp.sin(x))))]
+
+
+def test_products_of_one_x_share_the_first_ones_scale_of_it() -> None:
+    """The bits of products on their own where scales are equal; where they are not, as in no run, the first decides."""
+    x = jax.random.normal(jax.random.key(0), (8, 4))
+    kernels = [
+        ops.Fp8Kernel(jnp.full((4, 3), i + 0.3), jnp.asarray([4.0, 2.0**i, 8.0]), jnp.zeros(3)) for i in range(3)
+    ]
+
+    def run(product: Any) -> Any:
+        y, backward = jax.vjp(product, x, kernels)
+        return y, backward(jax.tree.map(jnp.ones_like, y))
+
+    together = run(ops.linears)
+    jax.tree.map(
+        np.testing.assert_array_equal, together, run(lambda x, kernels: tuple(ops.linear(x, k) for k in kernels))
+    )
+    fine = dataclasses.replace(kernels[1], scale_3=jnp.asarray([2.0**-20, 2.0, 8.0]))  # x would underflow
+    np.testing.assert_array_equal(ops.linears(x, [kernels[0], fine])[1], together[0][1])
+    assert not np.array_equal(ops.linear(x, fine), together[0][1])
+
+
 def test_an_unknown_matmul_dtype_is_refused() -> None:
     """By the field, with what there is; here the types are checked first, so the spec's own check is called."""
     spec = PrecisionSpec()
@@ -229,6 +266,25 @@ def test_the_speed_benchmark_refuses_a_cpu() -> None:
     """Its emulation's speed would say nothing."""
     with pytest.raises(ValueError, match="8-bit matmuls are timed on an H100, H200 or B200, but the device here is"):
         list(fp8_speed.run(argparse.Namespace(calls=1, rehearse=False, only=None)))
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_the_benchmarks_layers_cast_for_an_h200_without_float32_arrays() -> None:
+    """Seven products forward, six again, fourteen backward; nothing as wide as the feed-forward layer is float32.
+
+    XLA would otherwise keep an array of nans for each cast, and gradients of gate and up for their amax. Rows and d_ff
+    differ from all other sizes.
+    """
+    mesh = make_mesh(MeshSpec(), topology_devices("h200:1"))
+    step, arrays = fp8_speed.layers("fp8_delayed", 256, fp8_speed.REHEARSED | {"d_ff": 384}, mesh.devices.flat[0])
+    whole = NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), jax.eval_shape(arrays))
+    with lowering_for(mesh, live(mesh.devices.flat[0])), no_compile_cache():
+        text = step.lower(*shapes).compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 27
+    assert ("f32", (256, 384)) not in written_arrays(text)
+    assert ("bf16", (256, 384)) in written_arrays(text)  # gate and up
 
 
 @pytest.mark.aot

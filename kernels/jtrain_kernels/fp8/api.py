@@ -3,16 +3,22 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jtrain_kernels.errors import UserError
 from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, largest, quantised, restored, scale_of
 from jtrain_kernels.linear.cpu import kernel_gradient_cpu
 from jtrain_kernels.linear.reference import contract
+
+AMAX = "fp8_amax"
+"""Name of the largest numbers that the forward pass finds, scalars. A rematerialised layer should save them: beside the
+forward pass's cast they cost no pass over the tensor, beside the backward pass's transpose they do."""
 
 
 @jax.tree_util.register_dataclass
@@ -35,6 +41,20 @@ class Fp8Kernel:
         """Returns itself, so that `weight[...]` works for both kinds of weights."""
         assert key is Ellipsis, key
         return self
+
+
+def of_one_x(kernels: Sequence[Fp8Kernel]) -> tuple[Fp8Kernel, ...]:
+    """The kernels of several matmuls of one x, which then share its FP8 copies.
+
+    All take the first one's scale of x. With delayed scaling the others' are equal, because their histories saw the
+    same x, but XLA cannot know that and would cast and transpose x once for each.
+    """
+    first = kernels[0].scale_3
+    if first is None:
+        return tuple(kernels)
+    return tuple(
+        dataclasses.replace(kernel, scale_3=jnp.concatenate([first[:1], kernel.scale_3[1:]])) for kernel in kernels
+    )
 
 
 def linear_fp8(x: Float[Array, "..."], kernel: Fp8Kernel, num_in: int = 1) -> Float[Array, "..."]:
@@ -66,19 +86,27 @@ def _matmul(x_TI: Array, kernel_IO: Array, scale_3: Array | None, seen_3: Array 
 
 def _forward(x_TI: Array, kernel_IO: Array, scale_3: Array | None, seen_3: Array | None) -> tuple[Array, Any]:
     del seen_3
-    scales = (None, None) if scale_3 is None else (scale_3[0], scale_3[1])
-    x8_TI, x_scale = _to_8bit(x_TI, scales[0], FORWARD)
-    kernel8_IO, kernel_scale = _to_8bit(kernel_IO, scales[1], FORWARD)
-    dtype = x_TI.dtype
+    dtype, x_amax = x_TI.dtype, checkpoint_name(largest(x_TI), AMAX)
+    if scale_3 is None:
+        x_scale = scale_of(x_amax, FORWARD)
+        kernel_scale = scale_of(checkpoint_name(largest(kernel_IO), AMAX), FORWARD)
+    else:
+        x_scale, kernel_scale = scale_3[0], scale_3[1]
+    x8_TI, kernel8_IO = quantised(x_TI, x_scale, FORWARD), quantised(kernel_IO, kernel_scale, FORWARD)
     # Hopper's tensor cores accumulate in 14 bits: faster, and enough here, but not for gradients (see _backward).
     y_TO = contract(restored(x8_TI, x_scale, dtype), restored(kernel8_IO, kernel_scale, dtype), 1, 0, dtype)
-    return y_TO, (x_TI, kernel_IO, x_scale, kernel_scale, scale_3)
+    return y_TO, (x_TI, kernel_IO, x_scale, kernel_scale, x_amax, scale_3)
 
 
 def _backward(saved: Any, dy_TO: Array) -> tuple[Array, Array, Array | None, Array | None]:
-    x_TI, kernel_IO, x_scale, kernel_scale, scale_3 = saved
-    dtype = x_TI.dtype
-    dy8_TO, dy_scale = _to_8bit(dy_TO, None if scale_3 is None else scale_3[2], GRADIENT)
+    x_TI, kernel_IO, x_scale, kernel_scale, x_amax, scale_3 = saved
+    dtype, dy_amax = x_TI.dtype, largest(dy_TO)
+    dy_scale = scale_of(dy_amax, GRADIENT) if scale_3 is None else scale_3[2]
+    # XLA:GPU would make dy and its transpose for cuBLAS from the unrounded gradient, in a fusion that cannot compute an
+    # amax too. Behind a barrier it casts and computes the amax in one pass, and transposes 8 bits.
+    dy8_TO = jax.lax.platform_dependent(
+        quantised(dy_TO, dy_scale, GRADIENT), cuda=jax.lax.optimization_barrier, default=lambda dy8_TO: dy8_TO
+    )
     dy = restored(dy8_TO, dy_scale, dtype)
     x = restored(quantised(x_TI, x_scale, FORWARD), x_scale, dtype)
     kernel = restored(quantised(kernel_IO, kernel_scale, FORWARD), kernel_scale, dtype)
@@ -93,7 +121,7 @@ def _backward(saved: Any, dy_TO: Array) -> tuple[Array, Array, Array | None, Arr
     )
     if scale_3 is None:
         return dx_TI, dkernel_IO, None, None
-    seen_3 = jnp.stack([largest(x_TI), largest(kernel_IO), largest(dy_TO)])
+    seen_3 = jnp.stack([x_amax, largest(kernel_IO), dy_amax])
     return dx_TI, dkernel_IO, jnp.zeros_like(scale_3), seen_3
 
 
@@ -102,12 +130,6 @@ def _products(
 ) -> tuple[Array, Array]:
     dx_TI = contract(dy_TO, kernel_IO, 1, 1, x_TI.dtype, precision=precision)
     return dx_TI, contract(x_TI, dy_TO, 0, 0, dtype, precision=precision)
-
-
-def _to_8bit(x: Array, scale: Array | None, dtype: jax.typing.DTypeLike) -> tuple[Array, Array]:
-    if scale is None:
-        scale = scale_of(largest(x), dtype)
-    return quantised(x, scale, dtype), scale
 
 
 _matmul.defvjp(_forward, _backward)

@@ -57,7 +57,9 @@ def quantised(x: Float[Array, "..."], scale: Float[Array, ""], dtype: jax.typing
     """
     top = float(jnp.finfo(dtype).max)
     scaled = x.astype(jnp.float32) * scale
-    return jnp.where(jnp.isinf(scaled), jnp.nan, jnp.clip(scaled, -top, top)).astype(dtype)
+    # `inf - inf` in place of a constant nan: XLA:GPU moves a whole float32 array of that constant out of a loop over
+    # layers, and each cast then reads it, four times the bytes that the cast writes.
+    return jnp.where(jnp.isinf(scaled), scaled - scaled, jnp.clip(scaled, -top, top)).astype(dtype)
 
 
 def restored(x8: Float[Array, "..."], scale: Float[Array, ""], dtype: jax.typing.DTypeLike) -> Float[Array, "..."]:
