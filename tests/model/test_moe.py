@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jtrain.model.expert_dispatch import buffer_rows, exchange_of, from_rows, order_of, send, send_back, to_rows
+from jtrain.model.expert_dispatch import buffer_rows, exchanges_of, from_rows, order_of, send, send_back, to_rows
 from jtrain.model.moe import MoE
 from jtrain.model.param import map_params, param_infos
 from jtrain.model.router import MoESpec, route
@@ -168,7 +168,7 @@ def test_rows_reach_their_experts_and_come_back(counts: Any) -> None:
         want[device, : len(arrived)] = arrived
 
     def local(x: Any, count: Any, dy: Any) -> Any:
-        exchange = exchange_of(count[0])
+        exchange = exchanges_of([count[0]])[0]
         got, back = jax.vjp(lambda x: send(x, exchange, jnp.zeros((most, 0))), x[0])
         home, there = jax.vjp(lambda y: send_back(y, exchange, x[0, :, :0]), got)
         return got[None], home[None], back(dy[0])[0][None], there(x[0])[0][None], exchange.group_size[None]
@@ -192,7 +192,7 @@ def test_accelerators_exchange_rows_by_one_ragged_all_to_all() -> None:
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("expert",))
 
     def local(x: Any, count: Any) -> Any:
-        return send(x[0], exchange_of(count[0]), jnp.zeros((64, 0)))[None]
+        return send(x[0], exchanges_of([count[0]])[0], jnp.zeros((64, 0)))[None]
 
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False))
     shapes = jax.ShapeDtypeStruct((DEVICES, 16, 4), jnp.bfloat16), jax.ShapeDtypeStruct((DEVICES, 16), jnp.int32)

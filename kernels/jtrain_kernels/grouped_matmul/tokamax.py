@@ -30,7 +30,7 @@ def supports(device: DeviceSpec, avals: Avals) -> str | None:
         return "tokamax's kernels, as they are called here, are for Hopper GPUs"
     if importlib.util.find_spec("tokamax") is None:
         return f"tokamax is not installed: pip install tokamax=={VERSION}"
-    if x.dtype != jnp.bfloat16 or kernel.dtype != jnp.bfloat16:
+    if x.dtype != jnp.bfloat16 or kernel.dtype not in (jnp.bfloat16, jnp.float32):
         return f"tokamax multiplies bfloat16 with bfloat16, not {x.dtype} with {kernel.dtype}"
     if kernel.shape[1] % 128 or kernel.shape[2] % 128 or x.shape[0] % _TILE:
         return f"tokamax takes multiples of 128 columns and {_TILE} rows, not x {x.shape} and kernel {kernel.shape}"
@@ -74,14 +74,15 @@ def matmul(
 
     @jax.custom_vjp
     def product(x: Array, kernel: Array, group_size: Array) -> Array:
-        return used(sm90.ragged_dot_kernel(x, kernel, group_size, x.dtype, config), group_size)
+        return used(sm90.ragged_dot_kernel(x, kernel.astype(x.dtype), group_size, x.dtype, config), group_size)
 
     def forward(x: Array, kernel: Array, group_size: Array) -> tuple[Array, Any]:
         return product(x, kernel, group_size), (x, kernel, group_size)
 
     def backward(saved: Any, dy: Array) -> tuple[Array, Array, None]:
         x, kernel, group_size = saved
-        dx = used(sm90.ragged_dot_kernel(dy, kernel.swapaxes(1, 2), group_size, x.dtype, config), group_size)
+        matrix = kernel.astype(x.dtype).swapaxes(1, 2)
+        dx = used(sm90.ragged_dot_kernel(dy, matrix, group_size, x.dtype, config), group_size)
         x, dy = used(x, group_size), used(dy, group_size)
         dkernel = sm90.ragged_contracting_dim_dot_kernel(x, dy, group_size, kernel.dtype, config)
         return dx, dkernel, None
