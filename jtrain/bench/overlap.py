@@ -1,4 +1,4 @@
-"""llama8b over tensor=8, compiled for 8 absent chips: bytes of collectives that overlap with a matmul.
+"""llama8b over tensor=8 and a mixture over expert=4, compiled for 8 absent chips: bytes sent beside a matmul.
 
     python -m jtrain.bench overlap [--device v5p]
 
@@ -7,14 +7,21 @@ one (`layout.tensor_overlap`) sends permutes between pieces of the matmuls, also
 A byte is hidden if it belongs to a pair of start and done with a matmul in between, in the program as the chip's own
 compiler scheduled it; loops are counted. Nothing runs, so this does not measure speed: a permute may still take longer
 than the matmul beside it.
+
+The last rows of H200 are those of a mixture of experts, qwen3_30b_a3b as it ships: rows of tokens sent to their experts
+and back, forward and backward.
 """
 
 import argparse
 import dataclasses
 import os
+from typing import TYPE_CHECKING
 
 from jtrain.bench import Row, row
 from jtrain.plan import AOT_ENVIRONMENT
+
+if TYPE_CHECKING:
+    from jtrain.plan.compile.compiled_step import CompiledStep
 
 TOPOLOGIES = {"v5p": "v5p:2x2x2", "h200": "h200:8"}
 SETTINGS = (
@@ -63,7 +70,22 @@ def run(args: argparse.Namespace) -> list[Row]:
                 row(f"{device}, {name}: share of it beside a matmul", sent.hidden_bytes / sent.wire_bytes, "", bar=bar),
                 row(f"{device}, {name}: temporaries", sent.temp_bytes / 1e9, "GB"),
             ]
+        if device == "h200":  # the mixture as it ships needs more memory than a v5p has
+            rows += exchange_rows(device)
     return rows
+
+
+def exchange_rows(device: str) -> list[Row]:
+    """Rows of the expert exchange of qwen3_30b_a3b, all ragged all-to-alls of a step."""
+    program = compiled_step(device, "qwen3_30b_a3b", ())
+    (sent,) = (t for t in program.traffic if t.kind == "ragged-all-to-all")
+    what = f"{device}, expert exchange"
+    return [
+        row(f"qwen3_30b_a3b, 8 x {device}, expert exchange: sent per device and step", sent.wire_bytes / 1e9, "GB"),
+        row(f"{what}: share of it asynchronous", sent.async_bytes / sent.array_bytes, ""),
+        row(f"{what}: share of it beside a matmul", sent.hidden_bytes / sent.array_bytes, "", bar=">= 0.6"),
+        row(f"{what}: temporaries", program.temp_bytes / 1e9, "GB"),
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +104,23 @@ def compiled(device: str, sets: tuple[str, ...]) -> Sent:
     Raises:
       UserError: the compiler is not installed.
     """
+    from jtrain.hlo import traffic
+
+    program = compiled_step(device, "llama8b", sets)
+    sent = traffic.overlap(program.traffic)
+    return Sent(sent.wire_bytes, sent.async_bytes, sent.hidden_bytes, program.temp_bytes)
+
+
+def compiled_step(device: str, config: str, sets: tuple[str, ...]) -> "CompiledStep":
+    """The step of a config, compiled for eight of the device.
+
+    Raises:
+      UserError: the compiler is not installed.
+    """
     from jtrain.config.load import load_config
     from jtrain.config.run import build_run
-    from jtrain.hlo import traffic
     from jtrain.plan.compile.compiled_step import compile_step, topology_devices
     from jtrain.plan.from_run import make_optimizer, plan_job
 
-    built = build_run(load_config("llama8b", sets=sets))
-    program = compile_step(plan_job(built), make_optimizer(built), devices=topology_devices(TOPOLOGIES[device]))
-    sent = traffic.overlap(program.traffic)
-    return Sent(sent.wire_bytes, sent.async_bytes, sent.hidden_bytes, program.temp_bytes)
+    built = build_run(load_config(config, sets=sets))
+    return compile_step(plan_job(built), make_optimizer(built), devices=topology_devices(TOPOLOGIES[device]))
