@@ -75,7 +75,8 @@ class MoE(nnx.Module):
             x_PDs = [to_rows(x_tD, order) for x_tD, order in zip(jnp.split(x_TD, pieces), orders, strict=True)]
         if expert == 1:
             weights, count_X = self._weights(pieces), orders[0].count_X
-            y_PDs = [weights[2].multiply(self._wide(x_PDs[0], count_X, weights), count_X)]
+            wide_PF = self._wide(x_PDs[0], count_X, weights, expected_rows=x_PDs[0].shape[0])
+            y_PDs = [weights[2].multiply(wide_PF, count_X)]
         else:
             y_PDs = self._exchanged(x_PDs, orders, expert=expert)
         with jax.named_scope("combine"):
@@ -107,12 +108,13 @@ class MoE(nnx.Module):
             with jax.named_scope("exchange"):
                 return send_back(y_RD, exchanges[piece], x_PDs[piece][:, :0])
 
-        weights = self._weights(pieces)
+        weights, expected = self._weights(pieces), x_PDs[0].shape[0]  # as many rows arrive as leave, on average
         x_RD, y_RD, y_PDs = sent(0), None, []
         for piece in range(pieces):
             group_size = exchanges[piece].group_size
             next_RD = sent(piece + 1) if piece + 1 < pieces else None
-            wide_RF, next_RD, y_RD = in_order(self._wide(x_RD, group_size, weights), next_RD, y_RD)
+            wide_RF = self._wide(x_RD, group_size, weights, expected_rows=expected)
+            wide_RF, next_RD, y_RD = in_order(wide_RF, next_RD, y_RD)
             returning = [] if y_RD is None else [returned(piece - 1, y_RD)]
             y_RD = weights[2].multiply(wide_RF, group_size)
             # The piece after the next is sent after this one, so that buffers of few pieces exist at a time.
@@ -126,11 +128,18 @@ class MoE(nnx.Module):
         """Gate, up and down, each used once per piece."""
         return tuple(ExpertWeight.of(w[...], uses=pieces) for w in (self.gate_XDF, self.up_XDF, self.down_XFD))
 
-    def _wide(self, x_PD: Float[Array, "P D"], group_size_X: Array, weights: "tuple[ExpertWeight, ...]") -> Array:
-        """`silu(gate) * up` of each row, [P, F]."""
+    def _wide(
+        self,
+        x_PD: Float[Array, "P D"],
+        group_size_X: Array,
+        weights: "tuple[ExpertWeight, ...]",
+        *,
+        expected_rows: int,
+    ) -> Float[Array, "P F"]:
+        """`silu(gate) * up` of each expert's rows; undefined in rows of no expert."""
         gate_PF = checkpoint_name(weights[0].multiply(x_PD, group_size_X), "mlp_gate")
         up_PF = checkpoint_name(weights[1].multiply(x_PD, group_size_X), "mlp_up")
-        return ops.swiglu(gate_PF, up_PF)
+        return ops.grouped_swiglu(gate_PF, up_PF, group_size_X, expected_rows=expected_rows)
 
 
 @dataclasses.dataclass(frozen=True)

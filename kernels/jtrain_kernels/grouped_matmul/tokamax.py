@@ -69,12 +69,20 @@ def matmul(
     )
 
     def used(rows: Array, group_size: Array) -> Array:
-        """Zeroes rows without a group, which tokamax's kernels leave uninitialised and multiply with zero."""
+        """Zeroes rows without a group, which the kernel for the weights' gradient multiplies with zero: nan stays."""
         return jnp.where((jnp.arange(rows.shape[0]) < jnp.sum(group_size))[:, None], rows, 0)
+
+    def last_block_used(rows: Array, group_size: Array) -> Array:
+        """`used`, in place, of the only block of `block_k` rows in which that kernel reads rows of no group."""
+        end = jnp.sum(group_size)
+        start = jnp.minimum(end // block_k * block_k, rows.shape[0] - block_k)
+        block = jax.lax.dynamic_slice_in_dim(rows, start, block_k)
+        block = jnp.where((start + jnp.arange(block_k) < end)[:, None], block, 0)
+        return jax.lax.dynamic_update_slice_in_dim(rows, block, start, axis=0)
 
     @jax.custom_vjp
     def product(x: Array, kernel: Array, group_size: Array) -> Array:
-        return used(sm90.ragged_dot_kernel(x, kernel.astype(x.dtype), group_size, x.dtype, config), group_size)
+        return sm90.ragged_dot_kernel(x, kernel.astype(x.dtype), group_size, x.dtype, config)
 
     def forward(x: Array, kernel: Array, group_size: Array) -> tuple[Array, Any]:
         return product(x, kernel, group_size), (x, kernel, group_size)
@@ -82,9 +90,10 @@ def matmul(
     def backward(saved: Any, dy: Array) -> tuple[Array, Array, None]:
         x, kernel, group_size = saved
         matrix = kernel.astype(x.dtype).swapaxes(1, 2)
-        dx = used(sm90.ragged_dot_kernel(dy, matrix, group_size, x.dtype, config), group_size)
-        x, dy = used(x, group_size), used(dy, group_size)
-        dkernel = sm90.ragged_contracting_dim_dot_kernel(x, dy, group_size, kernel.dtype, config)
+        dy = last_block_used(dy, group_size)
+        dx = sm90.ragged_dot_kernel(dy, matrix, group_size, x.dtype, config)
+        # The kernel transposes x in a pass over memory, and XLA fuses the mask of all rows into it.
+        dkernel = sm90.ragged_contracting_dim_dot_kernel(used(x, group_size), dy, group_size, kernel.dtype, config)
         return dx, dkernel, None
 
     product.defvjp(forward, backward)
