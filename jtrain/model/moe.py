@@ -183,7 +183,8 @@ def _multiply_backward(saved: Any, dy_PO: Array) -> tuple[Array, Array, None, No
     x_PI, value_XIO, group_size_X = saved
     wide_XIO = value_XIO.astype(jnp.promote_types(value_XIO.dtype, jnp.float32))  # its gradient has the same dtype
     _, vjp = jax.vjp(lambda x, kernel: ops.grouped_matmul(x, kernel, group_size_X), x_PI, wide_XIO)
-    return *vjp(dy_PO), None, None
+    # In order, or XLA:GPU may leave the weights' gradients of all pieces to the end, with all that they read.
+    return *in_order(*vjp(dy_PO)), None, None
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward)
@@ -195,5 +196,5 @@ def in_order(*arrays: Any) -> Any:
     Rows stay contiguous: XLA would give the barrier the layout that one of its users prefers, with a transposing copy
     on both sides.
     """
-    by_rows = functools.partial(jax.tree.map, lambda a: with_layout_constraint(a, Layout((0, 1))))
+    by_rows = functools.partial(jax.tree.map, lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))))
     return by_rows(jax.lax.optimization_barrier(by_rows(arrays)))
