@@ -33,14 +33,25 @@ _KEEP_PRODUCTS_APART = {"xla_gpu_dot_merger_threshold_mb": 0}
 have different scales, so the merged matmul would run in bfloat16: 10 of the 21 matmuls of a small layer."""
 
 
+_SCHEDULE_EXCHANGES = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 3,
+}
+"""Options for GPUs along `expert`. XLA:GPU schedules for the least memory by default: gathers of weights and sums of
+gradients beside the expert exchange are then asynchronous or not by chance. With the default limit of one collective
+under way, an exchange waits for a gather. As compiled for qwen3_30b_a3b, 8 x H200: share of all bytes beside a matmul
+0.61 by default, 0.68 with the scheduler, 0.79 with the limit as well; temporaries 1 % smaller."""
+
+
 def compiler_options(mesh: Mesh, matmul_dtype: MatmulDtype = "compute") -> dict[str, Any]:
-    """Returns `compiler_options` for `jax.jit`; empty except for several TPUs, and for GPUs with 8-bit matmuls.
+    """Returns `compiler_options` for `jax.jit`: for several TPUs, and for GPUs with experts or 8-bit matmuls.
 
     The options change which instructions overlap, never the results.
     """
     device = mesh.devices.flat[0]
-    if device.platform == "gpu" and matmul_dtype != "compute":
-        return dict(_KEEP_PRODUCTS_APART)
+    if device.platform == "gpu":
+        experts = _SCHEDULE_EXCHANGES if mesh.shape["expert"] > 1 else {}
+        return experts | (_KEEP_PRODUCTS_APART if matmul_dtype != "compute" else {})
     if device.platform != "tpu" or mesh.size == 1:
         return {}
     spec = from_device(device)

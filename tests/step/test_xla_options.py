@@ -32,6 +32,15 @@ def test_options_are_those_of_the_chip(topology: str, count: int, sparse_cores: 
 
 
 @pytest.mark.aot
+def test_gpus_schedule_around_the_exchange_of_experts() -> None:
+    """Only with devices along `expert`, and beside the option for 8-bit matmuls."""
+    mesh = make_mesh(MeshSpec(data=4, expert=2), topology_devices("h200:8"))
+    options = compiler_options(mesh)
+    assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
+    assert set(compiler_options(mesh, "fp8_current")) == set(options) | {"xla_gpu_dot_merger_threshold_mb"}
+
+
+@pytest.mark.aot
 @pytest.mark.parametrize(("topology", "name"), [("v5e:2x2", "v5e"), ("h200:1", "h200")])
 def test_kernels_are_chosen_for_the_devices_of_the_mesh(topology: str, name: str) -> None:
     """Not for the machine that compiles; and a layout's word is law for them."""
