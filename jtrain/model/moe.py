@@ -109,7 +109,9 @@ class MoE(nnx.Module):
                 return send_back(y_RD, exchanges[piece], x_PDs[piece][:, :0])
 
         weights, expected = self._weights(pieces), x_PDs[0].shape[0]  # as many rows arrive as leave, on average
-        x_RD, y_RD, y_PDs = sent(0), None, []
+        x_RD: Any = sent(0)
+        y_RD: Any = None
+        y_PDs: list[Array] = []
         for piece in range(pieces):
             group_size = exchanges[piece].group_size
             next_RD = sent(piece + 1) if piece + 1 < pieces else None
