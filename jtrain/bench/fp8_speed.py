@@ -56,14 +56,14 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
             f"8-bit matmuls are timed on an H100, H200 or B200, but the device here is {gpu.device_kind!r}. Run the "
             "same command on one."
         )
-    on_h200 = spec is not None and spec.name == "h200"
+    hopper = spec is not None and spec.name in ("h100", "h200")
     size, sets = (64, REHEARSED) if args.rehearse else (SIZE, ())
     if args.only != "layers":
         flops: dict[MatmulDtype, float] = {mode: 2e-12 * size**3 / _seconds(mode, args.calls, size) for mode in MODES}
-        yield from _rows(f"matmul {size}^3 with casts", "TFLOP/s", flops, ">= 1.6" if on_h200 else None)
+        yield from _rows(f"matmul {size}^3 with casts", "TFLOP/s", flops, ">= 1.6" if hopper else None)
     if args.only != "matmul":
         rates: dict[MatmulDtype, float] = {mode: _step_rate(mode, args.calls, sets) for mode in MODES}
-        yield from _rows("two layers of llama8b, length 8192", "tokens/s", rates, ">= 1.2" if on_h200 else None)
+        yield from _rows("two layers of llama8b, length 8192", "tokens/s", rates, ">= 1.2" if hopper else None)
 
 
 def _rows(what: str, unit: str, found: dict[MatmulDtype, float], bar: str | None) -> list[Row]:

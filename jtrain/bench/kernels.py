@@ -238,7 +238,12 @@ def _time(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> Iterator[Row]:
 
     op, case, avals = of
     able = [i for i in registry.implementations(op) if i.supports(spec, avals) is None]
-    found = {i.name: seconds(_call(op, i, next(iter(i.configs(spec, avals))), avals), inputs(avals)) for i in able}
+    found = {
+        i.name: seconds(
+            _call(op, i, next(iter(i.configs(spec, avals))), avals), inputs(avals), options=i.compiler_options
+        )
+        for i in able
+    }
     for name, value in found.items():
         baseline = found["xla"] * 1e6 if name != "xla" else None
         yield row(f"{op.name} {case}, {name}: forward and backward", value * 1e6, "us", baseline=baseline)
@@ -256,7 +261,8 @@ def _tune(of: Case, spec: "jtrain_kernels.device.DeviceSpec", out: Path | None) 
         if implementation.supports(spec, avals) is not None:
             continue
         for config in implementation.configs(spec, avals):
-            taken = seconds(_call(op, implementation, config, avals), inputs(avals))
+            call = _call(op, implementation, config, avals)
+            taken = seconds(call, inputs(avals), options=implementation.compiler_options)
             print(f"  {op.name} {case}, {implementation.name} {dict(config)}: {taken * 1e6:.4g} us")
             if best is None or taken < best.seconds:
                 best = tuned.Entry(*tuned.key(op.name, avals), implementation.name, config, taken, today)
@@ -319,11 +325,15 @@ def inputs(avals: "jtrain_kernels.registry.Avals") -> dict[str, Any]:
     return found if mesh is None else jax.device_put(found, jax.sharding.NamedSharding(mesh, whole))
 
 
-def seconds(function: Callable[..., Any], *args: Any) -> float:
-    """Median seconds of one call, after one call that compiles and one more."""
+def seconds(function: Callable[..., Any], *args: Any, options: Mapping[str, Any]) -> float:
+    """Median seconds of one call, after one call that compiles and one more.
+
+    Args:
+      options: compiler options.
+    """
     import jax
 
-    jitted = jax.jit(function)
+    jitted = jax.jit(function, compiler_options=dict(options))
     for _ in range(2):
         jax.block_until_ready(jitted(*args))
     found: list[float] = []

@@ -27,8 +27,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     ),
     "llama1b": (
         "",
-        "mesh.data=8 layout.zero_stage=3 layout.microbatches=1",
-        "mesh.data=8 layout.zero_stage=1 layout.microbatches=4 layout.remat=none",
+        "mesh.data=8 layout.zero_stage=3 layout.microbatches=1 layout.remat=full layout.remat_save=()",
+        "mesh.data=8 layout.zero_stage=1 layout.microbatches=4 layout.remat=none layout.remat_save=()",
         "mesh.data=8 layout.zero_stage=2 layout.microbatches=2 layout.remat=named "
         "layout.remat_save=('attention','mlp_gate','mlp_up')",
     ),

@@ -1,13 +1,16 @@
-"""Memory traffic of a compiled program: bytes that each instruction reads and writes."""
+"""Memory traffic of a compiled program: bytes of the device's memory that each instruction reads and writes."""
 
 import dataclasses
 import re
 
 from jtrain.errors import UserError
-from jtrain.hlo.parser import array_bytes, called, read
+from jtrain.hlo.parser import array_bytes, called, elements, read
 
 _NOTHING = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
 """Opcodes that do not access memory."""
+
+_ON_CHIP = re.compile(r"[a-z]\w*\[[\d,]*\]\{[^{}]*T\([^{}]*S\(1\)[^{}]*\}")
+"""Array that a TPU keeps in VMEM: it has tiles and is in memory space 1, which on GPUs is device memory."""
 
 _IN_LOOPS = {"while", "conditional", "call"}
 
@@ -24,22 +27,27 @@ class Pass:
 def passes(hlo: str) -> tuple[Pass, ...]:
     """Every instruction of an optimized program that accesses memory; each distinct operand counts whole, once.
 
-    Exact for programs of whole-array fusions.
+    Exact for programs of whole-array fusions, slices and copies. An asynchronous instruction reads at its start and
+    writes at its done.
 
     Raises:
       UserError: the program has a loop, conditional or call.
     """
     computations, entry = read(hlo)
     instructions = computations[entry]
-    size = {i.name: array_bytes(i.type) for i in instructions}
+    size = {i.name: array_bytes(_ON_CHIP.sub("", i.type)) for i in instructions}
     found: list[Pass] = []
     for i in instructions:
         if i.opcode in _IN_LOOPS:
             raise UserError(f"{i.name} is a {i.opcode}: bytes are counted only in programs without one.")
-        if i.opcode in _NOTHING or i.opcode.endswith("-done"):
+        if i.opcode in _NOTHING or 'custom_call_target="ConcatBitcast"' in i.line:
             continue
-        written = size[i.name] if not i.opcode.endswith("-start") else 0
-        found.append(Pass(i.name, sum(size[name] for name in set(i.operands) if name in size), written))
+        operands = {name for name in i.operands if name in size}
+        read_bytes = 0 if i.opcode.endswith("-done") else sum(size[name] for name in operands)
+        if read_bytes and i.opcode in ("slice", "slice-start"):  # they read what they give
+            read_bytes = array_bytes(i.type if i.opcode == "slice" else elements(i.type)[1])
+        written_bytes = 0 if i.opcode.endswith("-start") else size[i.name]
+        found.append(Pass(i.name, read_bytes, written_bytes))
     return tuple(found)
 
 

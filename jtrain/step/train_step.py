@@ -87,7 +87,7 @@ def make_train_step(
         train_step,
         donate_argnums=0,
         out_shardings=(state_shardings, NamedSharding(mesh, P())),
-        compiler_options=compiler_options(mesh, layout.precision.matmul_dtype),
+        compiler_options=compiler_options(mesh, layout.precision.matmul_dtype, layout.kernels),
     )
 
 
@@ -117,7 +117,8 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
         with kernels_for(layout, mesh):
             return each(params, batch)
 
-    return jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()), compiler_options=compiler_options(mesh))
+    options = compiler_options(mesh, kernels=layout.kernels)
+    return jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()), compiler_options=options)
 
 
 def _local_gradients(

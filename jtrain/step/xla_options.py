@@ -1,5 +1,6 @@
 """Compiler options and kernels of the train step per chip, the same for plans and for training."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,19 +44,25 @@ under way, an exchange waits for a gather. As compiled for qwen3_30b_a3b, 8 x H2
 0.61 by default, 0.68 with the scheduler, 0.79 with the limit as well; temporaries 1 % smaller."""
 
 
-def compiler_options(mesh: Mesh, matmul_dtype: MatmulDtype = "compute") -> dict[str, Any]:
-    """Returns `compiler_options` for `jax.jit`: for several TPUs, and for GPUs with experts or 8-bit matmuls.
+def compiler_options(
+    mesh: Mesh, matmul_dtype: MatmulDtype = "compute", kernels: Iterable[tuple[str, str]] = ()
+) -> dict[str, Any]:
+    """Returns `compiler_options` for `jax.jit`: for several TPUs, GPUs with experts or 8-bit matmuls, and some kernels.
 
     The options change which instructions overlap, never the results.
+
+    Args:
+      kernels: (op, implementation) that is forced. Some kernels need options of their own, wherever they may run.
     """
     device = mesh.devices.flat[0]
+    of_kernels = registry.compiler_options(live(device), dict(kernels))
     if device.platform == "gpu":
         experts = _SCHEDULE_EXCHANGES if mesh.shape["expert"] > 1 else {}
-        return experts | (_KEEP_PRODUCTS_APART if matmul_dtype != "compute" else {})
+        return experts | (_KEEP_PRODUCTS_APART if matmul_dtype != "compute" else {}) | of_kernels
     if device.platform != "tpu" or mesh.size == 1:
-        return {}
+        return of_kernels
     spec = from_device(device)
-    return _KEEP_SUMS_SPLIT | (OPTIONS.get(spec.name, {}) if spec is not None else {})
+    return _KEEP_SUMS_SPLIT | (OPTIONS.get(spec.name, {}) if spec is not None else {}) | of_kernels
 
 
 def kernels_for(layout: Layout, mesh: Mesh) -> AbstractContextManager[None]:

@@ -61,6 +61,8 @@ class Implementation:
     configs: configurations to try when tuning, the best guess first; at least one.
     only_measured: reason why a prediction alone does not choose the implementation, one sentence without a full stop;
       None if it does.
+    compiler_options: options with which XLA must compile every program that has the implementation; `compiler_options`
+      of this module collects them before a program is traced, so only an `only_measured` implementation may have any.
     """
 
     name: str
@@ -69,6 +71,10 @@ class Implementation:
     cost_s: Callable[[DeviceSpec, Avals], float | None] = cost_unknown
     configs: Callable[[DeviceSpec, Avals], Sequence[Mapping[str, int]]] = no_configs
     only_measured: str | None = None
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.only_measured or not self.compiler_options, f"{self.name}: a prediction would come without options"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,6 +175,27 @@ def choose(
         return f"predicted {microseconds(known[name])} against {microseconds(known[best])}"
 
     return chosen(best, f"the cost model predicts {microseconds(known[best])}, the least", slower)
+
+
+def compiler_options(
+    device: DeviceSpec,
+    forced: Mapping[str, str],
+    *,
+    measured: Mapping[tuple[str, str, str], tuned.Entry] | None = None,
+) -> dict[str, Any]:
+    """Options with which XLA must compile a program for `device`, for the implementations that its ops may take.
+
+    Args:
+      forced: op -> implementation, as for `on`.
+      measured: results of tuning, any of which may apply; by default those committed for the device.
+    """
+    entries = (tuned.load(device.name) if measured is None else measured).values()
+    taken = {*forced.items(), *((entry.op, entry.implementation) for entry in entries)}
+    found: dict[str, Any] = {}
+    for op, name in taken:
+        for implementation in implementations(find(op)):
+            found |= implementation.compiler_options if implementation.name == name else {}
+    return found
 
 
 def microseconds(seconds: float) -> str:

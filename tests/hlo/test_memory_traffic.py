@@ -33,6 +33,31 @@ def test_each_instruction_reads_its_operands_once_and_writes_its_results() -> No
     assert (turned.name, turned.read_bytes, turned.written_bytes) == ("turned", 2048, 2048)
 
 
+ON_A_TPU = """HloModule vmem
+
+ENTRY %main (x: bf16[64,128]) -> bf16[64,128] {
+  %x = bf16[64,128]{1,0:T(8,128)} parameter(0)
+  %first = ((bf16[64,128]{1,0:T(8,128)}), bf16[32,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%x), slice={}
+  %rest = ((bf16[64,128]{1,0:T(8,128)}), bf16[32,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%x), slice={}
+  %first_half = bf16[32,128]{1,0:T(8,128)S(1)} slice-done(%first)
+  %rest_half = bf16[32,128]{1,0:T(8,128)S(1)} slice-done(%rest)
+  %both = bf16[64,128]{1,0:T(8,128)S(1)} custom-call(%first_half, %rest_half), custom_call_target="ConcatBitcast"
+  %turned = bf16[64,128]{1,0:T(8,128)S(1)} negate(%both)
+  %back = (bf16[64,128]{1,0:T(8,128)}, bf16[64,128]{1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%turned)
+  ROOT %out = bf16[64,128]{1,0:T(8,128)} copy-done(%back)
+}
+"""
+
+
+def test_what_stays_in_vmem_is_no_traffic() -> None:
+    """Two slices read an array once together, what is computed on the chip counts nothing, the copy back writes it."""
+    moved = {one.name: (one.read_bytes, one.written_bytes) for one in passes(ON_A_TPU)}
+    half = 32 * 128 * 2
+    assert {name: bytes_ for name, bytes_ in moved.items() if any(bytes_)} == {
+        "first": (half, 0), "rest": (half, 0), "out": (0, 2 * half),
+    }  # fmt: skip
+
+
 def test_a_loop_is_refused() -> None:
     """The bytes of a loop depend on its trip count and on slices."""
     loop = jax.jit(lambda x: jax.lax.fori_loop(0, 100, lambda i, x: jnp.sin(x) + i, x))

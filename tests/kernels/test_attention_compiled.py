@@ -64,7 +64,8 @@ def test_splash_compiles_for_tpus(topology: str, context: int, window: int | Non
 def check_no_scores(chip: str, config: str) -> None:
     """Attention and its gradients at a config's shape write no array of scores, and bytes that grow as its arrays do.
 
-    4 times the arrays: on TPUs rows of log-partitions fill 128 lanes, which is as much as a head of 128 in float32.
+    4 times the arrays: on TPUs rows of log-partitions fill 128 lanes, which is as much as a head of 128 in float32. Heads
+    of less than 64 are padded to it.
     """
     avals = of_config(config)
     hlo = compiled_hlo(chip, avals)
@@ -73,7 +74,7 @@ def check_no_scores(chip: str, config: str) -> None:
     # A length that is also another dimension says nothing, as in the tiny configs.
     if query.shape[1] not in {query.shape[2] * query.shape[3], key.shape[2] * key.shape[3]}:
         assert score_arrays(hlo, avals) == (), (chip, config)
-        assert moved_bytes(hlo) <= 4 * needed_bytes(avals), (chip, config)
+        assert moved_bytes(hlo) <= 4 * max(1, 64 / query.shape[3]) * needed_bytes(avals), (chip, config)
 
 
 def test_no_scores_are_in_memory() -> None:

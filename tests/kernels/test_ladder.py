@@ -241,8 +241,8 @@ BUDGET_MIB: dict[str, int | dict[str, int]] = {
     "grouped_matmul": {"tokamax": 190, "xla": 830},
     "linear": 460,  # 0 on GPUs and a v5p, 224 on a v6e, 448 on a tpu7x
     "linear_cross_entropy": 6400,  # 2263 on an H200, 3135 on a v5p, 4137 on a v6e, 6269 on a tpu7x
-    "all_gather_matmul": {"mosaic_gpu": 200, "pallas_tpu": 450, "permute": 450, "xla": 260},
-    "matmul_reduce_scatter": {"mosaic_gpu": 72, "pallas_tpu": 180, "permute": 150, "xla": 84},
+    "all_gather_matmul": {"mosaic_gpu": 200, "permute": 450, "xla": 260},
+    "matmul_reduce_scatter": {"mosaic_gpu": 72, "permute": 150, "xla": 84},
     "all_gather_matmul_fp8": {"permute": 300, "xla": 350},
     "matmul_reduce_scatter_fp8": {"permute": 120, "xla": 165},
     "rms_norm": 72,

@@ -106,9 +106,9 @@ def test_triton_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton_fills_the_device_and_its_registers() -> None:
     """Two programs per core of an H200 and 16 elements per thread; never more programs than rows."""
     first, *others = triton.configs(DEVICES["h200"], avals((8192, 4096)))
-    assert first == dict(programs=264, warps=8, capability=90)
+    assert first == dict(programs=264, warps=8, stages=3, capability=90)
     assert len(others) == 8
-    assert triton.configs(DEVICES["h200"], avals((3, 128)))[0] == dict(programs=3, warps=1, capability=90)
+    assert triton.configs(DEVICES["h200"], avals((3, 128)))[0] == dict(programs=3, warps=1, stages=3, capability=90)
 
 
 def test_a_kernel_that_nobody_measured_runs_only_where_it_is_forced() -> None:
@@ -138,7 +138,7 @@ for dtype in (torch.float32, torch.bfloat16):
     alone, with_residual = kernels.kernels()
     for kernel, given, add in ((alone, (dy, x), 0), (with_residual, (dy, x, stream), 1)):
         dx, parts = torch.full_like(x, float("nan")), torch.full((4, width), float("nan"))
-        kernel[(4,)](*given, scale, dx, parts, rows=rows, width=width, block=128, stride=4, eps=1e-5)
+        kernel[(4,)](*given, scale, dx, parts, rows=rows, width=width, block=128, stride=4, stages=2, eps=1e-5)
         right = want + add * stream.double()
         pairs = (dx.double(), right), (parts.sum(0).double(), dscale)
         errors[f"{str(dtype)[6:]} {add}"] = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)

@@ -18,6 +18,7 @@ from jtrain.plan.estimate.memory import MemoryPlan
 from jtrain.plan.estimate.network import seconds
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
+from jtrain_kernels import registry
 from jtrain_kernels.cost import MATMUL, MEMORY, SCORE_BYTES_BACKWARD, SCORE_BYTES_FORWARD
 from jtrain_kernels.device import DeviceSpec
 
@@ -297,7 +298,7 @@ def _network(job: Job, machine: Machine, assume: Assumptions, compute_s: float) 
     for one in collectives(job):
         took = seconds(one, machine, job.layout.mesh.shape, efficiency=assume.network)
         hidden = 0.0
-        if _beside_the_layers(one, job.layout):
+        if _beside_the_layers(one, job.layout, machine.device):
             hidden = min(took, compute_s)
             compute_s -= hidden
         row = rows.setdefault(one.axes, [0.0, 0.0])
@@ -306,12 +307,14 @@ def _network(job: Job, machine: Machine, assume: Assumptions, compute_s: float) 
     return tuple(NetworkTime(axes, *row) for axes, row in sorted(rows.items(), key=lambda item: -item[1][1]))
 
 
-def _beside_the_layers(one: Collective, layout: Layout) -> bool:
+def _beside_the_layers(one: Collective, layout: Layout, device: DeviceSpec) -> bool:
     """True if the layers' matmuls can run at the same time.
 
     Weights are fetched for the next layer, gradients of the layer before are reduced, and a ring sends the next keys
-    while the current ones are used.
+    while the current ones are used. Beside fused kernels that need collectives in order, only their own copies run.
     """
+    if "xla_gpu_disable_async_collectives" in registry.compiler_options(device, dict(layout.kernels)):
+        return one.purpose == "activations" and one.kind == "collective-permute"
     if one.purpose.startswith("parameters") or one.kind == "collective-permute":
         return True
     over_data = one.axes == ("data",) and one.kind == "reduce-scatter"

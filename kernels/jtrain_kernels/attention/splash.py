@@ -49,11 +49,15 @@ def forward(
     block_kv: int,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
-    """See `Passes`. The scale is applied to the queries: in bfloat16 a further rounding if H is no power of 4."""
+    """See `Passes`.
+
+    The kernel has no scale. The keys are scaled, because they have fewer heads than the queries: in bfloat16 a further
+    rounding if H is no power of 4.
+    """
     del chunk
     H = q_BLNH.shape[-1]
     kernel = _kernel(q_BLNH, k_BMKH, mask, block_q, block_kv, interpret, residuals=True)
-    of_heads = pad_heads(_padded(H), _scaled(q_BLNH), *map(_heads_first, (k_BMKH, v_BMKH)))
+    of_heads = pad_heads(_padded(H), *map(_heads_first, (q_BLNH, _scaled(k_BMKH), v_BMKH)))
     y_BNLH, (lse_BNL,) = jax.vmap(kernel)(*of_heads, _segments(segment_BL, segment_BM))
     (y_BNLH,) = cut_heads(H, y_BNLH)
     seen_BNL = lse_BNL > kernel.kwargs["mask_value"] / 2  # a query that sees no key has only the mask's value
@@ -80,12 +84,12 @@ def backward(
     del chunk
     kernel = _kernel(q_BLNH, k_BMKH, mask, block_q, block_kv, interpret, residuals=False)
     H = q_BLNH.shape[-1]
-    k, v, y, dy = map(_heads_first, (k_BMKH, v_BMKH, y_BLNH, dy_BLNH))
-    q, k, v, y, dy = pad_heads(_padded(H), _scaled(q_BLNH), k, v, y, dy)
+    arrays = map(_heads_first, (q_BLNH, _scaled(k_BMKH), v_BMKH, y_BLNH, dy_BLNH))
+    q, k, v, y, dy = pad_heads(_padded(H), *arrays)
     saved = q, k, v, _segments(segment_BL, segment_BM), y, lse_BNL
     gradients = jax.vmap(functools.partial(compat.splash_backward, kernel))(saved, dy)
     dq_BLNH, dk_BMKH, dv_BMKH = map(_heads_first, cut_heads(H, *gradients))
-    return (dq_BLNH.astype(jnp.float32) * q_BLNH.shape[-1] ** -0.5).astype(q_BLNH.dtype), dk_BMKH, dv_BMKH
+    return dq_BLNH, _scaled(dk_BMKH), dv_BMKH
 
 
 PASSES = Passes(forward, backward)
@@ -101,8 +105,8 @@ def _heads_first(x_BLNH: Array) -> Float[Array, "B N L H"]:
     return x_BLNH.swapaxes(1, 2)
 
 
-def _scaled(q_BLNH: Array) -> Float[Array, "B N L H"]:
-    return _heads_first((q_BLNH.astype(jnp.float32) * q_BLNH.shape[-1] ** -0.5).astype(q_BLNH.dtype))
+def _scaled(k_BMKH: Array) -> Float[Array, "B M K H"]:
+    return (k_BMKH.astype(jnp.float32) * k_BMKH.shape[-1] ** -0.5).astype(k_BMKH.dtype)
 
 
 def _segments(segment_BL: Array, segment_BM: Array) -> Any:

@@ -1,8 +1,9 @@
 """tokamax's flash attention for Hopper and Blackwell GPUs, Pallas kernels (Mosaic GPU).
 
 The kernels take no segments, but a range of keys per query: the first key that the query sees, and the one after the
-last. The documents of a row are contiguous, so the range is equivalent, and blocks of other documents are skipped. No
-array of L * M elements exists.
+last. The documents of a row are contiguous, so the range is equivalent. Causal attention needs no end of the range. The
+forward kernel skips blocks outside of the range; the backward kernels compute and mask them. No array of L * M elements
+exists.
 tokamax's inner functions are called, because its public ones query the live device and give no gradients for a
 log-partition that the caller provides.
 """
@@ -63,22 +64,19 @@ def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[st
     capability = _capability(device)
     H = _padded(capability, avals["q_BLNH"].shape[3])
     if capability == 100:
-        first = dict(capability=100, block_q=128, block_kv=128, stages=256 // H, block_backward=64, stages_backward=2)
-        return [first, first | dict(stages_backward=4), first | dict(block_backward=128)]
+        first = dict(capability=100, block_q=128, block_kv=128, stages=256 // H, stages_backward=2)
+        first |= dict(block_q_dkv=64, block_kv_dkv=128, block_q_dq=128, block_kv_dq=64)
+        return [first, first | dict(stages_backward=4), first | dict(block_q_dkv=128, block_kv_dq=128)]
     wide = H > 128
-    first = dict(
-        capability=90,
-        block_q=64,
-        block_kv=64 if wide else 128,
-        stages=2,
-        block_backward=64,
-        stages_backward=1 if wide else 2,
-    )
+    first = dict(capability=90, block_q=64, block_kv=64 if wide else 128, stages=2, stages_backward=1 if wide else 2)
+    first |= dict(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64)
     if wide:
         return [first]
-    others = [dict(block_q=128), dict(block_q=128, block_kv=64), dict(stages=3)]
-    if H <= 64:  # with heads of 128 the backward kernel would need 262,208 bytes of shared memory, a block has 232,448
-        others.append(dict(block_backward=128))
+    # Forward blocks of 128 queries spill registers, and were slower on an H100 with heads of 64. With heads of 128 the
+    # backward kernels' larger blocks spill too; with heads of 64 tokamax's authors found some of them fastest.
+    others = [dict(stages=3), dict(block_kv=64, stages=4), dict(stages_backward=3), dict(stages_backward=4)]
+    if H <= 64:
+        others += [dict(block_q_dkv=128, block_q_dq=128), dict(block_kv_dq=128), dict(block_q_dkv=128, block_kv_dq=128)]
     return [first, *(first | other for other in others)]
 
 
@@ -95,11 +93,10 @@ def forward(
     block_q: int,
     block_kv: int,
     stages: int,
-    block_backward: int,
-    stages_backward: int,
+    **of_backward: int,
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
     """See `Passes`."""
-    del chunk, block_backward, stages_backward
+    del chunk, of_backward
     H = q_BLNH.shape[-1]
     kernel = functools.partial(
         _forward_kernel(capability, block_q, block_kv, stages),
@@ -131,24 +128,26 @@ def backward(
     mask: Mask,
     chunk: int,
     capability: int,
-    block_q: int,
-    block_kv: int,
-    stages: int,
-    block_backward: int,
+    block_q_dkv: int,
+    block_kv_dkv: int,
+    block_q_dq: int,
+    block_kv_dq: int,
     stages_backward: int,
+    **of_forward: int,
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
     """See `Passes`."""
-    del chunk, block_q, block_kv, stages
+    del chunk, of_forward
     H = q_BLNH.shape[-1]
+    blocks = dict(block_q_dkv=block_q_dkv, block_kv_dkv=block_kv_dkv, block_q_dq=block_q_dq, block_kv_dq=block_kv_dq)
     kernel = functools.partial(
-        _backward_kernel(capability, block_backward, stages_backward),
+        _backward_kernel(capability, num_stages=stages_backward, **blocks),
         logits_scale=H**-0.5,
         logits_soft_cap=None,
         is_causal=mask.causal,
         ds_dtype=None,
     )
 
-    def one(*arrays: Array) -> tuple[Array, Array, Array]:
+    def one(*arrays: Any) -> tuple[Array, Array, Array]:  # the last is None without an end of the range
         q, k, v, y, dy, lse, first, end = arrays
         # With the log-partition in place of the largest score, the exponentials sum to 1.
         return kernel(q, k, v, (lse, jnp.ones_like(lse)), y, dy, None, None, first, end)[:3]
@@ -177,34 +176,32 @@ def _forward_kernel(capability: int, block_q: int, block_kv: int, stages: int) -
     return functools.partial(sm90.flash_attention_kernel, config=config)
 
 
-def _backward_kernel(capability: int, block: int, stages: int) -> Any:
+def _backward_kernel(capability: int, **blocks_and_stages: int) -> Any:
     """tokamax's backward kernels with their configuration."""
     if capability == 100:
         from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_kernel_sm100 as sm100  # lazy: 2 s
 
-        config: Any = sm100.Config(
-            block_q_dkv=block, block_kv_dkv=128, block_q_dq=128, block_kv_dq=block, num_stages=stages
-        )
+        config: Any = sm100.Config(**blocks_and_stages)
         return functools.partial(sm100.flash_attention_vjp_kernel, config=config)
     from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_kernel_sm90 as sm90  # lazy: 2 s
 
-    config = sm90.Config(block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block, num_stages=stages)
-    return functools.partial(sm90.flash_attention_vjp_kernel, config=config)
+    return functools.partial(sm90.flash_attention_vjp_kernel, config=sm90.Config(**blocks_and_stages))
 
 
-def _ranges(segment_BL: Array, segment_BM: Array, mask: Mask) -> tuple[Int[Array, "B 1 L"], Int[Array, "B 1 L"]]:
-    """First key of each query's segment and window, and the one after the segment's last; equal if it has no key."""
+def _ranges(segment_BL: Array, segment_BM: Array, mask: Mask) -> tuple[Int[Array, "B 1 L"], Int[Array, "B 1 L"] | None]:
+    """First key of each query's segment and window, and the one after the segment's last; equal if it has no key.
+
+    There is no end if the mask is causal: the query itself ends its range, and a comparison less per score is faster.
+    """
     L = segment_BL.shape[1]
     if mask.causal:  # queries and keys are the same positions, so a segment's keys are the run around its query
         position_1L = jnp.arange(L, dtype=jnp.int32)[None]
         same_BL = segment_BL[:, 1:] == segment_BL[:, :-1]
         starts_BL = jnp.pad(~same_BL, ((0, 0), (1, 0)), constant_values=True)
         first_BL = jax.lax.cummax(jnp.where(starts_BL, position_1L, 0), axis=1)
-        ends_BL = jnp.pad(~same_BL, ((0, 0), (0, 1)), constant_values=True)
-        end_BL = jax.lax.cummin(jnp.where(ends_BL, position_1L + 1, L), axis=1, reverse=True)
         if mask.window is not None:
             first_BL = jnp.maximum(first_BL, position_1L - mask.window + 1)
-        return first_BL[:, None], end_BL[:, None]
+        return first_BL[:, None], None
     same_BLM = segment_BL[:, :, None] == segment_BM[:, None, :]
     first_BL = jnp.argmax(same_BLM, axis=2).astype(jnp.int32)
     return first_BL[:, None], (first_BL + jnp.sum(same_BLM, axis=2, dtype=jnp.int32))[:, None]

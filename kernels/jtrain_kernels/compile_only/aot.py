@@ -101,7 +101,7 @@ def compile_for(
       machine: a device's name, or a mesh of `virtual_mesh`.
       args: trees of `jax.ShapeDtypeStruct`; an array without a sharding is replicated.
       forced: implementations of ops, as in `registry.on`.
-      options: compiler options.
+      options: compiler options, beside those that the implementations need.
 
     Raises:
       UserError: the machine is unknown, its compiler is not installed, or a forced implementation cannot run.
@@ -117,7 +117,8 @@ def compile_for(
     with registry.on(spec, forced=forced), compat.lowering_for(mesh, spec), compat.no_compile_cache():
         with _shared_memory() as shared:
             lowered = jax.jit(function).lower(*args)
-        program: Any = lowered.compile(compiler_options=dict(options or {}))
+        needed = registry.compiler_options(spec, forced or {})
+        program: Any = lowered.compile(compiler_options=needed | dict(options or {}))
     memory, text = program.memory_analysis(), program.as_text()
     found = kernels(program.runtime_executable().serialize()) if spec.platform == "gpu" else ()
     calls = collections.Counter[str]()

@@ -38,10 +38,10 @@ def supports(device: DeviceSpec, avals: Avals) -> str | None:
 
 
 def configs(device: DeviceSpec, avals: Avals) -> Sequence[dict[str, int]]:
-    """Candidate blocks and stages; tokamax's own heuristic first."""
+    """Candidate blocks and stages. The first is what nearly all of tokamax's own tunings on an H100 chose."""
     del device, avals
-    first = dict(block_m=64, block_n=64, block_k=64, stages=2)
-    return [first, *(first | more for more in (dict(block_m=128), dict(block_n=128), dict(block_m=128, block_n=128)))]
+    first = dict(block_m=128, block_n=64, block_k=128, stages=4)
+    return [first, *(first | more for more in (dict(stages=2), dict(block_m=64), dict(block_n=128, stages=3)))]
 
 
 def matmul(

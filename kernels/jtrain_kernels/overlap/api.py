@@ -16,7 +16,7 @@ from jtrain_kernels.fp8.formats import unsupported
 from jtrain_kernels.linear.api import linear
 from jtrain_kernels.overlap import fp8
 from jtrain_kernels.overlap.mosaic_gpu import op as mosaic_op
-from jtrain_kernels.overlap.overlap_cost import Work, fused_s, overlapped_s, plain_s
+from jtrain_kernels.overlap.overlap_cost import Work, overlapped_s, plain_s
 from jtrain_kernels.overlap.schedule import OpName
 from jtrain_kernels.overlap.swizzle import SWIZZLES, Swizzle
 from jtrain_kernels.overlap.xla import op as xla
@@ -92,26 +92,6 @@ def _gather_permute(
 ) -> tuple[Array, ...]:
     plan = xla.OverlapPlan(axis_name, axis_size, SWIZZLES[swizzle], parts)
     return xla.all_gather_matmul(x, _kernels(kernels), plan)
-
-
-def _gather_tpu(
-    x: Array, axis_name: str, axis_size: int, swizzle: int, parts: int, **kernels: Array
-) -> tuple[Array, ...]:
-    from jtrain_kernels.overlap.pallas_tpu import (
-        kernel as pallas_tpu,  # lazy: Pallas is 0.9 s that only its kernels need
-    )
-
-    plan = xla.OverlapPlan(axis_name, axis_size, SWIZZLES[swizzle], parts)
-    return pallas_tpu.all_gather_matmul(x, _kernels(kernels), plan)
-
-
-def _scatter_tpu(x: Array, kernel: Array, axis_name: str, axis_size: int, swizzle: int, parts: int) -> Array:
-    from jtrain_kernels.overlap.pallas_tpu import (
-        kernel as pallas_tpu,  # lazy: Pallas is 0.9 s that only its kernels need
-    )
-
-    plan = xla.OverlapPlan(axis_name, axis_size, SWIZZLES[swizzle], parts)
-    return pallas_tpu.matmul_reduce_scatter(x, kernel, plan)
 
 
 def _gather_plain(x: Array, axis_name: str, axis_size: int, **kernels: Array) -> tuple[Array, ...]:
@@ -232,23 +212,6 @@ def _supports(op: OpName) -> Callable[[DeviceSpec, Avals], str | None]:
     return supports
 
 
-def _tpu_supports(op: OpName) -> Callable[[DeviceSpec, Avals], str | None]:
-    def supports(device: DeviceSpec, avals: Avals) -> str | None:
-        x = _shape(avals, "x")
-        if device.platform != "tpu":
-            return "it is for TPUs"
-        if _ranks(avals) == 1:
-            return "one device has nothing to send"
-        if x.shape[0] != 1:
-            return f"it takes one sequence at a time, not {x.shape[0]}"
-        odd = [
-            n for n in (x.shape[2], *(_shape(avals, k).shape[1] for k in avals if k.startswith("kernel"))) if n % 128
-        ]
-        return f"{odd[0]} is not a multiple of 128" if odd else _supports(op)(device, avals)
-
-    return supports
-
-
 def _permute_s(op: OpName) -> Callable[[DeviceSpec, Avals], float | None]:
     def cost_s(device: DeviceSpec, avals: Avals) -> float | None:
         config = _configs(op)(device, avals)[0]
@@ -265,21 +228,12 @@ def _op(
     op: OpName,
     permute: Callable[..., object],
     plain: Callable[..., object],
-    tpu: Callable[..., object],
     case: Avals,
 ) -> Op:
     return Op(
         op,
         (
             mosaic_op.implementation(op, _work),
-            Implementation(
-                "pallas_tpu",
-                tpu,
-                _tpu_supports(op),
-                lambda device, avals: fused_s(device, _work(op, avals)),
-                _configs(op),
-                only_measured="no TPUs have run the kernel yet",
-            ),
             Implementation("permute", permute, _supports(op), _permute_s(op), _configs(op)),
             Implementation("xla", plain, cost_s=_plain_s(op)),
         ),
@@ -321,8 +275,8 @@ def _bf16(*shape: int) -> jax.ShapeDtypeStruct:
 _UP = {"x": _bf16(1, 1024, 4096), "kernel_0": _bf16(4096, 1792), "kernel_1": _bf16(4096, 1792)}
 _DOWN = {"x": _bf16(1, 8192, 1792), "kernel": _bf16(1792, 4096)}
 
-ALL_GATHER_MATMUL = _op("all_gather_matmul", _gather_permute, _gather_plain, _gather_tpu, _UP)
-MATMUL_REDUCE_SCATTER = _op("matmul_reduce_scatter", _scatter_permute, _scatter_plain, _scatter_tpu, _DOWN)
+ALL_GATHER_MATMUL = _op("all_gather_matmul", _gather_permute, _gather_plain, _UP)
+MATMUL_REDUCE_SCATTER = _op("matmul_reduce_scatter", _scatter_permute, _scatter_plain, _DOWN)
 ALL_GATHER_MATMUL_FP8 = _op_fp8("all_gather_matmul", "all_gather_matmul_fp8", _gather_fp8, _gather_fp8_plain, _UP)
 MATMUL_REDUCE_SCATTER_FP8 = _op_fp8(
     "matmul_reduce_scatter", "matmul_reduce_scatter_fp8", _scatter_fp8, _scatter_fp8_plain, _DOWN

@@ -3,7 +3,7 @@
 XLA:GPU compiles the forward pass to one kernel that reads and writes each element once, so it stays. It compiles the
 backward pass to three kernels, which move 386 MiB at 8192 x 4096 in bfloat16 where 192 are enough (compiled for an
 H200). Here each program holds a row in registers, takes every `programs`-th row, and accumulates the gradient of the
-scale on the way.
+scale on the way. The rows that a program takes next are copied to shared memory meanwhile, `stages - 1` at a time.
 """
 
 import dataclasses
@@ -37,18 +37,24 @@ def refusal(device: DeviceSpec, x: jax.ShapeDtypeStruct, *, residual: bool) -> s
 
 
 def configs(device: DeviceSpec, avals: Avals) -> Sequence[dict[str, int]]:
-    """Candidate programs and warps; first two programs per core and 16 elements per thread."""
+    """Candidate programs, warps and stages; first two programs per core, 16 elements per thread and three stages.
+
+    Stages whose rows do not fit into shared memory, three arrays for each program of a core, are left out.
+    """
     x = avals["x"]
     assert isinstance(x, jax.ShapeDtypeStruct)
     width = x.shape[-1]
     cores = device.num_cores or 108
     threads = 64 if device.compute_capability is None else 32
     best = max(1, min(16, _power_of_two(width) // (threads * _PER_THREAD)))
+    double, half = min(16, 2 * best), max(1, best // 2)
     rows = max(1, x.size // width)
-    tried = [(p, w) for p in (2, 1, 4) for w in (best, max(1, best // 2), min(16, 2 * best))]
+    tried = [(2, best, 3), (2, best, 4), (2, best, 2), (2, double, 3), (2, double, 4), (1, double, 4), (2, half, 4)]
+    row_bytes = 3 * _power_of_two(width) * x.dtype.itemsize
+    fitting = [one for one in tried if one[0] * (one[2] - 1) * row_bytes <= (device.scratch_bytes or 0)]
     return [
-        dict(programs=min(p * cores, rows), warps=w, capability=triton_call.capability(device))
-        for p, w in dict.fromkeys(tried)
+        dict(programs=min(p * cores, rows), warps=w, stages=s, capability=triton_call.capability(device))
+        for p, w, s in dict.fromkeys([*fitting, (2, best, 1), (2, double, 1)])
     ]
 
 
@@ -62,6 +68,7 @@ class OnePassTriton:
 
     programs: int
     warps: int
+    stages: int
     capability: int
 
     def __call__(
@@ -94,6 +101,7 @@ class OnePassTriton:
             width=width,
             block=_power_of_two(width),
             stride=self.programs,
+            stages=self.stages,
             eps=eps,
         )
         return dx_TC.reshape(x.shape), jnp.sum(parts_PC, axis=0).astype(scale_C.dtype)

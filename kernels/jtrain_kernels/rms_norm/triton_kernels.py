@@ -13,7 +13,7 @@ class _NotYet:
 tl: Any = _NotYet
 """`triton.language` after `kernels` was called, because Triton looks up names in the globals of a kernel's module."""
 
-_CONSTANTS = ("rows", "width", "block", "stride", "eps")
+_CONSTANTS = ("rows", "width", "block", "stride", "stages", "eps")
 
 
 def backward(
@@ -26,6 +26,7 @@ def backward(
     width: tl.constexpr,
     block: tl.constexpr,
     stride: tl.constexpr,
+    stages: tl.constexpr,
     eps: tl.constexpr,
 ) -> None:
     """Computes dx of every `stride`-th row, and this program's part of dscale."""
@@ -35,7 +36,7 @@ def backward(
     scales = tl.load(scale + column, mask=inside, other=0.0)
     total = tl.zeros([block], tl.float32)
     first = tl.zeros([1], tl.int64)  # an array may have more than 2^31 elements
-    for row in range(program, rows, stride):
+    for row in tl.range(program, rows, stride, num_stages=stages):
         at = column + width * (row + first)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         factor = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
@@ -59,6 +60,7 @@ def backward_with_residual(
     width: tl.constexpr,
     block: tl.constexpr,
     stride: tl.constexpr,
+    stages: tl.constexpr,
     eps: tl.constexpr,
 ) -> None:
     """Computes the same as `backward`, with the gradient of the residual stream added to dx."""
@@ -68,7 +70,7 @@ def backward_with_residual(
     scales = tl.load(scale + column, mask=inside, other=0.0)
     total = tl.zeros([block], tl.float32)
     first = tl.zeros([1], tl.int64)  # an array may have more than 2^31 elements
-    for row in range(program, rows, stride):
+    for row in tl.range(program, rows, stride, num_stages=stages):
         at = column + width * (row + first)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         factor = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)

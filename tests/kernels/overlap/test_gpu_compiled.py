@@ -15,13 +15,14 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import build
 from jtrain.plan.compile.compiled_step import compile_step
 from jtrain.plan.job import Job
-from jtrain_kernels import device
+from jtrain_kernels import device, registry
 from jtrain_kernels.compile_only import aot
 from jtrain_kernels.compile_only.targets import topology_devices
 from jtrain_kernels.overlap import api
 from jtrain_kernels.overlap.mosaic_gpu.tables import gpu_program
 from jtrain_kernels.overlap.mosaic_gpu.tile_shapes import CANDIDATES
 from jtrain_kernels.overlap.schedule import OpName, make_schedule
+from tests.kernels.overlap.test_fused_order import beside_fused
 from tests.layouts import layout_from
 from tests.step.test_host_offload import ADAMW
 
@@ -71,17 +72,29 @@ def compiled(op: OpName, topology: str, axes: dict[str, int], *, rows: int, mode
 def test_llama8b_layers_compile_for_eight_h200_forwards_and_backwards(
     op: OpName, kernels: tuple[str, ...], temp_bytes: int
 ) -> None:
-    """At tensor=8 and 8192 rows these kernels run, without spills, and their shared memory fits a block."""
+    """At tensor=8 and 8192 rows these kernels run, without spills, in a block's shared memory, in turn with gathers."""
     report = compiled(op, "h200:8", {"tensor": 8}, rows=8192, model=4096, hidden=14336)
     assert aot.failures(report, expect=tuple(f"jtrain_{name}" for name in kernels), temp_bytes=temp_bytes) == ()
     assert report.calls["mosaic_gpu_v2"] == 2
     assert 150_000 < report.scratch_bytes < 232_448
+    assert beside_fused(report.hlo) == []
 
 
 def test_one_axis_of_a_larger_mesh_and_another_chip_compile_too() -> None:
     """Two H100 along `tensor` times two along `data`."""
-    report = compiled(GATHER, "h100:4", {"data": 2, "tensor": 2}, rows=1024, model=512, hidden=512)
+    report = two_by_two_h100()
     assert aot.failures(report, expect=(f"jtrain_{GATHER}", f"jtrain_{SCATTER}")) == ()
+    assert beside_fused(report.hlo) == []
+
+
+def two_by_two_h100() -> aot.Report:
+    return compiled(GATHER, "h100:4", {"data": 2, "tensor": 2}, rows=1024, model=512, hidden=512)
+
+
+def test_without_its_options_xla_gathers_beside_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gather for the kernels' gradients would be under way while both kernels run, which could deadlock."""
+    monkeypatch.setattr(registry, "compiler_options", lambda *args: {})
+    assert len(beside_fused(two_by_two_h100().hlo)) == 2
 
 
 def test_an_axis_of_one_device_takes_the_tile_kernel_alone() -> None:

@@ -104,6 +104,19 @@ def test_gathers_hide_behind_the_layers_and_the_rest_does_not() -> None:
     assert split.parts["network, tensor"] == split.network[0].total_s > 0
 
 
+def test_fused_kernels_expose_every_collective_but_their_own() -> None:
+    """They take a GPU's every core, so weights are gathered before or after them; what they send stays hidden."""
+    forced = (("all_gather_matmul", "mosaic_gpu"), ("matmul_reduce_scatter", "mosaic_gpu"))
+    permutes, fused = (
+        predicted(dict(data=2, tensor=4), zero_stage=3, tensor_overlap=True, kernels=kernels)
+        for kernels in ((), forced)
+    )
+    weights = {row.axes: row for row in fused.network}["data",]
+    assert permutes.parts["network, data"] < 0.5 * weights.total_s
+    assert fused.parts["network, data"] == weights.total_s
+    assert fused.parts["network, tensor"] == pytest.approx(permutes.parts["network, tensor"])
+
+
 def test_a_slow_network_is_exposed() -> None:
     """Sixty-four hosts of one GPU each: tokens per device too few to hide the gathers."""
     batch = dict(global_batch=64, seq_len=512)

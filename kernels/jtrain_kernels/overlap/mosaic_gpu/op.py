@@ -4,15 +4,20 @@ Pallas is imported when a kernel is traced, because it is slow to import.
 
 | op | gradient of x | gradient of the kernel |
 |---|---|---|
-| all_gather_matmul | matmul_reduce_scatter of dy and the transposed kernel | x is gathered again by XLA meanwhile |
+| all_gather_matmul | matmul_reduce_scatter of dy and the transposed kernel | x is gathered again by XLA |
 | matmul_reduce_scatter | all_gather_matmul of dy and the transposed kernel | from dy as that kernel gathered it |
 
 No GPUs have run these kernels yet, so a predicted cost never chooses them: force them, or tune.
+
+A block of these kernels fills a core, the grid fills all cores, and blocks wait for other ranks. A collective that XLA
+starts before such a kernel and ends after it could deadlock with it: one rank runs the kernel, which leaves no core for
+the collective, while another rank runs the collective, and the two wait for each other. `IN_ORDER` rules that out.
 """
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +36,13 @@ from jtrain_kernels.overlap.overlap_cost import Work, fused_s
 from jtrain_kernels.overlap.schedule import OpName, make_schedule
 from jtrain_kernels.overlap.swizzle import SWIZZLES, Swizzle
 from jtrain_kernels.registry import Avals, Implementation
+
+IN_ORDER: Mapping[str, Any] = MappingProxyType(
+    {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES", "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+)
+"""Compiler options of programs with these kernels: all collectives run on the kernels' own stream, in the order of the
+program, which is the same on all ranks. Reserving cores for NCCL instead would depend on its number of channels, which
+environment variables and other programs of the process set."""
 
 
 class FusedPlan(NamedTuple):
@@ -173,7 +185,9 @@ def implementation(op: OpName, work: Callable[[OpName, Avals], Work]) -> Impleme
     """Implementation of an op, for `overlap/api.py`, which counts its work."""
 
     def cost_s(device: DeviceSpec, avals: Avals) -> float | None:
-        return fused_s(device, work(op, avals), sending_cores=_configs(device, avals)[0]["sending_blocks"])
+        # A reduce-scatter has no blocks that only send: partial sums leave from the blocks that compute them.
+        sending = _configs(device, avals)[0]["sending_blocks"] if op == "all_gather_matmul" else 0
+        return fused_s(device, work(op, avals), sending_cores=sending)
 
     return Implementation(
         "mosaic_gpu",
@@ -181,5 +195,6 @@ def implementation(op: OpName, work: Callable[[OpName, Avals], Work]) -> Impleme
         _supports(op),
         cost_s,
         _configs,
-        only_measured="no GPUs have run the kernel yet",
+        only_measured="no GPUs have run the kernel yet, and no other collective can overlap with it",
+        compiler_options=IN_ORDER,
     )

@@ -1,1 +1,0 @@
-"""Fused communication and matmul kernels for TPUs, in Pallas with remote DMA."""
