@@ -116,13 +116,16 @@ class MoE(nnx.Module):
             group_size = exchanges[piece].group_size
             next_RD = sent(piece + 1) if piece + 1 < pieces else None
             wide_RF = self._wide(x_RD, group_size, weights, expected_rows=expected)
-            wide_RF, next_RD, y_RD = in_order(wide_RF, next_RD, y_RD)
+            if pieces > 1:
+                wide_RF, next_RD, y_RD = in_order(wide_RF, next_RD, y_RD)
             returning = [] if y_RD is None else [returned(piece - 1, y_RD)]
             y_RD = weights[2].multiply(wide_RF, group_size)
-            # The piece after the next is sent after this one, so that buffers of few pieces exist at a time.
-            y_RD, x_RD, returning, x_PDs[piece + 2 : piece + 3] = in_order(
-                y_RD, next_RD, returning, x_PDs[piece + 2 : piece + 3]
-            )
+            if pieces > 1:
+                # The piece after the next is sent after this one, so that buffers of few pieces exist at a time.
+                y_RD, next_RD, returning, x_PDs[piece + 2 : piece + 3] = in_order(
+                    y_RD, next_RD, returning, x_PDs[piece + 2 : piece + 3]
+                )
+            x_RD = next_RD
             y_PDs += returning
         return [*y_PDs, returned(pieces - 1, y_RD)]
 
