@@ -1,13 +1,28 @@
 """Mixture-of-experts feed-forward layer: the router sends each token to its top_k experts."""
 
+import dataclasses
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float
 
 from jtrain.model import ops
-from jtrain.model.expert_dispatch import buffer_rows, exchange_of, from_rows, order_of, send, send_back, to_rows
+from jtrain.model.expert_dispatch import (
+    ExpertOrder,
+    buffer_rows,
+    exchanges_of,
+    from_rows,
+    num_pieces,
+    order_of,
+    send,
+    send_back,
+    to_rows,
+)
 from jtrain.model.mlp import SwiGLU
 from jtrain.model.param import weight
 from jtrain.model.router import MoESpec, RouterLosses, Routing, route
@@ -54,28 +69,137 @@ class MoE(nnx.Module):
         *rows, width = x_BLD.shape
         x_TD = x_BLD.reshape(-1, width)
         expert_TS, weight_TS = (a.reshape(x_TD.shape[0], -1) for a in (routing.expert_BLS, routing.weight_BLS))
+        pieces = 1 if expert == 1 else num_pieces(x_TD.shape[0], self.spec.top_k)
         with jax.named_scope("dispatch"):
-            order = order_of(expert_TS, self.spec.num_experts)
-            x_PD = to_rows(x_TD, order)
+            orders = [order_of(expert_tS, self.spec.num_experts) for expert_tS in jnp.split(expert_TS, pieces)]
+            x_PDs = [to_rows(x_tD, order) for x_tD, order in zip(jnp.split(x_TD, pieces), orders, strict=True)]
         if expert == 1:
-            y_PD = self._experts(x_PD, order.count_X)
+            weights, count_X = self._weights(pieces), orders[0].count_X
+            wide_PF = self._wide(x_PDs[0], count_X, weights, expected_rows=x_PDs[0].shape[0])
+            y_PDs = [weights[2].multiply(wide_PF, count_X)]
         else:
-            with jax.named_scope("exchange"):
-                exchange = exchange_of(order.count_X)
-                sizes = dict(num_experts=self.spec.num_experts, expert=expert)
-                most = buffer_rows(x_PD.shape[0], self.spec.top_k, **sizes)
-                x_RD = send(x_PD, exchange, jnp.zeros((most, 0)))
-            y_RD = self._experts(x_RD, exchange.group_size)
-            with jax.named_scope("exchange"):
-                y_PD = send_back(y_RD, exchange, x_PD[:, :0])
+            y_PDs = self._exchanged(x_PDs, orders, expert=expert)
         with jax.named_scope("combine"):
-            y_BLD = from_rows(y_PD, weight_TS, order).reshape(*rows, width)
+            parts = zip(y_PDs, jnp.split(weight_TS, pieces), orders, strict=True)
+            y_BLD = jnp.concatenate([from_rows(*part) for part in parts]).reshape(*rows, width)
         if self.spec.shared_experts:
             with jax.named_scope("shared"):
                 y_BLD += self.shared(x_BLD)
         return y_BLD
 
-    def _experts(self, x_PD: Float[Array, "P D"], group_size_X: Array) -> Float[Array, "P D"]:
-        gate_PF = checkpoint_name(ops.grouped_matmul(x_PD, self.gate_XDF[...], group_size_X), "mlp_gate")
-        up_PF = checkpoint_name(ops.grouped_matmul(x_PD, self.up_XDF[...], group_size_X), "mlp_up")
-        return ops.grouped_matmul(ops.swiglu(gate_PF, up_PF), self.down_XFD[...], group_size_X)
+    def _exchanged(self, x_PDs: list[Array], orders: list[ExpertOrder], *, expert: int) -> list[Array]:
+        """Results of the experts for each piece of the tokens, with exchanges beside the matmuls of other pieces.
+
+        While one piece is multiplied with gate and up, the next is sent to its experts; while it is multiplied with
+        down, the results of the piece before return. Only the first sending and the last return have no matmul beside
+        them. `in_order` fixes that order here and, reversed, in the backward pass: XLA:GPU would multiply all pieces
+        side by side, after their exchanges.
+        """
+        pieces = len(x_PDs)
+        most = buffer_rows(x_PDs[0].shape[0], self.spec.top_k, num_experts=self.spec.num_experts, expert=expert)
+        with jax.named_scope("exchange"):
+            exchanges = exchanges_of([order.count_X for order in orders])
+
+        def sent(piece: int) -> Array:
+            with jax.named_scope("exchange"):
+                return send(x_PDs[piece], exchanges[piece], jnp.zeros((most, 0)))
+
+        def returned(piece: int, y_RD: Array) -> Array:
+            with jax.named_scope("exchange"):
+                return send_back(y_RD, exchanges[piece], x_PDs[piece][:, :0])
+
+        weights, expected = self._weights(pieces), x_PDs[0].shape[0]  # as many rows arrive as leave, on average
+        x_RD: Any = sent(0)
+        y_RD: Any = None
+        y_PDs: list[Array] = []
+        for piece in range(pieces):
+            group_size = exchanges[piece].group_size
+            next_RD = sent(piece + 1) if piece + 1 < pieces else None
+            wide_RF = self._wide(x_RD, group_size, weights, expected_rows=expected)
+            if pieces > 1:
+                wide_RF, next_RD, y_RD = in_order(wide_RF, next_RD, y_RD)
+            returning = [] if y_RD is None else [returned(piece - 1, y_RD)]
+            y_RD = weights[2].multiply(wide_RF, group_size)
+            if pieces > 1:
+                # The piece after the next is sent after this one, so that buffers of few pieces exist at a time.
+                y_RD, next_RD, returning, x_PDs[piece + 2 : piece + 3] = in_order(
+                    y_RD, next_RD, returning, x_PDs[piece + 2 : piece + 3]
+                )
+            x_RD = next_RD
+            y_PDs += returning
+        return [*y_PDs, returned(pieces - 1, y_RD)]
+
+    def _weights(self, pieces: int) -> "tuple[ExpertWeight, ...]":
+        """Gate, up and down, each used once per piece."""
+        return tuple(ExpertWeight.of(w[...], uses=pieces) for w in (self.gate_XDF, self.up_XDF, self.down_XFD))
+
+    def _wide(
+        self,
+        x_PD: Float[Array, "P D"],
+        group_size_X: Array,
+        weights: "tuple[ExpertWeight, ...]",
+        *,
+        expected_rows: int,
+    ) -> Float[Array, "P F"]:
+        """`silu(gate) * up` of each expert's rows; undefined in rows of no expert."""
+        gate_PF = checkpoint_name(weights[0].multiply(x_PD, group_size_X), "mlp_gate")
+        up_PF = checkpoint_name(weights[1].multiply(x_PD, group_size_X), "mlp_up")
+        return ops.grouped_swiglu(gate_PF, up_PF, group_size_X, expected_rows=expected_rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertWeight:
+    """Weights of the experts, whose gradient is summed over all uses in float32 before it is rounded.
+
+    value: the weights that products read.
+    trained: the same weights in float32, which JAX differentiates; products do not read them, so XLA drops them. None
+      where there is one use, whose gradient is rounded once anyway.
+    """
+
+    value: Array
+    trained: Array | None
+
+    @classmethod
+    def of(cls, kernel_XIO: Float[Array, "X _ _"], *, uses: int) -> "ExpertWeight":
+        """Weights for `uses` products."""
+        if uses == 1:
+            return cls(kernel_XIO, None)
+        wide = jnp.promote_types(kernel_XIO.dtype, jnp.float32)
+        return cls(jax.lax.stop_gradient(kernel_XIO), kernel_XIO.astype(wide))
+
+    def multiply(self, x_PI: Float[Array, "P _"], group_size_X: Array) -> Float[Array, "P _"]:
+        """Multiplies the rows of each expert with its matrix."""
+        if self.trained is None:
+            return ops.grouped_matmul(x_PI, self.value, group_size_X)
+        return _multiply(x_PI, self.trained, self.value, group_size_X)
+
+
+@jax.custom_vjp
+def _multiply(x_PI: Array, trained_XIO: Array, value_XIO: Array, group_size_X: Array) -> Array:
+    del trained_XIO
+    return ops.grouped_matmul(x_PI, value_XIO, group_size_X)
+
+
+def _multiply_forward(x_PI: Array, trained_XIO: Array, value_XIO: Array, group_size_X: Array) -> tuple[Array, Any]:
+    return _multiply(x_PI, trained_XIO, value_XIO, group_size_X), (x_PI, value_XIO, group_size_X)
+
+
+def _multiply_backward(saved: Any, dy_PO: Array) -> tuple[Array, Array, None, None]:
+    x_PI, value_XIO, group_size_X = saved
+    wide_XIO = value_XIO.astype(jnp.promote_types(value_XIO.dtype, jnp.float32))  # its gradient has the same dtype
+    _, vjp = jax.vjp(lambda x, kernel: ops.grouped_matmul(x, kernel, group_size_X), x_PI, wide_XIO)
+    # In order, or XLA:GPU may leave the weights' gradients of all pieces to the end, with all that they read.
+    return *in_order(*vjp(dy_PO)), None, None
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def in_order(*arrays: Any) -> Any:
+    """The same arrays, none of which is used before all are computed; their gradients likewise.
+
+    Rows stay contiguous: XLA would give the barrier the layout that one of its users prefers, with a transposing copy
+    on both sides.
+    """
+    by_rows = functools.partial(jax.tree.map, lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))))
+    return by_rows(jax.lax.optimization_barrier(by_rows(arrays)))

@@ -33,7 +33,7 @@ from jtrain_kernels.overlap.api import (
 )
 from jtrain_kernels.rms_norm.api import rms_norm, rms_norm_branch
 from jtrain_kernels.rope.api import rope
-from jtrain_kernels.swiglu.api import swiglu
+from jtrain_kernels.swiglu.api import grouped_swiglu, swiglu
 
 __all__ = [
     "AMAX",
@@ -51,6 +51,7 @@ __all__ = [
     "embedding_lookup",
     "fp8_unsupported",
     "grouped_matmul",
+    "grouped_swiglu",
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_in_parts",

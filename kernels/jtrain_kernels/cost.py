@@ -205,6 +205,20 @@ def swiglu_s(device: DeviceSpec, avals: Avals) -> float | None:
     return seconds(device, str(gate.dtype), OpPart(moved=3 * size_bytes(gate)), OpPart(moved=5 * size_bytes(gate)))
 
 
+def grouped_swiglu_s(device: DeviceSpec, avals: Avals, *, skips: bool) -> float | None:
+    """Seconds of `swiglu_s` over all rows, or over those expected to be in use.
+
+    XLA writes the transposed product, which the gradient of the next matmul's kernel reads, in the same backward pass.
+    After a kernel that skips rows, this is a copy of all rows.
+    """
+    gate, expected = array(avals, "gate"), avals["expected_rows"]
+    assert isinstance(expected, int)
+    whole = size_bytes(gate)
+    part, copied = (whole * expected / gate.shape[0], 2 * whole) if skips else (whole, whole)
+    forward, backward = OpPart(moved=3 * part), OpPart(moved=5 * part + copied, kernels=2 if skips else 1)
+    return seconds(device, str(gate.dtype), forward, backward)
+
+
 def embedding_lookup_s(device: DeviceSpec, avals: Avals) -> float | None:
     """Seconds to gather the rows, and to add their gradients up in a float32 table that is zeroed and cast."""
     table, token = array(avals, "table_VD"), array(avals, "token_BL")

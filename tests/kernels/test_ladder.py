@@ -249,6 +249,7 @@ BUDGET_MIB: dict[str, int | dict[str, int]] = {
     "rms_norm_branch": 72,
     "rope": 290,
     "swiglu": 16,
+    "grouped_swiglu": 16,
 }
 """Budget in MiB of temporary memory for an op's first case with gradients on any chip, or per implementation."""
 

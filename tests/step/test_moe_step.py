@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jtrain.dims import Batch, ParamInfo
 from jtrain.layout import LayoutSpec, OffloadSpec, make_layout
 from jtrain.mesh import MeshSpec
+from jtrain.model import expert_dispatch
 from jtrain.model.kv_cache_decode import empty_cache, extend
 from jtrain.model.param import map_params
 from jtrain.model.router import MoESpec
@@ -43,6 +44,13 @@ def on_one_device() -> Trained:
     return want
 
 
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts the few tokens of these tests into as many pieces as a layer may have."""
+    monkeypatch.setattr(expert_dispatch, "MIN_PIECE_ROWS", 1)
+
+
+@pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_the_layout_is_not_a_mixture(axes: dict[str, int]) -> None:
     """Twenty steps give one device's losses, gradients and weights, wherever the experts are."""
@@ -50,6 +58,7 @@ def test_the_layout_is_not_a_mixture(axes: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("axes", MORE_MESHES, ids=str)
 def test_the_layout_is_not_a_mixture_on_more_meshes(axes: dict[str, int]) -> None:
     """The same with every ZeRO stage, accumulated or not, with and without remat."""

@@ -54,6 +54,16 @@ def test_gpus_keep_the_collectives_of_groups_apart() -> None:
 
 
 @pytest.mark.aot
+def test_gpus_schedule_around_the_exchange_of_experts() -> None:
+    """Only with devices along `expert`, and beside the option for 8-bit matmuls."""
+    mesh = make_mesh(MeshSpec(data=4, expert=2), topology_devices("h200:8"))
+    gpu = make_mesh(MeshSpec(), topology_devices("h200:1"))
+    options = compiler_options(mesh)
+    assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
+    assert set(compiler_options(mesh, "fp8_current")) == set(options) | set(compiler_options(gpu, "fp8_current"))
+
+
+@pytest.mark.aot
 @pytest.mark.parametrize(("topology", "name"), [("v5e:2x2", "v5e"), ("h200:1", "h200")])
 def test_kernels_are_chosen_for_the_devices_of_the_mesh(topology: str, name: str) -> None:
     """Not for the machine that compiles; and a layout's word is law for them."""

@@ -15,6 +15,7 @@ from typing import Literal
 from jtrain.dims import kv_heads_in_use
 from jtrain.layout import Layout, ParamLayout
 from jtrain.mesh import BATCH_AXES, axis_names, unsplit_axes
+from jtrain.model.expert_dispatch import num_pieces
 from jtrain.model.fp8_scaling import fp8_weights
 from jtrain.model.router import MoESpec
 from jtrain.model.saved_activations import kept_names
@@ -293,18 +294,25 @@ def _experts(found: _Found, job: Job, moe: MoESpec, *, tokens: int) -> None:
     spec, mesh = layout.spec, layout.mesh
     layers = spec.microbatches * model.num_layers
     again = 0 if kept_names(layout) is None else layers
+    pieces = num_pieces(tokens, moe.top_k)
     found.add(
-        "expert counts", "all-gather", ("expert",), "int32", mesh.expert * moe.num_experts, layers + again, size=4
+        "expert counts",
+        "all-gather",
+        ("expert",),
+        "int32",
+        mesh.expert * pieces * moe.num_experts,
+        layers + again,
+        size=4,
     )
     # To the experts and back, and the same for gradients. No name in remat_save keeps any of it.
-    row_elements = tokens * moe.top_k * model.d_model
+    row_elements = tokens * moe.top_k * model.d_model // pieces
     found.add(
         "rows to experts",
         "ragged-all-to-all",
         ("expert",),
         layout.precision.compute_dtype,
         row_elements,
-        4 * layers + 2 * again,
+        pieces * (4 * layers + 2 * again),
     )
     slots = tokens * moe.top_k
     found.add("routing", "all-gather", ("tensor",), "int32", slots, layers + again, size=4)

@@ -24,8 +24,8 @@ def grouped_matmul(
     Accumulates in float32. The gradient of x has x's dtype, and the gradient of the kernel has the kernel's dtype.
 
     Args:
-      group_size_X: rows of each group; their sum may be less than T. Rows after the last group give zeros, and their
-        contents have no effect.
+      group_size_X: rows of each group; their sum may be less than T. Rows after the last group are undefined, in the
+        result and in the gradient of x, and their contents have no effect.
 
     Returns:
       The products, in x's dtype.
@@ -62,7 +62,7 @@ def _plain(x: Array, kernel: Array, group_size: Array, *, block_rows: int) -> Ar
 
 
 def _product(x: Array, kernel: Array, group_size: Array, *, transposed: bool, block_rows: int) -> Array:
-    """Product in x's dtype, by `ragged_dot` where the compiler has a kernel for it; zeros in rows without a group."""
+    """Product in x's dtype, by `ragged_dot` where the compiler has a kernel for it; undefined in rows of no group."""
 
     def ragged(x: Array, kernel: Array) -> Array:
         matrix = kernel.swapaxes(1, 2) if transposed else kernel

@@ -18,7 +18,7 @@ def matmul(
     transposed: bool,
     block_rows: int,
 ) -> Float[Array, "T O"]:
-    """Multiplies rows with their group's matrix, accumulated in float32, in x's dtype; zeros in rows without a group.
+    """Multiplies rows with their group's matrix, accumulated in float32, in x's dtype; undefined in rows of no group.
 
     Args:
       kernel: [X, I, O], or [X, O, I] if `transposed`.
@@ -41,8 +41,7 @@ def matmul(
 
     first = (*blocks.first, jnp.zeros((num_rows + block_rows, out_dim), x_TI.dtype))
     _, _, y_TO = jax.lax.while_loop(lambda carry: blocks.remain(carry[0]), body, first)
-    used_T = jnp.arange(num_rows) < blocks.end_X[-1]
-    return jnp.where(used_T[:, None], y_TO[:num_rows], 0)
+    return y_TO[:num_rows]
 
 
 def kernel_gradient(

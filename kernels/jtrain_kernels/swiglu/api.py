@@ -1,15 +1,37 @@
 """SwiGLU, the gate of a feed-forward layer; keeps only its inputs for the backward pass."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jtrain_kernels import cost, registry
+from jtrain_kernels.swiglu import mosaic_gpu
 
 
 def swiglu(gate: Float[Array, "*dims"], up: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
     """`silu(gate) * up`, computed in float32, returned in gate's dtype (arXiv:2002.05202)."""
     return registry.call(SWIGLU, gate=gate, up=up)
+
+
+def grouped_swiglu(
+    gate: Float[Array, "T F"], up: Float[Array, "T F"], group_size: Int[Array, " X"], *, expected_rows: int
+) -> Float[Array, "T F"]:
+    """`swiglu` of the rows of groups: the first `sum(group_size)` rows of a buffer.
+
+    The other rows are undefined, in the result and in the gradients, and their contents have no effect on rows of
+    groups.
+
+    Args:
+      expected_rows: rows that groups usually have, by which implementations are ranked.
+    """
+    return registry.call(GROUPED_SWIGLU, gate=gate, up=up, group_size=group_size, expected_rows=expected_rows)
+
+
+def _all_rows(gate: Array, up: Array, group_size: Array, *, expected_rows: int) -> Array:
+    del group_size, expected_rows
+    return _xla(gate, up)
 
 
 @jax.custom_vjp
@@ -39,4 +61,26 @@ SWIGLU = registry.Op(
     (registry.Implementation("xla", _xla, cost_s=cost.swiglu_s),),
     cases={"llama8b": {"gate": _LLAMA8B, "up": _LLAMA8B}},
 )
-OPS = (SWIGLU,)
+_BUFFER = jax.ShapeDtypeStruct((131072, 768), jnp.bfloat16)
+GROUPED_SWIGLU = registry.Op(
+    "grouped_swiglu",
+    (
+        registry.Implementation(
+            "mosaic_gpu",
+            mosaic_gpu.swiglu,
+            supports=mosaic_gpu.supports,
+            cost_s=functools.partial(cost.grouped_swiglu_s, skips=True),
+            only_measured="no hardware has run the kernel yet",
+        ),
+        registry.Implementation("xla", _all_rows, cost_s=functools.partial(cost.grouped_swiglu_s, skips=False)),
+    ),
+    cases={
+        "qwen3_30b_a3b": {  # a quarter of 16384 tokens, 8 experts each, and 32 of 128 experts per device
+            "gate": _BUFFER,
+            "up": _BUFFER,
+            "group_size": jax.ShapeDtypeStruct((32,), jnp.dtype("int32")),
+            "expected_rows": 32768,
+        }
+    },
+)
+OPS = (SWIGLU, GROUPED_SWIGLU)
