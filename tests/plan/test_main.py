@@ -220,7 +220,8 @@ def compiled_sheet(**said: Any) -> Sheet:
     said["peak_bytes"] = int(plan.total_bytes * said.pop("peak_over_formula"))
     for field in dataclasses.fields(CompiledStep):
         said.setdefault(field.name, nothing.get(getattr(field.type, "__name__", ""), ()))
-    compiled = CompiledStep(**(said | {"hlo": ""}))
+    said["hlo"] = ""
+    compiled = CompiledStep(**said)
     spent = cost(timed, machine, tokens=10**6, goodput=0.9)
     return Sheet("tiny", job, plan, timed, spent, 0.9, largest_rows=1, compiled=compiled)
 
