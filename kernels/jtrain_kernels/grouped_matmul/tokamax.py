@@ -21,7 +21,7 @@ _TILE = 64
 """Size of the smallest blocks."""
 
 _OF_KERNEL = dict(block_m=64, block_n=64, block_k=128, stages=4)
-"""Blocks of the kernel's gradient, which are right on an H100. With 128 x 64 x 128 tokamax's kernel was wrong there by
+"""Blocks of the kernel's gradient, which are right on an H100 and an H200. With 128 x 64 x 128 tokamax's kernel was wrong there by
 19 to 29 % of the largest element, probably because masked rows are in registers while the next step writes them."""
 
 
@@ -42,10 +42,10 @@ def supports(device: DeviceSpec, avals: Avals) -> str | None:
 
 
 def configs(device: DeviceSpec, avals: Avals) -> Sequence[dict[str, int]]:
-    """Candidate blocks and stages, without those of the kernel's gradient; the fastest on an H100 first."""
+    """Candidate blocks and stages, without those of the kernel's gradient; first the one measured whole on an H200."""
     del device, avals
-    first = dict(block_m=128, block_n=128, block_k=64, stages=4)
-    return [first, *(first | more for more in (dict(block_n=64), dict(block_m=64), dict(block_n=64, block_k=128)))]
+    first = dict(block_m=128, block_n=64, block_k=64, stages=4)
+    return [first, *(first | more for more in (dict(block_n=128), dict(block_m=64), dict(block_k=128)))]
 
 
 def matmul(
