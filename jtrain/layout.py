@@ -343,6 +343,8 @@ def _check_heads(mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> int:
       UserError: a device would have a part of a head, or query heads that do not all belong to its key heads.
     """
     size = {letter: n for info in infos for letter, n in zip(info.dims, info.shape, strict=True)}
+    if not {"N", "K"} <= set(size):
+        return 1
     heads, kv_heads, tensor = size["N"], size["K"], mesh.tensor
     if not splits_heads(heads, kv_heads, tensor):
         good = [str(n) for n in range(1, heads + 1) if splits_heads(heads, kv_heads, n)]

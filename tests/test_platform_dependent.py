@@ -79,6 +79,12 @@ CHECKS: dict[str, tuple[Callable[[], None], ...]] = {
             *test_linear_fp8.SHAPES[0],
         ),
     ),
+    KERNELS + "fp8/api.py:_cast_once": (
+        functools.partial(
+            test_linear_fp8.test_value_and_gradients_are_those_of_operands_rounded_by_ml_dtypes,
+            *test_linear_fp8.SHAPES[0],
+        ),
+    ),
     KERNELS + "linear/api.py:_backward": (
         functools.partial(test_linear.test_linear_contracts_the_last_dimensions, "float32", (2, 8, 4), (4, 6), 1),
         test_linear.test_a_float32_kernel_under_bfloat16_activations_gets_a_float32_gradient,

@@ -102,12 +102,7 @@ def _backward(saved: Any, dy_TO: Array) -> tuple[Array, Array, Array | None, Arr
     x_TI, kernel_IO, x_scale, kernel_scale, x_amax, scale_3 = saved
     dtype, dy_amax = x_TI.dtype, largest(dy_TO)
     dy_scale = scale_of(dy_amax, GRADIENT) if scale_3 is None else scale_3[2]
-    # XLA:GPU would make dy and its transpose for cuBLAS from the unrounded gradient, in a fusion that cannot compute an
-    # amax too. Behind a barrier it casts and computes the amax in one pass, and transposes 8 bits.
-    dy8_TO = jax.lax.platform_dependent(
-        quantised(dy_TO, dy_scale, GRADIENT), cuda=jax.lax.optimization_barrier, default=lambda dy8_TO: dy8_TO
-    )
-    dy = restored(dy8_TO, dy_scale, dtype)
+    dy = restored(_cast_once(quantised(dy_TO, dy_scale, GRADIENT)), dy_scale, dtype)
     x = restored(quantised(x_TI, x_scale, FORWARD), x_scale, dtype)
     kernel = restored(quantised(kernel_IO, kernel_scale, FORWARD), kernel_scale, dtype)
     dx_TI, dkernel_IO = jax.lax.platform_dependent(
@@ -123,6 +118,14 @@ def _backward(saved: Any, dy_TO: Array) -> tuple[Array, Array, Array | None, Arr
         return dx_TI, dkernel_IO, None, None
     seen_3 = jnp.stack([x_amax, largest(kernel_IO), dy_amax])
     return dx_TI, dkernel_IO, jnp.zeros_like(scale_3), seen_3
+
+
+def _cast_once(dy8_TO: Array) -> Array:
+    """Has XLA:GPU cast the gradient and find its amax in one pass, and transpose 8 bits.
+
+    It would make dy and its transpose for cuBLAS from the unrounded gradient, in a fusion that cannot find an amax too.
+    """
+    return jax.lax.platform_dependent(dy8_TO, cuda=jax.lax.optimization_barrier, default=lambda dy8_TO: dy8_TO)
 
 
 def _products(

@@ -21,8 +21,8 @@ _TILE = 64
 """Size of the smallest blocks."""
 
 _OF_KERNEL = dict(block_m=64, block_n=64, block_k=128, stages=4)
-"""Blocks of the kernel's gradient, which are right on an H100 and an H200. With 128 x 64 x 128 tokamax's kernel was wrong there by
-19 to 29 % of the largest element, probably because masked rows are in registers while the next step writes them."""
+"""Blocks of the kernel's gradient, which are right on an H100 and an H200. With 128 x 64 x 128 tokamax's kernel was
+wrong by 19 to 29 % of the largest element, probably because masked rows are in registers that the next step writes."""
 
 
 def supports(device: DeviceSpec, avals: Avals) -> str | None:

@@ -221,7 +221,7 @@ def test_an_unfinished_index_of_something_else_is_not_gone_on_with(tmp_path: Pat
     process.communicate(timeout=60)
     [state] = (tmp_path / "out").glob(".*.partial/*.state.json")
     name = state.parent.name.split(".")[1]
-    (tmp_path / f"{name}.jsonl").write_text('{"text": "new"}\n' * 600)
+    (tmp_path / f"{name}.jsonl").write_text('{"text": "new", "mask": []}\n' * 600)
     stream = io.StringIO()
     prepare(recipes_of(tmp_path), tmp_path / "out", workers=1, stream=stream, shard_bytes=2048)
     assert f"{name}: an unfinished index of other data was there; starting afresh." in stream.getvalue()
