@@ -20,8 +20,9 @@ from typing import Literal
 
 from jax.sharding import PartitionSpec as P
 
-from jtrain.dims import ParamInfo, kv_heads_in_use, splits_heads
+from jtrain.dims import ParamInfo
 from jtrain.errors import UserError
+from jtrain.head_splits import check_context_heads, devices_per_key_head
 from jtrain.mesh import BATCH_AXES, MeshSpec, local_shape, shard_size
 from jtrain.precision import PrecisionSpec
 
@@ -288,8 +289,8 @@ def make_layout(
       UserError: a dimension does not split evenly over its axis; an unused axis is larger than 1; an option needs an
         axis that is 1; attention cannot be split over `context` this way; or a share to offload is still `as_needed`.
     """
-    shared_by = _check_heads(mesh, infos)
-    _check_context(spec, mesh, infos, context_order)
+    shared_by = devices_per_key_head(mesh, infos)
+    check_context_heads(mesh, infos, attention=spec.context_attention, order=context_order)
     shares = {name: spec.offload.share(name) for name in ("optimizer", "params", "activations")}
     # Shared kernels are exchanged once per step, all layers at once, so they stay on the device.
     stays = "K" if shared_by > 1 else "-"
@@ -336,26 +337,6 @@ def make_layout(
     return Layout(spec, mesh, tuple(layouts), context_order=context_order, precision=precision, kernels=kernels)
 
 
-def _check_heads(mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> int:
-    """Returns the number of devices along `tensor` that compute the same key head.
-
-    Raises:
-      UserError: a device would have a part of a head, or query heads that do not all belong to its key heads.
-    """
-    size = {letter: n for info in infos for letter, n in zip(info.dims, info.shape, strict=True)}
-    if not {"N", "K"} <= set(size):
-        return 1
-    heads, kv_heads, tensor = size["N"], size["K"], mesh.tensor
-    if not splits_heads(heads, kv_heads, tensor):
-        good = [str(n) for n in range(1, heads + 1) if splits_heads(heads, kv_heads, n)]
-        raise UserError(
-            f"mesh.tensor={tensor} cannot split model.num_heads={heads} with model.num_kv_heads={kv_heads}: it must "
-            "divide the query heads, and divide or be a multiple of the key heads. Set mesh.tensor to one of "
-            f"{', '.join(good)}, or change the heads."
-        )
-    return max(1, tensor // kv_heads)
-
-
 def _check_groups(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], precision: PrecisionSpec) -> None:
     """Refuses groups of sequences where there is nothing to overlap, or where all sequences belong together."""
     bits = precision.matmul_dtype
@@ -368,34 +349,6 @@ def _check_groups(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]
         if found:
             groups = f"layout.sequence_groups={spec.sequence_groups}"
             raise UserError(f"{groups} with {other}. Set layout.sequence_groups=1, or change the other.")
-
-
-def _check_context(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], order: ContextOrder) -> None:
-    """Refuses attention over `context` that is impossible or unbalanced.
-
-    Raises:
-      UserError: ring attention without zig-zag order, or heads that `ulysses` cannot split.
-    """
-    if mesh.context == 1:
-        return
-    if spec.context_attention == "ring":
-        if order != "zigzag":
-            raise UserError(
-                f"layout.context_attention=ring with data.context_order={order}: under a causal mask the last of "
-                f"mesh.context={mesh.context} devices would have the most work, and the others would wait. Set "
-                "data.context_order=zigzag, or layout.context_attention=ulysses."
-            )
-        return
-    size = {letter: n for info in infos for letter, n in zip(info.dims, info.shape, strict=True)}
-    heads, kv_heads = (n // mesh.tensor for n in (size["N"], kv_heads_in_use(size["K"], mesh.tensor)))
-    if heads % mesh.context or (kv_heads % mesh.context and mesh.context % kv_heads):
-        over = f" / mesh.tensor={mesh.tensor}" if mesh.tensor > 1 else ""
-        raise UserError(
-            f"layout.context_attention=ulysses gives each of mesh.context={mesh.context} devices a part of the heads, "
-            f"but model.num_heads={size['N']}{over} is {heads}, and model.num_kv_heads={size['K']}{over} is "
-            f"{kv_heads}. mesh.context must divide the former, and divide or be a multiple of the latter: change it, "
-            "or set layout.context_attention=ring."
-        )
 
 
 def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len: int) -> int:
