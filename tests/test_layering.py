@@ -17,6 +17,7 @@ ROWS = (
     ("runtime",),  # atomic writes and processes: every row may need them
     ("dims", "hlo", "precision", "telemetry"),
     ("mesh",),
+    ("head_splits",),
     ("layout",),
     ("data", "model", "optim", "profile", "checkpoint"),
     ("step",),
