@@ -53,7 +53,7 @@ late: set[tuple[int, int]] = set()
 
 def _delay(rank: Any, warpgroup: Any, peer: Any) -> np.ndarray:
     if (int(rank), int(warpgroup)) in late:
-        time.sleep(0.5)
+        time.sleep(0.5)  # the late sender: longer than any reader takes to the wait that it must not skip
     return np.asarray(peer, np.int32)
 
 

@@ -35,12 +35,13 @@ def test_the_step_compiles_for_machines_not_here(topology: str, data: int, zero_
     built = build(optimizer, num_steps=100, params=map_params(lambda info: info, model.param_infos()))
     devices = topology_devices(topology)
     job = Job(model, lay, optimizer, 2 * data, 512, machine_of(devices))
-    program = compile_step(job, built, devices=devices)
+    # With no GPU to tune on, XLA has Triton split the sums of small matmuls: float32 parts of 8 MB each, two at a time.
+    options = {"xla_gpu_enable_triton_gemm": False} if topology.startswith("h200") else {}
+    program = compile_step(job, built, devices=devices, compiler_options=options)
 
     plan = memory(job)
     assert program.argument_bytes == plan.argument_bytes
-    # With fused attention the plan is 17 % below the compiler for this small step on an H200: why was not found.
-    assert (0.8 if topology.startswith("h200") else 0.87) < plan.total_bytes / program.peak_bytes < 1.15
+    assert 0.87 < plan.total_bytes / program.peak_bytes < 1.15
 
     names = {"float32": "f32", "bfloat16": "bf16", "int32": "s32", "uint32": "u32"}
     want, got = collections.Counter(), collections.Counter()
