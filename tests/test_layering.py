@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 ROWS = (
     ("constants", "errors"),
     ("runtime",),  # atomic writes and processes: every row may need them
-    ("dims", "hlo", "precision", "telemetry"),
+    ("dims", "hlo", "precision", "supervise", "telemetry"),
     ("mesh",),
     ("head_splits",),
     ("layout",),

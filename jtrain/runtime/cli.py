@@ -7,7 +7,8 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from jtrain.errors import UserError
+from jtrain.errors import HardwareFault, UserError
+from jtrain.runtime import exit_codes
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,15 +30,15 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def run(main: Callable[[], int]) -> int:
     """Runs a command and returns its exit code.
 
-    A `UserError`, or an OSError that names a file, is printed as a message and gives exit code 2. Every other exception
-    is a bug and keeps its traceback.
+    A `UserError`, or an OSError that names a file, is printed as a message and gives exit code 2, a `HardwareFault` 76.
+    Every other exception is a bug and keeps its traceback.
     """
     try:
         return main()
     except KeyboardInterrupt:
         return 130  # shells report SIGINT as 130; during training the loop catches it, saves, and returns 75
-    except (UserError, OSError) as error:
-        if not isinstance(error, UserError) and error.filename is None:
+    except (UserError, HardwareFault, OSError) as error:
+        if isinstance(error, OSError) and not isinstance(error, UserError) and error.filename is None:
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return exit_codes.FAULTY_HARDWARE if isinstance(error, HardwareFault) else exit_codes.REFUSED

@@ -34,6 +34,7 @@ from jtrain.plan.from_run import make_optimizer, plan_job
 from jtrain.plan.job import Job
 from jtrain.plan.oom_report import explained
 from jtrain.plan.report.summary import print_plan
+from jtrain.runtime.exit_codes import DONE, STOPPED
 from jtrain.runtime.multihost import agree, same_everywhere
 from jtrain.runtime.run_files import full_disk_named, write_run_files
 from jtrain.runtime.signals import StopRequest
@@ -55,10 +56,6 @@ from jtrain.train.evaluation import Evaluation
 from jtrain.train.goodput_ledger import GoodputLedger
 from jtrain.train.step_metrics import RecompileWatch, StepLog
 from jtrain.train.trace_windows import TraceWindows
-
-DONE = 0
-STOPPED = 75
-"""Exit codes: complete run; requested stop with a checkpoint (EX_TEMPFAIL: run again)."""
 
 
 def train(

@@ -47,3 +47,14 @@ def test_a_bug_stays_a_bug_without_sources(compiled_only: Path, tmp_path: Path) 
     done = python(compiled_only, tmp_path, "-c", code)
     assert done.returncode == 1
     assert "ValueError: invalid literal" in done.stderr
+
+
+def test_faulty_hardware_has_a_code_of_its_own(compiled_only: Path, tmp_path: Path) -> None:
+    """Supervisors replace the host on 76; the message stands alone on stderr."""
+    code = (
+        "import sys; from jtrain.errors import HardwareFault; from jtrain.runtime import cli\n"
+        "def main(): raise HardwareFault('device 3 of host a')\n"
+        "sys.exit(cli.run(main))"
+    )
+    done = python(compiled_only, tmp_path, "-c", code)
+    assert (done.returncode, done.stderr) == (76, "error: device 3 of host a\n")
