@@ -31,6 +31,7 @@ from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import Optimizer
 from jtrain.step.batch_hash import hash_block
+from jtrain.step.checksums import StateSums
 from jtrain.step.optimizer_update import make_update
 from jtrain.step.state import TrainState, abstract_state, shardings_of
 from jtrain.step.xla_options import compiler_options, kernels_for
@@ -52,7 +53,13 @@ type StepMetrics = dict[str, Array]
 
 
 def make_train_step(
-    model: Transformer, optimizer: Optimizer, layout: Layout, mesh: Mesh, *, traced: bool = False
+    model: Transformer,
+    optimizer: Optimizer,
+    layout: Layout,
+    mesh: Mesh,
+    *,
+    traced: bool = False,
+    checksums: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Returns the jitted `step(state, batch) -> (state, metrics)`; it donates its input state.
 
@@ -61,6 +68,7 @@ def make_train_step(
 
     Args:
       traced: a profile window will trace it, so on a GPU its kernels are launched one by one.
+      checksums: the step also returns the metric `checksums.METRIC`, the sums of the state's bits on every device.
 
     Raises:
       UserError: these devices do not support precision.matmul_dtype.
@@ -76,17 +84,21 @@ def make_train_step(
     )
 
     update = make_update(optimizer, layout, mesh)
+    like = abstract_state(layout, optimizer, mesh)
+    sums = StateSums(like, mesh) if checksums else None
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         with kernels_for(layout, mesh):
             grads, seen, metrics = gradients(state.params, state.scaling, batch)
             with jax.named_scope("optimizer"):
+                state, grads, given = sums.given(state, grads) if sums else (state, grads, None)
                 params, opt_state, norms = update(grads, state.step, state.params, state.opt_state)
                 scaling = advanced(state.scaling, seen)
-                return TrainState(state.step + 1, params, opt_state, scaling), metrics | norms
+                new = TrainState(state.step + 1, params, opt_state, scaling)
+                return new, metrics | norms | (sums.metric(given, new) if sums else {})
 
     # Output shardings are explicit: if XLA inferred others, the second step would compile again.
-    state_shardings = shardings_of(abstract_state(layout, optimizer, mesh))
+    state_shardings = shardings_of(like)
     return jax.jit(
         train_step,
         donate_argnums=0,
@@ -113,7 +125,7 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
         def microbatch(_: None, part: Batch) -> tuple[None, Array]:
             return None, model.token_nats(weights, part, placement)
 
-        _, nats = jax.lax.scan(microbatch, None, _microbatches(layout, batch))
+        _, nats = jax.lax.scan(microbatch, None, microbatches(layout, batch))
         return nats.reshape(-1, nats.shape[-1])
 
     params_spec = param_tree(layout, lambda p: p.param)
@@ -166,7 +178,7 @@ def _local_gradients(
     if spec.microbatches == 1:
         (_, loss), (grads, seen) = differentiate(trained, unseen(scaling), batch)
     else:
-        parts = _microbatches(layout, batch)
+        parts = microbatches(layout, batch)
         with jax.named_scope("reduce_gradients"):
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
         carry = (zeros, unseen(scaling), jnp.zeros((), jnp.float32))
@@ -183,7 +195,7 @@ def _local_gradients(
     return grads, seen, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}
 
 
-def _microbatches(layout: Layout, batch: Batch) -> Batch:
+def microbatches(layout: Layout, batch: Batch) -> Batch:
     """Splits one device's rows into microbatches, which become the leading dimension."""
     with jax.named_scope("batch"):
         return jax.tree.map(lambda x: x.reshape(layout.spec.microbatches, -1, *x.shape[1:]), batch)

@@ -1,0 +1,162 @@
+"""Checksums of the train state: per device and array, the wrap-around sum of its 32-bit words.
+
+Sharded state has no second copy, so a flipped bit shows only if the bits that a step returned are compared with those
+that the next step is given. A train step with checksums sums both: the state it was given, just before the update
+overwrites it, and the state it returns. One flipped bit changes a sum by a power of two, so it cannot stay unseen; of
+several flips in one array, those that cancel exactly can. The sums cost one read of the state each and no memory.
+
+Arrays in host memory are left out: their sums would take a second copy over the bus.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, UInt32
+
+from jtrain.mesh import AXES
+
+METRIC = "checksums"
+"""Metric of a step: uint32 [devices, 2, arrays], the sums of the state that it was given and that it returned."""
+
+_FOLD, _SMALL = 16, 4096
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+def summed_arrays(like: Any) -> list[tuple[str, Any]]:
+    """Returns path and array of every array of a state in device memory, in the order of their sums."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(like)
+    named = [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in flat]
+    return [(name, leaf) for name, leaf in named if leaf.sharding.memory_kind != "pinned_host"]
+
+
+class StateSums:
+    """Sums of the arrays of a state, for use while a train step is traced.
+
+    Args:
+      like: abstract state, whose shardings decide which part each device sums.
+    """
+
+    def __init__(self, like: Any, mesh: Mesh) -> None:
+        self._mesh = mesh
+        leaves = jax.tree.leaves(like)
+        self._summed = [leaf.sharding.memory_kind != "pinned_host" for leaf in leaves]
+        self._specs = [leaf.sharding.spec for leaf, here in zip(leaves, self._summed, strict=True) if here]
+
+    def given(self, state: Any, grads: Any) -> tuple[Any, Any, UInt32[Array, "devices arrays"]]:
+        """Sums the state that the update is about to overwrite; returns state, gradients and sums.
+
+        The update must use the returned state and gradients. It then waits for the sums: without that order XLA sums
+        after the update has begun to overwrite the state, and copies all of it before (seen on GPUs and CPUs).
+        """
+        here = self._here(state)
+        sums, here, grads = jax.lax.optimization_barrier((self._of(here), here, grads))
+        leaves, tree = jax.tree.flatten(state)
+        rest = iter(here)
+        merged = [next(rest) if summed else leaf for leaf, summed in zip(leaves, self._summed, strict=True)]
+        return jax.tree.unflatten(tree, merged), grads, sums
+
+    def metric(self, given: Any, state: Any) -> dict[str, Array]:
+        """Sums the state that the step returns; returns `METRIC`, in which every process has the sums of all devices.
+
+        Args:
+          given: the sums from `given`.
+        """
+        axes = tuple(axis for axis in AXES if self._mesh.shape[axis] > 1)
+
+        def local(given: Array, returned: Array) -> Array:
+            both = jnp.stack([given, returned], axis=1)
+            return jax.lax.all_gather(both, axes, axis=0, tiled=True) if axes else both
+
+        gather = jax.shard_map(local, mesh=self._mesh, in_specs=(P(AXES), P(AXES)), out_specs=P(), check_vma=False)
+        return {METRIC: gather(given, self._of(self._here(state)))}
+
+    def _here(self, state: Any) -> list[Array]:
+        return [leaf for leaf, summed in zip(jax.tree.leaves(state), self._summed, strict=True) if summed]
+
+    def _of(self, leaves: list[Array]) -> UInt32[Array, "devices arrays"]:
+        sum_words = _folded_sum if self._mesh.devices.flat[0].platform == "cpu" else _sum
+
+        def local(leaves: list[Array]) -> UInt32[Array, "1 arrays"]:
+            with jax.named_scope("checksums"):
+                return jnp.stack([sum_words(_words(x)) for x in leaves])[None]
+
+        of_all: Callable[[list[Array]], Array] = jax.shard_map(
+            local, mesh=self._mesh, in_specs=(self._specs,), out_specs=P(AXES), check_vma=False
+        )
+        return of_all(leaves)
+
+
+def sum_of_bits(x: Array) -> UInt32[Array, ""]:
+    """Returns the wrap-around sum of an array's words, each of the array's element size."""
+    return _sum(_words(x))
+
+
+def _words(x: Array) -> Array:
+    return jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
+
+
+def _sum(words: Array) -> UInt32[Array, ""]:
+    return jnp.sum(words, dtype=jnp.uint32)
+
+
+def _folded_sum(words: Array) -> UInt32[Array, ""]:
+    """Returns the same sum, 10 times as fast on CPUs.
+
+    XLA:CPU first writes the words that a reduction of integers reads, and adds them one by one. Additions of whole
+    parts are fused with what they read, use vectors, and are split over the cores.
+    """
+    words, total = words.reshape(-1), jnp.uint32(0)
+    while words.size >= _SMALL:
+        length = words.size // _FOLD
+        total += _sum(words[length * _FOLD :])
+        parts = words[: length * _FOLD].reshape(_FOLD, length).astype(jnp.uint32)
+        folded = parts[0]
+        for part in range(1, _FOLD):
+            folded = folded + parts[part]
+        words = folded
+    return total + _sum(words)
+
+
+def copies(like: Any, mesh: Mesh) -> np.ndarray:
+    """Returns int [devices, arrays]: the number of the first device that holds the same part of the same array.
+
+    Devices are numbered in the order of `mesh.devices.flat`.
+    """
+    return np.stack([_first_holder(leaf, list(mesh.devices.flat)) for _, leaf in summed_arrays(like)], axis=1)
+
+
+def _first_holder(leaf: Any, devices: Sequence[jax.Device]) -> np.ndarray:
+    parts = leaf.sharding.devices_indices_map(leaf.shape)
+    first: dict[str, int] = {}
+    return np.array([first.setdefault(str(parts[device]), index) for index, device in enumerate(devices)])
+
+
+def differing_copies(sums: UInt32[np.ndarray, "devices arrays"], first: np.ndarray) -> list[tuple[int, list[int], bool]]:
+    """Finds copies whose sums differ.
+
+    Args:
+      first: from `copies`.
+
+    Returns:
+      (array, numbers of the devices that may be wrong, True if a majority of the copies outvotes them) for each part of
+      an array whose copies differ.
+    """
+    if (sums == np.take_along_axis(sums, first, axis=0)).all():
+        return []
+    found: list[tuple[int, list[int], bool]] = []
+    for array in range(sums.shape[1]):
+        for holder in np.unique(first[:, array]):
+            group = np.flatnonzero(first[:, array] == holder)
+            values, counts = np.unique(sums[group, array], return_counts=True)
+            if len(values) > 1:
+                outvoted = bool(counts.max() > math.floor(len(group) / 2))
+                right = values[counts.argmax()]
+                wrong = [int(d) for d in group if not outvoted or sums[d, array] != right]
+                found.append((array, wrong, outvoted))
+    return found
