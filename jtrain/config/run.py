@@ -11,6 +11,7 @@ import fiddle as fdl
 
 from jtrain.checkpoint import CheckpointSpec
 from jtrain.config import tree
+from jtrain.config.integrity import IntegritySpec
 from jtrain.data import PackedText, Source
 from jtrain.data.sources.source import HELD_OUT_PREFIX, is_source_name
 from jtrain.errors import UserError
@@ -78,6 +79,7 @@ class Run:
     eval: EvalSpec = dataclasses.field(default_factory=EvalSpec)
     metrics: MetricsSpec = dataclasses.field(default_factory=MetricsSpec)
     profile: ProfileSpec = dataclasses.field(default_factory=ProfileSpec)
+    integrity: IntegritySpec = dataclasses.field(default_factory=IntegritySpec)
     callbacks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -54,6 +54,7 @@ from jtrain.train.callbacks import (
 )
 from jtrain.train.evaluation import Evaluation
 from jtrain.train.goodput_ledger import GoodputLedger
+from jtrain.train.integrity import IntegrityCheck
 from jtrain.train.step_metrics import RecompileWatch, StepLog
 from jtrain.train.trace_windows import TraceWindows
 
@@ -132,7 +133,11 @@ def train(
                 metrics.say(f"the data begins anew at step {start_step}, as --allow-change data permits")
             for change in changes:
                 metrics.say(f"changed from step {start_step} on, as --allow-change permits: {change}")
-            train_step = make_train_step(run.model, optimizer, job.layout, mesh, traced=run.profile.steps is not None)
+            train_step = make_train_step(
+                *(run.model, optimizer, job.layout, mesh),
+                traced=run.profile.steps is not None,
+                checksums=run.integrity.checksums,
+            )
             context = RunContext(
                 run, job, mesh, workdir, start_step, started_s, dataset.names, train_step, metrics, callbacks.during
             )
@@ -159,7 +164,8 @@ def built_in_callbacks(run: Run, workdir: Path) -> list[Callback]:
     goodput = GoodputLedger(run, times)
     recompiles = RecompileWatch()
     windows = TraceWindows(run, workdir, goodput)
-    return [recompiles, windows, StepLog(run, times, windows.sampler, recompiles), goodput]
+    checks = IntegrityCheck(run.integrity)
+    return [checks, recompiles, windows, StepLog(run, times, windows.sampler, recompiles), goodput]
 
 
 def _cost(run: Run) -> tuple[float, float]:

@@ -1,0 +1,201 @@
+"""Callback that ends a run when a device's memory or arithmetic is wrong, and names the device."""
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jtrain.checkpoint import files
+from jtrain.config.integrity import IntegritySpec
+from jtrain.errors import HardwareFault, UserError
+from jtrain.plan.from_run import make_optimizer
+from jtrain.runtime import atomic_io
+from jtrain.runtime.multihost import gather
+from jtrain.step import recompute
+from jtrain.step.checksums import METRIC, copies, differing_copies, summed_arrays
+from jtrain.step.state import abstract_state
+from jtrain.train.callbacks import Callback, LoopPhase, RunContext, StepResults
+
+FILE = "integrity.json"
+"""File of a workdir: the sums of every array of each saved state."""
+
+_HOST_BYTES = 64
+
+
+class IntegrityCheck(Callback):
+    """Compares checksums of the state from step to step and between devices, and recomputes microbatches.
+
+    Raises HardwareFault in all processes at the same step, before the state of that step is saved.
+    """
+
+    def __init__(self, spec: IntegritySpec) -> None:
+        self._spec = spec
+        self._last: tuple[int, np.ndarray] | None = None
+        self._recomputed: dict[int, tuple[jax.Array, jax.Array]] = {}
+
+    def on_start(self, context: RunContext) -> None:
+        self._context = context
+        self._devices: list[jax.Device] = list(context.mesh.devices.flat)
+        self._hosts = _host_names()
+        self._agreed = context.start_step
+        layout, mesh = context.job.layout, context.mesh
+        like = abstract_state(layout, make_optimizer(context.run), mesh)
+        self._names = [name for name, _ in summed_arrays(like)]
+        self._dtypes = [str(array.dtype) for _, array in summed_arrays(like)]
+        self._first = copies(like, mesh)
+        self._signature = recompute.make_signature(context.run.model, layout, mesh)  # compiled when first called
+        self._roll = recompute.make_roll(mesh)
+
+    @contextlib.contextmanager
+    def during(self, phase: LoopPhase, step: int, arguments: tuple[Any, ...]) -> Iterator[None]:
+        every = self._spec.recompute_every_steps
+        if phase == "dispatch" and every is not None and step % every == 0:
+            state, batch = arguments
+            own = self._signature(state.params, state.scaling, batch)
+            self._recomputed[step] = own, self._signature(state.params, state.scaling, self._roll(batch))
+        yield
+        if phase == "checkpoint" and self._last is not None and self._last[0] == step and jax.process_index() == 0:
+            self._keep_sums(step, self._last[1])
+
+    def on_results(self, results: StepResults) -> None:
+        if self._spec.checksums:
+            sums = np.asarray(results.values[METRIC])
+            given, returned = sums[:, 0], sums[:, 1]
+            if self._last is None:
+                self._check_restored(results.step, given)
+            self._check_memory(results.step, given)
+            self._check_copies(results.step, returned)
+            self._last = results.step, returned
+        if (signatures := self._recomputed.pop(results.step, None)) is not None:
+            self._check_arithmetic(results.step, *signatures)
+
+    def _keep_sums(self, step: int, returned: np.ndarray) -> None:
+        """Keeps the sums of each saved array, over all its parts once, until the checkpoint of that step is gone."""
+        file, saved = self._sums_file(), files.steps(self._context.workdir / "checkpoints")
+        entries = {key: value for key, value in _read(file).items() if int(key) in saved}
+        totals = zip(self._names, self._dtypes, self._totals(returned), strict=True)
+        entries[str(step)] = {name: [dtype, total] for name, dtype, total in totals}
+        atomic_io.write_whole(file, json.dumps(entries))
+
+    def _check_restored(self, step: int, given: np.ndarray) -> None:
+        """Compares the restored state with what the step that saved it had computed, in any layout.
+
+        Raises:
+          UserError: the checkpoint holds other bits; names it and the older ones.
+        """
+        kept = _read(self._sums_file()).get(str(step - 1), {})
+        found = zip(self._names, self._dtypes, self._totals(given), strict=True)
+        wrong = [n for n, dtype, total in found if n in kept and kept[n][0] == dtype and kept[n][1] != total]
+        if not wrong:
+            return
+        folder = self._context.workdir / "checkpoints"
+        older = [s for s in files.steps(folder) if s < step - 1]
+        raise UserError(
+            f"the state restored from {folder / str(step - 1)} has other bits in {wrong[0]} "
+            f"(and {len(wrong) - 1} more arrays) than step {step - 1} computed: memory changed while it was saved or "
+            f"restored. Start again on another host; if this comes again, remove that checkpoint: "
+            + (f"the same command then goes on from step {max(older)}." if older else "there is no older one.")
+        )
+
+    def _totals(self, sums: np.ndarray) -> list[int]:
+        """Returns the sum of each array as a whole, which no layout changes: each part counts once."""
+        once = self._first == np.arange(len(self._devices))[:, None]
+        return np.sum(sums, axis=0, where=once, dtype=np.uint32).tolist()
+
+    def _sums_file(self) -> Path:
+        return self._context.workdir / FILE
+
+    def _check_memory(self, step: int, given: np.ndarray) -> None:
+        """Compares the state that this step was given with the one that the step before returned."""
+        if self._last is None or self._last[0] != step - 1 or (given == self._last[1]).all():
+            return
+        wrong = np.argwhere(given != self._last[1])
+        found = [(int(array), int(device)) for device, array in wrong]
+        devices = sorted({device for _, device in found})
+        raise HardwareFault(
+            f"step {step}: {self._named(devices)} gave other bits of {self._arrays([a for a, _ in found])} than step "
+            f"{step - 1} had written: memory changed between the two steps (integrity.checksums). "
+            f"{self._way_on(step, suspicious=step - 1)}"
+        )
+
+    def _check_copies(self, step: int, returned: np.ndarray) -> None:
+        found = differing_copies(returned, self._first)
+        if not found:
+            return
+        outvoted = [d for _, devices, majority in found if majority for d in devices]
+        devices = sorted(set(outvoted)) or sorted({d for _, devices, _ in found for d in devices})
+        how = "differs from most" if outvoted and len(devices) == 1 else "differ from most" if outvoted else "differ"
+        raise HardwareFault(
+            f"step {step}: {self._named(devices)} computed another {self._arrays([array for array, _, _ in found])}: "
+            f"its copies on several devices must be equal, and these {how} (integrity.checksums). A gradient, an update "
+            f"or memory was wrong during this step. {self._way_on(step)}"
+        )
+
+    def _check_arithmetic(self, step: int, *signatures: jax.Array) -> None:
+        own, again = (np.asarray(signature) for signature in signatures)
+        devices = recompute.suspects(own, again, self._context.mesh)
+        if not devices:
+            self._agreed = step
+            return
+        other = own != again[recompute.neighbours(self._context.mesh)]
+        words = list(dict.fromkeys(word for word, differs in zip(recompute.WORDS, other.any(axis=0), strict=True) if differs))
+        hint = (
+            " All devices differ, which points at a kernel that adds in any order rather than at one device: "
+            "integrity.recompute_every_steps=None disables this check."
+            if len(devices) == len(self._devices)
+            else ""
+        )
+        raise HardwareFault(
+            f"step {step}: {self._named(devices)} computed another {' and '.join(words)} for the same sequences "
+            f"than the second time, on a neighbour where there is one (integrity.recompute_every_steps).{hint} "
+            f"The check last passed at step {self._agreed}, so checkpoints after that step may be affected. "
+            f"{self._way_on(step)}"
+        )
+
+    def _named(self, devices: Sequence[int]) -> str:
+        """Names up to four devices with kind, process and host."""
+        listed = [
+            f"device {device.id} ({device.device_kind}, process {device.process_index} on {self._hosts[device.process_index]})"
+            for device in (self._devices[number] for number in devices[:4])
+        ]
+        more = f" and {len(devices) - 4} more" if len(devices) > 4 else ""
+        return " or ".join(listed) + more if not more else ", ".join(listed) + more
+
+    def _arrays(self, arrays: Sequence[int]) -> str:
+        names = list(dict.fromkeys(self._names[array] for array in arrays))
+        return names[0] + (f" (and {len(names) - 1} more arrays)" if len(names) > 1 else "")
+
+    def _way_on(self, step: int, suspicious: int | None = None) -> str:
+        """Says what was not saved, and where the same command goes on."""
+        there = [s for s in files.steps(self._context.workdir / "checkpoints") if s < step]
+        if not there:
+            return "Nothing was saved. Take the device or its host out; the same command starts again, on other hardware."
+        held = (
+            f" That checkpoint was written while the bits may already have been wrong: if there is an older one, remove "
+            f"{self._context.workdir / 'checkpoints' / str(max(there))} first."
+            if max(there) == suspicious
+            else ""
+        )
+        return (
+            f"Nothing of step {step} was saved. Take the device or its host out; the same command goes on from the "
+            f"checkpoint of step {max(there)}, on other hardware.{held}"
+        )
+
+
+def _host_names() -> list[str]:
+    """Returns the host name of each process; a collective with several."""
+    name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
+    return [bytes(host).rstrip(b"\0").decode(errors="replace") for host in gather(np.frombuffer(name, np.uint8))]
+
+
+def _read(file: Path) -> dict[str, dict[str, list[Any]]]:
+    """Returns the sums by step and array; nothing if the file is missing or was damaged."""
+    try:
+        return json.loads(file.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
