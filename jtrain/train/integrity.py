@@ -37,6 +37,7 @@ class IntegrityCheck(Callback):
         self._spec = spec
         self._last: tuple[int, np.ndarray] | None = None
         self._recomputed: dict[int, tuple[jax.Array, jax.Array]] = {}
+        self._saved: set[int] = set()  # by this attempt, perhaps not on disk yet
 
     def on_start(self, context: RunContext) -> None:
         self._context = context
@@ -59,8 +60,10 @@ class IntegrityCheck(Callback):
             own = self._signature(state.params, state.scaling, batch)
             self._recomputed[step] = own, self._signature(state.params, state.scaling, self._roll(batch))
         yield
-        if phase == "checkpoint" and self._last is not None and self._last[0] == step and jax.process_index() == 0:
-            self._keep_sums(step, self._last[1])
+        if phase == "checkpoint" and step not in self._saved:
+            self._saved.add(step)
+            if self._last is not None and jax.process_index() == 0:
+                self._keep_sums(step, self._last[1])
 
     def on_results(self, results: StepResults) -> None:
         if self._spec.checksums:
@@ -75,9 +78,9 @@ class IntegrityCheck(Callback):
             self._check_arithmetic(results.step, *signatures)
 
     def _keep_sums(self, step: int, returned: np.ndarray) -> None:
-        """Keeps the sums of each saved array, over all its parts once, until the checkpoint of that step is gone."""
+        """Writes the sums of each saved array; drops those of checkpoints that are gone."""
         file, saved = self._sums_file(), files.steps(self._context.workdir / "checkpoints")
-        entries = {key: value for key, value in _read(file).items() if int(key) in saved}
+        entries = {key: value for key, value in _read(file).items() if int(key) in {*saved, *self._saved}}
         totals = zip(self._names, self._dtypes, self._totals(returned), strict=True)
         entries[str(step)] = {name: [dtype, total] for name, dtype, total in totals}
         atomic_io.write_whole(file, json.dumps(entries))
@@ -120,7 +123,7 @@ class IntegrityCheck(Callback):
         raise HardwareFault(
             f"step {step}: {self._named(devices)} gave other bits of {self._arrays([a for a, _ in found])} than step "
             f"{step - 1} had written: memory changed between the two steps (integrity.checksums). "
-            f"{self._way_on(step, suspicious=step - 1)}"
+            f"{self._way_on(step)}"
         )
 
     def _check_copies(self, step: int, returned: np.ndarray) -> None:
@@ -170,20 +173,14 @@ class IntegrityCheck(Callback):
         names = list(dict.fromkeys(self._names[array] for array in arrays))
         return names[0] + (f" (and {len(names) - 1} more arrays)" if len(names) > 1 else "")
 
-    def _way_on(self, step: int, suspicious: int | None = None) -> str:
+    def _way_on(self, step: int) -> str:
         """Says what was not saved, and where the same command goes on."""
-        there = [s for s in files.steps(self._context.workdir / "checkpoints") if s < step]
+        there = [s for s in {*files.steps(self._context.workdir / "checkpoints"), *self._saved} if s < step]
         if not there:
             return "Nothing was saved. Take the device or its host out; the same command starts again, on other hardware."
-        held = (
-            f" That checkpoint was written while the bits may already have been wrong: if there is an older one, remove "
-            f"{self._context.workdir / 'checkpoints' / str(max(there))} first."
-            if max(there) == suspicious
-            else ""
-        )
         return (
             f"Nothing of step {step} was saved. Take the device or its host out; the same command goes on from the "
-            f"checkpoint of step {max(there)}, on other hardware.{held}"
+            f"checkpoint of step {max(there)}, on other hardware."
         )
 
 

@@ -1,12 +1,13 @@
 """A run whose memory or arithmetic is wrong ends with exit code 76, names the device and saves nothing of it."""
 
 import json
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import pytest
 
 from jtrain.config import tree
@@ -14,6 +15,8 @@ from jtrain.config.integrity import IntegritySpec
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.errors import HardwareFault, UserError
+from jtrain.model.transformer import Transformer
+from jtrain.step import train_step
 from jtrain.train import integrity, loop
 
 BASE = ("num_steps=4", "mesh.data=4", "mesh.tensor=2", "layout.zero_stage=3", "checkpoint.every_steps=2", "eval.every_steps=None")
@@ -45,3 +48,68 @@ def test_a_flipped_bit_ends_the_run_and_is_named(tmp_path: Path, monkeypatch: py
     with pytest.raises(HardwareFault, match=where + r"than step 3 had written.*from the checkpoint of step 2, on other"):
         train(tmp_path, monkeypatch=monkeypatch, step=4, array="opt_state.mu.embed_VD", device=5)
     assert saved(tmp_path) == [2]
+
+
+def test_a_healthy_run_raises_no_alarm(healthy: Path) -> None:
+    """Every check ran: sums of both saved states lie in the workdir, and the recomputations agreed."""
+    kept = json.loads((healthy / integrity.FILE).read_text())
+    assert list(kept) == ["2", "4"]
+    assert kept["4"]["step"] == ["int32", 4]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_holds_other_bits_is_refused(healthy: Path, tmp_path: Path) -> None:
+    """Bits that change between the step and the disk show on any layout in the first step after a restore."""
+    shutil.copytree(healthy, tmp_path / "run")
+    (tmp_path / "run/checkpoints/4").rename(tmp_path / "gone")
+    layout = ("mesh.data=8", "mesh.tensor=1", "layout.zero_stage=1")
+    file = tmp_path / "run" / integrity.FILE
+    kept = json.loads(file.read_text())
+    kept["2"]["params.embed_VD"][1] ^= 1 << 9
+    file.write_text(json.dumps(kept))
+    with pytest.raises(UserError, match=r"checkpoints/2 has other bits in params.embed_VD .*than step 2 computed.*older"):
+        train(tmp_path / "run", *layout)
+    kept["2"]["params.embed_VD"][1] ^= 1 << 9
+    file.write_text(json.dumps(kept))
+    assert train(tmp_path / "run", *layout) == 0, "the same state in another layout has the same sums"
+
+
+def test_a_copy_that_differs_is_outvoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is wrong on one device after its reduction: replicas diverge in that step, which is not saved."""
+    reduced = train_step.finish_gradient
+
+    def wrong_on_device_3(*args: Any) -> Any:
+        grad = reduced(*args)
+        return jnp.where(jax.lax.axis_index("data") == 3, grad * (1 + 2**-10), grad)
+
+    monkeypatch.setattr(train_step, "finish_gradient", wrong_on_device_3)
+    with pytest.raises(HardwareFault, match=r"step 1: device 3 \(cpu, .*\) computed another .* differs from most.*again"):
+        train(tmp_path, "mesh.data=8", "mesh.tensor=1", "layout.zero_stage=0", "checkpoint.every_steps=1")
+    assert saved(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_device_that_computes_wrongly_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-3 has no copies, so only the recomputation sees it; the message says since when it may have been wrong."""
+    loss = Transformer._cross_entropy  # pyright: ignore[reportPrivateUsage]
+
+    def wrong_on_device_2(self: Transformer, params: Any, x_BLD: Any, *rest: Any) -> Any:
+        here = jax.lax.axis_index("data") == 2
+        return loss(self, params, jnp.where(here, x_BLD * (1 + 2**-7), x_BLD), *rest)
+
+    monkeypatch.setattr(Transformer, "_cross_entropy", wrong_on_device_2)
+    with pytest.raises(HardwareFault, match=r"step 3: device 2 \(.*another loss and gradient.*passed at step 0.* step 2,"):
+        train(tmp_path, "mesh.data=8", "mesh.tensor=1", "integrity.recompute_every_steps=3")
+    assert saved(tmp_path) == [2]
+
+
+@pytest.mark.slow
+def test_2000_healthy_steps_raise_no_alarm(tmp_path: Path) -> None:
+    """Sums every step, a recomputation every 50."""
+    assert train(tmp_path, "num_steps=2000", "checkpoint.every_steps=500", "integrity.recompute_every_steps=50", "metrics.log_every_steps=500") == 0
+
+
+def test_an_interval_of_zero_is_refused() -> None:
+    """With the way out."""
+    with pytest.raises(UserError, match="integrity.recompute_every_steps=0 must be at least 1, or None"):
+        IntegritySpec(recompute_every_steps=0)
