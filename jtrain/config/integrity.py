@@ -11,8 +11,8 @@ class IntegritySpec:
 
     checksums: True sums the bits of the state on every device before and after each update. Bits that change between
       steps, and copies of an array that differ between devices, are found by the next step, and before each save.
-    recompute_every_steps: steps between recomputations of a microbatch on a neighbouring device; None disables them. One
-      costs the forward and backward pass of two microbatches.
+    recompute_every_steps: steps between recomputations of a microbatch on a neighbouring device; None disables them.
+      One costs the forward and backward pass of two microbatches.
     """
 
     checksums: bool = True

@@ -137,7 +137,9 @@ def _first_holder(leaf: Any, devices: Sequence[jax.Device]) -> np.ndarray:
     return np.array([first.setdefault(str(parts[device]), index) for index, device in enumerate(devices)])
 
 
-def differing_copies(sums: UInt32[np.ndarray, "devices arrays"], first: np.ndarray) -> list[tuple[int, list[int], bool]]:
+def differing_copies(
+    sums: UInt32[np.ndarray, "devices arrays"], first: np.ndarray
+) -> list[tuple[int, list[int], bool]]:
     """Finds copies whose sums differ.
 
     Args:

@@ -54,14 +54,16 @@ def roll_axis(mesh: Mesh) -> Literal["data", "replica"] | None:
     return "data" if mesh.shape["data"] > 1 else "replica" if mesh.shape["replica"] > 1 else None
 
 
-def neighbours(mesh: Mesh) -> Int[np.ndarray, "devices"]:
+def neighbours(mesh: Mesh) -> Int[np.ndarray, " devices"]:
     """Returns for each device, by number in `mesh.devices.flat`, the device that recomputes its sequences."""
     number = np.arange(mesh.size).reshape(mesh.devices.shape)
     axis = roll_axis(mesh)
     return number.ravel() if axis is None else np.roll(number, -1, axis=AXES.index(axis)).ravel()
 
 
-def suspects(own: UInt32[np.ndarray, "devices words"], again: UInt32[np.ndarray, "devices words"], mesh: Mesh) -> list[int]:
+def suspects(
+    own: UInt32[np.ndarray, "devices words"], again: UInt32[np.ndarray, "devices words"], mesh: Mesh
+) -> list[int]:
     """Returns the numbers of the devices that may compute wrongly; empty if all words agree.
 
     A difference lies with the device itself or its neighbour. A device that computes wrongly each time differs both
@@ -124,7 +126,7 @@ def make_signature(
 
 def _local_signature(
     model: Transformer, layout: Layout, params: Params, scaling: dict[str, Any], batch: Batch
-) -> UInt32[Array, "words"]:
+) -> UInt32[Array, " words"]:
     infos = tuple(p.info for p in layout.params)
     placement = placement_of(layout)
     num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))

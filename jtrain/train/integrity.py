@@ -135,8 +135,8 @@ class IntegrityCheck(Callback):
         how = "differs from most" if outvoted and len(devices) == 1 else "differ from most" if outvoted else "differ"
         raise HardwareFault(
             f"step {step}: {self._named(devices)} computed another {self._arrays([array for array, _, _ in found])}: "
-            f"its copies on several devices must be equal, and these {how} (integrity.checksums). A gradient, an update "
-            f"or memory was wrong during this step. {self._way_on(step)}"
+            f"its copies on several devices must be equal, and these {how} (integrity.checksums). A gradient, an "
+            f"update or memory was wrong during this step. {self._way_on(step)}"
         )
 
     def _check_arithmetic(self, step: int, *signatures: jax.Array) -> None:
@@ -146,7 +146,9 @@ class IntegrityCheck(Callback):
             self._agreed = step
             return
         other = own != again[recompute.neighbours(self._context.mesh)]
-        words = list(dict.fromkeys(word for word, differs in zip(recompute.WORDS, other.any(axis=0), strict=True) if differs))
+        words = list(
+            dict.fromkeys(word for word, differs in zip(recompute.WORDS, other.any(axis=0), strict=True) if differs)
+        )
         hint = (
             " All devices differ, which points at a kernel that adds in any order rather than at one device: "
             "integrity.recompute_every_steps=None disables this check."
@@ -163,8 +165,9 @@ class IntegrityCheck(Callback):
     def _named(self, devices: Sequence[int]) -> str:
         """Names up to four devices with kind, process and host."""
         listed = [
-            f"device {device.id} ({device.device_kind}, process {device.process_index} on {self._hosts[device.process_index]})"
+            f"device {device.id} ({device.device_kind}, process {process} on {self._hosts[process]})"
             for device in (self._devices[number] for number in devices[:4])
+            for process in [device.process_index]
         ]
         more = f" and {len(devices) - 4} more" if len(devices) > 4 else ""
         return " or ".join(listed) + more if not more else ", ".join(listed) + more
@@ -177,7 +180,9 @@ class IntegrityCheck(Callback):
         """Says what was not saved, and where the same command goes on."""
         there = [s for s in {*files.steps(self._context.workdir / "checkpoints"), *self._saved} if s < step]
         if not there:
-            return "Nothing was saved. Take the device or its host out; the same command starts again, on other hardware."
+            return (
+                "Nothing was saved. Take the device or its host out; the same command starts again, on other hardware."
+            )
         return (
             f"Nothing of step {step} was saved. Take the device or its host out; the same command goes on from the "
             f"checkpoint of step {max(there)}, on other hardware."

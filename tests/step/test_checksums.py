@@ -109,7 +109,7 @@ def test_sums_change_no_number(axes: dict[str, int], layout: dict[str, Any]) -> 
     ends = []
     for checksums in (True, False):
         run = stepper(axes, layout, checksums=checksums)
-        state, losses = run.first, []
+        state, losses, metrics = run.first, [], {}
         for _ in range(5):
             state, metrics = run.step(state, run.batch)
             losses.append(float(metrics["loss_nats"]))

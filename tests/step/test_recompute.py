@@ -20,7 +20,10 @@ from jtrain.step.train_step import BATCH_SPEC
 from tests.layouts import layout_from
 from tests.step.test_train_step import ADAMW, SIZES, packed_batch
 
-QUICK: tuple[dict[str, int], dict[str, Any]] = (dict(data=4, tensor=2), dict(zero_stage=3, microbatches=2, remat="full"))
+QUICK: tuple[dict[str, int], dict[str, Any]] = (
+    dict(data=4, tensor=2),
+    dict(zero_stage=3, microbatches=2, remat="full"),
+)
 LAYOUTS: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
     ({}, {}),
     (dict(data=8), dict(zero_stage=0)),
@@ -80,7 +83,7 @@ def test_healthy_devices_agree(axes: dict[str, int], layout: dict[str, Any]) -> 
 def test_a_device_that_computes_wrongly_is_named(
     axes: dict[str, int], layout: dict[str, Any], named: list[int]
 ) -> None:
-    """Alone if it computes layers alone; with its peers along `tensor`; and with its neighbour if there are only two."""
+    """Alone if it computes layers alone; with its peers along `tensor`; with its neighbour if there are only two."""
     own, again, mesh = signatures(axes, layout, Faulty(**SIZES))
     assert suspects(own, again, mesh) == named
 

@@ -19,7 +19,14 @@ from jtrain.model.transformer import Transformer
 from jtrain.step import train_step
 from jtrain.train import integrity, loop
 
-BASE = ("num_steps=4", "mesh.data=4", "mesh.tensor=2", "layout.zero_stage=3", "checkpoint.every_steps=2", "eval.every_steps=None")
+BASE = (
+    "num_steps=4",
+    "mesh.data=4",
+    "mesh.tensor=2",
+    "layout.zero_stage=3",
+    "checkpoint.every_steps=2",
+    "eval.every_steps=None",
+)
 
 
 def train(workdir: Path, *sets: str, monkeypatch: pytest.MonkeyPatch | None = None, **flip: Any) -> int:
@@ -45,7 +52,9 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_flipped_bit_ends_the_run_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A moment on one device, between steps 3 and 4: step 4 is not saved, and the checkpoint of step 2 stays."""
     where = rf"step 4: device 5 \(cpu, process 0 on {socket.gethostname()}\) gave other bits of opt_state.mu.embed_VD "
-    with pytest.raises(HardwareFault, match=where + r"than step 3 had written.*from the checkpoint of step 2, on other"):
+    with pytest.raises(
+        HardwareFault, match=where + r"than step 3 had written.*from the checkpoint of step 2, on other"
+    ):
         train(tmp_path, monkeypatch=monkeypatch, step=4, array="opt_state.mu.embed_VD", device=5)
     assert saved(tmp_path) == [2]
 
@@ -67,7 +76,9 @@ def test_a_checkpoint_that_holds_other_bits_is_refused(healthy: Path, tmp_path: 
     kept = json.loads(file.read_text())
     kept["2"]["params.embed_VD"][1] ^= 1 << 9
     file.write_text(json.dumps(kept))
-    with pytest.raises(UserError, match=r"checkpoints/2 has other bits in params.embed_VD .*than step 2 computed.*older"):
+    with pytest.raises(
+        UserError, match=r"checkpoints/2 has other bits in params.embed_VD .*than step 2 computed.*older"
+    ):
         train(tmp_path / "run", *layout)
     kept["2"]["params.embed_VD"][1] ^= 1 << 9
     file.write_text(json.dumps(kept))
@@ -83,7 +94,9 @@ def test_a_copy_that_differs_is_outvoted(tmp_path: Path, monkeypatch: pytest.Mon
         return jnp.where(jax.lax.axis_index("data") == 3, grad * (1 + 2**-10), grad)
 
     monkeypatch.setattr(train_step, "finish_gradient", wrong_on_device_3)
-    with pytest.raises(HardwareFault, match=r"step 1: device 3 \(cpu, .*\) computed another .* differs from most.*again"):
+    with pytest.raises(
+        HardwareFault, match=r"step 1: device 3 \(cpu, .*\) computed another .* differs from most.*again"
+    ):
         train(tmp_path, "mesh.data=8", "mesh.tensor=1", "layout.zero_stage=0", "checkpoint.every_steps=1")
     assert saved(tmp_path) == []
 
@@ -91,14 +104,16 @@ def test_a_copy_that_differs_is_outvoted(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_a_device_that_computes_wrongly_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeRO-3 has no copies, so only the recomputation sees it; the message says since when it may have been wrong."""
-    loss = Transformer._cross_entropy  # pyright: ignore[reportPrivateUsage]
+    loss = Transformer._cross_entropy
 
     def wrong_on_device_2(self: Transformer, params: Any, x_BLD: Any, *rest: Any) -> Any:
         here = jax.lax.axis_index("data") == 2
         return loss(self, params, jnp.where(here, x_BLD * (1 + 2**-7), x_BLD), *rest)
 
     monkeypatch.setattr(Transformer, "_cross_entropy", wrong_on_device_2)
-    with pytest.raises(HardwareFault, match=r"step 3: device 2 \(.*another loss and gradient.*passed at step 0.* step 2,"):
+    with pytest.raises(
+        HardwareFault, match=r"step 3: device 2 \(.*another loss and gradient.*passed at step 0.* step 2,"
+    ):
         train(tmp_path, "mesh.data=8", "mesh.tensor=1", "integrity.recompute_every_steps=3")
     assert saved(tmp_path) == [2]
 
@@ -106,10 +121,19 @@ def test_a_device_that_computes_wrongly_ends_the_run(tmp_path: Path, monkeypatch
 @pytest.mark.slow
 def test_2000_healthy_steps_raise_no_alarm(tmp_path: Path) -> None:
     """Sums every step, a recomputation every 50."""
-    assert train(tmp_path, "num_steps=2000", "checkpoint.every_steps=500", "integrity.recompute_every_steps=50", "metrics.log_every_steps=500") == 0
+    assert (
+        train(
+            tmp_path,
+            "num_steps=2000",
+            "checkpoint.every_steps=500",
+            "integrity.recompute_every_steps=50",
+            "metrics.log_every_steps=500",
+        )
+        == 0
+    )
 
 
 def test_an_interval_of_zero_is_refused() -> None:
     """With the way out."""
-    with pytest.raises(UserError, match="integrity.recompute_every_steps=0 must be at least 1, or None"):
+    with pytest.raises(UserError, match=r"integrity.recompute_every_steps=0 must be at least 1, or None"):
         IntegritySpec(recompute_every_steps=0)
