@@ -33,7 +33,8 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="resume with another `precision`, `kernels` or `data` than the workdir's run: losses will differ",
+        help="resume with another `precision`, `kernels`, `data`, `num_steps` or field of the optimizer, such as "
+        "`optimizer.peak_lr`, than the workdir's run: losses will differ",
     )
     parser.add_argument("--print-config", action="store_true", help="print every field with its value and stop")
     return parser

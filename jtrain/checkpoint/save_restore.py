@@ -61,6 +61,8 @@ class Checkpoints:
         self._spec = spec
         self._writer: Any = None  # orbax_io.Writer, made by prepare() because its module imports orbax
         self._saving: _Saving | None = None
+        self.hold = False
+        """True while numbers are suspicious: no checkpoint is deleted."""
 
     def prepare(self) -> None:
         """Imports orbax (0.8 s), makes the directory and removes leftovers, so that the first save is fast.
@@ -171,6 +173,14 @@ class Checkpoints:
         self._check_same(step, saved, like)
         return self._read(path, like, only_some=True)
 
+    def has_branch(self, step: int, name: str) -> bool:
+        """True if the state that was saved with `step` has leaves below `name`; True too if that cannot be read."""
+        try:
+            leaves = files.read_manifest(self.folder / str(step)).leaves
+        except CheckpointError:
+            return True  # `restore` says what is damaged
+        return any(leaf.startswith(f"{name}.") for leaf in leaves)
+
     def data_state(self, step: int) -> dict[str, Any]:
         """Returns the data state that was saved with `step`."""
         return json.loads((self.folder / str(step) / files.DATA).read_text())
@@ -214,6 +224,8 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Deletes surplus checkpoints. Runs right after a commit, so the newest one always stays."""
+        if self.hold:
+            return
         keep = {"keep_last": self._spec.keep_last, "keep_every_steps": self._spec.keep_every_steps}
         for step in files.surplus(self.steps(), **keep):
             files.delete(self.folder, step)

@@ -39,6 +39,7 @@ TRAIN_METRICS = (
     Metric("loss_nats", "nats/token", "this step", "cross entropy over the batch's valid targets, without z-loss"),
     Metric("grad_norm", "", "this step", "global norm of the gradient before clipping"),
     Metric("learning_rate", "", "this step", "learning rate of this update"),
+    Metric("skipped_updates", "updates", "so far", "updates not applied because of bad numbers, over all attempts"),
     Metric("tokens", "tokens", "this step", "valid targets in the global batch"),
     Metric("tokens_per_s", "tokens/s", "mean since the last line", "valid targets per second of wall time"),
     Metric("step_time_ms", "ms", "mean since the last line", "wall time per step, everything included"),
@@ -116,6 +117,7 @@ class TrainLine:
     loss_nats: float
     grad_norm: float
     learning_rate: float
+    skipped_updates: int
     tokens: int
     tokens_per_s: float
     step_time_ms: float
@@ -202,19 +204,33 @@ class Metrics:
         self._progress: _Progress | None = None
         if jax.process_index() != 0:
             return
-        path = workdir / FILE
+        self._workdir, self._tensorboard, self._openings = workdir, spec.tensorboard, 0
+        self._open(start_step)
+        shown_on = sys.stdout if stream is None else stream
+        self._progress = (_Bar if shown_on.isatty() else _Progress)(shown_on, num_steps, start_step)
+
+    def _open(self, start_step: int) -> None:
+        """Opens the files, without the lines after `start_step`."""
+        path = self._workdir / FILE
         drop_after(path, start_step)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        if spec.tensorboard:
+        if self._tensorboard:
             from tensorboardX import SummaryWriter  # lazy: 0.4 s
 
             # purge_step: readers drop what earlier attempts wrote from that step on.
             # filename_suffix: file names have whole seconds only, and an equal name would overwrite an earlier file.
-            self._events = SummaryWriter(
-                str(workdir / EVENTS), purge_step=start_step + 1, filename_suffix=f".from{start_step}"
-            )
-        shown_on = sys.stdout if stream is None else stream
-        self._progress = (_Bar if shown_on.isatty() else _Progress)(shown_on, num_steps, start_step)
+            suffix = f".from{start_step}" + f".{self._openings}" * bool(self._openings)
+            self._events = SummaryWriter(str(self._workdir / EVENTS), purge_step=start_step + 1, filename_suffix=suffix)
+
+    def rewind(self, step: int) -> None:
+        """Drops the lines after `step`: the run has gone back, and writes them once more."""
+        if self._file is None:
+            return
+        os.close(self._file)
+        if self._events is not None:
+            self._events.close()
+        self._openings += 1
+        self._open(step)
 
     def train(self, line: TrainLine) -> None:
         """Writes the line of a train step."""

@@ -10,6 +10,7 @@ callback; either is called without arguments. Order of events in one attempt:
         on_results(step k - 1)      results are read one step late, so that the device never waits for the host
         on_step(step k)             step k is dispatched and the next batch has arrived
       with during("evaluation", k), during("checkpoint", k): at the steps where they are due
+    on_rewind(step)                 after bad numbers the run has gone back to `step`; later steps follow once more
     on_end()                        all steps are done and saved
     __exit__                        always, also after an error
 
@@ -126,6 +127,9 @@ class Callback:
     def on_results(self, results: StepResults) -> None:
         """Called with the results of each step, in order."""
 
+    def on_rewind(self, step: int) -> None:
+        """Called when the run has gone back to the state after `step`: later steps follow once more."""
+
     def on_step(self, dispatched: DispatchedStep) -> None:
         """Called once per step, at the end of its `step` phase."""
 
@@ -182,6 +186,11 @@ class Callbacks:
         """Passes the results of a finished step to all callbacks."""
         for callback in self._callbacks:
             callback.on_results(results)
+
+    def on_rewind(self, step: int) -> None:
+        """Tells all callbacks that the run has gone back to `step`."""
+        for callback in self._callbacks:
+            callback.on_rewind(step)
 
     def on_step(self, dispatched: DispatchedStep) -> None:
         """Tells all callbacks that a step is dispatched."""
