@@ -37,7 +37,7 @@ _DELETED = ".deleted"
 _DAMAGED = ".damaged"
 _PARTIAL = ".orbax-checkpoint-tmp"  # in the name of a directory that Orbax is still writing
 _ORBAX_COMMITS = ("_CHECKPOINT_METADATA", "commit_success.txt")  # written after the manifest; nothing here reads them
-_OF_PROCESS = "state/ocdbt.process_{}/"  # Orbax writes the arrays of each process into a folder of its own
+_OF_PROCESS = "ocdbt.process_"  # in `state`: Orbax's folder of what one process wrote; without it, each leaf has one
 
 
 class CheckpointError(UserError):
@@ -81,19 +81,27 @@ class Manifest:
         return sum(leaf.bytes for leaf in self.leaves.values())
 
     def missing_arrays(self) -> list[str]:
-        """Returns one line for each process whose files are too few for the arrays that it wrote, none if all are here.
+        """Returns one line for each leaf or process whose files are too few for its arrays, none if all are here.
 
-        Arrays are stored uncompressed, so that the files of a process have at least as many bytes as its arrays.
+        Arrays are stored uncompressed, so that their files have at least as many bytes.
         """
-        sizes = {name: size for name, (size, _) in self.files.items() if name.startswith(f"{STATE}/")}
-        lines = []
-        for process, wanted in enumerate(self.written):
-            folder = _OF_PROCESS.format(process)
-            stored = sum(size for name, size in sizes.items() if name.startswith(folder))
-            if stored < wanted:
-                lines.append(f"{folder} has {stored} bytes, but process {process} wrote {wanted} bytes of arrays")
-        if not lines and sum(sizes.values()) < self.state_bytes:
-            lines.append(f"{STATE}/ has {sum(sizes.values())} bytes, but its arrays have {self.state_bytes}")
+        stored: dict[str, int] = {}
+        for name, (size, _) in self.files.items():
+            top, _, rest = name.partition("/")
+            if top == STATE:
+                owner = rest.partition("/")[0]
+                stored[owner] = stored.get(owner, 0) + size
+        if any(owner.startswith(_OF_PROCESS) for owner in stored):
+            wanted = {f"{_OF_PROCESS}{process}": size for process, size in enumerate(self.written)}
+        else:
+            wanted = {name: leaf.bytes for name, leaf in self.leaves.items()}
+        lines = [
+            f"{STATE}/{owner} has {stored.get(owner, 0)} bytes, but arrays of {size} bytes were written there"
+            for owner, size in wanted.items()
+            if stored.get(owner, 0) < size
+        ]
+        if not lines and sum(stored.values()) < self.state_bytes:
+            lines.append(f"{STATE}/ has {sum(stored.values())} bytes, but its arrays have {self.state_bytes}")
         return lines
 
 
