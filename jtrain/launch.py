@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
         help="resume with another `precision`, `kernels`, `data`, `num_steps` or field of the optimizer, such as "
         "`optimizer.peak_lr`, than the workdir's run: losses will differ",
     )
+    parser.add_argument("--from-scratch", action="store_true", help="begin at step 0 where all checkpoints are lost")
     parser.add_argument("--print-config", action="store_true", help="print every field with its value and stop")
     return parser
 
@@ -87,7 +88,8 @@ def launch(args: argparse.Namespace) -> int:
         if jax.process_index() == 0:
             print(line, flush=True)
     started: dict[str, Any] = dict(workdir=workdir, config_text=tree.flat(run_config), started_s=process_start_s())
-    return loop.train(build_run(run_config), **started, allow_change=args.allow_change)
+    meant: dict[str, Any] = dict(allow_change=args.allow_change, from_scratch=args.from_scratch)
+    return loop.train(build_run(run_config), **started, **meant)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

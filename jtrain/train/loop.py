@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import Checkpoints, files
+from jtrain.checkpoint.history import check_history
 from jtrain.config.resume import check_same_run, with_history
 from jtrain.config.run import Run, check_vocabulary
 from jtrain.data import Fed, Prefetch, open_dataset, place_tree, put_batch, share_batch
@@ -37,6 +38,7 @@ from jtrain.plan.report.summary import print_plan
 from jtrain.runtime.exit_codes import DONE, STOPPED
 from jtrain.runtime.multihost import agree, same_everywhere
 from jtrain.runtime.run_files import full_disk_named, write_run_files
+from jtrain.runtime.shared_folder import check_shared
 from jtrain.runtime.signals import StopRequest
 from jtrain.step.state import TrainState
 from jtrain.step.train_step import make_train_step
@@ -60,7 +62,13 @@ from jtrain.train.trace_windows import TraceWindows
 
 
 def train(
-    run: Run, *, workdir: Path, config_text: str, started_s: float | None = None, allow_change: Sequence[str] = ()
+    run: Run,
+    *,
+    workdir: Path,
+    config_text: str,
+    started_s: float | None = None,
+    allow_change: Sequence[str] = (),
+    from_scratch: bool = False,
 ) -> int:
     """Trains from the newest checkpoint of `workdir`, or from the start; returns the exit code.
 
@@ -71,6 +79,7 @@ def train(
       config_text: the flat config, kept in the workdir and in every checkpoint.
       started_s: start of this attempt, in seconds since the epoch; None for now.
       allow_change: names in `resume.CHANGEABLE` of fields that may differ from the run in `workdir`.
+      from_scratch: begin at step 0 if the run in `workdir` has a history, but no whole checkpoint.
 
     Raises:
       UserError: the run cannot start: it does not fit, the workdir belongs to another run, there is no data ...
@@ -80,6 +89,8 @@ def train(
     """
     started_s = time.time() if started_s is None else started_s
     devices = jax.devices()
+    check_shared(workdir)
+    moved = check_history(workdir, workdir / "checkpoints", from_scratch=from_scratch)
     changes = check_same_run(workdir, config_text, allow=allow_change)
     step_there = max(files.steps(workdir / "checkpoints"), default=0)
     config_text = with_history(workdir, config_text, step=step_there, changes=changes)
@@ -112,10 +123,9 @@ def train(
         StopRequest() as stop,
         Callbacks([*built_in_callbacks(run, workdir), *load_callbacks(run.callbacks)]) as callbacks,
     ):
-        start_step = checkpoints.latest_step() or 0
         may_change = "data" in allow_change
         restart = RestartPoint(job.layout, optimizer, mesh, run.seed, checkpoints, dataset, may_change)
-        state, data_state = restart.state_at(start_step)
+        start_step, state, data_state, said = restart.newest(from_scratch=from_scratch)
 
         def batches(data_state: dict[str, Any] | None, first_step: int) -> Prefetch:
             fields: dict[str, Any] = dict(rows=rows, context=run.mesh.context, cost=_cost(run))
@@ -123,6 +133,8 @@ def train(
             return prefetch(source, lambda batch: put_batch(batch, mesh, place))
 
         with Metrics(workdir, run.metrics, num_steps=run.num_steps, start_step=start_step) as metrics:
+            for line in (*moved, *said):
+                metrics.say(line)
             if start_step:
                 metrics.say(f"resumed from step {start_step}")
             if start_step and data_state is None:

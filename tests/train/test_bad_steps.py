@@ -1,8 +1,7 @@
 """Bad numbers in real runs: real NaNs in the step's program, put there by a callback into this process."""
 
 import json
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ from jtrain.checkpoint import files, orbax_io
 from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
-from jtrain.errors import HardwareFault
 from jtrain.optim import Optimizer
-from jtrain.telemetry import metrics
 from jtrain.train import bad_steps, loop
-from jtrain.train.bad_steps import BadNumbers, BadSteps
+from jtrain.train.bad_steps import BadSteps
 
 NUM_STEPS = 10
 SETS = (
