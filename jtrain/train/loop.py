@@ -59,7 +59,13 @@ from jtrain.train.trace_windows import TraceWindows
 
 
 def train(
-    run: Run, *, workdir: Path, config_text: str, started_s: float | None = None, allow_change: Sequence[str] = ()
+    run: Run,
+    *,
+    workdir: Path,
+    config_text: str,
+    started_s: float | None = None,
+    allow_change: Sequence[str] = (),
+    watchers: Sequence[Callback] = (),
 ) -> int:
     """Trains from the newest checkpoint of `workdir`, or from the start; returns the exit code.
 
@@ -70,6 +76,7 @@ def train(
       config_text: the flat config, kept in the workdir and in every checkpoint.
       started_s: start of this attempt, in seconds since the epoch; None for now.
       allow_change: names in `resume.CHANGEABLE` of fields that may differ from the run in `workdir`.
+      watchers: callbacks besides the built-in ones and those of the config; they come first.
 
     Raises:
       UserError: the run cannot start: it does not fit, the workdir belongs to another run, there is no data ...
@@ -108,13 +115,14 @@ def train(
         explained(job, optimizer, mesh, available=available),
         Checkpoints(workdir, run.checkpoint) as checkpoints,
         StopRequest() as stop,
-        Callbacks([*built_in_callbacks(run, workdir), *load_callbacks(run.callbacks)]) as callbacks,
+        Callbacks([*watchers, *built_in_callbacks(run, workdir), *load_callbacks(run.callbacks)]) as callbacks,
     ):
         start_step = checkpoints.latest_step() or 0
         if checkpoints.latest_step() is None:
             state, data_state = init_state(job.layout, optimizer, mesh, seed=run.seed), None
         else:
-            state, data_state = checkpoints.restore(start_step, abstract_state(job.layout, optimizer, mesh))
+            with callbacks.during("restore", start_step):
+                state, data_state = checkpoints.restore(start_step, abstract_state(job.layout, optimizer, mesh))
             if "data" in allow_change and dataset.misfit(data_state) is not None:
                 data_state = None  # where it fits, the run goes on: the same command may be started again and again
         with (
@@ -282,6 +290,7 @@ class Loop:
         self.callbacks.on_step(DispatchedStep(self.step, metrics, wait_ms, arrived_s, idle, requested))
         return state, following, stopping
 
+    @_phase("data_wait")
     def _next(self, batches: Prefetch) -> Fed | None:
         """Returns the next batch, None after the last; before an error propagates, logs the data plane's messages."""
         try:
