@@ -61,6 +61,7 @@ MAY_CHANGE_ON_RESUME = {
     "data.context_order": "changes which device has which positions, not the positions",
     "metrics.": "changes what a run writes, not what it computes",
     "profile.": "changes what a run writes, not what it computes",
+    "supervise.": "changes when a run is ended and restarted, not what it computes",
     "callbacks": "callbacks watch a run and do not change it",
 }
 """Prefix of a path -> why a resumed run may change it. A change of any other field makes it another run, `num_steps`

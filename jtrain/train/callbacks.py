@@ -4,6 +4,7 @@ A config lists user callbacks as `callbacks=("my_callbacks.py:StopAtLoss",)`: a 
 callback; either is called without arguments. Order of events in one attempt:
 
     __enter__                       before anything compiles
+      with during("restore", k): if there is a checkpoint
     on_start(context)               the state is initialised or restored, steps follow
       with during("step", k):
         with during("dispatch", k): state, metrics = train_step(state, batch)
@@ -35,9 +36,12 @@ from jtrain.errors import UserError, did_you_mean
 from jtrain.plan.job import Job
 from jtrain.telemetry.metrics import Metrics
 
-type LoopPhase = Literal["step", "dispatch", "device_wait", "evaluation", "checkpoint", "profile"]
+type LoopPhase = Literal[
+    "restore", "step", "dispatch", "device_wait", "data_wait", "evaluation", "checkpoint", "profile"
+]
 """Phase of the training loop. `device_wait` is a wait for devices, or through a collective for other processes;
-`profile` is the profiler's own work. All phases but `step` may be nested in `step`."""
+`data_wait` is the wait for a batch; `profile` is the profiler's own work. `restore` comes before the steps; all phases
+but it and `step` may be nested in `step`."""
 
 
 @dataclasses.dataclass(frozen=True)

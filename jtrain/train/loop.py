@@ -69,6 +69,7 @@ def train(
     started_s: float | None = None,
     allow_change: Sequence[str] = (),
     from_scratch: bool = False,
+    watchers: Sequence[Callback] = (),
 ) -> int:
     """Trains from the newest checkpoint of `workdir`, or from the start; returns the exit code.
 
@@ -80,6 +81,7 @@ def train(
       started_s: start of this attempt, in seconds since the epoch; None for now.
       allow_change: names in `resume.CHANGEABLE` of fields that may differ from the run in `workdir`.
       from_scratch: begin at step 0 if the run in `workdir` has a history, but no whole checkpoint.
+      watchers: callbacks besides the built-in ones and those of the config; they come first.
 
     Raises:
       UserError: the run cannot start: it does not fit, the workdir belongs to another run, there is no data ...
@@ -121,11 +123,12 @@ def train(
         explained(job, optimizer, mesh, available=available),
         Checkpoints(workdir, run.checkpoint) as checkpoints,
         StopRequest() as stop,
-        Callbacks([*built_in_callbacks(run, workdir), *load_callbacks(run.callbacks)]) as callbacks,
+        Callbacks([*watchers, *built_in_callbacks(run, workdir), *load_callbacks(run.callbacks)]) as callbacks,
     ):
         may_change = "data" in allow_change
         restart = RestartPoint(job.layout, optimizer, mesh, run.seed, checkpoints, dataset, may_change)
-        start_step, state, data_state, said = restart.newest(from_scratch=from_scratch)
+        with callbacks.during("restore", 0):
+            start_step, state, data_state, said = restart.newest(from_scratch=from_scratch)
 
         def batches(data_state: dict[str, Any] | None, first_step: int) -> Prefetch:
             fields: dict[str, Any] = dict(rows=rows, context=run.mesh.context, cost=_cost(run))
@@ -317,6 +320,7 @@ class Loop:
         self.callbacks.on_step(DispatchedStep(self.step, metrics, wait_ms, arrived_s, idle, requested))
         return state, following, stopping
 
+    @_phase("data_wait")
     def _next(self, batches: Prefetch) -> Fed | None:
         """Returns the next batch, None after the last; before an error propagates, logs the data plane's messages."""
         try:
