@@ -25,6 +25,7 @@ from jtrain.optim import build as build_optimizer
 from jtrain.optim.optimizer import check_offload
 from jtrain.precision import PrecisionSpec
 from jtrain.profile.spec import ProfileSpec
+from jtrain.telemetry.alerts import AlertsSpec
 from jtrain.telemetry.metrics import MetricsSpec
 from jtrain_kernels import registry
 
@@ -78,6 +79,7 @@ class Run:
     eval: EvalSpec = dataclasses.field(default_factory=EvalSpec)
     metrics: MetricsSpec = dataclasses.field(default_factory=MetricsSpec)
     profile: ProfileSpec = dataclasses.field(default_factory=ProfileSpec)
+    alerts: AlertsSpec = dataclasses.field(default_factory=AlertsSpec)
     callbacks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

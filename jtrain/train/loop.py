@@ -38,11 +38,13 @@ from jtrain.runtime.exit_codes import DONE, STOPPED
 from jtrain.runtime.multihost import agree, same_everywhere
 from jtrain.runtime.run_files import full_disk_named, write_run_files
 from jtrain.runtime.signals import StopRequest
+from jtrain.runtime.workdir_lock import WorkdirLock
 from jtrain.step.finite import check_finite
 from jtrain.step.state import TrainState, abstract_state, init_state
 from jtrain.step.train_step import make_train_step
-from jtrain.telemetry.metrics import Metrics
+from jtrain.telemetry.metrics_writer import Metrics
 from jtrain.telemetry.step_timer import StepTimes
+from jtrain.train.alert_watch import AlertWatch
 from jtrain.train.callbacks import (
     Callback,
     Callbacks,
@@ -54,6 +56,7 @@ from jtrain.train.callbacks import (
 )
 from jtrain.train.evaluation import Evaluation
 from jtrain.train.goodput_ledger import GoodputLedger
+from jtrain.train.lock_watch import LockWatch
 from jtrain.train.step_metrics import RecompileWatch, StepLog
 from jtrain.train.trace_windows import TraceWindows
 
@@ -101,15 +104,18 @@ def train(
         print_plan(job, available=available)
         print(dataset.describe(), *evaluation.describe(), sep="\n")
         print(budget(dataset, rows=len(rows)).line(), flush=True)
-        write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
 
     with (
+        WorkdirLock(workdir, say=_print) as lock,  # before anything in the workdir is written or removed
         full_disk_named(workdir),
         explained(job, optimizer, mesh, available=available),
         Checkpoints(workdir, run.checkpoint) as checkpoints,
         StopRequest() as stop,
-        Callbacks([*built_in_callbacks(run, workdir), *load_callbacks(run.callbacks)]) as callbacks,
+        Callbacks([*built_in_callbacks(run, workdir, lock), *load_callbacks(run.callbacks)]) as callbacks,
     ):
+        check_same_run(workdir, config_text, allow=allow_change)  # again: the folder may have been empty before
+        if jax.process_index() == 0:
+            write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
         start_step = checkpoints.latest_step() or 0
         if checkpoints.latest_step() is None:
             state, data_state = init_state(job.layout, optimizer, mesh, seed=run.seed), None
@@ -118,7 +124,7 @@ def train(
             if "data" in allow_change and dataset.misfit(data_state) is not None:
                 data_state = None  # where it fits, the run goes on: the same command may be started again and again
         with (
-            Metrics(workdir, run.metrics, num_steps=run.num_steps, start_step=start_step) as metrics,
+            Metrics(workdir, run.metrics, num_steps=run.num_steps, start_step=start_step, alerts=run.alerts) as metrics,
             prefetch(
                 dataset.train_batches(
                     data_state, first_step=start_step, rows=rows, context=run.mesh.context, cost=_cost(run)
@@ -153,13 +159,14 @@ def train(
     return DONE
 
 
-def built_in_callbacks(run: Run, workdir: Path) -> list[Callback]:
+def built_in_callbacks(run: Run, workdir: Path, lock: WorkdirLock) -> list[Callback]:
     """Creates the callbacks of every run; a step's metrics line comes before its line of the ledger."""
     times = StepTimes()
     goodput = GoodputLedger(run, times)
     recompiles = RecompileWatch()
     windows = TraceWindows(run, workdir, goodput)
-    return [recompiles, windows, StepLog(run, times, windows.sampler, recompiles), goodput]
+    log = StepLog(run, times, windows.sampler, recompiles)
+    return [LockWatch(lock), recompiles, windows, log, goodput, AlertWatch(run, goodput)]
 
 
 def _cost(run: Run) -> tuple[float, float]:
@@ -348,10 +355,7 @@ class Loop:
 
     def _note(self, step: int, text: str) -> None:
         """Prints a message of the data plane and appends it to data.log."""
-        self.context.metrics.say(text)
-        if jax.process_index() == 0:
-            with open(self.context.workdir / "data.log", "a") as file:
-                print(f"step {step}: {text}", file=file)
+        self.context.metrics.note(step, text)
 
 
 def _due(step: int, every_steps: int | None) -> bool:
