@@ -11,6 +11,7 @@ from typing import Any
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
 from jtrain.runtime import cli
+from jtrain.runtime.output import keep_going_without_readers
 from jtrain.runtime.platform import compile_collectives_anew, start_jax, use_unified_memory
 from jtrain.supervise.command import add_arguments, refuse_alone, supervise
 from jtrain.supervise.heart import start_heart
@@ -107,6 +108,7 @@ def launch(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
+    keep_going_without_readers()
     args = parser().parse_args(argv)
 
     def run() -> int:

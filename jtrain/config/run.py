@@ -27,6 +27,7 @@ from jtrain.precision import PrecisionSpec
 from jtrain.profile.spec import ProfileSpec
 from jtrain.step.guard import GuardSpec
 from jtrain.supervise.spec import SuperviseSpec
+from jtrain.telemetry.alerts import AlertsSpec
 from jtrain.telemetry.metrics import MetricsSpec
 from jtrain_kernels import registry
 
@@ -82,6 +83,7 @@ class Run:
     metrics: MetricsSpec = dataclasses.field(default_factory=MetricsSpec)
     profile: ProfileSpec = dataclasses.field(default_factory=ProfileSpec)
     supervise: SuperviseSpec = dataclasses.field(default_factory=SuperviseSpec)
+    alerts: AlertsSpec = dataclasses.field(default_factory=AlertsSpec)
     callbacks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ callback; either is called without arguments. Order of events in one attempt:
       with during("evaluation", k), during("checkpoint", k): at the steps where they are due
     on_rewind(step)                 after bad numbers the run has gone back to `step`; later steps follow once more
     on_end()                        all steps are done and saved
+    on_error(error)                 instead: an exception ends the run; metrics can still be written
     __exit__                        always, also after an error
 
 A callback must not change the state. An exception that it raises ends the run.
@@ -34,7 +35,7 @@ from jtrain.config.run import Run
 from jtrain.data import Fed
 from jtrain.errors import UserError, did_you_mean
 from jtrain.plan.job import Job
-from jtrain.telemetry.metrics import Metrics
+from jtrain.telemetry.metrics_writer import Metrics
 
 type LoopPhase = Literal[
     "restore", "step", "dispatch", "device_wait", "data_wait", "evaluation", "checkpoint", "profile"
@@ -140,6 +141,9 @@ class Callback:
     def on_end(self) -> None:
         """Called once, after the last step is done and saved."""
 
+    def on_error(self, error: Exception) -> None:
+        """Called if an exception ends the run after on_start, before the metrics are closed."""
+
 
 class Callbacks:
     """Group of all callbacks of one attempt, called in order; contexts close in reverse order.
@@ -166,10 +170,15 @@ class Callbacks:
 
     @contextlib.contextmanager
     def running(self, context: RunContext) -> Iterator[None]:
-        """Context around all steps: calls on_start before them, and on_end after them unless one failed."""
+        """Context around all steps: calls on_start before them, and after them on_end, or on_error if one failed."""
         for callback in self._callbacks:
             callback.on_start(context)
-        yield
+        try:
+            yield
+        except Exception as error:
+            for callback in self._callbacks:
+                callback.on_error(error)
+            raise
         for callback in self._callbacks:
             callback.on_end()
 

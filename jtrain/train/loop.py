@@ -40,10 +40,12 @@ from jtrain.runtime.multihost import agree, same_everywhere
 from jtrain.runtime.run_files import full_disk_named, write_run_files
 from jtrain.runtime.shared_folder import check_shared
 from jtrain.runtime.signals import StopRequest
+from jtrain.runtime.workdir_lock import WorkdirLock
 from jtrain.step.state import TrainState
 from jtrain.step.train_step import make_train_step
-from jtrain.telemetry.metrics import Metrics
+from jtrain.telemetry.metrics_writer import Metrics
 from jtrain.telemetry.step_timer import StepTimes
+from jtrain.train.alert_watch import AlertWatch
 from jtrain.train.bad_steps import BadSteps, Numbers, WentBack
 from jtrain.train.callbacks import (
     Callback,
@@ -56,6 +58,7 @@ from jtrain.train.callbacks import (
 )
 from jtrain.train.evaluation import Evaluation
 from jtrain.train.goodput_ledger import GoodputLedger
+from jtrain.train.lock_watch import LockWatch
 from jtrain.train.restart_point import RestartPoint
 from jtrain.train.step_metrics import RecompileWatch, StepLog
 from jtrain.train.trace_windows import TraceWindows
@@ -116,15 +119,18 @@ def train(
         print_plan(job, available=available)
         print(dataset.describe(), *evaluation.describe(), sep="\n")
         print(budget(dataset, rows=len(rows)).line(), flush=True)
-        write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
 
     with (
+        WorkdirLock(workdir, say=_print) as lock,  # before anything in the workdir is written or removed
         full_disk_named(workdir),
         explained(job, optimizer, mesh, available=available),
         Checkpoints(workdir, run.checkpoint) as checkpoints,
         StopRequest() as stop,
-        Callbacks([*watchers, *built_in_callbacks(run, workdir), *load_callbacks(run.callbacks)]) as callbacks,
+        Callbacks([*watchers, *built_in_callbacks(run, workdir, lock), *load_callbacks(run.callbacks)]) as callbacks,
     ):
+        check_same_run(workdir, config_text, allow=allow_change)  # again: the folder may have been empty before
+        if jax.process_index() == 0:
+            write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
         may_change = "data" in allow_change
         restart = RestartPoint(job.layout, optimizer, mesh, run.seed, checkpoints, dataset, may_change)
         with callbacks.during("restore", 0):
@@ -135,7 +141,9 @@ def train(
             source = dataset.train_batches(data_state, first_step=first_step, **fields)
             return prefetch(source, lambda batch: put_batch(batch, mesh, place))
 
-        with Metrics(workdir, run.metrics, num_steps=run.num_steps, start_step=start_step) as metrics:
+        with Metrics(
+            workdir, run.metrics, num_steps=run.num_steps, start_step=start_step, alerts=run.alerts
+        ) as metrics:
             for line in (*moved, *said):
                 metrics.say(line)
             if start_step:
@@ -168,13 +176,14 @@ def train(
     return DONE
 
 
-def built_in_callbacks(run: Run, workdir: Path) -> list[Callback]:
+def built_in_callbacks(run: Run, workdir: Path, lock: WorkdirLock) -> list[Callback]:
     """Creates the callbacks of every run; a step's metrics line comes before its line of the ledger."""
     times = StepTimes()
     goodput = GoodputLedger(run, times)
     recompiles = RecompileWatch()
     windows = TraceWindows(run, workdir, goodput)
-    return [recompiles, windows, StepLog(run, times, windows.sampler, recompiles), goodput]
+    log = StepLog(run, times, windows.sampler, recompiles)
+    return [LockWatch(lock), recompiles, windows, log, goodput, AlertWatch(run, goodput)]
 
 
 def _cost(run: Run) -> tuple[float, float]:
@@ -403,10 +412,7 @@ class Loop:
 
     def _note(self, step: int, text: str) -> None:
         """Prints a message of the data plane and appends it to data.log."""
-        self.context.metrics.say(text)
-        if jax.process_index() == 0:
-            with open(self.context.workdir / "data.log", "a") as file:
-                print(f"step {step}: {text}", file=file)
+        self.context.metrics.note(step, text)
 
 
 def _due(step: int, every_steps: int | None) -> bool:
