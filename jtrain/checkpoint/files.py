@@ -154,7 +154,9 @@ def read_manifest(path: Path) -> Manifest:
         if version != _FORMAT:
             raise CheckpointError(f"{path / MANIFEST} has format {version}; this jtrain reads format {_FORMAT}")
         return Manifest(leaves=leaves, files=files, **body)
-    except (OSError, KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{path / MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
 
 
