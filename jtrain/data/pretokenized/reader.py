@@ -114,8 +114,9 @@ class PreparedIndex:
             if (adopted := body.get("adopted")) is not None:
                 if not isinstance(files, LocalFiles):
                     raise UserError(
-                        f"{self.location}: an adopted index refers to files of the machine where it was made. Copy it to "
-                        "a local folder of a machine that has them, or make an index with ids of its own by `prepare`."
+                        f"{self.location}: an adopted index refers to files of the machine where it was made. Copy it "
+                        "to a local folder of a machine that has them, or make an index with ids of its own by "
+                        "`prepare`."
                     )
                 places = files.table(
                     PLACES, np.int64, (self._sizes[PLACES] // 8,), offset=0, size_bytes=self._sizes[PLACES]
