@@ -287,7 +287,7 @@ def read_manifest(path: Path) -> Manifest:
         files = {name: (size, digest) for name, (size, digest) in body.pop("files").items()}
         written = tuple(body.pop("written", ()))
         manifest = Manifest(leaves=leaves, files=files, written=written, **body)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path / MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
