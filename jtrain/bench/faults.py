@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
     """Runs the trials one after another; prints a line for each, then a table, and yields rows for `--json`."""
     from jtrain.bench.fault_trials import processes, recipe, table  # lazy: they import jax
     from jtrain.bench.fault_trials.kinds import register_all
-    from jtrain.bench.fault_trials.trial import Result, Trial, make_half, measure_reference
+    from jtrain.bench.fault_trials.lab import Lab
+    from jtrain.bench.fault_trials.trial import Result, Trial
     from jtrain.runtime.platform import ACCELERATOR_FILES
 
     kinds = register_all()
@@ -58,14 +59,14 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
     processes.adopt_orphans()
     results: list[Result] = []
     try:
-        reference = measure_reference(how, folder / "unbroken")
-        print(f"unbroken: {how.command(folder / 'unbroken' / 'workdir')}: {reference.end_s:.1f} s", flush=True)
-        half = make_half(how, folder / "half")
+        lab = Lab(folder, how)
+        unbroken = lab.reference(how)
+        print(f"unbroken: {how.command(folder / 'workdir')}: {unbroken.end_s:.1f} s", flush=True)
         for seed, name in drawn(names, args.trials, args.seed):
             kind = kinds[name]
             reason = kind.needs()
             if reason is None:
-                results.append(Trial(kind, how, folder / f"{name}-{seed}", seed, reference, half).run())
+                results.append(Trial(kind, lab, folder / f"{name}-{seed}", seed).run())
             else:
                 results.append(Result(name, seed, args.processes, skipped=reason))
             print(table.line(results[-1], of_config=args.config), flush=True)
@@ -73,8 +74,6 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
         processes.end_descendants()
         if args.workdir is None and not any(result.wrong for result in results):
             shutil.rmtree(folder, ignore_errors=True)
-        else:
-            shutil.rmtree(folder / "half", ignore_errors=True)
     print("", *table.lines(results, kinds, of_config=args.config), sep="\n")
     yield from table.rows(results)
 

@@ -1,9 +1,12 @@
 """The kinds of faults, in one list: each module below registers its own with `@fault(...)`."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 from jtrain.bench.fault_trials.trial import Kind, Trial
+
+MODULES = ("kills", "damage", "notes_and_signals", "disks", "supervised", "numbers")
 
 KINDS: dict[str, Kind] = {}
 """Name -> kind, in the order of the table."""
@@ -22,6 +25,6 @@ def fault(name: str, what: str, **more: Any) -> Callable[[Callable[[Trial], None
 
 def register_all() -> dict[str, Kind]:
     """Imports all modules with kinds; returns name -> kind."""
-    from jtrain.bench.fault_trials import damage, kills, notes_and_signals  # noqa: F401
-
+    for name in MODULES:
+        importlib.import_module(f"jtrain.bench.fault_trials.{name}")
     return KINDS

@@ -36,7 +36,7 @@ def adopt_orphans() -> None:
 
 
 def descendants(root: int | None = None) -> dict[int, str]:
-    """Returns process id -> name of all processes below `root` (default: this one); zombies have ended and do not count."""
+    """Returns process id -> name of all processes below `root` (default: this one), without those that have ended."""
     children: dict[int, list[int]] = {}
     names: dict[int, str] = {}
     for entry in os.scandir("/proc"):
@@ -76,7 +76,7 @@ def reap() -> None:
 
 
 def fork(work: Callable[[], int], log: Path, *, environ: Mapping[str, str] = {}) -> int:
-    """Runs `work` in a fork with its own session and output file; returns its process id. `work` returns the exit code."""
+    """Runs `work`, which returns the exit code, in a fork with its own session and output file; returns its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -91,7 +91,7 @@ def fork(work: Callable[[], int], log: Path, *, environ: Mapping[str, str] = {})
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
         os.environ.update(environ)
         code = work()
     except SystemExit as end:
@@ -124,7 +124,7 @@ def in_fork(work: Callable[[], int], log: Path) -> str:
 
 
 def run_imported(argv: Sequence[str]) -> int:
-    """Body of a forked training: does what `python -m MODULE ARGUMENTS` does, with modules that are already imported."""
+    """Body of a forked training: does what `python -m MODULE ARGUMENTS` does, with modules that are imported already."""
     module, *arguments = argv
     sys.argv = [*argv]
     sys.orig_argv = [sys.executable, "-m", *argv]

@@ -1,6 +1,7 @@
 """Training command of the trials: its arguments and environment, for one or several processes on this machine."""
 
 import dataclasses
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,11 @@ class Recipe:
     emulated: int | None
     limit_s: float = 300.0
 
+    def changed(self, *sets: str, emulated: int | None = None) -> "Recipe":
+        """Returns the same recipe with further `--set` texts, and another number of devices per process."""
+        devices = self.emulated if emulated is None else emulated
+        return dataclasses.replace(self, sets=(*self.sets, *sets), emulated=devices)
+
     def argv(self, workdir: Path, *more: str) -> list[str]:
         """Returns the arguments after `python -m jtrain.launch`."""
         flags = [f"--config={self.config}"]
@@ -61,6 +67,7 @@ class Recipe:
         *more: str,
         imported: bool = True,
         module: Sequence[str] = (LAUNCH,),
+        supervised: bool = False,
         environ: Mapping[str, str] = {},
     ) -> Attempt:
         """Starts all processes of the run.
@@ -71,9 +78,12 @@ class Recipe:
           more: further arguments.
           imported: forks this process, which has imported everything; otherwise starts new interpreters.
           module: the module to run in place of `jtrain.launch`, with arguments that come before those of the run.
+          supervised: starts one process, with `--supervise`, which starts those of the run.
           environ: further environment variables.
         """
-        if len(workdirs) == 1:
+        if supervised:
+            more = (*more, "--supervise", *(("--processes", str(self.num_processes)) * (self.num_processes > 1)))
+        elif len(workdirs) == 1:
             workdirs = [*workdirs] * self.num_processes
         logs.mkdir(parents=True, exist_ok=True)
         port = processes.free_port()
@@ -84,7 +94,7 @@ class Recipe:
                 log.unlink()
             argv = [*module, *self.argv(workdir, *more)]
             variables = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if self.emulated is not None else {}
-            if self.num_processes > 1:
+            if self.num_processes > 1 and not supervised:
                 variables |= {"JTRAIN_COORDINATOR": f"127.0.0.1:{port}", "JTRAIN_PROCESS_ID": str(index)}
                 variables |= {"JTRAIN_NUM_PROCESSES": str(self.num_processes)}
             start = processes.run_imported if imported else processes.run_command
@@ -137,8 +147,5 @@ def set_environment(recipe: Recipe) -> None:
     if recipe.emulated is not None:
         jax.config.update("jax_disable_most_optimizations", True)
         jax.config.update("jax_platforms", "cpu")
-    import jtrain.checkpoint.orbax_io
-    import jtrain.config.load
-    import jtrain.plan.auto_layout
-    import jtrain.plan.from_run
-    import jtrain.train.loop  # noqa: F401
+    for name in ("checkpoint.orbax_io", "config.load", "plan.auto_layout", "plan.from_run", "train.loop"):
+        importlib.import_module(f"jtrain.{name}")

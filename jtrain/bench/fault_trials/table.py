@@ -71,14 +71,13 @@ def lines(results: Sequence[Result], kinds: Mapping[str, Kind], *, of_config: st
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for name, *cells in table:
         yield "  ".join([name.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True))])
-    for reason in sorted({f"{r.kind} skipped: {r.skipped}" for r in results if r.skipped is not None}):
-        yield reason
+    yield from sorted({f"{r.kind} skipped: {r.skipped}" for r in results if r.skipped is not None})
     for result in results:
         if result.wrong:
             yield line(result, of_config=of_config)
     if not any(result.skipped is None for result in results):
         yield "no fault was injected"
-    yield f"checkpoints every {EVERY_STEPS} steps; `again s`: start of the next attempt to its first new step, the slowest"
+    yield f"checkpoints every {EVERY_STEPS} steps; `again s`: the slowest start of a next attempt, to its first new step"
 
 
 def rows(results: Sequence[Result]) -> Iterator[Row]:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jtrain.bench.fault_trials.lab import Lab
 from jtrain.bench.fault_trials.processes import Attempt, StillRunning, end_descendants
-from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH, NUM_STEPS, Recipe
-from jtrain.bench.fault_trials.workdir import Step, Workdir, resumed_from
+from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH
+from jtrain.bench.fault_trials.workdir import Workdir, resumed_from
 from jtrain.runtime.exit_codes import DONE, FAULTY_HARDWARE, REFUSED, STOPPED
 
 MOST_ATTEMPTS = 4
@@ -50,22 +51,6 @@ class Kind:
     needs: Callable[[], str | None] = lambda: None
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """Unbroken run, and times of its start for the faults that come at a random one.
-
-    described_s, first_step_s, end_s: from the start to run.json, to the first logged step, to the end, as a user
-      starts it.
-    """
-
-    steps: tuple[Step, ...]
-    digests: dict[str, str]
-    committed: tuple[int, ...]
-    described_s: float
-    first_step_s: float
-    end_s: float
-
-
 @dataclasses.dataclass
 class Result:
     """Outcome of a trial.
@@ -95,27 +80,34 @@ class Trial:
     """Folder, command and random numbers of one trial.
 
     workdir: of the training.
-    half: a killed run's workdir with checkpoints of steps 4 and 8, to copy (`from_half`).
+    reference: run to compare with.
+    recipe, module: what `start` starts; a kind may change them, and the reference, before its first attempt.
+    compared: first words of the names of the arrays whose final values are compared.
+    cleanups: called at the end of the trial.
     """
 
-    def __init__(self, kind: Kind, recipe: Recipe, folder: Path, seed: int, reference: Reference, half: Path) -> None:
+    def __init__(self, kind: Kind, lab: Lab, folder: Path, seed: int) -> None:
         self.kind = kind
-        self.recipe = recipe
+        self.lab = lab
+        self.recipe = lab.recipe
+        self.reference = lab.reference(lab.recipe)
         self.folder = folder
         self.rng = random.Random(f"{kind.name} {seed}")
-        self.reference = reference
-        self.half = half
         self.workdir = Workdir(folder / "workdir")
-        self.result = Result(kind.name, seed, recipe.num_processes)
+        self.result = Result(kind.name, seed, self.recipe.num_processes)
+        self.module: tuple[str, ...] = (LAUNCH,)
+        self.compared: tuple[str, ...] = ("",)
+        self.cleanups = contextlib.ExitStack()
         self.said = ""
         self.attempts: list[Attempt] = []
 
     def from_half(self) -> None:
         """Gives the trial a workdir whose run was killed after two checkpoints."""
-        shutil.copytree(self.half, self.workdir.path, symlinks=True)
+        shutil.copytree(self.lab.half(), self.workdir.path, symlinks=True, dirs_exist_ok=True)
 
     def start(self, *more: str, workdirs: Sequence[Path] = (), **how: Any) -> Attempt:
         """Starts the training; see `Recipe.start`."""
+        how.setdefault("module", self.module)
         logs = self.folder / f"attempt{len(self.attempts)}"
         attempt = self.recipe.start(workdirs or [self.workdir.path], logs, *more, **how)
         self.attempts.append(attempt)
@@ -164,6 +156,7 @@ class Trial:
             self.wrong(f"{hang}: {_last_lines(self.attempts[-1].logs[0])}")
         finally:
             end_descendants()
+            self.cleanups.close()
         self.result.seconds = time.monotonic() - start_s
         if self.result.wrong:
             self.result.kept = self.folder
@@ -174,7 +167,7 @@ class Trial:
     def again(self, *more: str) -> Attempt:
         """Starts the same command once more, waits for its end, and counts what it did again."""
         before, committed = self.workdir.last_step(), max(self.workdir.committed(), default=0)
-        due = self._due(before)
+        due, newest = self._due(before), self.workdir.newest_folder()
         attempt = self.start(*more)
         stepped: list[float] = []
 
@@ -193,6 +186,8 @@ class Trial:
             self.result.lost_steps = max(self.result.lost_steps, before - resumed)
             if resumed < due - EVERY_STEPS - self.kind.lost_steps:
                 self.wrong(f"more than one interval lost: at step {before}, resumed from step {resumed}")
+            if resumed < newest and not re.search(rf"checkpoints/{newest}\b|step {newest}\b(?!/)", attempt.text()):
+                self.wrong(f"resumed from step {resumed} without a word on checkpoints/{newest}")
             if resumed > committed:
                 self.wrong(f"resumed from step {resumed}, but the newest checkpoint was that of step {committed}")
         return attempt
@@ -251,50 +246,19 @@ class Trial:
             if step != want.get(step.step):
                 self.wrong(f"step {step.step} diverges: {step}, unbroken: {want.get(step.step)}")
                 break
-        if self.workdir.committed() != self.reference.committed:
-            self.wrong(f"checkpoints {self.workdir.committed()}, unbroken: {self.reference.committed}")
+        want_committed = self.reference.committed
+        if self.workdir.committed() != want_committed:
+            self.wrong(f"checkpoints {self.workdir.committed()}, unbroken: {want_committed}")
             return
-        digests = self.workdir.digests(NUM_STEPS, self.folder / "digests.log")
-        leaves = [name for name, digest in self.reference.digests.items() if digests.get(name) != digest]
-        if leaves or len(digests) != len(self.reference.digests):
-            self.wrong(f"the final state diverges in {len(leaves)} of {len(digests)} arrays, such as {leaves[:3]}")
+        got_digests = self.workdir.digests(want_committed[-1], self.folder / "digests.log")
+        want_digests = self.reference.digests
+        names = [name for name in {**want_digests, **got_digests} if name.startswith(self.compared)]
+        leaves = [name for name in names if want_digests.get(name) != got_digests.get(name)]
+        if leaves:
+            self.wrong(f"the final state diverges in {len(leaves)} of {len(names)} arrays, such as {leaves[:3]}")
 
 
 def _last_lines(log: Path, count: int = 6) -> str:
     with contextlib.suppress(OSError):
         return " | ".join(log.read_text(errors="replace").strip().splitlines()[-count:])
     return ""
-
-
-def measure_reference(recipe: Recipe, folder: Path) -> Reference:
-    """Runs the training unbroken, as a user starts it.
-
-    Raises:
-      RuntimeError: the command fails without any fault.
-    """
-    workdir = Workdir(folder / "workdir")
-    attempt = recipe.start([workdir.path], folder, imported=False, module=(LAUNCH,))
-    attempt.until((workdir.path / "run.json").exists)
-    described_s = time.monotonic() - attempt.started_s
-    attempt.until(workdir.last_step)
-    first_step_s = time.monotonic() - attempt.started_s
-    attempt.wait()
-    end_s = time.monotonic() - attempt.started_s
-    if set(attempt.codes.values()) != {DONE} or not workdir.logged():
-        raise RuntimeError(f"{recipe.command(workdir.path)} failed without any fault:\n{attempt.text()}")
-    digests = workdir.digests(NUM_STEPS, folder / "digests.log")
-    return Reference(tuple(workdir.logged()), digests, workdir.committed(), described_s, first_step_s, end_s)
-
-
-def make_half(recipe: Recipe, folder: Path) -> Path:
-    """Runs the training until it has saved twice and logged more steps, and kills it; returns its workdir."""
-    for number in range(20):
-        workdir = Workdir(folder / str(number) / "workdir")
-        attempt = recipe.start([workdir.path], folder / str(number))
-        past = 2 * EVERY_STEPS + 1
-        attempt.until(lambda workdir=workdir: workdir.last_step() >= past and len(workdir.committed()) == 2)
-        attempt.kill()
-        attempt.strays()
-        if workdir.committed() == (EVERY_STEPS, 2 * EVERY_STEPS) and not workdir.saving():
-            return workdir.path
-    raise RuntimeError(f"{recipe.command(workdir.path)} was never between its second save and its third")

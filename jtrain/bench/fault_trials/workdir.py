@@ -54,6 +54,10 @@ class Workdir:
         """Returns the steps of the checkpoints that count as complete."""
         return files.steps(self.checkpoints)
 
+    def newest_folder(self) -> int:
+        """Returns the highest step that any folder is named after, complete or not; 0 without one."""
+        return max((int(path.name) for path in self._folders() if path.name.isdecimal()), default=0)
+
     def saving(self) -> tuple[Path, ...]:
         """Returns the folders of saves under way, or left by interrupted ones."""
         return tuple(path for path in self._folders() if not path.name.isdecimal() and not _set_aside(path.name))

@@ -1,0 +1,73 @@
+"""Bad numbers: NaN and large weights, gradients that are NaN, bits that flip in the memory of one device."""
+
+from jtrain.bench.fault_trials.kinds import fault
+from jtrain.bench.fault_trials.planted import Plant
+from jtrain.bench.fault_trials.recipe import NUM_STEPS
+from jtrain.bench.fault_trials.trial import Trial
+from jtrain.runtime.exit_codes import DONE
+
+LONG = 96
+"""Steps of a run whose guard knows how its losses spread: it needs 64 of them."""
+NAMES_HARDWARE = r"(device|process) \d+"
+
+
+def _planted(trial: Trial, plant: Plant) -> None:
+    trial.module = plant.module
+    attempt = trial.start()
+    attempt.wait()
+    trial.settle(attempt)
+    trial.result.notes.append(f"{plant.what} before step {plant.step}")
+    if plant.what in ("nan", "large", "flip") and "planted:" not in attempt.text():
+        trial.wrong("nothing was planted")
+
+
+def _once(trial: Trial) -> str:
+    return str(trial.folder / "planted")
+
+
+@fault(
+    "nan-weight", "a weight becomes NaN between two steps", says=NAMES_HARDWARE, lost_steps=NUM_STEPS, processes=(1, 2),
+)  # fmt: skip
+def nan_weight(trial: Trial) -> None:
+    """The step is found bad, run again from the last good checkpoint, and differs: the hardware is named, exit 76."""
+    step = trial.rng.randint(2, NUM_STEPS - 1)
+    _planted(trial, Plant("nan", step, seed=trial.rng.randrange(1000), once=_once(trial)))
+
+
+@fault(
+    "large-weight", "a weight becomes 1e4 between two steps", says=NAMES_HARDWARE, lost_steps=LONG, processes=(1, 2),
+)  # fmt: skip
+def large_weight(trial: Trial) -> None:
+    """A loss far above the recent ones is found in the same way."""
+    trial.recipe = trial.recipe.changed(f"num_steps={LONG}")
+    trial.reference = trial.lab.reference(trial.recipe)
+    step = trial.rng.randint(70, LONG - 16)
+    _planted(trial, Plant("large", step, seed=trial.rng.randrange(1000), once=_once(trial)))
+
+
+@fault("nan-gradient", "the gradients of one step are NaN, each time it is computed", processes=(1, 2))
+def nan_gradient(trial: Trial) -> None:
+    """The update is not applied: the run equals one that leaves this batch out, and ends by itself."""
+    step = trial.rng.randint(2, NUM_STEPS - 1)
+    trial.reference = trial.lab.reference(trial.recipe, Plant("left_out", step).module)
+    trial.compared = ("params.", "opt_state.")
+    _planted(trial, Plant("gradient", step))
+    if set(trial.attempts[0].codes.values()) != {DONE}:
+        trial.wrong(f"one step of NaN gradients ended the run with {trial.attempts[0].codes}")
+
+
+def _flip(trial: Trial) -> None:
+    trial.recipe = trial.recipe.changed("mesh.data=2", f"layout.zero_stage={trial.rng.choice((0, 3))}",
+                                        emulated=2 // trial.recipe.num_processes)  # fmt: skip
+    trial.reference = trial.lab.reference(trial.recipe)
+    step, process = trial.rng.randint(2, NUM_STEPS - 1), trial.rng.randrange(trial.recipe.num_processes)
+    _planted(trial, Plant("flip", step, process, trial.rng.randrange(10**6), _once(trial)))
+
+
+@fault(
+    "flip", "one bit of a weight or moment flips on one of two devices", says=NAMES_HARDWARE, lost_steps=NUM_STEPS,
+    processes=(1, 2),
+)  # fmt: skip
+def flip(trial: Trial) -> None:
+    """The checks of the state find it, name the device and end the run with 76; nothing of it was saved."""
+    _flip(trial)
