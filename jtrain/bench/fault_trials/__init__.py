@@ -1,1 +1,1 @@
-"""Trials of `jtrain bench faults`: a real training, one fault, the same command again, compared with an unbroken run."""
+"""Trials of `jtrain bench faults`: a real training, one fault, the same command again, an unbroken run beside it."""

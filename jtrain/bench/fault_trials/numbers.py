@@ -1,5 +1,7 @@
 """Bad numbers: NaN and large weights, gradients that are NaN, bits that flip in the memory of one device."""
 
+import re
+
 from jtrain.bench.fault_trials.kinds import fault
 from jtrain.bench.fault_trials.planted import Plant
 from jtrain.bench.fault_trials.recipe import NUM_STEPS
@@ -8,7 +10,7 @@ from jtrain.runtime.exit_codes import DONE
 
 LONG = 96
 """Steps of a run whose guard knows how its losses spread: it needs 64 of them."""
-NAMES_HARDWARE = r"(device|process) \d+"
+NAMES_HARDWARE = r"error: .*(device|process) \d+"
 
 
 def _planted(trial: Trial, plant: Plant) -> None:
@@ -19,6 +21,10 @@ def _planted(trial: Trial, plant: Plant) -> None:
     trial.result.notes.append(f"{plant.what} before step {plant.step}")
     if plant.what in ("nan", "large", "flip") and "planted:" not in attempt.text():
         trial.wrong("nothing was planted")
+
+
+def _errors(text: str) -> str:
+    return "; ".join(line for line in text.splitlines() if line.startswith("error:")) or "no error was printed"
 
 
 def _once(trial: Trial) -> str:
@@ -62,6 +68,9 @@ def _flip(trial: Trial) -> None:
     trial.reference = trial.lab.reference(trial.recipe)
     step, process = trial.rng.randint(2, NUM_STEPS - 1), trial.rng.randrange(trial.recipe.num_processes)
     _planted(trial, Plant("flip", step, process, trial.rng.randrange(10**6), _once(trial)))
+    hit = re.findall(r"planted: flip .*devices=(\d+)", trial.said)
+    if not hit or not re.search(rf"error: .*device {hit[0]}\b", trial.said):
+        trial.wrong(f"a flipped bit on device {hit} was not located: {_errors(trial.said)}")
 
 
 @fault(

@@ -99,8 +99,8 @@ def changed(state: Any, plant: Plant) -> Any:
         for shard in array.addressable_shards
     ]
     broken = jax.make_array_from_single_device_arrays(array.shape, array.sharding, buffers)
-    names = [f"device {device.id}" for device in sorted(hit, key=lambda device: device.id)]
-    print(f"planted: {plant.what} before step {plant.step} on {', '.join(names)}, bit {bit}", flush=True)
+    names = [str(device.id) for device in sorted(hit, key=lambda device: device.id)]
+    print(f"planted: {plant.what} before step {plant.step}, devices={','.join(names)}", flush=True)
     return jax.tree.map(lambda leaf: broken if leaf is array else leaf, state)
 
 

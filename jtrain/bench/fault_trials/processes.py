@@ -76,7 +76,7 @@ def reap() -> None:
 
 
 def fork(work: Callable[[], int], log: Path, *, environ: Mapping[str, str] = {}) -> int:
-    """Runs `work`, which returns the exit code, in a fork with its own session and output file; returns its process id."""
+    """Runs `work`, which returns the exit code, in a fork with a session and output file of its own; returns its id."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -124,7 +124,7 @@ def in_fork(work: Callable[[], int], log: Path) -> str:
 
 
 def run_imported(argv: Sequence[str]) -> int:
-    """Body of a forked training: does what `python -m MODULE ARGUMENTS` does, with modules that are imported already."""
+    """Body of a forked training: does what `python -m MODULE ARGUMENTS` does, with the imports done already."""
     module, *arguments = argv
     sys.argv = [*argv]
     sys.orig_argv = [sys.executable, "-m", *argv]

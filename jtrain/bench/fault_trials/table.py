@@ -77,7 +77,7 @@ def lines(results: Sequence[Result], kinds: Mapping[str, Kind], *, of_config: st
             yield line(result, of_config=of_config)
     if not any(result.skipped is None for result in results):
         yield "no fault was injected"
-    yield f"checkpoints every {EVERY_STEPS} steps; `again s`: the slowest start of a next attempt, to its first new step"
+    yield f"checkpoints every {EVERY_STEPS} steps; `again s`: slowest start of a next attempt, to its first new step"
 
 
 def rows(results: Sequence[Result]) -> Iterator[Row]:

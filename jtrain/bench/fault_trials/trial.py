@@ -32,7 +32,7 @@ class Kind:
       has to go on.
     must_refuse: True if going on would be wrong.
     mend: takes the way out that the message names; called after a right refusal.
-    says: regular expression that the output after the fault has to match; None where nothing has to be said.
+    says: regular expression that the output has to match; None where nothing has to be said.
     lines_lost: True if lines of metrics.jsonl may be missing, because the fault keeps them from being written.
     lost_steps: steps beyond one interval that the fault may take.
     needs: returns why this machine cannot do it, None if it can.
@@ -198,7 +198,6 @@ class Trial:
         return min([before // EVERY_STEPS * EVERY_STEPS, *under_way])
 
     def _finish(self) -> None:
-        self.said = ""
         for _ in range(MOST_ATTEMPTS):
             attempt = self.again()
             codes = set(attempt.codes.values())
