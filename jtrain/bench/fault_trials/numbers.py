@@ -51,15 +51,26 @@ def large_weight(trial: Trial) -> None:
     _planted(trial, Plant("large", step, seed=trial.rng.randrange(1000), once=_once(trial)))
 
 
+def _bad_arithmetic(trial: Trial, plant: Plant) -> None:
+    trial.reference = trial.lab.reference(trial.recipe, Plant("left_out", plant.step).module)
+    trial.compared = ("params.", "opt_state.")
+    _planted(trial, plant)
+    if set(trial.attempts[0].codes.values()) != {DONE}:
+        trial.wrong(f"NaN at one step ended the run with {trial.attempts[0].codes}: {_errors(trial.said)}")
+
+
 @fault("nan-gradient", "the gradients of one step are NaN, each time it is computed", processes=(1, 2))
 def nan_gradient(trial: Trial) -> None:
     """The update is not applied: the run equals one that leaves this batch out, and ends by itself."""
-    step = trial.rng.randint(2, NUM_STEPS - 1)
-    trial.reference = trial.lab.reference(trial.recipe, Plant("left_out", step).module)
-    trial.compared = ("params.", "opt_state.")
-    _planted(trial, Plant("gradient", step))
-    if set(trial.attempts[0].codes.values()) != {DONE}:
-        trial.wrong(f"one step of NaN gradients ended the run with {trial.attempts[0].codes}")
+    _bad_arithmetic(trial, Plant("gradient", trial.rng.randint(2, NUM_STEPS - 1)))
+
+
+@fault(
+    "nan-update", "the update of a step that saves makes the weights NaN, each time it is computed", processes=(1, 2)
+)
+def nan_update(trial: Trial) -> None:
+    """Loss and gradient norm are finite, so only the new state shows it; nothing of it is saved."""
+    _bad_arithmetic(trial, Plant("update", trial.rng.choice((4, 8, 12))))
 
 
 def _flip(trial: Trial) -> None:

@@ -21,14 +21,15 @@ class Plant:
 
     what: `nan` or `large`: a number of a weight becomes NaN or 1e4 on every device that holds it; `flip`: one bit of an
       array of the state flips on one device; `gradient`: the gradients of the step are NaN, each time it is computed;
-      `left_out`: the reference of `gradient`, a run in which the update of the step is not applied.
+      `update`: the same of its learning rate, so that only the new weights show it; `left_out`: the reference of these
+      two, a run in which the update of the step is not applied.
     step: the fault is there when this step begins.
     process: the one whose device's memory `flip` changes.
     seed: draws array, place, bit and device.
     once: file that marks the fault as done; afterwards nothing more happens, also in later attempts.
     """
 
-    what: Literal["nan", "large", "flip", "gradient", "left_out"]
+    what: Literal["nan", "large", "flip", "gradient", "update", "left_out"]
     step: int
     process: int = 0
     seed: int = 0
@@ -117,8 +118,8 @@ def _with_fault(shard: Any, what: str, place: float, bit: int) -> Any:
     return data
 
 
-def _nan_gradients(step: int) -> None:
-    """Makes the gradients of `step` NaN in the compiled program; 0 is no step, and the same program otherwise."""
+def _nan_arithmetic(*, gradient: int, update: int) -> None:
+    """Makes gradients or learning rate of a step NaN in the compiled program; 0 is no step, in the same program."""
     import jax
     import jax.numpy as jnp
 
@@ -127,8 +128,10 @@ def _nan_gradients(step: int) -> None:
     begin = Optimizer.begin
 
     def planted(self: Any, grads: Any, at: Any, *more: Any, **named: Any) -> Any:
-        spoilt = jax.tree.map(lambda grad: jnp.where(at + 1 == step, jnp.asarray(jnp.nan, grad.dtype), grad), grads)
-        return begin(self, spoilt, at, *more, **named)
+        spoilt = jax.tree.map(lambda grad: jnp.where(at + 1 == gradient, jnp.asarray(jnp.nan, grad.dtype), grad), grads)
+        scalars = begin(self, spoilt, at, *more, **named)
+        rate = jnp.where(at + 1 == update, jnp.nan, scalars.learning_rate)
+        return dataclasses.replace(scalars, learning_rate=rate)
 
     name = "begin"  # the checker refuses an assignment to a method
     setattr(Optimizer, name, planted)
@@ -140,8 +143,9 @@ def plant_fault(plant: Plant) -> None:
 
     make: Callable[..., Any] = loop.make_train_step
     loop.make_train_step = lambda *args, **named: PlantedStep(make(*args, **named), plant)
-    if plant.what in ("gradient", "left_out"):
-        _nan_gradients(plant.step if plant.what == "gradient" else 0)
+    if plant.what in ("gradient", "update", "left_out"):
+        planted = {name: plant.step if plant.what == name else 0 for name in ("gradient", "update")}
+        _nan_arithmetic(**planted)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -102,7 +102,7 @@ def resumed_from(text: str) -> int | None:
 
 
 def _set_aside(name: str) -> bool:
-    return name.endswith((".deleted", ".damaged"))
+    return re.search(r"\.(deleted|damaged|doubtful)", name) is not None
 
 
 def _print_digests(path: Path) -> int:
