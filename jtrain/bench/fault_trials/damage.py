@@ -48,7 +48,7 @@ def file_types(checkpoint: Path) -> dict[str, list[Path]]:
 
 
 def _damages(way: str) -> None:
-    @fault(f"damage-{way}", f"a file of the newest checkpoint is {way}; its type is drawn")
+    @fault(f"damage-{way}", f"a file of the newest checkpoint is {way}; its type is drawn", lost_steps=EVERY_STEPS)
     def damage(trial: Trial) -> None:
         trial.from_half()
         found = file_types(trial.workdir.checkpoints / str(NEWEST))
@@ -62,7 +62,7 @@ for _way in WAYS:
     _damages(_way)
 
 
-@fault("no-manifest", "the newest checkpoint has no manifest")
+@fault("no-manifest", "the newest checkpoint has no manifest", lost_steps=EVERY_STEPS)
 def no_manifest(trial: Trial) -> None:
     """A run that falls back has to say so."""
     trial.from_half()
@@ -92,7 +92,7 @@ def no_checkpoints(trial: Trial) -> None:
     shutil.rmtree(trial.workdir.checkpoints)
 
 
-@fault("renumbered", "a checkpoint was copied to the number of a later step")
+@fault("renumbered", "a checkpoint was copied to the number of a later step", lost_steps=EVERY_STEPS)
 def renumbered(trial: Trial) -> None:
     """Its manifest names another step than its folder."""
     trial.from_half()

@@ -188,6 +188,8 @@ class Trial:
                 self.wrong(f"more than one interval lost: at step {before}, resumed from step {resumed}")
             if resumed < newest and not re.search(rf"checkpoints/{newest}\b|step {newest}\b(?!/)", attempt.text()):
                 self.wrong(f"resumed from step {resumed} without a word on checkpoints/{newest}")
+            if resumed < committed and not self.kind.lost_steps:
+                self.wrong(f"resumed from step {resumed}, although the checkpoint of step {committed} is whole")
             if resumed > committed:
                 self.wrong(f"resumed from step {resumed}, but the newest checkpoint was that of step {committed}")
         return attempt
