@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jtrain.config.run import Run
-from jtrain.step.finite import NotFinite
+from jtrain.train.bad_steps import BadNumbers
 from jtrain.train.callbacks import Callback, LoopPhase, RunContext, StepResults
 from jtrain.train.goodput_ledger import GoodputLedger
 
@@ -83,7 +83,7 @@ class AlertWatch(Callback):
             self._check_stragglers(step)
 
     def on_error(self, error: Exception) -> None:
-        if isinstance(error, NotFinite):
+        if isinstance(error, BadNumbers):
             self._context.metrics.alert("nan", error.step, str(error), names=list(error.names))
 
     def on_end(self) -> None:
