@@ -51,11 +51,13 @@ class StateSums:
     def given(self, state: Any, grads: Any) -> tuple[Any, Any, UInt32[Array, "devices arrays"]]:
         """Sums the state that the update is about to overwrite; returns state, gradients and sums.
 
-        The update must use the returned state and gradients. It then waits for the sums: without that order XLA sums
-        after the update has begun to overwrite the state, and copies all of it before (seen on GPUs and CPUs).
+        The update must use the returned state and gradients. The sums wait for the gradients, so that they see what
+        happened to the state during the forward and backward pass, and the update waits for the sums: without that
+        order XLA sums after the update has begun to overwrite the state, and copies all of it before (seen on GPUs and
+        CPUs).
         """
-        here = self._here(state)
-        sums, here, grads = jax.lax.optimization_barrier((self._of(here), here, grads))
+        here, grads = jax.lax.optimization_barrier((self._here(state), grads))
+        sums, here = jax.lax.optimization_barrier((self._of(here), here))
         leaves, tree = jax.tree.flatten(state)
         rest = iter(here)
         merged = [next(rest) if summed else leaf for leaf, summed in zip(leaves, self._summed, strict=True)]

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,13 @@ from jtrain.runtime.multihost import gather
 from jtrain.step import recompute
 from jtrain.step.checksums import METRIC, copies, differing_copies, summed_arrays
 from jtrain.step.state import abstract_state
-from jtrain.train.callbacks import Callback, LoopPhase, RunContext, StepResults
+from jtrain.train.callbacks import Callback, LoopPhase, RunContext
 
 FILE = "integrity.json"
 """File of a workdir: the sums of every array of each saved state."""
+
+_REWRITTEN = "guard."
+"""Prefix of the arrays that the host may rewrite between steps; only their copies are compared."""
 
 _HOST_BYTES = 64
 
@@ -49,6 +52,7 @@ class IntegrityCheck(Callback):
         self._names = [name for name, _ in summed_arrays(like)]
         self._dtypes = [str(array.dtype) for _, array in summed_arrays(like)]
         self._first = copies(like, mesh)
+        self._kept = np.array([not name.startswith(_REWRITTEN) for name in self._names])
         self._signature = recompute.make_signature(context.run.model, layout, mesh)  # compiled when first called
         self._roll = recompute.make_roll(mesh)
 
@@ -65,24 +69,35 @@ class IntegrityCheck(Callback):
             if self._last is not None and jax.process_index() == 0:
                 self._keep_sums(step, self._last[1])
 
-    def on_results(self, results: StepResults) -> None:
+    def on_rewind(self, step: int) -> None:
+        self._last = None
+        self._recomputed.clear()
+        self._saved = {saved for saved in self._saved if saved <= step}
+
+    def check(self, step: int, values: Mapping[str, Any]) -> None:
+        """Checks the metrics of a step; the loop calls it in order, before anything else reads them.
+
+        Raises:
+          HardwareFault: memory changed, copies differ, or a recomputation gave other bits; names the devices.
+          UserError: the first step after a restore was given other bits than those that were saved.
+        """
         if self._spec.checksums:
-            sums = np.asarray(results.values[METRIC])
+            sums = np.asarray(values[METRIC])
             given, returned = sums[:, 0], sums[:, 1]
             if self._last is None:
-                self._check_restored(results.step, given)
-            self._check_memory(results.step, given)
-            self._check_copies(results.step, returned)
-            self._last = results.step, returned
-        if (signatures := self._recomputed.pop(results.step, None)) is not None:
-            self._check_arithmetic(results.step, *signatures)
+                self._check_restored(step, given)
+            self._check_memory(step, given)
+            self._check_copies(step, returned)
+            self._last = step, returned
+        if (signatures := self._recomputed.pop(step, None)) is not None:
+            self._check_arithmetic(step, *signatures)
 
     def _keep_sums(self, step: int, returned: np.ndarray) -> None:
         """Writes the sums of each saved array; drops those of checkpoints that are gone."""
         file, saved = self._sums_file(), files.steps(self._context.workdir / "checkpoints")
         entries = {key: value for key, value in _read(file).items() if int(key) in {*saved, *self._saved}}
         totals = zip(self._names, self._dtypes, self._totals(returned), strict=True)
-        entries[str(step)] = {name: [dtype, total] for name, dtype, total in totals}
+        entries[str(step)] = {n: [dtype, total] for n, dtype, total in totals if not n.startswith(_REWRITTEN)}
         atomic_io.write_whole(file, json.dumps(entries))
 
     def _check_restored(self, step: int, given: np.ndarray) -> None:
@@ -115,9 +130,11 @@ class IntegrityCheck(Callback):
 
     def _check_memory(self, step: int, given: np.ndarray) -> None:
         """Compares the state that this step was given with the one that the step before returned."""
-        if self._last is None or self._last[0] != step - 1 or (given == self._last[1]).all():
+        if self._last is None or self._last[0] != step - 1:
             return
-        wrong = np.argwhere(given != self._last[1])
+        wrong = np.argwhere((given != self._last[1]) & self._kept)
+        if not wrong.size:
+            return
         found = [(int(array), int(device)) for device, array in wrong]
         devices = sorted({device for _, device in found})
         raise HardwareFault(
