@@ -243,6 +243,8 @@ class Loop:
                     pass
             del state  # the devices have no room for two states
             state, data_state = self._go_back()
+            self.context.metrics.rewind(self.step)
+            self.callbacks.on_rewind(self.step)
 
     def run_steps(self, state: TrainState, batches: Prefetch, stop: StopRequest) -> int:
         """Runs steps until the run is complete, the data ends or a stop is requested, then saves; returns the step.
@@ -347,10 +349,7 @@ class Loop:
     def _go_back(self) -> tuple[TrainState, dict[str, Any] | None]:
         """Restores the state from which `bad_steps` has the steps run again."""
         self._unread, self.data_ended, self.step = None, False, self.bad_steps.origin
-        restored = self.restart.state_at(self.step)
-        self.context.metrics.rewind(self.step)
-        self.callbacks.on_rewind(self.step)
-        return restored
+        return self.restart.state_at(self.step)
 
     @_phase("device_wait")
     def _read(self, metrics: Any) -> Any:

@@ -13,6 +13,7 @@ from jtrain.checkpoint import Checkpoints
 from jtrain.data import TextDataset
 from jtrain.layout import Layout
 from jtrain.optim import Optimizer
+from jtrain.runtime.multihost import from_process_zero
 from jtrain.step.guard import LEFT_OUT, GuardState, first_guard
 from jtrain.step.state import TrainState, abstract_state, init_state
 
@@ -33,8 +34,12 @@ class RestartPoint:
     data_may_change: bool
 
     def state_at(self, step: int) -> tuple[TrainState, dict[str, Any] | None]:
-        """Returns the state and the data state of the checkpoint of `step`; 0 is the start, without a data state."""
-        if step == 0:
+        """Returns the state and the data state of the checkpoint of `step`.
+
+        Step 0 is the start, drawn from the seed and without a data state, unless it has a checkpoint, as an imported
+        model has.
+        """
+        if step == 0 and not from_process_zero(np.asarray(0 in self.checkpoints.steps())):
             return init_state(self.layout, self.optimizer, self.mesh, seed=self.seed), None
         like = abstract_state(self.layout, self.optimizer, self.mesh)
         has_guard = self.checkpoints.has_branch(step, "guard")
