@@ -116,7 +116,6 @@ def test_no_false_alarm_in_2000_steps_of_noise(seed: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"on_bad": "ignore"}, "guard.on_bad='ignore' must be skip, rollback or stop"),
         ({"sigmas": 0.0}, "guard.sigmas=0.0 must be above 0 and finite, or None"),
         ({"sigmas": math.inf}, "guard.sigmas=inf must be above 0 and finite, or None"),
         ({"max_skips": 0}, "guard.max_skips=0 must be from 1 to 128"),
