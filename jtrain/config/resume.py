@@ -8,6 +8,7 @@ import fiddle as fdl
 from jtrain.config import tree
 from jtrain.config.run import Run
 from jtrain.errors import UserError, did_you_mean
+from jtrain.runtime.secrets import shown_lines
 
 ADDED = {"model.moe": "None", "optimizer.master_dtype": "'none'", "optimizer.param_rounding": "'nearest'"}
 """Fields that older runs lack -> the value, as text, that reproduces their behaviour."""
@@ -61,6 +62,8 @@ MAY_CHANGE_ON_RESUME = {
     "data.context_order": "changes which device has which positions, not the positions",
     "metrics.": "changes what a run writes, not what it computes",
     "profile.": "changes what a run writes, not what it computes",
+    "supervise.": "changes when a run is ended and restarted, not what it computes",
+    "alerts.": "changes who is told, not what a run computes",
     "callbacks": "callbacks watch a run and do not change it",
 }
 """Prefix of a path -> why a resumed run may change it. A change of any other field makes it another run, `num_steps`
@@ -82,7 +85,8 @@ def differences(there: str, here: str) -> list[str]:
     Fields in MAY_CHANGE_ON_RESUME are left out. A field that an older version did not have counts as a difference,
     unless it has its value in ADDED.
     """
-    old, new = tree.parse(_with_moved_paths(there)), tree.parse(here)
+    # Older runs kept secrets in config.txt; hidden, they are equal, and a renewed signature is not another run.
+    old, new = tree.parse(shown_lines(_with_moved_paths(there))), tree.parse(shown_lines(here))
     old = {path: text for path, text in ADDED.items() if path in new} | old
     return [
         f"{path}: {old.get(path, 'absent')} there, {new.get(path, 'absent')} here"
@@ -147,4 +151,4 @@ def with_history(workdir: Path, config_text: str, *, step: int, changes: Sequenc
     file = workdir / "config.txt"
     earlier = [line for line in file.read_text().splitlines() if line.startswith("#")] if file.exists() else []
     remarks = [*earlier, *(f"# changed at step {step}: {change}" for change in changes)]
-    return config_text + "".join(f"{remark}\n" for remark in remarks)
+    return config_text + shown_lines("".join(f"{remark}\n" for remark in remarks))

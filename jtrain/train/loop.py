@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import Checkpoints, files
+from jtrain.checkpoint.history import check_history
 from jtrain.config.resume import check_same_run, with_history
 from jtrain.config.run import Run, check_vocabulary
 from jtrain.data import Fed, Prefetch, open_dataset, place_tree, put_batch, share_batch
@@ -37,11 +38,14 @@ from jtrain.plan.report.summary import print_plan
 from jtrain.runtime.exit_codes import DONE, STOPPED
 from jtrain.runtime.multihost import agree, same_everywhere
 from jtrain.runtime.run_files import full_disk_named, write_run_files
+from jtrain.runtime.shared_folder import check_shared
 from jtrain.runtime.signals import StopRequest
+from jtrain.runtime.workdir_lock import WorkdirLock
 from jtrain.step.state import TrainState
 from jtrain.step.train_step import make_train_step
-from jtrain.telemetry.metrics import Metrics
+from jtrain.telemetry.metrics_writer import Metrics
 from jtrain.telemetry.step_timer import StepTimes
+from jtrain.train.alert_watch import AlertWatch
 from jtrain.train.bad_steps import BadSteps, Numbers, WentBack
 from jtrain.train.callbacks import (
     Callback,
@@ -54,13 +58,21 @@ from jtrain.train.callbacks import (
 )
 from jtrain.train.evaluation import Evaluation
 from jtrain.train.goodput_ledger import GoodputLedger
+from jtrain.train.lock_watch import LockWatch
 from jtrain.train.restart_point import RestartPoint
 from jtrain.train.step_metrics import RecompileWatch, StepLog
 from jtrain.train.trace_windows import TraceWindows
 
 
 def train(
-    run: Run, *, workdir: Path, config_text: str, started_s: float | None = None, allow_change: Sequence[str] = ()
+    run: Run,
+    *,
+    workdir: Path,
+    config_text: str,
+    started_s: float | None = None,
+    allow_change: Sequence[str] = (),
+    from_scratch: bool = False,
+    watchers: Sequence[Callback] = (),
 ) -> int:
     """Trains from the newest checkpoint of `workdir`, or from the start; returns the exit code.
 
@@ -71,6 +83,8 @@ def train(
       config_text: the flat config, kept in the workdir and in every checkpoint.
       started_s: start of this attempt, in seconds since the epoch; None for now.
       allow_change: names in `resume.CHANGEABLE` of fields that may differ from the run in `workdir`.
+      from_scratch: begin at step 0 if the run in `workdir` has a history, but no whole checkpoint.
+      watchers: callbacks besides the built-in ones and those of the config; they come first.
 
     Raises:
       UserError: the run cannot start: it does not fit, the workdir belongs to another run, there is no data ...
@@ -80,6 +94,8 @@ def train(
     """
     started_s = time.time() if started_s is None else started_s
     devices = jax.devices()
+    check_shared(workdir)
+    moved = check_history(workdir, workdir / "checkpoints", from_scratch=from_scratch)
     changes = check_same_run(workdir, config_text, allow=allow_change)
     step_there = max(files.steps(workdir / "checkpoints"), default=0)
     config_text = with_history(workdir, config_text, step=step_there, changes=changes)
@@ -103,26 +119,33 @@ def train(
         print_plan(job, available=available)
         print(dataset.describe(), *evaluation.describe(), sep="\n")
         print(budget(dataset, rows=len(rows)).line(), flush=True)
-        write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
 
     with (
+        WorkdirLock(workdir, say=_print) as lock,  # before anything in the workdir is written or removed
         full_disk_named(workdir),
         explained(job, optimizer, mesh, available=available),
         Checkpoints(workdir, run.checkpoint) as checkpoints,
         StopRequest() as stop,
-        Callbacks([*built_in_callbacks(run, workdir), *load_callbacks(run.callbacks)]) as callbacks,
+        Callbacks([*watchers, *built_in_callbacks(run, workdir, lock), *load_callbacks(run.callbacks)]) as callbacks,
     ):
-        start_step = checkpoints.latest_step() or 0
+        check_same_run(workdir, config_text, allow=allow_change)  # again: the folder may have been empty before
+        if jax.process_index() == 0:
+            write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
         may_change = "data" in allow_change
         restart = RestartPoint(job.layout, optimizer, mesh, run.seed, checkpoints, dataset, may_change)
-        state, data_state = restart.state_at(start_step)
+        with callbacks.during("restore", 0):
+            start_step, state, data_state, said = restart.newest(from_scratch=from_scratch)
 
         def batches(data_state: dict[str, Any] | None, first_step: int) -> Prefetch:
             fields: dict[str, Any] = dict(rows=rows, context=run.mesh.context, cost=_cost(run))
             source = dataset.train_batches(data_state, first_step=first_step, **fields)
             return prefetch(source, lambda batch: put_batch(batch, mesh, place))
 
-        with Metrics(workdir, run.metrics, num_steps=run.num_steps, start_step=start_step) as metrics:
+        with Metrics(
+            workdir, run.metrics, num_steps=run.num_steps, start_step=start_step, alerts=run.alerts
+        ) as metrics:
+            for line in (*moved, *said):
+                metrics.say(line)
             if start_step:
                 metrics.say(f"resumed from step {start_step}")
             if start_step and data_state is None:
@@ -153,13 +176,14 @@ def train(
     return DONE
 
 
-def built_in_callbacks(run: Run, workdir: Path) -> list[Callback]:
+def built_in_callbacks(run: Run, workdir: Path, lock: WorkdirLock) -> list[Callback]:
     """Creates the callbacks of every run; a step's metrics line comes before its line of the ledger."""
     times = StepTimes()
     goodput = GoodputLedger(run, times)
     recompiles = RecompileWatch()
     windows = TraceWindows(run, workdir, goodput)
-    return [recompiles, windows, StepLog(run, times, windows.sampler, recompiles), goodput]
+    log = StepLog(run, times, windows.sampler, recompiles)
+    return [LockWatch(lock), recompiles, windows, log, goodput, AlertWatch(run, goodput)]
 
 
 def _cost(run: Run) -> tuple[float, float]:
@@ -307,6 +331,7 @@ class Loop:
         self.callbacks.on_step(DispatchedStep(self.step, metrics, wait_ms, arrived_s, idle, requested))
         return state, following, stopping
 
+    @_phase("data_wait")
     def _next(self, batches: Prefetch) -> Fed | None:
         """Returns the next batch, None after the last; before an error propagates, logs the data plane's messages."""
         try:
@@ -386,10 +411,7 @@ class Loop:
 
     def _note(self, step: int, text: str) -> None:
         """Prints a message of the data plane and appends it to data.log."""
-        self.context.metrics.say(text)
-        if jax.process_index() == 0:
-            with open(self.context.workdir / "data.log", "a") as file:
-                print(f"step {step}: {text}", file=file)
+        self.context.metrics.note(step, text)
 
 
 def _due(step: int, every_steps: int | None) -> bool:

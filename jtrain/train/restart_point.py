@@ -1,7 +1,7 @@
 """State from which steps go on: that of a checkpoint, or that before the first step."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,18 @@ class RestartPoint:
     dataset: TextDataset
     data_may_change: bool
 
+    def newest(self, *, from_scratch: bool) -> tuple[int, TrainState, dict[str, Any] | None, tuple[str, ...]]:
+        """Reads the newest whole checkpoint; without any, makes the state before the first step.
+
+        Returns:
+          Its step (0 for the start), the state, the data state (None for the start), and lines for the user to read.
+        """
+        found = self.checkpoints.start(self._like, from_scratch=from_scratch)
+        if found.state is None:
+            return 0, *self.state_at(0), found.said
+        assert found.data_state is not None
+        return found.step, self._with_guard(found.state), self._fitting(found.data_state), found.said
+
     def state_at(self, step: int) -> tuple[TrainState, dict[str, Any] | None]:
         """Returns the state and the data state of the checkpoint of `step`.
 
@@ -41,16 +53,24 @@ class RestartPoint:
         """
         if step == 0 and not from_process_zero(np.asarray(0 in self.checkpoints.steps())):
             return init_state(self.layout, self.optimizer, self.mesh, seed=self.seed), None
+        state, data_state = self.checkpoints.restore(step, self._like)
+        return self._with_guard(state), self._fitting(data_state)
+
+    def _like(self, leaves: Mapping[str, Any]) -> TrainState:
+        """Returns shapes and shardings for a checkpoint with these leaves: before there was a guard, it had none."""
         like = abstract_state(self.layout, self.optimizer, self.mesh)
-        has_guard = self.checkpoints.has_branch(step, "guard")
-        # A checkpoint of a version without the guard: its history begins empty.
-        state, data_state = self.checkpoints.restore(step, like if has_guard else dataclasses.replace(like, guard={}))
-        if not has_guard:
-            first = jax.tree.map(np.asarray, first_guard())
-            state = dataclasses.replace(state, guard=jax.tree.map(self._replicated, first))
+        return like if any(name.startswith("guard.") for name in leaves) else dataclasses.replace(like, guard={})
+
+    def _with_guard(self, state: TrainState) -> TrainState:
+        if isinstance(state.guard, GuardState):
+            return state
+        first = jax.tree.map(np.asarray, first_guard())
+        return dataclasses.replace(state, guard=jax.tree.map(self._replicated, first))
+
+    def _fitting(self, data_state: dict[str, Any]) -> dict[str, Any] | None:
         if self.data_may_change and self.dataset.misfit(data_state) is not None:
-            data_state = None  # where it fits, the run goes on: the same command may be started again and again
-        return state, data_state
+            return None  # where it fits, the run goes on: the same command may be started again and again
+        return data_state
 
     def with_decisions(self, state: TrainState, left_out: Sequence[int], since: int) -> TrainState:
         """Returns the state with the steps to leave out, and the step after which bounds begin anew."""
