@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jtrain.checkpoint import Checkpoints
+from jtrain.checkpoint import Checkpoints, files
 from jtrain.errors import HardwareFault, UserError
 from jtrain.runtime.multihost import from_process_zero, gather
 from jtrain.step.guard import LEFT_OUT, WINDOW, GuardSpec
@@ -300,14 +300,15 @@ class BadSteps:
     def _set_aside(self, step: int) -> str:
         """Renames checkpoints whose state this attempt's faulty first pass has computed: from `step` - 1 on."""
         doubtful = [one for one in self._checkpoints.steps() if one >= max(step - 1, 1) and one > self._origin]
-        if jax.process_index() == 0:
-            for one in doubtful:
-                path = self._checkpoints.folder / str(one)
-                path.rename(path.with_name(f"{one}.doubtful"))
         if not doubtful:
             return ""
+        folder = self._checkpoints.folder
+        if jax.process_index() == 0:
+            for one in doubtful:
+                files.set_aside(folder, one)
+            files.note_commit(folder, max(files.steps(folder), default=None))
         listed = ", ".join(map(str, doubtful))
-        return f"; the checkpoints of steps {listed} hold numbers of it and were renamed to STEP.doubtful"
+        return f"; the checkpoints of steps {listed} hold numbers of it and were set aside as damaged"
 
     def _stopped(self, numbers: Numbers, why: str) -> BadNumbers:
         return BadNumbers(
