@@ -84,6 +84,20 @@ def check_fits(job: Job, *, available: int, asked: Layout | None = None) -> Memo
     )
 
 
+def check_fits_devices(job: Job, devices: Sequence[jax.Device], *, available: int) -> None:
+    """Refuses a job that does not fit into the present devices, also if its mesh has another size.
+
+    `make_mesh` refuses a mesh of another size later. This check comes first because a user with one device and a config
+    for eight needs to know whether the model would fit on one at all.
+    """
+    asked = job.layout
+    data = len(devices) // (asked.mesh.size // asked.mesh.data // asked.mesh.replica)
+    if asked.mesh.size != len(devices) and data and job.global_batch % data == 0:
+        mesh = dataclasses.replace(asked.mesh, replica=1, data=data)
+        job = job.relaid(dataclasses.replace(asked.spec, microbatches=job.global_batch // data), mesh)
+    check_fits(job, available=available, asked=asked)
+
+
 def ways_out(job: Job, *, limit: int, asked: Layout | None = None, host: bool = True) -> list[str]:
     """Up to four lines of layout settings that need at most `limit` bytes per device, the smallest change first.
 

@@ -112,7 +112,7 @@ def make_train_step(
                 )
             with jax.named_scope("guard"):
                 counts = counts + not_finite(scaling).astype(jnp.float32)
-                found["by_device"] = jnp.stack([share, counts], axis=1)
+                found["by_device"] = _everywhere(mesh, jnp.stack([share, counts], axis=1))
             new = TrainState(state.step + 1, params, opt_state, scaling, guard)
             of_bits = sums.metric(given, new) if sums else {}
             return new, metrics | scalars.metrics | found | of_bits
@@ -158,6 +158,21 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
 
     options = compiler_options(mesh, kernels=layout.kernels, sequence_groups=layout.spec.sequence_groups)
     return jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()), compiler_options=options)
+
+
+def _everywhere(mesh: Mesh, rows: Float[Array, "devices 2"]) -> Float[Array, "devices 2"]:
+    """Gives every device the row of each, in one all-gather of 8 bytes per device."""
+    axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
+    if not axes:
+        return rows
+    gathered = jax.shard_map(
+        lambda row: jax.lax.all_gather(row, axes, axis=0, tiled=True),
+        mesh=mesh,
+        in_specs=P(mesh.axis_names),
+        out_specs=P(),
+        check_vma=False,
+    )
+    return gathered(rows)
 
 
 def _local_gradients(

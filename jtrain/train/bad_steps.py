@@ -1,6 +1,7 @@
 """Bad steps: what a run does after an update that was not applied, or a new state that is not finite.
 
-    skipped     the next batch is used; this is all that happens to a single bad step under guard.on_bad=skip
+    found       the update was not applied, and the next batch is used; a single bad step under guard.on_bad=skip has
+                no other consequence
     went back   to the last good checkpoint, in this process; the same steps run again with the same batches (replay)
     repeats     the replay gave the same bits: the data or the arithmetic is bad. Those batches are left out for good
     differs     the replay gave other bits: a device computes wrongly, and the process ends with `HardwareFault`
@@ -22,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jtrain.checkpoint import Checkpoints
+from jtrain.checkpoint import Checkpoints, files
 from jtrain.errors import HardwareFault, UserError
 from jtrain.runtime.multihost import from_process_zero, gather
 from jtrain.step.guard import LEFT_OUT, WINDOW, GuardSpec
@@ -175,7 +176,7 @@ class BadSteps:
         why = f"{' and '.join(numbers.bad)} bad at step {step}: {numbers.shown}; batch_hash={numbers.batch_hash}"
         why += f"; not finite on {where}" if where and len(numbers.strange_devices) < len(numbers.by_device) else ""
         known = documents()
-        entry: dict[str, Any] = {"step": step, "action": "skipped", "bad": list(numbers.bad)}
+        entry: dict[str, Any] = {"step": step, "action": "found", "bad": list(numbers.bad)}
         entry |= dict(zip(_NAMES, numbers.values.tolist(), strict=True)) | {"batch_hash": numbers.batch_hash}
         entry |= {f"{name}_bound": bound for name, bound in zip(_NAMES, numbers.bounds.tolist(), strict=True)}
         self._write(entry | {"devices": numbers.strange_devices, "documents": known})
@@ -299,14 +300,15 @@ class BadSteps:
     def _set_aside(self, step: int) -> str:
         """Renames checkpoints whose state this attempt's faulty first pass has computed: from `step` - 1 on."""
         doubtful = [one for one in self._checkpoints.steps() if one >= max(step - 1, 1) and one > self._origin]
+        if not doubtful:
+            return ""
+        folder = self._checkpoints.folder
         if jax.process_index() == 0:
             for one in doubtful:
-                path = self._checkpoints.folder / str(one)
-                path.rename(path.with_name(f"{one}.doubtful"))
+                files.set_aside(folder, one)
+            files.note_commit(folder, max(files.steps(folder), default=None))
         listed = ", ".join(map(str, doubtful))
-        return f"; the checkpoints of steps {listed} hold numbers of it and were renamed to STEP.doubtful" * bool(
-            listed
-        )
+        return f"; the checkpoints of steps {listed} hold numbers of it and were set aside as damaged"
 
     def _stopped(self, numbers: Numbers, why: str) -> BadNumbers:
         return BadNumbers(

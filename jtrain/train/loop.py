@@ -7,7 +7,6 @@ Invariants:
 - All processes save, stop and evaluate at the same steps.
 """
 
-import dataclasses
 import functools
 import json
 import time
@@ -30,9 +29,8 @@ from jtrain.errors import UserError
 from jtrain.mesh import make_mesh
 from jtrain.plan.estimate.flops import flops_per_token
 from jtrain.plan.estimate.machine import machine_of
-from jtrain.plan.fit_check import available_bytes, check_fits
+from jtrain.plan.fit_check import available_bytes, check_fits_devices
 from jtrain.plan.from_run import make_optimizer, plan_job
-from jtrain.plan.job import Job
 from jtrain.plan.oom_report import explained
 from jtrain.plan.report.summary import print_plan
 from jtrain.runtime.exit_codes import DONE, STOPPED
@@ -44,9 +42,8 @@ from jtrain.runtime.workdir_lock import WorkdirLock
 from jtrain.step.state import TrainState
 from jtrain.step.train_step import make_train_step
 from jtrain.telemetry.metrics_writer import Metrics
-from jtrain.telemetry.step_timer import StepTimes
-from jtrain.train.alert_watch import AlertWatch
 from jtrain.train.bad_steps import BadSteps, Numbers, WentBack
+from jtrain.train.built_in_callbacks import built_in_callbacks
 from jtrain.train.callbacks import (
     Callback,
     Callbacks,
@@ -57,12 +54,8 @@ from jtrain.train.callbacks import (
     load_callbacks,
 )
 from jtrain.train.evaluation import Evaluation
-from jtrain.train.goodput_ledger import GoodputLedger
 from jtrain.train.integrity import IntegrityCheck
-from jtrain.train.lock_watch import LockWatch
 from jtrain.train.restart_point import RestartPoint
-from jtrain.train.step_metrics import RecompileWatch, StepLog
-from jtrain.train.trace_windows import TraceWindows
 
 
 def train(
@@ -103,7 +96,7 @@ def train(
     job = plan_job(run, machine_of(devices))
     available = available_bytes(devices)
     if available is not None:
-        _check_fits(job, devices, available=available)
+        check_fits_devices(job, devices, available=available)
     mesh = make_mesh(run.mesh, devices)
     optimizer = make_optimizer(run)
     dataset = open_dataset(run.data, seed=run.seed, say=_print if jax.process_index() == 0 else None)
@@ -182,16 +175,6 @@ def train(
     return DONE
 
 
-def built_in_callbacks(run: Run, workdir: Path, lock: WorkdirLock) -> list[Callback]:
-    """Creates the callbacks of every run; a step's metrics line comes before its line of the ledger."""
-    times = StepTimes()
-    goodput = GoodputLedger(run, times)
-    recompiles = RecompileWatch()
-    windows = TraceWindows(run, workdir, goodput)
-    log = StepLog(run, times, windows.sampler, recompiles)
-    return [LockWatch(lock), recompiles, windows, log, goodput, AlertWatch(run, goodput)]
-
-
 def _cost(run: Run) -> tuple[float, float]:
     """Relative FLOPs of a token: 1.0 for itself, and those that each earlier token of its document adds."""
     flops = flops_per_token(run.model, seq_len=run.data.seq_len)
@@ -200,20 +183,6 @@ def _cost(run: Run) -> tuple[float, float]:
 
 def _print(line: str) -> None:
     print(line, flush=True)
-
-
-def _check_fits(job: Job, devices: list[jax.Device], *, available: int) -> None:
-    """Refuses a job that does not fit into the present devices, also if its mesh has another size.
-
-    `make_mesh` refuses a mesh of another size later. This check comes first because a user with one device and a config
-    for eight needs to know whether the model would fit on one at all.
-    """
-    asked = job.layout
-    data = len(devices) // (asked.mesh.size // asked.mesh.data // asked.mesh.replica)
-    if asked.mesh.size != len(devices) and data and job.global_batch % data == 0:
-        mesh = dataclasses.replace(asked.mesh, replica=1, data=data)
-        job = job.relaid(dataclasses.replace(asked.spec, microbatches=job.global_batch // data), mesh)
-    check_fits(job, available=available, asked=asked)
 
 
 def _phase[**P, R](phase: LoopPhase) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -275,6 +244,8 @@ class Loop:
                     pass
             del state  # the devices have no room for two states
             state, data_state = self._go_back()
+            self.context.metrics.rewind(self.step)
+            self.callbacks.on_rewind(self.step)
 
     def run_steps(self, state: TrainState, batches: Prefetch, stop: StopRequest) -> int:
         """Runs steps until the run is complete, the data ends or a stop is requested, then saves; returns the step.
@@ -381,10 +352,7 @@ class Loop:
     def _go_back(self) -> tuple[TrainState, dict[str, Any] | None]:
         """Restores the state from which `bad_steps` has the steps run again."""
         self._unread, self.data_ended, self.step = None, False, self.bad_steps.origin
-        restored = self.restart.state_at(self.step)
-        self.context.metrics.rewind(self.step)
-        self.callbacks.on_rewind(self.step)
-        return restored
+        return self.restart.state_at(self.step)
 
     @_phase("device_wait")
     def _read(self, metrics: Any) -> Any:

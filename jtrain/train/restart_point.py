@@ -13,6 +13,7 @@ from jtrain.checkpoint import Checkpoints
 from jtrain.data import TextDataset
 from jtrain.layout import Layout
 from jtrain.optim import Optimizer
+from jtrain.runtime.multihost import from_process_zero
 from jtrain.step.guard import LEFT_OUT, GuardState, first_guard
 from jtrain.step.state import TrainState, abstract_state, init_state
 
@@ -45,8 +46,12 @@ class RestartPoint:
         return found.step, self._with_guard(found.state), self._fitting(found.data_state), found.said
 
     def state_at(self, step: int) -> tuple[TrainState, dict[str, Any] | None]:
-        """Returns the state and the data state of the checkpoint of `step`; 0 is the start, without a data state."""
-        if step == 0:
+        """Returns the state and the data state of the checkpoint of `step`.
+
+        Step 0 is the start, drawn from the seed and without a data state, unless it has a checkpoint, as an imported
+        model has.
+        """
+        if step == 0 and not from_process_zero(np.asarray(0 in self.checkpoints.steps())):
             return init_state(self.layout, self.optimizer, self.mesh, seed=self.seed), None
         state, data_state = self.checkpoints.restore(step, self._like)
         return self._with_guard(state), self._fitting(data_state)

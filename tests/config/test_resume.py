@@ -41,6 +41,7 @@ def text_of(*sets: str) -> str:
         "eval.every_steps=7",
         "eval.sets={'wiki': {'path': 'wiki/*.jsonl'}}",
         "metrics.log_every_steps=7",
+        "guard.on_bad=stop",
     ],
 )
 def test_a_layout_is_not_another_run(tmp_path: Path, change: str) -> None:
@@ -73,6 +74,9 @@ def test_a_workdir_of_another_run_is_refused_with_the_difference(tmp_path: Path,
         ("precision", "precision.reduce_dtype=bfloat16"),
         ("precision", "precision.matmul_dtype=fp8_current"),
         ("kernels", "kernels=(('rms_norm','xla'),)"),
+        ("num_steps", "num_steps=400"),
+        ("optimizer.peak_lr", "optimizer.peak_lr=1e-3"),
+        ("optimizer.schedule", "optimizer.schedule.final_fraction=0.2"),
     ],
 )
 def test_another_precision_is_another_run_unless_it_is_allowed_by_name(tmp_path: Path, name: str, change: str) -> None:

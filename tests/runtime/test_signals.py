@@ -1,7 +1,6 @@
-"""Stopping a run: by signals, and by non-finite metrics."""
+"""Stopping a run by signals."""
 
 import contextlib
-import math
 import os
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import pytest
 
 from jtrain.runtime.multihost import agree
 from jtrain.runtime.signals import StopRequest
-from jtrain.step.finite import NotFinite, check_finite
 
 LOOP = """
 import sys, time
@@ -122,35 +120,3 @@ def test_one_process_agrees_with_itself() -> None:
     """One process gets its own flags; for several processes see tests/checkpoint/test_processes.py."""
     assert agree(True, False) == (True, False)
     assert agree(False) == (False,)
-
-
-def test_finite_metrics_pass() -> None:
-    """Very large numbers are finite."""
-    check_finite(3, {"loss_nats": 1e308, "grad_norm": 0.0}, batch_hash="ab", last_checkpoint_step=None)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_none_stops_the_run_with_what_to_try(value: float) -> None:
-    """The message has the step, the batch, every metric, the last good checkpoint, and what to change."""
-    with pytest.raises(
-        NotFinite,
-        match=rf"(?s)loss_nats and grad_norm not finite at step 12: loss_nats={value:.6g}, grad_norm=nan, "
-        r"learning_rate=0\.003; batch_hash=00ff\. The state after it was not saved\. The checkpoint of step 10 is from "
-        r"before it.*another --workdir: a lower optimizer\.peak_lr",
-    ) as caught:
-        check_finite(
-            12,
-            {"loss_nats": value, "grad_norm": math.nan, "learning_rate": 0.003},
-            batch_hash="00ff",
-            last_checkpoint_step=10,
-        )
-    assert caught.value.step == 12
-    assert caught.value.names == ("loss_nats", "grad_norm")
-
-
-def test_without_a_checkpoint_it_says_so() -> None:
-    """The message says that there is no checkpoint, and has a singular for one metric."""
-    with pytest.raises(
-        NotFinite, match=r"^grad_norm not finite at step 1: .* No checkpoint was written before it\. Try"
-    ):
-        check_finite(1, {"loss_nats": 2.0, "grad_norm": math.inf}, batch_hash="00", last_checkpoint_step=None)

@@ -1,90 +1,177 @@
 """Bad numbers in real runs: real NaNs in the step's program, put there by a callback into this process."""
 
+import dataclasses
 import json
+import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
-from jtrain.checkpoint import files, orbax_io
+from jtrain.checkpoint import files
 from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
+from jtrain.errors import HardwareFault
 from jtrain.optim import Optimizer
+from jtrain.telemetry import metrics
 from jtrain.train import bad_steps, loop
-from jtrain.train.bad_steps import BadSteps
+from jtrain.train.bad_steps import BadNumbers, BadSteps
 
-NUM_STEPS = 10
+ROOT = Path(__file__).parents[2]
+NUM_STEPS = 8
 SETS = (
     f"num_steps={NUM_STEPS}",
-    "mesh.data=8",
-    "layout.zero_stage=1",
+    "model.num_layers=1",
+    "model.d_model=32",
+    "model.d_ff=32",
+    "data.engine=inline",
     "metrics.log_every_steps=1",
     "metrics.tensorboard=False",
     "optimizer.warmup_steps=0",
-    "checkpoint.every_steps=4",
+    "checkpoint.every_steps=3",
     "eval.every_steps=None",
+    "data.eval_fraction=0",
+    "profile.clocks=none",
 )
 
 
-def train(workdir: Path, *sets: str) -> int:
-    run_config = load_config("tiny", ["debug"], (*SETS, *sets))
-    return loop.train(build_run(run_config), workdir=workdir, config_text=tree.flat(run_config))
-
-
 class Faults:
-    """Numbers that the step's program adds: {(kind, step): value}, kind `norm` or `param`; steps count from 1.
+    """Numbers that the step's program adds: {(kind, step): value}; steps count from 1.
 
-    passes: on which passes over a step they happen: `every`, or only the first `once`.
+    Kinds are `norm`, the gradient norm, and `update`, the learning rate and with it every new parameter.
+
+    transient: they are there only until the run goes back.
     """
 
     def __init__(self) -> None:
         self.planted: dict[tuple[str, int], float] = {}
-        self.transient = False
-        self.rewound = False
-
-    def value(self, kind: str, step: Any) -> np.float32:
-        if self.transient and self.rewound:
-            return np.float32(0)
-        return np.float32(self.planted.get((kind, int(step) + 1), 0.0))
+        self.transient = self.went_back = False
 
     def traced(self, kind: str, step: jax.Array) -> jax.Array:
-        shape = jax.ShapeDtypeStruct((), np.float32)
-        return jax.pure_callback(lambda at: self.value(kind, at), shape, step)
+        def value(at: Any) -> np.float32:
+            gone = self.transient and self.went_back
+            return np.float32(0.0 if gone else self.planted.get((kind, int(at) + 1), 0.0))
+
+        return jax.pure_callback(value, jax.ShapeDtypeStruct((), np.float32), step)
 
 
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+@pytest.fixture(scope="module")
+def faults() -> Iterator[Faults]:
+    """Plants faults in the update. One compiled step serves every run of this file."""
     planted = Faults()
-    begin, go_back = Optimizer.begin, BadSteps._go_back
+    begin, go_back, make = Optimizer.begin, BadSteps._go_back, loop.make_train_step
+    steps: dict[float | None, Any] = {}
 
     def begin_with_faults(self: Optimizer, grads: Any, step: Any) -> Any:
-        import dataclasses
-
         update = begin(self, grads, step)
-        norm = update.grad_norm + planted.traced("norm", update.step)
-        return dataclasses.replace(
-            update, grad_norm=norm, learning_rate=update.learning_rate + planted.traced("param", update.step)
-        )
+        norm, rate = (planted.traced(kind, update.step) for kind in ("norm", "update"))
+        return dataclasses.replace(update, grad_norm=update.grad_norm + norm, learning_rate=update.learning_rate + rate)
 
     def go_back_noted(self: BadSteps, *args: Any, **kwargs: Any) -> None:
-        planted.rewound = True
+        planted.went_back = True
         go_back(self, *args, **kwargs)
 
-    monkeypatch.setattr(Optimizer, "begin", begin_with_faults)
-    monkeypatch.setattr(BadSteps, "_go_back", go_back_noted)
-    yield planted
+    def made_once(*args: Any, sigmas: float | None, traced: bool) -> Any:
+        if sigmas not in steps:
+            steps[sigmas] = make(*args, sigmas=sigmas, traced=traced)
+        return steps[sigmas]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Optimizer, "begin", begin_with_faults)
+        patch.setattr(BadSteps, "_go_back", go_back_noted)
+        patch.setattr(loop, "make_train_step", made_once)
+        yield planted
+    assert [step._cache_size() for step in steps.values()] == [1] * len(steps), "one trace, whatever the guard does"
 
 
-def params(workdir: Path, step: int = NUM_STEPS) -> list[np.ndarray]:
-    """All arrays of a checkpoint but the guard's own."""
-    found = orbax_io.restore_numpy(workdir / "checkpoints" / str(step) / files.STATE)
-    return found
+def train(
+    workdir: Path, faults: Faults, planted: dict[tuple[str, int], float], *sets: str, transient: bool = False
+) -> int:
+    faults.planted, faults.transient, faults.went_back = planted, transient, False
+    run_config = load_config("tiny", ["debug"], (*SETS, "mesh.data=8", "layout.zero_stage=1", *sets))
+    return loop.train(build_run(run_config), workdir=workdir, config_text=tree.flat(run_config))
 
 
 def events(workdir: Path) -> list[dict[str, Any]]:
     path = workdir / bad_steps.FILE
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def actions(workdir: Path) -> list[tuple[str, int]]:
+    return [(event["action"], event["step"]) for event in events(workdir)]
+
+
+def leave_out(workdir: Path, *steps: int) -> Path:
+    """A workdir whose run does not apply the updates of these steps."""
+    workdir.mkdir()
+    line = {"step": max(steps), "action": "repeats", "since": 0, "left_out": list(steps)}
+    (workdir / bad_steps.FILE).write_text(json.dumps(line) + "\n")
+    return workdir
+
+
+def arrays(workdir: Path, step: int = NUM_STEPS) -> dict[str, bytes]:
+    """Bits of every array of a checkpoint but the guard's own, by path."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True)) as reader, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Orbax would like shardings
+        found = reader.restore(workdir / "checkpoints" / str(step) / files.STATE)
+    found.pop("guard")
+    flat, _ = jax.tree_util.tree_flatten_with_path(found)
+    return {jax.tree_util.keystr(path): np.asarray(value).tobytes() for path, value in flat}
+
+
+def lines(workdir: Path) -> dict[int, dict[str, Any]]:
+    return {line["step"]: line for line in metrics.read(workdir / metrics.FILE) if "loss_nats" in line}
+
+
+@pytest.fixture(scope="module")
+def unbroken(faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = tmp_path_factory.mktemp("unbroken")
+    assert train(workdir, faults, {}) == 0
+    assert not events(workdir)
+    assert lines(workdir)[NUM_STEPS]["skipped_updates"] == 0
+    return workdir
+
+
+def test_bad_updates_leave_no_trace(faults: Faults, unbroken: Path, tmp_path: Path) -> None:
+    """A NaN in step 2's norm, and one that the update of step 6 writes, which saves: as if both had been left out."""
+    reference = leave_out(tmp_path / "reference", 2, 6)
+    assert train(reference, faults, {}) == 0
+    bad = tmp_path / "bad"
+    assert train(bad, faults, {("norm", 2): math.nan, ("update", 6): math.nan}) == 0
+    assert actions(bad) == [("found", 2), ("found", 6), ("went back", 6), ("repeats", 6)]
+    assert events(bad)[2]["to"] == 3, "the newest checkpoint before it"
+    assert all(name.rpartition(":")[2].isdecimal() for name in events(bad)[1]["documents"]["data"])
+    assert arrays(bad) == arrays(reference)
+    assert arrays(bad) != arrays(unbroken), "the two updates mattered"
+    assert [line["step"] for line in metrics.read(bad / metrics.FILE)] == list(range(1, NUM_STEPS + 1))
+    assert lines(bad)[NUM_STEPS]["skipped_updates"] == 2
+    for step, line in lines(bad).items():
+        assert line["loss_nats"] == lines(reference)[step]["loss_nats"]
+        assert line["batch_hash"] == lines(unbroken)[step]["batch_hash"], "batches are consumed all the same"
+
+
+def test_other_bits_the_second_time_are_a_hardware_fault(faults: Faults, unbroken: Path, tmp_path: Path) -> None:
+    """A NaN that the same step does not write again: nothing of it is saved, the same command is the unbroken run."""
+    with pytest.raises(
+        HardwareFault, match=r"step 6, run twice from the checkpoint of step 3 .*gave two results.*host"
+    ):
+        train(tmp_path, faults, {("update", 6): math.nan}, transient=True)
+    assert actions(tmp_path)[-1] == ("differs", 6)
+    assert files.steps(tmp_path / "checkpoints") == (3,)
+    assert train(tmp_path, faults, {}) == 0
+    assert arrays(tmp_path) == arrays(unbroken)
+
+
+def test_stop_ends_the_run_with_ways_on_that_work(faults: Faults, tmp_path: Path) -> None:
+    """The message is true: the checkpoint is from before the bad step; `skip` goes on in the same workdir."""
+    with pytest.raises(BadNumbers, match=r"grad_norm bad at step 5.*of step 3, is from before it.*guard.on_bad=skip"):
+        train(tmp_path, faults, {("norm", 5): math.inf}, "guard.on_bad=stop")
+    assert files.steps(tmp_path / "checkpoints") == (3,)
+    assert train(tmp_path, faults, {("norm", 5): math.inf}, "guard.on_bad=skip") == 0
+    assert lines(tmp_path)[NUM_STEPS]["skipped_updates"] == 1

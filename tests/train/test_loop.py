@@ -11,9 +11,9 @@ import pytest
 from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
-from jtrain.step.finite import NotFinite
 from jtrain.telemetry import metrics
 from jtrain.train import loop
+from jtrain.train.bad_steps import BadNumbers
 
 
 def train(workdir: Path, *sets: str) -> int:
@@ -61,14 +61,16 @@ def test_a_run_leaves_what_the_design_lists(finished: Path) -> None:
     assert (finished / "checkpoints" / "5").is_dir()
 
 
-def test_numbers_that_are_none_stop_the_run_and_are_not_saved(tmp_path: Path) -> None:
-    """A learning rate that explodes is refused with the step, the batch and what to try; no checkpoint of it exists."""
-    with pytest.raises(NotFinite, match=r"not finite at step \d+: .*batch_hash=[0-9a-f]{16}.*optimizer.peak_lr"):
-        train(
-            tmp_path, "optimizer.peak_lr=1e30", "num_steps=8", "checkpoint.every_steps=1", "model.tie_embeddings=False"
-        )
+def test_a_learning_rate_that_explodes_stops_the_run_and_nothing_is_saved(tmp_path: Path) -> None:
+    """The message has the step, the batch and what to try; no checkpoint of it exists."""
+    sets = ("num_steps=8", "checkpoint.every_steps=1", "model.tie_embeddings=False", "guard.on_bad=stop")
+    with pytest.raises(BadNumbers, match=r"bad at step \d+: .*batch_hash=[0-9a-f]{16}.*optimizer.peak_lr") as ended:
+        train(tmp_path, "optimizer.peak_lr=1e30", *sets)
     saved = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
-    assert all(step < 8 for step in saved)
+    assert saved
+    assert all(step < ended.value.step for step in saved)
+    with pytest.raises(ValueError, match=r"or add --allow-change optimizer.peak_lr to go on"):
+        train(tmp_path, "optimizer.peak_lr=1e-3", *sets)
 
 
 def test_a_workdir_of_another_run_is_refused_before_anything_changes(finished: Path) -> None:

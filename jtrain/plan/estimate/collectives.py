@@ -326,6 +326,7 @@ def _experts(found: _Found, job: Job, moe: MoESpec, *, tokens: int) -> None:
 def _scalars(found: _Found, layout: Layout) -> None:
     """Adds the sums of metrics, and the maxima that delayed scaling needs."""
     found.add("metrics", "all-reduce", layout.mesh.shape, "float32", 1, 1)  # loss
+    found.add("metrics", "all-gather", layout.mesh.shape, "float32", 2 * layout.mesh.size, 1)  # by_device
     batch = [axis for axis in layout.mesh.shape if axis in (*BATCH_AXES, "context")]
     found.add("metrics", "all-reduce", batch, "int32", 1, 1, size=4)  # valid targets
     found.add("metrics", "all-reduce", batch, "uint32", 2, 1, size=4)  # batch hash

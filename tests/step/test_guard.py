@@ -1,0 +1,128 @@
+"""The guard's judgement of single steps, against NumPy, on histories that are made up."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jtrain.errors import UserError
+from jtrain.step.guard import ENOUGH, FLOORS, LEFT_OUT, WINDOW, GuardSpec, GuardState, first_guard, judged
+
+SIGMAS = 6.0
+LONGEST = 2000
+
+
+def run(values: np.ndarray, guard: GuardState | None = None, *, first: int = 0, sigmas: float | None = SIGMAS) -> Any:
+    """Judges rows of (loss, norm) one after another; returns the last state and stacked metrics."""
+    padded = np.zeros((LONGEST, 2), np.float32)
+    padded[: len(values)] = values
+    states, found = scanned(first_guard() if guard is None else guard, np.int32(first), padded, sigmas)
+    guard = jax.tree.map(lambda x: np.asarray(x)[len(values) - 1], states)
+    return guard, {name: np.asarray(value)[: len(values)] for name, value in found.items()}
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def scanned(guard: GuardState, first: Any, values: Any, sigmas: float | None) -> Any:
+    """States and metrics after each row; one program for all tests."""
+
+    def one(carry: tuple[GuardState, Any], value_2: Any) -> Any:
+        guard, step = carry
+        guard, found = judged(guard, step, value_2[0], value_2[1], sigmas=sigmas)
+        return (guard, step + 1), (guard, found)
+
+    return jax.lax.scan(one, (guard, first), values)[1]
+
+
+def noisy(steps: int, seed: int = 0) -> np.ndarray:
+    """Losses around 3 with a spread of 0.3, and gradient norms around 1 that are skewed upwards."""
+    rng = np.random.default_rng(seed)
+    return np.stack([3 + 0.3 * rng.standard_normal(steps), np.exp(0.4 * rng.standard_normal(steps))], axis=1)
+
+
+def test_bounds_are_median_and_deviation_of_the_window_before() -> None:
+    """Equal to NumPy's from the first step with enough history; infinite before; NaN is in no history."""
+    values = noisy(3 * WINDOW)
+    values[150, 0] = math.nan
+    values[200, 1] = math.inf
+    guard, found = run(values)
+    kept = np.where(np.isfinite(values), values, np.nan).astype(np.float32)
+    for step in range(len(values)):
+        history = kept[max(0, step - WINDOW) : step]
+        if len(history) < ENOUGH:
+            assert np.isinf(found["bounds"][step]).all()
+            continue
+        middle = np.nanmedian(history, axis=0)
+        spread = 1.4826 * np.nanmedian(abs(history - middle), axis=0)
+        bound = middle + SIGMAS * np.maximum(spread, np.asarray(FLOORS, np.float32) * middle)
+        np.testing.assert_allclose(found["bounds"][step], bound, rtol=1e-5)
+    skipped = np.flatnonzero(~found["applied"])
+    np.testing.assert_array_equal(skipped, [150, 200])
+    assert int(guard.skipped) == found["skipped_updates"][-1] == 2
+    np.testing.assert_array_equal(np.roll(guard.history, -len(values) % WINDOW, axis=1), kept[-WINDOW:].T)
+
+
+@pytest.mark.parametrize(
+    ("column", "factor", "applied"), [(0, 1.9, False), (0, 0.1, True), (1, 30, False), (1, 5, True)]
+)
+def test_only_far_above_is_bad(column: int, factor: float, applied: bool) -> None:
+    """A loss or norm far above its history is bad; one far below is not, nor a norm that clipping handles."""
+    values = noisy(200)
+    values[-1, column] *= factor
+    assert bool(run(values)[1]["applied"][-1]) is applied
+    assert run(values)[1]["applied"][:-1].all()
+    assert run(values, sigmas=None)[1]["applied"].all(), "guard.sigmas=None checks only for NaN and infinity"
+
+
+def test_a_smooth_loss_has_room_and_a_new_level_becomes_normal() -> None:
+    """Without a floor, noise of 1 % above a constant would be bad; a lasting rise is bad only for a while."""
+    flat = np.ones((4 * WINDOW, 2)) * [2.0, 0.5]
+    flat[WINDOW::7, 0] *= 1.01
+    assert run(flat)[1]["applied"].all()
+    risen = noisy(6 * WINDOW)
+    risen[WINDOW:, 0] *= 2
+    bad = np.flatnonzero(~run(risen)[1]["applied"])
+    assert bad[0] == WINDOW
+    assert 10 < len(bad) <= WINDOW // 2
+
+
+def test_steps_are_left_out_and_bounds_begin_anew_by_number() -> None:
+    """The two decisions that the host puts into the state: steps count from 1, and decide alike after a resume."""
+    values = noisy(3 * WINDOW)
+    values[200:, 0] *= 3
+    steps = np.zeros(LEFT_OUT, np.int32)
+    steps[:2] = (5, 131)
+    guard = GuardState(first_guard().history, np.int32(0), steps, np.int32(210))
+    _, whole = run(values, guard)
+    np.testing.assert_array_equal(np.flatnonzero(~whole["applied"]) + 1, [5, 131, *range(201, 211)])
+    assert np.isinf(whole["bounds"][210 : 210 + ENOUGH]).all()
+    assert np.isfinite(whole["bounds"][210 + ENOUGH :]).all()
+    half, _ = run(values[:205], guard)
+    _, rest = run(values[205:], half, first=205)
+    for name, value in rest.items():
+        np.testing.assert_array_equal(value, whole[name][205:])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_false_alarm_in_2000_steps_of_noise(seed: int) -> None:
+    """Neither normal losses that fall nor log-normal norms reach a bound."""
+    values = noisy(2000, seed)
+    values[:, 0] += 3 * np.exp(-np.arange(2000) / 300)
+    assert run(values)[1]["applied"].all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sigmas": 0.0}, "guard.sigmas=0.0 must be above 0 and finite, or None"),
+        ({"sigmas": math.inf}, "guard.sigmas=inf must be above 0 and finite, or None"),
+        ({"max_skips": 0}, "guard.max_skips=0 must be from 1 to 128"),
+        ({"max_rollbacks": 33}, "guard.max_rollbacks=33 must be from 1 to 32"),
+    ],
+)
+def test_a_spec_that_makes_no_sense_is_refused(fields: dict[str, Any], message: str) -> None:
+    """With the field, its value and its range."""
+    with pytest.raises(UserError, match=message):
+        GuardSpec(**fields)
