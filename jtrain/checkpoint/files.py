@@ -23,6 +23,7 @@ from typing import Any
 from jtrain.checkpoint import folders
 from jtrain.errors import UserError
 from jtrain.runtime import atomic_io
+from jtrain.runtime.store_paths import in_store
 
 STATE = "state"
 DATA = "data.json"
@@ -154,7 +155,7 @@ def delete(folder: Path, step: int) -> None:
 
     In a store, where nothing can be renamed, its manifest goes first, and an empty file `deleted` says why.
     """
-    if folders.in_store(folder):
+    if in_store(folder):
         (folder / str(step) / _DELETED).write_text("")
         folders.remove(folder / str(step), first=MANIFEST)
         return
@@ -172,7 +173,7 @@ def sweep(folder: Path) -> None:
     those that were being deleted. They go too.
     """
     for name in partial(folder):
-        if _is_remains(name) or (folders.in_store(folder) and name.isdecimal() and _is_interrupted(folder, int(name))):
+        if _is_remains(name) or (in_store(folder) and name.isdecimal() and _is_interrupted(folder, int(name))):
             folders.remove(folder / name, first=MANIFEST)
 
 
@@ -186,7 +187,7 @@ def lost_manifests(folder: Path) -> tuple[int, ...]:
     return tuple(
         step
         for step in without_manifest(folder)
-        if not (folders.in_store(folder) and _is_interrupted(folder, step))
+        if not (in_store(folder) and _is_interrupted(folder, step))
     )
 
 
@@ -231,7 +232,7 @@ def seal(
     body = dataclasses.asdict(manifest) | {"format": _FORMAT}
     body = json.loads(json.dumps(body))  # tuples become lists, as they will be read
     text = json.dumps(body | {"digest": _digest(body)}, indent=1)
-    if folders.in_store(path):
+    if in_store(path):
         (path / MANIFEST).write_text(text)
         return
     atomic_io.write_whole(path / MANIFEST, text)
@@ -242,7 +243,7 @@ def seal(
 def note_commit(folder: Path, step: int | None) -> None:
     """Notes in the workdir that the checkpoint of `step` was committed; None at the start of a run without any."""
     text = json.dumps({"step": step}) + "\n"
-    if folders.in_store(folder):
+    if in_store(folder):
         (folder.parent / LAST).write_text(text)
     else:
         folder.parent.mkdir(parents=True, exist_ok=True)

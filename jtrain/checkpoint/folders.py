@@ -4,6 +4,7 @@ A folder on a disk is a `pathlib.Path`, one in a store an `etils.epath.Path`, wh
 library only, until a folder of a store is used.
 """
 
+import concurrent.futures
 import contextlib
 import hashlib
 import os
@@ -11,13 +12,11 @@ import shutil
 from pathlib import Path
 from typing import Any, cast
 
+from jtrain.runtime.store_paths import in_store
+
 _READ_BYTES = 1 << 20
+_THREADS = 8
 _STORE_READ_BYTES = 16 << 20  # each read of a store is a request of its own
-
-
-def in_store(folder: Path) -> bool:
-    """True if the folder is in an object store."""
-    return not isinstance(folder, Path)
 
 
 def names(folder: Path) -> list[str]:
@@ -62,9 +61,10 @@ def hash_of(path: Path, *, sync: bool = False) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     if in_store(path):
-        with _store(path).open(str(path), "rb", block_size=_STORE_READ_BYTES) as file:
-            while block := file.read(_STORE_READ_BYTES):
-                digest.update(block)
+        store = _store(path)
+        size = store.info(str(path))["size"]
+        for start in range(0, size, _STORE_READ_BYTES):
+            digest.update(store.cat_file(str(path), start=start, end=min(start + _STORE_READ_BYTES, size)))
         return digest.hexdigest()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_READ_BYTES):
@@ -89,12 +89,11 @@ def remove(folder: Path, *, first: str) -> None:
     if not in_store(folder):
         shutil.rmtree(folder, ignore_errors=True)
         return
-    there = [str(folder / name) for name in sizes(folder)]
-    if str(folder / first) in there:
-        _store(folder).rm_file(str(folder / first))
-        there.remove(str(folder / first))
-    if there:
-        _store(folder).rm(there)
+    there = sorted(sizes(folder), key=lambda name: name != first)
+    for name in there[:1]:
+        _store(folder).rm_file(str(folder / name))
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(lambda name: _store(folder).rm_file(str(folder / name)), there[1:]))
 
 
 def _store(folder: Path) -> Any:

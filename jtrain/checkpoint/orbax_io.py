@@ -18,6 +18,7 @@ from etils import epath
 
 from jtrain.checkpoint import files
 from jtrain.runtime import atomic_io
+from jtrain.runtime.store_paths import in_store
 
 CHUNK_BYTES = 64 << 20
 """Largest chunk of an array on disk. A restore in another layout reads whole chunks to get its part; without a limit,
@@ -77,6 +78,10 @@ class Writer:
 
 def restore(path: Path, like: Any, *, only_some: bool = False) -> Any:
     """Reads the arrays at `path` with the shapes, dtypes and shardings of `like`; each device reads only its part."""
+    if in_store(path):
+        from jtrain.checkpoint.object_stores import teach_orbax
+
+        teach_orbax()
     tree = _nested(like)
     args = ocp.args.PyTreeRestore(
         item=tree,

@@ -7,6 +7,7 @@ Invariants:
 - All processes save, stop and evaluate at the same steps.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -57,6 +58,7 @@ from jtrain.train.callbacks import (
 from jtrain.train.evaluation import Evaluation
 from jtrain.train.goodput_ledger import GoodputLedger
 from jtrain.train.step_metrics import RecompileWatch, StepLog
+from jtrain.train.store_mirror import StoreMirror
 from jtrain.train.trace_windows import TraceWindows
 
 
@@ -68,6 +70,7 @@ def train(
     started_s: float | None = None,
     allow_change: Sequence[str] = (),
     from_scratch: bool = False,
+    mirror: StoreMirror | None = None,
 ) -> int:
     """Trains from the newest checkpoint of `workdir`, or from the start; returns the exit code.
 
@@ -79,6 +82,7 @@ def train(
       started_s: start of this attempt, in seconds since the epoch; None for now.
       allow_change: names in `resume.CHANGEABLE` of fields that may differ from the run in `workdir`.
       from_scratch: begin at step 0 if the run in `workdir` has a history, but no whole checkpoint.
+      mirror: copies `workdir` to an object store, which holds the checkpoints; None if `workdir` holds them.
 
     Raises:
       UserError: the run cannot start: it does not fit, the workdir belongs to another run, there is no data ...
@@ -87,10 +91,11 @@ def train(
     """
     started_s = time.time() if started_s is None else started_s
     devices = jax.devices()
-    check_shared(workdir)
-    moved = check_history(workdir, workdir / "checkpoints", from_scratch=from_scratch)
+    home = workdir if mirror is None else mirror.url
+    check_shared(home)
+    moved = check_history(workdir, home / "checkpoints", from_scratch=from_scratch)
     changes = check_same_run(workdir, config_text, allow=allow_change)
-    step_there = max(files.steps(workdir / "checkpoints"), default=0)
+    step_there = max(files.steps(home / "checkpoints"), default=0)
     config_text = with_history(workdir, config_text, step=step_there, changes=changes)
     job = plan_job(run, machine_of(devices))
     available = available_bytes(devices)
@@ -114,14 +119,17 @@ def train(
         print(budget(dataset, rows=len(rows)).line(), flush=True)
         write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
 
+    copies = [] if mirror is None else [mirror]
     with (
+        contextlib.nullcontext() if mirror is None else mirror,
         full_disk_named(workdir),
         explained(job, optimizer, mesh, available=available),
-        Checkpoints(workdir, run.checkpoint) as checkpoints,
+        Checkpoints(home, run.checkpoint) as checkpoints,
         StopRequest() as stop,
-        Callbacks([*built_in_callbacks(run, workdir), *load_callbacks(run.callbacks)]) as callbacks,
+        Callbacks([*built_in_callbacks(run, workdir), *load_callbacks(run.callbacks), *copies]) as callbacks,
     ):
-        found = checkpoints.start(abstract_state(job.layout, optimizer, mesh), from_scratch=from_scratch)
+        like = abstract_state(job.layout, optimizer, mesh)
+        found = checkpoints.start(like, workdir=workdir, from_scratch=from_scratch)
         start_step, state, data_state = found.step, found.state, found.data_state
         if state is None:
             state = init_state(job.layout, optimizer, mesh, seed=run.seed)
@@ -155,13 +163,13 @@ def train(
             if loop.data_ended:
                 metrics.say(
                     f"done: the data ended after {step} of {run.num_steps} steps (data.epochs={run.data.epochs}), in "
-                    f"{seconds:.0f} s; results in {workdir}"
+                    f"{seconds:.0f} s; results in {home}"
                 )
                 return DONE
             if step < run.num_steps:
-                metrics.say(f"stopped at step {step} after a good save; the same command goes on from there: {workdir}")
+                metrics.say(f"stopped at step {step} after a good save; the same command goes on from there: {home}")
                 return STOPPED
-            metrics.say(f"done: {step} steps in {seconds:.0f} s; results in {workdir}")
+            metrics.say(f"done: {step} steps in {seconds:.0f} s; results in {home}")
     return DONE
 
 
