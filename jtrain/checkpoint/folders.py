@@ -75,13 +75,13 @@ def hash_of(path: Path, *, sync: bool = False) -> str:
 
 
 def move(folder: Path, new: Path, *, first: str) -> None:
-    """Gives a folder another name; in a store each file is copied there and then removed, beginning with `first`."""
+    """Gives a folder another name; in a store all files are copied, then removed beginning with `first`."""
     if not in_store(folder):
         folder.rename(new)
         return
-    there = sizes(folder)
-    for name in sorted(there, key=lambda name: name != first):
-        _store(folder).mv(str(folder / name), str(new / name))
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(lambda name: _store(folder).cp_file(str(folder / name), str(new / name)), sizes(folder)))
+    remove(folder, first=first)
 
 
 def remove(folder: Path, *, first: str) -> None:

@@ -49,7 +49,11 @@ def check_history(workdir: Path, folder: Path, *, from_scratch: bool) -> list[st
         done = _done(workdir, folder)
         if not done:
             return ""
-        return f"moved {move_history(workdir)}" if from_scratch else f"refused {done}"
+        if not from_scratch:
+            return f"refused {done}"
+        moved = move_history(workdir)
+        files.note_commit(folder, None)
+        return f"moved {moved}"
 
     verdict, _, text = in_process_zero(check, folder).partition(" ")
     if verdict == "refused":

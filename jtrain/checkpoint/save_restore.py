@@ -15,6 +15,7 @@ from jtrain.checkpoint import files, history, restoring
 from jtrain.checkpoint.files import CheckpointError, ManifestLeaf
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
+from jtrain.runtime.store_paths import in_store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Checkpoints:
     """
 
     def __init__(self, workdir: Path, spec: CheckpointSpec) -> None:
-        self.folder = workdir.absolute() / "checkpoints"
+        self.folder = (workdir if in_store(workdir) else workdir.absolute()) / "checkpoints"
         self._spec = spec
         self._writer: Any = None  # orbax_io.Writer, made by prepare() because its module imports orbax
         self._saving: _Saving | None = None

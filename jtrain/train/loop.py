@@ -7,7 +7,6 @@ Invariants:
 - All processes save, stop and evaluate at the same steps.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -119,14 +118,13 @@ def train(
         print(budget(dataset, rows=len(rows)).line(), flush=True)
         write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
 
-    copies = [] if mirror is None else [mirror]
+    copies = [] if mirror is None else [mirror]  # the first, because callbacks are closed in reverse order
     with (
-        contextlib.nullcontext() if mirror is None else mirror,
         full_disk_named(workdir),
         explained(job, optimizer, mesh, available=available),
         Checkpoints(home, run.checkpoint) as checkpoints,
         StopRequest() as stop,
-        Callbacks([*built_in_callbacks(run, workdir), *load_callbacks(run.callbacks), *copies]) as callbacks,
+        Callbacks([*copies, *built_in_callbacks(run, workdir), *load_callbacks(run.callbacks)]) as callbacks,
     ):
         like = abstract_state(job.layout, optimizer, mesh)
         found = checkpoints.start(like, workdir=workdir, from_scratch=from_scratch)

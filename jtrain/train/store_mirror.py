@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jtrain.runtime.store_paths import said, store_errors
+from jtrain.runtime.multihost import process_index
+from jtrain.runtime.store_paths import in_store, said, store_errors
 from jtrain.train.callbacks import Callback, LoopPhase
 
 _THREADS = 8
@@ -30,6 +31,19 @@ def local_folder(url: Path, environ: Mapping[str, str], *, process: int) -> Path
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.blake2b(str(url).encode(), digest_size=8).hexdigest()
     return cache / "jtrain" / "workdirs" / f"{url.name}-{digest}" / f"process-{process}"
+
+
+def open_workdir(home: Path, environ: Mapping[str, str]) -> "tuple[Path, StoreMirror | None]":
+    """Returns the local folder for the small files of the run in `home`, and their mirror if `home` is in a store.
+
+    Raises:
+      UserError: the store cannot be read.
+    """
+    if not in_store(home):
+        return home, None
+    mirror = StoreMirror(home, local_folder(home, environ, process=process_index()))
+    mirror.fetch()
+    return mirror.local, mirror
 
 
 class StoreMirror(Callback):
