@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     folder = workdir_path(args.workdir) / "checkpoints"
     verbs = {"list": _list, "show": _show, "verify": _verify}
     with store_errors(args.workdir) if in_store(folder) else contextlib.nullcontext():
-        if not folder.is_dir():
+        if not in_store(folder) and not folder.is_dir():
             raise CheckpointError(f"There is no directory {folder}. Give the --workdir of a run.")
         found, code = verbs[args.verb](folder, args.step)
     if args.json:

@@ -1,7 +1,7 @@
 """Folders of checkpoints, on a disk or in an object store: listing, sizes, hashing, moving and removing.
 
-A folder on a disk is a `pathlib.Path`, one in a store an `etils.epath.Path`, which has the same methods. Standard
-library only, until a folder of a store is used.
+A folder on a disk is a `pathlib.Path`, one in a store a `StorePath`, which has the same methods. Standard library only,
+until a folder of a store is used.
 """
 
 import concurrent.futures
@@ -37,11 +37,23 @@ def names(folder: Path) -> list[str]:
 def folder_names(folder: Path) -> list[str]:
     """Returns the names of the folders in `folder`, sorted; none if it does not exist."""
     if in_store(folder):
-        return [name for name in names(folder) if (folder / name).is_dir()]
+        with contextlib.suppress(FileNotFoundError):
+            found = _store(folder).ls(str(folder), detail=True)
+            folders = (str(entry["name"]).rstrip("/") for entry in found if entry["type"] == "directory")
+            return sorted({name.rpartition("/")[2] for name in folders} - {"", folder.name})
+        return []
     try:
         return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def has_file(folder: Path, name: str) -> bool:
+    """True if `folder` holds a file of this name.
+
+    Unlike the methods of paths in a store, which call a file missing if the store does not answer, this raises then.
+    """
+    return name in names(folder) if in_store(folder) else (folder / name).is_file()
 
 
 def sizes(folder: Path) -> dict[str, int]:
@@ -54,24 +66,26 @@ def sizes(folder: Path) -> dict[str, int]:
     return {str(file.relative_to(folder)): file.stat().st_size for file in there}
 
 
-def hash_of(path: Path, *, sync: bool = False) -> str:
-    """Returns the 128-bit blake2b of a file: 1.3 GB/s per core on any CPU; hashlib releases the GIL while it computes.
+def hash_of(path: Path) -> str:
+    """Returns the 128-bit blake2b of a file: 1.3 GB/s per core on any CPU; hashlib releases the GIL meanwhile."""
+    return read(path)[1]
 
-    sync: also forces a file on a disk to the disk.
-    """
+
+def read(path: Path) -> tuple[int, str]:
+    """Returns bytes and hash of a file."""
     digest = hashlib.blake2b(digest_size=16)
+    size = 0
     if in_store(path):
         store = _store(path)
         size = store.info(str(path))["size"]
         for start in range(0, size, _STORE_READ_BYTES):
             digest.update(store.cat_file(str(path), start=start, end=min(start + _STORE_READ_BYTES, size)))
-        return digest.hexdigest()
+        return size, digest.hexdigest()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_READ_BYTES):
             digest.update(block)
-        if sync:
-            os.fsync(file.fileno())
-    return digest.hexdigest()
+            size += len(block)
+    return size, digest.hexdigest()
 
 
 def move(folder: Path, new: Path, *, first: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jtrain.checkpoint import files
 from jtrain.checkpoint.files import CheckpointError
-from jtrain.checkpoint.restoring import in_process_zero
+from jtrain.checkpoint.restoring import Restored, in_process_zero
 
 _METRICS = "metrics.jsonl"
 _CONFIG = "config.txt"
@@ -65,6 +65,22 @@ def check_history(workdir: Path, folder: Path, *, from_scratch: bool) -> list[st
     return [f"WARNING: beginning at step 0, as --from-scratch says; the earlier history is in {text}"] if text else []
 
 
+def begin(workdir: Path, folder: Path, found: Restored) -> None:
+    """Notes the step that the run begins from, and moves its history away if it gave up all checkpoints.
+
+    Raises:
+      CheckpointError: the disk or store cannot be written to.
+    """
+
+    def note() -> str:
+        if found.state is None and found.said:
+            move_history(workdir)
+        files.note_commit(folder, None if found.state is None else found.step)
+        return ""
+
+    in_process_zero(note, folder)
+
+
 def move_history(workdir: Path) -> Path:
     """Moves what earlier attempts left in `workdir`, checkpoints aside, to a new folder in it; returns the folder."""
     numbers = (int(name.removeprefix("history-")) for name in os.listdir(workdir) if _is_history(name))
@@ -111,11 +127,13 @@ def _last_step(metrics: Path) -> int | None:
 
 
 def _every_steps(config: Path) -> int | None:
-    """Returns the steps between two saves by a run's config, `num_steps` if it saved only at its end; None if unknown."""
+    """Returns the steps between two saves by a run's config, `num_steps` if only its end is saved; None if unknown."""
     try:
         lines = config.read_text().splitlines()
     except (OSError, UnicodeDecodeError):
         return None
     fields = {line.partition(":")[0]: line.rpartition("=")[2].strip() for line in lines}
-    found = next((fields[name] for name in ("checkpoint.every_steps", "num_steps") if fields.get(name, "").isdecimal()), "")
+    found = next(
+        (fields[name] for name in ("checkpoint.every_steps", "num_steps") if fields.get(name, "").isdecimal()), ""
+    )
     return int(found) if found else None

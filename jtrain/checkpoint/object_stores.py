@@ -1,6 +1,7 @@
 """Arrays in object stores, through TensorStore: its drivers send many requests at once, and repeat those that fail."""
 
 import functools
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ def teach_orbax() -> None:
     tensorstore_utils._normalize_path = normalized
 
 
-def write(path: Path, content: bytes) -> None:
-    """Writes one object; it is there as a whole when this returns, or not at all.
+def write(path: Path, data: memoryview) -> str:
+    """Writes one object and returns its hash; it is there as a whole when this returns, or not at all.
 
     Raises:
       ValueError: the store refuses, or does not answer within the time of all repetitions.
@@ -52,4 +53,5 @@ def write(path: Path, content: bytes) -> None:
     import tensorstore as ts
 
     folder = ts.KvStore.open(spec(str(path.parent) + "/")).result()
-    folder.write(path.name, content).result()
+    folder.write(path.name, bytes(data)).result()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -246,8 +246,8 @@ def _lost_line(folder: Path, bad: _PassedOver) -> str:
 
 def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[str]:
     """Returns a line if a newer checkpoint than any that is here was committed, with no trace of it left."""
-    last = files.last_commit(folder)
-    if last is None or last <= step or any(bad.step >= last for bad in passed):
+    [last] = _listed(folder, lambda folder: [files.last_commit(folder) or 0])
+    if last <= step or any(bad.step >= last for bad in passed):
         return []
     return [
         f"WARNING: this run committed a checkpoint of step {last}, which is no longer in {folder}: going on from step "

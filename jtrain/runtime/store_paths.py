@@ -15,7 +15,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+")
 
 
 def workdir_path(text: str) -> Path:
-    """Returns the folder that `--workdir` names: a `Path`, or for a URL an `etils.epath.Path`, which works like one.
+    """Returns the folder that `--workdir` names: a `Path`, or for a URL a `StorePath`.
 
     Raises:
       UserError: the scheme is not one of a store that can hold a run, or its client is not installed.
@@ -27,27 +27,28 @@ def workdir_path(text: str) -> Path:
     known = " and ".join(f"{name}://" for name in EXTRAS)
     if scheme not in EXTRAS:
         raise UserError(
-            f"--workdir {text}: {did_you_mean(scheme, EXTRAS)}A run can live in a folder, or in a store behind {known}; "
-            f"{scheme}:// is neither."
+            f"--workdir {text}: {did_you_mean(scheme, EXTRAS)}A run can live in a folder, or in a store behind "
+            f"{known}, but not behind {scheme}://."
         )
     bucket = text[url.end() :].strip("/")
     if not text.startswith(f"{scheme}://") or not bucket:
-        raise UserError(f"--workdir {text} names no bucket. Write {scheme}://bucket/run.")
+        raise UserError(f"--workdir {text} names no bucket as a URL does. Write {scheme}://bucket/run.")
     extra, module = EXTRAS[scheme]
     try:
         importlib.import_module(module)
-        from etils import epath
+        from jtrain.runtime.epath_store import StorePath
     except ImportError as error:
         raise UserError(
-            f"--workdir {text}: the client of {scheme}:// is not installed ({error}). Run pip install 'jtrain[{extra}]'."
+            f"--workdir {text}: the client of {scheme}:// is not installed ({error}). Run pip install "
+            f"'jtrain[{extra}]'."
         ) from error
     with store_errors(text):
-        return epath.Path(f"{scheme}://{bucket}")  # pyright: ignore[reportReturnType]: works like a Path
+        return StorePath(f"{scheme}://{bucket}")
 
 
 def in_store(folder: Path) -> bool:
     """True if the folder is in an object store."""
-    return not isinstance(folder, Path)
+    return "://" in str(folder)  # paths on a disk never have two slashes in a row
 
 
 @contextlib.contextmanager
@@ -62,8 +63,8 @@ def store_errors(what: object) -> Iterator[None]:
 
 
 WAY_OUT = (
-    "Create the bucket, give this machine credentials for it, as the store's own tools read them, or check the network; "
-    "then run the same command again."
+    "Create the bucket, give this machine credentials for it, as the store's own tools read them, or check the "
+    "network; then run the same command again."
 )
 
 

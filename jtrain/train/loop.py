@@ -142,6 +142,7 @@ def train(
                 lambda batch: put_batch(batch, mesh, place),
             ) as fed,
         ):
+            checkpoints.say_with(metrics.say)
             for line in (*moved, *found.said):
                 metrics.say(line)
             if start_step:
@@ -258,7 +259,7 @@ class Loop:
             self.step += 1
             state, fed, stopping = self._one_step(state, here, batches, stop)
             last = self.step == run.num_steps or stopping or self.data_ended
-            save = last or _due(self.step, run.checkpoint.every_steps)
+            save = last or self.checkpoints.due(self.step)
             evaluate = _due(self.step, run.eval.every_steps)
             # Check that the results are finite before the state is saved or evaluated.
             if save or evaluate:
@@ -266,9 +267,9 @@ class Loop:
             if evaluate or (run.eval.every_steps is not None and (self.step == run.num_steps or self.data_ended)):
                 self._evaluate(state)
             if save:
-                self._save(state, here)
+                self._save(state, here, last=last)
                 saved = self.step
-            self.checkpoints.check()
+            self.checkpoints.check(self.step)
             if stopping:
                 self.data_ended = False
                 break
@@ -343,7 +344,7 @@ class Loop:
         self.context.metrics.evaluation(self.step, split, sets)
 
     @_phase("checkpoint")
-    def _save(self, state: TrainState, fed: Fed) -> None:
+    def _save(self, state: TrainState, fed: Fed, *, last: bool) -> None:
         """Saves the state, with the data state that resumes at the next batch.
 
         Raises:
@@ -358,7 +359,7 @@ class Loop:
                 "saved. Fix the files, and run again from the last checkpoint."
             )
         with jax.profiler.TraceAnnotation("jtrain:checkpoint"):
-            self.checkpoints.save(self.step, state, data_state, self.config_text)
+            self.checkpoints.save(self.step, state, data_state, self.config_text, last=last)
 
     @_phase("checkpoint")
     def _wait_for_saves(self) -> None:

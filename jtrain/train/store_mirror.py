@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jtrain.checkpoint import folders
 from jtrain.runtime.multihost import process_index
 from jtrain.runtime.store_paths import in_store, said, store_errors
 from jtrain.train.callbacks import Callback, LoopPhase
@@ -75,9 +76,9 @@ class StoreMirror(Callback):
         shutil.rmtree(self.local, ignore_errors=True)
         self.local.mkdir(parents=True)
         with store_errors(f"--workdir {self.url}"):
-            for file in self.url.iterdir() if self.url.exists() else ():
-                if file.name not in _NOT_COPIED and not file.name.startswith(".") and not file.is_dir():
-                    (self.local / file.name).write_bytes(file.read_bytes())
+            for name in sorted({*folders.names(self.url)} - {*folders.folder_names(self.url)}):
+                if name not in _NOT_COPIED and not name.startswith("."):
+                    (self.local / name).write_bytes((self.url / name).read_bytes())
         self._copied = self._there()
 
     def copy(self) -> None:
@@ -93,8 +94,8 @@ class StoreMirror(Callback):
         except Exception as error:  # clients of stores raise many types
             if not self._warned:
                 print(
-                    f"WARNING: metrics and logs of {self.local} cannot be copied to {self.url} now ({said(error)}). The "
-                    "run goes on, and tries again at its next save and at its end.",
+                    f"WARNING: metrics and logs of {self.local} cannot be copied to {self.url} now ({said(error)}). "
+                    "The run goes on, and tries again at its next save and at its end.",
                     file=sys.stderr,
                     flush=True,
                 )

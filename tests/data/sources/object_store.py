@@ -185,7 +185,7 @@ def s3_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 @contextlib.contextmanager
 def gs_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """JSON API of Google Cloud Storage, for gcsfs and TensorStore; writes in one request, as both send small objects."""
+    """JSON API of Google Cloud Storage, as far as gcsfs and TensorStore need it."""
     # Read at import: asks the service by gRPC what kind of bucket it is, which no emulator answers.
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     import gcsfs
