@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
-from jtrain.runtime.store_paths import WAY_OUT, in_store
+from jtrain.runtime.store_paths import WAY_OUT, in_store, said
 
 PATIENCE_S = 60.0
 """Time for a network file system to show a file that another host wrote: NFS keeps listings for up to 60 s."""
@@ -41,7 +41,7 @@ def check_shared(folder: Path, *, patience_s: float = PATIENCE_S) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         (folder / names[index]).write_text(token)
     except Exception as error:  # clients of object stores raise many types
-        failed = f"{type(error).__name__}: {error}"
+        failed = said(error)
     wrote = multihost.gather_texts(failed)
     hosts = multihost.gather_texts(socket.gethostname())
     if not any(wrote):

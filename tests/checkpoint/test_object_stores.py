@@ -30,9 +30,9 @@ def like() -> Any:
 
 @pytest.fixture(scope="module", params=["gs", "s3"])
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        with {"gs": gs_store, "s3": s3_store}[request.param](monkeypatch) as store:
-            yield store
+    serve = {"gs": gs_store, "s3": s3_store}[request.param]
+    with pytest.MonkeyPatch.context() as monkeypatch, serve(monkeypatch) as store:
+        yield store
 
 
 @pytest.fixture
