@@ -272,7 +272,7 @@ def read_manifest(path: Path) -> Manifest:
         }
         files = {name: (size, digest) for name, (size, digest) in body.pop("files").items()}
         manifest = Manifest(leaves=leaves, files=files, **body)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path / MANIFEST} cannot be read ({type(error).__name__}: {error})") from error

@@ -73,11 +73,12 @@ def restore_newest(folder: Path, like: Any, *, from_scratch: bool = False) -> Re
         if wrong or manifest is None:
             passed.append(_PassedOver(step, wrong, damaged=True))
             continue
-        _check_same(folder / str(step), manifest.leaves, like)
-        state, unread = _read(folder / str(step), like)
+        wanted = like(manifest.leaves) if callable(like) else like
+        _check_same(folder / str(step), manifest.leaves, wanted)
+        state, unread = _read(folder / str(step), wanted)
         if unread:  # because of damage since the check, or because a disk or store failed for a moment
             _, wrong = _checked(folder / str(step), verify=True)
-            state, unread = (None, wrong) if wrong else _read(folder / str(step), like)
+            state, unread = (None, wrong) if wrong else _read(folder / str(step), wanted)
         if unread:
             passed.append(_PassedOver(step, unread, damaged=bool(wrong)))
             continue
@@ -100,7 +101,8 @@ def restore(folder: Path, step: int, like: Any, *, verify: bool = True) -> tuple
 
     Args:
       step: one of `files.steps(folder)`.
-      like: pytree of `jax.ShapeDtypeStruct` with shardings, of the same structure as the saved state.
+      like: pytree of `jax.ShapeDtypeStruct` with shardings, of the same structure as the saved state; or a function
+        that makes it from the saved leaves.
       verify: hash every file first, divided among the processes: about 1 s per GB and thread, with 8 threads.
         Otherwise only missing files and wrong sizes are found before reading.
 
@@ -109,6 +111,7 @@ def restore(folder: Path, step: int, like: Any, *, verify: bool = True) -> tuple
         that differ); or it is damaged (the message says how to go back to an older one).
     """
     path, manifest = open_step(folder, step, verify=verify)
+    like = like(manifest.leaves) if callable(like) else like
     _check_same(path, manifest.leaves, like)
     state, unread = _read(path, like)
     if unread:

@@ -20,11 +20,12 @@ from typing import Any
 from jtrain.checkpoint import folders
 from jtrain.runtime.multihost import process_index
 from jtrain.runtime.store_paths import in_store, said, store_errors
+from jtrain.runtime.workdir_lock import FOLDER, WorkdirLock
 from jtrain.train.callbacks import Callback, LoopPhase
 
 _THREADS = 8
-_NOT_COPIED = ("checkpoints", "last_checkpoint.json")
-"""What is written to the store directly."""
+_NOT_COPIED = ("checkpoints", "last_checkpoint.json", FOLDER)
+"""What is written to the store directly, and the lock of the local folder."""
 
 
 def local_folder(url: Path, environ: Mapping[str, str], *, process: int) -> Path:
@@ -34,17 +35,18 @@ def local_folder(url: Path, environ: Mapping[str, str], *, process: int) -> Path
     return cache / "jtrain" / "workdirs" / f"{url.name}-{digest}" / f"process-{process}"
 
 
-def open_workdir(home: Path, environ: Mapping[str, str]) -> "tuple[Path, StoreMirror | None]":
+def open_workdir(home: Path, environ: Mapping[str, str]) -> "tuple[Path, list[Callback]]":
     """Returns the local folder for the small files of the run in `home`, and their mirror if `home` is in a store.
 
     Raises:
-      UserError: the store cannot be read.
+      UserError: the store cannot be read, or another run on this host has the same workdir.
     """
     if not in_store(home):
-        return home, None
+        return home, []
     mirror = StoreMirror(home, local_folder(home, environ, process=process_index()))
-    mirror.fetch()
-    return mirror.local, mirror
+    with WorkdirLock(mirror.local, say=print):
+        mirror.fetch()
+    return mirror.local, [mirror]
 
 
 class StoreMirror(Callback):
@@ -73,8 +75,10 @@ class StoreMirror(Callback):
         Raises:
           UserError: the store cannot be read.
         """
-        shutil.rmtree(self.local, ignore_errors=True)
-        self.local.mkdir(parents=True)
+        self.local.mkdir(parents=True, exist_ok=True)
+        for old in self.local.iterdir():
+            if old.name != FOLDER:
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
         with store_errors(f"--workdir {self.url}"):
             for name in sorted({*folders.names(self.url)} - {*folders.folder_names(self.url)}):
                 if name not in _NOT_COPIED and not name.startswith("."):
