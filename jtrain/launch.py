@@ -103,7 +103,9 @@ def launch(args: argparse.Namespace) -> int:
     for line in auto_layout.settle(run_config, devices=jax.devices(), workdir=workdir):
         if jax.process_index() == 0:
             print(line, flush=True)
-    started: dict[str, Any] = dict(workdir=workdir, home=home, config_text=tree.flat(run_config), started_s=process_start_s())
+    started: dict[str, Any] = dict(
+        workdir=workdir, home=home, config_text=tree.flat(run_config), started_s=process_start_s()
+    )
     watchers = [*copies, *([] if heart is None else [Heartbeat(heart)])]
     meant: dict[str, Any] = dict(allow_change=args.allow_change, from_scratch=args.from_scratch, watchers=watchers)
     return loop.train(build_run(run_config), **started, **meant)
@@ -117,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         refuse_alone(args)
         if args.supervise and not (args.dry_run or args.print_config):  # which only print, and end
-            return supervise(args, argv, os.environ, workdir=args.workdir or default_workdir(args.config))
+            return supervise(args, argv, os.environ, workdir=Path(args.workdir or default_workdir(args.config)))
         return launch(args)
 
     return cli.run(run)

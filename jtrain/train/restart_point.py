@@ -33,7 +33,9 @@ class RestartPoint:
     dataset: TextDataset
     data_may_change: bool
 
-    def newest(self, *, workdir: Path, from_scratch: bool) -> tuple[int, TrainState, dict[str, Any] | None, tuple[str, ...]]:
+    def newest(
+        self, *, workdir: Path, from_scratch: bool
+    ) -> tuple[int, TrainState, dict[str, Any] | None, tuple[str, ...]]:
         """Reads the newest whole checkpoint; without any, makes the state before the first step.
 
         workdir: folder of the run's history, which is moved aside if `from_scratch` gives up all checkpoints.
