@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jtrain.errors import FileError, UserError
 from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax
+from jtrain.runtime.store_paths import workdir_path
 
 if TYPE_CHECKING:  # full names below, so that the type checks in tests can resolve them
     import jtrain.data.tokenizer
@@ -27,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jtrain.generate", description="Samples text from a checkpoint.", allow_abbrev=False
     )
-    parser.add_argument("--workdir", type=Path, required=True, metavar="DIR", help="folder of the run")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder or URL of the run")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: a new document)")
     parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
     parser.add_argument(
@@ -198,7 +199,7 @@ def _max_tokens(num_prompt: int, *, context: int, asked: int | None) -> int:
 def generate(args: argparse.Namespace) -> int:
     """Samples as the parsed arguments ask; returns the exit code."""
     start_jax(os.environ)
-    trained = load(args.workdir, args.step)
+    trained = load(workdir_path(args.workdir), args.step)
     pieces = stream(
         trained.model,
         trained.params,

@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     cli.add_config_arguments(parser)
-    parser.add_argument("--workdir", type=Path, metavar="DIR", help="where the run lives (default: runs/<config>)")
+    parser.add_argument("--workdir", metavar="DIR", help="folder, gs:// or s3:// (default: runs/<config>)")
     parser.add_argument("--emulate-devices", type=int, metavar="N", help="run on N CPU devices")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--topology", metavar="T", help="with --dry-run: compile for this machine (v5p:4x4x8, h200:8)")
@@ -80,10 +80,12 @@ def launch(args: argparse.Namespace) -> int:
     from jtrain.plan import auto_layout
     from jtrain.plan.from_run import dry_run
     from jtrain.runtime.multihost import join_processes
+    from jtrain.runtime.store_paths import workdir_path
     from jtrain.train import loop
     from jtrain.train.heartbeat import Heartbeat
+    from jtrain.train.store_mirror import open_workdir
 
-    workdir = args.workdir or default_workdir(args.config)
+    home = workdir_path(args.workdir or str(default_workdir(args.config)))
     if args.dry_run:
         for line in auto_layout.settle(run_config, devices=auto_layout.devices_of(args.topology), workdir=None):
             print(line)
@@ -97,11 +99,14 @@ def launch(args: argparse.Namespace) -> int:
         heart.joined(jax.process_index(), jax.process_count())
         heart.enter("setup")
     compile_collectives_anew()
+    workdir, copies = open_workdir(home, os.environ)
     for line in auto_layout.settle(run_config, devices=jax.devices(), workdir=workdir):
         if jax.process_index() == 0:
             print(line, flush=True)
-    started: dict[str, Any] = dict(workdir=workdir, config_text=tree.flat(run_config), started_s=process_start_s())
-    watchers = [] if heart is None else [Heartbeat(heart)]
+    started: dict[str, Any] = dict(
+        workdir=workdir, home=home, config_text=tree.flat(run_config), started_s=process_start_s()
+    )
+    watchers = [*copies, *([] if heart is None else [Heartbeat(heart)])]
     meant: dict[str, Any] = dict(allow_change=args.allow_change, from_scratch=args.from_scratch, watchers=watchers)
     return loop.train(build_run(run_config), **started, **meant)
 
@@ -114,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         refuse_alone(args)
         if args.supervise and not (args.dry_run or args.print_config):  # which only print, and end
-            return supervise(args, argv, os.environ, workdir=args.workdir or default_workdir(args.config))
+            return supervise(args, argv, os.environ, workdir=Path(args.workdir or default_workdir(args.config)))
         return launch(args)
 
     return cli.run(run)

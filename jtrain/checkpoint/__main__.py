@@ -3,9 +3,12 @@
 python -m jtrain.checkpoint list WORKDIR      step, date and size of each
 python -m jtrain.checkpoint show WORKDIR      leaves, data state and config of the newest one, or of --step
 python -m jtrain.checkpoint verify WORKDIR    reads every file and compares its hash; exits 2 if one is damaged
+
+WORKDIR is a folder, gs://bucket/run or s3://bucket/run.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 from jtrain.checkpoint import files
 from jtrain.checkpoint.files import CheckpointError
 from jtrain.runtime import cli
+from jtrain.runtime.store_paths import in_store, store_errors, workdir_path
 
 
 def main(argv: list[str]) -> int:
@@ -22,15 +26,16 @@ def main(argv: list[str]) -> int:
         prog="python -m jtrain.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("verb", choices=("list", "show", "verify"))
-    parser.add_argument("workdir", type=Path, metavar="WORKDIR", help="the run's directory, which holds checkpoints/")
+    parser.add_argument("workdir", metavar="WORKDIR", help="the run's directory or URL, which holds checkpoints/")
     parser.add_argument("--step", type=int, help="one checkpoint (default: the newest for show, else all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE as JSON")
     args = parser.parse_args(argv)
-    folder = args.workdir / "checkpoints"
-    if not folder.is_dir():
-        raise CheckpointError(f"There is no directory {folder}. Give the --workdir of a run.")
+    folder = workdir_path(args.workdir) / "checkpoints"
     verbs = {"list": _list, "show": _show, "verify": _verify}
-    found, code = verbs[args.verb](folder, args.step)
+    with store_errors(args.workdir) if in_store(folder) else contextlib.nullcontext():
+        if not in_store(folder) and not folder.is_dir():
+            raise CheckpointError(f"There is no directory {folder}. Give the --workdir of a run.")
+        found, code = verbs[args.verb](folder, args.step)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     return code
@@ -45,8 +50,10 @@ def _list(folder: Path, step: int | None) -> tuple[Any, int]:
         except CheckpointError as error:
             rows.append(_row(str(found), found, None, None, f"damaged: {error}"))
     if step is None:
-        killed = "left by an interrupted save, deletion or copy"
-        rows += [_row(name, None, None, None, killed) for name in files.partial(folder)]
+        killed, away = "left by an interrupted save, deletion or copy", "found damaged at a start, and set aside"
+        rows += [
+            _row(name, None, None, None, away if files.is_set_aside(name) else killed) for name in files.partial(folder)
+        ]
     print(f"{'step':>10}  {'saved at (UTC)':<19}  {'size':>13}  complete")
     for row in rows:
         size = "-" if row["bytes"] is None else _size(row["bytes"])
@@ -90,6 +97,9 @@ def _verify(folder: Path, step: int | None) -> tuple[Any, int]:
         print(f"step {found}: {'DAMAGED' if wrong else 'intact'} ({checked})")
         for line in wrong:
             print(f"  {line}", file=sys.stderr)
+    for lost in files.lost_manifests(folder) if step is None else ():
+        rows.append({"step": lost, "damage": [f"{files.MANIFEST} is missing"]})
+        print(f"step {lost}: DAMAGED ({files.MANIFEST} is missing)")
     if any(row["damage"] for row in rows):
         whole = [row["step"] for row in rows if not row["damage"]]
         print(

@@ -23,6 +23,7 @@ from typing import Any
 from jtrain.checkpoint import folders
 from jtrain.errors import UserError
 from jtrain.runtime import atomic_io
+from jtrain.runtime.store_paths import in_store
 
 STATE = "state"
 DATA = "data.json"
@@ -31,13 +32,12 @@ MANIFEST = "manifest.json"
 LAST = "last_checkpoint.json"
 
 _FORMAT = 2
-_READ_FORMATS = (1, 2)  # format 1 has neither the number of processes nor what each wrote
+_READ_FORMATS = (1, 2)  # format 1 lacks the number of processes, and its arrays lie in Orbax's OCDBT files
 _HASH_THREADS = 8
 _DELETED = ".deleted"
 _DAMAGED = ".damaged"
-_PARTIAL = ".orbax-checkpoint-tmp"  # in the name of a directory that Orbax is still writing
-_ORBAX_COMMITS = ("_CHECKPOINT_METADATA", "commit_success.txt")  # written after the manifest; nothing here reads them
-_OF_PROCESS = "ocdbt.process_"  # in `state`: Orbax's folder of what one process wrote; without it, each leaf has one
+PARTIAL = ".orbax-checkpoint-tmp"  # in the name of a directory that is still being written
+_OCDBT = "ocdbt.process_"  # in `state`, of format 1: Orbax's folder of all that one process wrote
 
 
 class CheckpointError(UserError):
@@ -63,14 +63,14 @@ class Manifest:
     saved_at: UTC, ISO 8601.
     leaves: path in the state, joined by dots -> shape and dtype, in the order of the tree.
     files: path relative to the step's directory -> (bytes, blake2b-128 in hex).
-    written: bytes of arrays that each process wrote, one number per process; empty if not known (format 1).
+    processes: number of processes that wrote it; None if not known (format 1).
     """
 
     step: int
     saved_at: str
     leaves: dict[str, ManifestLeaf]
     files: dict[str, tuple[int, str]]
-    written: tuple[int, ...] = ()
+    processes: int | None = None
 
     @property
     def file_bytes(self) -> int:
@@ -81,39 +81,35 @@ class Manifest:
         return sum(leaf.bytes for leaf in self.leaves.values())
 
     def missing_arrays(self) -> list[str]:
-        """Returns one line for each leaf or process whose files are too few for its arrays, none if all are here.
+        """Returns one line for each leaf whose files are too few for its array, none if all are here.
 
         Arrays are stored uncompressed, so that their files have at least as many bytes.
         """
         stored: dict[str, int] = {}
         for name, (size, _) in self.files.items():
             top, _, rest = name.partition("/")
-            if top == STATE:
-                owner = rest.partition("/")[0]
+            owner, _, file = rest.partition("/")
+            if top == STATE and (file.startswith("c") or owner.startswith(_OCDBT)):
                 stored[owner] = stored.get(owner, 0) + size
-        if any(owner.startswith(_OF_PROCESS) for owner in stored):
-            wanted = {f"{_OF_PROCESS}{process}": size for process, size in enumerate(self.written)}
-        else:
-            wanted = {name: leaf.bytes for name, leaf in self.leaves.items()}
-        lines = [
-            f"{STATE}/{owner} has {stored.get(owner, 0)} bytes, but arrays of {size} bytes were written there"
-            for owner, size in wanted.items()
-            if stored.get(owner, 0) < size
+        if any(owner.startswith(_OCDBT) for owner in stored):
+            there, wanted = sum(stored.values()), self.state_bytes
+            return [] if there >= wanted else [f"{STATE}/ has {there} bytes, but its arrays have {wanted}"]
+        return [
+            f"{STATE}/{name} has {stored.get(name, 0)} bytes, but the array has {leaf.bytes}"
+            for name, leaf in self.leaves.items()
+            if stored.get(name, 0) < leaf.bytes
         ]
-        if not lines and sum(stored.values()) < self.state_bytes:
-            lines.append(f"{STATE}/ has {sum(stored.values())} bytes, but its arrays have {self.state_bytes}")
-        return lines
 
 
 def steps(folder: Path) -> tuple[int, ...]:
     """Returns the steps of the complete checkpoints in `folder`, ascending: one listing, and one look-up for each."""
-    return tuple(step for step in _step_folders(folder) if (folder / str(step) / MANIFEST).is_file())
+    return tuple(step for step in _step_folders(folder) if folders.has_file(folder / str(step), MANIFEST))
 
 
 def without_manifest(folder: Path) -> tuple[int, ...]:
     """Returns the steps whose folders hold arrays but no manifest, ascending: checkpoints that lost it, or copies."""
-    found = (step for step in _step_folders(folder) if not (folder / str(step) / MANIFEST).is_file())
-    return tuple(step for step in found if (folder / str(step) / STATE).is_dir())
+    found = (step for step in _step_folders(folder) if not folders.has_file(folder / str(step), MANIFEST))
+    return tuple(step for step in found if STATE in folders.folder_names(folder / str(step)))
 
 
 def _step_folders(folder: Path) -> list[int]:
@@ -154,7 +150,7 @@ def delete(folder: Path, step: int) -> None:
 
     In a store, where nothing can be renamed, its manifest goes first, and an empty file `deleted` says why.
     """
-    if folders.in_store(folder):
+    if in_store(folder):
         (folder / str(step) / _DELETED).write_text("")
         folders.remove(folder / str(step), first=MANIFEST)
         return
@@ -172,20 +168,19 @@ def sweep(folder: Path) -> None:
     those that were being deleted. They go too.
     """
     for name in partial(folder):
-        if _is_remains(name) or (folders.in_store(folder) and name.isdecimal() and _is_interrupted(folder, int(name))):
+        if _is_remains(name) or (in_store(folder) and name.isdecimal() and _is_interrupted(folder, int(name))):
             folders.remove(folder / name, first=MANIFEST)
 
 
 def _is_interrupted(folder: Path, step: int) -> bool:
     last = last_commit(folder)
-    return last is None or step > last or (folder / str(step) / _DELETED).exists()
+    unfinished = has_note(folder) and (last is None or step > last)
+    return unfinished or folders.has_file(folder / str(step), _DELETED)
 
 
 def lost_manifests(folder: Path) -> tuple[int, ...]:
     """Returns the steps of `without_manifest` that no interrupted save or deletion explains."""
-    return tuple(
-        step for step in without_manifest(folder) if not (folders.in_store(folder) and _is_interrupted(folder, step))
-    )
+    return tuple(step for step in without_manifest(folder) if not (in_store(folder) and _is_interrupted(folder, step)))
 
 
 def seal(
@@ -195,32 +190,27 @@ def seal(
     leaves: dict[str, ManifestLeaf],
     data: str,
     config: str,
-    written: tuple[int, ...] = (),
-    hashes: dict[str, str] | None = None,
+    hashes: dict[str, str],
+    processes: int = 1,
 ) -> None:
-    """Completes the directory at `path`, which holds the arrays, for its commit: writes side files, hashes, manifest.
+    """Completes the directory at `path`, which holds the arrays, for its commit: writes side files and manifest.
 
-    All files are synced to the disk when this returns. Process 0 reads back all files, including those of other
-    processes: about 1 s per GB and thread, with 8 threads.
+    The names of all files are synced to the disk when this returns, and the contents of those that it writes.
 
     Args:
-      written: bytes of arrays that each process wrote.
-      hashes: path relative to `path` -> hash, of files that were hashed while they were written and are on the disk.
+      hashes: path relative to `path` -> hash, of the files that hold the arrays, which are on the disk.
+      processes: number of processes that wrote them.
 
     Raises:
-      CheckpointError: the files of some process are not here, because its workdir is another folder.
+      CheckpointError: the files are too few for the arrays, because some process wrote elsewhere.
     """
-    (path / DATA).write_text(data)
-    (path / CONFIG).write_text(config)
-    sizes = {name: size for name, size in folders.sizes(path).items() if name not in (*_ORBAX_COMMITS, MANIFEST)}
-    known = {name: digest for name, digest in (hashes or {}).items() if name in sizes}
-    unread = [name for name in sizes if name not in known]
-    with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
-        read = pool.map(lambda name: folders.hash_of(path / name, sync=True), unread)
-        known |= dict(zip(unread, read, strict=True))
-    files = {name: (size, known[name]) for name, size in sizes.items()}
+    for name, text in ((DATA, data), (CONFIG, config)):
+        _write(path / name, text)
+    digests = hashes | {name: folders.hash_of(path / name) for name in (DATA, CONFIG)}
+    sizes = folders.sizes(path)
+    files = {name: (sizes[name], digests[name]) for name in sorted(digests)}
     saved_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    manifest = Manifest(step, saved_at, leaves, files, tuple(written))
+    manifest = Manifest(step, saved_at, leaves, files, processes)
     if missing := manifest.missing_arrays():
         raise CheckpointError(
             f"the checkpoint of step {step} is not whole in {path}: {'; '.join(missing)}. All processes must write to "
@@ -229,27 +219,23 @@ def seal(
     body = dataclasses.asdict(manifest) | {"format": _FORMAT}
     body = json.loads(json.dumps(body))  # tuples become lists, as they will be read
     text = json.dumps(body | {"digest": _digest(body)}, indent=1)
-    if folders.in_store(path):
-        (path / MANIFEST).write_text(text)
+    _write(path / MANIFEST, text)
+    if in_store(path):
         return
-    atomic_io.write_whole(path / MANIFEST, text)
     for inner in (path, *(entry for entry in path.rglob("*") if entry.is_dir())):
         atomic_io.sync_directory(inner)
 
 
 def note_commit(folder: Path, step: int | None) -> None:
     """Notes in the workdir that the checkpoint of `step` was committed; None at the start of a run without any."""
-    text = json.dumps({"step": step}) + "\n"
-    if folders.in_store(folder):
-        (folder.parent / LAST).write_text(text)
-    else:
+    if not in_store(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        atomic_io.write_whole(folder.parent / LAST, text)
+    _write(folder.parent / LAST, json.dumps({"step": step}) + "\n")
 
 
 def has_note(folder: Path) -> bool:
     """True if a run of this version of jtrain began in the workdir."""
-    return (folder.parent / LAST).is_file()
+    return folders.has_file(folder.parent, LAST)
 
 
 def last_commit(folder: Path) -> int | None:
@@ -285,8 +271,7 @@ def read_manifest(path: Path) -> Manifest:
             name: ManifestLeaf(**leaf | {"shape": tuple(leaf["shape"])}) for name, leaf in body.pop("leaves").items()
         }
         files = {name: (size, digest) for name, (size, digest) in body.pop("files").items()}
-        written = tuple(body.pop("written", ()))
-        manifest = Manifest(leaves=leaves, files=files, written=written, **body)
+        manifest = Manifest(leaves=leaves, files=files, **body)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -326,8 +311,16 @@ def damage(path: Path, manifest: Manifest, *, hashes: bool = True, share: tuple[
     return found
 
 
+def _write(path: Path, text: str) -> None:
+    """Writes a file as a whole or not at all; a store does nothing else."""
+    if in_store(path):
+        path.write_text(text)
+    else:
+        atomic_io.write_whole(path, text)
+
+
 def _is_remains(name: str) -> bool:
-    return _PARTIAL in name or name.endswith(_DELETED)
+    return PARTIAL in name or name.endswith(_DELETED)
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -1,9 +1,10 @@
 """Folders of checkpoints, on a disk or in an object store: listing, sizes, hashing, moving and removing.
 
-A folder on a disk is a `pathlib.Path`, one in a store an `etils.epath.Path`, which has the same methods. Standard
-library only, until a folder of a store is used.
+A folder on a disk is a `pathlib.Path`, one in a store a `StorePath`, which has the same methods. Standard library only,
+until a folder of a store is used.
 """
 
+import concurrent.futures
 import contextlib
 import hashlib
 import os
@@ -11,13 +12,11 @@ import shutil
 from pathlib import Path
 from typing import Any, cast
 
+from jtrain.runtime.store_paths import in_store
+
 _READ_BYTES = 1 << 20
+_THREADS = 8
 _STORE_READ_BYTES = 16 << 20  # each read of a store is a request of its own
-
-
-def in_store(folder: Path) -> bool:
-    """True if the folder is in an object store."""
-    return not isinstance(folder, Path)
 
 
 def names(folder: Path) -> list[str]:
@@ -38,11 +37,23 @@ def names(folder: Path) -> list[str]:
 def folder_names(folder: Path) -> list[str]:
     """Returns the names of the folders in `folder`, sorted; none if it does not exist."""
     if in_store(folder):
-        return [name for name in names(folder) if (folder / name).is_dir()]
+        with contextlib.suppress(FileNotFoundError):
+            found = _store(folder).ls(str(folder), detail=True)
+            folders = (str(entry["name"]).rstrip("/") for entry in found if entry["type"] == "directory")
+            return sorted({name.rpartition("/")[2] for name in folders} - {"", folder.name})
+        return []
     try:
         return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def has_file(folder: Path, name: str) -> bool:
+    """True if `folder` holds a file of this name.
+
+    Unlike the methods of paths in a store, which call a file missing if the store does not answer, this raises then.
+    """
+    return name in names(folder) if in_store(folder) else (folder / name).is_file()
 
 
 def sizes(folder: Path) -> dict[str, int]:
@@ -55,33 +66,36 @@ def sizes(folder: Path) -> dict[str, int]:
     return {str(file.relative_to(folder)): file.stat().st_size for file in there}
 
 
-def hash_of(path: Path, *, sync: bool = False) -> str:
-    """Returns the 128-bit blake2b of a file: 1.3 GB/s per core on any CPU; hashlib releases the GIL while it computes.
+def hash_of(path: Path) -> str:
+    """Returns the 128-bit blake2b of a file: 1.3 GB/s per core on any CPU; hashlib releases the GIL meanwhile."""
+    return read(path)[1]
 
-    sync: also forces a file on a disk to the disk.
-    """
+
+def read(path: Path) -> tuple[int, str]:
+    """Returns bytes and hash of a file."""
     digest = hashlib.blake2b(digest_size=16)
+    size = 0
     if in_store(path):
-        with _store(path).open(str(path), "rb", block_size=_STORE_READ_BYTES) as file:
-            while block := file.read(_STORE_READ_BYTES):
-                digest.update(block)
-        return digest.hexdigest()
+        store = _store(path)
+        size = store.info(str(path))["size"]
+        for start in range(0, size, _STORE_READ_BYTES):
+            digest.update(store.cat_file(str(path), start=start, end=min(start + _STORE_READ_BYTES, size)))
+        return size, digest.hexdigest()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_READ_BYTES):
             digest.update(block)
-        if sync:
-            os.fsync(file.fileno())
-    return digest.hexdigest()
+            size += len(block)
+    return size, digest.hexdigest()
 
 
 def move(folder: Path, new: Path, *, first: str) -> None:
-    """Gives a folder another name; in a store each file is copied there and then removed, beginning with `first`."""
+    """Gives a folder another name; in a store all files are copied, then removed beginning with `first`."""
     if not in_store(folder):
         folder.rename(new)
         return
-    there = sizes(folder)
-    for name in sorted(there, key=lambda name: name != first):
-        _store(folder).mv(str(folder / name), str(new / name))
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(lambda name: _store(folder).cp_file(str(folder / name), str(new / name)), sizes(folder)))
+    remove(folder, first=first)
 
 
 def remove(folder: Path, *, first: str) -> None:
@@ -89,12 +103,11 @@ def remove(folder: Path, *, first: str) -> None:
     if not in_store(folder):
         shutil.rmtree(folder, ignore_errors=True)
         return
-    there = [str(folder / name) for name in sizes(folder)]
-    if str(folder / first) in there:
-        _store(folder).rm_file(str(folder / first))
-        there.remove(str(folder / first))
-    if there:
-        _store(folder).rm(there)
+    there = sorted(sizes(folder), key=lambda name: name != first)
+    for name in there[:1]:
+        _store(folder).rm_file(str(folder / name))
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(lambda name: _store(folder).rm_file(str(folder / name)), there[1:]))
 
 
 def _store(folder: Path) -> Any:

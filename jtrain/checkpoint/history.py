@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jtrain.checkpoint import files
 from jtrain.checkpoint.files import CheckpointError
-from jtrain.checkpoint.restoring import in_process_zero
+from jtrain.checkpoint.restoring import Restored, in_process_zero
 
 _METRICS = "metrics.jsonl"
 _CONFIG = "config.txt"
@@ -49,7 +49,11 @@ def check_history(workdir: Path, folder: Path, *, from_scratch: bool) -> list[st
         done = _done(workdir, folder)
         if not done:
             return ""
-        return f"moved {move_history(workdir)}" if from_scratch else f"refused {done}"
+        if not from_scratch:
+            return f"refused {done}"
+        moved = move_history(workdir)
+        files.note_commit(folder, None)
+        return f"moved {moved}"
 
     verdict, _, text = in_process_zero(check, folder).partition(" ")
     if verdict == "refused":
@@ -59,6 +63,22 @@ def check_history(workdir: Path, folder: Path, *, from_scratch: bool) -> list[st
             f"{workdir} is then moved to a folder in it."
         )
     return [f"WARNING: beginning at step 0, as --from-scratch says; the earlier history is in {text}"] if text else []
+
+
+def begin(workdir: Path, folder: Path, found: Restored) -> None:
+    """Notes the step that the run begins from, and moves its history away if it gave up all checkpoints.
+
+    Raises:
+      CheckpointError: the disk or store cannot be written to.
+    """
+
+    def note() -> str:
+        if found.state is None and found.said:
+            move_history(workdir)
+        files.note_commit(folder, None if found.state is None else found.step)
+        return ""
+
+    in_process_zero(note, folder)
 
 
 def move_history(workdir: Path) -> Path:
@@ -107,7 +127,7 @@ def _last_step(metrics: Path) -> int | None:
 
 
 def _every_steps(config: Path) -> int | None:
-    """Returns the steps between two saves by a run's config, `num_steps` if it saved only at its end; None if unknown."""
+    """Returns the steps between two saves by a run's config, `num_steps` if only its end is saved; None if unknown."""
     try:
         lines = config.read_text().splitlines()
     except (OSError, UnicodeDecodeError):

@@ -19,6 +19,7 @@ from typing import Any
 from jtrain.checkpoint import files
 from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf
 from jtrain.runtime import multihost
+from jtrain.runtime.store_paths import said
 
 MAX_NAMED_LEAVES = 10
 
@@ -81,10 +82,10 @@ def restore_newest(folder: Path, like: Any, *, from_scratch: bool = False) -> Re
         if unread:
             passed.append(_PassedOver(step, unread, damaged=bool(wrong)))
             continue
-        said = [*_moved_away(folder, [bad for bad in passed if bad.step > step], then=f"going on from step {step}")]
-        said += [_lost_line(folder, bad) for bad in passed if bad.step < step]
-        said += _missing_newest(folder, step, passed)
-        return Restored(step, state, read_data_state(folder, step), tuple(said))
+        warnings = [*_moved_away(folder, [bad for bad in passed if bad.step > step], then=f"going on from step {step}")]
+        warnings += [_lost_line(folder, bad) for bad in passed if bad.step < step]
+        warnings += _missing_newest(folder, step, passed)
+        return Restored(step, state, read_data_state(folder, step), tuple(warnings))
     if not passed:
         return Restored()
     if from_scratch:
@@ -168,7 +169,7 @@ def in_process_zero(action: Callable[[], str], folder: Path) -> str:
         try:
             text = action()
         except Exception as error:  # clients of stores raise many types
-            text, failed = f"{type(error).__name__}: {error}", True
+            text, failed = said(error), True
     text = multihost.gather_texts(text)[0]
     if multihost.agree(failed)[0]:
         raise CheckpointError(
@@ -195,9 +196,9 @@ def _checked(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[str, .
         wrong = [str(error)]
     except Exception as error:  # clients of stores raise many types
         if _is_damage(error):
-            wrong = [f"{type(error).__name__}: {error}"]
+            wrong = [said(error)]
         else:
-            unreadable = f"{type(error).__name__}: {error}"
+            unreadable = said(error)
     if away := [text for text in multihost.gather_texts(unreadable) if text]:
         raise CheckpointError(
             f"{path} cannot be read now ({away[0]}). Nothing was renamed, since this says nothing about the files: "
@@ -221,7 +222,7 @@ def _read(path: Path, like: Any, *, only_some: bool = False) -> tuple[Any, tuple
     except Exception as error:  # Orbax and TensorStore raise many types
         if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
             raise
-        failure = " ".join(f"{type(error).__name__}: {error}".split())
+        failure = said(error)
     failures = tuple(dict.fromkeys(text for text in multihost.gather_texts(failure) if text))
     return (None, failures) if failures else (state, ())
 
@@ -230,15 +231,15 @@ def _moved_away(folder: Path, passed: list[_PassedOver], *, then: str) -> list[s
     """Renames checkpoints that are passed over; returns one line for each."""
 
     def move() -> str:
-        said: list[str] = []
+        lines: list[str] = []
         for bad in passed:
             name = files.set_aside(folder, bad.step)
             what = "is damaged" if bad.damaged else "cannot be read, although all its hashes match"
-            said.append(
+            lines.append(
                 f"WARNING: the checkpoint of step {bad.step} {what} ({_listed_lines(bad.why, '; ')}): it was set aside "
                 f"as {folder / name}, {then}."
             )
-        return "\n".join(said)
+        return "\n".join(lines)
 
     return in_process_zero(move, folder).splitlines()
 
@@ -249,8 +250,8 @@ def _lost_line(folder: Path, bad: _PassedOver) -> str:
 
 def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[str]:
     """Returns a line if a newer checkpoint than any that is here was committed, with no trace of it left."""
-    last = files.last_commit(folder)
-    if last is None or last <= step or any(bad.step >= last for bad in passed):
+    [last] = _listed(folder, lambda folder: [files.last_commit(folder) or 0])
+    if last <= step or any(bad.step >= last for bad in passed):
         return []
     return [
         f"WARNING: this run committed a checkpoint of step {last}, which is no longer in {folder}: going on from step "
@@ -259,10 +260,10 @@ def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[
 
 
 def _none_whole(folder: Path, passed: list[_PassedOver]) -> CheckpointError:
-    said = "\n".join(f"  step {bad.step}: {_listed_lines(bad.why, '; ')}" for bad in sorted(passed, key=_by_step))
+    listed = "\n".join(f"  step {bad.step}: {_listed_lines(bad.why, '; ')}" for bad in sorted(passed, key=_by_step))
     return CheckpointError(
-        f"No checkpoint in {folder} is whole:\n{said}\nNothing was changed. Restore the files from a copy and run the "
-        "same command again, or add --from-scratch to set these aside and begin at step 0."
+        f"No checkpoint in {folder} is whole:\n{listed}\nNothing was changed. Restore the files from a copy and run "
+        "the same command again, or add --from-scratch to set these aside and begin at step 0."
     )
 
 

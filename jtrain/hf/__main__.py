@@ -15,6 +15,7 @@ from typing import Any
 from jtrain.errors import FileError, UserError
 from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax
+from jtrain.runtime.store_paths import in_store, workdir_path
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         description="Writes the weights of a checkpoint as config.json and safetensors, with the tokenizer's files.",
         allow_abbrev=False,
     )
-    export.add_argument("workdir", type=Path, metavar="WORKDIR", help="folder of the run")
+    export.add_argument("workdir", metavar="WORKDIR", help="folder or URL of the run")
     export.add_argument("out", type=Path, metavar="OUT", help="a new or empty directory")
     export.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
     export.add_argument(
@@ -75,7 +76,7 @@ def export(args: argparse.Namespace) -> int:
     from jtrain.model.param import map_params
 
     check_empty(args.out)
-    with Checkpoints(args.workdir, CheckpointSpec()) as checkpoints:
+    with Checkpoints(workdir_path(args.workdir), CheckpointSpec()) as checkpoints:
         step = checkpoints.latest_step() if args.step is None else args.step
         if step is None:
             raise FileError(f"No checkpoint in {checkpoints.folder}. Give the WORKDIR of another run.")
@@ -123,6 +124,8 @@ def import_(args: argparse.Namespace) -> int:
     from jtrain.model.param import map_params
     from jtrain.step.state import TrainState
 
+    if in_store(workdir_path(str(args.workdir).replace(":/", "://", 1))):
+        raise UserError(f"{args.workdir}: import writes to a disk. Give a folder, and copy it to the store afterwards.")
     check_empty(args.workdir)
     theirs = model_from_config(read_config(args.folder))
     run_config = load_config(args.config, args.fiddlers, args.sets)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
+from jtrain.runtime.store_paths import WAY_OUT, in_store, said
 
 PATIENCE_S = 60.0
 """Time for a network file system to show a file that another host wrote: NFS keeps listings for up to 60 s."""
@@ -36,10 +37,11 @@ def check_shared(folder: Path, *, patience_s: float = PATIENCE_S) -> None:
     names = [f".probe-{token}-{process}" for process in range(count)]
     failed = ""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not in_store(folder):  # where it would create a bucket
+            folder.mkdir(parents=True, exist_ok=True)
         (folder / names[index]).write_text(token)
     except Exception as error:  # clients of object stores raise many types
-        failed = f"{type(error).__name__}: {error}"
+        failed = said(error)
     wrote = multihost.gather_texts(failed)
     hosts = multihost.gather_texts(socket.gethostname())
     if not any(wrote):
@@ -53,8 +55,8 @@ def check_shared(folder: Path, *, patience_s: float = PATIENCE_S) -> None:
         process = next(number for number, text in enumerate(wrote) if text)
         who = "" if count == 1 else f" by process {process} on host {hosts[process]}"
         raise UserError(
-            f"--workdir {folder} cannot be written to{who} ({wrote[process]}). Fix the cause, or choose another "
-            "--workdir."
+            f"--workdir {folder} cannot be written to{who} ({wrote[process]}). "
+            + (WAY_OUT if in_store(folder) else "Fix the cause, or choose another --workdir.")
         )
     apart = sorted(
         {int(other) for text in unseen_by[:1] for other in text.split(",") if other}

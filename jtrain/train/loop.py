@@ -66,6 +66,7 @@ def train(
     started_s: float | None = None,
     allow_change: Sequence[str] = (),
     from_scratch: bool = False,
+    home: Path | None = None,
     watchers: Sequence[Callback] = (),
 ) -> int:
     """Trains from the newest checkpoint of `workdir`, or from the start; returns the exit code.
@@ -78,6 +79,7 @@ def train(
       started_s: start of this attempt, in seconds since the epoch; None for now.
       allow_change: names in `resume.CHANGEABLE` of fields that may differ from the run in `workdir`.
       from_scratch: begin at step 0 if the run in `workdir` has a history, but no whole checkpoint.
+      home: folder in an object store that holds the checkpoints; None if `workdir` holds them.
       watchers: callbacks besides the built-in ones and those of the config; they come first.
 
     Raises:
@@ -88,10 +90,11 @@ def train(
     """
     started_s = time.time() if started_s is None else started_s
     devices = jax.devices()
-    check_shared(workdir)
-    moved = check_history(workdir, workdir / "checkpoints", from_scratch=from_scratch)
+    home = workdir if home is None else home
+    check_shared(home)
+    moved = check_history(workdir, home / "checkpoints", from_scratch=from_scratch)
     changes = check_same_run(workdir, config_text, allow=allow_change)
-    step_there = max(files.steps(workdir / "checkpoints"), default=0)
+    step_there = max(files.steps(home / "checkpoints"), default=0)
     config_text = with_history(workdir, config_text, step=step_there, changes=changes)
     job = plan_job(run, machine_of(devices))
     available = available_bytes(devices)
@@ -120,7 +123,7 @@ def train(
         WorkdirLock(workdir, say=_print) as lock,  # before anything in the workdir is written or removed
         full_disk_named(workdir),
         explained(job, optimizer, mesh, available=available),
-        Checkpoints(workdir, run.checkpoint) as checkpoints,
+        Checkpoints(home, run.checkpoint) as checkpoints,
         StopRequest() as stop,
         Callbacks([*watchers, checks, *built_in_callbacks(run, workdir, lock), *own]) as callbacks,
     ):
@@ -130,7 +133,8 @@ def train(
         may_change = "data" in allow_change
         restart = RestartPoint(job.layout, optimizer, mesh, run.seed, checkpoints, dataset, may_change)
         with callbacks.during("restore", 0):
-            start_step, state, data_state, said = restart.newest(from_scratch=from_scratch)
+            newest = restart.newest(workdir=workdir, from_scratch=from_scratch)
+            start_step, state, data_state, said = newest
 
         def batches(data_state: dict[str, Any] | None, first_step: int) -> Prefetch:
             fields: dict[str, Any] = dict(rows=rows, context=run.mesh.context, cost=_cost(run))
@@ -140,6 +144,7 @@ def train(
         with Metrics(
             workdir, run.metrics, num_steps=run.num_steps, start_step=start_step, alerts=run.alerts
         ) as metrics:
+            checkpoints.say_with(metrics.say)
             for line in (*moved, *said):
                 metrics.say(line)
             if start_step:
@@ -165,13 +170,13 @@ def train(
             if loop.data_ended:
                 metrics.say(
                     f"done: the data ended after {step} of {run.num_steps} steps (data.epochs={run.data.epochs}), in "
-                    f"{seconds:.0f} s; results in {workdir}"
+                    f"{seconds:.0f} s; results in {home}"
                 )
                 return DONE
             if step < run.num_steps:
-                metrics.say(f"stopped at step {step} after a good save; the same command goes on from there: {workdir}")
+                metrics.say(f"stopped at step {step} after a good save; the same command goes on from there: {home}")
                 return STOPPED
-            metrics.say(f"done: {step} steps in {seconds:.0f} s; results in {workdir}")
+            metrics.say(f"done: {step} steps in {seconds:.0f} s; results in {home}")
     return DONE
 
 
@@ -261,9 +266,9 @@ class Loop:
             here = fed
             self.step += 1
             state, fed, stopping = self._one_step(state, here, batches, stop)
+            last = self.step == run.num_steps or stopping or self.data_ended
             # A save that is due waits for a step with good numbers; a stop waits for it, too.
-            due = due or stopping or self.data_ended or self.step == run.num_steps
-            due = due or _due(self.step, run.checkpoint.every_steps)
+            due = due or last or self.checkpoints.due(self.step)
             evaluate = _due(self.step, run.eval.every_steps)
             # Check the results before the state is saved or evaluated.
             if due or evaluate:
@@ -273,9 +278,9 @@ class Loop:
             if evaluate or (run.eval.every_steps is not None and (self.step == run.num_steps or self.data_ended)):
                 self._evaluate(state)
             if due and not self.bad_steps.in_doubt(self.step):
-                self._save(state, here)
+                self._save(state, here, last=last)
                 saved, due = self.step, False
-            self.checkpoints.check()
+            self.checkpoints.check(self.step)
             if stopping and saved == self.step:
                 self.data_ended = False
                 break
@@ -366,7 +371,7 @@ class Loop:
         self.context.metrics.evaluation(self.step, split, sets)
 
     @_phase("checkpoint")
-    def _save(self, state: TrainState, fed: Fed) -> None:
+    def _save(self, state: TrainState, fed: Fed, *, last: bool) -> None:
         """Saves the state, with the data state that resumes at the next batch.
 
         Raises:
@@ -381,7 +386,7 @@ class Loop:
                 "saved. Fix the files, and run again from the last checkpoint."
             )
         with jax.profiler.TraceAnnotation("jtrain:checkpoint"):
-            self.checkpoints.save(self.step, state, data_state, self.config_text)
+            self.checkpoints.save(self.step, state, data_state, self.config_text, last=last)
 
     @_phase("checkpoint")
     def _wait_for_saves(self) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,13 +34,17 @@ class RestartPoint:
     dataset: TextDataset
     data_may_change: bool
 
-    def newest(self, *, from_scratch: bool) -> tuple[int, TrainState, dict[str, Any] | None, tuple[str, ...]]:
+    def newest(
+        self, *, workdir: Path, from_scratch: bool
+    ) -> tuple[int, TrainState, dict[str, Any] | None, tuple[str, ...]]:
         """Reads the newest whole checkpoint; without any, makes the state before the first step.
+
+        workdir: folder of the run's history, which is moved aside if `from_scratch` gives up all checkpoints.
 
         Returns:
           Its step (0 for the start), the state, the data state (None for the start), and lines for the user to read.
         """
-        found = self.checkpoints.start(self._like, from_scratch=from_scratch)
+        found = self.checkpoints.start(self._like, workdir=workdir, from_scratch=from_scratch)
         if found.state is None:
             return 0, *self.state_at(0), found.said
         assert found.data_state is not None

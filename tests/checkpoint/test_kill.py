@@ -134,8 +134,8 @@ def savers() -> Iterator[Savers]:
 @pytest.mark.parametrize(
     ("instant", "newest", "remains"),
     [
-        ("before-hashing", 2, ("3.orbax-checkpoint-tmp",)),
-        ("after-the-manifest", 2, ("3.orbax-checkpoint-tmp",)),
+        ("before-hashing", 2, ("3.2.orbax-checkpoint-tmp",)),
+        ("after-the-manifest", 2, ("3.2.orbax-checkpoint-tmp",)),
         ("after-the-rename", 3, ()),
         ("within-a-deletion", 3, ("1.deleted",)),
     ],

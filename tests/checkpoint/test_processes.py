@@ -40,12 +40,29 @@ def state(step):
     }
 
 said = {"agree": [*agree(False), *agree(jax.process_index() == 1), *agree(True)]}
-checkpoints = Checkpoints(Path(sys.argv[1]), CheckpointSpec(keep_last=2))
+checkpoints = Checkpoints(Path(sys.argv[1]), CheckpointSpec(keep_last=2, every_steps=1 << 20))
 said["first"] = checkpoints.latest_step()
 for step in (1, 2, 3):
     checkpoints.save(step, state(step), {"next": step}, "config")
 checkpoints.wait()
 said["again"] = checkpoints.save(3, state(3), {}, "")
+
+# The disk of process 1 is full, as a limit on the size of its files. All learn it, and all save again together.
+import resource
+lines = []
+checkpoints.say_with(lines.append)
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+if jax.process_index() == 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))
+checkpoints.save(4, state(4), {"next": 4}, "config")
+step = 4
+while not checkpoints.due(step):
+    checkpoints.check(step)
+    step += 1
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+said["again_at"] = step
+said["kept"] = checkpoints.steps()
+said["warned"] = lines
 said["latest"] = checkpoints.latest_step()
 like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), state(3))
 got, data_state = checkpoints.restore(3, like)
@@ -89,9 +106,12 @@ def test_two_processes_write_and_read_one_checkpoint(tmp_path: Path) -> None:
     outputs = [process.communicate(timeout=180) for process in processes]
     for process, (_, errors) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, errors
-    for output, _ in outputs:
-        said = json.loads(output.splitlines()[-1])
+    found = [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    assert found[0].pop("again_at") == found[1].pop("again_at") > 4 + (1 << 16), "the same step in both"
+    for said in found:
         error = said.pop("error")
+        (warning,) = said.pop("warned")
+        assert "step 4 (process 1 of 2: OSError: [Errno 27] File too large" in warning
         assert "checkpoints/3 is damaged" in error
         assert "step 2 is intact" in error
         assert said == {
@@ -101,12 +121,14 @@ def test_two_processes_write_and_read_one_checkpoint(tmp_path: Path) -> None:
             "latest": 3,
             "equal": True,
             "data": {"next": 3},
+            "kept": [2, 3],
         }
 
     checkpoints = Checkpoints(tmp_path, CheckpointSpec())
     assert checkpoints.steps() == (2, 3)
     manifest = files.read_manifest(checkpoints.folder / "2")
-    assert any("process_1" in name for name in manifest.files), "the second process must have written, too"
+    split = [name for name in manifest.files if name.startswith("state/params.split/c.")]
+    assert len(split) == 8, "both processes must have written their shards"
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = {"split": (64, 256), "whole": (8, 256)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device) for name, shape in shapes.items()}

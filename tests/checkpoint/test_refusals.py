@@ -158,5 +158,5 @@ def test_a_full_disk_is_one_clear_error_and_costs_no_checkpoint(
         assert ("No space left on device" if on_disk else "File too large") in line
         assert "The state has 0.02 GiB" in line
         assert "choose another --workdir" in line
-        assert line.endswith("Earlier checkpoints are untouched: steps 1.")
+        assert line.endswith("Earlier checkpoints are untouched: steps 1. The same command goes on from step 1.")
     assert lines[2] == "['4']"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import psutil
 import pytest
 
@@ -105,35 +106,13 @@ def test_a_save_that_fails_leaves_the_earlier_ones_and_no_remains(
         ):
             checkpoints.wait()
         assert [path.name for path in checkpoints.folder.iterdir()] == ["1"]
-        checkpoints.check()  # each error is raised once
+        checkpoints.check(2)  # each error is raised once
         monkeypatch.setattr(files, "seal", seal)
         got, _ = checkpoints.restore(1, like)
         assert bits_of(got) == bits_of(fill(like, 1))
         checkpoints.save(3, fill(like, 3), {}, "")
         checkpoints.wait()
         assert checkpoints.steps() == (3,)
-
-
-def test_check_raises_a_background_failure_without_waiting(
-    tmp_path: Path, make_like: MakeLike, fill: Fill, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loop can check at every logged step instead of finding out at the next save."""
-    failed = threading.Event()
-
-    def fails(path: Path, **kw: Any) -> None:
-        failed.set()
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(files, "seal", fails)
-    checkpoints = Checkpoints(tmp_path, CheckpointSpec())
-    checkpoints.check()
-    checkpoints.save(1, fill(make_like({}), 1), {}, "")
-    assert failed.wait(60)
-    with pytest.raises(CheckpointError, match=r"No checkpoint was written before"):  # noqa: PT012
-        for _ in range(600):
-            checkpoints.check()
-            threading.Event().wait(0.1)
-    checkpoints.close()
 
 
 def test_remains_of_killed_saves_are_swept_and_never_counted(tmp_path: Path, make_like: MakeLike, fill: Fill) -> None:
@@ -170,7 +149,7 @@ def test_the_manifest_lists_every_leaf_and_every_file(tmp_path: Path, make_like:
     path = checkpoints.folder / "1"
     manifest = files.read_manifest(path)
     there = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
-    assert there - set(manifest.files) == {"manifest.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
+    assert there - set(manifest.files) == {"manifest.json"}
     assert set(manifest.files) < there
     assert len(manifest.leaves) == len(jax.tree.leaves(like))
     assert str(manifest.leaves["params.layers.attention.q_DNH"]) == "float32[2,64,4,16]"
@@ -193,16 +172,59 @@ def test_a_spec_out_of_range_is_refused(fields: dict[str, int], message: str) ->
         CheckpointSpec(**fields)
 
 
-def test_saves_do_not_pile_up_in_host_memory(tmp_path: Path) -> None:
-    """A leak of one state per save would be 512 MiB here; the allocator keeps only a few states."""
+@pytest.mark.parametrize("saves", [4, pytest.param(50, marks=pytest.mark.slow)])
+def test_saves_keep_no_host_memory(tmp_path: Path, saves: int) -> None:
+    """A state of 64 MiB leaves less than 0.3 of itself behind, after one save as after the last."""
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 1.5, tree), donate_argnums=0)
-    state = {"params": {f"w{i}": jax.numpy.full((1024, 1024), i, "float32") for i in range(8)}}
+    state = {"params": {f"w{i}": jax.numpy.full((2048, 1024), i, "float32") for i in range(8)}}
+    state = jax.block_until_ready(step(state))
     rss_mib: list[float] = []
     with Checkpoints(tmp_path, CheckpointSpec(keep_last=1)) as checkpoints:
-        for saved in range(1, 25):
+        checkpoints.save(1, state, {}, "")  # imports, threads and their memory
+        checkpoints.wait()
+        for saved in range(2, saves + 2):
             checkpoints.save(saved, state, {}, "")
             state = jax.block_until_ready(step(state))
             checkpoints.wait()
             rss_mib.append(psutil.Process().memory_info().rss / 2**20)
-        assert checkpoints.steps() == (24,)
-    assert rss_mib[-1] - rss_mib[7] < 128, rss_mib
+        assert checkpoints.steps() == (saves + 1,)
+    assert max(rss_mib) - rss_mib[0] < 0.3 * 64, rss_mib
+
+
+def test_a_save_does_not_make_the_next_step_copy_the_state(tmp_path: Path) -> None:
+    """XLA copies a donated array that someone else still reads; after a save, the step reuses the same memory."""
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    state = jax.block_until_ready(step({"w": jax.numpy.zeros((512, 1024))}))
+    address = state["w"].unsafe_buffer_pointer()
+    with Checkpoints(tmp_path, CheckpointSpec()) as checkpoints:
+        checkpoints.save(1, state, {}, "")
+        state = jax.block_until_ready(step(state))
+        assert state["w"].unsafe_buffer_pointer() == address
+        kept = jax.numpy.asarray(state["w"]).addressable_data(0).__array__()
+        state = jax.block_until_ready(step(state))
+        assert state["w"].unsafe_buffer_pointer() != address, "a reader must cause a copy, or this proves nothing"
+        assert kept[0, 0] == 2
+
+
+@pytest.mark.smoke
+def test_orbax_alone_reads_a_checkpoint(tmp_path: Path) -> None:
+    """Without jtrain and without being told shapes: any dtype, scalars, and shards of several chunks."""
+    import orbax.checkpoint as ocp
+
+    state = {
+        "step": jax.numpy.int32(7),
+        "params": {
+            "bf16": jax.numpy.arange(6, dtype="bfloat16").reshape(2, 3),
+            "fp8": jax.numpy.ones((4,), "float8_e4m3fn"),
+            "long": jax.numpy.arange(3 << 20, dtype="float32").reshape(3, -1),
+        },
+    }
+    with Checkpoints(tmp_path, CheckpointSpec()) as checkpoints:
+        checkpoints.save(1, state, {}, "")
+        checkpoints.wait()
+    with ocp.StandardCheckpointer() as reader:
+        got = reader.restore(checkpoints.folder / "1" / files.STATE)
+    assert jax.tree.structure(got) == jax.tree.structure(state)
+    for here, there in zip(jax.tree.leaves(got), jax.tree.leaves(state), strict=True):
+        assert here.dtype == there.dtype
+        assert np.asarray(here).tobytes() == np.asarray(there).tobytes()

@@ -12,7 +12,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
 
@@ -22,13 +22,14 @@ REPOSITORY = "team/corpus"
 
 @dataclasses.dataclass
 class Request:
-    """Request of a client: method, path, query, and the byte range it wanted."""
+    """Request of a client: method, path, query, the byte range it wanted or sent, and what it sent."""
 
     method: str
     path: str
     query: dict[str, str]
     range: str | None
     token: str | None
+    body: bytes = b""
 
 
 Reply = tuple[int, dict[str, str], bytes]
@@ -60,7 +61,7 @@ class Store:
             return missing(name)
         content = self.files[name]
         etag = hashlib.md5(content).hexdigest()
-        headers = {"ETag": f'"{etag}"', "Accept-Ranges": "bytes" if self.ranges else "none"}
+        headers = {"ETag": f'"{etag}"', "Accept-Ranges": "bytes" if self.ranges else "none", "x-goog-generation": "1"}
         if request.range and self.ranges:
             first, _, last = request.range.removeprefix("bytes=").partition("-")
             start, end = int(first), min(int(last or len(content) - 1) + 1, len(content))
@@ -91,7 +92,9 @@ def _serve(store: Store, answer: Callable[[Store, Request], Reply]) -> Iterator[
             parts = urlsplit(self.path)
             query = {key: values[0] for key, values in parse_qs(parts.query).items()}
             token = self.headers.get("Authorization")
-            request = Request(self.command, unquote(parts.path), query, self.headers.get("Range"), token)
+            sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            wanted = self.headers.get("Range") or self.headers.get("Content-Range")
+            request = Request(self.command, unquote(parts.path), query, wanted, token, sent)
             store.requests.append(request)
             status, headers, body = (store.refuse, {}, b"{}") if store.refuse else answer(store, request)
             fault = store.faults.pop(0) if store.faults and self.command == "GET" else None
@@ -110,7 +113,7 @@ def _serve(store: Store, answer: Callable[[Store, Request], Reply]) -> Iterator[
                 self.wfile.write(body[: len(body) // 2] if fault == "cut" else body)
             self.close_connection = self.close_connection or fault == "cut"
 
-        do_HEAD = do_GET
+        do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -182,7 +185,7 @@ def s3_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 @contextlib.contextmanager
 def gs_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """JSON API of Google Cloud Storage."""
+    """JSON API of Google Cloud Storage, as far as gcsfs and TensorStore need it."""
     # Read at import: asks the service by gRPC what kind of bucket it is, which no emulator answers.
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     import gcsfs
@@ -190,10 +193,42 @@ def gs_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     def entry(store: Store, name: str) -> dict[str, Any]:
         content = store.files[name]
         etag = hashlib.md5(content).hexdigest()
-        return {"kind": "storage#object", "bucket": BUCKET, "name": name, "size": str(len(content)), "etag": etag}
+        names = {"kind": "storage#object", "bucket": BUCKET, "name": name}
+        return names | {"size": str(len(content)), "etag": etag, "generation": "1"}
+
+    def write(store: Store, request: Request) -> Reply:
+        objects = f"/storage/v1/b/{BUCKET}/o"
+        if request.method == "DELETE":
+            name = request.path.removeprefix(objects + "/")
+            return missing(name) if store.files.pop(name, None) is None else (204, {}, b"")
+        if request.path.startswith("/resumed/"):
+            name = request.path.removeprefix("/resumed/")
+            parts[name] = parts.get(name, b"") + request.body
+            if request.range and request.range.endswith("/*"):
+                return 308, {"Range": f"bytes=0-{len(parts[name]) - 1}"}, b""
+            store.files[name] = parts.pop(name)
+            return as_json(entry(store, name))
+        if request.path == f"/upload{objects}":
+            name, content = request.query.get("name", ""), request.body
+            if request.query["uploadType"] == "resumable":
+                name = json.loads(request.body)["name"]
+                return 200, {"Location": f"{addresses[0]}/resumed/{quote(name)}"}, b""
+            if request.query["uploadType"] == "multipart":  # as gcsfs writes it: two parts between lines of --==0==
+                _, about, part = request.body.removesuffix(b"\n--==0==--").split(b"--==0==\n", 2)
+                name = json.loads(about.partition(b"\n\n")[2])["name"]
+                content = part.partition(b"\n\n")[2]
+            store.files[name] = content
+            return as_json(entry(store, name))
+        source, _, target = request.path.removeprefix(objects + "/").partition(f"/rewriteTo/b/{BUCKET}/o/")
+        if source not in store.files or not target:
+            return missing(request.path)
+        store.files[target] = store.files[source]
+        return as_json({"done": True, "resource": entry(store, target)})
 
     def answer(store: Store, request: Request) -> Reply:
         objects = f"/storage/v1/b/{BUCKET}/o"
+        if request.method in ("POST", "PUT", "DELETE"):
+            return write(store, request)
         path, query = request.path.removeprefix("/download"), request.query
         if path == objects:
             prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
@@ -213,8 +248,13 @@ def gs_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         return as_json(entry(store, name))
 
     store = Store(f"gs://{BUCKET}", {})
+    parts: dict[str, bytes] = {}
+    addresses: list[str] = []
     with _serve(store, answer) as address:
+        addresses.append(address)
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
+        monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "test")
         gcsfs.GCSFileSystem.clear_instance_cache()
         yield store
         gcsfs.GCSFileSystem.clear_instance_cache()

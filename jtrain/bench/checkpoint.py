@@ -1,0 +1,107 @@
+"""Stall, slower steps, seconds until durable and host memory of a save, beside plain Orbax and torch's async DCP.
+
+    python -m jtrain.bench checkpoint --torch-python T/bin/python
+
+The same state in three processes, one after the other: 110 million parameters with both moments of Adam in float32
+(1.3 GB), and 1.8 million. Each step multiplies matrices and updates the whole state, which it donates. Orbax is its
+AsyncCheckpointer with StandardSave, torch its `async_save`, both with their defaults; neither hashes what it writes nor
+reads it back, and jtrain does both.
+
+The stall is the time of `save` and that by which the steps are longer than usual, until nothing of the save runs any
+more: a save that returns at once may still make the next step copy the state. Durable is when the checkpoint has its
+final name. Memory is in units of the state, from before the first save.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from jtrain.bench import Row, data_sources, row
+from jtrain.checkpoint import CheckpointSpec
+from jtrain.errors import UserError
+
+SIZES = ("100M", "small")
+PEERS = {"orbax": "Orbax", "torch": "torch's async DCP"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument(
+        "--torch-python",
+        default=os.environ.get("PEER_TORCH_PYTHON"),
+        help="interpreter that has torch; or $PEER_TORCH_PYTHON",
+    )
+    parser.add_argument("--saves", type=int, default=5, help="timed saves of each; their median counts (default: 5)")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES, help="states to save (default: both)")
+    parser.add_argument("--folder", type=Path, help="where to save (default: the folder for temporary files)")
+
+
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    """Rows of each size.
+
+    Raises:
+      UserError: no interpreter with torch was given, or the peers' programs are not here.
+    """
+    python = args.torch_python
+    if python is None or subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode:
+        wrong = f"{python} cannot import it" if python else "no interpreter that has it was given"
+        raise UserError(
+            f"checkpoint compares with torch, but {wrong}. Make one with `{data_sources.INSTALL}`, then give "
+            "--torch-python or PEER_TORCH_PYTHON."
+        )
+    interval = CheckpointSpec().every_steps
+    assert interval is not None
+    for size in args.sizes:
+        found = {
+            program: figures(program, size, saves=args.saves, python=python, folder=args.folder)
+            for program in ("jtrain", *PEERS)
+        }
+        ours = found["jtrain"]
+        share = stall_s(ours) / (interval * ours["step_s"])
+        yield row(f"{size}: stall, of {interval} steps, the default interval", share, "", bar="<= 0.05")
+        for peer, name in PEERS.items():
+            theirs = found[peer]
+            yield row(f"{size}: stall, against {name}", stall_s(ours), "s", baseline=stall_s(theirs), bar="< 1")
+            yield row(f"{size}: until durable, against {name}", ours["durable_s"], "s", baseline=theirs["durable_s"],
+                      bar="< 1")  # fmt: skip
+        yield row(f"{size}: host memory at rest after {args.saves + 1} saves", ours["rest_states"], "states",
+                  bar="<= 0.3")  # fmt: skip
+        yield row(f"{size}: host memory at most, during a save", ours["peak_states"], "states", bar="<= 1.3")
+        yield row(f"{size}: host memory, last save against the first", ours["grown_states"], "states", bar="<= 0.05")
+        for program, theirs in found.items():
+            for key, what in (
+                ("step_s", "usual step"),
+                ("save_s", "save() returns after"),
+                ("first_step_s", "longer first step"),
+                ("slower_s", "longer steps, all"),
+                ("durable_s", "until durable"),
+            ):
+                yield row(f"{size}: {program}, {what}", theirs[key], "s")
+            if program in PEERS:
+                yield row(f"{size}: {program}, host memory at rest", theirs["rest_states"], "states")
+                yield row(f"{size}: {program}, host memory at most", theirs["peak_states"], "states")
+
+
+def stall_s(figures: dict[str, float]) -> float:
+    """Seconds by which a save makes training longer."""
+    return figures["save_s"] + figures["slower_s"]
+
+
+def figures(program: str, size: str, *, saves: int, python: str, folder: Path | None) -> dict[str, float]:
+    """Runs one program in a process of its own; returns what it measured."""
+    script = data_sources.peer_program("checkpoint_torch" if program == "torch" else "checkpoint_jax")
+    interpreter = python if program == "torch" else sys.executable
+    os.sync()  # what others have written does not count
+    with tempfile.TemporaryDirectory(dir=folder) as target:
+        command = [interpreter, str(script), "--program", program, "--size", size, "--folder", f"{target}/run"]
+        command += ["--saves", str(saves)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"it ended, exit code {done.returncode}: {shlex.join(command)}\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,101 @@
+"""Saves by jtrain, or by plain Orbax with its defaults, beside steps on the CPU: one side of `bench checkpoint`."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import checkpoint_measure
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def main() -> None:
+    """Measures one program and prints its figures."""
+    args = checkpoint_measure.arguments()
+    if args.program == "jtrain":
+        from jtrain_kernels.host_memory import keep_freed_memory
+
+        keep_freed_memory()  # as every run of jtrain on a CPU does
+    import jax
+    import jax.numpy as jnp
+
+    shapes = checkpoint_measure.shapes(args.size)
+    state: dict[str, Any] = {
+        kind: {name: jnp.full(shape, 0.5, jnp.float32) for name, shape in shapes.items()}
+        for kind in ("params", "mu", "nu")
+    }
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    matrix = jnp.full((checkpoint_measure.MATMUL,) * 2, 1e-3, jnp.float32)
+
+    def update(state: Any, matrix: jax.Array) -> Any:
+        product = jax.lax.fori_loop(0, args.matmuls, lambda _, x: (x @ matrix) * 1e-3, matrix)
+        gradient = product[0, 0]
+        mu = jax.tree.map(lambda m: 0.9 * m + 0.1 * gradient, state["mu"])
+        nu = jax.tree.map(lambda v: 0.95 * v + 0.05 * gradient**2, state["nu"])
+        params = jax.tree.map(lambda p, m, v: p - 1e-6 * m / (jnp.sqrt(v) + 1e-8), state["params"], mu, nu)
+        return {"params": params, "mu": mu, "nu": nu}
+
+    compiled = jax.jit(update, donate_argnums=0)
+
+    def step() -> None:
+        nonlocal state
+        state = jax.block_until_ready(compiled(state, matrix))
+
+    saver = _jtrain if args.program == "jtrain" else _orbax
+    save, durable, ended, close = saver(args.folder)
+    checkpoint_measure.measure(
+        state_bytes=state_bytes,
+        step=step,
+        save=lambda number: save(number, state),
+        durable=durable,
+        ended=ended,
+        saves=args.saves,
+    )
+    close()
+
+
+def _jtrain(folder: Path) -> tuple[Any, ...]:
+    from jtrain.checkpoint import Checkpoints, CheckpointSpec
+
+    checkpoints = Checkpoints(folder, CheckpointSpec(keep_last=1))
+    checkpoints.prepare()
+
+    def ended() -> bool:
+        task = checkpoints._saves._task
+        return task is None or task.ended
+
+    return (
+        lambda number, state: checkpoints.save(number, state, {}, ""),
+        lambda number: (checkpoints.folder / str(number)).exists(),
+        ended,
+        checkpoints.close,
+    )
+
+
+def _orbax(folder: Path) -> tuple[Any, ...]:
+    import shutil
+
+    import orbax.checkpoint as ocp
+
+    writer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+
+    def save(number: int, state: Any) -> None:
+        writer.save((folder / str(number)).absolute(), args=ocp.args.StandardSave(state))
+
+    def durable(number: int) -> bool:
+        return (folder / str(number)).exists()
+
+    def ended() -> bool:
+        running = writer._async_manager._thread
+        if running is not None and running.is_alive():
+            return False
+        for older in sorted(folder.iterdir(), key=lambda path: int(path.name))[:-1]:
+            shutil.rmtree(older)  # keeps one, as jtrain does here
+        return True
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return save, durable, ended, writer.close
+
+
+if __name__ == "__main__":
+    main()

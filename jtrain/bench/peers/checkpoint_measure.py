@@ -1,0 +1,145 @@
+"""How a save slows training down, and what memory it takes: measured alike for jtrain, Orbax and torch.
+
+Standard library only: the programs that import it run in different environments.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+STEPS_BEFORE = 7
+"""Steps before each save, whose median the steps after it are compared with."""
+STEPS_AFTER = 3
+"""Steps after the background work of a save has ended, which still count."""
+MATMUL = 1024
+"""Size of the square matrices that a step multiplies, beside updating the state."""
+
+
+def shapes(size: str) -> dict[str, tuple[int, ...]]:
+    """Returns the parameters of a transformer of stacked layers: 110 million (`100M`) or 1.8 million (`small`)."""
+    layers, d_model, vocab = {"100M": (12, 768, 32_000), "small": (2, 256, 1_024)}[size]
+    attention = {f"attention_{name}": (layers, d_model, d_model) for name in "qkvo"}
+    return {
+        "embed": (vocab, d_model),
+        **attention,
+        "mlp_in": (layers, d_model, 4 * d_model),
+        "mlp_out": (layers, 4 * d_model, d_model),
+        "norm": (layers, d_model),
+    }
+
+
+def arguments() -> argparse.Namespace:
+    """Options of each program."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--program", required=True)
+    parser.add_argument("--size", choices=("100M", "small"), required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--saves", type=int, required=True)
+    parser.add_argument("--matmuls", type=int, default=12, help="matrices that a step multiplies")
+    return parser.parse_args()
+
+
+class _Memory:
+    """Highest resident memory of this process, sampled every 2 ms."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            self.peak_bytes = max(self.peak_bytes, resident_bytes())
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def resident_bytes() -> int:
+    """Returns the resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def _durable_s(durable: Callable[[], bool]) -> Iterator[list[float]]:
+    """Yields a list that gets the seconds after which `durable` was first true."""
+    start = time.perf_counter()
+    found: list[float] = []
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.002):
+            if durable():
+                found.append(time.perf_counter() - start)
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        thread.join(timeout=60)
+        stop.set()
+
+
+def measure(
+    *,
+    state_bytes: int,
+    step: Callable[[], None],
+    save: Callable[[int], None],
+    durable: Callable[[int], bool],
+    ended: Callable[[], bool],
+    saves: int,
+) -> None:
+    """Runs steps and saves, and prints the figures as one line of JSON.
+
+    The first save is not timed: it imports and compiles. Its memory counts.
+
+    Args:
+      step: runs one step and waits for it.
+      save: starts the save of this number.
+      durable: true when the save of this number has its final name.
+      ended: true when nothing of the last save runs any more.
+    """
+
+    def timed() -> float:
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+
+    for _ in range(3):
+        step()
+    before_bytes = resident_bytes()
+    memory = _Memory()
+    rows = []
+    rest = []
+    for number in range(saves + 1):
+        usual_s = statistics.median(timed() for _ in range(STEPS_BEFORE))
+        with _durable_s(lambda number=number: durable(number)) as durable_s:
+            start = time.perf_counter()
+            save(number)
+            save_s = time.perf_counter() - start
+            after_s = [timed()]
+            while not ended():
+                after_s.append(timed())
+            after_s += [timed() for _ in range(STEPS_AFTER)]
+        rest.append((resident_bytes() - before_bytes) / state_bytes)
+        rows.append({
+            "step_s": usual_s,
+            "save_s": save_s,
+            "first_step_s": after_s[0] - usual_s,
+            "slower_s": sum(after_s) - usual_s * len(after_s),
+            "durable_s": durable_s[0],
+        })  # fmt: skip
+    memory.stop()
+    figures = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
+    peak = (memory.peak_bytes - before_bytes) / state_bytes
+    print(json.dumps({**figures, "rest_states": rest[-1], "grown_states": rest[-1] - rest[0], "peak_states": peak}))

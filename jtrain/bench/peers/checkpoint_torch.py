@@ -1,0 +1,65 @@
+"""Saves by torch's `distributed.checkpoint.async_save` beside steps on the CPU: one side of `bench checkpoint`.
+
+Runs in the peers' environment, which setup.sh makes; jtrain is not installed there.
+"""
+
+import os
+import shutil
+from concurrent.futures import Future
+from typing import Any
+
+import checkpoint_measure
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+
+def main() -> None:
+    """Measures async_save with its defaults and prints the figures."""
+    args = checkpoint_measure.arguments()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    args.folder.mkdir(parents=True, exist_ok=True)
+    dist.init_process_group("gloo", init_method=f"file://{args.folder}/group", rank=0, world_size=1)
+    shapes = checkpoint_measure.shapes(args.size)
+    state = {kind: {name: torch.full(shape, 0.5) for name, shape in shapes.items()} for kind in ("params", "mu", "nu")}
+    state_bytes = sum(tensor.nbytes for kind in state.values() for tensor in kind.values())
+    matrix = torch.full((checkpoint_measure.MATMUL,) * 2, 1e-3)
+
+    def step() -> None:
+        product = matrix
+        for _ in range(args.matmuls):
+            product = (product @ matrix) * 1e-3
+        gradient = product[0, 0]
+        for name, mu in state["mu"].items():
+            nu = state["nu"][name]
+            mu.mul_(0.9).add_(0.1 * gradient)
+            nu.mul_(0.95).add_(0.05 * gradient**2)
+            state["params"][name].addcdiv_(mu, nu.sqrt().add_(1e-8), value=-1e-6)
+
+    running: list[Future[Any]] = []
+
+    def save(number: int) -> None:
+        running[:] = [dcp.async_save(state, checkpoint_id=args.folder / str(number))]
+
+    def ended() -> bool:
+        if not running[0].done():
+            return False
+        running[0].result()
+        saved = [path for path in args.folder.iterdir() if path.name.isdecimal()]
+        for older in sorted(saved, key=lambda path: int(path.name))[:-1]:
+            shutil.rmtree(older)  # keeps one, as jtrain does here
+        return True
+
+    checkpoint_measure.measure(
+        state_bytes=state_bytes,
+        step=step,
+        save=save,
+        durable=lambda _: bool(running) and running[0].done(),
+        ended=ended,
+        saves=args.saves,
+    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

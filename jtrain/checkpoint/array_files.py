@@ -1,0 +1,125 @@
+"""Files of the arrays of a checkpoint: zarr version 3 without compression, in the layout that Orbax reads.
+
+    state/_METADATA, _sharding         Orbax's lists of the leaves and of how they were sharded
+    state/params.layers.q/zarr.json    shape, dtype and chunk shape of one leaf
+    state/params.layers.q/c.0.3        one chunk of it: its elements in C order, little-endian, and nothing else
+
+A chunk is a contiguous part of one device's shard, so a file is written straight from the memory of the shard and its
+hash is known without reading it back. Orbax's own writer would put all arrays of a process into a few OCDBT files; it
+holds them in memory until they are complete, and their hashes are known only after reading them.
+"""
+
+import base64
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+CHUNK_BYTES = 64 << 20
+"""Largest chunk, where the dimensions have divisors that allow it. A restore in another layout reads whole chunks to
+get its part; without a limit, the stacked weights of all layers would be one chunk per shard, of many GB."""
+
+LEAVES = "_METADATA"
+"""Orbax's list of the leaves."""
+SHARDINGS = "_sharding"
+"""Orbax's list of how the leaves were sharded."""
+SHAPE = "zarr.json"
+"""Shape, dtype and chunk shape of a leaf."""
+CHUNK = "c"
+"""Start of the names of the chunks of a leaf."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """One file, and the bytes of a shard that it holds.
+
+    name: file name within the directory of the leaf.
+    """
+
+    name: str
+    start_byte: int
+    num_bytes: int
+
+
+def chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Returns the shape of the chunks into which a shard of this shape is divided, each contiguous in C order.
+
+    Every dimension of a chunk divides the shard's. A dimension without a fitting divisor, such as a large prime, stays
+    larger than `CHUNK_BYTES` rather than fall into very many small files.
+    """
+    shape = [max(1, dim) for dim in shard_shape]
+    for dim, size in enumerate(shape):
+        one_bytes = math.prod(shape[dim + 1 :]) * itemsize  # of one index of this dimension; earlier ones are 1
+        if size * one_bytes <= CHUNK_BYTES:
+            break
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        fitting = max((d for d in divisors if d * one_bytes <= CHUNK_BYTES), default=1)
+        if fitting == 1 and one_bytes > CHUNK_BYTES:
+            shape[dim] = 1  # and the next dimension is divided, too
+            continue
+        if fitting * one_bytes * 16 < CHUNK_BYTES:
+            fitting = min(d for d in divisors if d > fitting)
+        shape[dim] = fitting
+        break
+    return tuple(shape)
+
+
+def chunks(shard_shape: tuple[int, ...], start: tuple[int, ...], itemsize: int) -> Iterator[Chunk]:
+    """Yields the files of one shard, in the order of its memory.
+
+    start: index of the shard's first element in the whole array.
+    """
+    if 0 in shard_shape:
+        return
+    shape = chunk_shape(shard_shape, itemsize)
+    num_bytes = math.prod(shape) * itemsize
+    grid = [range(size // chunk) for size, chunk in zip(shard_shape, shape, strict=True)]
+    first = [begin // chunk for begin, chunk in zip(start, shape, strict=True)]
+    for number, index in enumerate(itertools.product(*grid)):
+        name = ".".join([CHUNK, *(str(begin + here) for begin, here in zip(first, index, strict=True))])
+        yield Chunk(name, number * num_bytes, num_bytes)
+
+
+def leaf_metadata(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: np.dtype) -> bytes:
+    """Returns the zarr.json of a leaf, as TensorStore writes it."""
+    import tensorstore as ts
+
+    metadata = {
+        "shape": list(shape),
+        "data_type": dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+    }
+    shared = ts.Context()  # both see one store in memory
+    memory = ts.KvStore.open({"driver": "memory"}, context=shared).result()
+    ts.open(
+        {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata}, create=True, context=shared
+    ).result()
+    return memory.read(SHAPE).result().value
+
+
+def lists(shardings: Mapping[tuple[str, ...], str]) -> dict[str, bytes]:
+    """Returns Orbax's files beside the leaves: the list of them, and the shardings that a restore takes by default.
+
+    shardings: keys of each leaf, all of dicts -> its sharding as Orbax notes it.
+    """
+    tree = {
+        str(keys): {
+            "key_metadata": [{"key": key, "key_type": 2} for key in keys],  # 2: key of a dict
+            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
+        }
+        for keys in shardings
+    }
+    body = {
+        "tree_metadata": tree,
+        "use_ocdbt": False,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    noted = {base64.b64encode(".".join(keys).encode()).decode(): text for keys, text in shardings.items()}
+    return {LEAVES: json.dumps(body).encode(), SHARDINGS: json.dumps(noted).encode()}

@@ -1,0 +1,207 @@
+"""One save: runs in the background of all processes at the same time, and has the same result in all of them.
+
+    every process   writes its part, hashed, to `<step>.<attempt>.orbax-checkpoint-tmp`
+    process 0       hears from all, checks that it sees all files, writes the manifest, renames: this is the commit
+    every process   reads its share of the files back from their final place
+    process 0       hears from all, then deletes older checkpoints; or this one, if it is not what was written
+
+The processes tell each other through the coordination service. One whose disk is full says so at once, and the others
+do not wait for it.
+"""
+
+import contextlib
+import dataclasses
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from jtrain.checkpoint import array_writer, files, folders
+from jtrain.checkpoint.array_writer import Leaf
+from jtrain.checkpoint.files import CheckpointError, ManifestLeaf
+from jtrain.checkpoint.host_copy import HostShard
+from jtrain.runtime import atomic_io, multihost
+from jtrain.runtime.exchange import Exchange
+from jtrain.runtime.store_paths import in_store
+
+PATIENCE_S = 900.0
+"""How long process 0 waits, after its own part, for the others to say how theirs went."""
+
+_MAX_NAMED = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What a save writes, apart from the bytes of the arrays."""
+
+    step: int
+    leaves: dict[str, ManifestLeaf]
+    described: list[Leaf]
+    data: str
+    config: str
+
+
+class SaveTask:
+    """A save in the background.
+
+    failure: None, or why there is no new checkpoint; valid when `ended`.
+    warning: None, or what went wrong after the checkpoint was safe; in process 0.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        contents: Contents,
+        shards: list[HostShard],
+        *,
+        attempt: int,
+        failed: str | None,
+        prune: Callable[[], None],
+    ) -> None:
+        """Starts the save.
+
+        Args:
+          shards: this process's part; emptied as it is written.
+          attempt: number of this save, the same in all processes and of no other save of this run.
+          failed: why this process has no part to write.
+          prune: deletes surplus checkpoints.
+        """
+        self.contents = contents
+        self.failure: str | None = None
+        self.warning: str | None = None
+        self._exchange = Exchange(f"checkpoint/{attempt}")
+        self._exchange_before = Exchange(f"checkpoint/{attempt - 1}")
+        self._folder = folder
+        self._final = folder / str(contents.step)
+        # A store has no renames, so that there the manifest alone tells a checkpoint from the remains of a save.
+        self._partial = self._final if in_store(folder) else folder / f"{contents.step}.{attempt}{files.PARTIAL}"
+        self._shards = shards
+        self._failed = failed
+        self._prune = prune
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self, seconds: float | None = None) -> None:
+        """Waits until the save has ended, or for so many seconds."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            self.failure = self._save()
+        except Exception as error:  # the coordination service is gone
+            self.failure = cause(error)
+
+    def _save(self) -> str | None:
+        failed, hashes = self._failed, {}
+        if failed is None:
+            described = self.contents.described if multihost.process_index() == 0 else []
+            failed, hashes = _attempt(
+                lambda: array_writer.write_arrays(self._partial, self._shards, described), otherwise={}
+            )
+        self._shards.clear()
+        self._exchange.tell("files", json.dumps(hashes))
+        if failure := self._together("written", failed, then=self._commit, otherwise=self._discard):
+            return failure
+        failed, _ = _attempt(self._read_back, otherwise=None)
+        return self._together("verified", failed, then=self._retire, otherwise=self._withdraw)
+
+    def _together(
+        self, topic: str, failed: str | None, *, then: Callable[[], None], otherwise: Callable[[], None]
+    ) -> str | None:
+        """Returns None or a failure, the same in all processes.
+
+        Process 0 runs `then` if no process failed, and `otherwise` if one did or `then` fails.
+        """
+        self._exchange.tell(topic, failed or "")
+        if multihost.process_index() == 0:
+            failure = self._heard(topic)
+            if failure is None:
+                failure, _ = _attempt(then, otherwise=None)
+            if failure is not None:
+                with contextlib.suppress(Exception):  # the next start removes what is left
+                    otherwise()
+            self._exchange.announce(topic, failure or "")
+        return self._exchange.announced(topic) or None
+
+    def _heard(self, topic: str) -> str | None:
+        """Waits for all processes; returns what the first one that failed said."""
+        heard = self._exchange.wait_for_all(topic, seconds=PATIENCE_S, enough="")
+        count = multihost.process_count()
+        for process, text in sorted(heard.items()):
+            if text:
+                return text if count == 1 else f"process {process} of {count}: {text}"
+        silent = [str(process) for process in range(count) if process not in heard]
+        if silent:
+            return f"no word from process {', '.join(silent[:_MAX_NAMED])} of {count} within {PATIENCE_S:.0f} s"
+        return None
+
+    def _commit(self) -> None:
+        contents = self.contents
+        self._exchange_before.forget()  # all processes are in this save, so none is in the one before
+        hashes = {}
+        for told in self._exchange.told("files").values():
+            hashes |= {name: (size, digest) for name, (size, digest) in json.loads(told).items()}
+        if missing := array_writer.incomplete(self._partial, hashes, contents.leaves):
+            raise CheckpointError(
+                f"{_listed(missing)}: all processes must write to one folder. Set --workdir to one that all hosts share"
+            )
+        files.seal(
+            self._partial,
+            step=contents.step,
+            leaves=contents.leaves,
+            data=contents.data,
+            config=contents.config,
+            hashes={name: digest for name, (_, digest) in hashes.items()},
+            processes=multihost.process_count(),
+        )
+        if not in_store(self._folder):
+            if self._final.exists():  # a directory without a manifest: a user's unfinished copy
+                files.delete(self._folder, contents.step)
+            self._partial.rename(self._final)
+            atomic_io.sync_directory(self._folder)
+        with contextlib.suppress(Exception):  # the note of an earlier commit serves as well
+            files.note_commit(self._folder, contents.step)
+
+    def _discard(self) -> None:
+        folders.remove(self._partial, first=files.MANIFEST)
+
+    def _read_back(self) -> None:
+        """Compares this process's share of the files in their final place with what was written."""
+        manifest = files.read_manifest(self._final)
+        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
+        share = by_size[multihost.process_index() :: multihost.process_count()]
+        if wrong := array_writer.differing(self._final, {name: manifest.files[name] for name in share}):
+            raise CheckpointError(f"the files were read back, and {_listed(wrong)}")
+
+    def _retire(self) -> None:
+        """Deletes older checkpoints, now that this one is known to be whole."""
+        try:
+            self._prune()
+        except OSError as error:
+            self.warning = f"older checkpoints in {self._folder} cannot be deleted ({cause(error)})"
+
+    def _withdraw(self) -> None:
+        """Deletes this checkpoint: its state is still in memory, and will be saved again."""
+        files.delete(self._folder, self.contents.step)
+
+
+def cause(error: Exception) -> str:
+    """Returns type and text of an error; the text alone where it was written for users."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _attempt[T](action: Callable[[], T], *, otherwise: T) -> tuple[str | None, T]:
+    """Returns None and the result of `action`, or why it failed and `otherwise`."""
+    try:
+        return None, action()
+    except Exception as error:  # of the disk, or of the device that an array is fetched from
+        return cause(error), otherwise
+
+
+def _listed(lines: list[str]) -> str:
+    more = f"; and {len(lines) - _MAX_NAMED} more" if len(lines) > _MAX_NAMED else ""
+    return "; ".join(lines[:_MAX_NAMED]) + more

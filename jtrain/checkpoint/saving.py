@@ -1,0 +1,217 @@
+"""Saves of one run: when they are due, their failures and retries. All processes make the same calls in the same order.
+
+A save that fails does not end the run: it is said once, loudly, and tried again after 1/16 of the interval between
+saves, then after 2/16, and so on. `checkpoint.max_failures` in a row end the run. The save at the end of a run has
+no later steps to wait for: it is tried again after seconds.
+"""
+
+import concurrent.futures
+import itertools
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jtrain.checkpoint import files
+from jtrain.checkpoint.files import CheckpointError
+from jtrain.runtime import multihost
+from jtrain.runtime.store_paths import in_store
+
+if TYPE_CHECKING:
+    from jtrain.checkpoint.host_copy import HostShard
+    from jtrain.checkpoint.save_task import SaveTask
+
+LAST_RETRY_S = 2.0
+"""Pause before the save at the end of a run is tried again; each next one is twice as long. Schedulers grant some 30 s
+between their warning and the end."""
+ABANDON_S = 60.0
+"""How long a run of several processes that ends by an error waits for its save in flight."""
+
+_FRACTION = 16
+_attempts = itertools.count()  # of all saves in this process; the same in all processes, which save together
+
+
+class Saves:
+    """Saves into `folder`, one at a time, in the background; see `Checkpoints` for what its methods promise.
+
+    say: prints a line for the user; called in the thread that trains.
+    """
+
+    def __init__(self, folder: Path, *, every_steps: int | None, max_failures: int, prune: Callable[[], None]) -> None:
+        self.folder = folder
+        self.say: Callable[[str], None] = _print
+        self._every_steps = every_steps
+        self._max_failures = max_failures
+        self._prune = prune
+        self._task: SaveTask | None = None
+        self._pool: concurrent.futures.Executor | None = None
+        self._failures = 0
+        self._retry_step: int | None = None
+        self._last: tuple[int, Any, str, str] | None = None
+
+    def prepare(self) -> None:
+        if self._pool is not None:
+            return
+        from jtrain.checkpoint import array_writer  # lazy, as everywhere here: imports orbax
+
+        try:
+            if multihost.process_index() == 0:
+                if not in_store(self.folder):
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    probe = self.folder / "writable.deleted"
+                    probe.mkdir(exist_ok=True)
+                    probe.rmdir()
+                files.sweep(self.folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder} cannot be written to ({type(error).__name__}: {error}).{self._room()}{self._kept()}"
+            ) from error
+        self._pool = array_writer.threads()
+
+    def due(self, step: int) -> bool:
+        every = self._every_steps
+        retry = self._retry_step is not None and step >= self._retry_step
+        return retry or (every is not None and step % every == 0)
+
+    def save(self, step: int, state: Any, data_state: dict[str, Any], config_text: str, *, last: bool) -> bool:
+        data = json.dumps(data_state, allow_nan=False)
+        self.prepare()
+        self.settle(step, fatal=not last)
+        if multihost.from_process_zero(np.asarray(step in files.steps(self.folder))):
+            self._failures, self._retry_step = 0, None
+            return False
+        self._last = (step, state, data, config_text) if last else None
+        self._start(step, state, data, config_text)
+        return True
+
+    def check(self, step: int) -> None:
+        if self._task is None or self._last is not None:
+            return
+        running = not self._task.ended
+        if multihost.process_count() > 1:
+            (running,) = multihost.agree(running)
+        if not running:
+            self.settle(step)
+
+    def settle(self, step: int | None = None, *, fatal: bool = True) -> None:
+        """Waits for the save in flight, if there is one. A failure is said and counted.
+
+        Args:
+          step: number of steps completed by now, from which the step of the next try is counted.
+          fatal: raises at the last failure of `max_failures` in a row.
+        """
+        task = self._joined()
+        if task is None:
+            return
+        if task.failure is None:
+            self._failures, self._retry_step = 0, None
+            return
+        self._failures += 1
+        pause = max(1, (self._every_steps or _FRACTION) // _FRACTION) * 2 ** (self._failures - 1)
+        self._retry_step = (task.contents.step if step is None else step) + pause
+        most = self._max_failures
+        if fatal and self._failures >= most:
+            times = "" if most == 1 else f" {most} saves in a row failed (checkpoint.max_failures={most})."
+            raise CheckpointError(f"{self._failed(task)}{times}{self._resumes()}")
+        self.say(
+            f"WARNING: {self._failed(task)} Training goes on, and the next try is after step {self._retry_step}: this "
+            f"was failure {self._failures}, and checkpoint.max_failures={most} in a row end the run."
+        )
+
+    def wait(self) -> None:
+        most = self._max_failures
+        for failures in itertools.count(1):
+            task = self._joined()
+            if task is None or task.failure is None:
+                break
+            if self._last is None or failures >= most:
+                self._last = None
+                times = f" It was tried {failures} times." if failures > 1 else ""
+                raise CheckpointError(f"{self._failed(task)}{times}{self._resumes()}")
+            pause = LAST_RETRY_S * 2 ** (failures - 1)
+            self.say(f"WARNING: {self._failed(task)} The next try is in {pause:.0f} s, {failures} of {most} failed.")
+            time.sleep(pause)
+            self._start(*self._last)
+        self._last = None
+
+    def close(self, *, abandon: bool) -> None:
+        """Ends the threads, after the save in flight.
+
+        abandon: gives a save of several processes `ABANDON_S`: the others may be gone, and it would never end.
+        """
+        try:
+            if not abandon:
+                self.wait()
+            elif self._task is not None:
+                self._task.join(ABANDON_S if multihost.process_count() > 1 else None)
+                task, self._task = self._task, None
+                if not task.ended or task.failure is not None:
+                    self.say(f"WARNING: {self._failed(task)}")
+        finally:
+            pool, self._pool = self._pool, None
+            if pool is not None:
+                pool.shutdown()
+
+    def _start(self, step: int, state: Any, data: str, config_text: str) -> None:
+        from jtrain.checkpoint import array_writer, host_copy, orbax_io, save_task
+
+        assert self._pool is not None
+        contents = save_task.Contents(step, orbax_io.leaves(state), array_writer.describe(state), data, config_text)
+        shards: list[HostShard] = []
+        failed = None
+        try:
+            shards = host_copy.copy_to_host(state, self._pool)
+        except OSError as error:  # no memory for the copy
+            failed = save_task.cause(error)
+        self._task = save_task.SaveTask(
+            self.folder, contents, shards, attempt=next(_attempts), failed=failed, prune=self._prune
+        )
+
+    def _joined(self) -> "SaveTask | None":
+        """Returns the save that was in flight, after its end."""
+        task, self._task = self._task, None
+        if task is None:
+            return None
+        task.join()
+        if task.warning is not None:
+            self.say(f"WARNING: {task.warning}.")
+        return task
+
+    def _failed(self, task: "SaveTask") -> str:
+        state_bytes = sum(leaf.bytes for leaf in task.contents.leaves.values())
+        why = task.failure or f"no end within {ABANDON_S:.0f} s"
+        return (
+            f"{self.folder} cannot take the checkpoint of step {task.contents.step} ({why}). The state has "
+            f"{_gib(state_bytes)},{self._room()}{self._kept()}"
+        )
+
+    def _room(self) -> str:
+        if in_store(self.folder):
+            return " Check the store and the credentials for it, or choose another --workdir."
+        there = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        free = _gib(shutil.disk_usage(there).free)
+        return f" {free} are free on this disk. Fix the cause, or choose another --workdir."
+
+    def _kept(self) -> str:
+        there = files.steps(self.folder)
+        if not there:
+            return " No checkpoint was written before."
+        return f" Earlier checkpoints are untouched: steps {', '.join(map(str, there))}."
+
+    def _resumes(self) -> str:
+        newest = max(files.steps(self.folder), default=0)
+        return f" The same command goes on from step {newest}."
+
+
+def _print(line: str) -> None:
+    if multihost.process_index() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,73 @@
+"""Paths in object stores: `gs://bucket/run` and `s3://bucket/run` as workdirs, through etils and fsspec."""
+
+import contextlib
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from jtrain.errors import UserError, did_you_mean
+
+EXTRAS = {"gs": ("gs", "gcsfs"), "s3": ("s3", "s3fs")}
+"""Scheme of a URL -> extra of this package that installs its client, and the client's module."""
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+")
+
+
+def workdir_path(text: str) -> Path:
+    """Returns the folder that `--workdir` names: a `Path`, or for a URL a `StorePath`.
+
+    Raises:
+      UserError: the scheme is not one of a store that can hold a run, or its client is not installed.
+    """
+    url = _URL.match(text)
+    if url is None:
+        return Path(text)
+    scheme = url[1]
+    known = " and ".join(f"{name}://" for name in EXTRAS)
+    if scheme not in EXTRAS:
+        raise UserError(
+            f"--workdir {text}: {did_you_mean(scheme, EXTRAS)}A run can live in a folder, or in a store behind "
+            f"{known}, but not behind {scheme}://."
+        )
+    bucket = text[url.end() :].strip("/")
+    if not text.startswith(f"{scheme}://") or not bucket:
+        raise UserError(f"--workdir {text} names no bucket as a URL does. Write {scheme}://bucket/run.")
+    extra, module = EXTRAS[scheme]
+    try:
+        importlib.import_module(module)
+        from jtrain.runtime.epath_store import StorePath
+    except ImportError as error:
+        raise UserError(
+            f"--workdir {text}: the client of {scheme}:// is not installed ({error}). Run pip install "
+            f"'jtrain[{extra}]'."
+        ) from error
+    with store_errors(text):
+        return StorePath(f"{scheme}://{bucket}")
+
+
+def in_store(folder: Path) -> bool:
+    """True if the folder is in an object store."""
+    return "://" in str(folder)  # paths on a disk never have two slashes in a row
+
+
+@contextlib.contextmanager
+def store_errors(what: object) -> Iterator[None]:
+    """Converts errors of store clients, which share no classes, into a UserError that says what to do."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what} cannot be used ({said(error)}). {WAY_OUT}") from error
+
+
+WAY_OUT = (
+    "Create the bucket, give this machine credentials for it, as the store's own tools read them, or check the "
+    "network; then run the same command again."
+)
+
+
+def said(error: BaseException) -> str:
+    """Returns type and text of an error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":. ")

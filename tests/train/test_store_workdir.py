@@ -1,0 +1,77 @@
+"""The command with a workdir in an object store: killed in the middle of a save, and resumed on another machine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jtrain.checkpoint import files, folders
+from jtrain.runtime.store_paths import workdir_path
+from jtrain.telemetry import metrics
+from tests.data.sources.object_store import gs_store, s3_store
+
+SETS = ("num_steps=12", "metrics.log_every_steps=1", "metrics.tensorboard=False", "checkpoint.every_steps=4")
+SETS += ("optimizer.warmup_steps=2",)
+
+
+def start(workdir: object, cache: Path) -> subprocess.Popen[str]:
+    flags = [flag for text in SETS for flag in ("--set", text)]
+    command = [sys.executable, "-m", "jtrain.launch", "--config=tiny", "--with", "debug", *flags]
+    environ = os.environ | {"XLA_FLAGS": "", "XDG_CACHE_HOME": str(cache)}
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen([*command, "--workdir", str(workdir)], env=environ, **pipes)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def steps(file: Path) -> dict[int, Any]:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return {line["step"]: (line["loss_nats"], line["batch_hash"]) for line in lines if "loss_nats" in line}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_run_in_a_store_is_killed_within_a_save_and_goes_on_elsewhere(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its losses and batches are those of an unbroken run on a disk."""
+    finish(start(tmp_path / "disk", tmp_path / "first"))
+    want = steps(tmp_path / "disk" / metrics.FILE)
+    assert sorted(want) == list(range(1, 13))
+    with {"gs": gs_store, "s3": s3_store}[scheme](monkeypatch) as store:
+        workdir = workdir_path(f"{store.url}/runs/tiny")
+        folder = workdir / "checkpoints"
+        process = start(workdir, tmp_path / "first")
+        end_s = time.monotonic() + 300
+        while not folders.names(folder / "8"):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < end_s
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert files.steps(folder) in ((4,), (4, 8))
+        output = finish(start(workdir, tmp_path / "second"))
+        assert "resumed from step " in output
+        assert f"results in {workdir}" in output
+        assert steps(workdir / metrics.FILE) == want
+        assert files.steps(folder) == (8, 12)
+        assert (workdir / "run.json").is_file()
+        again = finish(start(workdir, tmp_path / "third"))
+        assert "resumed from step 12" in again
+        assert not Path("gs:").exists()
+        verify = [sys.executable, "-m", "jtrain.checkpoint", "verify", str(workdir)]
+        done = subprocess.run(verify, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        sample = [sys.executable, "-m", "jtrain.generate", "--workdir", str(workdir), "--max-tokens", "4"]
+        done = subprocess.run(sample, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
