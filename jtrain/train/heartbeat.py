@@ -39,8 +39,10 @@ class Heartbeat(Callback):
         """Collectives of the compiled step in words; the heart's thread calls it, and must not end by an error."""
         try:
             rows = traffic(compiled_text(MODULE)[MODULE], self._mesh_shape)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             return f"those of {MODULE} are not known ({error})"
         rows = [row for row in rows if row.group > 1]
-        parts = [f"{row.count} x {row.kind} over {', '.join(row.axes)} ({row.group} devices, {row.dtype})" for row in rows]
+        parts = [
+            f"{row.count} x {row.kind} over {', '.join(row.axes)} ({row.group} devices, {row.dtype})" for row in rows
+        ]
         return f"{MODULE} has {'; '.join(parts)}" if parts else ""
