@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m jtrain.launch",
         description="Trains the model of a config. The same command again resumes; Ctrl-C saves first.",
         epilog="Exit codes: 0 done; 2 an error that you can fix, as printed; 75 stopped, with a checkpoint; 76 a device "
-        "or host computes wrongly or hangs, as named; 1 a bug; with --supervise 128 + the signal that ended the run.",
+        "or host computes wrongly or hangs, as named; 1 a bug; with --supervise 128 + the signal that ended it.",
         allow_abbrev=False,
     )
     cli.add_config_arguments(parser)

@@ -277,7 +277,7 @@ LISTENING = """
 import json, os, psutil
 def listening():
     connections = psutil.Process().net_connections("inet")
-    return json.dumps([c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN])
+    return [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN]
 """
 
 
@@ -292,8 +292,8 @@ import jax, jax.numpy as jnp
 mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
 x = jax.make_array_from_callback((4,), sharding, lambda i: jnp.arange(4.0)[i])
-print(listening())
-print(jax.process_count(), jax.device_count(), float(jax.jit(jnp.sum)(x)))
+total = float(jax.jit(jnp.sum)(x))
+print(json.dumps([jax.process_count(), jax.device_count(), total, listening()]))
 """
     code = LISTENING + code
     with socket.socket() as free:
@@ -316,11 +316,11 @@ print(jax.process_count(), jax.device_count(), float(jax.jit(jnp.sum)(x)))
     try:
         for process in processes:
             stdout, stderr = process.communicate(timeout=120)
-            *_, ports, said = stdout.splitlines()  # above them gloo greets its peers
-            assert said.split() == ["2", "4", "6.0"], stderr
-            for address in json.loads(ports):
+            *found, addresses = json.loads(stdout.splitlines()[-1])  # above it gloo greets its peers
+            assert found == [2, 4, 6.0], stderr
+            for address in addresses:
                 assert ipaddress.ip_address(address).is_loopback, f"{address}: other hosts can reach it"
-            listened += json.loads(ports)
+            listened += addresses
         assert listened, "process 0 must listen somewhere"
     finally:
         for process in processes:

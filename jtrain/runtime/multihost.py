@@ -118,7 +118,7 @@ def join_processes(environ: MutableMapping[str, str], *, peer_s: float = 30.0) -
     bind = environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     addresses = _coordinator_addresses(coordinator)
     if int(values[1]) > 0:
-        _wait_for_coordinator(coordinator, addresses, wait_s=JOIN_S)
+        _wait_for_coordinator(coordinator, addresses, wait_s=float(JOIN_S))
     elif bind is None:
         _check_can_listen(coordinator, addresses)
     try:

@@ -75,6 +75,12 @@ class Supervised:
         self._reader.join()
         return code
 
+    def close(self) -> None:
+        """Closes the pipe, once all who write to it have ended."""
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
 
 @contextlib.contextmanager
 def supervised(
@@ -93,6 +99,7 @@ def supervised(
         for pid in trainers:
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
+        run.close()
 
 
 def train_lines(workdir: Path) -> dict[int, tuple[float, str]]:
