@@ -11,6 +11,7 @@ from typing import Any
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
 from jtrain.runtime import cli
+from jtrain.runtime.output import keep_going_without_readers
 from jtrain.runtime.platform import compile_collectives_anew, start_jax, use_unified_memory
 from jtrain.supervise.command import add_arguments, refuse_alone, supervise
 from jtrain.supervise.heart import start_heart
@@ -36,8 +37,10 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="resume with another `precision`, `kernels` or `data` than the workdir's run: losses will differ",
+        help="resume with another `precision`, `kernels`, `data`, `num_steps` or field of the optimizer, such as "
+        "`optimizer.peak_lr`, than the workdir's run: losses will differ",
     )
+    parser.add_argument("--from-scratch", action="store_true", help="begin at step 0 where all checkpoints are lost")
     add_arguments(parser)
     parser.add_argument("--print-config", action="store_true", help="print every field with its value and stop")
     return parser
@@ -99,11 +102,13 @@ def launch(args: argparse.Namespace) -> int:
             print(line, flush=True)
     started: dict[str, Any] = dict(workdir=workdir, config_text=tree.flat(run_config), started_s=process_start_s())
     watchers = [] if heart is None else [Heartbeat(heart)]
-    return loop.train(build_run(run_config), **started, allow_change=args.allow_change, watchers=watchers)
+    meant: dict[str, Any] = dict(allow_change=args.allow_change, from_scratch=args.from_scratch, watchers=watchers)
+    return loop.train(build_run(run_config), **started, **meant)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
+    keep_going_without_readers()
     args = parser().parse_args(argv)
 
     def run() -> int:

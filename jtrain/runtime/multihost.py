@@ -1,7 +1,7 @@
 """Agreement among the processes of one run. With one process nothing goes over the network.
 
-`gather`, `from_process_zero`, `agree` and `same_everywhere` are collectives: all processes must call them at the same
-steps.
+`gather`, `gather_texts`, `from_process_zero`, `agree` and `same_everywhere` are collectives: all processes must call
+them at the same steps.
 """
 
 import errno
@@ -65,6 +65,16 @@ def from_process_zero(values: np.ndarray) -> np.ndarray:
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.broadcast_one_to_all(values))
+
+
+def gather_texts(text: str) -> list[str]:
+    """Returns the `text` that each process passed, in the order of the processes."""
+    if process_count() == 1:
+        return [text]
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    sizes = gather(np.asarray(encoded.size, np.int32))
+    padded = gather(np.pad(encoded, (0, int(sizes.max()) - encoded.size)))
+    return [bytes(row[:size]).decode() for row, size in zip(padded, sizes, strict=True)]
 
 
 def agree(*flags: bool) -> tuple[bool, ...]:

@@ -11,7 +11,9 @@ callback; either is called without arguments. Order of events in one attempt:
         on_results(step k - 1)      results are read one step late, so that the device never waits for the host
         on_step(step k)             step k is dispatched and the next batch has arrived
       with during("evaluation", k), during("checkpoint", k): at the steps where they are due
+    on_rewind(step)                 after bad numbers the run has gone back to `step`; later steps follow once more
     on_end()                        all steps are done and saved
+    on_error(error)                 instead: an exception ends the run; metrics can still be written
     __exit__                        always, also after an error
 
 A callback must not change the state. An exception that it raises ends the run.
@@ -33,7 +35,7 @@ from jtrain.config.run import Run
 from jtrain.data import Fed
 from jtrain.errors import UserError, did_you_mean
 from jtrain.plan.job import Job
-from jtrain.telemetry.metrics import Metrics
+from jtrain.telemetry.metrics_writer import Metrics
 
 type LoopPhase = Literal[
     "restore", "step", "dispatch", "device_wait", "data_wait", "evaluation", "checkpoint", "profile"
@@ -130,11 +132,17 @@ class Callback:
     def on_results(self, results: StepResults) -> None:
         """Called with the results of each step, in order."""
 
+    def on_rewind(self, step: int) -> None:
+        """Called when the run has gone back to the state after `step`: later steps follow once more."""
+
     def on_step(self, dispatched: DispatchedStep) -> None:
         """Called once per step, at the end of its `step` phase."""
 
     def on_end(self) -> None:
         """Called once, after the last step is done and saved."""
+
+    def on_error(self, error: Exception) -> None:
+        """Called if an exception ends the run after on_start, before the metrics are closed."""
 
 
 class Callbacks:
@@ -162,10 +170,15 @@ class Callbacks:
 
     @contextlib.contextmanager
     def running(self, context: RunContext) -> Iterator[None]:
-        """Context around all steps: calls on_start before them, and on_end after them unless one failed."""
+        """Context around all steps: calls on_start before them, and after them on_end, or on_error if one failed."""
         for callback in self._callbacks:
             callback.on_start(context)
-        yield
+        try:
+            yield
+        except Exception as error:
+            for callback in self._callbacks:
+                callback.on_error(error)
+            raise
         for callback in self._callbacks:
             callback.on_end()
 
@@ -186,6 +199,11 @@ class Callbacks:
         """Passes the results of a finished step to all callbacks."""
         for callback in self._callbacks:
             callback.on_results(results)
+
+    def on_rewind(self, step: int) -> None:
+        """Tells all callbacks that the run has gone back to `step`."""
+        for callback in self._callbacks:
+            callback.on_rewind(step)
 
     def on_step(self, dispatched: DispatchedStep) -> None:
         """Tells all callbacks that a step is dispatched."""
