@@ -255,7 +255,7 @@ def test_a_wrong_address_is_refused(coordinator: str, process: int, message: str
 
 
 def test_an_occupied_port_is_refused() -> None:
-    """gRPC would share the port with an earlier run, and each would get some of the processes."""
+    """Before any process waits for others that would reach the other program."""
     with socket.create_server(("localhost", 0)) as taken:
         coordinator = f"localhost:{taken.getsockname()[1]}"
         environ = {"JTRAIN_COORDINATOR": coordinator, "JTRAIN_NUM_PROCESSES": "2", "JTRAIN_PROCESS_ID": "0"}

@@ -95,7 +95,8 @@ class Child:
     def send(self, number: signal.Signals) -> None:
         """Sends a signal to the process itself, if it still runs."""
         if self.code is None:
-            self._process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)  # Popen.send_signal would take the exit code away from the waiting thread
 
     def kill(self) -> None:
         """Ends the process and everything it started, at once."""
@@ -113,7 +114,7 @@ class Child:
         """Python stacks of all threads, by the process itself or by py-spy; a reason where neither can tell."""
         before = os.fstat(self._stacks.fileno()).st_size
         if self.code is None and self._stopped_since_s is None and catches(self.pid, STACKS_SIGNAL):
-            self._process.send_signal(STACKS_SIGNAL)
+            self.send(STACKS_SIGNAL)
             size, until_s = before, time.monotonic() + 3.0
             while time.monotonic() < until_s:
                 time.sleep(0.2)

@@ -102,6 +102,10 @@ class Supervisor:
 
     def _next(self, failure: Failure) -> int | None:
         """Decides after a failure: returns the exit code to end with, or None after the pause before a restart."""
+        if self._stopping is not None and all(
+            child.code in (exit_codes.DONE, exit_codes.STOPPED) for child in self._children
+        ):
+            return self._code()
         if failure.final or self._stopping is not None:
             self._announce(failure, final=failure.code)
             if failure.code == exit_codes.FAULTY_HARDWARE:
@@ -341,6 +345,6 @@ def free_port() -> int:
 
 def say(text: str) -> None:
     """Prints a message of the supervisor on stderr."""
-    stamp = time.strftime("%H:%M:%S")
+    stamp = ("\r\x1b[K" if os.isatty(2) else "") + "supervise " + time.strftime("%H:%M:%S")
     with contextlib.suppress(OSError):
-        os.write(2, "".join(f"supervise {stamp}: {line}\n" for line in text.splitlines()).encode())
+        os.write(2, "".join(f"{stamp}: {line}\n" for line in text.splitlines()).encode())

@@ -1,7 +1,6 @@
-"""Stopping a run: by signals, and by non-finite metrics."""
+"""Stopping a run by signals."""
 
 import contextlib
-import math
 import os
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import pytest
 
 from jtrain.runtime.multihost import agree
 from jtrain.runtime.signals import StopRequest
-from jtrain.step.finite import NotFinite, check_finite
 
 LOOP = """
 import sys, time
@@ -38,7 +36,7 @@ def start(saving_ticks: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_ends_the_loop_with_a_save(number: signal.Signals) -> None:
     """The first signal prints a message and interrupts nothing."""
     process = start(1)
@@ -101,6 +99,18 @@ def test_the_previous_handlers_come_back() -> None:
     assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
 
 
+def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+    """`nohup` starts a program with SIGHUP ignored, and it stays so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_thread_cannot_ask() -> None:
     """Python's ValueError reaches the caller."""
     errors: list[ValueError] = []
@@ -122,35 +132,3 @@ def test_one_process_agrees_with_itself() -> None:
     """One process gets its own flags; for several processes see tests/checkpoint/test_processes.py."""
     assert agree(True, False) == (True, False)
     assert agree(False) == (False,)
-
-
-def test_finite_metrics_pass() -> None:
-    """Very large numbers are finite."""
-    check_finite(3, {"loss_nats": 1e308, "grad_norm": 0.0}, batch_hash="ab", last_checkpoint_step=None)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_none_stops_the_run_with_what_to_try(value: float) -> None:
-    """The message has the step, the batch, every metric, the last good checkpoint, and what to change."""
-    with pytest.raises(
-        NotFinite,
-        match=rf"(?s)loss_nats and grad_norm not finite at step 12: loss_nats={value:.6g}, grad_norm=nan, "
-        r"learning_rate=0\.003; batch_hash=00ff\. The state after it was not saved\. The checkpoint of step 10 is from "
-        r"before it.*another --workdir: a lower optimizer\.peak_lr",
-    ) as caught:
-        check_finite(
-            12,
-            {"loss_nats": value, "grad_norm": math.nan, "learning_rate": 0.003},
-            batch_hash="00ff",
-            last_checkpoint_step=10,
-        )
-    assert caught.value.step == 12
-    assert caught.value.names == ("loss_nats", "grad_norm")
-
-
-def test_without_a_checkpoint_it_says_so() -> None:
-    """The message says that there is no checkpoint, and has a singular for one metric."""
-    with pytest.raises(
-        NotFinite, match=r"^grad_norm not finite at step 1: .* No checkpoint was written before it\. Try"
-    ):
-        check_finite(1, {"loss_nats": 2.0, "grad_norm": math.inf}, batch_hash="00", last_checkpoint_step=None)
