@@ -23,8 +23,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jtrain.launch",
         description="Trains the model of a config. The same command again resumes; Ctrl-C saves first.",
-        epilog="Exit codes: 0 done; 2 an error that you can fix, as printed; 75 stopped, with a checkpoint; 76 a device or "
-        "host that computes wrongly or hangs, as named; 1 a bug; with --supervise also 128 + the signal that killed it.",
+        epilog="Exit codes: 0 done; 2 an error that you can fix, as printed; 75 stopped, with a checkpoint; 76 a "
+        "device or host computes wrongly or hangs, as named; 1 a bug. With --supervise also 128 + a signal.",
         allow_abbrev=False,
     )
     cli.add_config_arguments(parser)

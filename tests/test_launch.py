@@ -1,5 +1,6 @@
 """The command line from outside: what it prints, what it imports, how it ends."""
 
+import ipaddress
 import json
 import os
 import re
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from jtrain import launch
+from jtrain.errors import UserError
 from jtrain.profile.analysis.breakdown import read_json
-from jtrain.runtime import cli
+from jtrain.runtime import cli, multihost
 from jtrain.runtime.multihost import join_processes
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +45,7 @@ def test_the_command_line_is_frozen() -> None:
     assert options() == {
         *("--help", "--config", "--with", "--set", "--workdir"),
         *("--emulate-devices", "--dry-run", "--topology", "--print-config", "--allow-change", "--from-scratch"),
+        *("--supervise", "--processes", "-n"),
     }
 
 
@@ -103,6 +106,8 @@ def test_the_workdir_is_named_after_the_config(config: str, workdir: str) -> Non
         (["--config=tiny", "--set", "mesh.data=3"], "Nearest sizes that do: "),
         (["--config=tiny", "--topology", "h200:8"], "--topology h200:8 compiles for a machine that is not here. Add"),
         (["--config=tiny", "--emulate-devices", "0"], "--emulate-devices 0 must be at least 1"),
+        (["--config=tiny", "-n", "2"], "--processes 2 starts processes from a supervisor. Add --supervise."),
+        (["--config=tiny", "--supervise", "-n", "0"], "--processes 0 must be at least 1"),
         (["--confg=tiny"], "--config"),
         ([], "--config"),
     ],
@@ -234,8 +239,50 @@ def test_nothing_is_joined_where_nothing_is_said() -> None:
     join_processes({})
 
 
+@pytest.mark.parametrize(
+    ("coordinator", "process", "message"),
+    [
+        ("localhost", 0, r"JTRAIN_COORDINATOR=localhost must be host:port, with a port from 1 to 65535, or auto"),
+        ("localhost:70000", 0, r"localhost:70000 must be host:port"),
+        ("no.such.host.invalid:1234", 1, r"this host does not know the name no\.such\.host\.invalid"),
+        ("192.0.2.77:1234", 0, r"process 0 runs on this host, which has no address 192\.0\.2\.77"),
+    ],
+)
+def test_a_wrong_address_is_refused(coordinator: str, process: int, message: str) -> None:
+    environ = {"JTRAIN_COORDINATOR": coordinator, "JTRAIN_NUM_PROCESSES": "2", "JTRAIN_PROCESS_ID": str(process)}
+    with pytest.raises(UserError, match=message):
+        join_processes(environ)
+
+
+def test_an_occupied_port_is_refused() -> None:
+    """Before any process waits for others that would reach the other program."""
+    with socket.create_server(("localhost", 0)) as taken:
+        coordinator = f"localhost:{taken.getsockname()[1]}"
+        environ = {"JTRAIN_COORDINATOR": coordinator, "JTRAIN_NUM_PROCESSES": "2", "JTRAIN_PROCESS_ID": "0"}
+        with pytest.raises(UserError, match=f"{coordinator}: another program listens at port .* Choose another port"):
+            join_processes(environ)
+
+
+def test_nobody_at_the_address_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+        monkeypatch.setattr(multihost, "JOIN_S", 1)
+        environ = {"JTRAIN_COORDINATOR": coordinator, "JTRAIN_NUM_PROCESSES": "2", "JTRAIN_PROCESS_ID": "1"}
+        with pytest.raises(UserError, match=f"{coordinator}: nobody answers there after 1 s .*Check that process 0"):
+            join_processes(environ)
+
+
+LISTENING = """
+import json, os, psutil
+def listening():
+    connections = psutil.Process().net_connections("inet")
+    return [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN]
+"""
+
+
 def test_processes_join(tmp_path: Path) -> None:
-    """Two real processes of two devices each see four, and a sum crosses between them."""
+    """Two real processes of two devices each see four, and a sum crosses between them; they listen on loopback only."""
     code = """
 import os
 from jtrain.runtime import multihost, platform
@@ -245,8 +292,10 @@ import jax, jax.numpy as jnp
 mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
 x = jax.make_array_from_callback((4,), sharding, lambda i: jnp.arange(4.0)[i])
-print(jax.process_count(), jax.device_count(), float(jax.jit(jnp.sum)(x)))
+total = float(jax.jit(jnp.sum)(x))
+print(json.dumps([jax.process_count(), jax.device_count(), total, listening()]))
 """
+    code = LISTENING + code
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -263,10 +312,16 @@ print(jax.process_count(), jax.device_count(), float(jax.jit(jnp.sum)(x)))
         )
         for index in range(2)
     ]
+    listened: list[str] = []
     try:
         for process in processes:
             stdout, stderr = process.communicate(timeout=120)
-            assert stdout.splitlines()[-1].split() == ["2", "4", "6.0"], stderr  # above it gloo greets its peers
+            *found, addresses = json.loads(stdout.splitlines()[-1])  # above it gloo greets its peers
+            assert found == [2, 4, 6.0], stderr
+            for address in addresses:
+                assert ipaddress.ip_address(address).is_loopback, f"{address}: other hosts can reach it"
+            listened += addresses
+        assert listened, "process 0 must listen somewhere"
     finally:
         for process in processes:
             process.kill()
@@ -278,10 +333,13 @@ print(jax.process_count(), jax.device_count(), float(jax.jit(jnp.sum)(x)))
 
 def test_every_script_ends_in_the_one_command() -> None:
     """DESIGN section 3, and each is valid shell."""
-    for script in (ROOT / "launch" / "local.sh", ROOT / "launch" / "slurm.sbatch", ROOT / ".ci" / "run"):
+    scripts = [*(ROOT / "launch").rglob("local.sh"), *(ROOT / "launch").rglob("*.sbatch")]
+    assert len(scripts) == 3
+    for script in (*scripts, ROOT / ".ci" / "run"):
         subprocess.run(["bash", "-n", str(script)], check=True)
-    for script in (ROOT / "launch" / "local.sh", ROOT / "launch" / "slurm.sbatch"):
-        assert '-m jtrain.launch "$@"' in script.read_text()
+    for script in scripts:
+        assert '-m jtrain.launch --supervise "$@"' in script.read_text()
+        assert len(script.read_text().splitlines()) <= 60
 
 
 def local_sh(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -293,9 +351,6 @@ def local_sh(processes: int, *arguments: str) -> subprocess.CompletedProcess[str
 @pytest.mark.parametrize("processes", [1, 3])
 def test_local_sh_starts_every_process_and_keeps_the_exit_code(processes: int) -> None:
     """Arguments arrive as they are, and the code of a refusal comes through."""
-    done = local_sh(processes, "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("usage: python -m jtrain.launch") == processes
     done = local_sh(processes, "--config=a b", "--emulate-devices", "0")
     assert done.returncode == 2
     assert done.stderr.count("--emulate-devices 0 must be at least 1") == processes

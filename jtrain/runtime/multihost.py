@@ -117,7 +117,7 @@ def join_processes(environ: MutableMapping[str, str], *, peer_s: float = 30.0) -
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # for CPU processes; others ignore it
-    limits: dict[str, int] = dict(heartbeat_timeout_seconds=math.ceil(peer_s), shutdown_timeout_seconds=JOIN_S)
+    limits: dict[str, Any] = dict(heartbeat_timeout_seconds=math.ceil(peer_s), shutdown_timeout_seconds=JOIN_S)
     if coordinator == "auto":
         jax.distributed.initialize(**limits)
         return
@@ -128,7 +128,7 @@ def join_processes(environ: MutableMapping[str, str], *, peer_s: float = 30.0) -
     bind = environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     addresses = _coordinator_addresses(coordinator)
     if int(values[1]) > 0:
-        _wait_for_coordinator(coordinator, addresses, wait_s=JOIN_S)
+        _wait_for_coordinator(coordinator, addresses, wait_s=float(JOIN_S))
     elif bind is None:
         _check_can_listen(coordinator, addresses)
     try:
@@ -169,7 +169,7 @@ def _coordinator_addresses(coordinator: str) -> list[tuple[Any, Any]]:
 
 def _check_can_listen(coordinator: str, addresses: Sequence[tuple[Any, Any]]) -> None:
     """Refuses an address of another host, and a port that another program listens at."""
-    host, _, port = coordinator.rpartition(":")
+    port = coordinator.rpartition(":")[2]
     for family, address in addresses:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last attempt may linger
@@ -179,8 +179,8 @@ def _check_can_listen(coordinator: str, addresses: Sequence[tuple[Any, Any]]) ->
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     raise UserError(
-                        f"JTRAIN_COORDINATOR={coordinator}: another program listens at port {port} of this host, perhaps "
-                        "an earlier run. Choose another port, the same for all processes."
+                        f"JTRAIN_COORDINATOR={coordinator}: another program listens at port {port} of this host, "
+                        "perhaps an earlier run. Choose another port, the same for all processes."
                     ) from error
                 if error.errno == errno.EADDRNOTAVAIL and len(addresses) == 1:
                     raise UserError(
@@ -193,6 +193,7 @@ def _check_can_listen(coordinator: str, addresses: Sequence[tuple[Any, Any]]) ->
 def _wait_for_coordinator(coordinator: str, addresses: Sequence[tuple[Any, Any]], *, wait_s: float) -> None:
     """Waits until something listens at the coordinator's address: process 0 may start later than this one."""
     until_s = time.monotonic() + wait_s
+    reason: OSError | None = None
     while True:
         for family, address in addresses:
             with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, TextIO
 
 from jtrain.supervise.heart import STACKS_SIGNAL, VARIABLE, Beat
 from jtrain.supervise.verdict import Watched
@@ -46,7 +46,7 @@ class Child:
         self.ended_s: float | None = None
         self._beat_s = time.monotonic()
         self._stopped_since_s: float | None = None
-        self._stacks = tempfile.TemporaryFile()
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         reading, writing = os.pipe()
         pipe = subprocess.PIPE if prefix else None
         try:
@@ -95,7 +95,8 @@ class Child:
     def send(self, number: signal.Signals) -> None:
         """Sends a signal to the process itself, if it still runs."""
         if self.code is None:
-            self._process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)  # Popen.send_signal would take the exit code away from the waiting thread
 
     def kill(self) -> None:
         """Ends the process and everything it started, at once."""
@@ -113,7 +114,7 @@ class Child:
         """Python stacks of all threads, by the process itself or by py-spy; a reason where neither can tell."""
         before = os.fstat(self._stacks.fileno()).st_size
         if self.code is None and self._stopped_since_s is None and catches(self.pid, STACKS_SIGNAL):
-            self._process.send_signal(STACKS_SIGNAL)
+            self.send(STACKS_SIGNAL)
             size, until_s = before, time.monotonic() + 3.0
             while time.monotonic() < until_s:
                 time.sleep(0.2)
@@ -145,12 +146,12 @@ class Child:
         self.code = self._process.wait()
 
 
-def copy_lines(stream: IO[bytes], target: IO[str], prefix: str) -> None:
+def copy_lines(stream: IO[bytes], target: TextIO, prefix: str) -> None:
     """Copies a stream line by line to `target`, each line with `prefix`; goes on reading where nobody takes the lines.
 
     On a terminal a line replaces a progress bar, which draws itself again below.
     """
-    out: BinaryIO = target.buffer if hasattr(target, "buffer") else target  # pyright: ignore[reportAssignmentType]
+    out = target.buffer
     before = (b"\r\x1b[K" if target.isatty() else b"") + prefix.encode()
     for line in stream:
         with contextlib.suppress(OSError, ValueError), _OUTPUT:

@@ -41,4 +41,4 @@ def supervise(
     _, rest = own.parse_known_args(argv)
     local = None if re.match(r"\w+:/", str(workdir)) else workdir
     command = [sys.executable, "-m", "jtrain.launch", *rest]
-    return Supervisor(command, environ, processes=args.processes or 1, workdir=local).run()
+    return Supervisor(command, environ, processes=1 if args.processes is None else args.processes, workdir=local).run()

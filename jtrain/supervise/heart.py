@@ -99,6 +99,7 @@ class Heart:
         self._dispatched = False
         self._step_began_s = 0.0
         self._times: collections.deque[float] = collections.deque(maxlen=_STEPS)
+        self._news = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jtrain-heart", daemon=True)
         self._thread.start()
 
@@ -109,15 +110,18 @@ class Heart:
     def configure(self, limits: SuperviseSpec) -> None:
         """Tells the supervisor the settings of the run."""
         self._limits = limits
+        self._news.set()
 
     def joined(self, process: int, processes: int) -> None:
         """Tells the supervisor which process of how many this one is."""
         self._process, self._processes = process, processes
+        self._news.set()
 
     def started(self, step: int) -> None:
         """Tells the supervisor that the state of `step` is there: 0 or the step of the restored checkpoint."""
         self._start_step = step
         self._position = ("setup", step, time.monotonic())
+        self._news.set()
 
     def describe(self, collectives: Callable[[], str]) -> None:
         """Has the heart's thread call `collectives` once, for the text that a hang is reported with."""
@@ -168,7 +172,7 @@ class Heart:
 
     def _compiling(self) -> bool:
         """True if the main thread is in jax's compiler; any phase may compile, and that takes minutes."""
-        frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage]
+        frame = sys._current_frames().get(self._main)
         while frame is not None:
             if frame.f_code.co_filename.endswith("jax/_src/compiler.py"):
                 return True
@@ -189,7 +193,8 @@ class Heart:
             if (describe := self._describe) is not None:
                 self._describe = None
                 self._collectives = describe()[:1000]
-            time.sleep(BEAT_S)
+            self._news.wait(BEAT_S)
+            self._news.clear()
 
 
 def start_heart(environ: MutableMapping[str, str]) -> Heart | None:

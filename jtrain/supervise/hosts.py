@@ -65,11 +65,11 @@ class Hosts:
             self.round += 1
             self._write("round.json", dataclasses.asdict(Round(self.round, cause, final, save)))
 
-    def tell(self, first: int, processes: list[Watched], *, ended: bool = False) -> None:
+    def tell(self, mine: set[int], processes: list[Watched], *, ended: bool = False) -> None:
         """Writes what this supervisor knows, at most every TELL_S seconds.
 
         Args:
-          first: lowest number of its processes.
+          mine: numbers of its processes.
           ended: its processes of the round before have ended.
         """
         now_s = time.monotonic()
@@ -78,8 +78,8 @@ class Hosts:
         self._told_s, self._count = now_s, self._count + 1
         values = [dataclasses.asdict(one) for one in processes]
         self._write(
-            f"process-{first}.json",
-            {"count": self._count, "round": self.round, "ended": ended, "processes": values},
+            f"process-{min(mine)}.json",
+            {"count": self._count, "round": self.round, "numbers": sorted(mine), "processes": values},
         )
 
     def others(self, mine: set[int], processes: int) -> list[Watched]:
@@ -90,11 +90,9 @@ class Hosts:
             if count != told["count"]:
                 count, since_s = self._seen[name] = told["count"], time.monotonic()
             silent_s = max(0.0, time.monotonic() - since_s - TELL_S)
-            for values in told["processes"]:
+            for values in told["processes"] if not mine & set(told["numbers"]) else ():
                 beat = None if values["beat"] is None else Beat.decode(json.dumps(values["beat"]))
-                one = Watched(values["name"], values["stopped_s"], beat, values["beat_age_s"] + silent_s)
-                if beat is None or beat.process not in mine:
-                    found.append(one)
+                found.append(Watched(values["name"], values["stopped_s"], beat, values["beat_age_s"] + silent_s))
         return found
 
     def wait_ended(self, processes: int, *, mine: set[int], timeout_s: float) -> None:
@@ -104,14 +102,8 @@ class Hosts:
         """
         until_s = time.monotonic() + timeout_s
         while time.monotonic() < until_s:
-            ended = [told for _, told in self._told(processes) if told["round"] >= self.round]
-            numbers = {
-                values["beat"]["process"]
-                for told in ended
-                for values in told["processes"]
-                if values["beat"] is not None
-            }
-            if numbers | mine >= set(range(processes)):
+            ended = [told["numbers"] for _, told in self._told(processes) if told["round"] >= self.round]
+            if mine.union(*ended) >= set(range(processes)):
                 return
             time.sleep(0.5)
 

@@ -27,7 +27,7 @@ class Restarts:
         self.failures += 1
         if self.failures > spec.max_restarts:
             return None
-        return min(spec.backoff_s * 4 ** (self.failures - 1), LONGEST_BACKOFF_S)
+        return 0.0 if self.failures == 1 else min(spec.backoff_s * 4 ** (self.failures - 2), LONGEST_BACKOFF_S)
 
 
 def shell_code(code: int) -> int:

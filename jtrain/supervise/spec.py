@@ -22,7 +22,7 @@ class SuperviseSpec:
     save_s: after a hang, the time in which processes that still answer must begin to save.
     peer_s: jax ends a process if another one sends no sign of life for longer than this; also without a supervisor.
     max_restarts: restarts in a row without a new checkpoint, before the supervisor gives up; 0 never restarts.
-    backoff_s: pause before a restart; four times as long after each failure in a row, at most a minute.
+    backoff_s: pause before the second restart in a row; four times as long before each further one, at most a minute.
     """
 
     step_s: float = 20.0

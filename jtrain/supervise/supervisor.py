@@ -17,7 +17,7 @@ from jtrain.supervise.child import Child
 from jtrain.supervise.hosts import Hosts
 from jtrain.supervise.restarts import NEVER_RESTARTED, Restarts, shell_code
 from jtrain.supervise.spec import SuperviseSpec
-from jtrain.supervise.verdict import Hang, find_hang, is_overdue
+from jtrain.supervise.verdict import Hang, find_hang
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TICK_S = 0.1
@@ -28,6 +28,8 @@ END_S = 5.0
 FROZEN_S = 5.0
 """A tick that took longer means that this process was stopped or the machine suspended: then no verdict is passed."""
 OTHERS_END_S = 60.0
+ASK_S = 1.0
+"""Time between two looks at the file of the other hosts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,9 @@ class Supervisor:
         self._signals: list[signal.Signals] = []
         self._stopping: signal.Signals | None = None
         self._mine: set[int] = set()
+        self._asked_s = 0.0
         self._all = processes
+        self._limits = SuperviseSpec()  # until a process has read the config
 
     def run(self) -> int:
         """Runs the command; returns the exit code."""
@@ -92,12 +96,16 @@ class Supervisor:
                 if failure is None:
                     return self._code()
                 self._end(save=failure.save)
-                code = self._next(failure)
+                code = self._next(self._other_hosts() or failure)  # their cause, where both saw the fault
                 if code is not None:
                     return code
 
     def _next(self, failure: Failure) -> int | None:
         """Decides after a failure: returns the exit code to end with, or None after the pause before a restart."""
+        if self._stopping is not None and all(
+            child.code in (exit_codes.DONE, exit_codes.STOPPED) for child in self._children
+        ):
+            return self._code()
         if failure.final or self._stopping is not None:
             self._announce(failure, final=failure.code)
             if failure.code == exit_codes.FAULTY_HARDWARE:
@@ -105,22 +113,22 @@ class Supervisor:
             elif self._stopping is not None:
                 say(f"stopped on {self._stopping.name}, but not all processes saved; the last checkpoint stands")
             return failure.code
-        pause_s = self._restarts.pause_s(self._limits())
+        pause_s = self._restarts.pause_s(self._limits)
         if pause_s is None:
             self._announce(failure, final=failure.code)
             say(
                 f"given up after {self._restarts.failures - 1} restarts without a new checkpoint "
-                f"(supervise.max_restarts={self._limits().max_restarts}); exit code {failure.code}"
+                f"(supervise.max_restarts={self._limits.max_restarts}); exit code {failure.code}"
             )
             return failure.code
         self._announce(failure, final=None)
-        say(f"restart {self._restarts.failures} of {self._limits().max_restarts} in {pause_s:g} s")
+        when = f"in {pause_s:g} s" if pause_s else "at once"
+        say(f"restart {self._restarts.failures} of {self._limits.max_restarts} {when}")
         until_s = time.monotonic() + pause_s
         while time.monotonic() < until_s and not self._signals:
             time.sleep(TICK_S)
         if self._hosts is not None:
-            first = min(self._mine)
-            self._hosts.tell(first, [child.watched() for child in self._children], ended=True)
+            self._hosts.tell(self._mine, [child.watched() for child in self._children], ended=True)
             self._hosts.wait_ended(self._all, mine=self._mine, timeout_s=OTHERS_END_S)
         if self._signals:
             say(f"{self._signals[0].name} during the pause: no process runs; the same command goes on")
@@ -152,7 +160,8 @@ class Supervisor:
 
     def _watch(self) -> Failure | None:
         """Watches an attempt; returns None once all processes have ended well or as they were asked to."""
-        tick_s = started_s = time.monotonic()
+        tick_s = time.monotonic()
+        frozen_until_s = 0.0
         while True:
             time.sleep(TICK_S)
             before_s, tick_s = tick_s, time.monotonic()
@@ -163,40 +172,39 @@ class Supervisor:
             if all(child.code is not None for child in self._children):
                 return None
             if tick_s - before_s > FROZEN_S:
-                started_s = tick_s
-            if tick_s - started_s > FROZEN_S and (hang := self._hang()):
+                frozen_until_s = tick_s + FROZEN_S  # until then the heartbeats that waited in the pipes are read
+            if tick_s > frozen_until_s and (hang := self._hang()):
                 return self._hung(hang)
 
     def _ended(self) -> Failure | None:
         """Returns the failure of the first process that ended badly; others get a moment to end by themselves."""
-        bad = [child for child in self._children if child.code not in (None, exit_codes.DONE, exit_codes.STOPPED)]
+        bad = self._failed()
         if not bad:
             return None
-        until_s = time.monotonic() + SAME_END_S
-        while time.monotonic() < until_s and any(child.code is None for child in self._children):
-            time.sleep(TICK_S)
-        bad = [child for child in self._children if child.code not in (None, exit_codes.DONE, exit_codes.STOPPED)]
         first = min(bad, key=lambda child: child.ended_s or 0.0)
         assert first.code is not None
-        for child in self._children:
-            if child.code is not None:
-                child.join()  # its last lines first
+        first.join()  # its last lines come before the verdict
         where = "" if first.beat is None else f", in phase {first.beat.phase} of step {first.beat.step}"
         cause = f"{first.name} {how_ended(first.code)}{where}"
         if first.code != exit_codes.REFUSED:
             say(cause)
-        for child in bad:
+        until_s = time.monotonic() + (SAME_END_S if first.code >= 0 else 0.0)
+        while time.monotonic() < until_s and any(child.code is None for child in self._children):
+            time.sleep(TICK_S)
+        for child in self._failed():
             if child is not first and child.code != first.code:
                 say(f"then {child.name} {how_ended(child.code or 0)}")
         return Failure(cause, shell_code(first.code), final=first.code in NEVER_RESTARTED)
 
+    def _failed(self) -> list[Child]:
+        fine = (None, exit_codes.DONE, exit_codes.STOPPED)
+        return [child for child in self._children if child.code not in fine]
+
     def _hang(self) -> Hang | None:
         here = [child.watched() for child in self._children if child.code is None]
-        limits = self._limits()
+        limits = self._limits
         if self._hosts is not None and any(one.quiet_s > 0.5 * limits.step_s for one in here):
             here += self._hosts.others(self._mine, self._all)
-            if not any(is_overdue(one, limits) for one in here):
-                return None
         return find_hang(here, limits)
 
     def _hung(self, hang: Hang) -> Failure:
@@ -226,7 +234,7 @@ class Supervisor:
         for child in running:
             child.send(signal.SIGTERM)
             child.send(signal.SIGCONT)  # a stopped process does nothing until it is continued
-        limits = self._limits()
+        limits = self._limits
         until_s = time.monotonic() + (limits.save_s if save else END_S)
         while any(child.code is None for child in running):
             saving = save and any(
@@ -245,6 +253,8 @@ class Supervisor:
         """Learns from the heartbeats which processes these are, and where the attempt resumed."""
         beats = [child.beat for child in self._children if child.beat is not None]
         for beat in beats:
+            if beat.limits is not None:
+                self._limits = beat.limits
             if beat.start_step is not None:
                 self._restarts.began(beat.start_step)
             if beat.process is not None and beat.processes is not None:
@@ -253,12 +263,16 @@ class Supervisor:
         if self._hosts is None and self._workdir is not None and self._all > self._processes and self._mine:
             self._hosts = Hosts(self._workdir)
         if self._hosts is not None:
-            self._hosts.tell(min(self._mine), [child.watched() for child in self._children])
+            self._hosts.tell(self._mine, [child.watched() for child in self._children])
 
     def _other_hosts(self) -> Failure | None:
         """Returns the failure that another supervisor announced."""
         if self._hosts is None or all(child.code == exit_codes.DONE for child in self._children):
             return None
+        now_s, running = time.monotonic(), all(child.code is None for child in self._children)
+        if running and now_s - self._asked_s < ASK_S:
+            return None
+        self._asked_s = now_s
         if (news := self._hosts.news()) is None:
             return None
         self._hosts.follow(news)
@@ -267,10 +281,6 @@ class Supervisor:
             return Failure(news.cause, exit_codes.STOPPED, final=True, told=True)
         code = exit_codes.BUG if news.final is None else news.final
         return Failure(news.cause, code, final=news.final is not None, told=True, save=news.save)
-
-    def _limits(self) -> SuperviseSpec:
-        known = [child.beat.limits for child in self._children if child.beat is not None and child.beat.limits]
-        return known[0] if known else SuperviseSpec()
 
     def _code(self) -> int:
         for child in self._children:
@@ -335,6 +345,6 @@ def free_port() -> int:
 
 def say(text: str) -> None:
     """Prints a message of the supervisor on stderr."""
-    stamp = time.strftime("%H:%M:%S")
+    stamp = ("\r\x1b[K" if os.isatty(2) else "") + "supervise " + time.strftime("%H:%M:%S")
     with contextlib.suppress(OSError):
-        os.write(2, "".join(f"supervise {stamp}: {line}\n" for line in text.splitlines()).encode())
+        os.write(2, "".join(f"{stamp}: {line}\n" for line in text.splitlines()).encode())

@@ -36,7 +36,7 @@ def start(saving_ticks: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_ends_the_loop_with_a_save(number: signal.Signals) -> None:
     """The first signal prints a message and interrupts nothing."""
     process = start(1)
@@ -97,6 +97,18 @@ def test_the_previous_handlers_come_back() -> None:
     finally:
         signal.signal(signal.SIGTERM, before[signal.SIGTERM])
     assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+    """`nohup` starts a program with SIGHUP ignored, and it stays so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_thread_cannot_ask() -> None:

@@ -1,0 +1,196 @@
+"""The supervisor over real processes that beat as a training process does, but need no jax."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jtrain.errors import UserError
+from jtrain.supervise.supervisor import Supervisor
+
+ROOT = Path(__file__).parents[2]
+
+DRIVER = """
+import os, sys
+from jtrain.supervise.supervisor import Supervisor
+command = [sys.executable, "-c", sys.argv[2]]
+sys.exit(Supervisor(command, os.environ, processes=int(sys.argv[1]), workdir=None).run())
+"""
+
+TRAINER = """
+import os, signal, subprocess, sys, time
+from jtrain.supervise.heart import start_heart
+from jtrain.supervise.spec import SuperviseSpec
+index, attempt = int(os.environ.get("JTRAIN_PROCESS_ID", "0")), 0
+heart = start_heart(os.environ)
+heart.configure(SuperviseSpec(step_s=1, step_factor=1, stopped_s=1, save_s=1, max_restarts=2, backoff_s=0.1))
+heart.joined(index, 2)
+def attempts():  # counts in a file, since each attempt is a process of its own
+    with open(os.environ["ATTEMPTS"], "ab") as file:
+        file.write(b"x")
+        return file.tell()
+"""
+
+
+def start(tmp_path: Path, code: str, *, processes: int = 1) -> subprocess.Popen[str]:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    environ = os.environ | {"PYTHONPATH": paths, "ATTEMPTS": str(tmp_path / "attempts")}
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(processes), TRAINER + code],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(tmp_path: Path, code: str, *, processes: int = 1) -> tuple[int, str]:
+    """Exit code of the supervisor, and everything that was printed."""
+    process = start(tmp_path, code, processes=processes)
+    output, _ = process.communicate(timeout=120)
+    return process.returncode, output
+
+
+@pytest.mark.parametrize("code", [0, 2, 75, 76])
+def test_codes_that_are_final_pass_and_are_never_restarted(code: int, tmp_path: Path) -> None:
+    """76 names the host that is to be replaced."""
+    ended, output = run(tmp_path, f"attempts(); sys.exit({code})")
+    assert ended == code, output
+    assert (tmp_path / "attempts").stat().st_size == 1
+    assert ("is to be replaced" in output) == (code == 76)
+
+
+def test_a_crash_loop_ends_with_the_code_of_its_cause(tmp_path: Path) -> None:
+    """SIGSEGV each time: named, restarted twice, then given up with 128 + 11."""
+    ended, output = run(tmp_path, "heart.started(0); time.sleep(0.2); attempts(); os.kill(os.getpid(), signal.SIGSEGV)")
+    assert ended == 128 + signal.SIGSEGV, output
+    assert (tmp_path / "attempts").stat().st_size == 3
+    assert output.count("was killed by SIGSEGV") == 3
+    assert "given up after 2 restarts without a new checkpoint (supervise.max_restarts=2)" in output
+
+
+@pytest.mark.slow
+def test_a_later_checkpoint_resets_the_count(tmp_path: Path) -> None:
+    """Killed four times with a limit of two, but each attempt resumes further on: the run ends well."""
+    code = "n = attempts(); heart.started(n); time.sleep(1.5); n < 5 and os.kill(os.getpid(), signal.SIGKILL)"
+    ended, output = run(tmp_path, code)
+    assert ended == 0, output
+    assert output.count("was killed by SIGKILL (by the kernel where the host's memory is exhausted") == 4
+
+
+@pytest.mark.slow
+def test_one_of_three_fails_the_others_end_and_it_is_named(tmp_path: Path) -> None:
+    """Though they ignore SIGTERM; what they started ends too; its code is that of the run; lines carry the process."""
+    code = """
+n = attempts()
+if index == 1:
+    while os.path.getsize(os.environ["ATTEMPTS"]) < 3: time.sleep(0.05)
+    print("process", index, "gives up", flush=True)
+    sys.exit(2)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+helper = subprocess.Popen(["sleep", "1000"])
+print("helper", helper.pid, flush=True)
+time.sleep(1000)
+"""
+    ended, output = run(tmp_path, code, processes=3)
+    assert ended == 2, output
+    assert "[1] process 1 gives up" in output
+    helpers = re.findall(r"^\[[02]\] helper (\d+)$", output, re.MULTILINE)
+    assert len(helpers) == 2
+    for pid in helpers:
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_passed_on_and_the_save_waited_for(number: signal.Signals, tmp_path: Path) -> None:
+    code = """
+from jtrain.runtime.signals import StopRequest
+with StopRequest() as stop:
+    attempts()
+    while not stop.requested: time.sleep(0.01)
+    time.sleep(0.5)
+    print("saved", flush=True)
+sys.exit(75)
+"""
+    process = start(tmp_path, code, processes=2)
+    attempts = tmp_path / "attempts"
+    while not attempts.exists() or attempts.stat().st_size < 2:
+        time.sleep(0.02)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert sorted(line for line in output.splitlines() if line.endswith("saved")) == ["[0] saved", "[1] saved"]
+
+
+HANGING = """
+from jtrain.runtime.signals import StopRequest
+heart.started(0)
+if attempts() > 2: sys.exit(0)
+def waits_for_a_batch():
+    while not os.path.exists(os.environ["ATTEMPTS"] + "x"): time.sleep(0.05)
+with StopRequest() as stop:
+    for step in range(1, 1000):
+        with heart.during("step", step):
+            time.sleep(0.01)
+            if step == 5 and index == 1:
+                WHAT
+        if stop.requested: sys.exit(75)
+"""
+
+
+def test_a_stopped_process_is_named_and_all_save(tmp_path: Path) -> None:
+    """SIGSTOP of one of two: it is continued together with the request to save, so nothing is lost."""
+    ended, output = run(tmp_path, HANGING.replace("WHAT", "os.kill(os.getpid(), signal.SIGSTOP)"), processes=2)
+    assert ended == 0, output
+    assert re.search(r"process 1 on \S+ \(pid \d+\) causes it: stopped by a signal \(state T\)", output)
+    assert re.search(r"process 0 on \S+ \(pid \d+\) waits: alive, in phase step", output)
+    assert "all processes saved and ended" in output
+    assert "restart 1 of 2" in output
+
+
+def test_a_hang_is_named_with_its_stack_and_ended(tmp_path: Path) -> None:
+    """A main thread that waits for ever: it beats, but makes no step."""
+    code = HANGING.replace("index == 1", "True").replace("WHAT", "waits_for_a_batch()").replace("> 2", "> 1")
+    ended, output = run(tmp_path, code)
+    assert ended == 0, output
+    assert "hang: no step for" in output
+    assert re.search(r"process 0 on \S+ \(pid \d+\) causes it: alive, in phase step of step 5", output)
+    assert "in waits_for_a_batch" in output
+    assert "all processes are ended; the last checkpoint stands" in output
+
+
+def test_a_process_whose_supervisor_is_killed_saves_and_ends(tmp_path: Path) -> None:
+    """It would hold the devices with nobody to watch it."""
+    code = """
+from jtrain.runtime.signals import StopRequest
+with StopRequest() as stop:
+    attempts()
+    while not stop.requested: time.sleep(0.01)
+    attempts()
+"""
+    process = start(tmp_path, code)
+    attempts = tmp_path / "attempts"
+    while not attempts.exists():
+        time.sleep(0.02)
+    process.kill()
+    output, _ = process.communicate(timeout=120)  # until the orphan has closed it, too
+    assert "The supervisor is gone: stopping, with a checkpoint." in output
+    assert attempts.stat().st_size == 2
+
+
+@pytest.mark.parametrize(
+    ("processes", "environ", "message"),
+    [
+        (0, {}, r"--processes 0 must be at least 1"),
+        (2, {"JTRAIN_COORDINATOR": "a:1"}, r"--processes 2 starts all .* JTRAIN_COORDINATOR=a:1 names others\. Unset"),
+    ],
+)
+def test_contradictions_are_refused(processes: int, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Supervisor(["true"], environ, processes=processes, workdir=None)
