@@ -103,8 +103,9 @@ class Metrics:
 
     def alert(self, kind: Kind, step: int, message: str, **values: Any) -> None:
         """Sends an alert (`Alerts.send`) to those that the config names; any thread may."""
-        if self._alerts is not None:
-            self._alerts.send(kind, step, message, **values)
+        alerts = self._alerts  # another thread may close it
+        if alerts is not None:
+            alerts.send(kind, step, message, **values)
 
     def close(self) -> None:
         """Closes the files and ends the progress bar."""

@@ -83,6 +83,7 @@ class AlertWatch(Callback):
             self._check_stragglers(step)
 
     def on_error(self, error: Exception) -> None:
+        self._ended.set()
         if isinstance(error, NotFinite):
             self._context.metrics.alert("nan", error.step, str(error), names=list(error.names))
 
