@@ -15,6 +15,7 @@ from jtrain.checkpoint import files
 from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
+from jtrain.runtime.workdir_lock import LockLost
 
 MAX_NAMED_LEAVES = 10
 
@@ -61,6 +62,7 @@ class Checkpoints:
         self._spec = spec
         self._writer: Any = None  # orbax_io.Writer, made by prepare() because its module imports orbax
         self._saving: _Saving | None = None
+        self._is_ours = True  # until another run takes the workdir over, and with it what unfinished saves left
 
     def prepare(self) -> None:
         """Imports orbax (0.8 s), makes the directory and removes leftovers, so that the first save is fast.
@@ -199,6 +201,11 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
+        if isinstance(error, LockLost):
+            self._is_ours = False
+            with contextlib.suppress(CheckpointError):
+                self.close()
+            return
         self.close()
 
     def _seal(self, path: Path) -> None:
@@ -295,7 +302,7 @@ class Checkpoints:
                 yield
         except CheckpointError:
             self._saving = None
-            if multihost.process_index() == 0:
+            if self._is_ours and multihost.process_index() == 0:
                 files.sweep(self.folder)
             raise
 
