@@ -169,6 +169,10 @@ def _weight_files(folder: Path) -> dict[str, set[str]]:
     if not isinstance(weight_map, dict):
         raise UserError(f"{folder / _INDEX} has no weight_map. Download it again.")
     for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise UserError(
+                f"{folder / _INDEX} places {name} in {file!r}, which names no file there. Download it again."
+            )
         files.setdefault(file, set()).add(name)
     return files
 
@@ -179,7 +183,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON: {error}.") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object.")

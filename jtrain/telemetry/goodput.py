@@ -228,6 +228,12 @@ class Ledger:
         else:
             self._charge()
 
+    def go_back(self, step: int) -> None:
+        """Records that the run goes on from the state after `step`; the steps until here are done again."""
+        self._redone_until = max(self._redone_until, self._step)
+        self._step = step
+        self.training()
+
     def read_shares(self) -> None:
         """Reads the shares of communication and clock loss from the newest breakdown."""
         self._shares = newest_shares(self._workdir)

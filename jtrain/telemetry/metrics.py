@@ -36,6 +36,7 @@ TRAIN_METRICS = (
     Metric("loss_nats", "nats/token", "this step", "cross entropy over the batch's valid targets, without z-loss"),
     Metric("grad_norm", "", "this step", "global norm of the gradient before clipping"),
     Metric("learning_rate", "", "this step", "learning rate of this update"),
+    Metric("skipped_updates", "updates", "so far", "updates not applied because of bad numbers, over all attempts"),
     Metric("tokens", "tokens", "this step", "valid targets in the global batch"),
     Metric("tokens_per_s", "tokens/s", "mean since the last line", "valid targets per second of wall time"),
     Metric("step_time_ms", "ms", "mean since the last line", "wall time per step, everything included"),
@@ -113,6 +114,7 @@ class TrainLine:
     loss_nats: float
     grad_norm: float
     learning_rate: float
+    skipped_updates: int
     tokens: int
     tokens_per_s: float
     step_time_ms: float

@@ -53,17 +53,38 @@ class Metrics:
         self._alerts: Alerts | None = None
         if jax.process_index() != 0:
             return
+        self._workdir, self._tensorboard = workdir, spec.tensorboard
         shown_on = sys.stdout if stream is None else stream
-        bad = drop_after(workdir / FILE, start_step)
         self._progress = (ProgressBar if shown_on.isatty() else PlainProgress)(shown_on, num_steps, start_step)
-        if bad:
-            self.say(aside_text(workdir / FILE, bad))
-        self._lines = AppendFile(workdir / FILE, say=self.say)
+        self._open(start_step)
         # 0600: it names files of the data, and may quote an address with a password.
         self._notes = AppendFile(workdir / NOTES, say=self.say, mode=0o600)
         self._alerts = Alerts(alerts, workdir, say=self.say) if alerts is not None else None
-        if spec.tensorboard:
-            self._events = EventFile(workdir / EVENTS, start_step=start_step, say=self.say)
+
+    def _open(self, start_step: int) -> None:
+        """Opens the files that hold a history of steps, without what is after `start_step`."""
+        bad = drop_after(self._workdir / FILE, start_step)
+        if bad:
+            self.say(aside_text(self._workdir / FILE, bad))
+        self._reopen(start_step)
+
+    def _reopen(self, start_step: int) -> None:
+        self._lines = AppendFile(self._workdir / FILE, say=self.say)
+        if self._tensorboard:
+            self._events = EventFile(self._workdir / EVENTS, start_step=start_step, say=self.say)
+
+    def rewind(self, step: int) -> None:
+        """Drops the lines after `step`: the run has gone back, and writes them once more."""
+        if self._lines is None:
+            return
+        for file in (self._lines, self._events):
+            if file is not None:
+                file.close()
+        try:
+            self._open(step)
+        except OSError as error:
+            self.say(f"warning: {self._workdir / FILE} keeps lines after step {step}, which come again: {error}")
+            self._reopen(step)
 
     def train(self, line: TrainLine) -> None:
         """Writes the line of a train step."""

@@ -100,6 +100,9 @@ class GoodputLedger(Callback):
         else:
             self.ledger.step_done(results.step)
 
+    def on_rewind(self, step: int) -> None:
+        self.ledger.go_back(step)
+
     def on_end(self) -> None:
         summary = self.ledger.close()
         if summary is not None and self._writes:

@@ -97,7 +97,9 @@ def test_a_second_run_is_refused_with_who_holds_it_and_a_killed_one_is_replaced_
     said: list[str] = []
     holder = holding(tmp_path / "run")
     holder.send_signal(signal.SIGSTOP)
-    way = rf"--workdir .*run is in use by another run: process {holder.pid} on host \S+, since 20\S+\. Wait for it, stop"
+    way = (
+        rf"--workdir .*run is in use by another run: process {holder.pid} on host \S+, since 20\S+\. Wait for it, stop"
+    )
     with pytest.raises(UserError, match=rf"{way} it \(`kill {holder.pid}` on .*or set --workdir to another folder"):
         WorkdirLock(tmp_path / "run", say=said.append).__enter__()
     assert said == []

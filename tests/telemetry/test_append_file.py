@@ -110,7 +110,9 @@ def test_bad_lines_are_set_aside_wherever_they_are(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 40))
-def test_any_bytes_anywhere_cost_at_most_the_lines_they_touch(tmp_path_factory: pytest.TempPathFactory, noise: bytes, at: int) -> None:
+def test_any_bytes_anywhere_cost_at_most_the_lines_they_touch(
+    tmp_path_factory: pytest.TempPathFactory, noise: bytes, at: int
+) -> None:
     path = tmp_path_factory.mktemp("noise") / "metrics.jsonl"
     good = [json.dumps({"step": step}).encode() + b"\n" for step in range(4)]
     whole = b"".join(good)
@@ -132,7 +134,10 @@ def test_goodput_goes_on_over_damaged_lines_and_full_disks(tmp_path: Path) -> No
         filler = fill(disk)
         for step in range(2, 60):
             first.write(step)
-        assert [text.partition(" cannot")[0] for text in said] == [f"warning: {disk / FILE}", f"warning: {disk / EVENTS}"]
+        assert [text.partition(" cannot")[0] for text in said] == [
+            f"warning: {disk / FILE}",
+            f"warning: {disk / EVENTS}",
+        ]
         filler.unlink()
         first.close()
         assert {text.partition(" is written")[0] for text in said[2:]} == {str(disk / FILE), str(disk / EVENTS)}

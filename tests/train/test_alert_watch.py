@@ -9,14 +9,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
+from jtrain.checkpoint import Checkpoints
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
-from jtrain.step.finite import NotFinite
+from jtrain.step.guard import GuardSpec
 from jtrain.telemetry.metrics_writer import Metrics
 from jtrain.telemetry.step_timer import StepTimes
 from jtrain.train.alert_watch import AlertWatch
+from jtrain.train.bad_steps import BadSteps, Numbers
 from jtrain.train.callbacks import Callbacks, RunContext, StepResults
 from jtrain.train.goodput_ledger import GoodputLedger
 from tests.telemetry.test_metrics import LINE
@@ -40,8 +45,8 @@ class Watched:
     def __init__(self, server: Server, metrics: Metrics, callbacks: Callbacks) -> None:
         self.server, self.metrics, self.callbacks = server, metrics, callbacks
 
-    def step(self, step: int, loss: float = 3.0, grad_norm: float = 1.0) -> None:
-        values = {"loss_nats": loss, "grad_norm": grad_norm}
+    def step(self, step: int, loss: float = 3.0, *, applied: bool = True) -> None:
+        values = {"loss_nats": loss, "applied": applied}
         self.callbacks.on_results(partly(StepResults, step=step, values=values))
 
     def alert(self) -> dict[str, Any]:
@@ -57,14 +62,14 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
 
         def start(**bounds: float) -> Watched:
             sets = [f"alerts.{name}={value}" for name, value in (QUIET | bounds).items()]
-            config = load_config("tiny", ["debug"], ["metrics.log_every_steps=1", *sets, f"alerts.webhook={server.url}"])
+            config = load_config(
+                "tiny", ["debug"], ["metrics.log_every_steps=1", *sets, f"alerts.webhook={server.url}"]
+            )
             run = build_run(config)
             goodput = GoodputLedger(run, StepTimes())
             callbacks = Callbacks([goodput, AlertWatch(run, goodput)])
             callbacks.__enter__()
-            metrics = Metrics(
-                tmp_path, run.metrics, num_steps=5, start_step=0, stream=io.StringIO(), alerts=run.alerts
-            )
+            metrics = Metrics(tmp_path, run.metrics, num_steps=5, start_step=0, stream=io.StringIO(), alerts=run.alerts)
             started_s = time.time() - 60.0
             context = partly(RunContext, workdir=tmp_path, start_step=0, started_s=started_s, metrics=metrics, run=run)
             running = callbacks.running(context)
@@ -78,20 +83,25 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
         assert server.posted.empty()
 
 
-def test_bad_numbers_and_runs_that_they_end(watch: Callable[..., Watched]) -> None:
-    """A loss or gradient norm that is not finite: by the results, or by the error that ends the run."""
+@pytest.mark.parametrize(
+    ("values", "bounds", "kind"),
+    [((math.nan, 1.0), (math.inf, math.inf), "nan"), ((9.0, 1.0), (4.0, 2.0), "spike")],
+)
+def test_numbers_that_the_guard_finds_bad(
+    watch: Callable[..., Watched], tmp_path: Path, values: tuple[float, float], bounds: tuple[float, float], kind: str
+) -> None:
+    """A loss that is not finite, and one above the guard's bound; the step is not reported twice."""
     run = watch(repeat_minutes=0.0)
-    run.step(1)
-    run.step(2, loss=math.nan)
-    alert = run.alert()
-    assert (alert["kind"], alert["step"], alert["values"]) == ("nan", 2, {"loss_nats": "nan", "grad_norm": 1.0})
-    run.step(3, grad_norm=math.inf)
-    assert run.alert()["message"] == "loss_nats=3.0, grad_norm=inf"
-    error = NotFinite("loss_nats not finite at step 4", step=4, names=("loss_nats",))
-    for callback in run.callbacks._callbacks:
-        callback.on_error(error)
-    alert = run.alert()
-    assert (alert["kind"], alert["step"], alert["message"]) == ("nan", 4, str(error))
+    mesh = Mesh(np.asarray(jax.devices()[:1]), ("data",))
+    say, alert = run.metrics.say, run.metrics.alert
+    bad_steps = BadSteps(GuardSpec(), tmp_path, mesh, partly(Checkpoints), say, alert)
+    by_device = np.asarray([[values[0], 0.0]], np.float32)
+    numbers = Numbers(7, np.asarray(values, np.float32), np.asarray(bounds, np.float32), False, by_device, "00ff")
+    bad_steps.check(numbers, dispatched=8, last=False, documents=dict)
+    run.step(7, loss=values[0], applied=False)
+    got = run.alert()
+    assert (got["kind"], got["step"], got["values"]["grad_norm"]) == (kind, 7, 1.0)
+    assert got["message"].startswith("loss_nats bad at step 7: ")
 
 
 def test_a_spike_is_far_above_the_spread_of_recent_losses(watch: Callable[..., Watched]) -> None:

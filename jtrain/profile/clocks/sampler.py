@@ -226,7 +226,12 @@ def _remove_dead(folder: Path) -> None:
 
 def _die_with(parent: int) -> None:
     """Makes the kernel kill this process when its parent dies; stdin may stay open in another child of the parent."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # meant for the run, which still needs samples
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+    ):  # meant for the run, which still needs samples
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
