@@ -33,7 +33,7 @@ def webhook_server() -> Iterator[Server]:
             self.end_headers()
             posted.put(json.loads(body))
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jtrain.runtime.secrets import without_secrets
 from jtrain.telemetry.alerts import Alerts, AlertsSpec, Kind
 from jtrain.telemetry.append_file import AppendFile, aside_text
 from jtrain.telemetry.event_file import EventFile
@@ -57,7 +58,7 @@ class Metrics:
         shown_on = sys.stdout if stream is None else stream
         self._progress = (ProgressBar if shown_on.isatty() else PlainProgress)(shown_on, num_steps, start_step)
         self._open(start_step)
-        # 0600: it names files of the data, and may quote an address with a password.
+        # 0600: it names files of the data, and an address may hold a secret that nothing marks as one.
         self._notes = AppendFile(workdir / NOTES, say=self.say, mode=0o600)
         self._alerts = Alerts(alerts, workdir, say=self.say) if alerts is not None else None
 
@@ -117,7 +118,8 @@ class Metrics:
                 self._progress.say(text)
 
     def note(self, step: int, text: str) -> None:
-        """Prints a message of the data plane, and appends it to data.log."""
+        """Prints a message of the data plane, and appends it to data.log, both without secrets in addresses."""
+        text = without_secrets(text)
         self.say(text)
         if self._notes is not None:
             self._notes.append(f"step {step}: {text}\n".encode())

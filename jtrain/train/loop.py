@@ -39,6 +39,7 @@ from jtrain.plan.report.summary import print_plan
 from jtrain.runtime.exit_codes import DONE, STOPPED
 from jtrain.runtime.multihost import agree, same_everywhere
 from jtrain.runtime.run_files import full_disk_named, write_run_files
+from jtrain.runtime.secrets import without_secrets
 from jtrain.runtime.shared_folder import check_shared
 from jtrain.runtime.signals import StopRequest
 from jtrain.runtime.workdir_lock import WorkdirLock
@@ -119,7 +120,7 @@ def train(
     rows = place.rows(jax.process_index())
     if jax.process_index() == 0:
         print_plan(job, available=available)
-        print(dataset.describe(), *evaluation.describe(), sep="\n")
+        print(without_secrets("\n".join([dataset.describe(), *evaluation.describe()])))
         print(budget(dataset, rows=len(rows)).line(), flush=True)
 
     with (

@@ -15,10 +15,13 @@ from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.resume import check_same_run, config_from_text, with_history
 from jtrain.config.run import build_run
-from jtrain.errors import UserError
+from jtrain.errors import FileError, UserError
+from jtrain.runtime import cli
 from jtrain.runtime.atomic_io import write_whole
 from jtrain.runtime.run_files import write_run_files
 from jtrain.runtime.secrets import is_secret, shown, shown_command, without_secrets
+from jtrain.telemetry.metrics import MetricsSpec
+from jtrain.telemetry.metrics_writer import Metrics
 
 SIGNED = "https://b.s3.amazonaws.com/a.jsonl?X-Amz-Expires=60&X-Amz-Credential=AKIAID&X-Amz-Signature=5ec7e7"
 
@@ -108,3 +111,18 @@ def test_files_have_what_the_umask_allows_and_no_more(tmp_path: Path, umask: int
         os.umask(before)
     modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("open", "secret")]
     assert modes == [0o666 & ~umask, 0o600]
+
+
+def test_what_ends_a_command_and_what_the_data_says_quote_no_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> int:
+        raise FileError(f"{SIGNED} cannot be read")
+
+    assert cli.run(fails) == 2
+    with Metrics(tmp_path, MetricsSpec(tensorboard=False), num_steps=3, start_step=0) as metrics:
+        metrics.note(2, f"read {SIGNED} again")
+    said = capsys.readouterr()
+    for text in (said.out, said.err, (tmp_path / "data.log").read_text()):
+        assert "X-Amz-Signature=***" in text
+        assert "5ec7e7" not in text

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jtrain.telemetry import append_file
@@ -109,6 +109,7 @@ def test_bad_lines_are_set_aside_wherever_they_are(tmp_path: Path) -> None:
     assert aside.read_bytes() == b"".join(GARBAGE) + b"\nmore\n"
 
 
+@settings(max_examples=50)
 @given(st.binary(max_size=200), st.integers(0, 40))
 def test_any_bytes_anywhere_cost_at_most_the_lines_they_touch(
     tmp_path_factory: pytest.TempPathFactory, noise: bytes, at: int

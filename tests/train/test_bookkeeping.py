@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.errors import UserError
+from jtrain.runtime.workdir_lock import WorkdirLock
 from jtrain.telemetry import goodput, metrics
 from jtrain.train import loop
 from tests.small_disk import small_disk
@@ -126,8 +128,9 @@ sys.exit(launch.main(sys.argv[1:]))
 """
 
 
-def launch(workdir: Path, num_steps: int, machine: str = "") -> "subprocess.Popen[str]":
+def launch(workdir: Path, num_steps: int, machine: str = "", **environment: str) -> "subprocess.Popen[str]":
     sets = (f"num_steps={num_steps}", "metrics.log_every_steps=1", "checkpoint.every_steps=20", "eval.every_steps=None")
+    sets += (f"mesh.data={environment.get('JTRAIN_NUM_PROCESSES', 1)}",)
     arguments = [text for one in sets for text in ("--set", one)]
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
     return subprocess.Popen(
@@ -135,7 +138,7 @@ def launch(workdir: Path, num_steps: int, machine: str = "") -> "subprocess.Pope
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | paths,
+        env=os.environ | paths | environment,
     )
 
 
@@ -209,3 +212,21 @@ def test_a_run_that_lost_its_workdir_ends_without_a_trace_in_it(
     changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
     assert changed <= {path for path in changed if "samples" in path.parts or "checkpoints" in path.parts}
     assert steps(workdir) == list(range(1, 61))
+
+
+@pytest.mark.slow
+def test_all_processes_end_together_where_the_workdir_is_in_use(
+    tmp_path: Path, launched: list["subprocess.Popen[str]"]
+) -> None:
+    """Process 0 says by whom; the other one, which does not look, ends with it and not in a collective."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    with WorkdirLock(tmp_path / "run", say=print):
+        for process in range(2):
+            variables = {"JTRAIN_COORDINATOR": coordinator, "JTRAIN_NUM_PROCESSES": "2"}
+            launched.append(launch(tmp_path / "run", 5, **variables, JTRAIN_PROCESS_ID=str(process)))
+        errors = [process.communicate(timeout=600)[1] for process in launched]
+    assert [process.returncode for process in launched] == [2, 2], errors
+    assert f"is in use by another run: process {os.getpid()} on host" in errors[0]
+    assert "error: process 0 could not lock --workdir" in errors[1]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"], "nothing else was written"
