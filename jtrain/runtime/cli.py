@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from jtrain.errors import HardwareFault, UserError
 from jtrain.runtime import exit_codes
+from jtrain.runtime.secrets import without_secrets
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,5 +41,5 @@ def run(main: Callable[[], int]) -> int:
     except (UserError, HardwareFault, OSError) as error:
         if isinstance(error, OSError) and not isinstance(error, UserError) and error.filename is None:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {without_secrets(str(error))}", file=sys.stderr)
         return exit_codes.FAULTY_HARDWARE if isinstance(error, HardwareFault) else exit_codes.REFUSED

@@ -94,10 +94,16 @@ class WorkdirLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        """Ends the touching, and marks the lock as released."""
+        """Ends the touching, and marks the lock as released.
+
+        Raises:
+          LockLost: the lock was lost, and that is why the block failed.
+        """
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
+        if self._lost is not None and isinstance(error, Exception) and not isinstance(error, LockLost):
+            raise LockLost(self._lost) from error
         if self._held is not None and self._lost is None:
             with contextlib.suppress(OSError):  # then the next run finds that this process is gone
                 self._held.rename(self._held.with_name(self._held.name + _RELEASED))

@@ -81,7 +81,7 @@ class AppendFile:
                 self._write_kept()
             lost = self._lost + len(self._kept)
             if lost:
-                self._trouble.gave_up(f"{lost} records are lost")
+                self._trouble.gave_up(_lost(lost))
             self._kept, self._kept_bytes, self._lost = [], 0, 0
             self._close()
 
@@ -100,7 +100,7 @@ class AppendFile:
         self._kept_bytes -= sum(len(record) for record in self._kept[:done])
         del self._kept[:done]
         if not self._kept:
-            self._trouble.worked(f"{self._lost} records are lost" if self._lost else "all records are in it")
+            self._trouble.worked(_lost(self._lost) if self._lost else "all records are in it")
             self._lost = 0
 
     def _close(self) -> None:
@@ -108,6 +108,10 @@ class AppendFile:
             with contextlib.suppress(OSError):  # the network's disk may report here what it lost
                 os.close(self._file)
             self._file = None
+
+
+def _lost(records: int) -> str:
+    return "1 record is lost" if records == 1 else f"{records} records are lost"
 
 
 def _write_record(file: int, record: bytes) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jtrain.runtime.secrets import without_secrets
 from jtrain.telemetry.alerts import Alerts, AlertsSpec, Kind
 from jtrain.telemetry.append_file import AppendFile, aside_text
 from jtrain.telemetry.event_file import EventFile
@@ -57,7 +58,7 @@ class Metrics:
         shown_on = sys.stdout if stream is None else stream
         self._progress = (ProgressBar if shown_on.isatty() else PlainProgress)(shown_on, num_steps, start_step)
         self._open(start_step)
-        # 0600: it names files of the data, and may quote an address with a password.
+        # 0600: it names files of the data, and an address may hold a secret that nothing marks as one.
         self._notes = AppendFile(workdir / NOTES, say=self.say, mode=0o600)
         self._alerts = Alerts(alerts, workdir, say=self.say) if alerts is not None else None
 
@@ -66,6 +67,9 @@ class Metrics:
         bad = drop_after(self._workdir / FILE, start_step)
         if bad:
             self.say(aside_text(self._workdir / FILE, bad))
+        self._reopen(start_step)
+
+    def _reopen(self, start_step: int) -> None:
         self._lines = AppendFile(self._workdir / FILE, say=self.say)
         if self._tensorboard:
             self._events = EventFile(self._workdir / EVENTS, start_step=start_step, say=self.say)
@@ -77,7 +81,11 @@ class Metrics:
         for file in (self._lines, self._events):
             if file is not None:
                 file.close()
-        self._open(step)
+        try:
+            self._open(step)
+        except OSError as error:
+            self.say(f"warning: {self._workdir / FILE} keeps lines after step {step}, which come again: {error}")
+            self._reopen(step)
 
     def train(self, line: TrainLine) -> None:
         """Writes the line of a train step."""
@@ -110,15 +118,17 @@ class Metrics:
                 self._progress.say(text)
 
     def note(self, step: int, text: str) -> None:
-        """Prints a message of the data plane, and appends it to data.log."""
+        """Prints a message of the data plane, and appends it to data.log, both without secrets in addresses."""
+        text = without_secrets(text)
         self.say(text)
         if self._notes is not None:
             self._notes.append(f"step {step}: {text}\n".encode())
 
     def alert(self, kind: Kind, step: int, message: str, **values: Any) -> None:
         """Sends an alert (`Alerts.send`) to those that the config names; any thread may."""
-        if self._alerts is not None:
-            self._alerts.send(kind, step, message, **values)
+        alerts = self._alerts  # another thread may close it
+        if alerts is not None:
+            alerts.send(kind, step, message, **values)
 
     def close(self) -> None:
         """Closes the files and ends the progress bar."""

@@ -27,6 +27,7 @@ from jtrain.checkpoint import Checkpoints, files
 from jtrain.errors import HardwareFault, UserError
 from jtrain.runtime.multihost import from_process_zero, gather
 from jtrain.step.guard import LEFT_OUT, WINDOW, GuardSpec
+from jtrain.telemetry.append_file import aside_text, keep_lines
 from jtrain.telemetry.metrics import encode
 
 FILE = "bad_steps.jsonl"
@@ -115,16 +116,24 @@ class BadSteps:
     Args:
       workdir: where `bad_steps.jsonl` is.
       say: prints a line.
+      alert: sends an alert, as `Metrics.alert`.
     """
 
     def __init__(
-        self, spec: GuardSpec, workdir: Path, mesh: Mesh, checkpoints: Checkpoints, say: Callable[[str], None]
+        self,
+        spec: GuardSpec,
+        workdir: Path,
+        mesh: Mesh,
+        checkpoints: Checkpoints,
+        say: Callable[[str], None],
+        alert: Callable[..., None],
     ) -> None:
         self._spec = spec
         self._file = workdir / FILE
         self._mesh = mesh
         self._checkpoints = checkpoints
         self._say = say
+        self._alert = alert
         self._records: dict[int, Numbers] = {}
         self._bad: set[int] = set()  # steps of this attempt, without those that a replay has settled
         self._until: int | None = None
@@ -175,6 +184,8 @@ class BadSteps:
         where = self._named(numbers.strange_devices)
         why = f"{' and '.join(numbers.bad)} bad at step {step}: {numbers.shown}; batch_hash={numbers.batch_hash}"
         why += f"; not finite on {where}" if where and len(numbers.strange_devices) < len(numbers.by_device) else ""
+        finite = "state" not in numbers.bad and bool(np.isfinite(numbers.values).all())
+        self._alert("spike" if finite else "nan", step, why, **dict(zip(_NAMES, numbers.values.tolist(), strict=True)))
         known = documents()
         entry: dict[str, Any] = {"step": step, "action": "found", "bad": list(numbers.bad)}
         entry |= dict(zip(_NAMES, numbers.values.tolist(), strict=True)) | {"batch_hash": numbers.batch_hash}
@@ -242,8 +253,9 @@ class BadSteps:
         """Reads the decisions of earlier attempts: batches to leave out, `since`, and the steps of recent returns."""
         kept = np.zeros(2 * LEFT_OUT + 1, np.int32)
         if jax.process_index() == 0 and self._file.exists():
-            complete, _, _ = self._file.read_bytes().rpartition(b"\n")
-            entries = [json.loads(line) for line in complete.splitlines()]
+            if damaged := keep_lines(self._file, lambda entry: True if "action" in entry else None):
+                self._say(aside_text(self._file, damaged))
+            entries = [json.loads(line) for line in self._file.read_bytes().splitlines()]
             settled = [entry for entry in entries if entry["action"] == "repeats"]
             if settled:
                 newest = settled[-1]["left_out"][-LEFT_OUT:]

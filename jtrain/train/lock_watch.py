@@ -4,7 +4,7 @@ import contextlib
 from typing import Any
 
 from jtrain.runtime.workdir_lock import WorkdirLock
-from jtrain.train.callbacks import Callback, LoopPhase, StepResults
+from jtrain.train.callbacks import Callback, DispatchedStep, LoopPhase, StepResults
 
 
 class LockWatch(Callback):
@@ -24,4 +24,11 @@ class LockWatch(Callback):
         return contextlib.nullcontext()
 
     def on_results(self, results: StepResults) -> None:
+        self._lock.check()
+
+    def on_step(self, dispatched: DispatchedStep) -> None:
+        self._lock.check()
+
+    def on_error(self, error: Exception) -> None:
+        """Names the loss instead of its consequences, such as a save whose files the other run has removed."""
         self._lock.check()

@@ -7,6 +7,7 @@ Invariants:
 - All processes save, stop and evaluate at the same steps.
 """
 
+import contextlib
 import functools
 import json
 import time
@@ -36,6 +37,7 @@ from jtrain.plan.report.summary import print_plan
 from jtrain.runtime.exit_codes import DONE, STOPPED
 from jtrain.runtime.multihost import agree, same_everywhere
 from jtrain.runtime.run_files import full_disk_named, write_run_files
+from jtrain.runtime.secrets import without_secrets
 from jtrain.runtime.shared_folder import check_shared
 from jtrain.runtime.signals import StopRequest
 from jtrain.runtime.workdir_lock import WorkdirLock
@@ -92,7 +94,8 @@ def train(
     devices = jax.devices()
     home = workdir if home is None else home
     check_shared(home)
-    moved = check_history(workdir, home / "checkpoints", from_scratch=from_scratch)
+    with WorkdirLock(workdir, say=_print) if from_scratch else contextlib.nullcontext():  # it moves files
+        moved = check_history(workdir, home / "checkpoints", from_scratch=from_scratch)
     changes = check_same_run(workdir, config_text, allow=allow_change)
     step_there = max(files.steps(home / "checkpoints"), default=0)
     config_text = with_history(workdir, config_text, step=step_there, changes=changes)
@@ -114,7 +117,7 @@ def train(
     rows = place.rows(jax.process_index())
     if jax.process_index() == 0:
         print_plan(job, available=available)
-        print(dataset.describe(), *evaluation.describe(), sep="\n")
+        print(without_secrets("\n".join([dataset.describe(), *evaluation.describe()])))
         print(budget(dataset, rows=len(rows)).line(), flush=True)
 
     checks = IntegrityCheck(run.integrity)
@@ -162,7 +165,7 @@ def train(
             context = RunContext(
                 run, job, mesh, workdir, start_step, started_s, dataset.names, train_step, metrics, callbacks.during
             )
-            bad_steps = BadSteps(run.guard, workdir, mesh, checkpoints, metrics.say)
+            bad_steps = BadSteps(run.guard, workdir, mesh, checkpoints, metrics.say, metrics.alert)
             loop = Loop(context, callbacks, checkpoints, evaluation, config_text, checks, bad_steps, restart, batches)
             with callbacks.running(context):
                 step = loop.run(state, data_state, stop)

@@ -36,6 +36,7 @@ LINE = TrainLine(
     loss_nats=2.1034,
     grad_norm=0.5,
     learning_rate=3e-3,
+    skipped_updates=0,
     tokens=4096,
     tokens_per_s=12_345.6,
     step_time_ms=331.0,
@@ -181,7 +182,7 @@ step = 0
 while True:
     step += 1
     data = (1.0, 1.0, 0.0, 0, 0, {}, {}, {}, 1.0, 1.0, 1.0, {}, None, None, None, 900.5, 1)
-    metrics.train(TrainLine(step, 1 / step, 1.0, 1e-3, 1, 1.0, 1.0, 0.0, "ff" * 8, None, None, *data))
+    metrics.train(TrainLine(step, 1 / step, 1.0, 1e-3, 0, 1, 1.0, 1.0, 0.0, "ff" * 8, None, None, *data))
     print(step, flush=True)
 """
 
