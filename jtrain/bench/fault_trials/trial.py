@@ -181,9 +181,7 @@ class Trial:
         attempt.wait()
         self.settle(attempt)
         if stepped:
-            resumed = resumed_from(attempt.text()) or 0
-            self.result.recoveries += 1
-            self.result.lost_steps = max(self.result.lost_steps, before - resumed)
+            resumed = self.count_lost(attempt.text(), before)
             if resumed < due - EVERY_STEPS - self.kind.lost_steps:
                 self.wrong(f"more than one interval lost: at step {before}, resumed from step {resumed}")
             if resumed < newest and not re.search(rf"checkpoints/{newest}\b|step {newest}\b(?!/)", attempt.text()):
@@ -193,6 +191,13 @@ class Trial:
             if resumed > committed:
                 self.wrong(f"resumed from step {resumed}, but the newest checkpoint was that of step {committed}")
         return attempt
+
+    def count_lost(self, text: str, before: int) -> int:
+        """Notes a start that went on, and the steps up to `before` that it does again; returns the step it is from."""
+        resumed = resumed_from(text) or 0
+        self.result.recoveries += 1
+        self.result.lost_steps = max(self.result.lost_steps, before - resumed)
+        return resumed
 
     def _due(self, before: int) -> int:
         """Returns the newest step up to `before` whose save may have begun: the next waits for one under way."""
