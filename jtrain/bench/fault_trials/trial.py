@@ -35,6 +35,7 @@ class Kind:
     says: regular expression that the output has to match; None where nothing has to be said.
     lines_lost: True if lines of metrics.jsonl may be missing, because the fault keeps them from being written.
     lost_steps: steps beyond one interval that the fault may take.
+    keeps_more: True if older checkpoints may stay: none is deleted while numbers are in doubt.
     needs: returns why this machine cannot do it, None if it can.
     """
 
@@ -48,6 +49,7 @@ class Kind:
     says: str | None = None
     lines_lost: bool = False
     lost_steps: int = 0
+    keeps_more: bool = False
     needs: Callable[[], str | None] = lambda: None
 
 
@@ -253,8 +255,11 @@ class Trial:
                 self.wrong(f"step {step.step} diverges: {step}, unbroken: {want.get(step.step)}")
                 break
         want_committed = self.reference.committed
-        if self.workdir.committed() != want_committed:
-            self.wrong(f"checkpoints {self.workdir.committed()}, unbroken: {want_committed}")
+        got_committed = self.workdir.committed()
+        more = set(got_committed) - set(want_committed)
+        if not set(want_committed) <= set(got_committed) or (more and not self.kind.keeps_more):
+            self.wrong(f"checkpoints {got_committed}, unbroken: {want_committed}")
+        if want_committed[-1] not in got_committed:
             return
         got_digests = self.workdir.digests(want_committed[-1], self.folder / "digests.log")
         want_digests = self.reference.digests
