@@ -16,12 +16,14 @@ from jtrain.bench.faults import drawn
 SLICE = (
     *("damage-missing", "damage-truncated", "damage-flipped", "damage-emptied", "damage-garbage"),
     *("no-manifest", "no-manifests", "no-checkpoints", "renumbered", "all-damaged", "bad-metrics", "bad-ledger"),
-    *("kill-compile", "kill-step", "kill-save", "kill-commit", "kill-purge", "kill-restore", "kill-end", "closed-pipe"),
+    *("kill-restore", "kill-commit", "kill-purge"),
 )
-"""Twenty kinds whose trials start the training once or twice, on one process."""
+"""Kinds whose trials are short, on one process."""
 
 BAD = ("forgets", "diverges", "stays")
 """Kinds that the test adds: the harness has to find what they do."""
+
+SEED = 2
 
 HARNESS = """
 import sys
@@ -61,10 +63,12 @@ def test_twenty_faults_lose_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
     All in one command, which shares its imports and its unbroken run: exit 1, because of those three alone.
     """
     rows, trials = tmp_path / "rows.json", tmp_path / "trials"
-    only = ",".join((*SLICE, *BAD))
-    arguments = ("--trials", str(len(SLICE) + len(BAD)), "--seed", "16", "--only", only, "--json", str(rows))
+    drawn_kinds = [name for _, name in drawn([*SLICE, *BAD], 20 + len(BAD), SEED)]
+    want = sorted(name for name in drawn_kinds if name in SLICE)
+    assert len(want) == 20, "another SEED draws each of BAD once"
+    arguments = ("--trials", str(len(drawn_kinds)), "--seed", str(SEED), "--only", ",".join((*SLICE, *BAD)))
     done = subprocess.run(
-        [sys.executable, "-c", HARNESS, *arguments, "--workdir", str(trials)],
+        [sys.executable, "-c", HARNESS, *arguments, "--workdir", str(trials), "--json", str(rows)],
         env=os.environ | {"XLA_FLAGS": ""},  # one device, as a user has it
         capture_output=True,
         text=True,
@@ -72,7 +76,7 @@ def test_twenty_faults_lose_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stdout + done.stderr
     survived = re.findall(r"^([a-z-]+) \d+: (?:survived|refused, then survived)", done.stdout, re.MULTILINE)
-    assert sorted(survived) == sorted(SLICE), done.stdout
+    assert sorted(survived) == want, done.stdout
 
     failed = dict(re.findall(r"^([a-z]+ \d+): FAILED.*\n((?:    .*\n)+)", done.stdout, re.MULTILINE))
     said = {name.split()[0]: text for name, text in failed.items()}
@@ -87,7 +91,7 @@ def test_twenty_faults_lose_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
 
     values = {row["what"]: row["value"] for row in json.loads(rows.read_text())["rows"]}
     assert all(values[f"{kind}: lost or diverged"] == (kind in BAD) for kind in (*SLICE, *BAD))
-    assert sum(values[f"{kind}: recoveries"] for kind in SLICE) >= 12, "a fault has to hit"
+    assert sum(values[f"{kind}: recoveries"] for kind in SLICE) >= 15, "a fault has to hit"
     assert any(values[f"{kind}: most steps done again"] > 0 for kind in SLICE)
 
 
