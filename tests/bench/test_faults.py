@@ -29,7 +29,6 @@ HARNESS = """
 import sys
 from jtrain.bench.__main__ import bench
 from jtrain.bench.fault_trials import kinds, processes
-from jtrain.bench.fault_trials.planted import Plant
 
 kinds.register_all()
 processes.ENDED_S = 1.0
@@ -40,10 +39,9 @@ def forgets(trial):
     for name in ("checkpoints", "run.json", "config.txt", "goodput.json"):
         (trial.workdir.path / name).rename(trial.folder / name)
 
-@kinds.fault("diverges", "a resumed run computes something else")
+@kinds.fault("diverges", "a run computes something else")
 def diverges(trial):
-    trial.from_half()
-    trial.module = Plant("large", 14, seed=trial.rng.randrange(100)).module
+    trial.recipe = trial.recipe.changed("seed=1")
 
 @kinds.fault("stays", "a process stays after the training")
 def stays(trial):
@@ -81,8 +79,9 @@ def test_twenty_faults_lose_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
     failed = dict(re.findall(r"^([a-z]+ \d+): FAILED.*\n((?:    .*\n)+)", done.stdout, re.MULTILINE))
     said = {name.split()[0]: text for name, text in failed.items()}
     assert sorted(said) == sorted(BAD)
-    assert re.search(r"more than one interval lost: at step 9|refused: ", said["forgets"])
-    assert re.search(r"step 14 diverges|not done after|refused: ", said["diverges"])
+    assert re.search(r"more than one interval lost: at step|refused: ", said["forgets"])
+    assert "step 1 diverges" in said["diverges"]
+    assert re.search(r"the final state diverges in \d\d of", said["diverges"])
     assert "a process stayed behind" in said["stays"]
     for name, text in failed.items():
         kind, seed = name.split()
