@@ -181,14 +181,22 @@ class HFTokenizer:
         content = file.read_bytes()
         try:
             self._rust: Any = RustTokenizer.from_buffer(content)
-        except Exception as error:  # the Rust side raises plain Exception, and ValueError for some files
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # Rust raises plain Exception, ValueError for some files, and panics
             raise UserError(
                 f"data.tokenizer={str(path)!r} is not a tokenizer.json that the tokenizers package can read: {error}"
             ) from error
         self._rust.encode_special_tokens = True
         vocabulary: dict[str, int] = self._rust.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """Largest id + 1; ids may have gaps."""
+        # A token takes more than one byte of the file, so only a damaged one has larger ids; tables have a row per id.
+        if not 0 < self.vocab_size <= len(content):
+            raise UserError(
+                f"data.tokenizer={str(path)!r}: a file of {len(content):,} bytes with {len(vocabulary):,} tokens, the "
+                f"largest id {self.vocab_size - 1:,}. Export the tokenizer again, or set data.tokenizer to another."
+            )
         self.id_dtype = smallest_id_dtype(self.vocab_size)
         self.end_id = _end_id(str(path), file.parent / "tokenizer_config.json", vocabulary, end_token)
         marked, plain = self._rust.encode("a").ids, self.encode("a").tolist()
@@ -283,9 +291,11 @@ def _end_id(path: str, config: Path, vocabulary: dict[str, int], end_token: str 
         where = f"eos_token of {config}"
         try:
             declared = json.loads(config.read_text()).get("eos_token")
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise UserError(f"{config} is not a JSON object ({error}). Mend or remove it.") from error
         end_token = declared.get("content") if isinstance(declared, dict) else declared
+        if not isinstance(end_token, str | None):
+            raise UserError(f"{where} is {type(end_token).__name__}, not text. Mend it, or set data.end_token.")
     if end_token is not None:
         if end_token not in vocabulary:
             raise UserError(

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,10 @@ def _write_weights(folder: Path, params: Params, model: Transformer, *, dtype: s
     for file, names in zip(files, shards, strict=True):
         held = dict(next(tensors) for _ in names)
         assert list(held) == names, (list(held), names)
+        (folder / file).touch()
+        mode = stat.S_IMODE((folder / file).stat().st_mode)  # as the umask allows
         save_file(held, folder / file, metadata={"format": "pt"})  # transformers requires this metadata
-        (folder / file).chmod(0o644)  # safetensors creates files readable by the owner only
+        (folder / file).chmod(mode)  # safetensors creates files readable by the owner only
         weight_map |= dict.fromkeys(names, file)
         total_bytes += sum(array.nbytes for array in held.values())
     if count > 1:
@@ -166,6 +169,10 @@ def _weight_files(folder: Path) -> dict[str, set[str]]:
     if not isinstance(weight_map, dict):
         raise UserError(f"{folder / _INDEX} has no weight_map. Download it again.")
     for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise UserError(
+                f"{folder / _INDEX} places {name} in {file!r}, which names no file there. Download it again."
+            )
         files.setdefault(file, set()).add(name)
     return files
 
@@ -176,7 +183,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON: {error}.") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object.")

@@ -69,8 +69,20 @@ def model_from_config(config: Mapping[str, Any]) -> Transformer:
     Raises:
       UserError: an unsupported architecture or feature; names the field and its value.
     """
+    try:
+        return _model(config)
+    except UserError:
+        raise
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UserError(
+            f"config.json: a field has a value of another type or size than transformers writes ({error}). Download or "
+            "export it again."
+        ) from error
+
+
+def _model(config: Mapping[str, Any]) -> Transformer:
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if model_type not in tuple(ARCHITECTURES):
         raise UserError(f"config.json: model_type={model_type!r} is not one of {', '.join(ARCHITECTURES)}.")
     classes = config.get("architectures") or [ARCHITECTURES[model_type]]
     if list(classes) != [ARCHITECTURES[model_type]]:

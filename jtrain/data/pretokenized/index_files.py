@@ -1,9 +1,10 @@
 """Files of one prepared index: in a local folder, memory-mapped, or behind a URL, read by byte ranges."""
 
+import contextlib
 import functools
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,7 +12,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from jtrain.data.sources.retry import retried
-from jtrain.errors import FileError
+from jtrain.errors import FileError, UserError
 
 
 @runtime_checkable
@@ -115,8 +116,22 @@ class LocalFiles:
         return retried(f"{self.location}/{name}", read)
 
 
+@contextlib.contextmanager
+def refusing(damaged: Callable[[str], UserError]) -> Iterator[None]:
+    """Raises `damaged(why)` where the block fails because an index does not fit its files, or lacks an entry."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise damaged(f"its index.json does not fit its files ({type(error).__name__}: {error})") from error
+
+
 def read_spans(file: int, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, " bytes"]:
     """Returns `sizes[i]` bytes from byte `starts[i]` of an open file, one after another; raises EOFError at its end."""
+    whole = os.fstat(file).st_size  # compared before memory is taken: a damaged index may ask for any size
+    if len(starts) and (starts.min() < 0 or sizes.min() < 0 or int((starts + sizes).max()) > whole):
+        raise EOFError(f"ends at byte {whole}, too soon")
     found = np.empty(int(sizes.sum()), np.uint8)
     view, at = memoryview(found), 0
     for start, end in zip(starts.tolist(), np.cumsum(sizes).tolist(), strict=True):

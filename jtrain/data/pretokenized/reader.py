@@ -27,7 +27,7 @@ from jaxtyping import Int, Int32, Int64, UInt
 
 from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
 from jtrain.data.pretokenized.adopted import AdoptedIds
-from jtrain.data.pretokenized.index_files import IndexFiles, LocalFiles
+from jtrain.data.pretokenized.index_files import IndexFiles, LocalFiles, refusing
 from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.source import field_of, identity_of
 from jtrain.errors import FileError, UserError
@@ -86,40 +86,42 @@ class PreparedIndex:
             raise self._damaged(f"{INDEX} is no JSON ({error})") from error
         if not isinstance(body, dict) or body.pop("digest", None) != digest(json.dumps(body, sort_keys=True).encode()):
             raise self._damaged(f"{INDEX} does not match its own digest")
-        if body["format"] != FORMAT:
-            raise UserError(
-                f"{self.location}: index format {body['format']}; this jtrain reads format {FORMAT}. "
-                f"Make it again: {self.command}"
-            )
-        self.made_of: dict[str, str | int] = body["made_of"]
-        self.num_records: int = body["records"]
-        self.num_tokens: int = body["tokens"]
-        self.num_empty: int = body["empty"]
-        self.num_skipped: int = body["skipped"]
-        self.dtype = np.dtype(body["dtype"])
-        self._hashes: dict[str, str] = body["hashes"]
-        self._sizes: dict[str, int] = body["bytes"]
-        for name, size in zip(self._sizes, files.sizes_bytes(list(self._sizes)), strict=True):
-            if size != self._sizes[name]:
-                raise self._damaged(
-                    f"{name} is missing"
-                    if size is None
-                    else f"{name} has {size} bytes, {self._sizes[name]} were written"
-                )
-        table = functools.partial(files.table, LENGTHS, size_bytes=self._sizes[LENGTHS])
-        self._lengths = table(np.uint32, (self.num_blocks * BLOCK,), offset=0)
-        self._block_lengths = table(np.uint32, (self.num_blocks, BLOCK), offset=0)
-        self._starts = table(np.int64, (self.num_blocks + 1,), offset=self.num_blocks * BLOCK * 4)
-        if (adopted := body.get("adopted")) is not None:
-            if not isinstance(files, LocalFiles):
+        with refusing(self._damaged):
+            if body["format"] != FORMAT:
                 raise UserError(
-                    f"{self.location}: an adopted index refers to files of the machine where it was made. Copy it to a "
-                    "local folder of a machine that has them, or make an index with ids of its own by `prepare`."
+                    f"{self.location}: index format {body['format']}; this jtrain reads format {FORMAT}. "
+                    f"Make it again: {self.command}"
                 )
-            places = files.table(
-                PLACES, np.int64, (self._sizes[PLACES] // 8,), offset=0, size_bytes=self._sizes[PLACES]
-            )
-            self._adopted = AdoptedIds(self.location, adopted, self._file_table, places, self.dtype)
+            self.made_of: dict[str, str | int] = body["made_of"]
+            self.num_records: int = body["records"]
+            self.num_tokens: int = body["tokens"]
+            self.num_empty: int = body["empty"]
+            self.num_skipped: int = body["skipped"]
+            self.dtype = np.dtype(body["dtype"])
+            self._hashes: dict[str, str] = body["hashes"]
+            self._sizes: dict[str, int] = body["bytes"]
+            for name, size in zip(self._sizes, files.sizes_bytes(list(self._sizes)), strict=True):
+                if size != self._sizes[name]:
+                    raise self._damaged(
+                        f"{name} is missing"
+                        if size is None
+                        else f"{name} has {size} bytes, {self._sizes[name]} were written"
+                    )
+            table = functools.partial(files.table, LENGTHS, size_bytes=self._sizes[LENGTHS])
+            self._lengths = table(np.uint32, (self.num_blocks * BLOCK,), offset=0)
+            self._block_lengths = table(np.uint32, (self.num_blocks, BLOCK), offset=0)
+            self._starts = table(np.int64, (self.num_blocks + 1,), offset=self.num_blocks * BLOCK * 4)
+            if (adopted := body.get("adopted")) is not None:
+                if not isinstance(files, LocalFiles):
+                    raise UserError(
+                        f"{self.location}: an adopted index refers to files of the machine where it was made. Copy it "
+                        "to a local folder of a machine that has them, or make an index with ids of its own by "
+                        "`prepare`."
+                    )
+                places = files.table(
+                    PLACES, np.int64, (self._sizes[PLACES] // 8,), offset=0, size_bytes=self._sizes[PLACES]
+                )
+                self._adopted = AdoptedIds(self.location, adopted, self._file_table, places, self.dtype)
 
     def __len__(self) -> int:
         return self.num_records

@@ -133,7 +133,9 @@ def _waterfall(step: StepBreakdown, path: str, index: int) -> str:
     whole = svg(rect(0.0, 1.0, "whole"), f"the step: {seconds(step.duration_s)}")
     ends = cell(exact("duration_s", step.duration_s), css="number"), cell("100.0%", css="number")
     rows.append(row(cell("step", header=True), cell(whole, css="bar"), *ends, css="whole"))
-    lost = ", ".join(f"{cause} {exact(f'clocks_lost_s.{cause}', value)}" for cause, value in step.clocks_lost_s.items())
+    lost = ", ".join(
+        f"{text(cause)} {exact(f'clocks_lost_s.{cause}', value)}" for cause, value in step.clocks_lost_s.items()
+    )
     columns = (("part", ""), ("of the step, from its start to its end", ""), ("time", "number"), ("share", "number"))
     hidden = " hidden" if index else ""
     return (
@@ -235,7 +237,7 @@ def _op_row(breakdown: Breakdown, op: OpRow, duration_s: float) -> str:
         cell(f'<span title="{text(op.opcode)}">{text(op.name)}</span>', header=True, sort=op.name),
         took(op.lost_s),
         cell(share(lost, duration_s), css="number", sort=lost),
-        cell(figures.main_cause(op) or "nothing", sort=figures.main_cause(op)),
+        cell(text(figures.main_cause(op) or "nothing"), sort=figures.main_cause(op)),
         cell(text(op.layer or "unknown"), sort=op.layer),
         cell(text(op.phase), sort=op.phase),
         took(op.total_s),

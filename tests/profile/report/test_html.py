@@ -315,3 +315,56 @@ def test_without_a_browser_ci_fails_and_others_skip_with_the_reason(monkeypatch:
     monkeypatch.delenv("CI")
     with pytest.raises(pytest.skip.Exception, match="no headless browser"):
         browser.find()
+
+
+HOSTILE = (
+    "<script>owned = 1</script>",
+    '"onmouseover="owned = 1" x="',
+    "</script><img src=x onerror=owned=1>",
+    "'><svg onload=owned=1>",
+    "<!--<script>\u2028\u202e",
+)
+"""Names that would run a script, or end the element that holds the page's data, if they were not shown as text."""
+
+
+def hostile() -> Breakdown:
+    """Returns the example breakdown with hostile text in every field that comes from a compiled program or a driver."""
+    found = example.breakdown()
+    assert found.live is not None
+    words = itertools.cycle(HOSTILE)
+    ops = [
+        dataclasses.replace(op, name=f"{next(words)}{i}", opcode=next(words), layer=next(words))
+        for i, op in enumerate(found.ops)
+    ]
+    live = dataclasses.replace(found.live, bytes={f"{next(words)}{k}": v for k, v in found.live.bytes.items()})
+    return dataclasses.replace(
+        found,
+        ops=ops,
+        live=live,
+        device_kind="".join(HOSTILE),
+        communication=[dataclasses.replace(row, kind=next(words)) for row in found.communication],
+        memory=[dataclasses.replace(row, name=next(words)) for row in found.memory],
+        clocks=[dataclasses.replace(one, reasons=[next(words)] * len(one.reasons)) for one in found.clocks],
+        steps=[dataclasses.replace(one, clocks_lost_s={next(words): 0.1}) for one in found.steps],
+        advice=list(HOSTILE),
+        notes=list(HOSTILE),
+    )
+
+
+def test_hostile_names_are_shown_as_text(page: browser.Page, tmp_path: Path) -> None:
+    """No script of a name runs, no name becomes an element or attribute, and the names are on the page as they are."""
+    breakdown = hostile()
+    show(page, breakdown, tmp_path)
+    page.value("document.querySelectorAll('*').forEach(e => e.dispatchEvent(new MouseEvent('mouseover')))")
+    page.value("document.getElementById('more-ops').click()")
+
+    assert page.value("typeof owned") == "undefined"
+    assert page.value("document.querySelectorAll('img, script:not([id]) ~ script').length") == 0
+    handlers = "[...document.querySelectorAll('*')].flatMap(e => [...e.attributes]).filter(a => /^on/.test(a.name))"
+    assert page.value(f"{handlers}.length") == 0
+    shown = page.value("[...document.querySelectorAll('#ops-table tbody tr')].map(r => r.cells[0].textContent)")
+    assert sorted(shown) == sorted(op.name for op in breakdown.ops)
+    assert page.value("[...document.querySelectorAll('#notes li')].map(l => l.textContent)") == list(HOSTILE)
+    embedded = page.value("document.getElementById('breakdown').textContent")
+    assert json.loads(embedded) == json.loads(json.dumps(breakdown.to_dict()))
+    assert page.problems == []

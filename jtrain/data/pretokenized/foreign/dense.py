@@ -107,6 +107,11 @@ class MegatronFile:
         at = self._sizes_at
         sizes = column("<i4", self._sequences, at)
         pointers = column("<i8", self._sequences, at + 4 * self._sequences)
+        if len(sizes) and sizes.min() < 0:
+            raise UserError(
+                f"{self._index}: sequence {int(sizes.argmin())} has {sizes.min():,} tokens. Write it again by "
+                "Megatron's preprocess_data.py."
+            )
         ends = np.cumsum(sizes, dtype=np.int64)
         tokens = int(ends[-1]) if len(ends) else 0
         if not np.array_equal(pointers, (ends - sizes) * self.dtype.itemsize):
@@ -149,16 +154,25 @@ def npy_file(path: Path, end_id: int) -> SplitFile | None:
         if file.read(6) != b"\x93NUMPY":
             return None
         file.seek(0)
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)
+        try:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(file)
+        except Exception as error:  # NumPy parses a Python literal, which raises errors of many types
+            raise UserError(f"{path}: its header cannot be read ({_first_line(error)}). Save it again.") from error
         first_byte = file.tell()
+    dtype = unsigned(dtype, str(path))
     if len(shape) != 1:
         raise UserError(f"{path}: an array of shape {shape}; a flat one is needed. Save it as ids.reshape(-1).")
     wanted = first_byte + shape[0] * dtype.itemsize
     if (here := path.stat().st_size) != wanted:
         raise FileError(f"{path}: {here:,} bytes, and its head says {wanted:,}: cut short. Copy it again.")
-    return SplitFile(path, unsigned(dtype, str(path)), first_byte, shape[0], end_id)
+    return SplitFile(path, dtype, first_byte, shape[0], end_id)
+
+
+def _first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, at most 200 letters: NumPy's quotes the whole header."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def raw_file(path: Path, dtype: np.dtype[Any], end_id: int) -> SplitFile:

@@ -107,6 +107,7 @@ def _layout(kind: str, root: Path, files: list[Any], decided_by: dict[str, str |
 
 def _is_mds(path: Path) -> bool:
     try:
-        return "shards" in json.loads(path.read_bytes())
-    except ValueError:
+        body = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
         return False
+    return isinstance(body, dict) and "shards" in body

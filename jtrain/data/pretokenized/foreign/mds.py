@@ -34,11 +34,14 @@ class MdsShard:
     first_byte = 0
 
     def __init__(self, folder: Path, entry: dict[str, Any], column: str, dtype: np.dtype[Any]) -> None:
-        self.path = folder / entry["raw_data"]["basename"]
+        name = entry["raw_data"]["basename"]
+        if not name or Path(name).name != name:
+            raise UserError(f"{folder / 'index.json'}: {name!r} names no file of its folder. Copy the data set again.")
+        self.path = folder / name
         self._samples: int = entry["samples"]
         self._before = list(zip(entry["column_names"], entry["column_sizes"], strict=True))
         self._place = entry["column_names"].index(column)
-        if not self.path.exists():
+        if not self.path.is_file():
             if entry.get("compression"):
                 raise FileError(
                     f"{folder / entry['zip_data']['basename']} is compressed ({entry['compression']}), so its ids have "
@@ -64,7 +67,15 @@ class MdsShard:
 
     def scan(self, part: int) -> Found:
         content = np.fromfile(self.path, np.uint8)
-        starts, ends = self._columns(content)
+        try:
+            starts, ends = self._columns(content)
+            return self._found(content, starts, ends)
+        except (IndexError, OverflowError) as error:
+            raise FileError(f"{self.path}: a sample reaches beyond its end ({error}). Copy it again.") from error
+
+    def _found(
+        self, content: UInt8[np.ndarray, " b"], starts: Int64[np.ndarray, " n"], ends: Int64[np.ndarray, " n"]
+    ) -> Found:
         if self._own_dtype and len(starts):
             codes = np.unique(content[starts])
             if [_ARRAY_DTYPES.get(int(code)) for code in codes] != [_ARRAY_DTYPES[self._first_code()]]:
@@ -90,11 +101,12 @@ class MdsShard:
 
     def _columns(self, content: UInt8[np.ndarray, " b"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Returns the first byte and the end of the column in each sample."""
-        count = int(content[:4].view("<u4")[0])
+        count = int.from_bytes(content[:4].tobytes(), "little")
         if count != self._samples:
             raise FileError(f"{self.path}: {count} samples, and index.json says {self._samples}. Copy it again.")
-        bounds = content[4 : 4 * (count + 2)].view("<u4").astype(np.int64)
-        if len(bounds) != count + 1 or bounds[-1] != len(content):
+        bounds = content[4 : 4 * (count + 2)]
+        bounds = bounds[: len(bounds) // 4 * 4].view("<u4").astype(np.int64)
+        if len(bounds) != count + 1 or bounds[-1] != len(content) or (np.diff(bounds) < 0).any():
             raise FileError(f"{self.path}: {len(content):,} bytes, its head says otherwise: cut short. Copy it again.")
         at = bounds[:-1]
         variable = [size for _, size in self._before if not size]
@@ -107,6 +119,9 @@ class MdsShard:
                 length = _uint32(content, at + 4 * seen)
                 seen += 1
             start, end = (data, data + length) if place == 0 else (end, end + length)
+        # Without this, a thousand samples could each be the whole file.
+        if (start < at).any() or (end > bounds[1:]).any():
+            raise IndexError("its sizes are larger than the sample")
         return start, end
 
     def _first_code(self) -> int:
@@ -121,9 +136,20 @@ def mds_shards(folder: Path, *, column: str | None, dtype: np.dtype[Any]) -> tup
     Raises:
       UserError: index.json is not one of MDS, or `column` is not named and several could be meant.
     """
-    entries = json.loads((folder / "index.json").read_bytes())["shards"]
+    try:
+        return _shards(folder, json.loads((folder / "index.json").read_bytes())["shards"], column, dtype)
+    except (UserError, OSError):
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{folder / 'index.json'}: not what MDSWriter writes ({type(error).__name__}: {error}). Copy the data set "
+            "again."
+        ) from error
+
+
+def _shards(folder: Path, entries: Any, column: str | None, dtype: np.dtype[Any]) -> tuple[list[MdsShard], str]:
     if not entries or any(entry["format"] != "mds" for entry in entries):
-        kinds = sorted({entry["format"] for entry in entries})
+        kinds = sorted({str(entry["format"]) for entry in entries})
         raise UserError(f"{folder}: shards of format {', '.join(kinds) or 'none'}; only mds can be adopted.")
     names = entries[0]["column_names"]
     if column is None:

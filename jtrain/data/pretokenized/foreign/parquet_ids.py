@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 
 from jtrain.data.pretokenized.foreign.foreign_file import Found
+from jtrain.data.sources.formats.parquet import damage, decoded_group
+from jtrain.data.sources.formats.record import names_of
 from jtrain.errors import FileError, UserError
 
 COLUMN = "input_ids"
@@ -18,7 +20,6 @@ class ParquetIds:
     dtype = np.dtype("<u8")
 
     def __init__(self, path: Path, column: str) -> None:
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
         self.path = path
@@ -26,34 +27,47 @@ class ParquetIds:
         try:
             schema = pq.read_schema(str(path))
             self._groups = pq.read_metadata(str(path)).num_row_groups
-        except (pa.ArrowException, OSError) as error:
+            self._check(schema)
+        except damage() as error:
+            if isinstance(error, UserError):
+                raise
             raise FileError(f"{path}: not a whole Parquet file ({error}). Copy it again.") from error
-        if column not in schema.names:
-            raise UserError(f"{path}: no column {column!r}. Set --column to one of {', '.join(schema.names)}.")
-        kind = schema.field(column).type
+
+    def _check(self, schema: Any) -> None:
+        """Raises UserError unless the column holds lists of integers."""
+        import pyarrow as pa
+
+        if self._column not in schema.names:
+            raise UserError(
+                f"{self.path}: no column {self._column!r}. Set --column to one of {names_of(schema.names)}."
+            )
+        kind = schema.field(self._column).type
         lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         if not (lists and pa.types.is_integer(kind.value_type)):
             raise UserError(
-                f"{path}: column {column!r} is {kind}, and ids are lists of integers. Set --column to such a column."
+                f"{self.path}: column {self._column!r} is {kind}, and ids are lists of integers. Set --column to such "
+                "a column."
             )
 
     def num_parts(self) -> int:
         return self._groups
 
     def scan(self, part: int) -> Found:
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
-            table = pq.ParquetFile(str(self.path)).read_row_group(part, columns=[self._column], use_threads=False)
-        except (pa.ArrowException, OSError) as error:
+            with pq.ParquetFile(str(self.path)) as parquet:
+                table = decoded_group(parquet, part, [self._column], called=str(self.path))
+            lists: Any = table.column(0).combine_chunks()
+            lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+            values: Any = lists.flatten()  # leaves out what lies below missing lists
+            if values.null_count:
+                raise UserError(f"{self.path}: row group {part} has lists with missing ids. Write it without them.")
+            ids = values.to_numpy(zero_copy_only=False).astype(np.int64).view(np.uint64)
+        except damage() as error:
+            if isinstance(error, UserError):
+                raise
             raise FileError(f"{self.path}: row group {part} cannot be read ({error}). Copy it again.") from error
-        lists: Any = table.column(0).combine_chunks()
-        lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-        values: Any = lists.flatten()  # leaves out what lies below missing lists
-        if values.null_count:
-            raise UserError(f"{self.path}: row group {part} has lists with missing ids. Write it without them.")
-        ids = values.to_numpy(zero_copy_only=False).astype(np.int64).view(np.uint64)
         return Found(ids, np.cumsum(lengths, dtype=np.int64))
 
     def close(self) -> None:

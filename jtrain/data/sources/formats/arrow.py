@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.formats.masked_text import MaskFields
-from jtrain.data.sources.formats.parquet import check_columns, column_at, grouped_sizes, read_grouped
+from jtrain.data.sources.formats.parquet import check_columns, column_at, damage, grouped_sizes, read_grouped
 from jtrain.data.sources.formats.record import BadRecord, Records
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError
@@ -29,7 +29,7 @@ class ArrowFile(Records):
       UserError: the file is not an Arrow file, is cut short or compressed, or has no text column of that name.
     """
 
-    __slots__ = ("_batch_at", "_file", "_first_row", "_mask", "_text_field")
+    __slots__ = ("_batch_at", "_file", "_first_row", "_is_checked", "_mask", "_text_field")
 
     def __init__(self, file: StoredFile, *, text_field: str, mask: MaskFields | None = None, field: str) -> None:
         import pyarrow as pa
@@ -41,9 +41,7 @@ class ArrowFile(Records):
         read = text_field if mask is None else mask.read(text_field)[0]
         with self._map() as mapped:
             try:
-                if mapped.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC:
-                    mapped.seek(len(_FILE_MAGIC))
-                schema = pa.ipc.read_schema(pa.ipc.read_message(mapped))
+                schema = _schema(mapped)
                 check_columns(schema, text_field, mask, called=file.called, field=field)
                 while mapped.read_at(8, position := mapped.tell()) != _END_OF_STREAM:
                     message = pa.ipc.read_message(mapped)
@@ -53,6 +51,7 @@ class ArrowFile(Records):
                             "dataset without dictionary columns."
                         )
                     batch = pa.ipc.read_record_batch(message, schema)
+                    batch.validate()
                     if batch.num_rows and not _lies_in(column_at(batch, read), message.body):
                         raise UserError(
                             f"{file.called}: its batches are compressed, so a row can only be read with its whole "
@@ -60,13 +59,16 @@ class ArrowFile(Records):
                         )
                     batch_at.append(position)
                     first_row.append(first_row[-1] + batch.num_rows)
-            except (pa.ArrowException, OSError, EOFError) as error:
+            except damage() as error:
+                if isinstance(error, UserError):
+                    raise
                 raise UserError(
                     f"{file.called}: not a whole Arrow stream ({error or 'it ends early'}): cut short, or of another "
                     f"format. Save it again, or leave it out of {field}.path."
                 ) from error
         self._first_row = np.asarray(first_row, np.int64)
         self._batch_at = np.asarray(batch_at, np.int64)
+        self._is_checked = np.zeros(len(batch_at), np.bool_)
 
     def __len__(self) -> int:
         return int(self._first_row[-1])
@@ -76,7 +78,8 @@ class ArrowFile(Records):
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the size of each text, from the batches' offsets."""
         with self._columns() as column_of:
-            return grouped_sizes(first, end, self._first_row, column_of, self._text_field, self._mask)
+            found = grouped_sizes(first, end, self._first_row, column_of, self._text_field, self._mask)
+        return np.clip(found, 0, self._file.size_bytes)  # the offsets of a damaged file may say anything
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
         with self._columns() as column_of:
@@ -91,15 +94,24 @@ class ArrowFile(Records):
 
         with self._map() as mapped:
             try:
-                mapped.seek(len(_FILE_MAGIC) if mapped.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC else 0)
-                schema = pa.ipc.read_schema(pa.ipc.read_message(mapped))
+                schema = _schema(mapped)
 
                 def column_of(batch: int, name: str) -> Any:
                     mapped.seek(int(self._batch_at[batch]))
-                    return column_at(pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema), name)
+                    found = pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema)
+                    # Reading text by a damaged offset would end the process. This checks the sizes of the buffers, in
+                    # microseconds; `read_grouped` checks the offsets of the texts that it reads.
+                    found.validate()
+                    column = column_at(found, name)
+                    if pa.types.is_nested(column.type) and not self._is_checked[batch]:
+                        column.validate(full=True)
+                        self._is_checked[batch] = True
+                    return column
 
                 yield column_of
-            except (pa.ArrowException, OSError, EOFError) as error:
+            except damage() as error:
+                if isinstance(error, UserError):
+                    raise
                 raise FileError(f"{self._file.called}: cannot be read ({error}). Save the dataset again.") from error
 
     def _map(self) -> Any:
@@ -107,6 +119,17 @@ class ArrowFile(Records):
 
         self._file.open().close()  # raises a clear error if the file is gone or cut short
         return pa.memory_map(self._file.location)
+
+
+def _schema(mapped: Any) -> Any:
+    """Reads the schema at the begin of a mapped file; raises EOFError if another message is there."""
+    import pyarrow as pa
+
+    mapped.seek(len(_FILE_MAGIC) if mapped.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC else 0)
+    message = pa.ipc.read_message(mapped)
+    if message.type != "schema":  # pyarrow would end the process
+        raise EOFError(f"it begins with a message of type {message.type}, not with a schema")
+    return pa.ipc.read_schema(message)
 
 
 def _lies_in(column: Any, body: Any) -> bool:
@@ -130,16 +153,27 @@ def saved_dataset_files(files: list[StoredFile], *, field: str) -> list[StoredFi
     """
     by_name = {file.name: file for file in files}
     if "dataset_dict.json" in by_name:
-        with by_name["dataset_dict.json"].open() as opened:
-            splits = json.loads(opened.read())["splits"]
+        splits = _listed(by_name["dataset_dict.json"], lambda body: body["splits"])
         raise UserError(
             f"{field}: a dataset of several splits ({', '.join(splits)}), which would be mixed. Set it to the "
             f"folder of one split, such as {splits[0]!r} in there."
         )
     if not {"state.json", "dataset_info.json"} <= by_name.keys():
         return None
-    with by_name["state.json"].open() as opened:
-        names = [entry["filename"] for entry in json.loads(opened.read())["_data_files"]]
+    names = _listed(by_name["state.json"], lambda body: [entry["filename"] for entry in body["_data_files"]])
     if missing := [name for name in names if name not in by_name]:
         raise FileError(f"{field}: {missing[0]} is named by state.json but missing. Save the dataset again.")
     return [by_name[name] for name in names]
+
+
+def _listed(file: StoredFile, names_in: Callable[[Any], list[Any]]) -> list[str]:
+    """Returns the names that a JSON file lists; raises UserError unless it lists names, and one at least."""
+    try:
+        with file.open() as opened:
+            names = names_in(json.loads(opened.read()))
+        if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
+            return names
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+    raise UserError(f"{file.called}: not what `save_to_disk` of datasets writes. Save the dataset again.")

@@ -1,6 +1,7 @@
 """Chats: lists of messages with a role and a content, as one text of which the assistant's messages are learned."""
 
 import itertools
+import reprlib
 from typing import Any
 
 ASSISTANT = "assistant"
@@ -8,6 +9,9 @@ ASSISTANT = "assistant"
 
 LAYOUT_BYTES = 6
 """Bytes that `layout` adds to role and content of a message. JSON adds more, so a line is no shorter than its text."""
+
+_MOST_ROLES = 50
+"""Roles or keys that a message lists."""
 
 _CALLS = ("tool_calls", "function_call")
 """Keys whose values are part of what the assistant said, and that the layout cannot show."""
@@ -48,7 +52,7 @@ def render(value: Any, *, mask_prompt: bool) -> tuple[str, tuple[tuple[int, int]
         start, end = end, end + len(texts[-1])
         spans += [(start, end)] if learned or not mask_prompt else []
     if not spans:
-        roles = ", ".join(sorted({repr(message["role"]) for message in value}))
+        roles = ", ".join(sorted({reprlib.repr(message["role"]) for message in value})[:_MOST_ROLES])
         raise ValueError(
             f"holds no message of role {ASSISTANT!r}, so nothing of it is learned; its roles: {roles}. Call the role "
             f"{ASSISTANT!r}, or set mask_prompt=False to learn all of it"
@@ -70,7 +74,7 @@ def _message(number: int, message: Any) -> tuple[str, str]:
                 f"holds a list as {key!r} of message {number}. Only text can be read of a message, no images and no "
                 "parts: write its text there"
             )
-        keys = ", ".join(map(repr, message)) or "none"
+        keys = ", ".join(map(reprlib.repr, itertools.islice(message, _MOST_ROLES))) or "none"
         why = "no" if found is None else f"{type(found).__name__} as"
         raise ValueError(f"holds {why} {key!r} in message {number}; its keys: {keys}. Role and content must be text")
     if calls := [key for key in _CALLS if message.get(key)]:

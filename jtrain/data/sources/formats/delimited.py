@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from jtrain.data.sources.cache import NumberTable
 from jtrain.data.sources.formats.masked_text import MaskFields
-from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
+from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, names_of
 from jtrain.data.sources.formats.text import BOM
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import UserError
@@ -104,7 +104,7 @@ class DelimitedFile(Records):
         for setting, name in fields.items() if columns else ():
             if (count := columns.count(name)) == 1:
                 continue
-            said = ", ".join(map(repr, columns))
+            said = names_of(columns)
             if count:
                 raise UserError(f"{self._file.called}: {count} columns {name!r}: {said}. Rename all of them but one.")
             raise UserError(

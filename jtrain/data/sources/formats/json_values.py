@@ -1,5 +1,7 @@
 """JSON files: one object, an array of objects, or JSON lines, as the first bytes say."""
 
+import array
+import itertools
 import json
 import mmap
 import re
@@ -26,7 +28,7 @@ _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _IS_STRUCTURE = np.isin(np.arange(256), list(b'"\\{}[]'))
 
 _NOT_SPACE = re.compile(rb"\S")
-_SCALAR = re.compile(rb'"(?:[^"\\]|\\.)*"|[^\s,]+', re.DOTALL)
+_SCALAR = re.compile(rb'"(?:[^"\\]|\\.)*+"|[^\s,]+', re.DOTALL)
 """Value beside the objects of an array: a string, a number, null. It is a record, and a bad one."""
 
 
@@ -125,10 +127,13 @@ class JsonValues(Records):
                 if stray := _NOT_SPACE.search(view, top_end):
                     raise self._refusal(f"goes on after the end of its array, at byte {stray.start():,}")
                 begin, end = begin + 1, top_end - 1
-            between = zip([begin, *spans[:, 1].tolist()], [*spans[:, 0].tolist(), end], strict=True)
-            scalars = [match.span() for gap in between for match in _SCALAR.finditer(view, *gap)]
+            gaps = itertools.pairwise(itertools.chain([begin], map(int, spans.flat), [end]))
+            scalars = array.array("q")  # 16 bytes per scalar: tuples of a list would take 60 times those of `1,1,1`
+            for gap in itertools.islice(gaps, 0, None, 2):
+                for match in _SCALAR.finditer(view, *gap):
+                    scalars.extend(match.span())
         if scalars:
-            spans = np.concatenate([spans, np.asarray(scalars, np.int64)])
+            spans = np.concatenate([spans, np.frombuffer(scalars, np.int64).reshape(-1, 2)])
             spans = spans[np.argsort(spans[:, 0])]
         return spans
 

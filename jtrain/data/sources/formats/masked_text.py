@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import reprlib
 from typing import Any, Literal
 
 from jtrain.data.sources.formats import chat
@@ -180,7 +181,7 @@ def _spans(value: Any, characters: int) -> tuple[tuple[int, int], ...]:
     before = 0
     for span in value:
         if not (isinstance(span, list) and [type(n) for n in span] == [int, int]):
-            raise ValueError(f"holds {span!r} where a span [start, end] in characters of the text belongs")
+            raise ValueError(f"holds {reprlib.repr(span)} where a span [start, end] in characters of the text belongs")
         start, end = span
         if not 0 <= start < end <= characters:
             raise ValueError(

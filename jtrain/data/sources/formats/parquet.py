@@ -13,6 +13,14 @@ from jtrain.data.sources.formats.row_group_cache import DecodedColumns, RowGroup
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError
 
+_MOST_ROWS = (1 << 31) - 1
+"""Rows of a row group that Arrow can number."""
+
+
+_MOST_DECODED_BYTES = 1 << 31
+_ROWS_AT_ONCE = 512
+"""Rows decoded at a time: no slower than all at once."""
+
 
 class ParquetFile(Records):
     """Parquet file with one document per row, its text in column `text_field`; `groups` caches decoded row groups.
@@ -36,8 +44,7 @@ class ParquetFile(Records):
         field: str,
         groups: RowGroupCache,
     ) -> None:
-        import pyarrow as pa  # lazy: takes 0.1 s, which other formats need not pay
-        import pyarrow.parquet as pq
+        import pyarrow.parquet as pq  # lazy: takes 0.1 s, which other formats need not pay
 
         self._file = file
         self._text_field = text_field
@@ -47,22 +54,27 @@ class ParquetFile(Records):
         with _arrow_file(file) as opened:
             try:
                 with pq.ParquetFile(opened) as parquet:
-                    schema = parquet.schema_arrow
                     metadata = parquet.metadata
-            except (pa.ArrowException, OSError) as error:
-                if file.called in str(error):
-                    raise  # an error of the store, already translated
+                    check_columns(parquet.schema_arrow, text_field, mask, called=file.called, field=field)
+                    row_groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+                    paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+            except damage() as error:
+                if isinstance(error, UserError) or file.called in str(error):
+                    raise  # of the columns, or an error of the store, already translated
                 raise UserError(
                     f"{file.called}: not a readable Parquet file ({error}): cut short, or of another format. Replace "
                     f"it, or leave it out of {field}.path."
                 ) from error
-        check_columns(schema, text_field, mask, called=file.called, field=field)
-        row_groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         # Several if both a column `meta.text` and a field of a struct column `meta` exist: Arrow then decodes both.
         read = [text_field] if mask is None else mask.read(text_field)
-        paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
         columns = [i for i, path in enumerate(paths) if path in read or path.startswith(f"{read[-1]}.list.")]
-        self._group_starts = np.cumsum([0, *(group.num_rows for group in row_groups)], dtype=np.int64)
+        rows = [group.num_rows for group in row_groups]
+        if rows and not 0 <= min(rows) <= max(rows) <= _MOST_ROWS:
+            raise UserError(
+                f"{file.called}: a row group of {max(rows, key=abs):,} rows, and row groups have 0 to {_MOST_ROWS:,}: "
+                f"damaged. Replace it, or leave it out of {field}.path."
+            )
+        self._group_starts = np.cumsum([0, *rows], dtype=np.int64)
         sizes = [sum(group.column(i).total_uncompressed_size for i in columns) for group in row_groups]
         self._group_bytes = np.asarray(sizes, np.int64)
 
@@ -101,23 +113,56 @@ class ParquetFile(Records):
         return self._groups.get(key, lambda: self._read_group(group))
 
     def _read_group(self, group: int) -> DecodedColumns:
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
         names = [self._text_field] if self._mask is None else self._mask.read(self._text_field)
         with _arrow_file(self._file) as opened:
             try:
                 with pq.ParquetFile(opened) as parquet:
-                    table = parquet.read_row_group(group, columns=names, use_threads=False)
-            except (pa.ArrowException, OSError) as error:
+                    table = decoded_group(parquet, group, names, called=self._file.called)
+                columns = {name: column_at(table, name) for name in names}
+                whole = {n: c.chunk(0) if c.num_chunks == 1 else c.combine_chunks() for n, c in columns.items()}
+            except damage() as error:
                 if self._file.called in str(error):
                     raise  # an error of the store, already translated
                 said = " ".join(str(error).split())
                 raise FileError(
                     f"{self._file.called}: row group {group} cannot be read ({said}). Replace the file."
                 ) from error
-        columns = {name: column_at(table, name) for name in names}
-        return DecodedColumns({n: c.chunk(0) if c.num_chunks == 1 else c.combine_chunks() for n, c in columns.items()})
+        return DecodedColumns(whole)
+
+
+def damage() -> tuple[type[Exception], ...]:
+    """Returns what pyarrow raises for a damaged file, also for names that are not UTF-8 and numbers too large."""
+    import pyarrow as pa
+
+    general = (OSError, EOFError, ValueError, LookupError, TypeError, OverflowError, MemoryError)
+    return (pa.ArrowException, *general)
+
+
+def decoded_group(parquet: Any, group: int, names: list[str], *, called: str) -> Any:
+    """Returns columns of a row group as a table, decoded piece by piece: a few bytes can stand for any number of rows.
+
+    Raises:
+      FileError: the row group decodes to 2 GiB or more, or has not as many rows as the file says.
+    """
+    import pyarrow as pa
+
+    batches, size_bytes = [], 0
+    for batch in parquet.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=names, use_threads=False):
+        batches.append(batch)
+        size_bytes += batch.nbytes
+        if size_bytes >= _MOST_DECODED_BYTES:
+            raise FileError(
+                f"{called}: row group {group} decodes to {_MOST_DECODED_BYTES >> 30} GiB or more, which Arrow's "
+                "text columns cannot hold. Write the file again with smaller row groups."
+            )
+    if not batches:
+        batches = parquet.read_row_group(group, columns=names, use_threads=False).to_batches()
+    rows = sum(batch.num_rows for batch in batches)
+    if rows != (wanted := parquet.metadata.row_group(group).num_rows):
+        raise FileError(f"{called}: row group {group} has {rows:,} rows, and the file says {wanted:,}. Replace it.")
+    return pa.Table.from_batches(batches, batches[0].schema if batches else parquet.schema_arrow)
 
 
 def _arrow_file(file: StoredFile) -> Any:
@@ -302,10 +347,10 @@ def read_grouped(
         found: list[Any] = [""] * len(rows)
         if mask is None or not mask.is_chat:
             column = column_of(group, text_field)
-            found = [_value_or_why(column, row, text_field) for row in rows]
+            found = _values(column, rows, text_field)
         if mask is not None:
             column = column_of(group, mask.field)
-            values = [_value_or_why(column, row, mask.field) for row in rows]
+            values = _values(column, rows, mask.field)
             found = [_masked_or_why(mask, text, value) for text, value in zip(found, values, strict=True)]
         for place, text in zip(places, found, strict=True):
             if isinstance(text, ValueError):
@@ -314,11 +359,27 @@ def read_grouped(
     return texts
 
 
-def _value_or_why(column: Any, row: int, name: str) -> Any:
+def _values(column: Any, rows: list[int], name: str) -> list[Any]:
+    """Returns the values of a column's rows; a ValueError that says why for each that cannot be read."""
+    import pyarrow as pa
+
+    texts = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+    content = column.view(texts[column.type]) if column.type in texts else None
+    return [_value_or_why(column, content, row, name) for row in rows]
+
+
+def _value_or_why(column: Any, content: Any, row: int, name: str) -> Any:
+    """Returns the value of a row, or a ValueError; `content` is a column of texts as bytes."""
+    import pyarrow as pa
+
     try:
+        if content is not None:
+            content.slice(row, 1).validate(full=True)  # 1 us: nothing else checks the offsets of a file that is mapped
         value = column[row].as_py()
     except UnicodeDecodeError as error:
         return ValueError(f"not UTF-8 at byte {error.start} of its text ({error.reason})")
+    except pa.ArrowInvalid as error:
+        return ValueError(f"damaged ({error})")
     return ValueError(f"column {name!r} is null") if value is None else value
 
 

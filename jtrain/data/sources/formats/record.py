@@ -1,7 +1,10 @@
 """Interface of all formats: documents by number, and the error for a bad one."""
 
 import abc
+import itertools
 import json
+import reprlib
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,6 +16,9 @@ from jtrain.errors import UserError
 
 _DECODER = json.JSONDecoder()
 _LINE_ENDS = ("\n", "\r\n", "")
+
+_MOST_NAMED = 50
+"""Fields or columns that a message lists."""
 
 SKIP = "or set data.on_bad_record='skip'."
 
@@ -161,6 +167,12 @@ def text_of_json(
         raise bad(f"field {mask.field!r} {error}") from error
 
 
+def names_of(names: Collection[str]) -> str:
+    """Returns the first names, quoted, for a message: a record may have a million fields, of any length."""
+    shown = ", ".join(map(reprlib.repr, itertools.islice(names, _MOST_NAMED)))
+    return f"{shown} and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else shown or "none"
+
+
 def field_at(record: dict[str, Any], path: str) -> Any:
     """Returns the value under the key `path`, or else the value that the keys between its dots lead to.
 
@@ -175,7 +187,7 @@ def field_at(record: dict[str, Any], path: str) -> Any:
         if not isinstance(value, dict):
             raise KeyError(f"{above} is {type(value).__name__}, not an object")
         if key not in value:
-            raise KeyError(f"{above}: {', '.join(map(repr, value)) or 'none'}")
+            raise KeyError(f"{above}: {names_of(value)}")
         value = value[key]
         above = f"the fields of {key!r}" if isinstance(value, dict) else f"field {key!r}"
     return value

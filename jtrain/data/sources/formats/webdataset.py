@@ -13,6 +13,15 @@ from jtrain.errors import UserError
 
 _BLOCK = 512
 
+_MOST_NAME_BYTES = 1 << 20
+"""Longest header that holds the next member's name: it is read into memory, and Linux has names of 4,096 bytes."""
+
+_MOST_LENGTH_DIGITS = 20
+"""Bytes of an extended header's record that are searched for the end of its length."""
+
+_MOST_NAMED = 20
+"""Suffixes that a message lists."""
+
 
 class TarFile(Records):
     """WebDataset file with one document per sample: the member with the suffix `text_field`, such as `txt`.
@@ -46,7 +55,7 @@ class TarFile(Records):
         with self._file.open() as file:
             for record, (start, size) in zip(records, self._places.rows(records), strict=True):
                 file.seek(abs(start) - _BLOCK)
-                name = _name(file.read(_BLOCK))
+                name = _printable(_name(file.read(_BLOCK)))
                 if start < 0:
                     texts.append(self._bad(record, f"{name} and what follows hold no member .{self._text_field}"))
                     continue
@@ -72,10 +81,11 @@ class TarFile(Records):
             if suffix == self._text_field:
                 places[-1] = (start, size)
         if places and self._text_field not in suffixes:
+            found = [f".{_printable(suffix)}" for suffix in sorted(suffixes)[:_MOST_NAMED]]
+            more = [f"and {len(suffixes) - _MOST_NAMED:,} more"] if len(suffixes) > _MOST_NAMED else []
             raise UserError(
-                f"{self._file.called}: no member ends in .{self._text_field}; suffixes: "
-                f"{', '.join(f'.{suffix}' for suffix in sorted(suffixes))}. Set {self._field}.text_field to one of "
-                "them, without its dot."
+                f"{self._file.called}: no member ends in .{self._text_field}; suffixes: {', '.join(found + more)}. Set "
+                f"{self._field}.text_field to one of them, without its dot."
             )
         return np.asarray(places, np.int64).reshape(-1, 2)
 
@@ -97,6 +107,8 @@ class TarFile(Records):
                     if start + size > self._file.size_bytes:
                         raise UserError(f"its {size:,} bytes go beyond the end of the file")
                     if (kind := header[156:157]) in (b"L", b"x"):  # the next member's long name, by GNU and by POSIX
+                        if size > _MOST_NAME_BYTES:
+                            raise UserError(f"a name of {size:,} bytes; names have at most {_MOST_NAME_BYTES:,}")
                         content = file.read(size)
                         long_name = _gnu_name(content) if kind == b"L" else _posix_name(content)
                 except ValueError as error:
@@ -120,16 +132,24 @@ class TarFile(Records):
 
 
 def _number(field: bytes) -> int:
-    """Parses octal digits, or GNU's binary form for larger numbers."""
+    """Parses octal digits, or GNU's binary form for larger numbers; a sign, which `int` would take, is none of them."""
     if field[:1] == b"\x80":
         return int.from_bytes(field[1:])
-    return int(field.strip(b" \0") or b"0", 8)
+    digits = field.strip(b" \0") or b"0"
+    if digits.strip(b"01234567"):
+        raise UserError(f"{digits!r} is no octal number")
+    return int(digits, 8)
 
 
 def _name(header: bytes) -> str:
     name = header[:100].rstrip(b"\0").decode("utf-8", "surrogateescape")
     prefix = header[345:500].rstrip(b"\0").decode("utf-8", "surrogateescape") if header[257:263] == b"ustar\0" else ""
     return f"{prefix}/{name}" if prefix else name
+
+
+def _printable(name: str) -> str:
+    """Returns a name for messages, without bytes that are not UTF-8 and without control characters."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
 
 
 def _gnu_name(content: bytes) -> str:
@@ -139,8 +159,11 @@ def _gnu_name(content: bytes) -> str:
 def _posix_name(content: bytes) -> str:
     """Returns `path` of records of the form `length key=value` that each end in a line feed; empty if there is none."""
     while content:
-        length = int(content[: content.index(b" ")])
-        key, _, value = content[content.index(b" ") + 1 : length - 1].partition(b"=")
+        digits, space, _ = content[:_MOST_LENGTH_DIGITS].partition(b" ")
+        length = int(digits) if space and digits.isdigit() else 0
+        if not len(digits) < length <= len(content):
+            raise UserError(f"a record of its extended header has no valid length: {content[:40]!r}")
+        key, _, value = content[len(digits) + 1 : length - 1].partition(b"=")
         if key == b"path":
             return value.decode("utf-8", "surrogateescape")
         content = content[length:]
