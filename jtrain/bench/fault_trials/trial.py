@@ -20,6 +20,10 @@ MOST_ATTEMPTS = 4
 """Times that the same command is started again after the fault."""
 
 
+SHORTEST_LIMIT_S, LIMIT_RUNS = 120.0, 20
+"""Time in which an attempt must end, before it counts as a hang: at least so long, or so many unbroken runs."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """Kind of fault.
@@ -110,6 +114,7 @@ class Trial:
     def start(self, *more: str, workdirs: Sequence[Path] = (), **how: Any) -> Attempt:
         """Starts the training; see `Recipe.start`."""
         how.setdefault("module", self.module)
+        how.setdefault("limit_s", max(SHORTEST_LIMIT_S, LIMIT_RUNS * self.reference.end_s))
         logs = self.folder / f"attempt{len(self.attempts)}"
         attempt = self.recipe.start(workdirs or [self.workdir.path], logs, *more, **how)
         self.attempts.append(attempt)
