@@ -16,18 +16,19 @@ from jtrain.bench.faults import drawn
 SLICE = (
     *("damage-missing", "damage-truncated", "damage-flipped", "damage-emptied", "damage-garbage"),
     *("no-manifest", "no-manifests", "no-checkpoints", "renumbered", "all-damaged", "bad-metrics", "bad-ledger"),
-    *("kill-compile", "kill-step", "kill-save", "kill-commit", "kill-purge", "kill-restore", "kill-end", "closed-pipe"),
+    *("kill-restore", "kill-commit", "kill-purge"),
 )
-"""Twenty kinds whose trials start the training once or twice, on one process."""
+"""Kinds whose trials are short, on one process."""
 
 BAD = ("forgets", "diverges", "stays")
 """Kinds that the test adds: the harness has to find what they do."""
+
+SEED = 2
 
 HARNESS = """
 import sys
 from jtrain.bench.__main__ import bench
 from jtrain.bench.fault_trials import kinds, processes
-from jtrain.bench.fault_trials.planted import Plant
 
 kinds.register_all()
 processes.ENDED_S = 1.0
@@ -38,10 +39,9 @@ def forgets(trial):
     for name in ("checkpoints", "run.json", "config.txt", "goodput.json"):
         (trial.workdir.path / name).rename(trial.folder / name)
 
-@kinds.fault("diverges", "a resumed run computes something else")
+@kinds.fault("diverges", "a run computes something else")
 def diverges(trial):
-    trial.from_half()
-    trial.module = Plant("large", 14, seed=trial.rng.randrange(100)).module
+    trial.recipe = trial.recipe.changed("seed=1")
 
 @kinds.fault("stays", "a process stays after the training")
 def stays(trial):
@@ -61,10 +61,12 @@ def test_twenty_faults_lose_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
     All in one command, which shares its imports and its unbroken run: exit 1, because of those three alone.
     """
     rows, trials = tmp_path / "rows.json", tmp_path / "trials"
-    only = ",".join((*SLICE, *BAD))
-    arguments = ("--trials", str(len(SLICE) + len(BAD)), "--seed", "16", "--only", only, "--json", str(rows))
+    drawn_kinds = [name for _, name in drawn([*SLICE, *BAD], 20 + len(BAD), SEED)]
+    want = sorted(name for name in drawn_kinds if name in SLICE)
+    assert len(want) == 20, "another SEED draws each of BAD once"
+    arguments = ("--trials", str(len(drawn_kinds)), "--seed", str(SEED), "--only", ",".join((*SLICE, *BAD)))
     done = subprocess.run(
-        [sys.executable, "-c", HARNESS, *arguments, "--workdir", str(trials)],
+        [sys.executable, "-c", HARNESS, *arguments, "--workdir", str(trials), "--json", str(rows)],
         env=os.environ | {"XLA_FLAGS": ""},  # one device, as a user has it
         capture_output=True,
         text=True,
@@ -72,13 +74,14 @@ def test_twenty_faults_lose_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stdout + done.stderr
     survived = re.findall(r"^([a-z-]+) \d+: (?:survived|refused, then survived)", done.stdout, re.MULTILINE)
-    assert sorted(survived) == sorted(SLICE), done.stdout
+    assert sorted(survived) == want, done.stdout
 
     failed = dict(re.findall(r"^([a-z]+ \d+): FAILED.*\n((?:    .*\n)+)", done.stdout, re.MULTILINE))
     said = {name.split()[0]: text for name, text in failed.items()}
     assert sorted(said) == sorted(BAD)
-    assert re.search(r"more than one interval lost: at step 9|refused: ", said["forgets"])
-    assert re.search(r"step 14 diverges|not done after|refused: ", said["diverges"])
+    assert re.search(r"more than one interval lost: at step|refused: ", said["forgets"])
+    assert "step 1 diverges" in said["diverges"]
+    assert re.search(r"the final state diverges in \d\d of", said["diverges"])
     assert "a process stayed behind" in said["stays"]
     for name, text in failed.items():
         kind, seed = name.split()
@@ -87,7 +90,7 @@ def test_twenty_faults_lose_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
 
     values = {row["what"]: row["value"] for row in json.loads(rows.read_text())["rows"]}
     assert all(values[f"{kind}: lost or diverged"] == (kind in BAD) for kind in (*SLICE, *BAD))
-    assert sum(values[f"{kind}: recoveries"] for kind in SLICE) >= 12, "a fault has to hit"
+    assert sum(values[f"{kind}: recoveries"] for kind in SLICE) >= 15, "a fault has to hit"
     assert any(values[f"{kind}: most steps done again"] > 0 for kind in SLICE)
 
 

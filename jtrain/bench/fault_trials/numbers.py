@@ -1,6 +1,7 @@
 """Bad numbers: NaN and large weights, gradients that are NaN, bits that flip in the memory of one device."""
 
 import re
+from typing import Any
 
 from jtrain.bench.fault_trials.kinds import fault
 from jtrain.bench.fault_trials.planted import Plant
@@ -10,6 +11,7 @@ from jtrain.runtime.exit_codes import DONE
 
 LONG = 96
 """Steps of a run whose guard knows how its losses spread: it needs 64 of them."""
+EACH: dict[str, Any] = dict(processes=(1, 2), keeps_more=True)
 NAMES_HARDWARE = r"error: .*(device|process) \d+"
 
 
@@ -32,7 +34,7 @@ def _once(trial: Trial) -> str:
 
 
 @fault(
-    "nan-weight", "a weight becomes NaN between two steps", says=NAMES_HARDWARE, lost_steps=NUM_STEPS, processes=(1, 2),
+    "nan-weight", "a weight becomes NaN between two steps", says=NAMES_HARDWARE, lost_steps=NUM_STEPS, **EACH,
 )  # fmt: skip
 def nan_weight(trial: Trial) -> None:
     """The step is found bad, run again from the last good checkpoint, and differs: the hardware is named, exit 76."""
@@ -41,7 +43,7 @@ def nan_weight(trial: Trial) -> None:
 
 
 @fault(
-    "large-weight", "a weight becomes 1e4 between two steps", says=NAMES_HARDWARE, lost_steps=LONG, processes=(1, 2),
+    "large-weight", "a weight becomes 1e4 between two steps", says=NAMES_HARDWARE, lost_steps=LONG, **EACH,
 )  # fmt: skip
 def large_weight(trial: Trial) -> None:
     """A loss far above the recent ones is found in the same way."""
@@ -59,14 +61,17 @@ def _bad_arithmetic(trial: Trial, plant: Plant) -> None:
         trial.wrong(f"NaN at one step ended the run with {trial.attempts[0].codes}: {_errors(trial.said)}")
 
 
-@fault("nan-gradient", "the gradients of one step are NaN, each time it is computed", processes=(1, 2))
+@fault("nan-gradient", "the gradients of one step are NaN, each time it is computed", **EACH)
 def nan_gradient(trial: Trial) -> None:
     """The update is not applied: the run equals one that leaves this batch out, and ends by itself."""
     _bad_arithmetic(trial, Plant("gradient", trial.rng.randint(2, NUM_STEPS - 1)))
 
 
 @fault(
-    "nan-update", "the update of a step that saves makes the weights NaN, each time it is computed", processes=(1, 2)
+    "nan-update",
+    "the update of a step that saves makes the weights NaN, each time it is computed",
+    processes=(1, 2),
+    keeps_more=True,
 )
 def nan_update(trial: Trial) -> None:
     """Loss and gradient norm are finite, so only the new state shows it; nothing of it is saved."""
@@ -86,7 +91,7 @@ def _flip(trial: Trial) -> None:
 
 @fault(
     "flip", "one bit of a weight or moment flips on one of two devices", says=NAMES_HARDWARE, lost_steps=NUM_STEPS,
-    processes=(1, 2),
+    **EACH,
 )  # fmt: skip
 def flip(trial: Trial) -> None:
     """The checks of the state find it, name the device and end the run with 76; nothing of it was saved."""

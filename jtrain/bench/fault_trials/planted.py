@@ -5,6 +5,7 @@ as by a broken memory cell), or in the arithmetic of a step. The command is othe
 """
 
 import dataclasses
+import importlib
 import json
 import random
 import sys
@@ -150,10 +151,8 @@ def plant_fault(plant: Plant) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Plants the fault of the first argument and runs the training command of the others."""
-    from jtrain import launch
-
     plant_fault(Plant(**json.loads(argv[0])))
-    return launch.main(argv[1:])
+    return importlib.import_module("jtrain.launch").main(argv[1:])  # a command, as in a shell: no module of a row above
 
 
 if __name__ == "__main__":

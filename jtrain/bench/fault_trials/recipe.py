@@ -21,6 +21,8 @@ COMMON = (
 )
 SMALL = ("optimizer.warmup_steps=2",)
 LAUNCH = "jtrain.launch"
+UNBROKEN_LIMIT_S = 3600.0
+"""Time in which a run without any fault must end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,6 @@ class Recipe:
     config, fiddlers, sets: of the command line.
     num_processes: processes of one run, which share this machine.
     emulated: CPU devices per process; None takes the devices of this machine.
-    limit_s: time in which an attempt must end.
     """
 
     config: str
@@ -38,7 +39,6 @@ class Recipe:
     sets: tuple[str, ...]
     num_processes: int
     emulated: int | None
-    limit_s: float = 300.0
 
     def changed(self, *sets: str, emulated: int | None = None) -> "Recipe":
         """Returns the same recipe with further `--set` texts, and another number of devices per process."""
@@ -68,6 +68,7 @@ class Recipe:
         imported: bool = True,
         module: Sequence[str] = (LAUNCH,),
         supervised: bool = False,
+        limit_s: float = UNBROKEN_LIMIT_S,
         environ: Mapping[str, str] = {},
     ) -> Attempt:
         """Starts all processes of the run.
@@ -79,6 +80,7 @@ class Recipe:
           imported: forks this process, which has imported everything; otherwise starts new interpreters.
           module: the module to run in place of `jtrain.launch`, with arguments that come before those of the run.
           supervised: starts one process, with `--supervise`, which starts those of the run.
+          limit_s: time in which the attempt must end.
           environ: further environment variables.
         """
         if supervised:
@@ -102,7 +104,7 @@ class Recipe:
                 processes.fork(lambda argv=argv, start=start: start(argv), log, environ=variables | {**environ})
             )
             files.append(log)
-        return Attempt(pids, files, limit_s=self.limit_s)
+        return Attempt(pids, files, limit_s=limit_s)
 
 
 def of_config(name: str | None, num_processes: int, *, accelerator: bool) -> Recipe:

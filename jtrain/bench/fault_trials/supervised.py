@@ -45,7 +45,7 @@ def _hit(trial: Trial, number: signal.Signals) -> None:
     victims = [index for index in trial.victims() if index in before]
     for index in victims:
         os.kill(before[index], number)
-    hit_s = time.monotonic()
+    hit_s, hit_step = time.monotonic(), trial.workdir.last_step()
     said_before = len(attempt.text())
     trial.result.notes.append(f"{number.name} to processes {victims} of {sorted(before)}")
 
@@ -57,11 +57,11 @@ def _hit(trial: Trial, number: signal.Signals) -> None:
         said = attempt.text()[said_before:]
         note("named", any(f"process {index}" in said for index in victims) or (len(before) == 1 and "process" in said))
         note("ended", not any(_alive(pid) for pid in before.values()))
-        resumed = resumed_from(said) if "resumed from step" in said else None
-        note("trained", "ended" in trial.result.times_s and f"step {(resumed or 0) + 1}/" in said)
+        note("trained", "ended" in trial.result.times_s and f"step {(resumed_from(said) or 0) + 1}/" in said)
         return "trained" in trial.result.times_s
 
-    attempt.until(training_again, poll_s=0.02)
+    if attempt.until(training_again, poll_s=0.02):
+        trial.count_lost(attempt.text()[said_before:], hit_step)
     attempt.wait()
     _check(trial, attempt, victims)
 

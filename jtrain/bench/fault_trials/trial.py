@@ -20,6 +20,10 @@ MOST_ATTEMPTS = 4
 """Times that the same command is started again after the fault."""
 
 
+SHORTEST_LIMIT_S, LIMIT_RUNS = 120.0, 20
+"""Time in which an attempt must end, before it counts as a hang: at least so long, or so many unbroken runs."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """Kind of fault.
@@ -35,6 +39,7 @@ class Kind:
     says: regular expression that the output has to match; None where nothing has to be said.
     lines_lost: True if lines of metrics.jsonl may be missing, because the fault keeps them from being written.
     lost_steps: steps beyond one interval that the fault may take.
+    keeps_more: True if older checkpoints may stay: none is deleted while numbers are in doubt.
     needs: returns why this machine cannot do it, None if it can.
     """
 
@@ -48,6 +53,7 @@ class Kind:
     says: str | None = None
     lines_lost: bool = False
     lost_steps: int = 0
+    keeps_more: bool = False
     needs: Callable[[], str | None] = lambda: None
 
 
@@ -108,6 +114,7 @@ class Trial:
     def start(self, *more: str, workdirs: Sequence[Path] = (), **how: Any) -> Attempt:
         """Starts the training; see `Recipe.start`."""
         how.setdefault("module", self.module)
+        how.setdefault("limit_s", max(SHORTEST_LIMIT_S, LIMIT_RUNS * self.reference.end_s))
         logs = self.folder / f"attempt{len(self.attempts)}"
         attempt = self.recipe.start(workdirs or [self.workdir.path], logs, *more, **how)
         self.attempts.append(attempt)
@@ -181,9 +188,7 @@ class Trial:
         attempt.wait()
         self.settle(attempt)
         if stepped:
-            resumed = resumed_from(attempt.text()) or 0
-            self.result.recoveries += 1
-            self.result.lost_steps = max(self.result.lost_steps, before - resumed)
+            resumed = self.count_lost(attempt.text(), before)
             if resumed < due - EVERY_STEPS - self.kind.lost_steps:
                 self.wrong(f"more than one interval lost: at step {before}, resumed from step {resumed}")
             if resumed < newest and not re.search(rf"checkpoints/{newest}\b|step {newest}\b(?!/)", attempt.text()):
@@ -193,6 +198,13 @@ class Trial:
             if resumed > committed:
                 self.wrong(f"resumed from step {resumed}, but the newest checkpoint was that of step {committed}")
         return attempt
+
+    def count_lost(self, text: str, before: int) -> int:
+        """Notes a start that went on, and the steps up to `before` that it does again; returns the step it is from."""
+        resumed = resumed_from(text) or 0
+        self.result.recoveries += 1
+        self.result.lost_steps = max(self.result.lost_steps, before - resumed)
+        return resumed
 
     def _due(self, before: int) -> int:
         """Returns the newest step up to `before` whose save may have begun: the next waits for one under way."""
@@ -248,8 +260,11 @@ class Trial:
                 self.wrong(f"step {step.step} diverges: {step}, unbroken: {want.get(step.step)}")
                 break
         want_committed = self.reference.committed
-        if self.workdir.committed() != want_committed:
-            self.wrong(f"checkpoints {self.workdir.committed()}, unbroken: {want_committed}")
+        got_committed = self.workdir.committed()
+        more = set(got_committed) - set(want_committed)
+        if not set(want_committed) <= set(got_committed) or (more and not self.kind.keeps_more):
+            self.wrong(f"checkpoints {got_committed}, unbroken: {want_committed}")
+        if want_committed[-1] not in got_committed:
             return
         got_digests = self.workdir.digests(want_committed[-1], self.folder / "digests.log")
         want_digests = self.reference.digests
