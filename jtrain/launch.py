@@ -81,7 +81,7 @@ def launch(args: argparse.Namespace) -> int:
     from jtrain.plan.from_run import dry_run
     from jtrain.runtime.multihost import join_processes
     from jtrain.runtime.store_paths import workdir_path
-    from jtrain.train import loop
+    from jtrain.train import attempt
     from jtrain.train.heartbeat import Heartbeat
     from jtrain.train.store_mirror import open_workdir
 
@@ -108,7 +108,7 @@ def launch(args: argparse.Namespace) -> int:
     )
     watchers = [*copies, *([] if heart is None else [Heartbeat(heart)])]
     meant: dict[str, Any] = dict(allow_change=args.allow_change, from_scratch=args.from_scratch, watchers=watchers)
-    return loop.train(build_run(run_config), **started, **meant)
+    return attempt.train(build_run(run_config), **started, **meant)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

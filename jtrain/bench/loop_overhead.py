@@ -20,7 +20,7 @@ from jtrain.plan.from_run import make_optimizer
 from jtrain.step.state import init_state
 from jtrain.step.train_step import make_train_step
 from jtrain.telemetry.metrics import FILE, read
-from jtrain.train import loop
+from jtrain.train import attempt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def full_tokens_per_s(built: Run, config_text: str) -> float:
     """`loop.train`, the second half of its steps, as it logs it itself."""
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(io.StringIO()):
-            loop.train(built, workdir=Path(folder), config_text=config_text)
+            attempt.train(built, workdir=Path(folder), config_text=config_text)
         last = read(Path(folder) / FILE)[-1]
     assert last["step"] == built.num_steps, last
     return last["tokens_per_s"]

@@ -24,10 +24,11 @@ from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run
 from jtrain.profile.clocks.sampler import Sampler
+from jtrain.runtime.workdir_lock import WorkdirLock
 from jtrain.telemetry import goodput
 from jtrain.telemetry.metrics import FILE, read
 from jtrain.telemetry.step_timer import StepTimes
-from jtrain.train import loop
+from jtrain.train import attempt
 from jtrain.train.callbacks import Callback, DispatchedStep, LoopPhase, RunContext, StepResults
 from jtrain.train.step_metrics import RecompileWatch, StepLog
 from jtrain.train.trace_windows import TraceWindows
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     last = 2 * args.steps
     watched, blind, inside, outside, stalls_s = [], [], [], [], []
     for number in range(args.rounds + 1):
-        order = [(_blind, blind), (loop.built_in_callbacks, watched)]
+        order = [(_blind, blind), (attempt.built_in_callbacks, watched)]
         for watch, into in order if number % 2 else order[::-1]:  # what drifts within a round favours neither
             into.append(_trained(args.config, last, watch=watch)[1])
         before, after, stall_s = _trained(args.config, last, window=(args.steps, last))
@@ -54,12 +55,12 @@ def run(args: argparse.Namespace) -> list[Row]:
         stalls_s.append(stall_s)
     timed = _Total()
 
-    def clocked(run: Run, workdir: Path) -> list[Callback]:
-        callbacks = built_in(run, workdir)
+    def clocked(run: Run, workdir: Path, lock: WorkdirLock) -> list[Callback]:
+        callbacks = built_in(run, workdir, lock)
         timed.sampler = next(one.sampler for one in callbacks if isinstance(one, TraceWindows))
         return [_Timed(one, timed) for one in callbacks]
 
-    built_in = loop.built_in_callbacks
+    built_in = attempt.built_in_callbacks
     _trained(args.config, last, watch=clocked)
     wall_s = timed.until_s - timed.since_s
     own = f"{timed.own_s:.3f} s of the loop and {timed.sampler_s:.3f} s of the sampler in {wall_s:.1f} s"
@@ -89,13 +90,13 @@ def _trained(
     name: str,
     num_steps: int,
     *,
-    watch: Callable[[Run, Path], list[Callback]] | None = None,
+    watch: Callable[[Run, Path, WorkdirLock], list[Callback]] | None = None,
     window: tuple[int, int] | None = None,
 ) -> tuple[float, float, float]:
     """Trains so many steps; tokens/s of the first half and of the second, and seconds beside training."""
     sets = [
         f"num_steps={num_steps}",
-        f"metrics.log_every_steps={1 if watch in (None, _blind, loop.built_in_callbacks) else 10}",
+        f"metrics.log_every_steps={1 if watch in (None, _blind, attempt.built_in_callbacks) else 10}",
         "eval.every_steps=None",
         f"profile.steps={window}",
     ]
@@ -107,8 +108,8 @@ def _trained(
     run_config = load_config(name, (), sets)
     built, text = build_run(run_config), tree.flat(run_config)
     with tempfile.TemporaryDirectory() as folder:
-        with contextlib.redirect_stdout(io.StringIO()), _watched_by(watch or loop.built_in_callbacks):
-            loop.train(built, workdir=Path(folder), config_text=text)
+        with contextlib.redirect_stdout(io.StringIO()), _watched_by(watch or attempt.built_in_callbacks):
+            attempt.train(built, workdir=Path(folder), config_text=text)
         lines = [line for line in read(Path(folder) / FILE) if line.get("tokens_per_s") and line["step"] > 1]
         file = Path(folder) / goodput.FILE
         idle_s = json.loads(file.read_text())["categories"]["idle"] if file.exists() else 0.0
@@ -191,7 +192,7 @@ class _Total:
         self.sampler_s = _cpu_s(self.sampler.pid) - self._sampler_before_s
 
 
-def _blind(run: Run, workdir: Path) -> list[Callback]:
+def _blind(run: Run, workdir: Path, lock: WorkdirLock) -> list[Callback]:
     """Only what a loop needs to log its speed: no ledger, no sampler, no signal."""
     sampler = Sampler(workdir, source="none", platform="cpu", devices=[0])
     return [recompiles := RecompileWatch(), StepLog(run, StepTimes(), sampler, recompiles)]
@@ -205,11 +206,11 @@ def _cpu_s(pid: int | None) -> float:
 
 
 @contextlib.contextmanager
-def _watched_by(callbacks: Callable[[Run, Path], list[Callback]]) -> Iterator[None]:
+def _watched_by(callbacks: Callable[[Run, Path, WorkdirLock], list[Callback]]) -> Iterator[None]:
     """While it is entered, these callbacks watch the loop."""
-    before = loop.built_in_callbacks
-    loop.built_in_callbacks = callbacks
+    before = attempt.built_in_callbacks
+    attempt.built_in_callbacks = callbacks
     try:
         yield
     finally:
-        loop.built_in_callbacks = before
+        attempt.built_in_callbacks = before

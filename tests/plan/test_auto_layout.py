@@ -11,7 +11,7 @@ from jtrain.config.load import load_config, set_values
 from jtrain.config.run import build_run
 from jtrain.plan.auto_layout import settle
 from jtrain.runtime import exit_codes
-from jtrain.train import loop
+from jtrain.train import attempt
 
 SETS = ("mesh.data=8", "layout.auto=True", "data.global_batch=16")
 
@@ -97,7 +97,7 @@ def test_a_run_trains_with_what_was_picked(emulated_devices: list[jax.Device], t
         run_config = load_config("tiny", ("debug",), (*sets, *more))
         settle(run_config, devices=emulated_devices, workdir=tmp_path / name)
         run = build_run(run_config)
-        assert loop.train(run, workdir=tmp_path / name, config_text=tree.flat(run_config)) == exit_codes.DONE
+        assert attempt.train(run, workdir=tmp_path / name, config_text=tree.flat(run_config)) == exit_codes.DONE
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         losses.append([line["loss_nats"] for line in lines if "loss_nats" in line])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # bfloat16

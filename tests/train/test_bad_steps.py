@@ -20,7 +20,7 @@ from jtrain.config.run import build_run
 from jtrain.errors import HardwareFault
 from jtrain.optim import Optimizer
 from jtrain.telemetry import metrics
-from jtrain.train import bad_steps, loop
+from jtrain.train import attempt, bad_steps
 from jtrain.train.bad_steps import BadNumbers, BadSteps
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ class Faults:
 def faults() -> Iterator[Faults]:
     """Plants faults in the update. One compiled step serves every run of this file."""
     planted = Faults()
-    begin, go_back, make = Optimizer.begin, BadSteps._go_back, loop.make_train_step
+    begin, go_back, make = Optimizer.begin, BadSteps._go_back, attempt.make_train_step
     steps: dict[float | None, Any] = {}
 
     def begin_with_faults(self: Optimizer, grads: Any, step: Any) -> Any:
@@ -77,15 +77,15 @@ def faults() -> Iterator[Faults]:
         planted.went_back = True
         go_back(self, *args, **kwargs)
 
-    def made_once(*args: Any, sigmas: float | None, traced: bool) -> Any:
+    def made_once(*args: Any, sigmas: float | None, **named: Any) -> Any:
         if sigmas not in steps:
-            steps[sigmas] = make(*args, sigmas=sigmas, traced=traced)
+            steps[sigmas] = make(*args, sigmas=sigmas, **named)
         return steps[sigmas]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Optimizer, "begin", begin_with_faults)
         patch.setattr(BadSteps, "_go_back", go_back_noted)
-        patch.setattr(loop, "make_train_step", made_once)
+        patch.setattr(attempt, "make_train_step", made_once)
         yield planted
     assert [step._cache_size() for step in steps.values()] == [1] * len(steps), "one trace, whatever the guard does"
 
@@ -95,7 +95,7 @@ def train(
 ) -> int:
     faults.planted, faults.transient, faults.went_back = planted, transient, False
     run_config = load_config("tiny", ["debug"], (*SETS, "mesh.data=8", "layout.zero_stage=1", *sets))
-    return loop.train(build_run(run_config), workdir=workdir, config_text=tree.flat(run_config))
+    return attempt.train(build_run(run_config), workdir=workdir, config_text=tree.flat(run_config))
 
 
 def events(workdir: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from jtrain.config.run import build_run
 from jtrain.errors import UserError
 from jtrain.runtime.workdir_lock import WorkdirLock
 from jtrain.telemetry import goodput, metrics
-from jtrain.train import loop
+from jtrain.train import attempt
 from tests.small_disk import small_disk
 
 FILLER = """
@@ -43,7 +43,7 @@ class Filler(Callback):
 def train(workdir: Path, *sets: str) -> int:
     sets = ("mesh.data=8", "metrics.log_every_steps=1", "num_steps=9", *sets)
     config = load_config("tiny", ["debug"], sets)
-    return loop.train(build_run(config), workdir=workdir, config_text=tree.flat(config))
+    return attempt.train(build_run(config), workdir=workdir, config_text=tree.flat(config))
 
 
 def filler(folder: Path, *, fill_at: int, free_at: int) -> str:

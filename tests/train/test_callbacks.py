@@ -11,7 +11,7 @@ from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.telemetry import metrics
-from jtrain.train import loop
+from jtrain.train import attempt
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +57,7 @@ def train(folder: Path, stop_at: int) -> list[list[object]]:
     run_config = load_config("tiny", ["debug"], [*sets, "callbacks=('mine.py:Recorder',)"])
     ends = pytest.raises(RuntimeError, match="seen enough") if stop_at > 0 else contextlib.nullcontext()
     with ends:
-        loop.train(build_run(run_config), workdir=folder / "run", config_text=tree.flat(run_config))
+        attempt.train(build_run(run_config), workdir=folder / "run", config_text=tree.flat(run_config))
     return json.loads((folder / "events.json").read_text())
 
 

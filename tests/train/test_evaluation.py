@@ -20,7 +20,7 @@ from jtrain.mesh import make_mesh
 from jtrain.plan.from_run import make_optimizer
 from jtrain.step.state import abstract_state
 from jtrain.telemetry import metrics
-from jtrain.train import loop
+from jtrain.train import attempt
 from jtrain.train.evaluation import eval_result
 
 
@@ -49,7 +49,7 @@ def trained(workdir: Path, path: Path, *sets: str) -> tuple[Run, dict[str, Any]]
     )
     config = load_config("tiny", ["debug"], sets)
     run = build_run(config)
-    assert loop.train(run, workdir=workdir, config_text=tree.flat(config)) == 0
+    assert attempt.train(run, workdir=workdir, config_text=tree.flat(config)) == 0
     [line] = [line for line in metrics.read(workdir / metrics.FILE) if "eval_loss_nats" in line]
     return run, line
 

@@ -17,7 +17,7 @@ from jtrain.config.run import build_run
 from jtrain.errors import HardwareFault, UserError
 from jtrain.model.transformer import Transformer
 from jtrain.step import train_step
-from jtrain.train import integrity, loop
+from jtrain.train import attempt, integrity
 
 BASE = (
     "num_steps=4",
@@ -34,7 +34,7 @@ def train(workdir: Path, *sets: str, monkeypatch: pytest.MonkeyPatch | None = No
         monkeypatch.setenv("JTRAIN_TEST_FLIP", json.dumps(dict(byte=777, bit=6) | flip))
         sets = (*sets, "callbacks=('tests.train.flipper:Flipper',)")
     run_config = load_config("tiny", ["debug"], [*BASE, "data.engine=inline", *sets])
-    return loop.train(build_run(run_config), workdir=workdir, config_text=tree.flat(run_config))
+    return attempt.train(build_run(run_config), workdir=workdir, config_text=tree.flat(run_config))
 
 
 def saved(workdir: Path) -> list[int]:

@@ -12,14 +12,14 @@ from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.telemetry import metrics
-from jtrain.train import loop
+from jtrain.train import attempt
 from jtrain.train.bad_steps import BadNumbers
 
 
 def train(workdir: Path, *sets: str) -> int:
     sets = ("mesh.data=8", "layout.zero_stage=1", "metrics.log_every_steps=1", "optimizer.warmup_steps=0", *sets)
     run_config = load_config("tiny", ["debug"], sets)
-    return loop.train(build_run(run_config), workdir=workdir, config_text=tree.flat(run_config))
+    return attempt.train(build_run(run_config), workdir=workdir, config_text=tree.flat(run_config))
 
 
 def launched(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -140,10 +140,10 @@ def _nan_arithmetic(*, gradient: int, update: int) -> None:
 
 def plant_fault(plant: Plant) -> None:
     """Replaces the train step of the loop by one with the fault."""
-    from jtrain.train import loop
+    from jtrain.train import attempt
 
-    make: Callable[..., Any] = loop.make_train_step
-    loop.make_train_step = lambda *args, **named: PlantedStep(make(*args, **named), plant)
+    make: Callable[..., Any] = attempt.make_train_step
+    attempt.make_train_step = lambda *args, **named: PlantedStep(make(*args, **named), plant)
     if plant.what in ("gradient", "update", "left_out"):
         planted = {name: plant.step if plant.what == name else 0 for name in ("gradient", "update")}
         _nan_arithmetic(**planted)

@@ -149,5 +149,5 @@ def set_environment(recipe: Recipe) -> None:
     if recipe.emulated is not None:
         jax.config.update("jax_disable_most_optimizations", True)
         jax.config.update("jax_platforms", "cpu")
-    for name in ("checkpoint.orbax_io", "config.load", "plan.auto_layout", "plan.from_run", "train.loop"):
+    for name in ("checkpoint.orbax_io", "config.load", "plan.auto_layout", "plan.from_run", "train.attempt"):
         importlib.import_module(f"jtrain.{name}")
