@@ -190,7 +190,8 @@ class Checkpoints:
         finally:
             writer, self._writer = self._writer, None
             if writer is not None:
-                writer.close()
+                with self._saved():  # Orbax raises a second error of the same save only here
+                    writer.close()
 
     def __enter__(self) -> "Checkpoints":
         return self
