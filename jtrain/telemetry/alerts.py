@@ -26,7 +26,7 @@ from jtrain.errors import UserError
 from jtrain.runtime.secrets import HIDDEN
 from jtrain.telemetry.append_file import AppendFile
 
-type Kind = Literal["nan", "spike", "straggler", "hang", "disk", "goodput"]
+type AlertKind = Literal["nan", "spike", "straggler", "hang", "disk", "goodput"]
 
 TIMEOUT_S = 10.0
 """Longest wait for the webhook's answer, and at the end of a run for alerts that are not delivered yet."""
@@ -131,7 +131,7 @@ class Alerts:
         self._lock = threading.Lock()
         self._post = None if spec.webhook is None else _Webhook(spec.webhook, self._say, retry_delays_s)
 
-    def send(self, kind: Kind, step: int, message: str, **values: Any) -> None:
+    def send(self, kind: AlertKind, step: int, message: str, **values: Any) -> None:
         """Sends an alert, unless one of its kind was sent in the last `repeat_minutes`. Returns at once."""
         if not self._spec.active:
             return

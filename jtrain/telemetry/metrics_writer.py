@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from jtrain.runtime.secrets import without_secrets
-from jtrain.telemetry.alerts import Alerts, AlertsSpec, Kind
+from jtrain.telemetry.alerts import AlertKind, Alerts, AlertsSpec
 from jtrain.telemetry.append_file import AppendFile, aside_text
 from jtrain.telemetry.event_file import EventFile
 from jtrain.telemetry.metrics import EVENTS, FILE, NOTES, EvalResult, MetricsSpec, TrainLine, drop_after, encode
-from jtrain.telemetry.progress import PlainProgress, ProgressBar, ProgressStream
+from jtrain.telemetry.run_progress import PlainProgress, ProgressStream, RunProgressBar
 
 
 class Metrics:
@@ -56,7 +56,7 @@ class Metrics:
             return
         self._workdir, self._tensorboard = workdir, spec.tensorboard
         shown_on = sys.stdout if stream is None else stream
-        self._progress = (ProgressBar if shown_on.isatty() else PlainProgress)(shown_on, num_steps, start_step)
+        self._progress = (RunProgressBar if shown_on.isatty() else PlainProgress)(shown_on, num_steps, start_step)
         self._open(start_step)
         # 0600: it names files of the data, and an address may hold a secret that nothing marks as one.
         self._notes = AppendFile(workdir / NOTES, say=self.say, mode=0o600)
@@ -124,7 +124,7 @@ class Metrics:
         if self._notes is not None:
             self._notes.append(f"step {step}: {text}\n".encode())
 
-    def alert(self, kind: Kind, step: int, message: str, **values: Any) -> None:
+    def alert(self, kind: AlertKind, step: int, message: str, **values: Any) -> None:
         """Sends an alert (`Alerts.send`) to those that the config names; any thread may."""
         alerts = self._alerts  # another thread may close it
         if alerts is not None:

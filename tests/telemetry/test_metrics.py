@@ -29,7 +29,7 @@ from jtrain.telemetry.metrics import (
     read,
 )
 from jtrain.telemetry.metrics_writer import Metrics
-from jtrain.telemetry.progress import summary
+from jtrain.telemetry.run_progress import summary
 
 LINE = TrainLine(
     step=10,

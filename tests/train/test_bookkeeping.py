@@ -85,6 +85,8 @@ def test_a_disk_full_between_saves_costs_nothing_once_it_has_room(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's threads
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_disk_full_at_a_save_resumes_with_its_whole_history(tmp_path: Path) -> None:
     """The run ends or goes on as saves decide; after room is made the same command gives an unbroken run's lines."""
     saves = "checkpoint.every_steps=2"

@@ -41,7 +41,7 @@ class PlainProgress:
         pass
 
 
-class ProgressBar(PlainProgress):
+class RunProgressBar(PlainProgress):
     """Progress bar for a terminal."""
 
     def __init__(self, stream: ProgressStream, num_steps: int, start_step: int) -> None:
