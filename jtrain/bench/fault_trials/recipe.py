@@ -21,6 +21,9 @@ COMMON = (
 )
 SMALL = ("optimizer.warmup_steps=2",)
 LAUNCH = "jtrain.launch"
+ON_CPUS = {"disable_most_optimizations": 1, "traceback_in_locations_limit": 1}
+"""Settings of jax on emulated devices. LLVM's optimisations are half of the seconds of a compilation. The key of the
+compile cache includes the call stack of every operation: with ten frames, the default, each kind would compile anew."""
 UNBROKEN_LIMIT_S = 3600.0
 """Time in which a run without any fault must end."""
 
@@ -95,7 +98,7 @@ class Recipe:
             if log.is_file():  # a trial may have put a pipe there
                 log.unlink()
             argv = [*module, *self.argv(workdir, *more)]
-            variables = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if self.emulated is not None else {}
+            variables = {} if self.emulated is None else {f"JAX_{name}".upper(): str(n) for name, n in ON_CPUS.items()}
             if self.num_processes > 1 and not supervised:
                 variables |= {"JTRAIN_COORDINATOR": f"127.0.0.1:{port}", "JTRAIN_PROCESS_ID": str(index)}
                 variables |= {"JTRAIN_NUM_PROCESSES": str(self.num_processes)}
@@ -139,15 +142,13 @@ def of_config(name: str | None, num_processes: int, *, accelerator: bool) -> Rec
 
 
 def set_environment(recipe: Recipe) -> None:
-    """Prepares this process, whose forks become trainings: imports what they need, and starts no backend.
-
-    On emulated devices LLVM's optimisations are off: they are half of the seconds of a compilation.
-    """
+    """Prepares this process, whose forks become trainings: imports what they need, and starts no backend."""
     os.environ.pop("XLA_FLAGS", None)
     import jax
 
     if recipe.emulated is not None:
-        jax.config.update("jax_disable_most_optimizations", True)
+        for name, value in ON_CPUS.items():
+            jax.config.update(f"jax_{name}", value if name.endswith("limit") else bool(value))
         jax.config.update("jax_platforms", "cpu")
     for name in ("checkpoint.orbax_io", "config.load", "plan.auto_layout", "plan.from_run", "train.attempt"):
         importlib.import_module(f"jtrain.{name}")
