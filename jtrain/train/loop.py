@@ -7,6 +7,7 @@ Invariants:
 - All processes save, stop and evaluate at the same steps.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import Checkpoints, files
+from jtrain.checkpoint.local_memory import LocalMemory
 from jtrain.config.resume import check_same_run, with_history
 from jtrain.config.run import Run, check_vocabulary
 from jtrain.data import Fed, Prefetch, open_dataset, place_tree, put_batch, share_batch
@@ -109,14 +111,25 @@ def train(
         Checkpoints(workdir, run.checkpoint) as checkpoints,
         StopRequest() as stop,
         Callbacks([*built_in_callbacks(run, workdir), *load_callbacks(run.callbacks)]) as callbacks,
+        contextlib.ExitStack() as attempt,
     ):
         start_step = checkpoints.latest_step() or 0
-        if checkpoints.latest_step() is None:
+        like = abstract_state(job.layout, optimizer, mesh)
+        local, kept = None, None
+        if run.checkpoint.local_every_steps is not None:
+            newest = functools.partial(_newest_step, checkpoints.folder)
+            local = LocalMemory(
+                workdir, run.checkpoint.local_dir, like, config_text, newest_checkpoint=newest, say=_print
+            )
+            kept = attempt.enter_context(local).start(like, checkpoint=start_step)
+        if kept is not None:
+            start_step, state, data_state = kept
+        elif checkpoints.latest_step() is None:
             state, data_state = init_state(job.layout, optimizer, mesh, seed=run.seed), None
         else:
-            state, data_state = checkpoints.restore(start_step, abstract_state(job.layout, optimizer, mesh))
-            if "data" in allow_change and dataset.misfit(data_state) is not None:
-                data_state = None  # where it fits, the run goes on: the same command may be started again and again
+            state, data_state = checkpoints.restore(start_step, like)
+        if data_state is not None and "data" in allow_change and dataset.misfit(data_state) is not None:
+            data_state = None  # where it fits, the run goes on: the same command may be started again and again
         with (
             Metrics(workdir, run.metrics, num_steps=run.num_steps, start_step=start_step) as metrics,
             prefetch(
@@ -127,7 +140,7 @@ def train(
             ) as fed,
         ):
             if start_step:
-                metrics.say(f"resumed from step {start_step}")
+                metrics.say(f"resumed from step {start_step}{'' if kept is None else ', kept in local memory'}")
             if start_step and data_state is None:
                 metrics.say(f"the data begins anew at step {start_step}, as --allow-change data permits")
             for change in changes:
@@ -136,10 +149,12 @@ def train(
             context = RunContext(
                 run, job, mesh, workdir, start_step, started_s, dataset.names, train_step, metrics, callbacks.during
             )
-            loop = Loop(context, callbacks, checkpoints, evaluation, config_text)
+            loop = Loop(context, callbacks, checkpoints, evaluation, config_text, local)
             with callbacks.running(context):
                 step = loop.run_steps(state, fed, stop)
             seconds = time.time() - started_s
+            if local is not None and (loop.data_ended or step == run.num_steps):
+                local.remove()
             if loop.data_ended:
                 metrics.say(
                     f"done: the data ended after {step} of {run.num_steps} steps (data.epochs={run.data.epochs}), in "
@@ -166,6 +181,11 @@ def _cost(run: Run) -> tuple[float, float]:
     """Relative FLOPs of a token: 1.0 for itself, and those that each earlier token of its document adds."""
     flops = flops_per_token(run.model, seq_len=run.data.seq_len)
     return 1.0, flops.attention_flops / run.data.seq_len / flops.matmul_flops
+
+
+def _newest_step(checkpoints: Path) -> int:
+    """Step of the newest complete checkpoint; 0 if there is none."""
+    return max(files.steps(checkpoints), default=0)
 
 
 def _print(line: str) -> None:
@@ -215,12 +235,14 @@ class Loop:
         checkpoints: Checkpoints,
         evaluation: Evaluation,
         config_text: str,
+        local: LocalMemory | None,
     ) -> None:
         self.context = context
         self.callbacks = callbacks
         self.checkpoints = checkpoints
         self.evaluation = evaluation
         self.config_text = config_text
+        self.local = local
         self.step = context.start_step
         self.data_ended = False
         self._unread: tuple[int, Any, Fed] | None = None
@@ -241,12 +263,15 @@ class Loop:
             state, fed, stopping = self._one_step(state, here, batches, stop)
             last = self.step == run.num_steps or stopping or self.data_ended
             save = last or _due(self.step, run.checkpoint.every_steps)
+            keep = not last and self.local is not None and _due(self.step, run.checkpoint.local_every_steps)
             evaluate = _due(self.step, run.eval.every_steps)
             # Check that the results are finite before the state is saved or evaluated.
-            if save or evaluate:
+            if save or keep or evaluate:
                 self._report()
             if evaluate or (run.eval.every_steps is not None and (self.step == run.num_steps or self.data_ended)):
                 self._evaluate(state)
+            if keep:
+                self._keep(state, here)
             if save:
                 self._save(state, here)
                 saved = self.step
@@ -332,6 +357,18 @@ class Loop:
           UserError: the processes plan different batches: one skipped documents that others could read, or their files
             differ.
         """
+        with jax.profiler.TraceAnnotation("jtrain:checkpoint"):
+            self.checkpoints.save(self.step, state, self._data_state(fed), self.config_text)
+
+    @_phase("checkpoint")
+    def _keep(self, state: TrainState, fed: Fed) -> None:
+        """Keeps the state in local memory; raises UserError as `_save` does."""
+        assert self.local is not None
+        with jax.profiler.TraceAnnotation("jtrain:checkpoint"):
+            self.local.save(self.step, state, self._data_state(fed))
+
+    def _data_state(self, fed: Fed) -> dict[str, Any]:
+        """Returns the data state after a batch; raises UserError if the processes plan different batches."""
         data_state = fed.state()
         if not same_everywhere(json.dumps(data_state)):
             raise UserError(
@@ -339,8 +376,7 @@ class Loop:
                 "or its files differ. data.log and the stderr of each process list the skipped documents. Nothing was "
                 "saved. Fix the files, and run again from the last checkpoint."
             )
-        with jax.profiler.TraceAnnotation("jtrain:checkpoint"):
-            self.checkpoints.save(self.step, state, data_state, self.config_text)
+        return data_state
 
     @_phase("checkpoint")
     def _wait_for_saves(self) -> None:
