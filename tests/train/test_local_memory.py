@@ -1,0 +1,104 @@
+"""Whole runs that are killed go on from local memory, with the losses of the unbroken run."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.train.test_resume import (
+    ENVIRON,
+    NUM_STEPS,
+    assert_same_run,
+    command,
+    finish,
+    start,
+    train_lines,
+    wait_until,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def flags(memory: Path, *, every: int = 3) -> list[str]:
+    """Options of a run that keeps its state in local memory, and saves no checkpoint before its end."""
+    sets = (f"checkpoint.local_every_steps={every}", f"checkpoint.local_dir={str(memory)!r}")
+    return [flag for text in (*sets, "checkpoint.every_steps=1000") for flag in ("--set", text)]
+
+
+def steps_kept(memory: Path) -> dict[str, int]:
+    """Newest step that each process has kept."""
+    found: dict[str, int] = {}
+    for file in memory.glob("*/process-*/*.json"):
+        try:
+            found[file.parent.name] = max(json.loads(file.read_bytes())["step"], found.get(file.parent.name, 0))
+        except (FileNotFoundError, ValueError):
+            continue  # written over meanwhile
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_from_local_memory(tmp_path: Path) -> None:
+    """Three kills without any checkpoint: each restart goes on at most one interval back, and nothing is left behind.
+
+    The unbroken run keeps nothing: what is kept in local memory does not change what is computed.
+    """
+    finish(tmp_path / "unbroken")
+    memory, workdir = tmp_path / "memory", tmp_path / "run"
+    memory.mkdir()
+    for reached in (5, 14, 26):
+        process = start(workdir, *flags(memory))
+        wait_until(process, lambda reached=reached: max(train_lines(workdir), default=0) >= reached)
+        process.send_signal(signal.SIGKILL)
+        output = process.communicate()[0]
+        kept = steps_kept(memory)["process-0"]
+        assert max(train_lines(workdir)) - kept <= 2 * 3, "two intervals, if the kill was in the midst of a copy"
+        assert ("kept in local memory" in output) == (reached > 5), output
+    output = finish(workdir, *flags(memory))
+    assert f"resumed from step {kept}, kept in local memory" in output
+    assert_same_run(workdir, tmp_path / "unbroken")
+    assert list(memory.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_from_local_memory(tmp_path: Path) -> None:
+    """Both are killed, and the folder of one is lost: its copy serves, and the losses are those of an unbroken run."""
+    options = ["--emulate-devices", "2", "--with", "zero3"]
+
+    def launch(workdir: Path, *more: str) -> subprocess.Popen[str]:
+        words = command(workdir, *more, *options)
+        script = [str(ROOT / "launch" / "local.sh"), "-n", "2", *words[3:]]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            script, env=ENVIRON, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+    memory, workdir = tmp_path / "memory", tmp_path / "run"
+    memory.mkdir()
+    unbroken = launch(tmp_path / "unbroken")
+    output = unbroken.communicate(timeout=1200)[0]
+    assert unbroken.returncode == 0, output
+    process = launch(workdir, *flags(memory))
+    wait_until(process, lambda: min(steps_kept(memory).values(), default=0) >= 9)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    [lost] = memory.glob("*/process-1")
+    shutil.rmtree(lost)
+    process = launch(workdir, *flags(memory))
+    output = process.communicate(timeout=1200)[0]
+    assert process.returncode == 0, output
+    assert "kept in local memory" in output
+    assert_same_run(workdir, tmp_path / "unbroken")
+    assert len(train_lines(workdir)) == NUM_STEPS
+    assert list(memory.iterdir()) == []
+
+
+def test_an_interval_below_one_is_refused() -> None:
+    from jtrain.checkpoint import CheckpointSpec
+    from jtrain.errors import UserError
+
+    with pytest.raises(UserError, match=r"local_every_steps=0 must be at least 1 or None to keep no state"):
+        CheckpointSpec(local_every_steps=0)
