@@ -11,7 +11,10 @@ from typing import Any
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
 from jtrain.runtime import cli
+from jtrain.runtime.output import keep_going_without_readers
 from jtrain.runtime.platform import compile_collectives_anew, start_jax, use_unified_memory
+from jtrain.supervise.command import add_arguments, refuse_alone, supervise
+from jtrain.supervise.heart import start_heart
 from jtrain.telemetry.goodput import process_start_s
 
 
@@ -20,7 +23,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jtrain.launch",
         description="Trains the model of a config. The same command again resumes; Ctrl-C saves first.",
-        epilog="Exit codes: 0 done; 2 an error that you can fix, as printed; 75 stopped, with a checkpoint; 1 a bug.",
+        epilog="Exit codes: 0 done; 2 an error that you can fix, as printed; 75 stopped, with a checkpoint; 76 a device or "
+        "host that computes wrongly or hangs, as named; 1 a bug; with --supervise also 128 + the signal that killed it.",
         allow_abbrev=False,
     )
     cli.add_config_arguments(parser)
@@ -33,8 +37,11 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="resume with another `precision`, `kernels` or `data` than the workdir's run: losses will differ",
+        help="resume with another `precision`, `kernels`, `data`, `num_steps` or field of the optimizer, such as "
+        "`optimizer.peak_lr`, than the workdir's run: losses will differ",
     )
+    parser.add_argument("--from-scratch", action="store_true", help="begin at step 0 where all checkpoints are lost")
+    add_arguments(parser)
     parser.add_argument("--print-config", action="store_true", help="print every field with its value and stop")
     return parser
 
@@ -47,6 +54,7 @@ def default_workdir(config: str) -> Path:
 
 def launch(args: argparse.Namespace) -> int:
     """Runs the command with parsed arguments; returns the exit code."""
+    heart = start_heart(os.environ)
     if args.topology is not None and not args.dry_run:
         raise UserError(f"--topology {args.topology} compiles for a machine that is not here. Add --dry-run.")
     if args.topology is not None:
@@ -73,6 +81,7 @@ def launch(args: argparse.Namespace) -> int:
     from jtrain.plan.from_run import dry_run
     from jtrain.runtime.multihost import join_processes
     from jtrain.train import loop
+    from jtrain.train.heartbeat import Heartbeat
 
     workdir = args.workdir or default_workdir(args.config)
     if args.dry_run:
@@ -80,19 +89,35 @@ def launch(args: argparse.Namespace) -> int:
             print(line)
         dry_run(build_run(run_config), topology=args.topology)
         return 0
-    join_processes(os.environ)
+    if heart is not None:
+        heart.configure(run.supervise)
+        heart.enter("joining")
+    join_processes(os.environ, peer_s=run.supervise.peer_s)
+    if heart is not None:
+        heart.joined(jax.process_index(), jax.process_count())
+        heart.enter("setup")
     compile_collectives_anew()
     for line in auto_layout.settle(run_config, devices=jax.devices(), workdir=workdir):
         if jax.process_index() == 0:
             print(line, flush=True)
     started: dict[str, Any] = dict(workdir=workdir, config_text=tree.flat(run_config), started_s=process_start_s())
-    return loop.train(build_run(run_config), **started, allow_change=args.allow_change)
+    watchers = [] if heart is None else [Heartbeat(heart)]
+    meant: dict[str, Any] = dict(allow_change=args.allow_change, from_scratch=args.from_scratch, watchers=watchers)
+    return loop.train(build_run(run_config), **started, **meant)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
+    keep_going_without_readers()
     args = parser().parse_args(argv)
-    return cli.run(lambda: launch(args))
+
+    def run() -> int:
+        refuse_alone(args)
+        if args.supervise and not (args.dry_run or args.print_config):  # which only print, and end
+            return supervise(args, argv, os.environ, workdir=args.workdir or default_workdir(args.config))
+        return launch(args)
+
+    return cli.run(run)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_the_command_line_is_frozen() -> None:
     """DESIGN section 5; scripts rely on it."""
     assert options() == {
         *("--help", "--config", "--with", "--set", "--workdir"),
-        *("--emulate-devices", "--dry-run", "--topology", "--print-config", "--allow-change"),
+        *("--emulate-devices", "--dry-run", "--topology", "--print-config", "--allow-change", "--from-scratch"),
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from jtrain.bench import Row, meets_bar, rehearsed
 from jtrain.errors import UserError
-from jtrain.runtime import cli
+from jtrain.runtime import cli, exit_codes
 from jtrain.runtime.platform import start_jax
 
 FOLDER = Path(__file__).parent
@@ -84,7 +84,7 @@ def measured(found: Iterable[Row], *, rehearse: bool, lines: Path | None) -> Ite
 
 
 def bench(argv: Sequence[str]) -> int:
-    """Lists the benchmarks, or runs one."""
+    """Lists the benchmarks, or runs one; exit code 1 if one with MUST_MEET misses a bar."""
     found = benchmarks()
     listed = "\n".join(f"  {name:16} {line}" for name, line in found.items())
     parser = argparse.ArgumentParser(
@@ -114,9 +114,10 @@ def bench(argv: Sequence[str]) -> int:
     rows = list(measured(module.run(args), rehearse=getattr(args, "rehearse", False), lines=args.lines))
     if args.json is not None:
         args.json.write_text(json.dumps(report(name, rows), indent=2) + "\n")
-    if rows:
+    if rows and not getattr(module, "PRINTS", False):
         print_table(rows)
-    return 0
+    missed = any(meets_bar(row) is False for row in rows)
+    return exit_codes.BUG if missed and getattr(module, "MUST_MEET", False) else exit_codes.DONE
 
 
 if __name__ == "__main__":

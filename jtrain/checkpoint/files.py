@@ -1,12 +1,15 @@
-"""Files of a checkpoint: layout on disk, manifest with hashes, verification. Standard library only, no jax, no orbax.
+"""Files of a checkpoint: layout in the workdir, manifest with hashes, verification. No jax, no orbax.
 
     checkpoints/<step>/state/          the arrays, in Orbax's format
     checkpoints/<step>/data.json       the data state: the position in the data stream
     checkpoints/<step>/config.txt      the run's flat config
     checkpoints/<step>/manifest.json   every leaf, and the size and hash of every file above
+    checkpoints/<step>.damaged/        a checkpoint that was found damaged at a start: kept, never read
+    last_checkpoint.json               the newest step that was committed, to notice that `checkpoints` is missing
 
-A step's directory gets its final name in one rename, after its manifest was written. A directory with a manifest is
-therefore complete; one without was left by an interrupted save.
+On a disk, a step's folder gets its final name in one rename, after its manifest was written. In an object store, which
+has no renames, the manifest is written last. A folder with a manifest is therefore complete; one without was left by an
+interrupted save.
 """
 
 import concurrent.futures
@@ -14,11 +17,10 @@ import dataclasses
 import datetime
 import hashlib
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
+from jtrain.checkpoint import folders
 from jtrain.errors import UserError
 from jtrain.runtime import atomic_io
 
@@ -26,13 +28,16 @@ STATE = "state"
 DATA = "data.json"
 CONFIG = "config.txt"
 MANIFEST = "manifest.json"
+LAST = "last_checkpoint.json"
 
-_FORMAT = 1
+_FORMAT = 2
+_READ_FORMATS = (1, 2)  # format 1 has neither the number of processes nor what each wrote
 _HASH_THREADS = 8
-_READ_BYTES = 1 << 20
 _DELETED = ".deleted"
+_DAMAGED = ".damaged"
 _PARTIAL = ".orbax-checkpoint-tmp"  # in the name of a directory that Orbax is still writing
 _ORBAX_COMMITS = ("_CHECKPOINT_METADATA", "commit_success.txt")  # written after the manifest; nothing here reads them
+_OF_PROCESS = "ocdbt.process_"  # in `state`: Orbax's folder of what one process wrote; without it, each leaf has one
 
 
 class CheckpointError(UserError):
@@ -58,12 +63,14 @@ class Manifest:
     saved_at: UTC, ISO 8601.
     leaves: path in the state, joined by dots -> shape and dtype, in the order of the tree.
     files: path relative to the step's directory -> (bytes, blake2b-128 in hex).
+    written: bytes of arrays that each process wrote, one number per process; empty if not known (format 1).
     """
 
     step: int
     saved_at: str
     leaves: dict[str, ManifestLeaf]
     files: dict[str, tuple[int, str]]
+    written: tuple[int, ...] = ()
 
     @property
     def file_bytes(self) -> int:
@@ -73,24 +80,67 @@ class Manifest:
     def state_bytes(self) -> int:
         return sum(leaf.bytes for leaf in self.leaves.values())
 
+    def missing_arrays(self) -> list[str]:
+        """Returns one line for each leaf or process whose files are too few for its arrays, none if all are here.
+
+        Arrays are stored uncompressed, so that their files have at least as many bytes.
+        """
+        stored: dict[str, int] = {}
+        for name, (size, _) in self.files.items():
+            top, _, rest = name.partition("/")
+            if top == STATE:
+                owner = rest.partition("/")[0]
+                stored[owner] = stored.get(owner, 0) + size
+        if any(owner.startswith(_OF_PROCESS) for owner in stored):
+            wanted = {f"{_OF_PROCESS}{process}": size for process, size in enumerate(self.written)}
+        else:
+            wanted = {name: leaf.bytes for name, leaf in self.leaves.items()}
+        lines = [
+            f"{STATE}/{owner} has {stored.get(owner, 0)} bytes, but arrays of {size} bytes were written there"
+            for owner, size in wanted.items()
+            if stored.get(owner, 0) < size
+        ]
+        if not lines and sum(stored.values()) < self.state_bytes:
+            lines.append(f"{STATE}/ has {sum(stored.values())} bytes, but its arrays have {self.state_bytes}")
+        return lines
+
 
 def steps(folder: Path) -> tuple[int, ...]:
     """Returns the steps of the complete checkpoints in `folder`, ascending: one listing, and one look-up for each."""
-    try:
-        names = [entry.name for entry in os.scandir(folder)]
-    except (FileNotFoundError, NotADirectoryError):
-        return ()
-    found = [int(name) for name in names if name.isdecimal() and str(int(name)) == name]
-    return tuple(sorted(step for step in found if (folder / str(step) / MANIFEST).is_file()))
+    return tuple(step for step in _step_folders(folder) if (folder / str(step) / MANIFEST).is_file())
+
+
+def without_manifest(folder: Path) -> tuple[int, ...]:
+    """Returns the steps whose folders hold arrays but no manifest, ascending: checkpoints that lost it, or copies."""
+    found = (step for step in _step_folders(folder) if not (folder / str(step) / MANIFEST).is_file())
+    return tuple(step for step in found if (folder / str(step) / STATE).is_dir())
+
+
+def _step_folders(folder: Path) -> list[int]:
+    found = (int(name) for name in folders.names(folder) if name.isdecimal() and str(int(name)) == name)
+    return sorted(found)
 
 
 def partial(folder: Path) -> tuple[str, ...]:
-    """Returns the names that interrupted saves, deletions or copies left in `folder`; they are never read."""
-    if not folder.is_dir():
-        return ()
+    """Returns the names in `folder` that are never read: remains of interrupted saves and deletions, damaged ones."""
     whole = {str(step) for step in steps(folder)}
-    names = (entry.name for entry in os.scandir(folder) if entry.is_dir())
-    return tuple(sorted(name for name in names if name not in whole and (_is_remains(name) or name.isdecimal())))
+    there = (name for name in folders.folder_names(folder) if name not in whole)
+    return tuple(name for name in there if _is_remains(name) or is_set_aside(name) or name.isdecimal())
+
+
+def is_set_aside(name: str) -> bool:
+    """True if the name is that of a checkpoint which was found damaged."""
+    step, dot, rest = name.partition(_DAMAGED)
+    return bool(dot) and step.isdecimal() and (not rest or rest.removeprefix("-").isdecimal())
+
+
+def set_aside(folder: Path, step: int) -> str:
+    """Renames the folder of a damaged checkpoint to `<step>.damaged`, or `<step>.damaged-2` ...; returns the name."""
+    there = folders.names(folder)
+    names = (f"{step}{_DAMAGED}" + (f"-{number}" if number > 1 else "") for number in range(1, len(there) + 2))
+    name = next(name for name in names if name not in there)
+    folders.move(folder / str(step), folder / name, first=MANIFEST)
+    return name
 
 
 def surplus(found: tuple[int, ...], *, keep_last: int, keep_every_steps: int | None) -> tuple[int, ...]:
@@ -100,64 +150,153 @@ def surplus(found: tuple[int, ...], *, keep_last: int, keep_every_steps: int | N
 
 
 def delete(folder: Path, step: int) -> None:
-    """Deletes a checkpoint. Renames it first, so that a kill leaves no partial checkpoint under a step's name."""
+    """Deletes a checkpoint. Renames it first, so that a kill leaves no partial checkpoint under a step's name.
+
+    In a store, where nothing can be renamed, its manifest goes first, and an empty file `deleted` says why.
+    """
+    if folders.in_store(folder):
+        (folder / str(step) / _DELETED).write_text("")
+        folders.remove(folder / str(step), first=MANIFEST)
+        return
     away = folder / f"{step}{_DELETED}"
     if away.exists():
-        shutil.rmtree(away)
+        folders.remove(away, first=MANIFEST)
     (folder / str(step)).rename(away)
-    shutil.rmtree(away, ignore_errors=True)  # the next run removes the rest (`sweep`)
+    folders.remove(away, first=MANIFEST)  # the next run removes the rest (`sweep`)
 
 
 def sweep(folder: Path) -> None:
-    """Removes what interrupted saves and deletions left. Keeps directories named as a step: a user put them there."""
+    """Removes what interrupted saves and deletions left. Keeps directories named as a step: a user put them there.
+
+    In a store, interrupted saves and deletions leave directories named as a step: those after the last commit, and
+    those that were being deleted. They go too.
+    """
     for name in partial(folder):
-        if _is_remains(name):
-            shutil.rmtree(folder / name, ignore_errors=True)
+        if _is_remains(name) or (folders.in_store(folder) and name.isdecimal() and _is_interrupted(folder, int(name))):
+            folders.remove(folder / name, first=MANIFEST)
 
 
-def seal(path: Path, *, step: int, leaves: dict[str, ManifestLeaf], data: str, config: str) -> None:
+def _is_interrupted(folder: Path, step: int) -> bool:
+    last = last_commit(folder)
+    return last is None or step > last or (folder / str(step) / _DELETED).exists()
+
+
+def lost_manifests(folder: Path) -> tuple[int, ...]:
+    """Returns the steps of `without_manifest` that no interrupted save or deletion explains."""
+    return tuple(
+        step for step in without_manifest(folder) if not (folders.in_store(folder) and _is_interrupted(folder, step))
+    )
+
+
+def seal(
+    path: Path,
+    *,
+    step: int,
+    leaves: dict[str, ManifestLeaf],
+    data: str,
+    config: str,
+    written: tuple[int, ...] = (),
+    hashes: dict[str, str] | None = None,
+) -> None:
     """Completes the directory at `path`, which holds the arrays, for its commit: writes side files, hashes, manifest.
 
     All files are synced to the disk when this returns. Process 0 reads back all files, including those of other
     processes: about 1 s per GB and thread, with 8 threads.
+
+    Args:
+      written: bytes of arrays that each process wrote.
+      hashes: path relative to `path` -> hash, of files that were hashed while they were written and are on the disk.
+
+    Raises:
+      CheckpointError: the files of some process are not here, because its workdir is another folder.
     """
     (path / DATA).write_text(data)
     (path / CONFIG).write_text(config)
-    names = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
-    names = [name for name in names if name not in _ORBAX_COMMITS]
+    sizes = {name: size for name, size in folders.sizes(path).items() if name not in (*_ORBAX_COMMITS, MANIFEST)}
+    known = {name: digest for name, digest in (hashes or {}).items() if name in sizes}
+    unread = [name for name in sizes if name not in known]
     with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
-        hashes = pool.map(lambda name: _hash(path / name, sync=True), names)
-        files = {name: ((path / name).stat().st_size, digest) for name, digest in zip(names, hashes, strict=True)}
+        read = pool.map(lambda name: folders.hash_of(path / name, sync=True), unread)
+        known |= dict(zip(unread, read, strict=True))
+    files = {name: (size, known[name]) for name, size in sizes.items()}
     saved_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    body = dataclasses.asdict(Manifest(step, saved_at, leaves, files)) | {"format": _FORMAT}
-    atomic_io.write_whole(path / MANIFEST, json.dumps(body | {"digest": _digest(body)}, indent=1))
+    manifest = Manifest(step, saved_at, leaves, files, tuple(written))
+    if missing := manifest.missing_arrays():
+        raise CheckpointError(
+            f"the checkpoint of step {step} is not whole in {path}: {'; '.join(missing)}. All processes must write to "
+            "one folder: set --workdir to a folder that all hosts share, or to gs:// or s3://."
+        )
+    body = dataclasses.asdict(manifest) | {"format": _FORMAT}
+    body = json.loads(json.dumps(body))  # tuples become lists, as they will be read
+    text = json.dumps(body | {"digest": _digest(body)}, indent=1)
+    if folders.in_store(path):
+        (path / MANIFEST).write_text(text)
+        return
+    atomic_io.write_whole(path / MANIFEST, text)
     for inner in (path, *(entry for entry in path.rglob("*") if entry.is_dir())):
         atomic_io.sync_directory(inner)
 
 
+def note_commit(folder: Path, step: int | None) -> None:
+    """Notes in the workdir that the checkpoint of `step` was committed; None at the start of a run without any."""
+    text = json.dumps({"step": step}) + "\n"
+    if folders.in_store(folder):
+        (folder.parent / LAST).write_text(text)
+    else:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        atomic_io.write_whole(folder.parent / LAST, text)
+
+
+def has_note(folder: Path) -> bool:
+    """True if a run of this version of jtrain began in the workdir."""
+    return (folder.parent / LAST).is_file()
+
+
+def last_commit(folder: Path) -> int | None:
+    """Returns the newest step that was committed in this workdir; None if there was none, or that is not known."""
+    try:
+        step = json.loads((folder.parent / LAST).read_text())["step"]
+    except (FileNotFoundError, NotADirectoryError, KeyError, TypeError, ValueError):
+        return None
+    return step if isinstance(step, int) else None
+
+
 def read_manifest(path: Path) -> Manifest:
-    """Reads the manifest of the checkpoint at `path`, and checks it against its own digest.
+    """Reads the manifest of the checkpoint at `path`, and checks it against its own digest and the folder's name.
 
     Raises:
-      CheckpointError: the manifest cannot be read, or is damaged.
+      CheckpointError: the manifest is missing, damaged, or of another step.
+      OSError: the disk or store cannot be read.
     """
     try:
-        body: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        text = (path / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+    try:
+        body: dict[str, Any] = json.loads(text)
         digest = body.pop("digest")
-        version = body.pop("format")
-        if digest != _digest(body | {"format": version}):
+        if digest != _digest(body):
             raise CheckpointError(f"{path / MANIFEST} does not match its own digest")
+        version = body.pop("format")
+        if version not in _READ_FORMATS:
+            known = ", ".join(map(str, _READ_FORMATS))
+            raise CheckpointError(f"{path / MANIFEST} has format {version}; this jtrain reads formats {known}")
         leaves = {
             name: ManifestLeaf(**leaf | {"shape": tuple(leaf["shape"])}) for name, leaf in body.pop("leaves").items()
         }
         files = {name: (size, digest) for name, (size, digest) in body.pop("files").items()}
-        if version != _FORMAT:
-            raise CheckpointError(f"{path / MANIFEST} has format {version}; this jtrain reads format {_FORMAT}")
-        return Manifest(leaves=leaves, files=files, **body)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        written = tuple(body.pop("written", ()))
+        manifest = Manifest(leaves=leaves, files=files, written=written, **body)
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path / MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+    if path.name.isdecimal() and int(path.name) != manifest.step:
+        raise CheckpointError(
+            f"{path} holds the checkpoint of step {manifest.step}: its folder was copied or renamed from "
+            f"{manifest.step} to {path.name}. Give it back the name {manifest.step}, or move it away"
+        )
+    return manifest
 
 
 def damage(path: Path, manifest: Manifest, *, hashes: bool = True, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -166,24 +305,22 @@ def damage(path: Path, manifest: Manifest, *, hashes: bool = True, share: tuple[
     hashes: reads the files and compares their hashes too; otherwise only sizes are compared.
     share: (i, n) hashes every n-th file, starting with the i-th largest, so that n processes divide the work. Sizes
       are compared for all files.
+
+    Raises:
+      OSError: the disk or store cannot be read.
     """
-    found: list[str] = []
-    intact: list[str] = []
+    there = folders.sizes(path)
+    found: list[str] = manifest.missing_arrays()
     for name, (size, _) in manifest.files.items():
-        try:
-            here = (path / name).stat().st_size
-        except OSError:
+        if name not in there:
             found.append(f"{name} is missing")
-            continue
-        if here != size:
-            found.append(f"{name} has {here} bytes, but {size} were saved")
-        else:
-            intact.append(name)
+        elif there[name] != size:
+            found.append(f"{name} has {there[name]} bytes, but {size} were saved")
     if found or not hashes:
         return found
-    mine = sorted(intact, key=lambda name: (-manifest.files[name][0], name))[share[0] :: share[1]]
+    mine = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))[share[0] :: share[1]]
     with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
-        for name, digest in zip(mine, pool.map(lambda name: _hash(path / name), mine), strict=True):
+        for name, digest in zip(mine, pool.map(lambda name: folders.hash_of(path / name), mine), strict=True):
             if digest != manifest.files[name][1]:
                 found.append(f"{name} does not have the contents that were saved")
     return found
@@ -191,17 +328,6 @@ def damage(path: Path, manifest: Manifest, *, hashes: bool = True, share: tuple[
 
 def _is_remains(name: str) -> bool:
     return _PARTIAL in name or name.endswith(_DELETED)
-
-
-def _hash(path: Path, *, sync: bool = False) -> str:
-    """Returns the 128-bit blake2b: 1.3 GB/s per core on any CPU; hashlib releases the GIL while it computes."""
-    digest = hashlib.blake2b(digest_size=16)
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-        if sync:
-            os.fsync(file.fileno())
-    return digest.hexdigest()
 
 
 def _digest(body: dict[str, Any]) -> str:

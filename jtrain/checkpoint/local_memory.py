@@ -11,18 +11,21 @@ neighbour on another host.
 """
 
 import concurrent.futures
+import contextlib
+import functools
 import hashlib
 import json
 import mmap
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jtrain.checkpoint import files
 from jtrain.checkpoint.generation import (
     FORMAT,
     arrays,
@@ -35,9 +38,12 @@ from jtrain.checkpoint.generation import (
     shards,
 )
 from jtrain.checkpoint.neighbours import Neighbours, open_private, reserve
-from jtrain.errors import UserError
+from jtrain.errors import HardwareFault, UserError
 from jtrain.runtime import multihost
 from jtrain.runtime.atomic_io import write_whole
+
+if TYPE_CHECKING:
+    from jtrain.checkpoint.save_restore import CheckpointSpec
 
 DEFAULT_DIR = "/dev/shm"
 GENERATIONS = (0, 1)
@@ -77,13 +83,14 @@ class LocalMemory:
         say: Callable[[str], None],
     ) -> None:
         path = workdir.absolute()
+        self._id_file = path / _ID
         path_hash = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
         self.folder = Path(directory or DEFAULT_DIR) / f"jtrain-{path.name}-{path_hash}-{os.getuid()}"
         self._process, self._processes = multihost.process_index(), multihost.process_count()
         self._say = say
         self._newest_checkpoint = newest_checkpoint
         self._config = _config_digest(config_text)
-        self._run = self._identity(workdir)
+        self._run = self._identity()
         self._pieces = list(pieces(like))
         self._size_bytes = max((piece.offset + piece.size_bytes for piece in self._pieces), default=0) or 1
         self._neighbours = Neighbours(self.folder)
@@ -99,13 +106,13 @@ class LocalMemory:
         """Folder of this process's generations."""
         return self.folder / f"process-{self._process}"
 
-    def start(self, like: Any, *, checkpoint: int) -> tuple[int, Any, dict[str, Any]] | None:
+    def start(self, like: Any, *, checkpoint: int, is_wanted: bool = True) -> tuple[int, Any, dict[str, Any]] | None:
         """Returns step, state and data state of the newest generation that all processes can read; None for none.
 
-        What is not used is removed. Arguments are those of `newest` and `restore`.
+        What is not used is removed; all of it is where none is wanted. Arguments are those of `newest` and `restore`.
         """
         found = None
-        for step in self.newest(checkpoint=checkpoint):
+        for step in self.newest(checkpoint=checkpoint) if is_wanted else []:
             if (read := self.restore(step, like)) is not None:
                 found = step, *read
                 break
@@ -233,6 +240,9 @@ class LocalMemory:
         self._wait()
         if kind is None:
             multihost.agree(True)  # another process may still be sending its copy to this one
+        elif issubclass(kind, HardwareFault):
+            # What a broken device computed is on all hosts. Without the identity none of it is ever used.
+            self._id_file.unlink(missing_ok=True)
         self.close()
 
     def _finish(self, number: int, header: dict[str, Any]) -> int:
@@ -342,16 +352,39 @@ class LocalMemory:
         for number in GENERATIONS:
             self._map(number)
 
-    def _identity(self, workdir: Path) -> str:
+    def _identity(self) -> str:
         """Returns the run's identity, made by process 0 when the run first keeps a state."""
         identity = b""
         if self._process == 0:
-            file = workdir / _ID
-            if not file.exists():
-                workdir.mkdir(parents=True, exist_ok=True)
-                write_whole(file, secrets.token_hex(_ID_BYTES // 2))
-            identity = file.read_bytes()[:_ID_BYTES]
+            if not self._id_file.exists():
+                self._id_file.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(self._id_file, secrets.token_hex(_ID_BYTES // 2))
+            identity = self._id_file.read_bytes()[:_ID_BYTES]
         return multihost.from_process_zero(np.frombuffer(identity.ljust(_ID_BYTES), np.uint8)).tobytes().decode("ascii")
+
+
+@contextlib.contextmanager
+def local_memory(
+    spec: "CheckpointSpec", workdir: Path, like: Callable[[], Any], config_text: str
+) -> Iterator[LocalMemory | None]:
+    """Opens the local memory of a run until the block ends; None if the spec keeps no state there.
+
+    Args:
+      like: returns shapes, dtypes and shardings of the state.
+    """
+    if spec.local_every_steps is None:
+        yield None
+        return
+    checkpoints = workdir.absolute() / "checkpoints"
+    with LocalMemory(
+        workdir,
+        spec.local_dir,
+        like(),
+        config_text,
+        newest_checkpoint=lambda: max(files.steps(checkpoints), default=0),
+        say=functools.partial(print, flush=True),
+    ) as memory:
+        yield memory
 
 
 def _config_digest(config_text: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from etils import epath
 
 from jtrain.checkpoint import files
 from jtrain.runtime import atomic_io
@@ -82,8 +83,12 @@ def restore(path: Path, like: Any, *, only_some: bool = False) -> Any:
         restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
         partial_restore=only_some,
     )
-    with ocp.Checkpointer(_handler()) as reader:
-        found = jax.block_until_ready(reader.restore(path, args=args))
+    # `ocp.Checkpointer` would wait for all processes, for ever if one of them cannot read its part.
+    reader = _handler()
+    try:
+        found = jax.block_until_ready(reader.restore(epath.Path(path), args=args))
+    finally:
+        reader.close()
     arrays = dict(_by_keys(found))
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[keys] for keys, _ in _by_keys(like)])
 
@@ -118,6 +123,19 @@ def leaves(tree: Any) -> dict[str, files.ManifestLeaf]:
 
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf(array) for path, array in flat}
+
+
+def written_by_process(state: Any) -> tuple[int, ...]:
+    """Returns the bytes of `state` that each process writes: every shard is written once, by its first device's."""
+    written = [0] * jax.process_count()
+    for array in jax.tree.leaves(state):
+        first: dict[str, jax.Device] = {}
+        for device, index in array.sharding.devices_indices_map(array.shape).items():
+            first.setdefault(str(index), device)
+        shard_bytes = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        for device in first.values():
+            written[device.process_index] += shard_bytes
+    return tuple(written)
 
 
 def _without_tracebacks(record: logging.LogRecord) -> bool:

@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.checkpoint import files
-from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf
+from jtrain.checkpoint import files, history, restoring
+from jtrain.checkpoint.files import CheckpointError, ManifestLeaf
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
-
-MAX_NAMED_LEAVES = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +65,8 @@ class Checkpoints:
         self._spec = spec
         self._writer: Any = None  # orbax_io.Writer, made by prepare() because its module imports orbax
         self._saving: _Saving | None = None
+        self.hold = False
+        """True while numbers are suspicious: no checkpoint is deleted."""
 
     def prepare(self) -> None:
         """Imports orbax (0.8 s), makes the directory and removes leftovers, so that the first save is fast.
@@ -126,7 +126,7 @@ class Checkpoints:
         from jtrain.checkpoint import orbax_io
 
         leaves = orbax_io.leaves(state)
-        self._saving = _Saving(step, leaves, data, config_text)
+        self._saving = _Saving(step, leaves, data, config_text, orbax_io.written_by_process(state))
         with self._saved():
             # A directory of this name without a manifest is an unfinished copy by a user.
             self._writer.save(self.folder / str(step), state, force=(self.folder / str(step)).exists())
@@ -149,41 +149,38 @@ class Checkpoints:
                 self._writer.wait()
             self._saving = None
 
-    def restore(self, step: int, like: Any, *, verify: bool = True) -> tuple[Any, dict[str, Any]]:
-        """Reads the state and data state of a checkpoint; the state gets the shapes, dtypes and shardings of `like`.
-
-        Any layout can restore a checkpoint of any other; each device reads and holds only its own part. A leaf saved in
-        another floating-point dtype is rounded to nearest even.
+    def start(self, like: Any, *, workdir: Path | None = None, from_scratch: bool = False) -> restoring.Restored:
+        """Reads the newest whole checkpoint, as `restoring.restore_newest`, and notes its step in the workdir.
 
         Args:
-          step: one of `steps()`.
-          like: pytree of `jax.ShapeDtypeStruct` with shardings, of the same structure as the saved state.
-          verify: hash every file first, divided among the processes: about 1 s per GB and thread, with 8 threads.
-            Otherwise only missing files and wrong sizes are found before reading.
-
-        Raises:
-          CheckpointError: there is no such checkpoint; it is of another model or optimizer (the message lists the
-            leaves that differ); or it is damaged (the message says how to go back to an older one).
+          workdir: folder of the run's other files; the checkpoints' parent if not given.
         """
-        path, manifest = self._open(step, verify=verify)
-        self._check_same(step, manifest.leaves, like)
-        return self._read(path, like), self.data_state(step)
+        self.wait()
+        found = restoring.restore_newest(self.folder, like, from_scratch=from_scratch)
+        if multihost.process_index() == 0:
+            if found.state is None and found.said:
+                history.move_history(workdir or self.folder.parent)
+            files.note_commit(self.folder, None if found.state is None else found.step)
+        return found
+
+    def restore(self, step: int, like: Any, *, verify: bool = True) -> tuple[Any, dict[str, Any]]:
+        """Reads the state and data state of a checkpoint; see `restoring.restore`."""
+        self.wait()
+        return restoring.restore(self.folder, step, like, verify=verify)
 
     def restore_part(self, step: int, like: dict[str, Any], *, verify: bool = True) -> dict[str, Any]:
-        """Reads some branches of the state, such as `{"params": ...}`, and no others; see `restore`."""
-        path, manifest = self._open(step, verify=verify)
-        branches = tuple(f"{name}." for name in like)
-        saved = {name: leaf for name, leaf in manifest.leaves.items() if f"{name}.".startswith(branches)}
-        self._check_same(step, saved, like)
-        return self._read(path, like, only_some=True)
+        """Reads some branches of the state, such as `{"params": ...}`, and no others; see `restoring.restore`."""
+        self.wait()
+        return restoring.restore_part(self.folder, step, like, verify=verify)
 
     def data_state(self, step: int) -> dict[str, Any]:
         """Returns the data state that was saved with `step`."""
-        return json.loads((self.folder / str(step) / files.DATA).read_text())
+        return restoring.read_data_state(self.folder, step)
 
     def config_text(self, step: int) -> str:
         """Returns the flat config of the run that saved `step`; raises CheckpointError if it does not exist."""
-        path, _ = self._open(step, verify=False)
+        self.wait()
+        path, _ = restoring.open_step(self.folder, step, verify=False)
         return (path / files.CONFIG).read_text()
 
     def close(self) -> None:
@@ -216,81 +213,19 @@ class Checkpoints:
             leaves=saving.leaves,
             data=saving.data,
             config=saving.config,
+            written=saving.written,
         )
 
     def _prune(self) -> None:
-        """Deletes surplus checkpoints. Runs right after a commit, so the newest one always stays."""
+        """Notes the commit and deletes surplus checkpoints. Runs right after a commit, so the newest one stays."""
+        assert self._saving is not None
+        with contextlib.suppress(OSError):  # the note of an earlier commit serves as well
+            files.note_commit(self.folder, self._saving.step)
+        if self.hold:
+            return
         keep = {"keep_last": self._spec.keep_last, "keep_every_steps": self._spec.keep_every_steps}
         for step in files.surplus(self.steps(), **keep):
             files.delete(self.folder, step)
-
-    def _open(self, step: int, *, verify: bool) -> tuple[Path, Manifest]:
-        self.wait()
-        path = self.folder / str(step)
-        there = self.steps()
-        if step not in there:
-            have = f"steps {', '.join(map(str, there))}" if there else "none"
-            raise CheckpointError(f"No complete checkpoint of step {step} in {self.folder}, which has {have}.")
-        wrong: list[str] = []
-        try:
-            manifest = files.read_manifest(path)
-            wrong = files.damage(
-                path, manifest, hashes=verify, share=(multihost.process_index(), multihost.process_count())
-            )
-        except CheckpointError as error:
-            manifest, wrong = None, [str(error)]
-        if multihost.agree(bool(wrong))[0] or manifest is None:
-            raise self._damaged(step, wrong or ["another process of this run found the damage"])
-        return path, manifest
-
-    def _read(self, path: Path, like: Any, *, only_some: bool = False) -> Any:
-        from jtrain.checkpoint import orbax_io
-
-        try:
-            return orbax_io.restore(path / files.STATE, like, only_some=only_some)
-        except Exception as error:  # Orbax and TensorStore raise many types
-            raise self._damaged(int(path.name), [f"{type(error).__name__}: {error}"]) from error
-
-    def _damaged(self, step: int, wrong: list[str]) -> CheckpointError:
-        """Returns the error for a damaged checkpoint; hashes older ones until it finds an intact one to name."""
-        said = "\n".join(f"  {line}" for line in wrong[:MAX_NAMED_LEAVES])
-        more = f"\n  and {len(wrong) - MAX_NAMED_LEAVES} more" if len(wrong) > MAX_NAMED_LEAVES else ""
-        path = self.folder / str(step)
-        for older in reversed([other for other in self.steps() if other < step]):
-            other = self.folder / str(older)
-            with contextlib.suppress(CheckpointError):
-                if not files.damage(other, files.read_manifest(other)):
-                    way = (
-                        f"The checkpoint of step {older} is intact (all hashes match). To continue from it, move the "
-                        f"damaged one away and run the same command again: mv {path} {path}.damaged"
-                    )
-                    break
-        else:
-            way = f"No older checkpoint in {self.folder} is intact: restore the files from a copy, or start a new run."
-        return CheckpointError(f"The checkpoint {path} is damaged:\n{said}{more}\n{way}")
-
-    def _check_same(self, step: int, saved: dict[str, ManifestLeaf], like: Any) -> None:
-        from jtrain.checkpoint import orbax_io
-
-        wanted = orbax_io.leaves(like)
-        lines = [
-            f"{name}: {_shown(saved.get(name))} in the checkpoint, {_shown(wanted.get(name))} in this run"
-            for name in dict.fromkeys([*wanted, *saved])
-            if name not in saved or name not in wanted or not _compatible(saved[name], wanted[name])
-        ]
-        if not lines:
-            return
-        kinds = {"opt_state": "optimizer", "scaling": "precision.matmul_dtype"}
-        found = {kinds.get(line.partition(".")[0], "model") for line in lines}
-        what = found.pop() if len(found) == 1 else "model"
-        field = what if "." in what else f"{what}.*"
-        listed = "".join(f"\n  {line}" for line in lines[:MAX_NAMED_LEAVES])
-        more = f"\n  and {len(lines) - MAX_NAMED_LEAVES} more" if len(lines) > MAX_NAMED_LEAVES else ""
-        raise CheckpointError(
-            f"The checkpoint {self.folder / str(step)} is of another {what}: {len(lines)} of {len(wanted)} leaves "
-            f"differ.{listed}{more}\nSet {field} as in {self.folder / str(step) / files.CONFIG}, or choose another "
-            "--workdir."
-        )
 
     @contextlib.contextmanager
     def _saved(self) -> Iterator[None]:
@@ -337,19 +272,11 @@ class _Saving:
     leaves: dict[str, ManifestLeaf]
     data: str
     config: str
+    written: tuple[int, ...]
 
     @property
     def state_bytes(self) -> int:
         return sum(leaf.bytes for leaf in self.leaves.values())
-
-
-def _compatible(saved: ManifestLeaf, wanted: ManifestLeaf) -> bool:
-    floating = all(leaf.dtype.startswith(("float", "bfloat")) for leaf in (saved, wanted))
-    return saved.shape == wanted.shape and (saved.dtype == wanted.dtype or floating)
-
-
-def _shown(leaf: ManifestLeaf | None) -> str:
-    return "nothing" if leaf is None else str(leaf)
 
 
 def _gib(size_bytes: int) -> str:

@@ -8,6 +8,7 @@ import fiddle as fdl
 from jtrain.config import tree
 from jtrain.config.run import Run
 from jtrain.errors import UserError, did_you_mean
+from jtrain.runtime.secrets import shown_lines
 
 ADDED = {"model.moe": "None", "optimizer.master_dtype": "'none'", "optimizer.param_rounding": "'nearest'"}
 """Fields that older runs lack -> the value, as text, that reproduces their behaviour."""
@@ -22,10 +23,20 @@ MOVED = {
 }
 """Paths in older runs -> paths of the same fields now."""
 
-CHANGEABLE = {"precision": "precision.", "kernels": "kernels", "data": "data."}
-"""Names for `--allow-change` -> prefix of the paths that may then differ. Losses differ from that step on, so the
-change is printed, and kept as a remark in config.txt and in every later checkpoint. With `data`, the weights go on,
-and the data begins anew if its state does not fit any more, from the first chunk of its order."""
+_OPTIMIZER = ("peak_lr", "warmup_steps", "schedule", "b1", "b2", "eps", "weight_decay", "clip_norm")
+_OPTIMIZER_MUON = ("momentum", "update_rms", "newton_schulz_steps")
+
+CHANGEABLE = (
+    "precision",
+    "kernels",
+    "data",
+    "num_steps",
+    *(f"optimizer.{name}" for name in (*_OPTIMIZER, *_OPTIMIZER_MUON)),
+)
+"""Names for `--allow-change`: paths of fields that may then differ, with all fields below them. Losses differ from that
+step on, so the change is printed, and kept as a remark in config.txt and in every later checkpoint. With `data`, the
+weights go on, and the data begins anew if its state does not fit any more, from the first chunk of its order. Fields of
+the optimizer that decide which arrays its state has are not among them."""
 
 MAY_CHANGE_ON_RESUME = {
     "mesh.": "the layout does not change the losses",
@@ -34,6 +45,7 @@ MAY_CHANGE_ON_RESUME = {
     "model.loss_chunk_tokens": "changes only how the model compiles",
     "model.attention_chunk": "changes only how the model compiles",
     "checkpoint.": "changes what a run writes, not what it computes",
+    "guard.": "changes what happens at bad numbers, not good ones",
     "eval.": "changes what a run writes, not what it computes",
     "data.eval_batches": "changes what a run writes, not what it computes",
     "data.mixture": "the log records the change and its step",
@@ -50,6 +62,8 @@ MAY_CHANGE_ON_RESUME = {
     "data.context_order": "changes which device has which positions, not the positions",
     "metrics.": "changes what a run writes, not what it computes",
     "profile.": "changes what a run writes, not what it computes",
+    "supervise.": "changes when a run is ended and restarted, not what it computes",
+    "alerts.": "changes who is told, not what a run computes",
     "callbacks": "callbacks watch a run and do not change it",
 }
 """Prefix of a path -> why a resumed run may change it. A change of any other field makes it another run, `num_steps`
@@ -71,7 +85,8 @@ def differences(there: str, here: str) -> list[str]:
     Fields in MAY_CHANGE_ON_RESUME are left out. A field that an older version did not have counts as a difference,
     unless it has its value in ADDED.
     """
-    old, new = tree.parse(_with_moved_paths(there)), tree.parse(here)
+    # Older runs kept secrets in config.txt; hidden, they are equal, and a renewed signature is not another run.
+    old, new = tree.parse(shown_lines(_with_moved_paths(there))), tree.parse(shown_lines(here))
     old = {path: text for path, text in ADDED.items() if path in new} | old
     return [
         f"{path}: {old.get(path, 'absent')} there, {new.get(path, 'absent')} here"
@@ -107,17 +122,23 @@ def check_same_run(workdir: Path, config_text: str, *, allow: Sequence[str] = ()
     file = workdir / "config.txt"
     if not file.exists():
         return []
-    allowed = tuple(CHANGEABLE[name] for name in allow)
     lines = differences(file.read_text(), config_text)
-    if refused := [line for line in lines if not line.startswith(allowed)]:
+    if refused := [line for line in lines if not _covered(line, allow)]:
         listed = "".join(f"\n  {line}" for line in refused)
-        names = [name for name, prefix in CHANGEABLE.items() if all(line.startswith(prefix) for line in refused)]
-        way = f", or add --allow-change {names[0]} to go on with other numbers" if names else ""
+        names = [name for name in CHANGEABLE if any(_covered(line, [name]) for line in refused)]
+        options = " ".join(f"--allow-change {name}" for name in names)
+        way = f", or add {options} to go on with other numbers" if all(_covered(x, names) for x in refused) else ""
         raise UserError(
             f"{workdir} holds another run:{listed}\nSet --workdir to a new folder, or run with the config in {file}"
             f"{way}."
         )
     return lines
+
+
+def _covered(line: str, names: Sequence[str]) -> bool:
+    """True if a line of `differences` is about a field that one of `names` of CHANGEABLE allows to change."""
+    path = line.partition(":")[0]
+    return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
 def with_history(workdir: Path, config_text: str, *, step: int, changes: Sequence[str]) -> str:
@@ -130,4 +151,4 @@ def with_history(workdir: Path, config_text: str, *, step: int, changes: Sequenc
     file = workdir / "config.txt"
     earlier = [line for line in file.read_text().splitlines() if line.startswith("#")] if file.exists() else []
     remarks = [*earlier, *(f"# changed at step {step}: {change}" for change in changes)]
-    return config_text + "".join(f"{remark}\n" for remark in remarks)
+    return config_text + shown_lines("".join(f"{remark}\n" for remark in remarks))

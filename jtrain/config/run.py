@@ -25,6 +25,9 @@ from jtrain.optim import build as build_optimizer
 from jtrain.optim.optimizer import check_offload
 from jtrain.precision import PrecisionSpec
 from jtrain.profile.spec import ProfileSpec
+from jtrain.step.guard import GuardSpec
+from jtrain.supervise.spec import SuperviseSpec
+from jtrain.telemetry.alerts import AlertsSpec
 from jtrain.telemetry.metrics import MetricsSpec
 from jtrain_kernels import registry
 
@@ -75,9 +78,12 @@ class Run:
     optimizer: AdamW | Muon
     data: PackedText
     checkpoint: CheckpointSpec = dataclasses.field(default_factory=CheckpointSpec)
+    guard: GuardSpec = dataclasses.field(default_factory=GuardSpec)
     eval: EvalSpec = dataclasses.field(default_factory=EvalSpec)
     metrics: MetricsSpec = dataclasses.field(default_factory=MetricsSpec)
     profile: ProfileSpec = dataclasses.field(default_factory=ProfileSpec)
+    supervise: SuperviseSpec = dataclasses.field(default_factory=SuperviseSpec)
+    alerts: AlertsSpec = dataclasses.field(default_factory=AlertsSpec)
     callbacks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -17,11 +17,17 @@ from typing import Any, Literal
 import fiddle as fdl
 
 from jtrain.errors import UserError
+from jtrain.runtime.secrets import shown, shown_assignment, without_secrets
 
 
 def flat(config: fdl.Config[Any]) -> str:
-    """Returns one `path: type = value` line per leaf, defaults included; a chosen component gets its own line."""
-    return "".join(f"{leaf.path}: {_type_name(leaf.annotation)} = {leaf.text}\n" for leaf in leaves(config))
+    """Returns one `path: type = value` line per leaf, defaults included; a chosen component gets its own line.
+
+    Secrets are shown as `***` (jtrain/runtime/secrets.py), because runs print, keep and compare this text.
+    """
+    return "".join(
+        f"{leaf.path}: {_type_name(leaf.annotation)} = {shown(leaf.path, leaf.text)}\n" for leaf in leaves(config)
+    )
 
 
 def parse(text: str) -> dict[str, str]:
@@ -93,6 +99,7 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
         is that of a component.
     """
     path, equals, raw = (part.strip() for part in text.partition("="))
+    text = shown_assignment(text)  # for messages
     if not equals or not path:
         raise UserError(f"--set {text}: expected PATH=VALUE, as in --set num_steps=100.")
     owner: Any = config
@@ -139,8 +146,8 @@ def _components(path: str, value: Any, kind: type) -> dict[str, fdl.Config[Any]]
     names = list(_fields(fdl.Config(kind)))
     if not isinstance(value, dict) or not all(isinstance(fields, dict) for fields in value.values()):
         raise UserError(
-            f"{path}={value!r} must be a dict of names and, for each, a dict of fields of {kind.__name__}, such as "
-            f"{{'web': {{{names[0]!r}: ...}}}}."
+            f"{path}={without_secrets(repr(value))} must be a dict of names and, for each, a dict of fields of "
+            f"{kind.__name__}, such as {{'web': {{{names[0]!r}: ...}}}}."
         )
     found = {}
     for key, fields in value.items():
@@ -251,7 +258,9 @@ def _typed(path: str, value: Any, annotation: Any) -> Any:
         return converted
     choices = typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
     if not choices:
-        raise UserError(f"{path}={value!r} is a {type(value).__name__}, but must be {_type_name(annotation)}.")
+        raise UserError(
+            f"{path}={shown(path, repr(value))} is a {type(value).__name__}, but must be {_type_name(annotation)}."
+        )
     near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     raise UserError(f"{path}={value!r} must be one of {', '.join(map(repr, choices))}.{hint}")

@@ -8,6 +8,7 @@ import numpy as np
 from jtrain.constants import IGNORE
 from jtrain.data.dataset import TextDataset
 from jtrain.data.excerpt import marked
+from jtrain.runtime.multihost import process_index
 
 
 def pieces_of_step(dataset: TextDataset, step: int) -> list[dict[str, Any]]:
@@ -48,4 +49,36 @@ def pieces_of_step(dataset: TextDataset, step: int) -> list[dict[str, Any]]:
             spans = [(int(a), int(b)) for a, b in learned.tolist()]
             found[-1]["learned"] = [[start + a, start + b] for a, b in spans]
             found[-1]["marked"] = marked([int(i) for i in ids], spans, stream.tokenizer)
+    return found
+
+
+def documents_of_batch(dataset: TextDataset, state: dict[str, Any] | None, *, step: int) -> dict[str, list[str]]:
+    """Returns the documents of the batch that follows a data state, by source: `file:number`, in the order of rows.
+
+    Reads that one batch again, in this thread. Process 0 alone looks; the others get an empty dict, and so does a
+    process that cannot read the batch any more, because the message that wants to name documents matters more.
+
+    Args:
+      state: as `BatchIterator.state` returned it; None for the state before the first batch.
+      step: number of the batch, from 0, if there is no state.
+    """
+    if process_index() != 0:
+        return {}
+    streams = list(dataset.streams)
+    found: dict[str, list[str]] = {}
+    try:
+        with dataset.train_batches(state, first_step=step, inline=True) as iterator:
+            next(iterator)
+            assert iterator.plan is not None
+            pieces = iterator.plan.pieces
+        for source, document in zip(pieces.source.tolist(), pieces.document.tolist(), strict=True):
+            stream = dataset.streams[source]
+            record = int(stream.locate(np.asarray([document], np.int64)).record[0])
+            names = found.setdefault(dataset.names[source], [])
+            if (name := stream.identity_of(record)) not in names:
+                names.append(name)
+    except Exception as error:  # any format may fail in its own way
+        print(f"the documents of step {step + 1} could not be looked up: {type(error).__name__}: {error}", flush=True)
+    finally:
+        dataset.streams[:] = streams
     return found

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,10 @@ def _write_weights(folder: Path, params: Params, model: Transformer, *, dtype: s
     for file, names in zip(files, shards, strict=True):
         held = dict(next(tensors) for _ in names)
         assert list(held) == names, (list(held), names)
+        (folder / file).touch()
+        mode = stat.S_IMODE((folder / file).stat().st_mode)  # as the umask allows
         save_file(held, folder / file, metadata={"format": "pt"})  # transformers requires this metadata
-        (folder / file).chmod(0o644)  # safetensors creates files readable by the owner only
+        (folder / file).chmod(mode)  # safetensors creates files readable by the owner only
         weight_map |= dict.fromkeys(names, file)
         total_bytes += sum(array.nbytes for array in held.values())
     if count > 1:

@@ -35,7 +35,7 @@ from jtrain.optim.state import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """Scalars of a step that the update of every parameter needs; f32, except `step`.
+    """Scalars of a step that the update of every parameter needs; f32, except `step` and `applied`.
 
     step: updates completed before this one, int32.
     grad_norm: global norm of all gradients, before clipping.
@@ -43,6 +43,7 @@ class Update:
     mu_scale, nu_scale: bias corrections 1 / (1 - b^(step + 1)) of the moments. Factors, not divisors: XLA may either
       divide by a broadcast scalar or multiply by its inverse, depending on the rest of the program, and the last bit
       would then depend on how parameters are passed.
+    applied: False leaves parameters and state as they are, bit for bit; bool.
     """
 
     step: Any
@@ -51,6 +52,7 @@ class Update:
     grad_scale: Any
     mu_scale: Any
     nu_scale: Any
+    applied: Any
 
     @property
     def metrics(self) -> dict[str, Array]:
@@ -124,7 +126,7 @@ class Optimizer:
         clip = self.spec.clip_norm
         scale = jnp.float32(1.0) if clip is None else jnp.minimum(1.0, clip / norm)
         mu_scale, nu_scale = (1.0 / (1.0 - b ** (step + 1)) for b in (self.spec.b1, self.spec.b2))
-        return Update(step, self.learning_rate(step), norm, scale, mu_scale, nu_scale)
+        return Update(step, self.learning_rate(step), norm, scale, mu_scale, nu_scale, jnp.asarray(True))
 
     def update_param(
         self,
@@ -221,8 +223,11 @@ class Optimizer:
         if "master" in leaf:
             new["master"] = p
         if spec.param_rounding == "stochastic":
-            return to_bfloat16(p, noise.bits("param", p.shape)), new
-        return p.astype(param.dtype), new
+            new_param = to_bfloat16(p, noise.bits("param", p.shape))
+        else:
+            new_param = p.astype(param.dtype)
+        # A select in the same fusion as the update: no second copy of the state exists at any time.
+        return jax.tree.map(lambda n, o: jnp.where(update.applied, n, o), (new_param, new), (param, leaf))
 
     def _with(self, name: str) -> ParamTree:
         """Parameters whose state has the array `name`."""

@@ -1,11 +1,14 @@
-"""Atomic writes of files and folders: readers see the old contents or all of the new. Standard library only."""
+"""Atomic writes of files and folders: readers see the old contents or all of the new. Imports no jax."""
 
 import contextlib
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+from jtrain.errors import FileError
 
 
 @contextlib.contextmanager
@@ -32,10 +35,30 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
         raise
 
 
-def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """Writes a file atomically: readers see its old contents or all of `content`; `durable` as in `replacing`."""
-    with replacing(path, durable=durable) as new:
-        new.write_bytes(content.encode() if isinstance(content, str) else content)
+def write_whole(path: Path, content: str | bytes, *, durable: bool = True, mode: int = 0o666) -> None:
+    """Writes a file atomically: readers see its old contents or all of `content`.
+
+    Args:
+      durable: as in `replacing`.
+      mode: permissions; the umask takes its share away.
+    """
+
+    def opened(name: str, flags: int) -> int:
+        return os.open(name, flags, mode)
+
+    with replacing(path, durable=durable) as new, open(new, "wb", opener=opened) as file:
+        there = os.fstat(file.fileno()).st_mode
+        if stat.S_ISREG(there):  # a killed run may have left it with other permissions
+            os.fchmod(file.fileno(), mode & stat.S_IMODE(there))
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def cannot_write(workdir: Path, error: OSError) -> FileError:
+    """Returns the message for a workdir that cannot be written to."""
+    return FileError(
+        f"--workdir {workdir} cannot be written to ({error.strerror}). Make room there, or set --workdir to a folder "
+        "on another disk."
+    )
 
 
 def sync_directory(path: Path) -> None:

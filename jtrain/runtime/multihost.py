@@ -1,13 +1,17 @@
 """Agreement among the processes of one run. With one process nothing goes over the network.
 
-`gather`, `from_process_zero`, `agree` and `same_everywhere` are collectives: all processes must call them at the same
-steps.
+`gather`, `gather_texts`, `from_process_zero`, `agree` and `same_everywhere` are collectives: all processes must call
+them at the same steps.
 """
 
+import errno
 import hashlib
+import math
 import socket
 import sys
-from collections.abc import MutableMapping
+import time
+from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -63,6 +67,16 @@ def from_process_zero(values: np.ndarray) -> np.ndarray:
     return np.asarray(multihost_utils.broadcast_one_to_all(values))
 
 
+def gather_texts(text: str) -> list[str]:
+    """Returns the `text` that each process passed, in the order of the processes."""
+    if process_count() == 1:
+        return [text]
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    sizes = gather(np.asarray(encoded.size, np.int32))
+    padded = gather(np.pad(encoded, (0, int(sizes.max()) - encoded.size)))
+    return [bytes(row[:size]).decode() for row, size in zip(padded, sizes, strict=True)]
+
+
 def agree(*flags: bool) -> tuple[bool, ...]:
     """Returns each flag as True in every process if it is True in any.
 
@@ -79,14 +93,19 @@ def same_everywhere(text: str) -> bool:
     return bool((gather(digest) == digest).all())
 
 
-def join_processes(environ: MutableMapping[str, str]) -> None:
+def join_processes(environ: MutableMapping[str, str], *, peer_s: float = 30.0) -> None:
     """Joins the other processes of this run, if environment variables name them.
 
-    launch/local.sh sets `JTRAIN_COORDINATOR=host:port`, `JTRAIN_NUM_PROCESSES` and `JTRAIN_PROCESS_ID`. With
-    `JTRAIN_COORDINATOR=auto` jax finds the processes, under Slurm, Open MPI and on TPU pods.
+    `--processes` sets `JTRAIN_COORDINATOR=host:port`, `JTRAIN_NUM_PROCESSES` and `JTRAIN_PROCESS_ID`. With
+    `JTRAIN_COORDINATOR=auto` jax finds the processes, under Slurm, Open MPI and on TPU pods. Process 0 listens at
+    `host:port` only; `JAX_COORDINATOR_BIND_ADDRESS` names another address where the two differ.
+
+    Args:
+      peer_s: jax ends all processes if one of them sends no sign of life for longer than this.
 
     Raises:
-      UserError: only some of the three variables are set, or one is not a number.
+      UserError: only some of the three variables are set, one is not a number, the address cannot be used, or nobody
+        answers there.
     """
     coordinator = environ.get("JTRAIN_COORDINATOR")
     names = ("JTRAIN_NUM_PROCESSES", "JTRAIN_PROCESS_ID")
@@ -98,11 +117,95 @@ def join_processes(environ: MutableMapping[str, str]) -> None:
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # for CPU processes; others ignore it
+    limits: dict[str, int] = dict(heartbeat_timeout_seconds=math.ceil(peer_s), shutdown_timeout_seconds=JOIN_S)
     if coordinator == "auto":
-        jax.distributed.initialize()
+        jax.distributed.initialize(**limits)
         return
     values = [environ.get(name, "") for name in names]
     if not all(value.isdecimal() for value in values):
         said = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
         raise UserError(f"JTRAIN_COORDINATOR={coordinator} needs two numbers too, but {said}. Set both.")
-    jax.distributed.initialize(coordinator, int(values[0]), int(values[1]))
+    bind = environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    addresses = _coordinator_addresses(coordinator)
+    if int(values[1]) > 0:
+        _wait_for_coordinator(coordinator, addresses, wait_s=JOIN_S)
+    elif bind is None:
+        _check_can_listen(coordinator, addresses)
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            int(values[0]),
+            int(values[1]),
+            initialization_timeout=JOIN_S,
+            coordinator_bind_address=bind or coordinator,
+            **limits,
+        )
+    except RuntimeError as error:
+        raise UserError(
+            f"JTRAIN_COORDINATOR={coordinator}: process {values[1]} of {values[0]} could not join within {JOIN_S} s. "
+            "Check that all processes were started, with the same JTRAIN_NUM_PROCESSES and each with its own "
+            f"JTRAIN_PROCESS_ID, and that no other program listens there. jax says: {error}"
+        ) from error
+
+
+JOIN_S = 300
+"""Time in which all processes must have joined, and at the end have left."""
+
+
+def _coordinator_addresses(coordinator: str) -> list[tuple[Any, Any]]:
+    """Returns (family, address) for each address that `host:port` stands for on this host."""
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(f"JTRAIN_COORDINATOR={coordinator} must be host:port, with a port from 1 to 65535, or auto.")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise UserError(
+            f"JTRAIN_COORDINATOR={coordinator}: this host does not know the name {host} ({error.strerror}). Set the "
+            "name or address by which all hosts reach process 0."
+        ) from error
+    return [(family, address) for family, _, _, _, address in found]
+
+
+def _check_can_listen(coordinator: str, addresses: Sequence[tuple[Any, Any]]) -> None:
+    """Refuses an address of another host, and a port that another program listens at."""
+    host, _, port = coordinator.rpartition(":")
+    for family, address in addresses:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last attempt may linger
+            try:
+                probe.bind(address)
+                probe.listen()
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise UserError(
+                        f"JTRAIN_COORDINATOR={coordinator}: another program listens at port {port} of this host, perhaps "
+                        "an earlier run. Choose another port, the same for all processes."
+                    ) from error
+                if error.errno == errno.EADDRNOTAVAIL and len(addresses) == 1:
+                    raise UserError(
+                        f"JTRAIN_COORDINATOR={coordinator}: process 0 runs on this host, which has no address "
+                        f"{address[0]}. Set the address of the host of process 0; where others reach it by a forwarded "
+                        f"address, set JAX_COORDINATOR_BIND_ADDRESS=[::]:{port} for process 0."
+                    ) from error
+
+
+def _wait_for_coordinator(coordinator: str, addresses: Sequence[tuple[Any, Any]], *, wait_s: float) -> None:
+    """Waits until something listens at the coordinator's address: process 0 may start later than this one."""
+    until_s = time.monotonic() + wait_s
+    while True:
+        for family, address in addresses:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.settimeout(5.0)
+                try:
+                    probe.connect(address)
+                except OSError as error:
+                    reason = error
+                else:
+                    return
+        if time.monotonic() > until_s:
+            raise UserError(
+                f"JTRAIN_COORDINATOR={coordinator}: nobody answers there after {wait_s:g} s ({reason}). Check that "
+                "process 0 was started on that host, and that no firewall closes the port."
+            )
+        time.sleep(0.2)

@@ -14,21 +14,22 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from jtrain.errors import FileError
-from jtrain.runtime.atomic_io import write_whole
+from jtrain.runtime import secrets
+from jtrain.runtime.atomic_io import cannot_write, write_whole
 
 _VERSIONS = ("jtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 _NO_WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processes: int) -> None:
-    """Writes config.txt, and run.json with command, commit, versions, devices and start time.
+    """Writes config.txt, and run.json with command, commit, versions, devices and start time; both without secrets.
 
     Raises:
       FileError: the workdir cannot be written to.
     """
     facts = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": sys.orig_argv,
+        "command": secrets.shown_command(sys.orig_argv),
         "commit": git_commit(),
         "versions": {"python": platform.python_version()} | versions(_VERSIONS),
         "devices": {"kind": mesh.devices.flat[0].device_kind, "count": mesh.devices.size},
@@ -37,11 +38,15 @@ def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processe
     }
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        for name, text in (("run.json", json.dumps(facts, indent=1) + "\n"), ("config.txt", config_text)):
-            # Atomic, because half a config.txt would look like the config of another run.
-            write_whole(workdir / name, text)
+        for name, text in (
+            ("run.json", json.dumps(facts, indent=1) + "\n"),
+            ("config.txt", secrets.shown_lines(config_text)),
+        ):
+            # Atomic, because half a config.txt would look like the config of another run. For the owner alone, because
+            # they may hold a secret that nothing marks as one.
+            write_whole(workdir / name, text, mode=0o600)
     except OSError as error:
-        raise _cannot_write(workdir, error) from error
+        raise cannot_write(workdir, error) from error
 
 
 @contextlib.contextmanager
@@ -52,14 +57,7 @@ def full_disk_named(workdir: Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, FileError) or error.errno not in _NO_WRITES:
             raise
-        raise _cannot_write(workdir, error) from error
-
-
-def _cannot_write(workdir: Path, error: OSError) -> FileError:
-    return FileError(
-        f"--workdir {workdir} cannot be written to ({error.strerror}). Make room there, or set --workdir to a folder "
-        "on another disk."
-    )
+        raise cannot_write(workdir, error) from error
 
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:

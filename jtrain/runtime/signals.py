@@ -1,4 +1,4 @@
-"""Signal handling: SIGINT and SIGTERM request a stop after the current step, with a checkpoint."""
+"""Signal handling: SIGINT, SIGTERM and SIGHUP request a stop after the current step, with a checkpoint."""
 
 import contextlib
 import os
@@ -6,19 +6,19 @@ import signal
 import types
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Ctrl-C, and the signal that schedulers send before they kill a job."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, the signal that schedulers send before they kill a job, and the end of the terminal or connection."""
 
 
 class StopRequest:
-    """Context in which SIGINT and SIGTERM only set a flag, so that the loop can finish its step and save.
+    """Context in which the SIGNALS only set a flag, so that the loop can finish its step and save.
 
         with StopRequest() as stop:
             while not agree(stop.requested)[0]: ...
 
     The first Ctrl-C requests the stop, the second prints that the state is being saved, the third raises
-    KeyboardInterrupt. SIGTERM requests the stop however often it comes. The previous handlers return after the `with`
-    block.
+    KeyboardInterrupt. SIGTERM and SIGHUP request the stop however often they come; under `nohup` SIGHUP stays ignored.
+    The previous handlers return after the `with` block.
 
     Raises:
       ValueError: entered outside the main thread, where Python allows no handlers.
@@ -31,6 +31,8 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._on_signal)
         return self
 

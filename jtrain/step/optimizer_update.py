@@ -9,14 +9,16 @@ import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jtrain.layout import Layout, ParamLayout
 from jtrain.model.param import Params
 from jtrain.optim import Moments, Optimizer, Update
 from jtrain.optim.state import arrays, by_muon, by_path, nested
+from jtrain.step.guard import not_finite
 from jtrain.step.host_offload import (
     Arrays,
     SliceIndex,
@@ -30,6 +32,9 @@ from jtrain.step.host_offload import (
 )
 from jtrain.step.zero import own_shard, whole_again
 
+_COUNT = "not_finite"
+"""Array of a streamed parameter beside its own ones: NaN and infinite elements of each of its new slices."""
+
 
 def host_state(layout: Layout, optimizer: Optimizer) -> frozenset[tuple[str, str]]:
     """Returns the optimizer arrays kept in host memory, as pairs (path of the parameter, name of the array)."""
@@ -41,8 +46,13 @@ def host_state(layout: Layout, optimizer: Optimizer) -> frozenset[tuple[str, str
 
 def make_update(
     optimizer: Optimizer, layout: Layout, mesh: Mesh
-) -> Callable[[Params, Array, Params, Moments], tuple[Params, Moments, dict[str, Array]]]:
-    """Returns `update(grads, step, params, opt_state) -> (params, opt_state, metrics)`, to be called while tracing."""
+) -> Callable[[Update, Params, Params, Moments], tuple[Params, Moments, Array]]:
+    """Returns `update(scalars, grads, params, opt_state) -> (params, opt_state, counts)`, to be called while tracing.
+
+    `scalars` come from `optimizer.begin`. `counts` is [devices] f32, in the order of the mesh: the elements of each
+    device's shard of the new parameters and state that are NaN or infinite. They are counted where the update computes
+    them, which reads no array twice, also where arrays stream through host memory.
+    """
     kept_on_host = host_state(layout, optimizer)
     on_host: dict[str, frozenset[str]] = {
         p.info.path: frozenset(name for path, name in kept_on_host if path == p.info.path)
@@ -52,9 +62,8 @@ def make_update(
     streaming = [p for p in layout.params if on_host[p.info.path]]
 
     def update(
-        grads: Params, step: Array, params: Params, opt_state: Moments
-    ) -> tuple[Params, Moments, dict[str, Array]]:
-        scalars = optimizer.begin(grads, step)
+        scalars: Update, grads: Params, params: Params, opt_state: Moments
+    ) -> tuple[Params, Moments, Float[Array, " devices"]]:
         grad, param = (by_path(optimizer.params, tree) for tree in (grads, params))
         leaves = optimizer.leaves(opt_state)
         for p in layout.params:
@@ -66,10 +75,18 @@ def make_update(
             if not on_host[path]:
                 new = optimizer.update_param(scalars, p.info, grad[path], param[path], leaves[path])
                 param[path], leaves[path] = new
+        resident = {
+            p.info.path: (param[p.info.path], leaves[p.info.path]) for p in layout.params if not on_host[p.info.path]
+        }
+        counts = _not_finite_by_device(layout, mesh, resident)
         if streaming:
             states = {p.info.path: {"param": param[p.info.path], **leaves[p.info.path]} for p in streaming}
             given = {p.info.path: grad[p.info.path] for p in streaming}
-            for path, new in _streamed_update(optimizer, layout, on_host, mesh, scalars, given, states).items():
+            streamed_states, streamed_counts = _streamed_update(
+                optimizer, layout, on_host, mesh, scalars, given, states
+            )
+            counts += streamed_counts
+            for path, new in streamed_states.items():
                 param[path] = new.pop("param")
                 leaves[path] = new
         for p in layout.params:
@@ -77,9 +94,22 @@ def make_update(
             if not _streams(p, optimizer):
                 here = whole_again(layout, p, mesh, param[path])
                 param[path] = to_host(here) if p.param_memory == "pinned_host" else here
-        return nested(optimizer.params, param), optimizer.state(leaves), scalars.metrics
+        return nested(optimizer.params, param), optimizer.state(leaves), counts
 
     return update
+
+
+def _not_finite_by_device(
+    layout: Layout, mesh: Mesh, arrays: dict[str, tuple[Array, Arrays]]
+) -> Float[Array, " devices"]:
+    """Counts the NaN and infinite elements of each device's shards; `arrays` are sharded like the optimizer state."""
+    specs = {p.info.path: p.optimizer for p in layout.params if p.info.path in arrays}
+
+    def local(arrays: dict[str, tuple[Array, Arrays]]) -> Array:
+        return not_finite(arrays)[None].astype(jnp.float32)
+
+    out = P(mesh.axis_names)
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False)(arrays)
 
 
 def _streams(p: ParamLayout, optimizer: Optimizer) -> bool:
@@ -99,17 +129,23 @@ def _streamed_update(
     scalars: Update,
     grads: dict[str, Array],
     states: dict[str, Arrays],
-) -> dict[str, Arrays]:
-    """Updates the parameters that have arrays in host memory, each device its own shard; dicts are keyed by path."""
+) -> tuple[dict[str, Arrays], Float[Array, " devices"]]:
+    """Updates the parameters that have arrays in host memory, each device its own shard; dicts are keyed by path.
+
+    Returns the new states, and how many elements of each device's shards are NaN or infinite.
+    """
     layouts = [p for p in layout.params if on_host[p.info.path]]
 
     def leaf(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> StreamedParam:
         stacked = p.info.dims.startswith("Y")
         slices = Slices({"grad": grad, **state}, stacked=stacked)
         start = global_start(p.optimizer, grad.shape)
+        # One count per slice, sliced like every other array.
+        counts = jnp.zeros((grad.shape[0], slices.parts) if stacked else (slices.parts,), jnp.int32)
 
         def update(index: SliceIndex, pieces: Arrays) -> Arrays:
             layer, part = slices.place(index)
+            del pieces[_COUNT]
             if stacked:
                 pieces = {name: x[0] for name, x in pieces.items()}
             grad, param = pieces.pop("grad"), pieces.pop("param")
@@ -118,29 +154,35 @@ def _streamed_update(
                 scalars, p.info, grad, param, pieces, layer=layer if stacked else None, start=first
             )
             new = {"param": param, **of_leaf}
+            new[_COUNT] = not_finite(new)[None]
             return {name: x[None] for name, x in new.items()} if stacked else new
 
-        return StreamedParam({"grad": grad}, state, on_host[p.info.path], slices, update)
+        return StreamedParam({"grad": grad}, state | {_COUNT: counts}, on_host[p.info.path], slices, update)
 
     def by_host(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> Arrays:
         def update(scalars: Update, grad: Array, state: Arrays) -> Arrays:
             of_leaf = {name: x for name, x in state.items() if name != "param"}
             param, of_leaf = optimizer.update_param(scalars, p.info, grad, state["param"], of_leaf)
-            return {"param": param, **of_leaf}
+            new = {"param": param, **of_leaf}
+            return new | {_COUNT: not_finite(new)}
 
         new = on_host_cores(update, scalars, grad, state)
-        return new if "param" in on_host[p.info.path] else new | {"param": to_device(new["param"])}
+        here = {_COUNT} if "param" in on_host[p.info.path] else {_COUNT, "param"}
+        return new | {name: to_device(new[name]) for name in here}
 
-    def local(scalars: Update, grads: dict[str, Array], states: dict[str, Arrays]) -> dict[str, Arrays]:
+    def local(scalars: Update, grads: dict[str, Array], states: dict[str, Arrays]) -> tuple[dict[str, Arrays], Array]:
         # If update=host, the host's cores update parameters whose state is in host memory. A parameter in host memory
         # whose state is on the device streams.
         cores = [p for p in layouts if layout.spec.offload.update == "host" and on_host[p.info.path] - {"param"}]
         found = {p.info.path: by_host(p, scalars, grads[p.info.path], states[p.info.path]) for p in cores}
         others = [p for p in layouts if p not in cores]
         leaves = [leaf(p, scalars, grads[p.info.path], states[p.info.path]) for p in others]
-        return found | {p.info.path: new for p, new in zip(others, streamed(leaves, scalars.grad_norm), strict=True)}
+        found |= {p.info.path: new for p, new in zip(others, streamed(leaves, scalars.grad_norm), strict=True)}
+        count = sum((jnp.sum(new.pop(_COUNT)) for new in found.values()), jnp.zeros((), jnp.int32))
+        return found, count[None].astype(jnp.float32)
 
     specs = {p.info.path: p.optimizer for p in layouts}
-    return jax.shard_map(local, mesh=mesh, in_specs=(P(), specs, specs), out_specs=specs, check_vma=False)(
+    out_specs = (specs, P(mesh.axis_names))
+    return jax.shard_map(local, mesh=mesh, in_specs=(P(), specs, specs), out_specs=out_specs, check_vma=False)(
         scalars, grads, states
     )

@@ -16,6 +16,7 @@ from jtrain.model.fp8_scaling import first_scaling
 from jtrain.model.param import Params, init_param, init_params
 from jtrain.optim import Moments, Optimizer, check_layout
 from jtrain.optim.optimizer import check_offload
+from jtrain.step.guard import GuardState, first_guard
 from jtrain.step.host_offload import sharding, to_host
 from jtrain.step.optimizer_update import host_state
 from jtrain.step.zero import param_tree
@@ -30,12 +31,14 @@ class TrainState:
 
     step: completed updates, an int32 scalar.
     scaling: scales of the 8-bit matmuls (`jtrain.model.fp8_scaling`); empty unless precision.matmul_dtype=fp8_delayed.
+    guard: history of losses and gradient norms (`jtrain.step.guard`), replicated.
     """
 
     step: Any
     params: Params
     opt_state: Moments
     scaling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    guard: GuardState | dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainState:
@@ -56,7 +59,8 @@ def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainSta
         )
     )
     scaling = jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes.scaling)
-    shardings = TrainState(NamedSharding(mesh, P()), params, opt_state, scaling)
+    guard = jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes.guard)
+    shardings = TrainState(NamedSharding(mesh, P()), params, opt_state, scaling, guard)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
@@ -71,6 +75,7 @@ def init_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int) -
         optimizer.params,
         optimizer.state_map(lambda i, name: i if name == "master" else None),
         jax.tree.map(lambda _: None, like.scaling),
+        jax.tree.map(lambda _: None, like.guard),
     )
     leaves, structure = jax.tree.flatten(like)
     infos = jax.tree.leaves(drawn, is_leaf=lambda x: x is None)
@@ -120,4 +125,4 @@ def _first_state(layout: Layout, optimizer: Optimizer, seed: int) -> TrainState:
     opt_state = optimizer.init(params)
     params = jax.tree.map(lambda x: x.astype(layout.precision.param_dtype), params)
     scaling = first_scaling(infos) if layout.precision.matmul_dtype == "fp8_delayed" else {}
-    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, scaling)
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, scaling, first_guard())

@@ -11,9 +11,11 @@ own shards; `zero.py` gathers weights and reduces gradients.
 | 2 | reduce-scatter of gradients | all-gather of parameters |
 | 3 | all-gather of parameters (again in the backward pass), reduce-scatter of gradients | |
 
-The optimizer runs outside the shard_map, on global arrays: `optimizer_update.py`.
+The optimizer runs outside the shard_map, on global arrays: `optimizer_update.py`. An update from bad numbers is not
+applied: `guard.py`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +33,7 @@ from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import Optimizer
 from jtrain.step.batch_hash import hash_block
+from jtrain.step.guard import GuardState, judged, not_finite
 from jtrain.step.optimizer_update import make_update
 from jtrain.step.state import TrainState, abstract_state, shardings_of
 from jtrain.step.xla_options import compiler_options, kernels_for
@@ -52,14 +55,23 @@ type StepMetrics = dict[str, Array]
 
 
 def make_train_step(
-    model: Transformer, optimizer: Optimizer, layout: Layout, mesh: Mesh, *, traced: bool = False
+    model: Transformer,
+    optimizer: Optimizer,
+    layout: Layout,
+    mesh: Mesh,
+    *,
+    sigmas: float | None = 6.0,
+    traced: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Returns the jitted `step(state, batch) -> (state, metrics)`; it donates its input state.
 
     Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, without z-loss), grad_norm
-    (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32).
+    (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32), those of `guard.judged`, and
+    by_device: [devices, 2] f32, in the order of the mesh, each device's share of the loss before any sum, and the NaN
+    and infinite elements of its shard of the new state.
 
     Args:
+      sigmas: `GuardSpec.sigmas`.
       traced: a profile window will trace it, so on a GPU its kernels are launched one by one.
 
     Raises:
@@ -71,7 +83,7 @@ def make_train_step(
         lambda params, scaling, batch: _local_gradients(model, layout, params, scaling, batch),
         mesh=mesh,
         in_specs=(param_tree(layout, lambda p: p.param), P(), BATCH_SPEC),
-        out_specs=(param_tree(layout, lambda p: p.optimizer), P(), P()),
+        out_specs=(param_tree(layout, lambda p: p.optimizer), P(), P(), P(mesh.axis_names)),
         check_vma=False,  # all sums over axes are explicit: `finish_gradient`
     )
 
@@ -79,11 +91,23 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         with kernels_for(layout, mesh):
-            grads, seen, metrics = gradients(state.params, state.scaling, batch)
+            grads, seen, metrics, share = gradients(state.params, state.scaling, batch)
             with jax.named_scope("optimizer"):
-                params, opt_state, norms = update(grads, state.step, state.params, state.opt_state)
-                scaling = advanced(state.scaling, seen)
-                return TrainState(state.step + 1, params, opt_state, scaling), metrics | norms
+                scalars = optimizer.begin(grads, state.step)
+                with jax.named_scope("guard"):
+                    assert isinstance(state.guard, GuardState)
+                    guard, found = judged(
+                        state.guard, state.step, metrics["loss_nats"], scalars.grad_norm, sigmas=sigmas
+                    )
+                scalars = dataclasses.replace(scalars, applied=found["applied"])
+                params, opt_state, counts = update(scalars, grads, state.params, state.opt_state)
+                scaling = jax.tree.map(
+                    lambda new, old: jnp.where(scalars.applied, new, old), advanced(state.scaling, seen), state.scaling
+                )
+            with jax.named_scope("guard"):
+                counts = counts + not_finite(scaling).astype(jnp.float32)
+                found["by_device"] = jnp.stack([share, counts], axis=1)
+            return TrainState(state.step + 1, params, opt_state, scaling, guard), metrics | scalars.metrics | found
 
     # Output shardings are explicit: if XLA inferred others, the second step would compile again.
     state_shardings = shardings_of(abstract_state(layout, optimizer, mesh))
@@ -130,12 +154,12 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
 
 def _local_gradients(
     model: Transformer, layout: Layout, params: Params, scaling: dict[str, Any], batch: Batch
-) -> tuple[Params, dict[str, Any], StepMetrics]:
+) -> tuple[Params, dict[str, Any], StepMetrics, Float[Array, "1"]]:
     """Computes one device's part of a step, inside the shard_map.
 
     Returns:
       Gradients sharded as the optimizer needs them; the largest values in 8-bit matmuls and the metrics, both of the
-      global batch.
+      global batch; this device's share of the loss.
     """
     spec = layout.spec
     placement = placement_of(layout)
@@ -177,10 +201,10 @@ def _local_gradients(
         layouts = param_tree(layout, lambda p: p)
         grads = jax.tree.map(lambda p, g: finish_gradient(layout, p, g), layouts, grads)
         seen = jax.tree.map(lambda amax_Y3: jax.lax.pmax(amax_Y3, axes), seen)
-        loss = jax.lax.psum(loss, axes)
+        share, loss = loss, jax.lax.psum(loss, axes)
     with jax.named_scope("batch"):
         hash_2 = psum_batch(layout, hash_block(batch, placement.context.position_L(batch.token_BL.shape[1])))
-    return grads, seen, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}
+    return grads, seen, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}, share[None]
 
 
 def _microbatches(layout: Layout, batch: Batch) -> Batch:

@@ -15,14 +15,16 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from jtrain.runtime.atomic_io import write_whole
+from jtrain.telemetry.append_file import AppendFile, WriteTrouble, aside_text, keep_lines, parsed
 
 FILE = "goodput.json"
 EVENTS = "goodput.jsonl"
@@ -61,20 +63,40 @@ def process_start_s() -> float:
 
 
 def read_events(path: Path) -> list[Attempt]:
-    """Reads the attempts in `goodput.jsonl`, without a last line cut short."""
+    """Reads the attempts in `goodput.jsonl`, without the lines that cannot be read."""
     if not path.exists():
         return []
-    complete, _, _ = path.read_bytes().rpartition(b"\n")
     attempts: list[Attempt] = []
-    for line in complete.splitlines():
-        event = json.loads(line)
+    for line in path.read_bytes().splitlines(keepends=True):
+        event = parsed(line) if line.endswith(b"\n") else None
+        if event is None or not _is_event(event):
+            continue
         if event["event"] == "start":
             attempts.append(Attempt(event["time_s"], event["time_s"], {}, event["step"]))
             continue
+        if not attempts:  # the line of the start was damaged
+            attempts.append(Attempt(event["time_s"] - sum(event["seconds"].values()), event["time_s"], {}, 0))
         last = attempts[-1]
         seconds = {key: last.seconds.get(key, 0.0) + event["seconds"].get(key, 0.0) for key in CATEGORIES}
         attempts[-1] = Attempt(last.start_s, event["time_s"], seconds, max(last.last_step, event["step"]))
     return attempts
+
+
+def _is_event(line: dict[str, Any]) -> bool:
+    """True if a line of goodput.jsonl is complete and its values have the right types."""
+
+    def is_time(value: Any) -> bool:
+        return type(value) in (int, float) and math.isfinite(value)
+
+    seconds = line.get("seconds", {})
+    return (
+        line.get("event") in ("start", "interval", "end")
+        and ("seconds" in line or line["event"] == "start")
+        and is_time(line.get("time_s"))
+        and type(line.get("step")) is int
+        and isinstance(seconds, dict)
+        and all(map(is_time, seconds.values()))
+    )
 
 
 def newest_shares(workdir: Path) -> tuple[float, float] | None:
@@ -82,9 +104,11 @@ def newest_shares(workdir: Path) -> tuple[float, float] | None:
 
     None if there is no readable breakdown.
     """
-    files = sorted((workdir / "profile").glob("*/breakdown.json"), key=lambda path: path.stat().st_mtime_ns)
+    files: list[Path] = []
+    with contextlib.suppress(OSError):  # the disk is away, or somebody deletes profiles
+        files = sorted((workdir / "profile").glob("*/breakdown.json"), key=lambda path: path.stat().st_mtime_ns)
     for path in reversed(files):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
             steps = [(step["duration_s"], step["parts"]) for step in json.loads(path.read_text())["steps"]]
             running_s = sum(duration_s - (parts["data_wait"] or 0.0) for duration_s, parts in steps)
             lost = [sum(parts[name] or 0.0 for _, parts in steps) for name in ("exposed_communication", "clocks")]
@@ -133,10 +157,22 @@ class Ledger:
       start_step: the restored step, 0 for a new run.
       started_s: start of the attempt, in seconds since the epoch; the time until now counts as start-up.
       writes: write the files; False in all processes but one.
+      say: prints a warning; None for stderr.
     """
 
-    def __init__(self, workdir: Path, *, start_step: int, started_s: float, writes: bool = True) -> None:
+    def __init__(
+        self,
+        workdir: Path,
+        *,
+        start_step: int,
+        started_s: float,
+        writes: bool = True,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self._workdir = workdir
+        bad = keep_lines(workdir / EVENTS, lambda event: True if _is_event(event) else None) if writes else 0
+        if bad and say is not None:
+            say(aside_text(workdir / EVENTS, bad))
         self._earlier = read_events(workdir / EVENTS)
         self._redone_until = max((attempt.last_step for attempt in self._earlier), default=0)
         self._current: Category = "startup"
@@ -148,14 +184,9 @@ class Ledger:
         self._step = start_step
         self._shares = newest_shares(workdir)
         self._closed = False
-        self._file: int | None = None
-        if writes:
-            self._file = os.open(workdir / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-            size = os.fstat(self._file).st_size
-            if size and os.pread(self._file, 1, size - 1) != b"\n":  # a kill or a full disk cut the last line short
-                complete, _, _ = (workdir / EVENTS).read_bytes().rpartition(b"\n")
-                os.ftruncate(self._file, len(complete) + 1 if complete else 0)
-            self._append({"event": "start", "time_s": self._start_s, "step": start_step})
+        self._file = AppendFile(workdir / EVENTS, say=say) if writes else None
+        self._sum_trouble = WriteTrouble(workdir / FILE, say)
+        self._append({"event": "start", "time_s": self._start_s, "step": start_step})
 
     @property
     def current(self) -> Category:
@@ -197,6 +228,12 @@ class Ledger:
         else:
             self._charge()
 
+    def go_back(self, step: int) -> None:
+        """Records that the run goes on from the state after `step`; the steps until here are done again."""
+        self._redone_until = max(self._redone_until, self._step)
+        self._step = step
+        self.training()
+
     def read_shares(self) -> None:
         """Reads the shares of communication and clock loss from the newest breakdown."""
         self._shares = newest_shares(self._workdir)
@@ -222,8 +259,12 @@ class Ledger:
             {"event": "end" if last else "interval", "time_s": self._attempt.end_s, "step": step, "seconds": pending}
         )
         if self._file is not None:
-            # durable=False saves 10 ms at every logged line; the file can be computed again from goodput.jsonl.
-            write_whole(self._workdir / FILE, json.dumps(summary, indent=1) + "\n", durable=False)
+            try:
+                # durable=False saves 10 ms at every logged line; the file can be computed again from goodput.jsonl.
+                write_whole(self._workdir / FILE, json.dumps(summary, indent=1) + "\n", durable=False)
+                self._sum_trouble.worked()
+            except OSError as error:
+                self._sum_trouble.failed(error, "and it stays as it was before")
         return summary
 
     def close(self) -> dict[str, Any] | None:
@@ -233,9 +274,14 @@ class Ledger:
         self._closed = True
         summary = self.write(self._step, last=True)
         if self._file is not None:
-            os.close(self._file)
+            self._sum_trouble.gave_up("the newest seconds are not in it")
+            self._file.close()
         self._file = None
         return summary
+
+    def abandon(self) -> None:
+        """Ends the ledger without writing: the workdir is another run's by now."""
+        self._closed, self._file = True, None
 
     def __enter__(self) -> "Ledger":
         return self
@@ -251,6 +297,5 @@ class Ledger:
         self._mark_s = now_s
 
     def _append(self, event: dict[str, Any]) -> None:
-        """Appends a line in one system call, so that after a kill it is complete or absent."""
         if self._file is not None:
-            os.write(self._file, (json.dumps(event) + "\n").encode())
+            self._file.append((json.dumps(event) + "\n").encode())

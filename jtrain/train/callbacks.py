@@ -4,13 +4,16 @@ A config lists user callbacks as `callbacks=("my_callbacks.py:StopAtLoss",)`: a 
 callback; either is called without arguments. Order of events in one attempt:
 
     __enter__                       before anything compiles
+      with during("restore", k): if there is a checkpoint
     on_start(context)               the state is initialised or restored, steps follow
       with during("step", k):
         with during("dispatch", k): state, metrics = train_step(state, batch)
         on_results(step k - 1)      results are read one step late, so that the device never waits for the host
         on_step(step k)             step k is dispatched and the next batch has arrived
       with during("evaluation", k), during("checkpoint", k): at the steps where they are due
+    on_rewind(step)                 after bad numbers the run has gone back to `step`; later steps follow once more
     on_end()                        all steps are done and saved
+    on_error(error)                 instead: an exception ends the run; metrics can still be written
     __exit__                        always, also after an error
 
 A callback must not change the state. An exception that it raises ends the run.
@@ -32,11 +35,14 @@ from jtrain.config.run import Run
 from jtrain.data import Fed
 from jtrain.errors import UserError, did_you_mean
 from jtrain.plan.job import Job
-from jtrain.telemetry.metrics import Metrics
+from jtrain.telemetry.metrics_writer import Metrics
 
-type LoopPhase = Literal["step", "dispatch", "device_wait", "evaluation", "checkpoint", "profile"]
+type LoopPhase = Literal[
+    "restore", "step", "dispatch", "device_wait", "data_wait", "evaluation", "checkpoint", "profile"
+]
 """Phase of the training loop. `device_wait` is a wait for devices, or through a collective for other processes;
-`profile` is the profiler's own work. All phases but `step` may be nested in `step`."""
+`data_wait` is the wait for a batch; `profile` is the profiler's own work. `restore` comes before the steps; all phases
+but it and `step` may be nested in `step`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +132,17 @@ class Callback:
     def on_results(self, results: StepResults) -> None:
         """Called with the results of each step, in order."""
 
+    def on_rewind(self, step: int) -> None:
+        """Called when the run has gone back to the state after `step`: later steps follow once more."""
+
     def on_step(self, dispatched: DispatchedStep) -> None:
         """Called once per step, at the end of its `step` phase."""
 
     def on_end(self) -> None:
         """Called once, after the last step is done and saved."""
+
+    def on_error(self, error: Exception) -> None:
+        """Called if an exception ends the run after on_start, before the metrics are closed."""
 
 
 class Callbacks:
@@ -158,10 +170,15 @@ class Callbacks:
 
     @contextlib.contextmanager
     def running(self, context: RunContext) -> Iterator[None]:
-        """Context around all steps: calls on_start before them, and on_end after them unless one failed."""
+        """Context around all steps: calls on_start before them, and after them on_end, or on_error if one failed."""
         for callback in self._callbacks:
             callback.on_start(context)
-        yield
+        try:
+            yield
+        except Exception as error:
+            for callback in self._callbacks:
+                callback.on_error(error)
+            raise
         for callback in self._callbacks:
             callback.on_end()
 
@@ -182,6 +199,11 @@ class Callbacks:
         """Passes the results of a finished step to all callbacks."""
         for callback in self._callbacks:
             callback.on_results(results)
+
+    def on_rewind(self, step: int) -> None:
+        """Tells all callbacks that the run has gone back to `step`."""
+        for callback in self._callbacks:
+            callback.on_rewind(step)
 
     def on_step(self, dispatched: DispatchedStep) -> None:
         """Tells all callbacks that a step is dispatched."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jtrain.config.run import Run
+from jtrain.runtime.workdir_lock import LockLost
 from jtrain.telemetry import goodput
 from jtrain.telemetry.recompiles import CompileSeconds
 from jtrain.telemetry.step_timer import StepTimes
@@ -51,13 +52,19 @@ class GoodputLedger(Callback):
     ) -> None:
         self._compile_seconds.__exit__(kind, error, trace)
         if self._opened is not None:
+            if isinstance(error, LockLost):
+                self._opened.abandon()
             self._opened.close()
 
     def on_start(self, context: RunContext) -> None:
         self._context = context
         self._writes = jax.process_index() == 0 and context.start_step < self._run.num_steps
         self._opened = goodput.Ledger(
-            context.workdir, start_step=context.start_step, started_s=context.started_s, writes=self._writes
+            context.workdir,
+            start_step=context.start_step,
+            started_s=context.started_s,
+            writes=self._writes,
+            say=context.metrics.say,
         )
         self._opened.move(self._compiled_before_s, "compile")
 
@@ -92,6 +99,9 @@ class GoodputLedger(Callback):
             self._context.metrics.goodput(results.step, self.ledger.write(results.step)["categories"])
         else:
             self.ledger.step_done(results.step)
+
+    def on_rewind(self, step: int) -> None:
+        self.ledger.go_back(step)
 
     def on_end(self) -> None:
         summary = self.ledger.close()

@@ -3,15 +3,13 @@
 Invariants:
 - Step n is dispatched before the metrics of step n - 1 are read, so the device never waits for the host.
 - The data state saved with a step resumes with the batch after that step.
-- A state is saved only if its loss and gradient norm are finite.
+- A state is saved only if its loss and gradient norm are good and all of it is finite (`bad_steps.py`).
 - All processes save, stop and evaluate at the same steps.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,12 +19,14 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import Checkpoints, files
-from jtrain.checkpoint.local_memory import LocalMemory
+from jtrain.checkpoint.history import check_history
+from jtrain.checkpoint.local_memory import LocalMemory, local_memory
 from jtrain.config.resume import check_same_run, with_history
 from jtrain.config.run import Run, check_vocabulary
 from jtrain.data import Fed, Prefetch, open_dataset, place_tree, put_batch, share_batch
 from jtrain.data.prefetch import prefetch  # not of jtrain.data, where that name is the module
 from jtrain.data.resource_estimate import budget
+from jtrain.data.step_contents import documents_of_batch
 from jtrain.errors import UserError
 from jtrain.mesh import make_mesh
 from jtrain.plan.estimate.flops import flops_per_token
@@ -39,12 +39,15 @@ from jtrain.plan.report.summary import print_plan
 from jtrain.runtime.exit_codes import DONE, STOPPED
 from jtrain.runtime.multihost import agree, same_everywhere
 from jtrain.runtime.run_files import full_disk_named, write_run_files
+from jtrain.runtime.shared_folder import check_shared
 from jtrain.runtime.signals import StopRequest
-from jtrain.step.finite import check_finite
-from jtrain.step.state import TrainState, abstract_state, init_state
+from jtrain.runtime.workdir_lock import WorkdirLock
+from jtrain.step.state import TrainState, abstract_state
 from jtrain.step.train_step import make_train_step
-from jtrain.telemetry.metrics import Metrics
+from jtrain.telemetry.metrics_writer import Metrics
 from jtrain.telemetry.step_timer import StepTimes
+from jtrain.train.alert_watch import AlertWatch
+from jtrain.train.bad_steps import BadSteps, Numbers, WentBack
 from jtrain.train.callbacks import (
     Callback,
     Callbacks,
@@ -56,12 +59,21 @@ from jtrain.train.callbacks import (
 )
 from jtrain.train.evaluation import Evaluation
 from jtrain.train.goodput_ledger import GoodputLedger
+from jtrain.train.lock_watch import LockWatch
+from jtrain.train.restart_point import RestartPoint
 from jtrain.train.step_metrics import RecompileWatch, StepLog
 from jtrain.train.trace_windows import TraceWindows
 
 
 def train(
-    run: Run, *, workdir: Path, config_text: str, started_s: float | None = None, allow_change: Sequence[str] = ()
+    run: Run,
+    *,
+    workdir: Path,
+    config_text: str,
+    started_s: float | None = None,
+    allow_change: Sequence[str] = (),
+    from_scratch: bool = False,
+    watchers: Sequence[Callback] = (),
 ) -> int:
     """Trains from the newest checkpoint of `workdir`, or from the start; returns the exit code.
 
@@ -72,14 +84,19 @@ def train(
       config_text: the flat config, kept in the workdir and in every checkpoint.
       started_s: start of this attempt, in seconds since the epoch; None for now.
       allow_change: names in `resume.CHANGEABLE` of fields that may differ from the run in `workdir`.
+      from_scratch: begin at step 0 if the run in `workdir` has a history, but no whole checkpoint.
+      watchers: callbacks besides the built-in ones and those of the config; they come first.
 
     Raises:
       UserError: the run cannot start: it does not fit, the workdir belongs to another run, there is no data ...
-      NotFinite: a loss or gradient norm is NaN or infinite.
+      BadNumbers: bad losses or gradient norms end the run, as `guard` says.
+      HardwareFault: a step gave other bits when it was run again.
       MemoryExhausted: a device ran out of memory although the plan fitted.
     """
     started_s = time.time() if started_s is None else started_s
     devices = jax.devices()
+    check_shared(workdir)
+    moved = check_history(workdir, workdir / "checkpoints", from_scratch=from_scratch)
     changes = check_same_run(workdir, config_text, allow=allow_change)
     step_there = max(files.steps(workdir / "checkpoints"), default=0)
     config_text = with_history(workdir, config_text, step=step_there, changes=changes)
@@ -103,55 +120,52 @@ def train(
         print_plan(job, available=available)
         print(dataset.describe(), *evaluation.describe(), sep="\n")
         print(budget(dataset, rows=len(rows)).line(), flush=True)
-        write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
 
     with (
+        WorkdirLock(workdir, say=_print) as lock,  # before anything in the workdir is written or removed
         full_disk_named(workdir),
         explained(job, optimizer, mesh, available=available),
         Checkpoints(workdir, run.checkpoint) as checkpoints,
         StopRequest() as stop,
-        Callbacks([*built_in_callbacks(run, workdir), *load_callbacks(run.callbacks)]) as callbacks,
-        contextlib.ExitStack() as attempt,
+        Callbacks([*watchers, *built_in_callbacks(run, workdir, lock), *load_callbacks(run.callbacks)]) as callbacks,
+        local_memory(
+            run.checkpoint, workdir, lambda: abstract_state(job.layout, optimizer, mesh), config_text
+        ) as local,
     ):
-        start_step = checkpoints.latest_step() or 0
-        like = abstract_state(job.layout, optimizer, mesh)
-        local, kept = None, None
-        if run.checkpoint.local_every_steps is not None:
-            newest = functools.partial(_newest_step, checkpoints.folder)
-            local = LocalMemory(
-                workdir, run.checkpoint.local_dir, like, config_text, newest_checkpoint=newest, say=_print
-            )
-            kept = attempt.enter_context(local).start(like, checkpoint=start_step)
-        if kept is not None:
-            start_step, state, data_state = kept
-        elif checkpoints.latest_step() is None:
-            state, data_state = init_state(job.layout, optimizer, mesh, seed=run.seed), None
-        else:
-            state, data_state = checkpoints.restore(start_step, like)
-        if data_state is not None and "data" in allow_change and dataset.misfit(data_state) is not None:
-            data_state = None  # where it fits, the run goes on: the same command may be started again and again
-        with (
-            Metrics(workdir, run.metrics, num_steps=run.num_steps, start_step=start_step) as metrics,
-            prefetch(
-                dataset.train_batches(
-                    data_state, first_step=start_step, rows=rows, context=run.mesh.context, cost=_cost(run)
-                ),
-                lambda batch: put_batch(batch, mesh, place),
-            ) as fed,
-        ):
+        check_same_run(workdir, config_text, allow=allow_change)  # again: the folder may have been empty before
+        if jax.process_index() == 0:
+            write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
+        may_change = "data" in allow_change
+        restart = RestartPoint(job.layout, optimizer, mesh, run.seed, checkpoints, dataset, may_change)
+        with callbacks.during("restore", 0):
+            start_step, state, data_state, said = restart.newest(local, from_scratch=from_scratch)
+
+        def batches(data_state: dict[str, Any] | None, first_step: int) -> Prefetch:
+            fields: dict[str, Any] = dict(rows=rows, context=run.mesh.context, cost=_cost(run))
+            source = dataset.train_batches(data_state, first_step=first_step, **fields)
+            return prefetch(source, lambda batch: put_batch(batch, mesh, place))
+
+        with Metrics(
+            workdir, run.metrics, num_steps=run.num_steps, start_step=start_step, alerts=run.alerts
+        ) as metrics:
+            for line in (*moved, *said):
+                metrics.say(line)
             if start_step:
-                metrics.say(f"resumed from step {start_step}{'' if kept is None else ', kept in local memory'}")
+                metrics.say(f"resumed from step {start_step}")
             if start_step and data_state is None:
                 metrics.say(f"the data begins anew at step {start_step}, as --allow-change data permits")
             for change in changes:
                 metrics.say(f"changed from step {start_step} on, as --allow-change permits: {change}")
-            train_step = make_train_step(run.model, optimizer, job.layout, mesh, traced=run.profile.steps is not None)
+            train_step = make_train_step(
+                run.model, optimizer, job.layout, mesh, sigmas=run.guard.sigmas, traced=run.profile.steps is not None
+            )
             context = RunContext(
                 run, job, mesh, workdir, start_step, started_s, dataset.names, train_step, metrics, callbacks.during
             )
-            loop = Loop(context, callbacks, checkpoints, evaluation, config_text, local)
+            bad_steps = BadSteps(run.guard, workdir, mesh, checkpoints, metrics.say)
+            loop = Loop(context, callbacks, checkpoints, evaluation, config_text, bad_steps, restart, batches, local)
             with callbacks.running(context):
-                step = loop.run_steps(state, fed, stop)
+                step = loop.run(state, data_state, stop)
             seconds = time.time() - started_s
             if local is not None and (loop.data_ended or step == run.num_steps):
                 local.remove()
@@ -168,24 +182,20 @@ def train(
     return DONE
 
 
-def built_in_callbacks(run: Run, workdir: Path) -> list[Callback]:
+def built_in_callbacks(run: Run, workdir: Path, lock: WorkdirLock) -> list[Callback]:
     """Creates the callbacks of every run; a step's metrics line comes before its line of the ledger."""
     times = StepTimes()
     goodput = GoodputLedger(run, times)
     recompiles = RecompileWatch()
     windows = TraceWindows(run, workdir, goodput)
-    return [recompiles, windows, StepLog(run, times, windows.sampler, recompiles), goodput]
+    log = StepLog(run, times, windows.sampler, recompiles)
+    return [LockWatch(lock), recompiles, windows, log, goodput, AlertWatch(run, goodput)]
 
 
 def _cost(run: Run) -> tuple[float, float]:
     """Relative FLOPs of a token: 1.0 for itself, and those that each earlier token of its document adds."""
     flops = flops_per_token(run.model, seq_len=run.data.seq_len)
     return 1.0, flops.attention_flops / run.data.seq_len / flops.matmul_flops
-
-
-def _newest_step(checkpoints: Path) -> int:
-    """Step of the newest complete checkpoint; 0 if there is none."""
-    return max(files.steps(checkpoints), default=0)
 
 
 def _print(line: str) -> None:
@@ -235,6 +245,9 @@ class Loop:
         checkpoints: Checkpoints,
         evaluation: Evaluation,
         config_text: str,
+        bad_steps: BadSteps,
+        restart: RestartPoint,
+        batches: Callable[[dict[str, Any] | None, int], Prefetch],
         local: LocalMemory | None,
     ) -> None:
         self.context = context
@@ -242,10 +255,26 @@ class Loop:
         self.checkpoints = checkpoints
         self.evaluation = evaluation
         self.config_text = config_text
+        self.bad_steps = bad_steps
+        self.restart = restart
+        self.batches = batches
         self.local = local
         self.step = context.start_step
         self.data_ended = False
-        self._unread: tuple[int, Any, Fed] | None = None
+        self._unread: tuple[int, Any, Fed, Callable[[], dict[str, Any] | None]] | None = None
+        self._data_before: Callable[[], dict[str, Any] | None] = lambda: None
+
+    def run(self, state: TrainState, data_state: dict[str, Any] | None, stop: StopRequest) -> int:
+        """Runs steps as `run_steps` does; where bad numbers ask for it, goes back and runs them again."""
+        while True:
+            self._data_before = functools.partial(lambda before: before, data_state)
+            with self.batches(data_state, self.step) as batches:
+                try:
+                    return self.run_steps(self._decided(state), batches, stop)
+                except WentBack:
+                    pass
+            del state  # the devices have no room for two states
+            state, data_state = self._go_back()
 
     def run_steps(self, state: TrainState, batches: Prefetch, stop: StopRequest) -> int:
         """Runs steps until the run is complete, the data ends or a stop is requested, then saves; returns the step.
@@ -254,29 +283,32 @@ class Loop:
         and reach the end together.
         """
         run, start_step = self.context.run, self.step
-        saved = start_step
+        saved, due, since = start_step, False, self.bad_steps.since
         fed = self._next(batches)
         self.data_ended = fed is None and start_step < run.num_steps
         while self.step < run.num_steps and fed is not None:
             here = fed
             self.step += 1
             state, fed, stopping = self._one_step(state, here, batches, stop)
-            last = self.step == run.num_steps or stopping or self.data_ended
-            save = last or _due(self.step, run.checkpoint.every_steps)
-            keep = not last and self.local is not None and _due(self.step, run.checkpoint.local_every_steps)
+            # A save that is due waits for a step with good numbers; a stop waits for it, too.
+            due = due or stopping or self.data_ended or self.step == run.num_steps
+            due = due or _due(self.step, run.checkpoint.every_steps)
             evaluate = _due(self.step, run.eval.every_steps)
-            # Check that the results are finite before the state is saved or evaluated.
-            if save or keep or evaluate:
+            keep = self.local is not None and not due and _due(self.step, run.checkpoint.local_every_steps)
+            # Check the results before the state is saved or evaluated.
+            if due or keep or evaluate:
                 self._report()
+            if since != self.bad_steps.since:
+                state, since = self._decided(state), self.bad_steps.since
             if evaluate or (run.eval.every_steps is not None and (self.step == run.num_steps or self.data_ended)):
                 self._evaluate(state)
-            if keep:
+            if keep and not self.checkpoints.hold and not self.bad_steps.in_doubt(self.step):
                 self._keep(state, here)
-            if save:
+            if due and not self.bad_steps.in_doubt(self.step):
                 self._save(state, here)
-                saved = self.step
+                saved, due = self.step, False
             self.checkpoints.check()
-            if stopping:
+            if stopping and saved == self.step:
                 self.data_ended = False
                 break
         assert saved == self.step, (saved, self.step)
@@ -297,7 +329,8 @@ class Loop:
         self._report()
         for text in fed.said:
             self._note(self.step - 1, text)
-        self._unread = (self.step, metrics, fed)
+        self._unread = (self.step, metrics, fed, self._data_before)
+        self._data_before = fed.state
         following = self._next(batches) if self.step < self.context.run.num_steps else None
         arrived_s = time.perf_counter()
         wait_ms = 0.0 if following is None else following.wait_ms
@@ -307,6 +340,7 @@ class Loop:
         self.callbacks.on_step(DispatchedStep(self.step, metrics, wait_ms, arrived_s, idle, requested))
         return state, following, stopping
 
+    @_phase("data_wait")
     def _next(self, batches: Prefetch) -> Fed | None:
         """Returns the next batch, None after the last; before an error propagates, logs the data plane's messages."""
         try:
@@ -330,13 +364,31 @@ class Loop:
         """Reads the results of the last dispatched step, checks them and passes them to the callbacks."""
         if self._unread is None:
             return
-        (step, metrics, fed), self._unread = self._unread, None
+        (step, metrics, fed, data_before), self._unread = self._unread, None
         values = self._read(metrics)
         hash_hex = "".join(f"{word:08x}" for word in np.asarray(values["batch_hash"]).tolist())
-        loss, norm = float(values["loss_nats"]), float(values["grad_norm"])
-        last = self.checkpoints.latest_step() if not math.isfinite(loss + norm) else None
-        check_finite(step, {"loss_nats": loss, "grad_norm": norm}, batch_hash=hash_hex, last_checkpoint_step=last)
+        last = step == self.step and (step == self.context.run.num_steps or self.data_ended)
+        self.bad_steps.check(
+            Numbers.of(step, values, hash_hex),
+            dispatched=self.step,
+            last=last,
+            documents=lambda: documents_of_batch(self.restart.dataset, data_before(), step=step - 1),
+        )
         self.callbacks.on_results(StepResults(step, values, hash_hex, fed))
+
+    def _decided(self, state: TrainState) -> TrainState:
+        return self.restart.with_decisions(state, self.bad_steps.left_out, self.bad_steps.since)
+
+    @_phase("checkpoint")
+    def _go_back(self) -> tuple[TrainState, dict[str, Any] | None]:
+        """Restores the state from which `bad_steps` has the steps run again."""
+        self._unread, self.data_ended, self.step = None, False, self.bad_steps.origin
+        if self.local is not None:
+            self.local.forget_after(self.step)
+        restored = self.restart.state_at(self.step)
+        self.context.metrics.rewind(self.step)
+        self.callbacks.on_rewind(self.step)
+        return restored
 
     @_phase("device_wait")
     def _read(self, metrics: Any) -> Any:
@@ -368,7 +420,6 @@ class Loop:
             self.local.save(self.step, state, self._data_state(fed))
 
     def _data_state(self, fed: Fed) -> dict[str, Any]:
-        """Returns the data state after a batch; raises UserError if the processes plan different batches."""
         data_state = fed.state()
         if not same_everywhere(json.dumps(data_state)):
             raise UserError(
@@ -384,10 +435,7 @@ class Loop:
 
     def _note(self, step: int, text: str) -> None:
         """Prints a message of the data plane and appends it to data.log."""
-        self.context.metrics.say(text)
-        if jax.process_index() == 0:
-            with open(self.context.workdir / "data.log", "a") as file:
-                print(f"step {step}: {text}", file=file)
+        self.context.metrics.note(step, text)
 
 
 def _due(step: int, every_steps: int | None) -> bool:

@@ -117,6 +117,10 @@ class StepLog(Callback):
             self._interval = Interval(now_s, time.time_ns())
         self._compiling = False
 
+    def on_rewind(self, step: int) -> None:
+        self._last_s, self._outside_s = time.perf_counter(), 0.0
+        self._interval = Interval(self._last_s, time.time_ns())
+
     def _log(self, results: StepResults, now_s: float) -> None:
         interval, run, stats, values = self._interval, self._run, results.batch.stats, results.values
         mesh = self._context.mesh
@@ -128,6 +132,7 @@ class StepLog(Callback):
                 loss_nats=float(values["loss_nats"]),
                 grad_norm=float(values["grad_norm"]),
                 learning_rate=float(values["learning_rate"]),
+                skipped_updates=int(values["skipped_updates"]),
                 tokens=int(values["tokens"]),
                 tokens_per_s=interval.tokens / seconds,
                 step_time_ms=1e3 * seconds / interval.steps,

@@ -59,6 +59,24 @@ def test_the_json_is_what_design_says(
     assert report["rows"] == [speed, size]
 
 
+@pytest.mark.parametrize(("value", "code"), [(0.0, 0), (1.0, 1), (None, 0)])
+def test_a_benchmark_may_end_with_one_where_it_misses_a_bar(
+    monkeypatch: pytest.MonkeyPatch, value: float | None, code: int
+) -> None:
+    """`faults` is one; the others are measurements, and end with 0."""
+
+    def run(args: argparse.Namespace) -> list[Row]:
+        return [row("lost", value, "trials", bar="<= 0")]
+
+    module = types.ModuleType("jtrain.bench.startup", "A stand-in.")
+    module.__dict__.update(run=run)
+    monkeypatch.setitem(sys.modules, "jtrain.bench.startup", module)
+    monkeypatch.setattr("jtrain.bench.__main__.start_jax", lambda environ: None)
+    assert bench(["startup"]) == 0
+    module.__dict__.update(MUST_MEET=True)
+    assert bench(["startup"]) == code
+
+
 def test_rows_are_on_the_disk_before_the_next_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A benchmark that is ended, or fails, keeps what it has measured; a rehearsal's rows say so and meet no bar."""
     file, seen = tmp_path / "rows.jsonl", list[str]()

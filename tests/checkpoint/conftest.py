@@ -42,7 +42,7 @@ def _fill(like: Any, step: int) -> Any:
 
     def leaf(x: jax.ShapeDtypeStruct) -> jax.Array:
         if x.dtype == jnp.int32:
-            return jax.device_put(np.int32(step), x.sharding)
+            return jax.device_put(np.full(x.shape, step, np.int32), x.sharding)
         bits = rng.integers(0, 2 ** (8 * x.dtype.itemsize), x.shape, f"uint{8 * x.dtype.itemsize}")
         return jax.device_put(bits.view(x.dtype), x.sharding)
 

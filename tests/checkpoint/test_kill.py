@@ -20,7 +20,7 @@ SAVERS = """
 import os, signal, sys
 from pathlib import Path
 import jax, numpy as np
-from jtrain.checkpoint import Checkpoints, CheckpointSpec, files
+from jtrain.checkpoint import Checkpoints, CheckpointSpec, files, folders
 from jtrain.runtime import atomic_io
 
 def die():
@@ -28,7 +28,7 @@ def die():
 
 def save_for_ever(workdir, instant):
     checkpoints = Checkpoints(Path(workdir), CheckpointSpec(keep_last=2))
-    seal, sync, delete = files.seal, atomic_io.sync_directory, files.shutil.rmtree
+    seal, sync, delete = files.seal, atomic_io.sync_directory, folders.shutil.rmtree
     if instant == "before-hashing":
         files.seal = lambda path, **kw: die() if kw["step"] == 3 else seal(path, **kw)
     elif instant == "after-the-manifest":
@@ -36,7 +36,7 @@ def save_for_ever(workdir, instant):
     elif instant == "after-the-rename":
         atomic_io.sync_directory = lambda path: die() if 3 in checkpoints.steps() else sync(path)
     elif instant == "within-a-deletion":
-        files.shutil.rmtree = lambda path, **kw: die() if 3 in checkpoints.steps() else delete(path, **kw)
+        folders.shutil.rmtree = lambda path, **kw: die() if 3 in checkpoints.steps() else delete(path, **kw)
     step = checkpoints.latest_step() or 0
     while True:
         step += 1

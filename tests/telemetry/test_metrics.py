@@ -22,14 +22,14 @@ from jtrain.telemetry.metrics import (
     EVAL_METRICS,
     TRAIN_METRICS,
     EvalResult,
-    Metrics,
     MetricsSpec,
     TrainLine,
     drop_after,
     encode,
     read,
-    summary,
 )
+from jtrain.telemetry.metrics_writer import Metrics
+from jtrain.telemetry.progress import summary
 
 LINE = TrainLine(
     step=10,
@@ -175,6 +175,7 @@ KILLED = """
 import io, sys, dataclasses
 from pathlib import Path
 from jtrain.telemetry.metrics import *
+from jtrain.telemetry.metrics_writer import Metrics
 metrics = Metrics(Path(sys.argv[1]), MetricsSpec(), num_steps=10**9, start_step=0, stream=io.StringIO())
 step = 0
 while True:

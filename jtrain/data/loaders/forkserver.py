@@ -147,8 +147,8 @@ class Forkserver:
 
 def serve(descriptor: int, preload: tuple[str, ...]) -> None:
     """Main loop of the server in its own process; never returns."""
-    # Ctrl-C and Slurm signal the whole process group; the trainer decides what happens.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # Ctrl-C, Slurm and a closed terminal signal the whole process group; the trainer decides what happens.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _name_process("jtrain-data")
     for module in (*ROLES.values(), *preload):

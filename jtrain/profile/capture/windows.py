@@ -77,10 +77,10 @@ class Windows:
         from jtrain.profile.capture.trace import Window
 
         self._here = part_of(self._folder / str(step), self._process)
-        self._here.mkdir(parents=True, exist_ok=True)
-        self._clear()
         self._opened_ns = time.time_ns()
         try:
+            self._here.mkdir(parents=True, exist_ok=True)
+            self._clear()
             window = Window(self._here, facts=facts)
             window.start()
         except Exception as error:  # the profiler raises many types, and none of them may end the run
@@ -127,11 +127,14 @@ class Windows:
         except Exception as error:  # as in `open`
             return f"the trace in {self._here} is incomplete: {type(error).__name__}: {error}"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-        with open(self._here / "postprocess.log", "wb") as log:
-            command = [sys.executable, "-m", "jtrain.profile.postprocess", str(self._here)]
-            # A new session, so that Ctrl-C in the terminal stops only the run.
-            streams: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-            self._postprocessing.append((self._here, subprocess.Popen(command, env=environment, **streams)))
+        try:
+            with open(self._here / "postprocess.log", "wb") as log:
+                command = [sys.executable, "-m", "jtrain.profile.postprocess", str(self._here)]
+                # A new session, so that Ctrl-C in the terminal stops only the run.
+                streams: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+                self._postprocessing.append((self._here, subprocess.Popen(command, env=environment, **streams)))
+        except OSError as error:  # a full disk, or no memory for another process
+            return f"no report of {self._here}: {error}. Later: python -m jtrain.profile.postprocess {self._here}"
         return None
 
     def finished(self, *, wait: bool = False) -> list[str]:
@@ -142,7 +145,9 @@ class Windows:
             if code is None:
                 continue
             self._postprocessing.remove((folder, process))
-            lines = (folder / "postprocess.log").read_text(errors="replace").strip().splitlines()
+            lines: list[str] = []
+            with contextlib.suppress(OSError):
+                lines = (folder / "postprocess.log").read_text(errors="replace").strip().splitlines()
             if code == 0:
                 but = f" ({lines[-1]})" if lines else ""
                 said.append(f"profile after step {folder.name}: {folder / 'report.html'}{but}")

@@ -72,7 +72,7 @@ class Sampler:
         _remove_dead(folder)
         self._path = folder / f"{socket.gethostname()}-{os.getpid()}.bin"
         self._path.with_suffix(".json").unlink(missing_ok=True)
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         options = {
             "source": self._chosen,
             "devices": list(devices),
@@ -191,7 +191,10 @@ class Sampler:
         """Reads the records that were written since the last call."""
         while self._file >= 0:
             slot = self._read % CAPACITY
-            found = _whole(os.pread(self._file, (CAPACITY - slot) * RECORD.itemsize, slot * RECORD.itemsize))
+            try:
+                found = _whole(os.pread(self._file, (CAPACITY - slot) * RECORD.itemsize, slot * RECORD.itemsize))
+            except OSError:  # the disk is away
+                return
             if len(found) and found["sequence"][0] > self._read + 1:  # the ring buffer has overwritten unread records
                 self._read = int(found["sequence"][0]) - 1
             fresh = found["sequence"] == np.arange(self._read + 1, self._read + 1 + len(found))
@@ -223,7 +226,12 @@ def _remove_dead(folder: Path) -> None:
 
 def _die_with(parent: int) -> None:
     """Makes the kernel kill this process when its parent dies; stdin may stay open in another child of the parent."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # meant for the run, which still needs samples
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+    ):  # meant for the run, which still needs samples
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -261,11 +269,15 @@ def sample(source: ClockSource, path: Path, commands: int) -> None:
                     record[name] = value
                 record["sequence"], record["device"] = sequence, device
                 record["monotonic_ns"], record["epoch_ns"] = taken_ns, epoch_ns - (after_ns - taken_ns)
-                os.pwrite(file.fileno(), record.tobytes(), ((sequence - 1) % CAPACITY) * RECORD.itemsize)
+                try:
+                    os.pwrite(file.fileno(), record.tobytes(), ((sequence - 1) % CAPACITY) * RECORD.itemsize)
+                except OSError:  # a full disk: readers need records without a gap, so the next one takes this number
+                    sequence -= 1
             if len(source.notes.lines) != noted:
                 noted = len(source.notes.lines)
                 facts = {"source": source.name, "ref_mhz": source.ref_mhz, "max_mhz": source.max_mhz}
-                _write_header(path, facts | {"notes": source.notes.lines})
+                with contextlib.suppress(OSError):
+                    _write_header(path, facts | {"notes": source.notes.lines})
             due_s = max(due_s + period_s, time.monotonic())  # late readings are not made up for
             ready, _, _ = select.select([commands], [], [], max(due_s - time.monotonic(), 0))
             if ready:

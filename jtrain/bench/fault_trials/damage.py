@@ -1,0 +1,109 @@
+"""Damaged, missing and misplaced checkpoint files. The run goes on from the newest whole checkpoint, and says so."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from jtrain.bench.fault_trials.kinds import fault
+from jtrain.bench.fault_trials.recipe import EVERY_STEPS
+from jtrain.bench.fault_trials.trial import Trial
+from jtrain.checkpoint import files
+
+NEWEST = 2 * EVERY_STEPS
+
+
+def _truncate(file: Path, trial: Trial) -> None:
+    os.truncate(file, trial.rng.randrange(file.stat().st_size))
+
+
+def _flip(file: Path, trial: Trial) -> None:
+    data = bytearray(file.read_bytes())
+    data[trial.rng.randrange(len(data))] ^= 1 << trial.rng.randrange(8)
+    file.write_bytes(data)
+
+
+def _garbage(file: Path, trial: Trial) -> None:
+    file.write_bytes(trial.rng.randbytes(file.stat().st_size))
+
+
+WAYS: dict[str, Callable[[Path, Trial], object]] = {
+    "missing": lambda file, trial: file.unlink(),
+    "truncated": _truncate,
+    "flipped": _flip,
+    "emptied": lambda file, trial: file.write_bytes(b""),
+    "garbage": _garbage,
+}
+
+
+def file_types(checkpoint: Path) -> dict[str, list[Path]]:
+    """Returns type -> its files: names with numbers and hashes left out, such as `state/ocdbt.process_/d/`."""
+    found: dict[str, list[Path]] = {}
+    for file in sorted(checkpoint.rglob("*")):
+        if file.is_file() and file.stat().st_size:
+            name = re.sub(r"[0-9a-f]{16,}", "", str(file.relative_to(checkpoint)))
+            found.setdefault(re.sub(r"\d+", "", name), []).append(file)
+    return found
+
+
+def _damages(way: str) -> None:
+    @fault(f"damage-{way}", f"a file of the newest checkpoint is {way}; its type is drawn", lost_steps=EVERY_STEPS)
+    def damage(trial: Trial) -> None:
+        trial.from_half()
+        found = file_types(trial.workdir.checkpoints / str(NEWEST))
+        drawn = trial.rng.choice(sorted(found))
+        file = trial.rng.choice(found[drawn])
+        trial.result.notes.append(f"{way}: {file.relative_to(trial.workdir.path)}")
+        WAYS[way](file, trial)
+
+
+for _way in WAYS:
+    _damages(_way)
+
+
+@fault("no-manifest", "the newest checkpoint has no manifest", lost_steps=EVERY_STEPS)
+def no_manifest(trial: Trial) -> None:
+    """A run that falls back has to say so."""
+    trial.from_half()
+    (trial.workdir.checkpoints / str(NEWEST) / files.MANIFEST).unlink()
+
+
+def _bring_back(trial: Trial) -> None:
+    shutil.rmtree(trial.workdir.checkpoints, ignore_errors=True)
+    shutil.copytree(trial.lab.half() / "checkpoints", trial.workdir.checkpoints)
+
+
+LOST = dict(refused=r"(?s)checkpoints.*--from-scratch", must_refuse=True, mend=_bring_back)
+
+
+@fault("no-manifests", "no checkpoint has a manifest", **LOST)
+def no_manifests(trial: Trial) -> None:
+    """A history without a whole checkpoint is never continued from step 0 unasked."""
+    trial.from_half()
+    for step in trial.workdir.committed():
+        (trial.workdir.checkpoints / str(step) / files.MANIFEST).unlink()
+
+
+@fault("no-checkpoints", "the folder checkpoints/ is missing, as of a disk that is not mounted", **LOST)
+def no_checkpoints(trial: Trial) -> None:
+    """The same without the folder."""
+    trial.from_half()
+    shutil.rmtree(trial.workdir.checkpoints)
+
+
+@fault("renumbered", "a checkpoint was copied to the number of a later step", lost_steps=EVERY_STEPS)
+def renumbered(trial: Trial) -> None:
+    """Its manifest names another step than its folder."""
+    trial.from_half()
+    shutil.copytree(trial.workdir.checkpoints / str(NEWEST), trial.workdir.checkpoints / "12")
+
+
+@fault("all-damaged", "every checkpoint is damaged", refused=r"(?s)checkpoints.*--from-scratch", must_refuse=True,
+       mend=_bring_back)  # fmt: skip
+def all_damaged(trial: Trial) -> None:
+    """None is whole: exit 2."""
+    trial.from_half()
+    for step in trial.workdir.committed():
+        found = file_types(trial.workdir.checkpoints / str(step))
+        _flip(found[files.MANIFEST][0], trial)

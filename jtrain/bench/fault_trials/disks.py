@@ -1,0 +1,138 @@
+"""Full and read-only disks: a small tmpfs that the harness mounts as the workdir, which takes the rights of root."""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from jtrain.bench.fault_trials.kinds import fault
+from jtrain.bench.fault_trials.recipe import NUM_STEPS
+from jtrain.bench.fault_trials.trial import Trial
+from jtrain.runtime.exit_codes import DONE, REFUSED
+
+SIZE = "64m"
+FILLER = "filler"
+
+
+def _mount(folder: Path) -> None:
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)], check=True, capture_output=True, text=True
+    )
+
+
+def _unmount(folder: Path) -> None:
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
+
+
+def cannot_mount() -> str | None:
+    """Returns why this process cannot mount a disk of its own, None if it can."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        return "a small disk can be mounted by root only"
+    folder = Path(tempfile.mkdtemp(prefix="jtrain-faults-mount-"))
+    try:
+        _mount(folder)
+        _unmount(folder)
+    except subprocess.CalledProcessError as error:
+        return f"this machine mounts no disk: {error.stderr.strip()}"
+    finally:
+        folder.rmdir()
+    return None
+
+
+def _small_disk(trial: Trial) -> None:
+    """Mounts a disk of its own as the workdir of the trial."""
+    trial.workdir.path.mkdir()
+    _mount(trial.workdir.path)
+    trial.cleanups.callback(_unmount, trial.workdir.path)
+
+
+def _fill(folder: Path) -> None:
+    """Writes until no byte is left."""
+    with open(folder / FILLER, "ab", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            with contextlib.suppress(OSError):
+                while file.write(b"\0" * size):
+                    pass
+
+
+def _free(folder: Path) -> None:
+    (folder / FILLER).unlink(missing_ok=True)
+
+
+def _printed_step(text: str) -> int:
+    """Returns the last step in an output: with a full disk there are no lines in metrics.jsonl."""
+    return max((int(step) for step in re.findall(r"^step (\d+)/", text, re.MULTILINE)), default=0)
+
+
+@fault(
+    "disk-full-briefly", "the disk is full for some steps, a save among them", needs=cannot_mount, lines_lost=True,
+    processes=(1, 2),
+)  # fmt: skip
+def disk_full_briefly(trial: Trial) -> None:
+    """The training goes on to its end by itself: saves are tried again, notes are lost with a warning."""
+    _small_disk(trial)
+    attempt = trial.start()
+    drawn = trial.rng.randint(1, NUM_STEPS - 8)
+    attempt.until(lambda: trial.workdir.last_step() >= drawn)
+    _fill(trial.workdir.path)
+    attempt.until(lambda: _printed_step(attempt.text()) >= drawn + 6, poll_s=0.01)
+    _free(trial.workdir.path)
+    attempt.wait()
+    trial.settle(attempt)
+    if set(attempt.codes.values()) != {DONE}:
+        trial.wrong(f"a disk that was full for six steps ended the run with {attempt.codes}")
+
+
+@fault(
+    "disk-full-save", "the disk is full during one save only", needs=cannot_mount, lines_lost=True, processes=(1, 2),
+)  # fmt: skip
+def disk_full_save(trial: Trial) -> None:
+    """The save is tried again, or the next one takes its place."""
+    _small_disk(trial)
+    attempt = trial.start()
+    attempt.until(trial.workdir.saving)
+    before = trial.workdir.committed()
+    _fill(trial.workdir.path)
+    attempt.until(lambda: not trial.workdir.saving() or trial.workdir.committed() != before)
+    _free(trial.workdir.path)
+    attempt.wait()
+    trial.settle(attempt)
+    if set(attempt.codes.values()) != {DONE}:
+        trial.wrong(f"a disk that was full during one save ended the run with {attempt.codes}")
+
+
+@fault(
+    "disk-full", "the disk is full and stays so", needs=cannot_mount, lines_lost=True, lost_steps=NUM_STEPS,
+    processes=(1, 2),
+)  # fmt: skip
+def disk_full(trial: Trial) -> None:
+    """The run ends with a message that names the disk; with room again the same command goes on."""
+    _small_disk(trial)
+    attempt = trial.start()
+    drawn = trial.rng.randint(1, NUM_STEPS - 8)
+    attempt.until(lambda: trial.workdir.last_step() >= drawn)
+    _fill(trial.workdir.path)
+    attempt.wait()
+    trial.settle(attempt)
+    text = attempt.text()
+    if set(attempt.codes.values()) != {REFUSED} or "Traceback" in text or str(trial.workdir.path) not in text:
+        trial.wrong(f"on a full disk the run ended with {attempt.codes}; expected 2 and a message that names the disk")
+    _free(trial.workdir.path)
+
+
+def _writable(trial: Trial) -> None:
+    subprocess.run(["mount", "-o", "remount,rw", str(trial.workdir.path)], check=True, capture_output=True)
+
+
+@fault(
+    "disk-read-only", "the workdir's disk is mounted read-only", needs=cannot_mount, must_refuse=True,
+    refused="(?s)(cannot be written|ead-only).*--workdir", mend=_writable,
+)  # fmt: skip
+def disk_read_only(trial: Trial) -> None:
+    """Refused before step 1; mounted for writing again, the same command goes on."""
+    _small_disk(trial)
+    trial.from_half()
+    subprocess.run(["mount", "-o", "remount,ro", str(trial.workdir.path)], check=True, capture_output=True)

@@ -1,0 +1,135 @@
+"""Kills (SIGKILL) of any process, or any subset, at every instant of a run."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jtrain.bench.fault_trials.kinds import fault
+from jtrain.bench.fault_trials.processes import Attempt, descendants
+from jtrain.bench.fault_trials.recipe import NUM_STEPS
+from jtrain.bench.fault_trials.trial import Trial
+
+
+def _passed(seconds: float) -> Callable[[], bool]:
+    end_s = time.monotonic() + seconds
+    return lambda: time.monotonic() > end_s
+
+
+def _kill_while(trial: Trial, attempt: Attempt, condition: Callable[[], Any], what: str) -> None:
+    """Kills at an instant at which `condition` holds; notes if there was none before the run ended."""
+    while attempt.until(condition):
+        if attempt.freeze_if(condition):
+            break
+    else:
+        trial.result.notes.append(f"the run ended before a kill {what}")
+    trial.kill(attempt)
+
+
+@fault("kill-startup", "while Python imports, processes join and the config is read")
+def kill_startup(trial: Trial) -> None:
+    """At a random time before the run has described itself in run.json."""
+    attempt = trial.start(imported=False)
+    attempt.until(_passed(trial.rng.uniform(0, trial.reference.described_s)))
+    trial.kill(attempt)
+
+
+@fault("kill-compile", "between the plan and the first step: the state is made, the step compiled")
+def kill_compile(trial: Trial) -> None:
+    """At a random time between run.json and the first logged step."""
+    attempt = trial.start()
+    attempt.until((trial.workdir.path / "run.json").exists)
+    window_s = trial.reference.first_step_s - trial.reference.described_s
+    late = _passed(trial.rng.uniform(0, window_s))
+    attempt.until(lambda: late() or trial.workdir.last_step())
+    trial.kill(attempt)
+
+
+@fault("kill-step", "in the middle of any step")
+def kill_step(trial: Trial) -> None:
+    """Up to one step's time after a drawn step was logged."""
+    attempt = trial.start()
+    drawn = trial.rng.randint(1, NUM_STEPS - 1)
+    attempt.until(lambda: trial.workdir.last_step() >= drawn)
+    attempt.until(_passed(trial.rng.uniform(0, 0.05)))
+    trial.kill(attempt)
+
+
+@fault("kill-save", "while a checkpoint is being written")
+def kill_save(trial: Trial) -> None:
+    """While a folder of an uncommitted checkpoint exists; which save, and how far into it, is drawn."""
+    attempt = trial.start()
+    past = trial.rng.choice((0, 4, 8))
+    attempt.until(lambda: max(trial.workdir.committed(), default=0) >= past)
+    attempt.until(trial.workdir.saving)
+    attempt.until(_passed(trial.rng.uniform(0, 0.05)))
+    _kill_while(trial, attempt, trial.workdir.saving, "during a save")
+
+
+@fault("kill-commit", "between the last written byte of a checkpoint and its commit")
+def kill_commit(trial: Trial) -> None:
+    """While a checkpoint has its manifest, but not its name."""
+    attempt = trial.start()
+    past = trial.rng.choice((0, 4, 8))
+    attempt.until(lambda: max(trial.workdir.committed(), default=0) >= past)
+    _kill_while(trial, attempt, trial.workdir.sealed, "between write and commit")
+
+
+@fault("kill-purge", "while an old checkpoint is being deleted")
+def kill_purge(trial: Trial) -> None:
+    """While a folder of a deletion exists: keep_last=2 makes the third and fourth save delete one."""
+    _kill_while(trial, trial.start(), trial.workdir.deleting, "during a deletion")
+
+
+@fault("kill-restore", "while a checkpoint is being read")
+def kill_restore(trial: Trial) -> None:
+    """While any process has a file of a checkpoint open."""
+    trial.from_half()
+    attempt = trial.start()
+
+    def reading() -> bool:
+        return any(trial.workdir.open_checkpoints(attempt.pids[index]) for index in attempt.running())
+
+    attempt.until(reading)
+    attempt.until(_passed(trial.rng.uniform(0, 0.05)))
+    _kill_while(trial, attempt, lambda: reading() or trial.workdir.last_step() > 0, "during a restore")
+
+
+@fault("kill-end", "after the last step: the last save, the end of the threads, the exit")
+def kill_end(trial: Trial) -> None:
+    """At a random time between the last logged step and the exit."""
+    attempt = trial.start()
+    attempt.until(lambda: trial.workdir.last_step() == NUM_STEPS)
+    attempt.until(_passed(trial.rng.uniform(0, 0.4)))
+    trial.kill(attempt)
+
+
+@fault("kill-again", "three times in a row, at any time, the restarts included")
+def kill_again(trial: Trial) -> None:
+    """Each attempt is killed before its first step, or after a drawn number of further ones."""
+    for _ in range(3):
+        attempt = trial.start()
+        first = trial.workdir.last_step()
+        more = trial.rng.randint(0, 6)
+        late = _passed(trial.rng.uniform(0, trial.reference.first_step_s))
+        attempt.until(
+            lambda more=more, first=first, late=late: late() if not more else trial.workdir.last_step() >= first + more
+        )
+        trial.kill(attempt)
+
+
+@fault("kill-loader", "a process of the data plane: a Source Loader, the Data Constructor, their forkserver")
+def kill_loader(trial: Trial) -> None:
+    """The training goes on by itself, or ends and is started again."""
+    attempt = trial.start()
+    drawn = trial.rng.randint(1, NUM_STEPS - 4)
+    attempt.until(lambda: trial.workdir.last_step() >= drawn)
+    trainers = set(attempt.pids)
+    below = {pid: name for pid, name in descendants().items() if pid not in trainers}
+    if below:
+        pid = trial.rng.choice(sorted(below))
+        trial.result.notes.append(f"killed {below[pid]}")
+        os.kill(pid, signal.SIGKILL)
+    attempt.wait()
+    trial.settle(attempt)

@@ -1,0 +1,30 @@
+"""The kinds of faults, in one list: each module below registers its own with `@fault(...)`."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from jtrain.bench.fault_trials.trial import Kind, Trial
+
+MODULES = ("kills", "damage", "notes_and_signals", "disks", "supervised", "numbers")
+
+KINDS: dict[str, Kind] = {}
+"""Name -> kind, in the order of the table."""
+
+
+def fault(name: str, what: str, **more: Any) -> Callable[[Callable[[Trial], None]], Callable[[Trial], None]]:
+    """Decorator that registers `inject(trial)` as a kind of fault; `more` are further fields of `Kind`."""
+
+    def register(inject: Callable[[Trial], None]) -> Callable[[Trial], None]:
+        assert name not in KINDS, name
+        KINDS[name] = Kind(name, what, inject, **more)
+        return inject
+
+    return register
+
+
+def register_all() -> dict[str, Kind]:
+    """Imports all modules with kinds; returns name -> kind."""
+    for name in MODULES:
+        importlib.import_module(f"jtrain.bench.fault_trials.{name}")
+    return KINDS

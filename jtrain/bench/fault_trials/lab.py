@@ -1,0 +1,92 @@
+"""Runs that all trials share, made when first needed: unbroken ones to compare with, and a half-done one to damage."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH, Recipe
+from jtrain.bench.fault_trials.workdir import Step, Workdir
+from jtrain.runtime.exit_codes import DONE
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Unbroken run, and times of its start for the faults that come at a random one.
+
+    described_s, first_step_s, end_s: from the start to run.json, to the first logged step, to the end, as a user
+      starts it.
+    """
+
+    steps: tuple[Step, ...]
+    digests: dict[str, str]
+    committed: tuple[int, ...]
+    described_s: float
+    first_step_s: float
+    end_s: float
+
+
+class Lab:
+    """Folder with the runs that trials compare with or copy.
+
+    recipe: of the trials whose kind needs no other.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        self.folder = folder
+        self.recipe = recipe
+        self._references: dict[tuple[Recipe, tuple[str, ...]], Reference] = {}
+        self._half: Path | None = None
+
+    def reference(self, recipe: Recipe, module: Sequence[str] = (LAUNCH,)) -> Reference:
+        """Runs the training unbroken, as a user starts it; once for each recipe and module.
+
+        Raises:
+          RuntimeError: the command fails without any fault.
+        """
+        key = (recipe, tuple(module))
+        if key not in self._references:
+            self._references[key] = self._measured(recipe, module)
+        return self._references[key]
+
+    def _measured(self, recipe: Recipe, module: Sequence[str]) -> Reference:
+        folder = self.folder / f"unbroken{len(self._references)}"
+        workdir = Workdir(folder / "workdir")
+        attempt = recipe.start([workdir.path], folder, imported=False, module=module)
+        attempt.until((workdir.path / "run.json").exists)
+        described_s = time.monotonic() - attempt.started_s
+        attempt.until(workdir.last_step)
+        first_step_s = time.monotonic() - attempt.started_s
+        attempt.wait()
+        end_s = time.monotonic() - attempt.started_s
+        attempt.strays()
+        if set(attempt.codes.values()) != {DONE} or not workdir.logged():
+            raise RuntimeError(f"{recipe.command(workdir.path)} failed without any fault:\n{attempt.text()}")
+        steps, committed = tuple(workdir.logged()), workdir.committed()
+        digests = workdir.digests(committed[-1], folder / "digests.log")
+        return Reference(steps, digests, committed, described_s, first_step_s, end_s)
+
+    def half(self) -> Path:
+        """Returns the workdir of a run that was killed after its second save was committed and before its third began.
+
+        Raises:
+          RuntimeError: no kill met such an instant.
+        """
+        for number in range(20):
+            if self._half is not None:
+                return self._half
+            folder = self.folder / f"half{number}"
+            workdir = Workdir(folder / "workdir")
+            attempt = self.recipe.start([workdir.path], folder)
+            attempt.until(lambda workdir=workdir: _twice_saved(workdir))
+            attempt.kill()
+            attempt.strays()
+            if _twice_saved(workdir) and not workdir.saving():
+                self._half = workdir.path
+        raise RuntimeError(f"{self.recipe.command(self.folder)} was never between its second save and its third")
+
+
+def _twice_saved(workdir: Workdir) -> bool:
+    """True if there are just two checkpoints, and at least one step after them."""
+    saved = (EVERY_STEPS, 2 * EVERY_STEPS)
+    return workdir.committed() == saved and workdir.last_step() > saved[-1]

@@ -1,0 +1,115 @@
+"""Damaged notes of a run (metrics, ledger), signals and pipes that close, two runs in one workdir, unshared folders."""
+
+import os
+import select
+import shutil
+import signal
+
+from jtrain.bench.fault_trials.kinds import fault
+from jtrain.bench.fault_trials.recipe import NUM_STEPS
+from jtrain.bench.fault_trials.trial import Trial
+from jtrain.runtime.exit_codes import DONE, REFUSED, STOPPED
+from jtrain.telemetry import metrics
+
+GARBAGE = b'{"step": 7, "loss_nats": \xff\x00 not JSON\n'
+
+
+@fault("bad-metrics", "a line of metrics.jsonl is garbage", says="metrics.jsonl")
+def bad_metrics(trial: Trial) -> None:
+    """A line in the middle of the file."""
+    trial.from_half()
+    file = trial.workdir.path / metrics.FILE
+    lines = file.read_bytes().splitlines(keepends=True)
+    lines.insert(trial.rng.randrange(len(lines) + 1), GARBAGE)
+    file.write_bytes(b"".join(lines))
+
+
+@fault("bad-ledger", "goodput.json and its lines are garbage")
+def bad_ledger(trial: Trial) -> None:
+    """All files of the ledger of wall time."""
+    trial.from_half()
+    for file in trial.workdir.path.glob("goodput.json*"):
+        with open(file, "ab") as end:
+            end.write(GARBAGE)
+
+
+def _signalled(trial: Trial, number: signal.Signals) -> None:
+    attempt = trial.start()
+    drawn = trial.rng.randint(1, NUM_STEPS - 4)
+    attempt.until(lambda: trial.workdir.last_step() >= drawn)
+    attempt.send(number, None if number == signal.SIGHUP else trial.victims())
+    attempt.wait()
+    trial.settle(attempt)
+    codes = set(attempt.codes.values())
+    if not (codes <= {STOPPED} or codes <= {DONE}):
+        trial.wrong(f"{number.name} at step {drawn}: exit codes {attempt.codes} are neither all 75 nor all 0")
+    if codes == {STOPPED} and max(trial.workdir.committed(), default=0) < trial.workdir.last_step():
+        trial.wrong(
+            f"{number.name} lost steps: checkpoints {trial.workdir.committed()}, logged {trial.workdir.last_step()}"
+        )
+
+
+@fault("sigterm", "SIGTERM to any subset of the processes: all save and exit with 75")
+def sigterm(trial: Trial) -> None:
+    """As schedulers send it before they kill."""
+    _signalled(trial, signal.SIGTERM)
+
+
+@fault("sighup", "SIGHUP to all processes: the terminal is closed")
+def sighup(trial: Trial) -> None:
+    """All save and exit with 75, or go on to the end."""
+    _signalled(trial, signal.SIGHUP)
+
+
+@fault("closed-pipe", "the reader of the output goes away, as in `| head`", processes=(1,))
+def closed_pipe(trial: Trial) -> None:
+    """A run never ends because nobody reads what it prints."""
+    pipe = trial.folder / "attempt0" / "process0.log"
+    pipe.parent.mkdir(parents=True)
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    attempt = trial.start()
+    drawn = trial.rng.randint(0, 4)
+    attempt.until(
+        lambda: (
+            select.select([reading], [], [], 0.1)[0] and os.read(reading, 4096) and trial.workdir.last_step() >= drawn
+        )
+    )
+    os.close(reading)
+    pipe.unlink()
+    attempt.wait()
+    trial.settle(attempt)
+    if attempt.codes != {0: DONE}:
+        trial.wrong(f"the run ended with {attempt.codes} when nobody read its output")
+
+
+@fault("two-runs", "the same command is started while the run goes on")
+def two_runs(trial: Trial) -> None:
+    """The second is refused and names the first, which goes on."""
+    first = trial.start()
+    first.until(lambda: trial.workdir.last_step() >= 1)
+    second = trial.start()
+    second.wait()
+    text = second.text()
+    if set(second.codes.values()) != {REFUSED} or str(first.pids[0]) not in text:
+        trial.wrong(
+            f"a second run in the same workdir ended with {second.codes} and did not name process {first.pids[0]}"
+        )
+    first.wait()
+    trial.settle(first)
+
+
+@fault("unshared", "each process has a workdir of its own", processes=(2, 4))
+def unshared(trial: Trial) -> None:
+    """Refused before step 1, in bounded time, by all processes; then the same run with one folder."""
+    folders = [trial.folder / f"host{index}" for index in range(trial.recipe.num_processes)]
+    attempt = trial.start(workdirs=folders)
+    attempt.wait()
+    trial.settle(attempt)
+    text = attempt.text()
+    if set(attempt.codes.values()) != {REFUSED} or "shared" not in text or "step 1/" in text:
+        trial.wrong(
+            f"workdirs that are not shared: exit codes {attempt.codes}, expected 2 with `shared` in the message"
+        )
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,87 @@
+"""Stopped and killed processes of a run that `--supervise` watches: named, ended, training again by itself."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from jtrain.bench.fault_trials.kinds import fault
+from jtrain.bench.fault_trials.processes import Attempt
+from jtrain.bench.fault_trials.recipe import NUM_STEPS
+from jtrain.bench.fault_trials.trial import Trial
+from jtrain.bench.fault_trials.workdir import resumed_from
+from jtrain.runtime.exit_codes import DONE
+
+
+def training_processes(supervisor: int) -> dict[int, int]:
+    """Returns the process ids of the training that a supervisor has started, by their index in the run."""
+    found = {}
+    for task in Path(f"/proc/{supervisor}/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"jtrain.launch" in command:
+                numbers = [entry.partition(b"=")[2] for entry in environ if entry.startswith(b"JTRAIN_PROCESS_ID=")]
+                found[int(numbers[0]) if numbers else 0] = int(pid)
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _hit(trial: Trial, number: signal.Signals) -> None:
+    """Sends a signal to drawn processes after a drawn step; notes when they are named, ended, and training again."""
+    attempt = trial.start(supervised=True)
+    drawn = trial.rng.randint(1, NUM_STEPS - 4)
+    attempt.until(lambda: trial.workdir.last_step() >= drawn)
+    before = training_processes(attempt.pids[0])
+    victims = [index for index in trial.victims() if index in before]
+    for index in victims:
+        os.kill(before[index], number)
+    hit_s = time.monotonic()
+    said_before = len(attempt.text())
+    trial.result.notes.append(f"{number.name} to processes {victims} of {sorted(before)}")
+
+    def note(name: str, condition: bool) -> None:
+        if condition and name not in trial.result.times_s:
+            trial.result.times_s[name] = time.monotonic() - hit_s
+
+    def training_again() -> bool:
+        said = attempt.text()[said_before:]
+        note("named", any(f"process {index}" in said for index in victims) or (len(before) == 1 and "process" in said))
+        note("ended", not any(_alive(pid) for pid in before.values()))
+        resumed = resumed_from(said) if "resumed from step" in said else None
+        note("trained", "ended" in trial.result.times_s and f"step {(resumed or 0) + 1}/" in said)
+        return "trained" in trial.result.times_s
+
+    attempt.until(training_again, poll_s=0.02)
+    attempt.wait()
+    _check(trial, attempt, victims)
+
+
+def _check(trial: Trial, attempt: Attempt, victims: list[int]) -> None:
+    trial.settle(attempt)
+    missing = [name for name in ("named", "ended", "trained") if name not in trial.result.times_s]
+    if missing:
+        trial.wrong(f"processes {victims} were never {', '.join(missing)}: {attempt.text()[-2000:]}")
+    if attempt.codes != {0: DONE}:
+        trial.wrong(f"the supervisor ended with {attempt.codes}")
+
+
+@fault("supervise-kill", "any process is killed while `--supervise` watches")
+def supervise_kill(trial: Trial) -> None:
+    """The supervisor names it, ends the others and starts the run again."""
+    _hit(trial, signal.SIGKILL)
+
+
+@fault("supervise-stop", "any process is stopped (SIGSTOP) while `--supervise` watches")
+def supervise_stop(trial: Trial) -> None:
+    """A process that hangs is named, all are ended, and the run is started again."""
+    _hit(trial, signal.SIGSTOP)

@@ -1,0 +1,265 @@
+"""One trial: a training with one fault, the same command again until it is done, and what is wrong with the result."""
+
+import contextlib
+import dataclasses
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jtrain.bench.fault_trials.lab import Lab
+from jtrain.bench.fault_trials.processes import Attempt, StillRunning, end_descendants
+from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH
+from jtrain.bench.fault_trials.workdir import Workdir, resumed_from
+from jtrain.runtime.exit_codes import DONE, FAULTY_HARDWARE, REFUSED, STOPPED
+
+MOST_ATTEMPTS = 4
+"""Times that the same command is started again after the fault."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Kind of fault.
+
+    name: as after `--only`.
+    what: what happens, for the list of kinds.
+    inject: starts the training, or takes a half-done one, and does the damage; the harness starts it again afterwards.
+    processes: numbers of processes with which it makes sense.
+    refused: regular expression that the message of a right refusal matches (it names the way out); None where the run
+      has to go on.
+    must_refuse: True if going on would be wrong.
+    mend: takes the way out that the message names; called after a right refusal.
+    says: regular expression that the output has to match; None where nothing has to be said.
+    lines_lost: True if lines of metrics.jsonl may be missing, because the fault keeps them from being written.
+    lost_steps: steps beyond one interval that the fault may take.
+    needs: returns why this machine cannot do it, None if it can.
+    """
+
+    name: str
+    what: str
+    inject: Callable[["Trial"], None]
+    processes: tuple[int, ...] = (1, 2, 4)
+    refused: str | None = None
+    must_refuse: bool = False
+    mend: Callable[["Trial"], None] | None = None
+    says: str | None = None
+    lines_lost: bool = False
+    lost_steps: int = 0
+    needs: Callable[[], str | None] = lambda: None
+
+
+@dataclasses.dataclass
+class Result:
+    """Outcome of a trial.
+
+    wrong: what is wrong, empty if nothing is.
+    lost_steps: steps that were done again.
+    recoveries: attempts that went on from a checkpoint.
+    refused: True if the run refused to start before step 1.
+    times_s: name -> seconds, such as `again`: from the start of the next attempt to its first new step.
+    """
+
+    kind: str
+    seed: int
+    num_processes: int
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    lost_steps: int = 0
+    recoveries: int = 0
+    refused: bool = False
+    skipped: str | None = None
+    seconds: float = 0.0
+    times_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    kept: Path | None = None
+
+
+class Trial:
+    """Folder, command and random numbers of one trial.
+
+    workdir: of the training.
+    reference: run to compare with.
+    recipe, module: what `start` starts; a kind may change them, and the reference, before its first attempt.
+    compared: first words of the names of the arrays whose final values are compared.
+    cleanups: called at the end of the trial.
+    """
+
+    def __init__(self, kind: Kind, lab: Lab, folder: Path, seed: int) -> None:
+        self.kind = kind
+        self.lab = lab
+        self.recipe = lab.recipe
+        self.reference = lab.reference(lab.recipe)
+        self.folder = folder
+        self.rng = random.Random(f"{kind.name} {seed}")
+        self.workdir = Workdir(folder / "workdir")
+        self.result = Result(kind.name, seed, self.recipe.num_processes)
+        self.module: tuple[str, ...] = (LAUNCH,)
+        self.compared: tuple[str, ...] = ("",)
+        self.cleanups = contextlib.ExitStack()
+        self.said = ""
+        self.attempts: list[Attempt] = []
+
+    def from_half(self) -> None:
+        """Gives the trial a workdir whose run was killed after two checkpoints."""
+        shutil.copytree(self.lab.half(), self.workdir.path, symlinks=True, dirs_exist_ok=True)
+
+    def start(self, *more: str, workdirs: Sequence[Path] = (), **how: Any) -> Attempt:
+        """Starts the training; see `Recipe.start`."""
+        how.setdefault("module", self.module)
+        logs = self.folder / f"attempt{len(self.attempts)}"
+        attempt = self.recipe.start(workdirs or [self.workdir.path], logs, *more, **how)
+        self.attempts.append(attempt)
+        return attempt
+
+    def victims(self) -> list[int]:
+        """Draws the processes that a fault hits: all of them in one third of the trials."""
+        everyone = list(range(self.recipe.num_processes))
+        if len(everyone) == 1 or self.rng.random() < 1 / 3:
+            return everyone
+        return sorted(self.rng.sample(everyone, self.rng.randint(1, len(everyone) - 1)))
+
+    def kill(self, attempt: Attempt) -> None:
+        """Kills drawn processes; what is left of the run is killed up to two seconds later, as by a scheduler."""
+        victims = self.victims()
+        attempt.kill(victims)
+        self.result.notes.append(f"killed processes {victims}")
+        end_s = time.monotonic() + self.rng.uniform(0, 2)
+        attempt.until(lambda: time.monotonic() > end_s, poll_s=0.01)
+        attempt.kill()
+        self.settle(attempt)
+
+    def settle(self, attempt: Attempt) -> None:
+        """Notes what an ended attempt said and left."""
+        for name in attempt.strays():
+            self.wrong(f"a process stayed behind: {name}")
+        text = attempt.text()
+        self.said += text
+        for index, code in attempt.codes.items():
+            if not attempt.killed and code not in (DONE, REFUSED, STOPPED, FAULTY_HARDWARE):
+                self.wrong(f"process {index} ended with {code}: {_last_lines(attempt.logs[index])}")
+
+    def wrong(self, text: str) -> None:
+        """Notes something wrong."""
+        self.result.wrong.append(text)
+
+    def run(self) -> Result:
+        """Injects the fault, starts the same command until it is done, and compares."""
+        start_s = time.monotonic()
+        self.folder.mkdir(parents=True)
+        try:
+            self.kind.inject(self)
+            self._finish()
+            self._compare()
+        except StillRunning as hang:
+            self.wrong(f"{hang}: {_last_lines(self.attempts[-1].logs[0])}")
+        finally:
+            end_descendants()
+            self.cleanups.close()
+        self.result.seconds = time.monotonic() - start_s
+        if self.result.wrong:
+            self.result.kept = self.folder
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return self.result
+
+    def again(self, *more: str) -> Attempt:
+        """Starts the same command once more, waits for its end, and counts what it did again."""
+        before, committed = self.workdir.last_step(), max(self.workdir.committed(), default=0)
+        due, newest = self._due(before), self.workdir.newest_folder()
+        attempt = self.start(*more)
+        stepped: list[float] = []
+
+        def new_step() -> bool:
+            resumed = resumed_from(attempt.text())
+            return f"step {(resumed or 0) + 1}/" in attempt.text()
+
+        if attempt.until(new_step, poll_s=0.01):
+            stepped.append(time.monotonic() - attempt.started_s)
+            self.result.times_s["again"] = max(self.result.times_s.get("again", 0.0), stepped[0])
+        attempt.wait()
+        self.settle(attempt)
+        if stepped:
+            resumed = resumed_from(attempt.text()) or 0
+            self.result.recoveries += 1
+            self.result.lost_steps = max(self.result.lost_steps, before - resumed)
+            if resumed < due - EVERY_STEPS - self.kind.lost_steps:
+                self.wrong(f"more than one interval lost: at step {before}, resumed from step {resumed}")
+            if resumed < newest and not re.search(rf"checkpoints/{newest}\b|step {newest}\b(?!/)", attempt.text()):
+                self.wrong(f"resumed from step {resumed} without a word on checkpoints/{newest}")
+            if resumed < committed and not self.kind.lost_steps:
+                self.wrong(f"resumed from step {resumed}, although the checkpoint of step {committed} is whole")
+            if resumed > committed:
+                self.wrong(f"resumed from step {resumed}, but the newest checkpoint was that of step {committed}")
+        return attempt
+
+    def _due(self, before: int) -> int:
+        """Returns the newest step up to `before` whose save may have begun: the next waits for one under way."""
+        under_way = [int(path.name.partition(".")[0]) for path in self.workdir.saving() if path.name[:1].isdecimal()]
+        return min([before // EVERY_STEPS * EVERY_STEPS, *under_way])
+
+    def _finish(self) -> None:
+        for _ in range(MOST_ATTEMPTS):
+            attempt = self.again()
+            codes = set(attempt.codes.values())
+            if codes == {DONE}:
+                break
+            if REFUSED in codes:
+                self._check_refusal(attempt)
+                if self.result.wrong or self.kind.mend is None:
+                    return
+                self.kind.mend(self)
+            elif not codes <= {DONE, STOPPED, FAULTY_HARDWARE}:
+                return
+        else:
+            self.wrong(f"not done after {MOST_ATTEMPTS} starts of the same command")
+        if self.kind.must_refuse and not self.result.refused:
+            self.wrong("the run went on where it has to refuse")
+        if self.kind.says is not None and not re.search(self.kind.says, self.said):
+            self.wrong(f"nothing in the output matches {self.kind.says!r}")
+
+    def _check_refusal(self, attempt: Attempt) -> None:
+        """A refusal comes before step 1, without a traceback, and names the way out; then it is taken."""
+        self.result.refused = True
+        text = attempt.text()
+        message = text[text.rfind("error:") :].strip()
+        if self.kind.refused is None:
+            self.wrong(f"refused: {message}")
+        elif not re.search(self.kind.refused, message, re.DOTALL):
+            self.wrong(f"refused without the way out (expected {self.kind.refused!r}): {message}")
+        if re.search(r"^step \d+/", text, re.MULTILINE):
+            self.wrong("refused after a step")
+        if "Traceback" in text:
+            self.wrong(f"a traceback: {_last_lines(attempt.logs[0])}")
+
+    def _compare(self) -> None:
+        if self.result.wrong or (self.result.refused and self.kind.mend is None):
+            return
+        want = {step.step: step for step in self.reference.steps}
+        got = self.workdir.logged()
+        numbers = [step.step for step in got]
+        if numbers != sorted(set(numbers)):
+            self.wrong(f"lines of metrics.jsonl are not one per step: {numbers}")
+        if not self.kind.lines_lost and set(numbers) != set(want):
+            self.wrong(f"lines of metrics.jsonl are missing: steps {sorted(set(want) - set(numbers))}")
+        for step in got:
+            if step != want.get(step.step):
+                self.wrong(f"step {step.step} diverges: {step}, unbroken: {want.get(step.step)}")
+                break
+        want_committed = self.reference.committed
+        if self.workdir.committed() != want_committed:
+            self.wrong(f"checkpoints {self.workdir.committed()}, unbroken: {want_committed}")
+            return
+        got_digests = self.workdir.digests(want_committed[-1], self.folder / "digests.log")
+        want_digests = self.reference.digests
+        names = [name for name in {**want_digests, **got_digests} if name.startswith(self.compared)]
+        leaves = [name for name in names if want_digests.get(name) != got_digests.get(name)]
+        if leaves:
+            self.wrong(f"the final state diverges in {len(leaves)} of {len(names)} arrays, such as {leaves[:3]}")
+
+
+def _last_lines(log: Path, count: int = 6) -> str:
+    with contextlib.suppress(OSError):
+        return " | ".join(log.read_text(errors="replace").strip().splitlines()[-count:])
+    return ""

@@ -1,0 +1,128 @@
+"""Workdir of a trial as an observer sees it: logged steps, checkpoints, and saves and deletions under way."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+from jtrain.bench.fault_trials import processes
+from jtrain.checkpoint import files
+from jtrain.telemetry import metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Logged results of one step; `loss` keeps every bit (the text in the file)."""
+
+    step: int
+    loss: str
+    batch_hash: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Workdir:
+    """A run's folder, which other processes change at any time."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def logged(self) -> list[Step]:
+        """Returns all steps in metrics.jsonl in the order of its lines; lines that cannot be read are left out."""
+        found = []
+        try:
+            text = (self.path / metrics.FILE).read_bytes()
+        except OSError:
+            return []
+        for line in text.rpartition(b"\n")[0].splitlines():
+            try:
+                values = json.loads(line, parse_float=str)
+                found.append(Step(values["step"], values["loss_nats"], values["batch_hash"]))
+            except (ValueError, KeyError, TypeError):
+                continue
+        return found
+
+    def last_step(self) -> int:
+        """Returns the highest logged step, 0 without one."""
+        return max((step.step for step in self.logged()), default=0)
+
+    def committed(self) -> tuple[int, ...]:
+        """Returns the steps of the checkpoints that count as complete."""
+        return files.steps(self.checkpoints)
+
+    def newest_folder(self) -> int:
+        """Returns the highest step that any folder is named after, complete or not; 0 without one."""
+        return max((int(path.name) for path in self._folders() if path.name.isdecimal()), default=0)
+
+    def saving(self) -> tuple[Path, ...]:
+        """Returns the folders of saves under way, or left by interrupted ones."""
+        return tuple(path for path in self._folders() if not path.name.isdecimal() and not _set_aside(path.name))
+
+    def sealed(self) -> tuple[Path, ...]:
+        """Returns the folders of saves whose files are all written, manifest included, and which are not committed."""
+        return tuple(path for path in self.saving() if (path / files.MANIFEST).exists())
+
+    def deleting(self) -> tuple[Path, ...]:
+        """Returns the folders of deletions under way."""
+        return tuple(path for path in self._folders() if path.name.endswith(".deleted"))
+
+    def _folders(self) -> list[Path]:
+        try:
+            return [Path(entry.path) for entry in os.scandir(self.checkpoints) if entry.is_dir()]
+        except OSError:
+            return []
+
+    def open_checkpoints(self, pid: int) -> list[Path]:
+        """Returns the files of checkpoints that a process has open."""
+        found = []
+        folder = str(self.checkpoints.resolve())
+        try:
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                target = os.readlink(entry.path)
+                if target.startswith(folder):
+                    found.append(Path(target))
+        except OSError:
+            return []
+        return found
+
+    def digests(self, step: int, log: Path) -> dict[str, str]:
+        """Returns leaf -> hash of its bytes, dtype and shape, for the state in the checkpoint of `step`."""
+        text = processes.in_fork(lambda: _print_digests(self.checkpoints / str(step) / files.STATE), log)
+        return json.loads(text.splitlines()[-1])
+
+
+def resumed_from(text: str) -> int | None:
+    """Returns the step that an attempt's output says it resumed from; None if it began at step 0."""
+    found = re.findall(r"resumed from step (\d+)", text)
+    return int(found[-1]) if found else None
+
+
+def _set_aside(name: str) -> bool:
+    return re.search(r"\.(deleted|damaged|doubtful)", name) is not None
+
+
+def _print_digests(path: Path) -> int:
+    """Prints the hashes of all arrays at `path`, read as NumPy arrays without devices."""
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    jax.config.update("jax_platforms", "cpu")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        tree = reader.metadata(path).item_metadata.tree
+        restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        state = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=restore_args))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    digests = {}
+    for keys, leaf in leaves:
+        array = np.ascontiguousarray(leaf)
+        body = repr((array.dtype.name, array.shape)).encode() + array.tobytes()
+        digests[jax.tree_util.keystr(keys, simple=True, separator=".")] = hashlib.blake2b(
+            body, digest_size=16
+        ).hexdigest()
+    print("\n" + json.dumps(digests))
+    return 0

@@ -1,0 +1,130 @@
+"""Faults that a training survives: kills, damaged files and disks, bad numbers, stopped processes; nothing may be lost.
+
+    python -m jtrain.bench faults --trials 40 --seed 0
+    python -m jtrain.bench faults --trials 40 --seed 0 --processes 2 --only kill-save,kill-commit
+    python -m jtrain.bench faults --trials 3 --seed 7 --config my_config.py --workdir /scratch/faults
+
+Each trial starts a real training, injects one fault, starts the same command again as a user would, until it is done,
+and compares with an unbroken run of the same config: loss and batch of every step, every array of the final state, the
+checkpoints, the processes that stayed. Trial i has the seed S + i: its printed command repeats it alone. Exit code 1 if
+anything was lost. Without --config the model is small and runs on emulated CPU devices; docs/faults.md lists the kinds.
+"""
+
+import argparse
+import glob
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from jtrain.bench import Row
+from jtrain.errors import UserError
+
+PRINTS = True
+"""This benchmark prints a table of its own."""
+MUST_MEET = True
+"""Exit code 1 if a row misses its bar."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--trials", type=int, default=20, help="faults to inject (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first trial (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=1, choices=(1, 2, 4), help="of one training, on this machine")
+    parser.add_argument("--only", metavar="KIND,...", help="these kinds of faults; `list` lists them")
+    parser.add_argument("--config", metavar="NAME", help="train this config instead of a small one (16 steps of it)")
+    parser.add_argument("--workdir", type=Path, metavar="DIR", help="where the trials live (default: a temporary one)")
+
+
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    """Runs the trials one after another; prints a line for each, then a table, and yields rows for `--json`."""
+    from jtrain.bench.fault_trials import processes, recipe, table  # lazy: they import jax
+    from jtrain.bench.fault_trials.kinds import register_all
+    from jtrain.bench.fault_trials.lab import Lab
+    from jtrain.bench.fault_trials.trial import Result, Trial
+    from jtrain.runtime.platform import ACCELERATOR_FILES
+
+    kinds = register_all()
+    if args.only == "list":
+        print("\n".join(f"{name:18} {kind.what}" for name, kind in kinds.items()))
+        return
+    if args.trials < 1:
+        raise UserError(f"--trials {args.trials} must be at least 1.")
+    names = chosen(args.only, {name: kind.processes for name, kind in kinds.items()}, args.processes)
+    folder = made(args.workdir)
+    accelerator = any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)
+    how = recipe.of_config(args.config, args.processes, accelerator=accelerator)
+    recipe.set_environment(how)
+    processes.adopt_orphans()
+    results: list[Result] = []
+    try:
+        lab = Lab(folder, how)
+        unbroken = lab.reference(how)
+        print(f"unbroken: {how.command(folder / 'workdir')}: {unbroken.end_s:.1f} s", flush=True)
+        for seed, name in drawn(names, args.trials, args.seed):
+            kind = kinds[name]
+            reason = kind.needs()
+            if reason is None:
+                results.append(Trial(kind, lab, folder / f"{name}-{seed}", seed).run())
+            else:
+                results.append(Result(name, seed, args.processes, skipped=reason))
+            print(table.line(results[-1], of_config=args.config), flush=True)
+    finally:
+        processes.end_descendants()
+        if args.workdir is None and not any(result.wrong for result in results):
+            shutil.rmtree(folder, ignore_errors=True)
+    print("", *table.lines(results, kinds, of_config=args.config), sep="\n")
+    yield from table.rows(results)
+
+
+def chosen(only: str | None, kinds: dict[str, tuple[int, ...]], num_processes: int) -> list[str]:
+    """Returns the kinds of `--only`, or all that make sense with this number of processes.
+
+    Raises:
+      UserError: an unknown kind, or one that needs another number of processes.
+    """
+    if only is None:
+        return [name for name, counts in kinds.items() if num_processes in counts]
+    names = [name.strip() for name in only.split(",")]
+    for name in names:
+        if name not in kinds:
+            raise UserError(f"--only {name}: there is no such kind of fault. There are: {', '.join(kinds)}.")
+        if num_processes not in kinds[name]:
+            counts = " or ".join(map(str, kinds[name]))
+            raise UserError(f"--only {name} needs --processes {counts}, not {num_processes}.")
+    return names
+
+
+def drawn(names: list[str], trials: int, seed: int) -> Iterator[tuple[int, str]]:
+    """Yields (seed, kind) of each trial: all kinds in a drawn order, then all again in another, and so on."""
+    order: list[str] = []
+    rng = random.Random(seed)
+    for index in range(trials):
+        if not order:
+            order = rng.sample(names, len(names))
+        yield seed + index, order.pop()
+
+
+def made(workdir: Path | None) -> Path:
+    """Returns a new folder for the trials.
+
+    Raises:
+      UserError: it cannot be made, or holds something.
+    """
+    if workdir is None:
+        return Path(tempfile.mkdtemp(prefix="jtrain-faults-"))
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        probe = workdir / "writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"--workdir {workdir} cannot be written to ({error.strerror}). Choose a folder on a disk with room."
+        ) from error
+    if any(workdir.iterdir()):
+        raise UserError(
+            f"--workdir {workdir} is not empty. Choose a new folder: the trials delete what they made there."
+        )
+    return workdir.absolute()

@@ -1,0 +1,322 @@
+"""Restores checkpoints: the newest whole one at the start of a run, or one that the user names.
+
+A checkpoint is damaged if its files are not those that its manifest lists, or cannot be read although other checkpoints
+can. A disk or store that does not answer is no damage: then nothing is renamed, and the run does not start.
+
+All processes make the same calls and get the same results: each hashes its share of the files, and they exchange what
+they found.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from jtrain.checkpoint import files
+from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf
+from jtrain.runtime import multihost
+
+MAX_NAMED_LEAVES = 10
+
+_DAMAGE = {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP}
+"""Errors that tell of a damaged file, folder or disk block; all others tell of a disk or store that does not answer."""
+
+_OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|out of memory|Out of memory")
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """Checkpoint that a run goes on from; without any, the step is 0, and the two states are None.
+
+    said: one line for each checkpoint that was passed over, for the user to read.
+    """
+
+    step: int = 0
+    state: Any = None
+    data_state: dict[str, Any] | None = None
+    said: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _PassedOver:
+    """Checkpoint that is not restored: its step, why, and True if its files differ from what was saved."""
+
+    step: int
+    why: tuple[str, ...]
+    damaged: bool
+
+
+def restore_newest(folder: Path, like: Any, *, from_scratch: bool = False) -> Restored:
+    """Reads the newest whole checkpoint in `folder`, or none if there is no checkpoint at all.
+
+    Newer ones that are damaged are renamed to `<step>.damaged`, once a whole one was read: they are never deleted, and
+    never read again.
+
+    Args:
+      like: as in `restore`.
+      from_scratch: if no checkpoint is whole, renames them all and reads none.
+
+    Raises:
+      CheckpointError: no checkpoint is whole; the newest whole one is of another model or optimizer; or the disk or
+        store cannot be read.
+    """
+    passed: list[_PassedOver] = []
+    lost = _listed(folder, files.lost_manifests)
+    passed += [_PassedOver(step, (f"{files.MANIFEST} is missing",), damaged=True) for step in lost]
+    for step in reversed(_listed(folder, files.steps)):
+        manifest, wrong = _checked(folder / str(step), verify=True)
+        if wrong or manifest is None:
+            passed.append(_PassedOver(step, wrong, damaged=True))
+            continue
+        wanted = like(manifest.leaves) if callable(like) else like
+        _check_same(folder / str(step), manifest.leaves, wanted)
+        state, unread = _read(folder / str(step), wanted)
+        if unread:  # because of damage since the check, or because a disk or store failed for a moment
+            _, wrong = _checked(folder / str(step), verify=True)
+            state, unread = (None, wrong) if wrong else _read(folder / str(step), wanted)
+        if unread:
+            passed.append(_PassedOver(step, unread, damaged=bool(wrong)))
+            continue
+        said = [*_moved_away(folder, [bad for bad in passed if bad.step > step], then=f"going on from step {step}")]
+        said += [_lost_line(folder, bad) for bad in passed if bad.step < step]
+        said += _missing_newest(folder, step, passed)
+        return Restored(step, state, read_data_state(folder, step), tuple(said))
+    if not passed:
+        return Restored()
+    if from_scratch:
+        return Restored(said=tuple(_moved_away(folder, passed, then="beginning at step 0")))
+    raise _none_whole(folder, passed)
+
+
+def restore(folder: Path, step: int, like: Any, *, verify: bool = True) -> tuple[Any, dict[str, Any]]:
+    """Reads the state and data state of a checkpoint; the state gets the shapes, dtypes and shardings of `like`.
+
+    Any layout can restore a checkpoint of any other; each device reads and holds only its own part. A leaf saved in
+    another floating-point dtype is rounded to nearest even.
+
+    Args:
+      step: one of `files.steps(folder)`.
+      like: pytree of `jax.ShapeDtypeStruct` with shardings, of the same structure as the saved state; or a function
+        that makes it from the saved leaves.
+      verify: hash every file first, divided among the processes: about 1 s per GB and thread, with 8 threads.
+        Otherwise only missing files and wrong sizes are found before reading.
+
+    Raises:
+      CheckpointError: there is no such checkpoint; it is of another model or optimizer (the message lists the leaves
+        that differ); or it is damaged (the message says how to go back to an older one).
+    """
+    path, manifest = open_step(folder, step, verify=verify)
+    like = like(manifest.leaves) if callable(like) else like
+    _check_same(path, manifest.leaves, like)
+    state, unread = _read(path, like)
+    if unread:
+        raise _damaged(folder, step, unread)
+    return state, read_data_state(folder, step)
+
+
+def restore_part(folder: Path, step: int, like: dict[str, Any], *, verify: bool = True) -> dict[str, Any]:
+    """Reads some branches of the state, such as `{"params": ...}`, and no others; see `restore`."""
+    path, manifest = open_step(folder, step, verify=verify)
+    branches = tuple(f"{name}." for name in like)
+    saved = {name: leaf for name, leaf in manifest.leaves.items() if f"{name}.".startswith(branches)}
+    _check_same(path, saved, like)
+    state, unread = _read(path, like, only_some=True)
+    if unread:
+        raise _damaged(folder, step, unread)
+    return state
+
+
+def open_step(folder: Path, step: int, *, verify: bool) -> tuple[Path, Manifest]:
+    """Returns the folder and the manifest of a checkpoint after checking its files.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    there = files.steps(folder)
+    if step not in there:
+        have = f"steps {', '.join(map(str, there))}" if there else "none"
+        raise CheckpointError(f"No complete checkpoint of step {step} in {folder}, which has {have}.")
+    manifest, wrong = _checked(folder / str(step), verify=verify)
+    if wrong or manifest is None:
+        raise _damaged(folder, step, wrong)
+    return folder / str(step), manifest
+
+
+def read_data_state(folder: Path, step: int) -> dict[str, Any]:
+    """Returns the data state that was saved with `step`."""
+    return json.loads(in_process_zero(lambda: (folder / str(step) / files.DATA).read_text(), folder))
+
+
+def _listed(folder: Path, listing: Callable[[Path], Iterable[int]]) -> list[int]:
+    """Returns the steps that `listing` finds in process 0."""
+    found = in_process_zero(lambda: ",".join(map(str, listing(folder))), folder)
+    return [int(step) for step in found.split(",") if step]
+
+
+def in_process_zero(action: Callable[[], str], folder: Path) -> str:
+    """Returns in every process what `action` returns in process 0.
+
+    Raises:
+      CheckpointError: `action` failed there.
+    """
+    text, failed = "", False
+    if multihost.process_index() == 0:
+        try:
+            text = action()
+        except Exception as error:  # clients of stores raise many types
+            text, failed = f"{type(error).__name__}: {error}", True
+    text = multihost.gather_texts(text)[0]
+    if multihost.agree(failed)[0]:
+        raise CheckpointError(
+            f"{folder} cannot be used now ({text}). No checkpoint was deleted: check the disk, the network or the "
+            "credentials, and run the same command again."
+        )
+    return text
+
+
+def _checked(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[str, ...]]:
+    """Returns the manifest of a checkpoint, and one line for each damaged file that any process found.
+
+    Raises:
+      CheckpointError: some process cannot read the disk or store, or sees other files than the others do.
+    """
+    manifest, wrong, unreadable = None, [], ""
+    share = (multihost.process_index(), multihost.process_count())
+    try:
+        manifest = files.read_manifest(path)
+        wrong = files.damage(path, manifest, hashes=False)
+        if verify and not wrong:
+            wrong = files.damage(path, manifest, share=share)
+    except CheckpointError as error:
+        wrong = [str(error)]
+    except Exception as error:  # clients of stores raise many types
+        if _is_damage(error):
+            wrong = [f"{type(error).__name__}: {error}"]
+        else:
+            unreadable = f"{type(error).__name__}: {error}"
+    if away := [text for text in multihost.gather_texts(unreadable) if text]:
+        raise CheckpointError(
+            f"{path} cannot be read now ({away[0]}). Nothing was renamed, since this says nothing about the files: "
+            "check the disk, the network or the credentials, and run the same command again."
+        )
+    found = multihost.gather_texts("\n".join(wrong))
+    return manifest, tuple(dict.fromkeys(line for text in found for line in text.splitlines()))
+
+
+def _is_damage(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in _DAMAGE
+
+
+def _read(path: Path, like: Any, *, only_some: bool = False) -> tuple[Any, tuple[str, ...]]:
+    """Returns the state, and no line; or None, and one line for each process that could not read its part."""
+    from jtrain.checkpoint import orbax_io
+
+    state, failure = None, ""
+    try:
+        state = orbax_io.restore(path / files.STATE, like, only_some=only_some)
+    except Exception as error:  # Orbax and TensorStore raise many types
+        if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
+            raise
+        failure = " ".join(f"{type(error).__name__}: {error}".split())
+    failures = tuple(dict.fromkeys(text for text in multihost.gather_texts(failure) if text))
+    return (None, failures) if failures else (state, ())
+
+
+def _moved_away(folder: Path, passed: list[_PassedOver], *, then: str) -> list[str]:
+    """Renames checkpoints that are passed over; returns one line for each."""
+
+    def move() -> str:
+        said: list[str] = []
+        for bad in passed:
+            name = files.set_aside(folder, bad.step)
+            what = "is damaged" if bad.damaged else "cannot be read, although all its hashes match"
+            said.append(
+                f"WARNING: the checkpoint of step {bad.step} {what} ({_listed_lines(bad.why, '; ')}): it was set aside "
+                f"as {folder / name}, {then}."
+            )
+        return "\n".join(said)
+
+    return in_process_zero(move, folder).splitlines()
+
+
+def _lost_line(folder: Path, bad: _PassedOver) -> str:
+    return f"WARNING: {folder / str(bad.step)} holds arrays but no {files.MANIFEST}: it is no checkpoint, and not read."
+
+
+def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[str]:
+    """Returns a line if a newer checkpoint than any that is here was committed, with no trace of it left."""
+    last = files.last_commit(folder)
+    if last is None or last <= step or any(bad.step >= last for bad in passed):
+        return []
+    return [
+        f"WARNING: this run committed a checkpoint of step {last}, which is no longer in {folder}: going on from step "
+        f"{step}."
+    ]
+
+
+def _none_whole(folder: Path, passed: list[_PassedOver]) -> CheckpointError:
+    said = "\n".join(f"  step {bad.step}: {_listed_lines(bad.why, '; ')}" for bad in sorted(passed, key=_by_step))
+    return CheckpointError(
+        f"No checkpoint in {folder} is whole:\n{said}\nNothing was changed. Restore the files from a copy and run the "
+        "same command again, or add --from-scratch to set these aside and begin at step 0."
+    )
+
+
+def _by_step(bad: _PassedOver) -> int:
+    return bad.step
+
+
+def _listed_lines(lines: tuple[str, ...], between: str) -> str:
+    more = f"{between}and {len(lines) - MAX_NAMED_LEAVES} more" if len(lines) > MAX_NAMED_LEAVES else ""
+    return between.join(lines[:MAX_NAMED_LEAVES]) + more
+
+
+def _damaged(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError:
+    """Returns the error for a damaged checkpoint; hashes older ones until it finds an intact one to name."""
+    path = folder / str(step)
+    for older in reversed([other for other in files.steps(folder) if other < step]):
+        other = folder / str(older)
+        with contextlib.suppress(CheckpointError):
+            if not files.damage(other, files.read_manifest(other)):
+                way = (
+                    f"The checkpoint of step {older} is intact (all hashes match). To use it, name it with --step, or "
+                    f"move the damaged one away: mv {path} {path}.damaged"
+                )
+                break
+    else:
+        way = f"No older checkpoint in {folder} is intact: restore the files from a copy, or start a new run."
+    return CheckpointError(f"The checkpoint {path} is damaged:\n  {_listed_lines(wrong, '\n  ')}\n{way}")
+
+
+def _check_same(path: Path, saved: dict[str, ManifestLeaf], like: Any) -> None:
+    from jtrain.checkpoint import orbax_io
+
+    wanted = orbax_io.leaves(like)
+    lines = tuple(
+        f"{name}: {_shown(saved.get(name))} in the checkpoint, {_shown(wanted.get(name))} in this run"
+        for name in dict.fromkeys([*wanted, *saved])
+        if name not in saved or name not in wanted or not _compatible(saved[name], wanted[name])
+    )
+    if not lines:
+        return
+    kinds = {"opt_state": "optimizer", "scaling": "precision.matmul_dtype"}
+    found = {kinds.get(line.partition(".")[0], "model") for line in lines}
+    what = found.pop() if len(found) == 1 else "model"
+    field = what if "." in what else f"{what}.*"
+    raise CheckpointError(
+        f"The checkpoint {path} is of another {what}: {len(lines)} of {len(wanted)} leaves differ.\n  "
+        f"{_listed_lines(lines, '\n  ')}\nSet {field} as in {path / files.CONFIG}, or choose another --workdir."
+    )
+
+
+def _compatible(saved: ManifestLeaf, wanted: ManifestLeaf) -> bool:
+    floating = all(leaf.dtype.startswith(("float", "bfloat")) for leaf in (saved, wanted))
+    return saved.shape == wanted.shape and (saved.dtype == wanted.dtype or floating)
+
+
+def _shown(leaf: ManifestLeaf | None) -> str:
+    return "nothing" if leaf is None else str(leaf)

@@ -1,0 +1,86 @@
+"""Proof at a start that all processes of a run see one workdir and can write to it."""
+
+import contextlib
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from jtrain.errors import UserError
+from jtrain.runtime import multihost
+
+PATIENCE_S = 60.0
+"""Time for a network file system to show a file that another host wrote: NFS keeps listings for up to 60 s."""
+
+_POLL_S = 0.05
+_WAY_OUT = (
+    "Set --workdir to a folder that all hosts share (NFS, Lustre, ...), or to gs://bucket/run or s3://bucket/run."
+)
+
+
+def check_shared(folder: Path, *, patience_s: float = PATIENCE_S) -> None:
+    """Checks that every process can write to `folder`, and that process 0 and each other process see the same one.
+
+    Each process writes a file with a random token of process 0, reads the file of process 0, and process 0 reads all.
+    All processes must call it, and all raise the same error.
+
+    Args:
+      folder: a folder on a disk, created if missing, or in an object store.
+      patience_s: time to wait for files of other processes to appear.
+
+    Raises:
+      UserError: some process cannot write there, or does not see what process 0 writes.
+    """
+    index, count = multihost.process_index(), multihost.process_count()
+    token = multihost.gather_texts(secrets.token_hex(8))[0]
+    names = [f".probe-{token}-{process}" for process in range(count)]
+    failed = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / names[index]).write_text(token)
+    except Exception as error:  # clients of object stores raise many types
+        failed = f"{type(error).__name__}: {error}"
+    wrote = multihost.gather_texts(failed)
+    hosts = multihost.gather_texts(socket.gethostname())
+    if not any(wrote):
+        end_s = time.monotonic() + patience_s
+        wanted = range(count) if index == 0 else [0]
+        unseen = [process for process in wanted if not _appears(folder / names[process], token, end_s)]
+        failed = ",".join(map(str, unseen))
+    unseen_by = multihost.gather_texts(failed)  # also keeps the files until every process has read them
+    _remove(folder / names[index])
+    if any(wrote):
+        process = next(number for number, text in enumerate(wrote) if text)
+        who = "" if count == 1 else f" by process {process} on host {hosts[process]}"
+        raise UserError(
+            f"--workdir {folder} cannot be written to{who} ({wrote[process]}). Fix the cause, or choose another "
+            "--workdir."
+        )
+    apart = sorted(
+        {int(other) for text in unseen_by[:1] for other in text.split(",") if other}
+        | {process for process, text in enumerate(unseen_by) if process and text}
+    )
+    if apart:
+        others = ", ".join(f"process {process} on host {hosts[process]}" for process in apart)
+        raise UserError(
+            f"--workdir {folder} is not one shared folder: process 0 on host {hosts[0]} and {others} do not see each "
+            f"other's files there, after waiting for {patience_s:.0f} s. {_WAY_OUT}"
+        )
+
+
+def _appears(file: Path, token: str, end_s: float) -> bool:
+    """True if the file of another process can be read, with its token, before `end_s` on the monotonic clock."""
+    while True:
+        try:
+            if file.read_text() == token:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_POLL_S)
+
+
+def _remove(file: Path) -> None:
+    with contextlib.suppress(Exception):  # 16 bytes that nothing reads
+        file.unlink()

@@ -1,0 +1,143 @@
+"""Guard of the train step: an update from bad numbers is not applied, decided on the device without the host.
+
+Numbers are bad if the loss or the gradient norm is not finite, or is far above its values of the last steps:
+
+    bound = median + sigmas * max(1.4826 * MAD, floor * median)
+
+MAD is the median absolute deviation from the median; 1.4826 MAD estimates the standard deviation of a normal
+distribution, and a few outliers do not move either. Only values above the bound are bad: a loss that falls is not.
+The history takes in every finite value, bad ones too, so that a lasting change of level becomes normal.
+
+Source: the rolling window and the 6 sigma are those of OLMo-core's SkipStepOptimizer, which uses mean and deviation.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jtrain.errors import UserError
+
+WINDOW = 128
+"""Number of recent steps whose losses and gradient norms are the history."""
+
+ENOUGH = 64
+"""Values that the history needs before its bounds hold."""
+
+FLOORS = (0.02, 0.25)
+"""Smallest spread, as a share of the median, of the loss and of the gradient norm. A smooth loss has a very small MAD,
+and its ordinary noise would exceed any multiple; gradient norms are skewed upwards, and clipping handles those."""
+
+LEFT_OUT = 32
+"""Steps whose batch can be left out ahead of time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardSpec:
+    """Handling of bad numbers: a loss or gradient norm that is not finite or far above the recent ones.
+
+    A bad update is never applied, and the run does not stop for it on the device. What follows is decided here.
+
+    on_bad: `skip` goes on with the next batch, and goes back only if bad steps repeat; `rollback` goes back to the last
+      checkpoint at once, to see whether the same numbers come again; `stop` ends the run.
+    sigmas: a value is bad above the median of the last 128 plus this many deviations. None: only if not finite.
+    max_skips: bad steps among the last 128 at which `skip` goes back to the last checkpoint too.
+    max_rollbacks: times that a run goes back with fewer than 128 steps between, before it stops.
+    """
+
+    on_bad: Literal["skip", "rollback", "stop"] = "skip"
+    sigmas: float | None = 6.0
+    max_skips: int = 8
+    max_rollbacks: int = 3
+
+    def __post_init__(self) -> None:
+        if self.on_bad not in ("skip", "rollback", "stop"):
+            raise UserError(f"guard.on_bad={self.on_bad!r} must be skip, rollback or stop.")
+        if self.sigmas is not None and not 0 < self.sigmas < float("inf"):
+            raise UserError(
+                f"guard.sigmas={self.sigmas} must be above 0 and finite, or None to check only for NaN and infinity."
+            )
+        for field, most in (("max_skips", WINDOW), ("max_rollbacks", LEFT_OUT)):
+            value = getattr(self, field)
+            if not 1 <= value <= most:
+                raise UserError(f"guard.{field}={value} must be from 1 to {most}.")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GuardState:
+    """Part of the train state that the guard reads and writes; the same in every layout.
+
+    history: [2, WINDOW] f32, losses and gradient norms; step k is in column (k - 1) % WINDOW. NaN where there is none.
+    skipped: updates that were not applied so far, int32.
+    left_out: [LEFT_OUT] int32, steps whose update is not applied, whatever their numbers; 0 for no step.
+    since: int32; the bounds of later steps use only values after this step.
+    """
+
+    history: Any
+    skipped: Any
+    left_out: Any
+    since: Any
+
+
+def first_guard() -> GuardState:
+    """Returns the guard's state before the first step."""
+    zero = jnp.zeros((), jnp.int32)
+    return GuardState(jnp.full((2, WINDOW), jnp.nan, jnp.float32), zero, jnp.zeros(LEFT_OUT, jnp.int32), zero)
+
+
+def judged(
+    guard: GuardState, step: Int[Array, ""], loss: Float[Array, ""], norm: Float[Array, ""], *, sigmas: float | None
+) -> tuple[GuardState, dict[str, Array]]:
+    """Judges the numbers of a step.
+
+    Args:
+      step: updates completed before this one, int32.
+      sigmas: `GuardSpec.sigmas`.
+
+    Returns:
+      The next state, and metrics: `applied`, True if the update is to be applied; `bounds`, of loss and gradient norm,
+      infinite where there is none; `skipped_updates`, updates that were not applied so far.
+    """
+    number = step + 1
+    value_2 = jnp.stack([loss, norm]).astype(jnp.float32)
+    bound_2 = jnp.full(2, jnp.inf, jnp.float32) if sigmas is None else _bounds(guard, number, sigmas)
+    good = jnp.all(jnp.isfinite(value_2) & (value_2 <= bound_2))
+    applied = good & ~jnp.any(guard.left_out == number)
+    kept_21 = jnp.where(jnp.isfinite(value_2), value_2, jnp.nan)[:, None]
+    history = jax.lax.dynamic_update_slice(guard.history, kept_21, (0, step % WINDOW))
+    skipped = guard.skipped + (~applied).astype(jnp.int32)
+    new = dataclasses.replace(guard, history=history, skipped=skipped)
+    return new, {"applied": applied, "bounds": bound_2, "skipped_updates": skipped}
+
+
+def _bounds(guard: GuardState, number: Int[Array, ""], sigmas: float) -> Float[Array, "2"]:
+    """Computes the bounds of step `number` from the values of the steps before it; infinite while there are too few."""
+    column = jnp.arange(WINDOW)
+    recorded = number - 1 - (number - 2 - column) % WINDOW
+    counts = (recorded > guard.since) | (number <= guard.since)
+    value = jnp.where(counts[None], guard.history, jnp.nan)
+    middle = _median(value)
+    spread = 1.4826 * _median(jnp.abs(value - middle[:, None]))
+    bound = middle + sigmas * jnp.maximum(spread, jnp.asarray(FLOORS, jnp.float32) * middle)
+    return jnp.where(jnp.sum(jnp.isfinite(value), axis=1) >= ENOUGH, bound, jnp.inf)
+
+
+def _median(value: Float[Array, "2 W"]) -> Float[Array, "2"]:
+    """Median of the values of each row that are not NaN."""
+    ordered = jnp.sort(value, axis=1)  # NaN comes last
+    count = jnp.sum(~jnp.isnan(value), axis=1, keepdims=True)
+    middle = jnp.concatenate([jnp.maximum(count - 1, 0) // 2, jnp.minimum(count // 2, value.shape[1] - 1)], axis=1)
+    return jnp.mean(jnp.take_along_axis(ordered, middle, axis=1), axis=1)
+
+
+def not_finite(tree: Any) -> Int[Array, ""]:
+    """Counts the elements of floating-point arrays that are NaN or infinite."""
+    counts = [
+        jnp.sum(~jnp.isfinite(x), dtype=jnp.int32)
+        for x in jax.tree.leaves(tree)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    return sum(counts, jnp.zeros((), jnp.int32))

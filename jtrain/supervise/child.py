@@ -1,0 +1,174 @@
+"""One training process, as its supervisor sees it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from jtrain.supervise.heart import STACKS_SIGNAL, VARIABLE, Beat
+from jtrain.supervise.verdict import Watched
+
+_OUTPUT = threading.Lock()
+
+
+class Child:
+    """A training process with a session of its own, so that it ends together with its loaders and constructors.
+
+    Args:
+      command: argument vector.
+      environ: its environment.
+      index: number of the process; None if only the process itself will know it.
+      host: name of this host.
+      prefix: put before each line that it prints, also by C++; "" leaves its output as it is.
+      bar: leave its standard output as it is: a progress bar on a terminal.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        index: int | None,
+        host: str,
+        prefix: str,
+        bar: bool,
+    ) -> None:
+        self._index, self._host = index, host
+        self.beat: Beat | None = None
+        self.code: int | None = None
+        self.ended_s: float | None = None
+        self._beat_s = time.monotonic()
+        self._stopped_since_s: float | None = None
+        self._stacks = tempfile.TemporaryFile()
+        reading, writing = os.pipe()
+        pipe = subprocess.PIPE if prefix else None
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env={**environ, VARIABLE: f"{writing},{self._stacks.fileno()}"},
+                stdin=subprocess.DEVNULL,
+                stdout=None if bar else pipe,
+                stderr=pipe,
+                pass_fds=(writing, self._stacks.fileno()),
+                start_new_session=True,
+            )
+        finally:
+            os.close(writing)
+        self.pid = self._process.pid
+        self._threads = [
+            threading.Thread(target=copy_lines, args=(stream, target, prefix), daemon=True)
+            for stream, target in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
+            if stream is not None
+        ]
+        self._threads.append(threading.Thread(target=self._listen, args=(reading,), daemon=True))
+        self._waiter = threading.Thread(target=self._wait, daemon=True)
+        for thread in (*self._threads, self._waiter):
+            thread.start()
+
+    @property
+    def index(self) -> int | None:
+        """Number of the process among all of the run; None while nobody knows it."""
+        return self.beat.process if self.beat is not None and self.beat.process is not None else self._index
+
+    @property
+    def name(self) -> str:
+        number = "the process" if self.index is None else f"process {self.index}"
+        return f"{number} on {self._host} (pid {self.pid})"
+
+    def watched(self) -> Watched:
+        """Returns what is known of the process at this moment."""
+        now_s = time.monotonic()
+        if state_of(self.pid) != "T":
+            self._stopped_since_s = None
+        elif self._stopped_since_s is None:
+            self._stopped_since_s = now_s
+        stopped_s = None if self._stopped_since_s is None else now_s - self._stopped_since_s
+        return Watched(self.name, stopped_s, self.beat, now_s - self._beat_s)
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the process itself, if it still runs."""
+        if self.code is None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Ends the process and everything it started, at once."""
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def join(self) -> None:
+        """Waits until the process has ended and its last lines are printed."""
+        self._waiter.join()
+        for thread in self._threads:
+            thread.join(timeout=5.0)  # a process that left the session may keep the pipe open
+
+    def stacks(self) -> str:
+        """Python stacks of all threads, by the process itself or by py-spy; a reason where neither can tell."""
+        before = os.fstat(self._stacks.fileno()).st_size
+        if self.code is None and self._stopped_since_s is None and catches(self.pid, STACKS_SIGNAL):
+            self._process.send_signal(STACKS_SIGNAL)
+            size, until_s = before, time.monotonic() + 3.0
+            while time.monotonic() < until_s:
+                time.sleep(0.2)
+                grown = os.fstat(self._stacks.fileno()).st_size
+                if grown > before and grown == size:
+                    break
+                size = grown
+            if size > before:
+                return os.pread(self._stacks.fileno(), size - before, before).decode(errors="replace")
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            spy = ["py-spy", "dump", "--nonblocking", "--pid", str(self.pid)]
+            done = subprocess.run(spy, capture_output=True, text=True, timeout=10.0, check=False)
+            if done.returncode == 0:
+                return done.stdout
+        return "no stacks: it does not answer, and py-spy is not installed or may not read it"
+
+    def _listen(self, reading: int) -> None:
+        with open(reading, "rb") as beats:
+            for line in beats:
+                self.beat = Beat.decode(line)
+                self._beat_s = time.monotonic()
+
+    def _wait(self) -> None:
+        # The group is swept before the process is reaped: until then no other process can have its number.
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        self.ended_s = time.monotonic()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.code = self._process.wait()
+
+
+def copy_lines(stream: IO[bytes], target: IO[str], prefix: str) -> None:
+    """Copies a stream line by line to `target`, each line with `prefix`; goes on reading where nobody takes the lines.
+
+    On a terminal a line replaces a progress bar, which draws itself again below.
+    """
+    out: BinaryIO = target.buffer if hasattr(target, "buffer") else target  # pyright: ignore[reportAssignmentType]
+    before = (b"\r\x1b[K" if target.isatty() else b"") + prefix.encode()
+    for line in stream:
+        with contextlib.suppress(OSError, ValueError), _OUTPUT:
+            out.write(before + line.rstrip(b"\n") + b"\n")
+            out.flush()
+
+
+def state_of(pid: int) -> str:
+    """State letter of a process in /proc (T: stopped by a signal); "" if there is none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """True if a process has a handler for a signal; without one SIGUSR2 would end it."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        mask = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
+        return bool(int(mask, 16) >> (number - 1) & 1)
+    return False

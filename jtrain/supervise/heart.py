@@ -1,0 +1,203 @@
+"""Heartbeat of a training process: once a second it tells its supervisor its phase and step, over a pipe.
+
+A thread of its own writes, so a process that is stopped (no beats) differs from one whose main thread waits in a
+collective (beats, but no progress). Standard library only, because the heart starts before jax is imported.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Literal
+
+from jtrain.supervise.spec import SuperviseSpec
+
+VARIABLE = "JTRAIN_SUPERVISED"
+"""Environment variable with the file numbers of the pipe for beats and of the file for stacks."""
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""Signal at which a process writes the Python stacks of all its threads."""
+
+BEAT_S = 1.0
+
+type Phase = Literal[
+    "start-up", "joining", "setup", "restore", "compile", "step", "dispatch", "device_wait", "data_wait",
+    "evaluation", "checkpoint", "profile", "ending",
+]  # fmt: skip
+"""What a process does: the phases of the training loop, and those before and after it."""
+
+STEPPING: tuple[Phase, ...] = ("step", "dispatch", "device_wait")
+"""Phases that pass within a step; their limit is that of the step as a whole."""
+
+_STEPS = 64
+"""Number of step times of which the median is taken."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Beat:
+    """One heartbeat.
+
+    process, processes: number of this process and of all, as jax says; None before they have joined.
+    start_step: step that this attempt resumed from; None before the state is there.
+    step: step that the process works on.
+    quiet_s: time in this phase, or in the phases of STEPPING time since the step began.
+    step_s: median step time; None before the third step.
+    collectives: collectives of the compiled step in words; "" if there are none or they are not known.
+    limits: settings of the run's supervisor, once the config is read.
+    """
+
+    process: int | None
+    processes: int | None
+    start_step: int | None
+    step: int
+    phase: Phase
+    quiet_s: float
+    step_s: float | None
+    collectives: str
+    limits: SuperviseSpec | None
+
+    def encode(self) -> bytes:
+        """Encodes the beat as a line of JSON."""
+        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
+
+    @staticmethod
+    def decode(line: str | bytes) -> "Beat":
+        """Reads a line of `encode`."""
+        values = json.loads(line)
+        limits = values.pop("limits")
+        return Beat(**values, limits=None if limits is None else SuperviseSpec(**limits))
+
+
+class Heart:
+    """Writer of a process's heartbeats. The main thread only sets fields, which costs it about a microsecond.
+
+    Args:
+      beats: file number of the pipe to the supervisor.
+      stacks: file number to which the stacks of all threads are written at STACKS_SIGNAL.
+    """
+
+    def __init__(self, beats: int, stacks: int) -> None:
+        os.set_blocking(beats, False)  # a supervisor that is stopped must not stop its processes
+        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+        self._beats = beats
+        self._main = threading.get_ident()
+        self._position: tuple[Phase, int, float] = ("start-up", 0, time.monotonic())
+        self._process: int | None = None
+        self._processes: int | None = None
+        self._start_step: int | None = None
+        self._limits: SuperviseSpec | None = None
+        self._collectives = ""
+        self._describe: Callable[[], str] | None = None
+        self._dispatched = False
+        self._step_began_s = 0.0
+        self._times: collections.deque[float] = collections.deque(maxlen=_STEPS)
+        self._thread = threading.Thread(target=self._run, name="jtrain-heart", daemon=True)
+        self._thread.start()
+
+    def enter(self, phase: Phase) -> None:
+        """Announces a phase outside of the loop."""
+        self._position = (phase, self._position[1], time.monotonic())
+
+    def configure(self, limits: SuperviseSpec) -> None:
+        """Tells the supervisor the settings of the run."""
+        self._limits = limits
+
+    def joined(self, process: int, processes: int) -> None:
+        """Tells the supervisor which process of how many this one is."""
+        self._process, self._processes = process, processes
+
+    def started(self, step: int) -> None:
+        """Tells the supervisor that the state of `step` is there: 0 or the step of the restored checkpoint."""
+        self._start_step = step
+        self._position = ("setup", step, time.monotonic())
+
+    def describe(self, collectives: Callable[[], str]) -> None:
+        """Has the heart's thread call `collectives` once, for the text that a hang is reported with."""
+        self._describe = collectives
+
+    @contextlib.contextmanager
+    def during(self, phase: Phase, step: int) -> Iterator[None]:
+        """Context of a phase of the loop; phases may be nested."""
+        before, now_s = self._position, time.monotonic()
+        if phase == "dispatch" and not self._dispatched:
+            phase = "compile"  # the first call traces and compiles
+            self._dispatched = True
+        inner = phase in STEPPING
+        self._position = (phase, step, before[2] if inner and phase != "step" else now_s)
+        if phase == "step":
+            self._step_began_s = now_s
+        try:
+            yield
+        finally:
+            end_s = time.monotonic()
+            if phase == "step":
+                self._times.append(end_s - self._step_began_s)
+            elif not inner:
+                self._step_began_s += end_s - now_s  # evaluations and saves are no part of a step's time
+            # After a step, and after a phase with a limit of its own, the time of a step begins anew.
+            if phase == "step":
+                self._position = ("step", step, end_s)
+            else:
+                self._position = (before[0], step, before[2] if inner else end_s)
+
+    def beat(self) -> Beat:
+        """Returns the heartbeat of this moment."""
+        phase, step, since_s = self._position
+        if self._compiling():
+            phase = "compile"
+        times = list(self._times)
+        return Beat(
+            self._process,
+            self._processes,
+            self._start_step,
+            step,
+            phase,
+            time.monotonic() - since_s,
+            statistics.median(times) if len(times) >= 2 else None,
+            self._collectives,
+            self._limits,
+        )
+
+    def _compiling(self) -> bool:
+        """True if the main thread is in jax's compiler; any phase may compile, and that takes minutes."""
+        frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage]
+        while frame is not None:
+            if frame.f_code.co_filename.endswith("jax/_src/compiler.py"):
+                return True
+            frame = frame.f_back
+        return False
+
+    def _run(self) -> None:
+        while True:
+            try:
+                os.write(self._beats, self.beat().encode())  # under 4 KiB, so it arrives whole
+            except BlockingIOError:
+                pass  # the supervisor does not read
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\nThe supervisor is gone: stopping, with a checkpoint.\n")
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            if (describe := self._describe) is not None:
+                self._describe = None
+                self._collectives = describe()[:1000]
+            time.sleep(BEAT_S)
+
+
+def start_heart(environ: MutableMapping[str, str]) -> Heart | None:
+    """Starts the heartbeat if a supervisor started this process; takes its variable out of `environ`."""
+    numbers = environ.pop(VARIABLE, None)
+    if numbers is None:
+        return None
+    beats, stacks = (int(number) for number in numbers.split(","))
+    for number in (beats, stacks):
+        os.set_inheritable(number, False)  # the beats' end of file must mean that this process has ended
+    return Heart(beats, stacks)

@@ -1,0 +1,35 @@
+"""When a failed run is started again, and with which exit code it is given up."""
+
+from jtrain.runtime import exit_codes
+from jtrain.supervise.spec import SuperviseSpec
+
+NEVER_RESTARTED = (exit_codes.DONE, exit_codes.REFUSED, exit_codes.STOPPED, exit_codes.FAULTY_HARDWARE)
+"""Exit codes that are final: repeating the command on this host would not help, or it is done."""
+
+LONGEST_BACKOFF_S = 60.0
+
+
+class Restarts:
+    """Counts failures in a row; an attempt that resumes from a later checkpoint than all before it resets the count."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self._newest_step = -1
+
+    def began(self, start_step: int) -> None:
+        """Notes the step that an attempt resumed from."""
+        if start_step > self._newest_step:
+            self._newest_step = start_step
+            self.failures = 0
+
+    def pause_s(self, spec: SuperviseSpec) -> float | None:
+        """Counts a failure; returns the pause before the next attempt, or None to give up."""
+        self.failures += 1
+        if self.failures > spec.max_restarts:
+            return None
+        return min(spec.backoff_s * 4 ** (self.failures - 1), LONGEST_BACKOFF_S)
+
+
+def shell_code(code: int) -> int:
+    """Exit code as shells report it: 128 + the signal for a process that a signal killed."""
+    return 128 - code if code < 0 else code

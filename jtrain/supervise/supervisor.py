@@ -1,0 +1,340 @@
+"""The supervisor's loop: start the processes, watch them, end them in bounded time, start them again."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from jtrain.errors import UserError
+from jtrain.runtime import exit_codes
+from jtrain.supervise.child import Child
+from jtrain.supervise.hosts import Hosts
+from jtrain.supervise.restarts import NEVER_RESTARTED, Restarts, shell_code
+from jtrain.supervise.spec import SuperviseSpec
+from jtrain.supervise.verdict import Hang, find_hang, is_overdue
+
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+TICK_S = 0.1
+SAME_END_S = 3.0
+"""Time for the other processes to end by themselves after the first: the same mistake has a message in each."""
+END_S = 5.0
+"""Time between SIGTERM and SIGKILL where no save can be hoped for."""
+FROZEN_S = 5.0
+"""A tick that took longer means that this process was stopped or the machine suspended: then no verdict is passed."""
+OTHERS_END_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why an attempt ended before its time.
+
+    cause: one line that names host and process.
+    code: exit code if the run is not started again.
+    final: it must not be started again here.
+    told: the supervisors of other hosts know of it.
+    save: the processes may save before they end.
+    """
+
+    cause: str
+    code: int
+    final: bool = False
+    told: bool = False
+    save: bool = False
+
+
+class Supervisor:
+    """Runs one command in one or several processes on this host until it is done, refused or given up.
+
+    Args:
+      command: argument vector of a training process.
+      environ: environment; names the coordinator and this process's number where there are several hosts.
+      processes: processes on this host. With more than one they find each other over a free port on localhost.
+      workdir: the run's folder; supervisors of several hosts meet there. None for an object store, where they rely on
+        jax's own heartbeat and on the time limits.
+
+    Raises:
+      UserError: `processes` is not positive, or contradicts the environment.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str], *, processes: int, workdir: Path | None
+    ) -> None:
+        if processes < 1:
+            raise UserError(f"--processes {processes} must be at least 1.")
+        if processes > 1 and "JTRAIN_COORDINATOR" in environ:
+            raise UserError(
+                f"--processes {processes} starts all processes of a run on this host, but JTRAIN_COORDINATOR="
+                f"{environ['JTRAIN_COORDINATOR']} names others. Unset it, or start one process on each host."
+            )
+        self._command, self._environ, self._processes = list(command), dict(environ), processes
+        self._host = socket.gethostname()
+        self._workdir = workdir
+        self._hosts: Hosts | None = None
+        self._children: list[Child] = []
+        self._restarts = Restarts()
+        self._signals: list[signal.Signals] = []
+        self._stopping: signal.Signals | None = None
+        self._mine: set[int] = set()
+        self._all = processes
+
+    def run(self) -> int:
+        """Runs the command; returns the exit code."""
+        with self._signals_caught():
+            while True:
+                self._start()
+                failure = self._watch()
+                if failure is None:
+                    return self._code()
+                self._end(save=failure.save)
+                code = self._next(failure)
+                if code is not None:
+                    return code
+
+    def _next(self, failure: Failure) -> int | None:
+        """Decides after a failure: returns the exit code to end with, or None after the pause before a restart."""
+        if failure.final or self._stopping is not None:
+            self._announce(failure, final=failure.code)
+            if failure.code == exit_codes.FAULTY_HARDWARE:
+                say(f"host {self._host} is to be replaced (exit code {failure.code}); the same command goes on without")
+            elif self._stopping is not None:
+                say(f"stopped on {self._stopping.name}, but not all processes saved; the last checkpoint stands")
+            return failure.code
+        pause_s = self._restarts.pause_s(self._limits())
+        if pause_s is None:
+            self._announce(failure, final=failure.code)
+            say(
+                f"given up after {self._restarts.failures - 1} restarts without a new checkpoint "
+                f"(supervise.max_restarts={self._limits().max_restarts}); exit code {failure.code}"
+            )
+            return failure.code
+        self._announce(failure, final=None)
+        say(f"restart {self._restarts.failures} of {self._limits().max_restarts} in {pause_s:g} s")
+        until_s = time.monotonic() + pause_s
+        while time.monotonic() < until_s and not self._signals:
+            time.sleep(TICK_S)
+        if self._hosts is not None:
+            first = min(self._mine)
+            self._hosts.tell(first, [child.watched() for child in self._children], ended=True)
+            self._hosts.wait_ended(self._all, mine=self._mine, timeout_s=OTHERS_END_S)
+        if self._signals:
+            say(f"{self._signals[0].name} during the pause: no process runs; the same command goes on")
+            return exit_codes.STOPPED
+        return None
+
+    def _announce(self, failure: Failure, *, final: int | None) -> None:
+        if self._hosts is not None and (final is not None or not failure.told):
+            self._hosts.announce(failure.cause, final=final, save=failure.save)
+
+    def _start(self) -> None:
+        """Starts the processes of an attempt."""
+        environ, several = self._environ, self._processes > 1
+        if several:
+            port = free_port()
+            environ = environ | {
+                "JTRAIN_COORDINATOR": f"localhost:{port}",
+                "JTRAIN_NUM_PROCESSES": str(self._processes),
+            }
+        self._children = []
+        for number in range(self._processes):
+            own = {"JTRAIN_PROCESS_ID": str(number)} if several else {}
+            index, prefix = number if several else None, f"[{number}] " if several else ""
+            if not several and (told := told_process(environ)) is not None:
+                index, prefix = told, f"[{self._host}:{told}] "
+            bar = index in (0, None) and sys.stdout.isatty()
+            child = Child(self._command, environ | own, index=index, host=self._host, prefix=prefix, bar=bar)
+            self._children.append(child)
+
+    def _watch(self) -> Failure | None:
+        """Watches an attempt; returns None once all processes have ended well or as they were asked to."""
+        tick_s = started_s = time.monotonic()
+        while True:
+            time.sleep(TICK_S)
+            before_s, tick_s = tick_s, time.monotonic()
+            self._pass_signals()
+            self._note_progress()
+            if failure := self._ended() or self._other_hosts():
+                return failure
+            if all(child.code is not None for child in self._children):
+                return None
+            if tick_s - before_s > FROZEN_S:
+                started_s = tick_s
+            if tick_s - started_s > FROZEN_S and (hang := self._hang()):
+                return self._hung(hang)
+
+    def _ended(self) -> Failure | None:
+        """Returns the failure of the first process that ended badly; others get a moment to end by themselves."""
+        bad = [child for child in self._children if child.code not in (None, exit_codes.DONE, exit_codes.STOPPED)]
+        if not bad:
+            return None
+        until_s = time.monotonic() + SAME_END_S
+        while time.monotonic() < until_s and any(child.code is None for child in self._children):
+            time.sleep(TICK_S)
+        bad = [child for child in self._children if child.code not in (None, exit_codes.DONE, exit_codes.STOPPED)]
+        first = min(bad, key=lambda child: child.ended_s or 0.0)
+        assert first.code is not None
+        for child in self._children:
+            if child.code is not None:
+                child.join()  # its last lines first
+        where = "" if first.beat is None else f", in phase {first.beat.phase} of step {first.beat.step}"
+        cause = f"{first.name} {how_ended(first.code)}{where}"
+        if first.code != exit_codes.REFUSED:
+            say(cause)
+        for child in bad:
+            if child is not first and child.code != first.code:
+                say(f"then {child.name} {how_ended(child.code or 0)}")
+        return Failure(cause, shell_code(first.code), final=first.code in NEVER_RESTARTED)
+
+    def _hang(self) -> Hang | None:
+        here = [child.watched() for child in self._children if child.code is None]
+        limits = self._limits()
+        if self._hosts is not None and any(one.quiet_s > 0.5 * limits.step_s for one in here):
+            here += self._hosts.others(self._mine, self._all)
+            if not any(is_overdue(one, limits) for one in here):
+                return None
+        return find_hang(here, limits)
+
+    def _hung(self, hang: Hang) -> Failure:
+        """Reports a hang with the stacks of all processes, and asks those that still answer to save."""
+        lines = hang.lines()
+        for line in lines:
+            say(line)
+        for child in self._children:
+            if child.code is None:
+                say(f"stacks of {child.name}:\n{child.stacks().rstrip()}")
+        cause = f"{lines[0]}; {lines[1]}"
+        failure = Failure(cause, exit_codes.FAULTY_HARDWARE, save=True)
+        self._announce(failure, final=None)
+        self._end(save=True)
+        codes = [child.code for child in self._children]
+        saved = all(code in (exit_codes.DONE, exit_codes.STOPPED) for code in codes)
+        say("all processes saved and ended" if saved else "all processes are ended; the last checkpoint stands")
+        return dataclasses.replace(failure, told=True)
+
+    def _end(self, *, save: bool) -> None:
+        """Ends all processes and what they started: SIGTERM, then SIGKILL.
+
+        Args:
+          save: give them supervise.save_s to begin a save, and as long as it takes to end it.
+        """
+        running = [child for child in self._children if child.code is None]
+        for child in running:
+            child.send(signal.SIGTERM)
+            child.send(signal.SIGCONT)  # a stopped process does nothing until it is continued
+        limits = self._limits()
+        until_s = time.monotonic() + (limits.save_s if save else END_S)
+        while any(child.code is None for child in running):
+            saving = save and any(
+                child.code is None and child.watched().phase == "checkpoint" and child.watched().beat_age_s < END_S
+                for child in running
+            )
+            if time.monotonic() > until_s + (limits.checkpoint_s if saving else 0.0):
+                break
+            time.sleep(TICK_S)
+        for child in running:
+            child.kill()
+        for child in self._children:
+            child.join()
+
+    def _note_progress(self) -> None:
+        """Learns from the heartbeats which processes these are, and where the attempt resumed."""
+        beats = [child.beat for child in self._children if child.beat is not None]
+        for beat in beats:
+            if beat.start_step is not None:
+                self._restarts.began(beat.start_step)
+            if beat.process is not None and beat.processes is not None:
+                self._mine.add(beat.process)
+                self._all = beat.processes
+        if self._hosts is None and self._workdir is not None and self._all > self._processes and self._mine:
+            self._hosts = Hosts(self._workdir)
+        if self._hosts is not None:
+            self._hosts.tell(min(self._mine), [child.watched() for child in self._children])
+
+    def _other_hosts(self) -> Failure | None:
+        """Returns the failure that another supervisor announced."""
+        if self._hosts is None or all(child.code == exit_codes.DONE for child in self._children):
+            return None
+        if (news := self._hosts.news()) is None:
+            return None
+        self._hosts.follow(news)
+        say(f"another host says: {news.cause}")
+        if news.final == exit_codes.FAULTY_HARDWARE:  # its host is to be replaced, not this one
+            return Failure(news.cause, exit_codes.STOPPED, final=True, told=True)
+        code = exit_codes.BUG if news.final is None else news.final
+        return Failure(news.cause, code, final=news.final is not None, told=True, save=news.save)
+
+    def _limits(self) -> SuperviseSpec:
+        known = [child.beat.limits for child in self._children if child.beat is not None and child.beat.limits]
+        return known[0] if known else SuperviseSpec()
+
+    def _code(self) -> int:
+        for child in self._children:
+            child.join()
+        codes = {child.code for child in self._children}
+        return exit_codes.STOPPED if exit_codes.STOPPED in codes else exit_codes.DONE
+
+    def _pass_signals(self) -> None:
+        while self._signals:
+            number = self._stopping = self._signals.pop(0)
+            for child in self._children:
+                child.send(number)
+
+    @contextlib.contextmanager
+    def _signals_caught(self) -> Iterator[None]:
+        """Context in which signals are passed on to the processes; one that is ignored (nohup) stays so."""
+        caught = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+
+        def on_signal(number: int, _frame: types.FrameType | None) -> None:
+            self._signals.append(signal.Signals(number))
+
+        before = {number: signal.signal(number, on_signal) for number in caught}
+        try:
+            yield
+        finally:
+            for child in self._children:
+                child.kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def told_process(environ: Mapping[str, str]) -> int | None:
+    """Number of this host's process among several, as the launcher's variables tell; None for a run of one process."""
+    for number, count in (
+        ("JTRAIN_PROCESS_ID", "JTRAIN_NUM_PROCESSES"),
+        ("SLURM_PROCID", "SLURM_NTASKS"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ):
+        if "JTRAIN_COORDINATOR" in environ and environ.get(number, "").isdecimal() and environ.get(count) != "1":
+            return int(environ[number])
+    return None
+
+
+def how_ended(code: int) -> str:
+    """Describes an exit code of a process, as subprocess gives it: negative for a signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    why = {
+        "SIGKILL": " (by the kernel where the host's memory is exhausted: see dmesg; or by an operator)",
+        "SIGABRT": " (C++ code gave up: its reason is in the lines above)",
+    }.get(name, "")
+    return f"was killed by {name}{why}"
+
+
+def free_port() -> int:
+    """Returns a port of localhost that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def say(text: str) -> None:
+    """Prints a message of the supervisor on stderr."""
+    stamp = time.strftime("%H:%M:%S")
+    with contextlib.suppress(OSError):
+        os.write(2, "".join(f"supervise {stamp}: {line}\n" for line in text.splitlines()).encode())

@@ -1,0 +1,160 @@
+"""Writer of a run's metrics to metrics.jsonl, TensorBoard, data.log and the terminal; no failed write ends a run."""
+
+import contextlib
+import dataclasses
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jtrain.telemetry.alerts import Alerts, AlertsSpec, Kind
+from jtrain.telemetry.append_file import AppendFile, aside_text
+from jtrain.telemetry.event_file import EventFile
+from jtrain.telemetry.metrics import EVENTS, FILE, NOTES, EvalResult, MetricsSpec, TrainLine, drop_after, encode
+from jtrain.telemetry.progress import PlainProgress, ProgressBar, ProgressStream
+
+
+class Metrics:
+    """Writes a run's metrics; in processes other than 0 every method does nothing.
+
+    Each line is written to the operating system before the method returns, so that a later SIGKILL does not lose it.
+    No method raises OSError: a full disk or a closed terminal costs lines, which is said (`AppendFile`), not the run.
+
+    Args:
+      workdir: folder for metrics.jsonl, data.log and tensorboard/.
+      num_steps: number of steps of the whole run.
+      start_step: the restored step, 0 for a new run. Later lines of earlier attempts are dropped, so that the file is
+        one history; lines that cannot be read are moved to metrics.jsonl.damaged.
+      stream: stream for progress: a bar on a terminal, else a line per logged step.
+      alerts: who gets alerts; None for nobody.
+
+    Attributes:
+      last: the newest line of a train step; None before the first, and in processes other than 0.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        spec: MetricsSpec,
+        *,
+        num_steps: int,
+        start_step: int,
+        stream: ProgressStream | None = None,
+        alerts: AlertsSpec | None = None,
+    ) -> None:
+        import jax  # lazy: reading a spec or a file does not need it
+
+        self.last: TrainLine | None = None
+        self._lines: AppendFile | None = None
+        self._notes: AppendFile | None = None
+        self._events: EventFile | None = None
+        self._progress: PlainProgress | None = None
+        self._alerts: Alerts | None = None
+        if jax.process_index() != 0:
+            return
+        self._workdir, self._tensorboard = workdir, spec.tensorboard
+        shown_on = sys.stdout if stream is None else stream
+        self._progress = (ProgressBar if shown_on.isatty() else PlainProgress)(shown_on, num_steps, start_step)
+        self._open(start_step)
+        # 0600: it names files of the data, and may quote an address with a password.
+        self._notes = AppendFile(workdir / NOTES, say=self.say, mode=0o600)
+        self._alerts = Alerts(alerts, workdir, say=self.say) if alerts is not None else None
+
+    def _open(self, start_step: int) -> None:
+        """Opens the files that hold a history of steps, without what is after `start_step`."""
+        bad = drop_after(self._workdir / FILE, start_step)
+        if bad:
+            self.say(aside_text(self._workdir / FILE, bad))
+        self._lines = AppendFile(self._workdir / FILE, say=self.say)
+        if self._tensorboard:
+            self._events = EventFile(self._workdir / EVENTS, start_step=start_step, say=self.say)
+
+    def rewind(self, step: int) -> None:
+        """Drops the lines after `step`: the run has gone back, and writes them once more."""
+        if self._lines is None:
+            return
+        for file in (self._lines, self._events):
+            if file is not None:
+                file.close()
+        self._open(step)
+
+    def train(self, line: TrainLine) -> None:
+        """Writes the line of a train step."""
+        self._write(dataclasses.asdict(line), "train")
+        if self._progress is not None:
+            self.last = line
+            with _without_reader():
+                self._progress.train(line)
+
+    def evaluation(self, step: int, split: EvalResult | None, sets: dict[str, EvalResult]) -> None:
+        """Writes the line of an evaluation after `step`: the result on the split, if any, and on `eval.sets`."""
+        names = [field.name for field in dataclasses.fields(EvalResult)]
+        line: dict[str, Any] = {"step": step, **{f"eval_{name}": getattr(split, name, None) for name in names}}
+        line["eval_sets"] = {name: dataclasses.asdict(result) for name, result in sets.items()}
+        self._write(line, "eval")
+        if self._progress is not None:
+            shown = [] if split is None else [("eval", split)]
+            for name, result in [*shown, *((f"eval {name}", result) for name, result in sets.items())]:
+                self.say(f"step {step}/{self._progress.num_steps}  {name} {result.summary()}")
+
+    def goodput(self, step: int, seconds_by_category: dict[str, float]) -> None:
+        """Writes the run's wall time so far by goodput category to TensorBoard; goodput.json has it too."""
+        if self._events is not None:
+            self._events.add(step, ((f"goodput/{name}_s", seconds) for name, seconds in seconds_by_category.items()))
+
+    def say(self, text: str) -> None:
+        """Prints a line of text, above the bar if there is one."""
+        if self._progress is not None:
+            with _without_reader():
+                self._progress.say(text)
+
+    def note(self, step: int, text: str) -> None:
+        """Prints a message of the data plane, and appends it to data.log."""
+        self.say(text)
+        if self._notes is not None:
+            self._notes.append(f"step {step}: {text}\n".encode())
+
+    def alert(self, kind: Kind, step: int, message: str, **values: Any) -> None:
+        """Sends an alert (`Alerts.send`) to those that the config names; any thread may."""
+        if self._alerts is not None:
+            self._alerts.send(kind, step, message, **values)
+
+    def close(self) -> None:
+        """Closes the files and ends the progress bar."""
+        for file in (self._alerts, self._lines, self._notes, self._events):
+            if file is not None:
+                file.close()
+        if self._progress is not None:
+            with _without_reader():
+                self._progress.close()
+        self._alerts = self._lines = self._notes = self._events = self._progress = None
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, values: dict[str, Any], folder: str) -> None:
+        if self._lines is not None:
+            self._lines.append(encode(values).encode())
+        if self._events is not None:
+            numbers = {name: value for name, value in values.items() if name != "step"}
+            self._events.add(values["step"], _numbers(numbers, folder))
+
+
+def _without_reader() -> contextlib.AbstractContextManager[None]:
+    """Context in which a stream may be broken: its reader has gone, its terminal is closed, or its disk is full."""
+    return contextlib.suppress(OSError)
+
+
+def _numbers(value: Any, tag: str) -> Iterator[tuple[str, float]]:
+    """Yields every number in nested dicts, tagged by the path of its keys."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _numbers(part, f"{tag}/{name}")
+    elif isinstance(value, int | float):
+        yield tag, value

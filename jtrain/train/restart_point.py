@@ -1,0 +1,91 @@
+"""State from which steps go on: that of a checkpoint, or that before the first step."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jtrain.checkpoint import Checkpoints
+from jtrain.checkpoint.local_memory import LocalMemory
+from jtrain.data import TextDataset
+from jtrain.layout import Layout
+from jtrain.optim import Optimizer
+from jtrain.step.guard import LEFT_OUT, GuardState, first_guard
+from jtrain.step.state import TrainState, abstract_state, init_state
+
+
+@dataclasses.dataclass(frozen=True)
+class RestartPoint:
+    """Makes the state of a step, at the start of an attempt and when a run goes back.
+
+    data_may_change: `--allow-change data`: where the data state of a checkpoint no longer fits, the data begins anew.
+    """
+
+    layout: Layout
+    optimizer: Optimizer
+    mesh: Mesh
+    seed: int
+    checkpoints: Checkpoints
+    dataset: TextDataset
+    data_may_change: bool
+
+    def newest(
+        self, local: LocalMemory | None, *, from_scratch: bool
+    ) -> tuple[int, TrainState, dict[str, Any] | None, tuple[str, ...]]:
+        """Reads the newest whole checkpoint, or a state in local memory that is as new; without any, makes the first.
+
+        Returns:
+          Its step (0 for the start), the state, the data state (None for the start), and lines for the user to read.
+        """
+        if local is not None:
+            newest = self.checkpoints.latest_step() or 0
+            like = abstract_state(self.layout, self.optimizer, self.mesh)
+            if (kept := local.start(like, checkpoint=newest, is_wanted=not from_scratch)) is not None:
+                step, state, data_state = kept
+                return step, state, self._fitting(data_state), (f"the state of step {step} was in local memory",)
+        found = self.checkpoints.start(self._like, from_scratch=from_scratch)
+        if found.state is None:
+            return 0, *self.state_at(0), found.said
+        assert found.data_state is not None
+        return found.step, self._with_guard(found.state), self._fitting(found.data_state), found.said
+
+    def state_at(self, step: int) -> tuple[TrainState, dict[str, Any] | None]:
+        """Returns the state and the data state of the checkpoint of `step`; 0 is the start, without a data state."""
+        if step == 0:
+            return init_state(self.layout, self.optimizer, self.mesh, seed=self.seed), None
+        state, data_state = self.checkpoints.restore(step, self._like)
+        return self._with_guard(state), self._fitting(data_state)
+
+    def _like(self, leaves: Mapping[str, Any]) -> TrainState:
+        """Returns shapes and shardings for a checkpoint with these leaves: before there was a guard, it had none."""
+        like = abstract_state(self.layout, self.optimizer, self.mesh)
+        return like if any(name.startswith("guard.") for name in leaves) else dataclasses.replace(like, guard={})
+
+    def _with_guard(self, state: TrainState) -> TrainState:
+        if isinstance(state.guard, GuardState):
+            return state
+        first = jax.tree.map(np.asarray, first_guard())
+        return dataclasses.replace(state, guard=jax.tree.map(self._replicated, first))
+
+    def _fitting(self, data_state: dict[str, Any]) -> dict[str, Any] | None:
+        if self.data_may_change and self.dataset.misfit(data_state) is not None:
+            return None  # where it fits, the run goes on: the same command may be started again and again
+        return data_state
+
+    def with_decisions(self, state: TrainState, left_out: Sequence[int], since: int) -> TrainState:
+        """Returns the state with the steps to leave out, and the step after which bounds begin anew."""
+        assert isinstance(state.guard, GuardState)
+        steps = np.zeros(LEFT_OUT, np.int32)
+        steps[: len(left_out)] = left_out
+        guard = dataclasses.replace(
+            state.guard, left_out=self._replicated(steps), since=self._replicated(np.asarray(since, np.int32))
+        )
+        return dataclasses.replace(state, guard=guard)
+
+    def _replicated(self, value: np.ndarray) -> jax.Array:
+        sharding = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+        return jax.make_array_from_callback(jnp.shape(value), sharding, lambda index: value[index])

@@ -1,0 +1,147 @@
+"""The harness of faults: a slice of its trials, what it finds where something is lost, and what it refuses."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jtrain.bench.__main__ import bench
+from jtrain.bench.fault_trials.kinds import register_all
+from jtrain.bench.faults import drawn
+
+SLICE = (
+    *("damage-missing", "damage-truncated", "damage-flipped", "damage-emptied", "damage-garbage"),
+    *("no-manifest", "no-manifests", "no-checkpoints", "renumbered", "all-damaged", "bad-metrics", "bad-ledger"),
+    *("kill-compile", "kill-step", "kill-save", "kill-commit", "kill-purge", "kill-restore", "kill-end", "closed-pipe"),
+)
+"""Twenty kinds whose trials start the training once or twice, on one process."""
+
+BAD = ("forgets", "diverges", "stays")
+"""Kinds that the test adds: the harness has to find what they do."""
+
+HARNESS = """
+import sys
+from jtrain.bench.__main__ import bench
+from jtrain.bench.fault_trials import kinds, processes
+from jtrain.bench.fault_trials.planted import Plant
+
+kinds.register_all()
+processes.ENDED_S = 1.0
+
+@kinds.fault("forgets", "all that a run needs to go on is lost")
+def forgets(trial):
+    trial.from_half()
+    for name in ("checkpoints", "run.json", "config.txt", "goodput.json"):
+        (trial.workdir.path / name).rename(trial.folder / name)
+
+@kinds.fault("diverges", "a resumed run computes something else")
+def diverges(trial):
+    trial.from_half()
+    trial.module = Plant("large", 14, seed=trial.rng.randrange(100)).module
+
+@kinds.fault("stays", "a process stays after the training")
+def stays(trial):
+    trial.from_half()
+    attempt = trial.start()
+    processes.fork(lambda: processes.time.sleep(600) or 0, trial.folder / "sleeper.log")
+    attempt.wait()
+    trial.settle(attempt)
+
+sys.exit(bench(["faults", *sys.argv[1:]]))
+"""
+
+
+def test_twenty_faults_lose_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
+    """The slice for every change, on one process; and a run that forgets, one that diverges, a process that stays.
+
+    All in one command, which shares its imports and its unbroken run: exit 1, because of those three alone.
+    """
+    rows, trials = tmp_path / "rows.json", tmp_path / "trials"
+    only = ",".join((*SLICE, *BAD))
+    arguments = ("--trials", str(len(SLICE) + len(BAD)), "--seed", "16", "--only", only, "--json", str(rows))
+    done = subprocess.run(
+        [sys.executable, "-c", HARNESS, *arguments, "--workdir", str(trials)],
+        env=os.environ | {"XLA_FLAGS": ""},  # one device, as a user has it
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    survived = re.findall(r"^([a-z-]+) \d+: (?:survived|refused, then survived)", done.stdout, re.MULTILINE)
+    assert sorted(survived) == sorted(SLICE), done.stdout
+
+    failed = dict(re.findall(r"^([a-z]+ \d+): FAILED.*\n((?:    .*\n)+)", done.stdout, re.MULTILINE))
+    said = {name.split()[0]: text for name, text in failed.items()}
+    assert sorted(said) == sorted(BAD)
+    assert re.search(r"more than one interval lost: at step 9|refused: ", said["forgets"])
+    assert re.search(r"step 14 diverges|not done after|refused: ", said["diverges"])
+    assert "a process stayed behind" in said["stays"]
+    for name, text in failed.items():
+        kind, seed = name.split()
+        assert f"python -m jtrain.bench faults --trials 1 --seed {seed} --only {kind} --processes 1" in text
+        assert (trials / f"{kind}-{seed}" / "attempt0" / "process0.log").exists(), "kept to look at"
+
+    values = {row["what"]: row["value"] for row in json.loads(rows.read_text())["rows"]}
+    assert all(values[f"{kind}: lost or diverged"] == (kind in BAD) for kind in (*SLICE, *BAD))
+    assert sum(values[f"{kind}: recoveries"] for kind in SLICE) >= 12, "a fault has to hit"
+    assert any(values[f"{kind}: most steps done again"] > 0 for kind in SLICE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", (1, 2))
+def test_every_kind_of_fault_is_survived(tmp_path: Path, num_processes: int) -> None:
+    """One trial of each kind, with a supervisor, small disks and bad numbers as well."""
+    kinds = [name for name, kind in register_all().items() if num_processes in kind.processes]
+    arguments = ("--trials", str(len(kinds)), "--processes", str(num_processes), "--workdir", str(tmp_path / "trials"))
+    done = subprocess.run(
+        [sys.executable, "-m", "jtrain.bench", "faults", *arguments],
+        env=os.environ | {"XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^[a-z-]+ \d+: (?:survived|refused, then|skipped)", done.stdout, re.MULTILINE)) == len(kinds)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--trials", "0"), r"--trials 0 must be at least 1"),
+        (("--only", "kill-save,kil-step"), r"--only kil-step: there is no such kind of fault\. .* kill-step,"),
+        (("--only", "unshared"), r"--only unshared needs --processes 2 or 4, not 1"),
+        (("--workdir", "{file}/here"), r"--workdir .*/here cannot be written to \(Not a directory\)"),
+        (("--workdir", "{folder}"), r"--workdir .* is not empty\. Choose a new folder"),
+        (("--config", "tinny"), r"tinny"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    """One message, before anything starts; `cli.run` makes it exit code 2."""
+    monkeypatch.setattr("jtrain.bench.__main__.start_jax", lambda environ: None)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match=message):
+        bench(["faults", *(text.format(file=file, folder=tmp_path) for text in arguments)])
+
+
+def test_the_seed_draws_the_trials() -> None:
+    """Every kind comes as often as every other; trial i of seed S is trial 0 of seed S + i."""
+    names = list(register_all())
+    trials = list(drawn(names, 3 * len(names), seed=5))
+    assert trials == list(drawn(names, 3 * len(names), seed=5))
+    assert trials != list(drawn(names, 3 * len(names), seed=6))
+    assert [seed for seed, _ in trials] == list(range(5, 5 + len(trials)))
+    assert sorted(name for _, name in trials) == sorted(3 * names)
+
+
+def test_every_kind_is_in_the_docs() -> None:
+    """docs/faults.md lists each, with what a user sees."""
+    page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
+    listed = set(re.findall(r"^\| `([a-z-]+)`", page, re.MULTILINE))
+    assert listed == set(register_all())

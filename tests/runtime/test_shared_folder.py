@@ -1,0 +1,66 @@
+"""The probe of one shared workdir, with two real processes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jtrain.errors import UserError
+from jtrain.runtime.shared_folder import check_shared
+
+PROCESS = """
+import json, sys
+from pathlib import Path
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from jtrain.errors import UserError
+from jtrain.runtime.shared_folder import check_shared
+said = []
+for folder in sys.argv[3:]:
+    try:
+        check_shared(Path(folder), patience_s=0.5)
+        said.append("")
+    except UserError as error:
+        said.append(str(error))
+print(json.dumps(said), flush=True)
+"""
+
+
+def test_two_processes_agree_about_what_they_share(tmp_path: Path) -> None:
+    """One folder passes; two folders, and one that the second process cannot write, are refused in both."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        coordinator = f"localhost:{probe.getsockname()[1]}"
+    one, apart = tmp_path / "one", [tmp_path / "a", tmp_path / "b"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, coordinator, str(index), *map(str, folders)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"XLA_FLAGS": ""},
+        )
+        for index, folders in enumerate([(one, apart[0], one), (one, apart[1], "/proc/self/none")])
+    ]
+    outputs = [process.communicate(timeout=180) for process in processes]
+    for process, (output, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors
+        shared, unshared, unwritable = json.loads(output.splitlines()[-1])
+        assert shared == ""
+        assert "is not one shared folder: process 0 on host " in unshared
+        assert "and process 1 on host " in unshared
+        assert "Set --workdir to a folder that all hosts share" in unshared
+        assert "cannot be written to by process 1 on host " in unwritable
+        assert "/proc/self" in unwritable
+    assert [list(folder.iterdir()) for folder in (one, *apart)] == [[], [], []], "no file of the probe stays"
+
+
+def test_one_process_finds_a_folder_that_it_cannot_write() -> None:
+    """Even root cannot create files in this kernel file system."""
+    with pytest.raises(UserError, match=r"--workdir /proc/self/none cannot be written to \(.*choose another"):
+        check_shared(Path("/proc/self/none"))
