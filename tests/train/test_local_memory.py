@@ -75,7 +75,7 @@ def test_a_killed_run_goes_on_from_local_memory(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_go_on_from_local_memory(tmp_path: Path) -> None:
     """Both are killed, and the folder of one is lost: its copy serves, and the losses are those of an unbroken run."""
-    options = ["--emulate-devices", "2", "--with", "zero3"]
+    options = ["--emulate-devices", "2", "--with", "zero3", "--set", "mesh.data=4"]
 
     def launch(workdir: Path, *more: str) -> subprocess.Popen[str]:
         words = command(workdir, *more, *options)
