@@ -1,9 +1,9 @@
 """Whole runs that are killed go on from local memory, with the losses of the unbroken run."""
 
 import json
-import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -20,8 +20,6 @@ from tests.train.test_resume import (
     start,
     train_lines,
 )
-
-ROOT = Path(__file__).parents[2]
 
 
 def flags(memory: Path, *, every: int = 3) -> list[str]:
@@ -77,29 +75,35 @@ def test_two_processes_go_on_from_local_memory(tmp_path: Path) -> None:
     """Both are killed, and the folder of one is lost: its copy serves, and the losses are those of an unbroken run."""
     options = ["--emulate-devices", "2", "--with", "zero3", "--set", "mesh.data=4"]
 
-    def launch(workdir: Path, *more: str) -> subprocess.Popen[str]:
-        words = command(workdir, *more, *options)
-        script = [str(ROOT / "launch" / "local.sh"), "-n", "2", *words[3:]]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            script, env=ENVIRON, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+    def launch(workdir: Path, *more: str) -> list[subprocess.Popen[str]]:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            address = f"localhost:{probe.getsockname()[1]}"
+        common = ENVIRON | {"JTRAIN_COORDINATOR": address, "JTRAIN_NUM_PROCESSES": "2"}
+        words, pipes = command(workdir, *more, *options), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return [
+            subprocess.Popen(words, env=common | {"JTRAIN_PROCESS_ID": str(index)}, text=True, **pipes)
+            for index in range(2)
+        ]
+
+    def finished(processes: list[subprocess.Popen[str]]) -> str:
+        outputs = [process.communicate(timeout=1200)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], outputs
+        return outputs[0]
 
     memory, workdir = tmp_path / "memory", tmp_path / "run"
     memory.mkdir()
-    unbroken = launch(tmp_path / "unbroken")
-    output = unbroken.communicate(timeout=1200)[0]
-    assert unbroken.returncode == 0, output
-    process = launch(workdir, *flags(memory))
-    wait_until(process, lambda: min(steps_kept(memory).values(), default=0) >= 9)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    finished(launch(tmp_path / "unbroken"))
+    processes = launch(workdir, *flags(memory))
+    wait_until(processes[0], lambda: min(steps_kept(memory).values(), default=0) >= 9)
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.communicate()
     [lost] = memory.glob("*/process-1")
     shutil.rmtree(lost)
-    process = launch(workdir, *flags(memory))
-    output = process.communicate(timeout=1200)[0]
-    assert process.returncode == 0, output
-    assert "was in local memory" in output
+    output = finished(launch(workdir, *flags(memory)))
+    assert "was in local memory" in output, output
     assert_same_run(workdir, tmp_path / "unbroken")
     assert len(train_lines(workdir)) == NUM_STEPS
     assert list(memory.iterdir()) == []
