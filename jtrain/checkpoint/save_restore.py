@@ -23,12 +23,17 @@ class CheckpointSpec:
     keep_last: number of newest checkpoints to keep. During a save there is one more on disk.
     keep_every_steps: keep the checkpoints of multiples of this step for ever; None keeps none.
     max_failures: saves that may fail in a row; the last of them ends the run.
+    local_every_steps: also keep the state in the hosts' memory after each multiple of this many steps, two generations
+      of it, and two of another host's: a restart then neither waits for the store nor loses an interval. None does not.
+    local_dir: folder in memory (tmpfs) for them; None is /dev/shm.
     """
 
     every_steps: int | None = 1000
     keep_last: int = 2
     keep_every_steps: int | None = None
     max_failures: int = 3
+    local_every_steps: int | None = None
+    local_dir: str | None = None
 
     def __post_init__(self) -> None:
         for field, way_out in (
@@ -36,6 +41,7 @@ class CheckpointSpec:
             ("keep_last", ": the newest checkpoint is never deleted"),
             ("keep_every_steps", " or None to keep none beyond checkpoint.keep_last"),
             ("max_failures", ": 1 ends the run at the first save that fails"),
+            ("local_every_steps", " or None to keep no state in local memory"),
         ):
             value = getattr(self, field)
             if value is not None and value < 1:

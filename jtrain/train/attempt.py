@@ -10,6 +10,7 @@ import jax
 
 from jtrain.checkpoint import Checkpoints, files
 from jtrain.checkpoint.history import check_history
+from jtrain.checkpoint.local_memory import local_memory
 from jtrain.config.resume import check_same_run, with_history
 from jtrain.config.run import Run, check_vocabulary
 from jtrain.data import Prefetch, open_dataset, place_tree, put_batch
@@ -30,6 +31,7 @@ from jtrain.runtime.secrets import without_secrets
 from jtrain.runtime.shared_folder import check_shared
 from jtrain.runtime.signals import StopRequest
 from jtrain.runtime.workdir_lock import WorkdirLock
+from jtrain.step.state import abstract_state
 from jtrain.step.train_step import make_train_step
 from jtrain.telemetry.metrics_writer import Metrics
 from jtrain.train.bad_steps import BadSteps
@@ -115,6 +117,9 @@ def train(
         Checkpoints(home, run.checkpoint) as checkpoints,
         StopRequest() as stop,
         Callbacks([*watchers, checks, *built_in_callbacks(run, workdir, lock), *own]) as callbacks,
+        local_memory(
+            run.checkpoint, workdir, lambda: abstract_state(job.layout, optimizer, mesh), config_text
+        ) as local,
     ):
         check_same_run(workdir, config_text, allow=allow_change)  # again: the folder may have been empty before
         if jax.process_index() == 0:
@@ -122,7 +127,7 @@ def train(
         may_change = "data" in allow_change
         restart = RestartPoint(job.layout, optimizer, mesh, run.seed, checkpoints, dataset, may_change)
         with callbacks.during("restore", 0):
-            newest = restart.newest(workdir=workdir, from_scratch=from_scratch)
+            newest = restart.newest(local, workdir=workdir, from_scratch=from_scratch)
             start_step, state, data_state, said = newest
 
         def batches(data_state: dict[str, Any] | None, first_step: int) -> Prefetch:
@@ -152,10 +157,14 @@ def train(
                 run, job, mesh, workdir, start_step, started_s, dataset.names, train_step, metrics, callbacks.during
             )
             bad_steps = BadSteps(run.guard, workdir, mesh, checkpoints, metrics.say, metrics.alert)
-            loop = Loop(context, callbacks, checkpoints, evaluation, config_text, checks, bad_steps, restart, batches)
+            loop = Loop(
+                *(context, callbacks, checkpoints, evaluation, config_text, checks, bad_steps, restart, batches, local)
+            )
             with callbacks.running(context):
                 step = loop.run(state, data_state, stop)
             seconds = time.time() - started_s
+            if local is not None and (loop.data_ended or step == run.num_steps):
+                local.remove()
             if loop.data_ended:
                 metrics.say(
                     f"done: the data ended after {step} of {run.num_steps} steps (data.epochs={run.data.epochs}), in "

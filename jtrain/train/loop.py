@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import Checkpoints
+from jtrain.checkpoint.local_memory import LocalMemory
 from jtrain.data import Fed, Prefetch, share_batch
 from jtrain.data.step_contents import documents_of_batch
 from jtrain.errors import UserError
@@ -69,6 +70,7 @@ class Loop:
         bad_steps: BadSteps,
         restart: RestartPoint,
         batches: Callable[[dict[str, Any] | None, int], Prefetch],
+        local: LocalMemory | None,
     ) -> None:
         self.context = context
         self.callbacks = callbacks
@@ -79,6 +81,7 @@ class Loop:
         self.bad_steps = bad_steps
         self.restart = restart
         self.batches = batches
+        self.local = local
         self.step = context.start_step
         self.data_ended = False
         self._unread: tuple[int, Any, Fed, Callable[[], dict[str, Any] | None]] | None = None
@@ -116,13 +119,16 @@ class Loop:
             # A save that is due waits for a step with good numbers; a stop waits for it, too.
             due = due or last or self.checkpoints.due(self.step)
             evaluate = _due(self.step, run.eval.every_steps)
+            keep = self.local is not None and not due and _due(self.step, run.checkpoint.local_every_steps)
             # Check the results before the state is saved or evaluated.
-            if due or evaluate:
+            if due or keep or evaluate:
                 self._report()
             if since != self.bad_steps.since:
                 state, since = self._decided(state), self.bad_steps.since
             if evaluate or (run.eval.every_steps is not None and (self.step == run.num_steps or self.data_ended)):
                 self._evaluate(state)
+            if keep and not self.checkpoints.hold and not self.bad_steps.in_doubt(self.step):
+                self._keep(state, here)
             if due and not self.bad_steps.in_doubt(self.step):
                 self._save(state, here, last=last)
                 saved, due = self.step, False
@@ -203,6 +209,8 @@ class Loop:
     def _go_back(self) -> tuple[TrainState, dict[str, Any] | None]:
         """Restores the state from which `bad_steps` has the steps run again."""
         self._unread, self.data_ended, self.step = None, False, self.bad_steps.origin
+        if self.local is not None:
+            self.local.forget_after(self.step)
         return self.restart.state_at(self.step)
 
     @_phase("device_wait")
@@ -224,6 +232,17 @@ class Loop:
           UserError: the processes plan different batches: one skipped documents that others could read, or their files
             differ.
         """
+        with jax.profiler.TraceAnnotation("jtrain:checkpoint"):
+            self.checkpoints.save(self.step, state, self._data_state(fed), self.config_text, last=last)
+
+    @_phase("checkpoint")
+    def _keep(self, state: TrainState, fed: Fed) -> None:
+        """Keeps the state in local memory; raises UserError as `_save` does."""
+        assert self.local is not None
+        with jax.profiler.TraceAnnotation("jtrain:checkpoint"):
+            self.local.save(self.step, state, self._data_state(fed))
+
+    def _data_state(self, fed: Fed) -> dict[str, Any]:
         data_state = fed.state()
         if not same_everywhere(json.dumps(data_state)):
             raise UserError(
@@ -231,8 +250,7 @@ class Loop:
                 "or its files differ. data.log and the stderr of each process list the skipped documents. Nothing was "
                 "saved. Fix the files, and run again from the last checkpoint."
             )
-        with jax.profiler.TraceAnnotation("jtrain:checkpoint"):
-            self.checkpoints.save(self.step, state, data_state, self.config_text, last=last)
+        return data_state
 
     @_phase("checkpoint")
     def _wait_for_saves(self) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jtrain.checkpoint import Checkpoints
+from jtrain.checkpoint.local_memory import LocalMemory
 from jtrain.data import TextDataset
 from jtrain.layout import Layout
 from jtrain.optim import Optimizer
@@ -35,15 +36,21 @@ class RestartPoint:
     data_may_change: bool
 
     def newest(
-        self, *, workdir: Path, from_scratch: bool
+        self, local: LocalMemory | None, *, workdir: Path, from_scratch: bool
     ) -> tuple[int, TrainState, dict[str, Any] | None, tuple[str, ...]]:
-        """Reads the newest whole checkpoint; without any, makes the state before the first step.
+        """Reads the newest whole checkpoint, or a state in local memory that is as new; without any, makes the first.
 
         workdir: folder of the run's history, which is moved aside if `from_scratch` gives up all checkpoints.
 
         Returns:
           Its step (0 for the start), the state, the data state (None for the start), and lines for the user to read.
         """
+        if local is not None:
+            newest = self.checkpoints.latest_step() or 0
+            like = abstract_state(self.layout, self.optimizer, self.mesh)
+            if (kept := local.start(like, checkpoint=newest, is_wanted=not from_scratch)) is not None:
+                step, state, data_state = kept
+                return step, state, self._fitting(data_state), (f"the state of step {step} was in local memory",)
         found = self.checkpoints.start(self._like, workdir=workdir, from_scratch=from_scratch)
         if found.state is None:
             return 0, *self.state_at(0), found.said
