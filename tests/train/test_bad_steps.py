@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,9 +119,12 @@ def leave_out(workdir: Path, *steps: int) -> Path:
 
 def arrays(workdir: Path, step: int = NUM_STEPS) -> dict[str, bytes]:
     """Bits of every array of a checkpoint but the guard's own, by path."""
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True)) as reader, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Orbax would like shardings
-        found = reader.restore(workdir / "checkpoints" / str(step) / files.STATE)
+    path = workdir / "checkpoints" / str(step) / files.STATE
+    handler = ocp.PyTreeCheckpointHandler(use_zarr3=True)
+    with ocp.Checkpointer(handler) as reader:
+        metadata: Any = handler.metadata(path)
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata.tree)
+        found = reader.restore(path, restore_args=as_numpy)
     found.pop("guard")
     flat, _ = jax.tree_util.tree_flatten_with_path(found)
     return {jax.tree_util.keystr(path): np.asarray(value).tobytes() for path, value in flat}
