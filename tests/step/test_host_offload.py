@@ -120,7 +120,8 @@ def assert_same_bits(got: Trained, want: Trained) -> None:
     assert got.losses == want.losses
     for name, x in want.last.items():
         np.testing.assert_array_equal(got.last[name], x, err_msg=name)
-        assert not np.array_equal(x, want.first[name]), f"{name} must move"
+        moves = name not in ("guard.left_out", "guard.since", "guard.skipped")  # zero in a healthy run
+        assert not moves or not np.array_equal(x, want.first[name], equal_nan=x.dtype.kind == "f"), f"{name} must move"
 
 
 def on_host(run: Trained) -> set[str]:

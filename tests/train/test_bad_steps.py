@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
-import warnings
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,9 +119,12 @@ def leave_out(workdir: Path, *steps: int) -> Path:
 
 def arrays(workdir: Path, step: int = NUM_STEPS) -> dict[str, bytes]:
     """Bits of every array of a checkpoint but the guard's own, by path."""
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True)) as reader, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Orbax would like shardings
-        found = reader.restore(workdir / "checkpoints" / str(step) / files.STATE)
+    path = workdir / "checkpoints" / str(step) / files.STATE
+    handler = ocp.PyTreeCheckpointHandler(use_zarr3=True)
+    with ocp.Checkpointer(handler) as reader:
+        metadata: Any = handler.metadata(path)
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata.tree)
+        found = reader.restore(path, restore_args=as_numpy)
     found.pop("guard")
     flat, _ = jax.tree_util.tree_flatten_with_path(found)
     return {jax.tree_util.keystr(path): np.asarray(value).tobytes() for path, value in flat}
@@ -175,3 +180,54 @@ def test_stop_ends_the_run_with_ways_on_that_work(faults: Faults, tmp_path: Path
     assert files.steps(tmp_path / "checkpoints") == (3,)
     assert train(tmp_path, faults, {("norm", 5): math.inf}, "guard.on_bad=skip") == 0
     assert lines(tmp_path)[NUM_STEPS]["skipped_updates"] == 1
+
+
+PLANTED = """
+import dataclasses, os, signal
+import jax.numpy as jnp
+from jtrain.optim import Optimizer
+from jtrain.train.callbacks import Callback
+
+begin = Optimizer.begin
+
+def begin_with_a_fault(self, grads, step):
+    update = begin(self, grads, step)
+    bad = jnp.where(update.step + 1 == 6, jnp.nan, update.learning_rate)
+    return dataclasses.replace(update, learning_rate=bad)
+
+Optimizer.begin = begin_with_a_fault
+
+class Planted(Callback):
+    rewinds = 0
+
+    def on_rewind(self, step):
+        self.rewinds += 1
+        if "KILL_AT" in os.environ and self.rewinds == int(os.environ["KILL_AT"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_decide_alike_and_a_kill_in_between_changes_nothing(tmp_path: Path) -> None:
+    """Real processes: an update that writes NaN is left out by both, also if all are killed after the verdict."""
+    planted = tmp_path / "planted.py"
+    planted.write_text(PLANTED)
+    sets = (*SETS, "mesh.data=2", "layout.zero_stage=3", f"callbacks=('{planted}:Planted',)")
+    flags = [part for text in sets for part in ("--set", text)]
+
+    def launched(workdir: Path, **more: str) -> subprocess.CompletedProcess[str]:
+        argv = ["bash", str(ROOT / "launch" / "local.sh"), "-n", "2", "--config=tiny", "--with", "debug", *flags]
+        argv += ["--workdir", str(workdir), "--emulate-devices", "1"]
+        env = os.environ | {"XLA_FLAGS": "", "PYTHON": sys.executable} | more
+        return subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    done = launched(whole)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert actions(whole) == [("found", 6), ("went back", 6), ("repeats", 6)]
+    assert lines(whole)[NUM_STEPS]["skipped_updates"] == 1
+    done = launched(killed, KILL_AT="2")
+    assert "restart 1 of" in done.stderr, "the supervisor of the launcher starts the same command again"
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert actions(killed) == actions(whole), "the batch was left out without another replay"
+    assert arrays(killed) == arrays(whole)
