@@ -33,8 +33,9 @@ from jtrain.step.zero import along_torus, own_heads, param_tree, placement_of, p
 WORDS = ("loss", "loss", "gradient")
 """Pass that each word of a signature comes from: the objective, the cross entropy, the layers' gradients."""
 
-_DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
-"""Options for GPUs, whose scatters and attention otherwise add in any order."""
+_DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True}
+"""Options for GPUs, whose scatters and attention otherwise add in any order. Compiling without the hardware refuses
+`xla_gpu_deterministic_ops`, which also forbids to choose matmuls by timing."""
 
 
 @jax.tree_util.register_dataclass
