@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import files
-from jtrain.config.integrity import IntegritySpec
+from jtrain.config.integrity_spec import IntegritySpec
 from jtrain.errors import HardwareFault, UserError
 from jtrain.plan.from_run import make_optimizer
 from jtrain.runtime import atomic_io

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jtrain.config import tree
-from jtrain.config.integrity import IntegritySpec
+from jtrain.config.integrity_spec import IntegritySpec
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.errors import HardwareFault, UserError
