@@ -11,7 +11,7 @@ import fiddle as fdl
 
 from jtrain.checkpoint import CheckpointSpec
 from jtrain.config import tree
-from jtrain.config.integrity import IntegritySpec
+from jtrain.config.integrity_spec import IntegritySpec
 from jtrain.data import PackedText, Source
 from jtrain.data.sources.source import HELD_OUT_PREFIX, is_source_name
 from jtrain.errors import UserError

@@ -33,9 +33,6 @@ from jtrain.step.zero import along_torus, own_heads, param_tree, placement_of, p
 WORDS = ("loss", "loss", "gradient")
 """Pass that each word of a signature comes from: the objective, the cross entropy, the layers' gradients."""
 
-_DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
-"""Options for GPUs, whose scatters and attention otherwise add in any order."""
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +115,8 @@ def make_signature(
         with kernels_for(layout, mesh):
             return each(params, scaling, batch)
 
-    groups, on_gpu = layout.spec.sequence_groups, mesh.devices.flat[0].platform == "gpu"
-    options = compiler_options(mesh, layout.precision.matmul_dtype, layout.kernels, groups)
-    options |= _DETERMINISTIC if on_gpu else {}
+    precision, groups = layout.precision, layout.spec.sequence_groups
+    options = compiler_options(mesh, precision.matmul_dtype, layout.kernels, groups)
     return jax.jit(signature, out_shardings=NamedSharding(mesh, P()), compiler_options=options)
 
 

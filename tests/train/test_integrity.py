@@ -1,5 +1,6 @@
 """A run whose memory or arithmetic is wrong ends with exit code 76, names the device and saves nothing of it."""
 
+import itertools
 import json
 import shutil
 import socket
@@ -8,10 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jtrain.config import tree
-from jtrain.config.integrity import IntegritySpec
+from jtrain.config.integrity_spec import IntegritySpec
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.errors import HardwareFault, UserError
@@ -116,6 +118,25 @@ def test_a_device_that_computes_wrongly_ends_the_run(tmp_path: Path, monkeypatch
     ):
         train(tmp_path, "mesh.data=8", "mesh.tensor=1", "integrity.recompute_every_steps=3")
     assert saved(tmp_path) == [2]
+
+
+@pytest.mark.slow
+def test_a_program_without_an_order_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If the first recomputation differs on most devices, the log says so, and the attempt goes on without."""
+    loss, calls = Transformer._cross_entropy, itertools.count()
+
+    def another_each_time(self: Transformer, params: Any, x_BLD: Any, *rest: Any) -> Any:
+        factor = jax.pure_callback(
+            lambda: np.float32(1 + 0.01 * next(calls)), jax.ShapeDtypeStruct((), np.float32), vmap_method="sequential"
+        )
+        return loss(self, params, x_BLD * factor.astype(x_BLD.dtype), *rest)
+
+    monkeypatch.setattr(Transformer, "_cross_entropy", another_each_time)
+    sets = ("mesh.data=8", "mesh.tensor=1", "integrity.recompute_every_steps=1", "guard.sigmas=None")
+    assert train(tmp_path, *sets) == 0
+    assert capsys.readouterr().out.count("this attempt goes on without integrity.recompute_every_steps") == 1
 
 
 @pytest.mark.slow
