@@ -153,7 +153,7 @@ def test_a_stopped_process_is_named_with_its_collectives(
         assert run.end() == 0, run.output
     assert re.search(rf"process {victim} on \S+ \(pid \d+\) causes it: stopped by a signal \(state T\)", run.output)
     assert re.search(rf"process {1 - victim} on \S+ \(pid \d+\) waits: alive, in phase \w+ of step \d+", run.output)
-    assert "collectives: jit_train_step has 12 x all-reduce over data (2 devices, f32)" in run.output
+    assert re.search(r"collectives: jit_train_step has .*\d+ x all-reduce over data \(2 devices, f32\)", run.output)
     assert "in run_steps" in run.output, "the stacks of the one that waits"
     assert "all processes saved and ended" in run.output
     assert train_lines(tmp_path / "run") == unbroken[2]
