@@ -16,6 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from jtrain.bench import (
+    checkpoint,
     cpu_step,
     data_end_to_end,
     data_first_batch,
@@ -82,7 +83,9 @@ def test_without_the_peers_a_benchmark_says_how_to_get_them() -> None:
         data_sources.peer_python(argparse.Namespace(torch_python=sys.executable))
 
 
-@pytest.mark.parametrize("bench", [data_memory, data_mixing, data_resume, data_scaling, data_end_to_end, cpu_step])
+@pytest.mark.parametrize(
+    "bench", [data_memory, data_mixing, data_resume, data_scaling, data_end_to_end, cpu_step, checkpoint]
+)
 def test_without_the_peers_programs_a_benchmark_refuses_at_once(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +95,7 @@ def test_without_the_peers_programs_a_benchmark_refuses_at_once(
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     with pytest.raises(UserError, match=r"does not exist: .* run `sh jtrain/bench/peers/setup\.sh` in it") as raised:
-        bench.run(parser.parse_args([]))
+        list(bench.run(parser.parse_args([])))
     assert "\n" not in str(raised.value)
     assert not list(tmp_path.iterdir())
     assert (Path(data_sources.__file__).parents[2] / data_sources.INSTALL.removeprefix("sh ")).is_file()

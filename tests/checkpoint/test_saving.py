@@ -163,10 +163,11 @@ def test_the_manifest_lists_every_leaf_and_every_file(tmp_path: Path, make_like:
     [
         ({"every_steps": 0}, r"checkpoint\.every_steps=0 must be at least 1 or None to save only at the end"),
         ({"keep_last": 0}, r"checkpoint\.keep_last=0 must be at least 1: the newest checkpoint is never deleted"),
+        ({"max_failures": 0}, r"checkpoint\.max_failures=0 must be at least 1: 1 ends the run at the first save"),
         ({"keep_every_steps": -5}, r"checkpoint\.keep_every_steps=-5 must be at least 1 or None"),
     ],
 )
-def test_a_spec_out_of_range_is_refused(fields: dict[str, int], message: str) -> None:
+def test_a_spec_out_of_range_is_refused(fields: dict[str, Any], message: str) -> None:
     """Each message names its field and the way out."""
     with pytest.raises(ValueError, match=message):
         CheckpointSpec(**fields)

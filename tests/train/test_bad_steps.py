@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 from jtrain.checkpoint import files
 from jtrain.config import tree
@@ -122,7 +123,7 @@ def arrays(workdir: Path, step: int = NUM_STEPS) -> dict[str, bytes]:
     path = workdir / "checkpoints" / str(step) / files.STATE
     handler = ocp.PyTreeCheckpointHandler(use_zarr3=True)
     with ocp.Checkpointer(handler) as reader:
-        metadata: Any = handler.metadata(path)
+        metadata: Any = handler.metadata(epath.Path(path))
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata.tree)
         found = reader.restore(path, restore_args=as_numpy)
     found.pop("guard")

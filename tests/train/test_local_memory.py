@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,7 +81,8 @@ def test_two_processes_go_on_from_local_memory(tmp_path: Path) -> None:
             probe.bind(("localhost", 0))
             address = f"localhost:{probe.getsockname()[1]}"
         common = ENVIRON | {"JTRAIN_COORDINATOR": address, "JTRAIN_NUM_PROCESSES": "2"}
-        words, pipes = command(workdir, *more, *options), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        words = command(workdir, *more, *options)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return [
             subprocess.Popen(words, env=common | {"JTRAIN_PROCESS_ID": str(index)}, text=True, **pipes)
             for index in range(2)

@@ -39,6 +39,7 @@ def main() -> None:
     running: list[Future[Any]] = []
 
     def save(number: int) -> None:
+        running.clear()
         running[:] = [dcp.async_save(state, checkpoint_id=args.folder / str(number))]
 
     def ended() -> bool:
