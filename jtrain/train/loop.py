@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import Checkpoints, files
-from jtrain.checkpoint.history import check_history
+from jtrain.checkpoint.lost_history import check_history
 from jtrain.config.resume import check_same_run, with_history
 from jtrain.config.run import Run, check_vocabulary
 from jtrain.data import Fed, Prefetch, open_dataset, place_tree, put_batch, share_batch
