@@ -44,14 +44,21 @@ def teach_orbax() -> None:
     tensorstore_utils._normalize_path = normalized
 
 
+@functools.cache
+def _bucket(url: str) -> Any:
+    """Returns TensorStore's access to a bucket; one for all writes, since each makes its own client of the store."""
+    import tensorstore as ts
+
+    return ts.KvStore.open(spec(url)).result()
+
+
 def write(path: Path, data: memoryview) -> str:
     """Writes one object and returns its hash; it is there as a whole when this returns, or not at all.
 
     Raises:
       ValueError: the store refuses, or does not answer within the time of all repetitions.
     """
-    import tensorstore as ts
-
-    folder = ts.KvStore.open(spec(str(path.parent) + "/")).result()
-    folder.write(path.name, bytes(data)).result()
+    scheme, _, rest = str(path).partition("://")
+    bucket, _, key = rest.partition("/")
+    _bucket(f"{scheme}://{bucket}/").write(key, bytes(data)).result()
     return hashlib.blake2b(data, digest_size=16).hexdigest()
