@@ -10,6 +10,8 @@ from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 _SCHEMES = ("gs://", "s3://")
+_ADDRESSES = ("TENSORSTORE_GCS_HTTP_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+"""Environment variables that name the server of a store."""
 
 
 def spec(url: str) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def teach_orbax() -> None:
 
 
 @functools.cache
-def _bucket(url: str) -> Any:
+def _bucket(url: str, _addresses: tuple[str | None, ...]) -> Any:
     """Returns TensorStore's access to a bucket; one for all writes, since each makes its own client of the store."""
     import tensorstore as ts
 
@@ -60,5 +62,6 @@ def write(path: Path, data: memoryview) -> str:
     """
     scheme, _, rest = str(path).partition("://")
     bucket, _, key = rest.partition("/")
-    _bucket(f"{scheme}://{bucket}/").write(key, bytes(data)).result()
+    addresses = tuple(os.environ.get(name) for name in _ADDRESSES)
+    _bucket(f"{scheme}://{bucket}/", addresses).write(key, bytes(data)).result()
     return hashlib.blake2b(data, digest_size=16).hexdigest()
