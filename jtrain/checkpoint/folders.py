@@ -77,8 +77,11 @@ def read(path: Path) -> tuple[int, str]:
     size = 0
     if in_store(path):
         store = _store(path)
-        size = store.info(str(path))["size"]
-        for start in range(0, size, _STORE_READ_BYTES):
+        block = store.cat_file(str(path), start=0, end=_STORE_READ_BYTES)
+        # Most files are read by one request. A longer one tells its size first: a read behind its end would fail.
+        size = store.info(str(path))["size"] if len(block) == _STORE_READ_BYTES else len(block)
+        digest.update(block)
+        for start in range(len(block), size, _STORE_READ_BYTES):
             digest.update(store.cat_file(str(path), start=start, end=min(start + _STORE_READ_BYTES, size)))
         return size, digest.hexdigest()
     with open(path, "rb", buffering=0) as file:

@@ -10,6 +10,8 @@ from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 _SCHEMES = ("gs://", "s3://")
+_ADDRESSES = ("TENSORSTORE_GCS_HTTP_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+"""Environment variables that name the server of a store."""
 
 
 def spec(url: str) -> dict[str, Any]:
@@ -44,14 +46,22 @@ def teach_orbax() -> None:
     tensorstore_utils._normalize_path = normalized
 
 
+@functools.cache
+def _bucket(url: str, _addresses: tuple[str | None, ...]) -> Any:
+    """Returns TensorStore's access to a bucket; one for all writes, since each makes its own client of the store."""
+    import tensorstore as ts
+
+    return ts.KvStore.open(spec(url)).result()
+
+
 def write(path: Path, data: memoryview) -> str:
     """Writes one object and returns its hash; it is there as a whole when this returns, or not at all.
 
     Raises:
       ValueError: the store refuses, or does not answer within the time of all repetitions.
     """
-    import tensorstore as ts
-
-    folder = ts.KvStore.open(spec(str(path.parent) + "/")).result()
-    folder.write(path.name, bytes(data)).result()
+    scheme, _, rest = str(path).partition("://")
+    bucket, _, key = rest.partition("/")
+    addresses = tuple(os.environ.get(name) for name in _ADDRESSES)
+    _bucket(f"{scheme}://{bucket}/", addresses).write(key, bytes(data)).result()
     return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.checkpoint import files, history, restoring
+from jtrain.checkpoint import files, lost_history, restoring
 from jtrain.checkpoint.saving import Saves
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
@@ -154,7 +154,7 @@ class Checkpoints:
         """
         self._saves.settle(fatal=False)
         found = restoring.restore_newest(self.folder, like, from_scratch=from_scratch)
-        history.begin(workdir or self.folder.parent, self.folder, found)
+        lost_history.begin(workdir or self.folder.parent, self.folder, found)
         return found
 
     def restore(self, step: int, like: Any, *, verify: bool = True) -> tuple[Any, dict[str, Any]]:

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from jtrain.checkpoint import Checkpoints, files
-from jtrain.checkpoint.history import check_history
 from jtrain.checkpoint.local_memory import local_memory
+from jtrain.checkpoint.lost_history import check_history
 from jtrain.config.resume import check_same_run, with_history
 from jtrain.config.run import Run, check_vocabulary
 from jtrain.data import Prefetch, open_dataset, place_tree, put_batch

@@ -28,7 +28,7 @@ def like() -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state(1))
 
 
-@pytest.fixture(scope="module", params=["gs", "s3"])
+@pytest.fixture(scope="module", params=["gs", pytest.param("s3", marks=pytest.mark.slow)])
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     serve = {"gs": gs_store, "s3": s3_store}[request.param]
     with pytest.MonkeyPatch.context() as monkeypatch, serve(monkeypatch) as store:

@@ -52,11 +52,9 @@ def test_a_run_in_a_store_is_killed_within_a_save_and_goes_on_elsewhere(
         workdir = workdir_path(f"{store.url}/runs/tiny")
         folder = workdir / "checkpoints"
         process = start(workdir, tmp_path / "first")
-        end_s = time.monotonic() + 300
         while not folders.names(folder / "8"):
             assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < end_s
-            time.sleep(0.002)
+            time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert files.steps(folder) in ((4,), (4, 8))
