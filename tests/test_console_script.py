@@ -59,6 +59,6 @@ def test_a_verb_is_its_module(verb: str) -> None:
 
 
 def test_exit_codes_and_messages_pass_through() -> None:
-    done = jtrain("bench", "startp")
+    done = jtrain("bench", "cpu_stp")
     assert done.returncode == 2
-    assert "Did you mean startup?" in done.stderr
+    assert "Did you mean cpu_step?" in done.stderr

@@ -110,12 +110,12 @@ def make_train_step(
                 scaling = jax.tree.map(
                     lambda new, old: jnp.where(scalars.applied, new, old), advanced(state.scaling, seen), state.scaling
                 )
-            with jax.named_scope("guard"):
-                counts = counts + not_finite(scaling).astype(jnp.float32)
-                found["by_device"] = _everywhere(mesh, jnp.stack([share, counts], axis=1))
-            new = TrainState(state.step + 1, params, opt_state, scaling, guard)
-            of_bits = sums.metric(given, new) if sums else {}
-            return new, metrics | scalars.metrics | found | of_bits
+                with jax.named_scope("guard"):
+                    counts = counts + not_finite(scaling).astype(jnp.float32)
+                    found["by_device"] = _everywhere(mesh, jnp.stack([share, counts], axis=1))
+                new = TrainState(state.step + 1, params, opt_state, scaling, guard)
+                of_bits = sums.metric(given, new) if sums else {}
+                return new, metrics | scalars.metrics | found | of_bits
 
     # Output shardings are explicit: if XLA inferred others, the second step would compile again.
     state_shardings = shardings_of(like)

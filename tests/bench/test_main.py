@@ -31,8 +31,8 @@ def test_without_a_name_they_are_listed(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_an_unknown_benchmark_is_refused() -> None:
     """With the nearest name."""
-    with pytest.raises(ValueError, match=r"no benchmark startp\. Did you mean startup\? There are: .*startup"):
-        bench(["startp"])
+    with pytest.raises(ValueError, match=r"no benchmark cpu_stp\. Did you mean cpu_step\? There are: .*startup"):
+        bench(["cpu_stp"])
 
 
 def test_the_json_is_what_design_says(

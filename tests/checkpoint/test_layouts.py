@@ -1,5 +1,6 @@
 """A checkpoint does not depend on the layout that wrote it."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def test_arrays_return_to_the_memory_kind_that_is_asked_for(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("pinned_host")),
         like.opt_state,
     )
-    got, _ = checkpoints.restore(7, TrainState(like.step, like.params, on_host))
+    got, _ = checkpoints.restore(7, dataclasses.replace(like, opt_state=on_host))
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(got.opt_state)} == {"pinned_host"}
     assert bits_of(got) == bits_of(state)
     checkpoints.save(8, got, {}, "")

@@ -1,5 +1,6 @@
 """Eight-bit moments, their scales and master weights are saved like other arrays, and a resumed run is unchanged."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,5 +87,5 @@ def test_a_checkpoint_from_before_scales_and_masters_is_one_without(
     with Checkpoints(tmp_path, CheckpointSpec()) as checkpoints:
         checkpoints.save(3, older, {"next": 3}, "seed: int = 0\n")
         checkpoints.wait()
-        restored, _ = checkpoints.restore(3, like)
-    assert bits_of(restored) == bits_of(state)
+        restored, _ = checkpoints.restore(3, dataclasses.replace(like, guard={}))
+    assert bits_of(restored) == bits_of(dataclasses.replace(state, guard={}))

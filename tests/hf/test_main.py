@@ -104,6 +104,7 @@ def test_launch_can_start_from_what_import_wrote(given: Given) -> None:
     layout = make_layout(run.layout, MeshSpec(), run.model.param_infos())
     optimizer = build(run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos()))
     like = abstract_state(layout, optimizer, make_mesh(MeshSpec(), jax.devices()[:1]))
+    like = dataclasses.replace(like, guard={})  # no step has been run
     with Checkpoints(workdir, CheckpointSpec()) as checkpoints:
         assert checkpoints.latest_step() == 0
         assert checkpoints.config_text(0) == text

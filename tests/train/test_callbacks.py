@@ -69,10 +69,9 @@ def test_a_callback_sees_the_run_in_order(tmp_path: Path, monkeypatch: pytest.Mo
     lines = metrics.read(tmp_path / "run" / metrics.FILE)
     assert losses == {line["step"]: line["loss_nats"] for line in lines if "loss_nats" in line}
     assert [event[:2] for event in events] == [
-        ["enter", 0],
-        ["start", 0],
-        *(["step", 1], ["dispatch", 1], ["dispatched", 1]),
-        *(["step", 2], ["dispatch", 2], ["results", 1], ["dispatched", 2]),
+        *(["enter", 0], ["restore", 0], ["start", 0], ["data_wait", 0]),
+        *(["step", 1], ["dispatch", 1], ["data_wait", 1], ["dispatched", 1]),
+        *(["step", 2], ["dispatch", 2], ["results", 1], ["data_wait", 2], ["dispatched", 2]),
         *(["step", 3], ["dispatch", 3], ["results", 2], ["dispatched", 3]),
         *(["results", 3], ["evaluation", 3], ["checkpoint", 3], ["checkpoint", 3]),
         *(["profile", 3], ["end", 0], ["exit", 0]),

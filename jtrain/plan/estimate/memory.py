@@ -18,6 +18,7 @@ from jtrain.plan.estimate.peak_memory import worst_moment
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
+from jtrain.step.guard import LEFT_OUT, WINDOW
 from jtrain_kernels.device import Platform
 
 
@@ -85,6 +86,10 @@ class MemoryPlan:
         return {name: getattr(self, name) for name in ("parameters", "optimizer", "batch")} | self.temporaries()
 
 
+_COUNTERS_BYTES = {"gpu": 4 + 4 * (2 * WINDOW + LEFT_OUT + 2), "tpu": 512 + 1024 + 3 * 512}
+"""Bytes of the step counter and of the guard's state; TPUs lay out each array in whole tiles."""
+
+
 def memory(job: Job) -> MemoryPlan:
     """Memory plan of a job by the closed form; takes a millisecond for any model.
 
@@ -96,8 +101,7 @@ def memory(job: Job) -> MemoryPlan:
     parameters, host_parameters = _parameters(layout, platform)
     state, host_state, host_copies = _state(layout, job.optimizer, platform)
     shards = math.prod(mesh.shape[axis] for axis in (*BATCH_AXES, "context"))
-    step_count = 512 if platform == "tpu" else 4
-    batch = 4 * 4 * job.tokens // shards + step_count  # four int32 arrays, and the step counter
+    batch = 4 * 4 * job.tokens // shards + _COUNTERS_BYTES.get(platform, _COUNTERS_BYTES["gpu"])  # four int32 arrays
 
     worst = worst_moment(job)
     tokens, per_token = rows * job.seq_len // mesh.context // mesh.tensor, named_bytes(layout)

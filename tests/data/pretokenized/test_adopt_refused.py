@@ -121,7 +121,7 @@ def test_an_mds_column_is_named_where_it_is_not_known(
 
 def test_parquet_without_lists_of_ids_is_refused(documents: Documents, tokenizer_json: Path, tmp_path: Path) -> None:
     write.write_parquet_ids(tmp_path / "a.parquet", documents, column="ids", kind="float")
-    with pytest.raises(ValueError, match=r"no column 'input_ids'\. Set --column to one of ids, attention_mask"):
+    with pytest.raises(ValueError, match=r"no column 'input_ids'\. Set --column to one of 'ids', 'attention_mask'"):
         run(tmp_path / "a.parquet", tmp_path / "out", tokenizer_json)
     with pytest.raises(ValueError, match=r"column 'ids' is list<.*float>, and ids are lists of integers"):
         run(tmp_path / "a.parquet", tmp_path / "out", tokenizer_json, column="ids")

@@ -58,7 +58,7 @@ def test_argument_bytes_are_those_of_the_shards(axes: dict[str, int], zero_stage
     assert plan.parameters == shard_bytes(state.params) > 0
     assert plan.optimizer == shard_bytes(state.opt_state) > 0
     shards = lay.mesh.replica * lay.mesh.data
-    assert plan.batch == 4 * 4 * 16 * 32 // shards + state.step.dtype.itemsize
+    assert plan.batch == 4 * 4 * 16 * 32 // shards + state.step.dtype.itemsize + shard_bytes(state.guard)
 
 
 @pytest.mark.parametrize("moment_dtype", ("float32", "int8"))
