@@ -92,7 +92,10 @@ def in_numpy(workdir: Path, run: Run, name: str | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("mesh", "tokenizer"),
-    [((), "bytes"), (("mesh.data=2", "mesh.context=2", "mesh.tensor=2", "layout.zero_stage=3"), "bpe")],
+    [
+        pytest.param((), "bytes", marks=pytest.mark.slow),
+        (("mesh.data=2", "mesh.context=2", "mesh.tensor=2", "layout.zero_stage=3"), "bpe"),
+    ],
     ids=["data parallel, bytes", "all axes, BPE"],
 )
 def test_a_run_reports_what_numpy_computes_from_all_logits(

@@ -82,7 +82,9 @@ MORE_CASES: tuple[tuple[OpName, Swizzle, int, int], ...] = (
 )
 
 
-@pytest.mark.parametrize(("op", "swizzle", "ranks", "batch"), CASES)
+@pytest.mark.parametrize(
+    ("op", "swizzle", "ranks", "batch"), (pytest.param(*CASES[0], marks=pytest.mark.slow), CASES[1])
+)
 def test_the_fused_kernels_give_the_product_although_senders_are_late(
     op: OpName, swizzle: Swizzle, ranks: int, batch: int
 ) -> None:
