@@ -6,6 +6,7 @@ Everything here must happen before jax or jtrain is imported, so it runs at impo
 import faulthandler
 import gc
 import os
+import signal
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -163,6 +164,17 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_as_on_a_terminal() -> None:
+    """Has the processes that tests start begin with the default handlers, also where `nohup` or a script starts tests.
+
+    A program inherits signals that are ignored, but not handlers; this process still does nothing at SIGHUP and SIGINT.
+    """
+    for number in (signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda _number, _frame: None)
 
 
 @pytest.fixture(autouse=True)

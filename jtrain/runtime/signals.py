@@ -10,6 +10,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, the signal that schedulers send before they kill a job, and the end of the terminal or connection."""
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Returns the SIGNALS that ask this process to stop: all but SIGHUP where it is ignored, as under `nohup`.
+
+    SIGINT counts even where it is ignored. A shell starts so what it puts into the background of a script, but a run
+    is then stopped by `kill -INT` as well.
+    """
+    return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN)
+
+
 class StopRequest:
     """Context in which the SIGNALS only set a flag, so that the loop can finish its step and save.
 
@@ -30,9 +39,7 @@ class StopRequest:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        for number in SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue
+        for number in stop_signals():
             self._before[number] = signal.signal(number, self._on_signal)
         return self
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from jtrain.errors import UserError
 from jtrain.runtime import exit_codes
+from jtrain.runtime.signals import stop_signals
 from jtrain.supervise.child import Child
 from jtrain.supervise.hosts import Hosts
 from jtrain.supervise.restarts import NEVER_RESTARTED, Restarts, shell_code
 from jtrain.supervise.spec import SuperviseSpec
 from jtrain.supervise.verdict import Hang, find_hang
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TICK_S = 0.1
 SAME_END_S = 3.0
 """Time for the other processes to end by themselves after the first: the same mistake has a message in each."""
@@ -296,13 +296,12 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals_caught(self) -> Iterator[None]:
-        """Context in which signals are passed on to the processes; one that is ignored (nohup) stays so."""
-        caught = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+        """Context in which the signals that stop a training process are passed on to the processes."""
 
         def on_signal(number: int, _frame: types.FrameType | None) -> None:
             self._signals.append(signal.Signals(number))
 
-        before = {number: signal.signal(number, on_signal) for number in caught}
+        before = {number: signal.signal(number, on_signal) for number in stop_signals()}
         try:
             yield
         finally:

@@ -111,6 +111,18 @@ def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_ctrl_c_counts_where_a_script_s_background_ignores_it() -> None:
+    """A shell without job control starts `command &` with SIGINT ignored; `kill -INT` must still save."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert stop.requested
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_thread_cannot_ask() -> None:
     """Python's ValueError reaches the caller."""
     errors: list[ValueError] = []

@@ -1,13 +1,16 @@
 """The supervisor over real processes that beat as a training process does, but need no jax."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from jtrain.errors import UserError
@@ -16,7 +19,8 @@ from jtrain.supervise.supervisor import Supervisor
 ROOT = Path(__file__).parents[2]
 
 DRIVER = """
-import os, sys
+import os, signal, sys
+for number in map(int, sys.argv[3:]): signal.signal(number, signal.SIG_IGN)
 from jtrain.supervise.supervisor import Supervisor
 command = [sys.executable, "-c", sys.argv[2]]
 sys.exit(Supervisor(command, os.environ, processes=int(sys.argv[1]), workdir=None).run())
@@ -37,23 +41,45 @@ def attempts():  # counts in a file, since each attempt is a process of its own
 """
 
 
-def start(tmp_path: Path, code: str, *, processes: int = 1) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def started(
+    tmp_path: Path, code: str, *, processes: int = 1, ignored: tuple[signal.Signals, ...] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """Context of a supervisor that is started with signals `ignored`; leaves none of its processes behind."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    environ = os.environ | {"PYTHONPATH": paths, "ATTEMPTS": str(tmp_path / "attempts")}
-    return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(processes), TRAINER + code],
-        env=environ,
+    own = {"PYTHONPATH": paths, "ATTEMPTS": str(tmp_path / "attempts")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(processes), TRAINER + code, *(str(int(number)) for number in ignored)],
+        env=os.environ | own,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+    try:
+        yield process
+    finally:
+        process.kill()  # before its processes, or it would start them again
+        for one in psutil.process_iter(["environ"]):  # also those whose parents have ended
+            if (one.info["environ"] or {}).get("ATTEMPTS") == own["ATTEMPTS"]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def run(tmp_path: Path, code: str, *, processes: int = 1) -> tuple[int, str]:
     """Exit code of the supervisor, and everything that was printed."""
-    process = start(tmp_path, code, processes=processes)
-    output, _ = process.communicate(timeout=120)
-    return process.returncode, output
+    with started(tmp_path, code, processes=processes) as process:
+        output, _ = process.communicate(timeout=120)
+        return process.returncode, output
+
+
+def wait_for_attempts(process: subprocess.Popen[str], tmp_path: Path, count: int) -> None:
+    attempts = tmp_path / "attempts"
+    while not attempts.exists() or attempts.stat().st_size < count:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("code", [0, 2, 75, 76])
@@ -107,9 +133,7 @@ time.sleep(1000)
         assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_is_passed_on_and_the_save_waited_for(number: signal.Signals, tmp_path: Path) -> None:
-    code = """
+SAVING = """
 from jtrain.runtime.signals import StopRequest
 with StopRequest() as stop:
     attempts()
@@ -118,14 +142,37 @@ with StopRequest() as stop:
     print("saved", flush=True)
 sys.exit(75)
 """
-    process = start(tmp_path, code, processes=2)
-    attempts = tmp_path / "attempts"
-    while not attempts.exists() or attempts.stat().st_size < 2:
-        time.sleep(0.02)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, output
+
+
+@pytest.mark.parametrize(
+    ("number", "ignored"),
+    [(signal.SIGTERM, ()), (signal.SIGINT, ()), (signal.SIGHUP, ()), (signal.SIGINT, (signal.SIGINT, signal.SIGHUP))],
+)
+def test_a_signal_is_passed_on_and_the_save_waited_for(
+    number: signal.Signals, ignored: tuple[signal.Signals, ...], tmp_path: Path
+) -> None:
+    """SIGINT also where a script started the command in the background, which ignores it at first."""
+    with started(tmp_path, SAVING, processes=2, ignored=ignored) as process:
+        wait_for_attempts(process, tmp_path, 2)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 75, output
+    assert output.count(f"{number.name}: stopping after this step") == 2
     assert sorted(line for line in output.splitlines() if line.endswith("saved")) == ["[0] saved", "[1] saved"]
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:
+    """SIGHUP reaches supervisor and process, both ignore it, and SIGTERM then stops them."""
+    with started(tmp_path, SAVING, ignored=(signal.SIGHUP,)) as process:
+        wait_for_attempts(process, tmp_path, 1)
+        for child in psutil.Process(process.pid).children():
+            child.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 75, output
+    assert "SIGHUP" not in output
+    assert "SIGTERM: stopping after this step" in output
 
 
 HANGING = """
@@ -174,14 +221,12 @@ with StopRequest() as stop:
     while not stop.requested: time.sleep(0.01)
     attempts()
 """
-    process = start(tmp_path, code)
-    attempts = tmp_path / "attempts"
-    while not attempts.exists():
-        time.sleep(0.02)
-    process.kill()
-    output, _ = process.communicate(timeout=120)  # until the orphan has closed it, too
+    with started(tmp_path, code) as process:
+        wait_for_attempts(process, tmp_path, 1)
+        process.kill()
+        output, _ = process.communicate(timeout=120)  # until the orphan has closed it, too
     assert "The supervisor is gone: stopping, with a checkpoint." in output
-    assert attempts.stat().st_size == 2
+    assert (tmp_path / "attempts").stat().st_size == 2
 
 
 @pytest.mark.parametrize(
