@@ -146,25 +146,29 @@ class Checkpoints:
         """
         self._saves.wait()
 
+    def settle(self) -> None:
+        """Returns when no save is in flight. Says if it has failed, and raises nothing: `check` decides about that."""
+        self._saves.settle(fatal=False)
+
     def start(self, like: Any, *, workdir: Path | None = None, from_scratch: bool = False) -> restoring.Restored:
         """Reads the newest whole checkpoint, as `restoring.restore_newest`, and notes its step in the workdir.
 
         Args:
           workdir: folder of the run's other files; the checkpoints' parent if not given.
         """
-        self._saves.settle(fatal=False)
+        self.settle()
         found = restoring.restore_newest(self.folder, like, from_scratch=from_scratch)
         lost_history.begin(workdir or self.folder.parent, self.folder, found)
         return found
 
     def restore(self, step: int, like: Any, *, verify: bool = True) -> tuple[Any, dict[str, Any]]:
         """Reads the state and data state of a checkpoint; see `restoring.restore`."""
-        self._saves.settle(fatal=False)
+        self.settle()
         return restoring.restore(self.folder, step, like, verify=verify)
 
     def restore_part(self, step: int, like: dict[str, Any], *, verify: bool = True) -> dict[str, Any]:
         """Reads some branches of the state, such as `{"params": ...}`, and no others; see `restoring.restore`."""
-        self._saves.settle(fatal=False)
+        self.settle()
         return restoring.restore_part(self.folder, step, like, verify=verify)
 
     def data_state(self, step: int) -> dict[str, Any]:
@@ -173,7 +177,7 @@ class Checkpoints:
 
     def config_text(self, step: int) -> str:
         """Returns the flat config of the run that saved `step`; raises CheckpointError if it does not exist."""
-        self._saves.settle(fatal=False)
+        self.settle()
         path, _ = restoring.open_step(self.folder, step, verify=False)
         return (path / files.CONFIG).read_text()
 

@@ -209,7 +209,7 @@ class BadSteps:
     def _go_back(self, step: int, why: str, *, before: int, nth: int) -> None:
         """Chooses the checkpoint of the replay: the newest before `before`, an older one at each return soon after."""
         self._checkpoints.hold = True
-        self._checkpoints.wait()
+        self._checkpoints.settle()
         there = [one for one in self._checkpoints.steps() if one < step]
         early = [one for one in there if one < before]
         origin = there[max(len(early) - 1 - nth, 0)] if there else 0
@@ -342,6 +342,7 @@ class BadSteps:
         )
 
     def _from_before(self, step: int) -> str:
+        self._checkpoints.settle()
         there = [one for one in self._checkpoints.steps() if one < step]
         if not there:
             return "No checkpoint was written before it."

@@ -7,11 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from jtrain.errors import UserError
-from jtrain.runtime.shared_folder import check_shared
-
 PROCESS = """
 import json, sys
 from pathlib import Path
@@ -58,9 +53,3 @@ def test_two_processes_agree_about_what_they_share(tmp_path: Path) -> None:
         assert "cannot be written to by process 1 on host " in unwritable
         assert "/proc/self" in unwritable
     assert [list(folder.iterdir()) for folder in (one, *apart)] == [[], [], []], "no file of the probe stays"
-
-
-def test_one_process_finds_a_folder_that_it_cannot_write() -> None:
-    """Even root cannot create files in this kernel file system."""
-    with pytest.raises(UserError, match=r"--workdir /proc/self/none cannot be written to \(.*choose another"):
-        check_shared(Path("/proc/self/none"))
