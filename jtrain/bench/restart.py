@@ -100,7 +100,7 @@ def _until(ended: Callable[[], str | None], condition: Callable[[], bool]) -> No
     while not condition():
         if (output := ended()) is not None or time.perf_counter() > end_s:
             raise RuntimeError(f"the run did not get there:\n{output}")
-        time.sleep(POLL_S)
+        time.sleep(POLL_S)  # the generation is a file of another process
 
 
 def _newest(memory: Path) -> int:

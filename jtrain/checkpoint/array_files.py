@@ -33,7 +33,7 @@ CHUNK = "c"
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class StoredChunk:
     """One file, and the bytes of a shard that it holds.
 
     name: file name within the directory of the leaf.
@@ -67,7 +67,7 @@ def chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def chunks(shard_shape: tuple[int, ...], start: tuple[int, ...], itemsize: int) -> Iterator[Chunk]:
+def chunks(shard_shape: tuple[int, ...], start: tuple[int, ...], itemsize: int) -> Iterator[StoredChunk]:
     """Yields the files of one shard, in the order of its memory.
 
     start: index of the shard's first element in the whole array.
@@ -80,7 +80,7 @@ def chunks(shard_shape: tuple[int, ...], start: tuple[int, ...], itemsize: int) 
     first = [begin // chunk for begin, chunk in zip(start, shape, strict=True)]
     for number, index in enumerate(itertools.product(*grid)):
         name = ".".join([CHUNK, *(str(begin + here) for begin, here in zip(first, index, strict=True))])
-        yield Chunk(name, number * num_bytes, num_bytes)
+        yield StoredChunk(name, number * num_bytes, num_bytes)
 
 
 def leaf_metadata(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: np.dtype) -> bytes:

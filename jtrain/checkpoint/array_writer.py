@@ -23,8 +23,8 @@ _THREADS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """What the files of a leaf depend on, beside its contents; `keys`: its path in the state."""
+class DescribedLeaf:
+    """Holds what the files of a leaf depend on, beside its contents; `keys`: its path in the state."""
 
     keys: tuple[str, ...]
     shape: tuple[int, ...]
@@ -33,10 +33,10 @@ class Leaf:
     sharding: str
 
 
-def describe(state: Any) -> list[Leaf]:
+def describe(state: Any) -> list[DescribedLeaf]:
     """Returns one description for each leaf of a pytree of jax.Arrays."""
     return [
-        Leaf(
+        DescribedLeaf(
             keys,
             array.shape,
             array.sharding.shard_shape(array.shape),
@@ -52,7 +52,7 @@ def threads() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0))), "checkpoint")
 
 
-def write_arrays(path: Path, shards: list[HostShard], leaves: list[Leaf]) -> Hashes:
+def write_arrays(path: Path, shards: list[HostShard], leaves: list[DescribedLeaf]) -> Hashes:
     """Writes shards into the checkpoint at `path`, and the files that describe `leaves`; all are then on the disk.
 
     The memory of each shard is free once it was written: `shards` is empty when this returns.

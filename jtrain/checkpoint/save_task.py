@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jtrain.checkpoint import array_writer, files, folders
-from jtrain.checkpoint.array_writer import Leaf
+from jtrain.checkpoint.array_writer import DescribedLeaf
 from jtrain.checkpoint.files import CheckpointError, ManifestLeaf
 from jtrain.checkpoint.host_copy import HostShard
 from jtrain.runtime import atomic_io, multihost
-from jtrain.runtime.exchange import Exchange
+from jtrain.runtime.exchange import ProcessExchange
 from jtrain.runtime.store_paths import in_store
 
 PATIENCE_S = 900.0
@@ -32,11 +32,11 @@ _MAX_NAMED = 5
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What a save writes, apart from the bytes of the arrays."""
+    """Holds what a save writes, apart from the bytes of the arrays."""
 
     step: int
     leaves: dict[str, ManifestLeaf]
-    described: list[Leaf]
+    described: list[DescribedLeaf]
     data: str
     config: str
 
@@ -69,8 +69,8 @@ class SaveTask:
         self.contents = contents
         self.failure: str | None = None
         self.warning: str | None = None
-        self._exchange = Exchange(f"checkpoint/{attempt}")
-        self._exchange_before = Exchange(f"checkpoint/{attempt - 1}")
+        self._exchange = ProcessExchange(f"checkpoint/{attempt}")
+        self._exchange_before = ProcessExchange(f"checkpoint/{attempt - 1}")
         self._folder = folder
         self._final = folder / str(contents.step)
         # A store has no renames, so that there the manifest alone tells a checkpoint from the remains of a save.

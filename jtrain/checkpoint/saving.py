@@ -135,7 +135,7 @@ class Saves:
                 raise CheckpointError(f"{self._failed(task)}{times}{self._resumes()}")
             pause = LAST_RETRY_S * 2 ** (failures - 1)
             self.say(f"WARNING: {self._failed(task)} The next try is in {pause:.0f} s, {failures} of {most} failed.")
-            time.sleep(pause)
+            time.sleep(pause)  # a full disk may have room by then
             self._start(*self._last)
         self._last = None
 

@@ -1,4 +1,4 @@
-"""Exchange of texts among the processes of a run without collectives, for threads in the background.
+"""ProcessExchange of texts among the processes of a run without collectives, for threads in the background.
 
 A collective waits for the devices, and all processes must call it at the same point of the program. These calls go
 through jax's coordination service, which process 0 runs.
@@ -13,7 +13,7 @@ _POLL_S = 0.05
 _WAIT_MS = 10_000
 
 
-class Exchange:
+class ProcessExchange:
     """Texts of one task, on which all processes work at the same time.
 
     name: the same in all processes, and of no other task of this run.
@@ -46,7 +46,7 @@ class Exchange:
             differs = enough is not None and any(text != enough for text in found.values())
             if differs or len(found) == multihost.process_count() or time.monotonic() > until:
                 return found
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S)  # the service can wait for one key only, and this waits for any
 
     def announce(self, topic: str, text: str) -> None:
         """Publishes a text for all processes; one process does so, once for each topic."""

@@ -209,4 +209,4 @@ def _wait_for_coordinator(coordinator: str, addresses: Sequence[tuple[Any, Any]]
                 f"JTRAIN_COORDINATOR={coordinator}: nobody answers there after {wait_s:g} s ({reason}). Check that "
                 "process 0 was started on that host, and that no firewall closes the port."
             )
-        time.sleep(0.2)
+        time.sleep(0.2)  # a port that nobody listens at refuses at once; process 0 may be starting

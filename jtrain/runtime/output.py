@@ -42,7 +42,7 @@ class _Tolerant(io.FileIO):
         self._lost_bytes = 0
         self._why = ""
 
-    def write(self, data: bytes | memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def write(self, data: bytes | memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]: any buffer
         try:
             if self._lost_bytes:
                 note = f"\n[{self._lost_bytes} bytes of output were lost here: {self._why}]\n".encode()

@@ -82,7 +82,7 @@ def _appears(file: Path, token: str, end_s: float) -> bool:
             pass
         if time.monotonic() > end_s:
             return False
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S)  # a network file system tells nobody about a new file
 
 
 def _remove(file: Path) -> None:

@@ -18,7 +18,7 @@ from jtrain.supervise.verdict import Watched
 _OUTPUT = threading.Lock()
 
 
-class Child:
+class WatchedProcess:
     """A training process with a session of its own, so that it ends together with its loaders and constructors.
 
     Args:
@@ -117,7 +117,7 @@ class Child:
             self.send(STACKS_SIGNAL)
             size, until_s = before, time.monotonic() + 3.0
             while time.monotonic() < until_s:
-                time.sleep(0.2)
+                time.sleep(0.2)  # the process writes its stacks itself, and does not say when it is done
                 grown = os.fstat(self._stacks.fileno()).st_size
                 if grown > before and grown == size:
                     break

@@ -28,13 +28,13 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 BEAT_S = 1.0
 
-type Phase = Literal[
+type HeartPhase = Literal[
     "start-up", "joining", "setup", "restore", "compile", "step", "dispatch", "device_wait", "data_wait",
     "evaluation", "checkpoint", "profile", "ending",
 ]  # fmt: skip
 """What a process does: the phases of the training loop, and those before and after it."""
 
-STEPPING: tuple[Phase, ...] = ("step", "dispatch", "device_wait")
+STEPPING: tuple[HeartPhase, ...] = ("step", "dispatch", "device_wait")
 """Phases that pass within a step; their limit is that of the step as a whole."""
 
 _STEPS = 64
@@ -58,7 +58,7 @@ class Beat:
     processes: int | None
     start_step: int | None
     step: int
-    phase: Phase
+    phase: HeartPhase
     quiet_s: float
     step_s: float | None
     collectives: str
@@ -89,7 +89,7 @@ class Heart:
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
         self._beats = beats
         self._main = threading.get_ident()
-        self._position: tuple[Phase, int, float] = ("start-up", 0, time.monotonic())
+        self._position: tuple[HeartPhase, int, float] = ("start-up", 0, time.monotonic())
         self._process: int | None = None
         self._processes: int | None = None
         self._start_step: int | None = None
@@ -103,7 +103,7 @@ class Heart:
         self._thread = threading.Thread(target=self._run, name="jtrain-heart", daemon=True)
         self._thread.start()
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: HeartPhase) -> None:
         """Announces a phase outside of the loop."""
         self._position = (phase, self._position[1], time.monotonic())
 
@@ -128,7 +128,7 @@ class Heart:
         self._describe = collectives
 
     @contextlib.contextmanager
-    def during(self, phase: Phase, step: int) -> Iterator[None]:
+    def during(self, phase: HeartPhase, step: int) -> Iterator[None]:
         """Context of a phase of the loop; phases may be nested."""
         before, now_s = self._position, time.monotonic()
         if phase == "dispatch" and not self._dispatched:

@@ -1,4 +1,4 @@
-"""What the supervisors of several hosts tell each other, through files in the run's shared workdir.
+"""Lets the supervisors of several hosts tell each other what happened, through files in the run's shared workdir.
 
 Each supervisor writes `supervise/process-N.json` every two seconds: what it knows of its processes. One file for all,
 `supervise/round.json`, counts the restarts: the supervisor that sees a fault first writes the next round with its

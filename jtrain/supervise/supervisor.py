@@ -14,7 +14,7 @@ from pathlib import Path
 from jtrain.errors import UserError
 from jtrain.runtime import exit_codes
 from jtrain.runtime.signals import stop_signals
-from jtrain.supervise.child import Child
+from jtrain.supervise.child import WatchedProcess
 from jtrain.supervise.hosts import Hosts
 from jtrain.supervise.restarts import NEVER_RESTARTED, Restarts, shell_code
 from jtrain.supervise.spec import SuperviseSpec
@@ -78,7 +78,7 @@ class Supervisor:
         self._host = socket.gethostname()
         self._workdir = workdir
         self._hosts: Hosts | None = None
-        self._children: list[Child] = []
+        self._children: list[WatchedProcess] = []
         self._restarts = Restarts()
         self._signals: list[signal.Signals] = []
         self._stopping: signal.Signals | None = None
@@ -155,7 +155,7 @@ class Supervisor:
             if not several and (told := told_process(environ)) is not None:
                 index, prefix = told, f"[{self._host}:{told}] "
             bar = index in (0, None) and sys.stdout.isatty()
-            child = Child(self._command, environ | own, index=index, host=self._host, prefix=prefix, bar=bar)
+            child = WatchedProcess(self._command, environ | own, index=index, host=self._host, prefix=prefix, bar=bar)
             self._children.append(child)
 
     def _watch(self) -> Failure | None:
@@ -196,7 +196,7 @@ class Supervisor:
                 say(f"then {child.name} {how_ended(child.code or 0)}")
         return Failure(cause, shell_code(first.code), final=first.code in NEVER_RESTARTED)
 
-    def _failed(self) -> list[Child]:
+    def _failed(self) -> list[WatchedProcess]:
         fine = (None, exit_codes.DONE, exit_codes.STOPPED)
         return [child for child in self._children if child.code not in fine]
 

@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jtrain.supervise.heart import STEPPING, Beat, Phase
+from jtrain.supervise.heart import STEPPING, Beat, HeartPhase
 from jtrain.supervise.spec import SuperviseSpec
 
 SILENT_S = 10.0
 """A process without a beat for longer than this, ten beats, does not answer."""
 
-MEETING: tuple[Phase, ...] = (*STEPPING, "joining", "restore", "evaluation", "checkpoint", "ending")
+MEETING: tuple[HeartPhase, ...] = (*STEPPING, "joining", "restore", "evaluation", "checkpoint", "ending")
 """Phases in which a process may wait for others."""
 
 
@@ -29,7 +29,7 @@ class Watched:
     beat_age_s: float
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> HeartPhase:
         return "start-up" if self.beat is None else self.beat.phase
 
     @property
@@ -85,7 +85,7 @@ def limit_s(beat: Beat | None, spec: SuperviseSpec) -> float:
         return spec.compile_s if beat.step_s is None else max(spec.step_s, spec.step_factor * beat.step_s)
     if beat.phase == "data_wait":
         return spec.data_s if beat.step_s is not None else max(spec.setup_s, spec.data_s)
-    limits: dict[Phase, float] = {
+    limits: dict[HeartPhase, float] = {
         "compile": spec.compile_s,
         "evaluation": spec.evaluation_s,
         "profile": spec.evaluation_s,

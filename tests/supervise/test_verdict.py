@@ -6,7 +6,7 @@ import pytest
 
 from jtrain.errors import UserError
 from jtrain.runtime import exit_codes
-from jtrain.supervise.heart import Beat, Phase
+from jtrain.supervise.heart import Beat, HeartPhase
 from jtrain.supervise.restarts import Restarts, shell_code
 from jtrain.supervise.spec import SuperviseSpec
 from jtrain.supervise.verdict import Watched, find_hang, limit_s
@@ -14,11 +14,11 @@ from jtrain.supervise.verdict import Watched, find_hang, limit_s
 SPEC = SuperviseSpec()
 
 
-def beat(phase: Phase, quiet_s: float, *, step: int = 7, step_s: float | None = 0.1) -> Beat:
+def beat(phase: HeartPhase, quiet_s: float, *, step: int = 7, step_s: float | None = 0.1) -> Beat:
     return Beat(0, 2, 0, step, phase, quiet_s, step_s, "jit_train_step has 3 x all-reduce over data", SPEC)
 
 
-def watched(name: str, phase: Phase, quiet_s: float, *, step: int = 7, silent_s: float = 0.5) -> Watched:
+def watched(name: str, phase: HeartPhase, quiet_s: float, *, step: int = 7, silent_s: float = 0.5) -> Watched:
     return Watched(name, None, beat(phase, quiet_s, step=step), silent_s)
 
 
@@ -31,7 +31,7 @@ def test_the_limit_of_a_step_grows_with_its_median() -> None:
 
 
 @pytest.mark.parametrize("phase", ["compile", "restore", "evaluation", "checkpoint", "profile", "joining", "setup"])
-def test_a_long_phase_is_no_hang_also_for_those_who_wait(phase: Phase) -> None:
+def test_a_long_phase_is_no_hang_also_for_those_who_wait(phase: HeartPhase) -> None:
     """Process 0 waits in a collective for ten minutes, because process 1 compiles, restores, evaluates or saves."""
     waiting, busy = watched("process 0", "device_wait", 600.0), watched("process 1", phase, 600.0)
     assert find_hang([waiting, busy], SPEC) is None

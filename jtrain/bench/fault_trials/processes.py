@@ -64,7 +64,7 @@ def end_descendants() -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         reap()
-        time.sleep(0.01)
+        time.sleep(0.01)  # the kernel tells nobody when a grandchild has died
     reap()
 
 
@@ -194,7 +194,7 @@ class Attempt:
                 return False
             if time.monotonic() - self.started_s > self._limit_s:
                 raise StillRunning(f"no end after {self._limit_s:.0f} s; processes {running} still run")
-            time.sleep(poll_s)
+            time.sleep(poll_s)  # between looks at files, which tell nobody that they changed
 
     def wait(self) -> None:
         """Waits until all processes have ended; raises StillRunning at the time limit."""
@@ -226,7 +226,7 @@ class Attempt:
         end_s = time.monotonic() + ENDED_S
         while (below := descendants()) and time.monotonic() < end_s:
             reap()
-            time.sleep(0.01)
+            time.sleep(0.01)  # as in `end_descendants`
         names = [f"{name} ({pid})" for pid, name in below.items()]
         end_descendants()
         return names
