@@ -214,10 +214,8 @@ class Optimizer:
         else:
             nu = load(spec, info, leaf, "nu")
             moments = {"mu": _mean(clipped, mu, spec.b1), "nu": _mean(clipped**2, nu, spec.b2)}
-            # Read as they will be written, selected: XLA:CPU would otherwise copy the old moments to compute them twice.
-            new_mu, new_nu = (
-                jnp.where(update.applied, moments[name], old) for name, old in (("mu", mu), ("nu", nu))
-            )
+            # Selected as they will be written: otherwise XLA:CPU computes them twice, from copies of the old moments.
+            new_mu, new_nu = (jnp.where(update.applied, moments[name], old) for name, old in (("mu", mu), ("nu", nu)))
             direction = new_mu * update.mu_scale / (jnp.sqrt(new_nu * update.nu_scale) + spec.eps)
         new: ParamState = {}
         for name, value in moments.items():
@@ -233,7 +231,7 @@ class Optimizer:
             new_param = p.astype(param.dtype)
         # A select in the same fusion as the update: no second copy of the state exists at any time.
         new_param, new = jax.tree.map(lambda n, o: jnp.where(update.applied, n, o), (new_param, new), (param, leaf))
-        # Whoever counts the parameter's NaN and infinite elements need not read the moments for theirs.
+        # A count of the parameter's NaN and infinite elements then covers the moments, which it need not read.
         alike = [x for x in new.values() if x.shape == param.shape and jnp.issubdtype(x.dtype, jnp.floating)]
         finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, alike), jnp.asarray(True))
         return jnp.where(finite, new_param, jnp.nan), new

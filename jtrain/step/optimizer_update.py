@@ -50,8 +50,8 @@ def make_update(
     """Returns `update(scalars, grads, params, opt_state) -> (params, opt_state, counts)`, to be called while tracing.
 
     `scalars` come from `optimizer.begin`. `counts` is [devices] f32, in the order of the mesh: the elements of each
-    device's shard of the new parameters and state that are NaN or infinite. They are counted where the update computes
-    them, which reads no array twice, also where arrays stream through host memory.
+    device's shard of the new parameters and state that are NaN or infinite. Parameters and scales are counted; a moment
+    that is not finite has made its parameter NaN. Arrays that stream through host memory are counted slice by slice.
     """
     kept_on_host = host_state(layout, optimizer)
     on_host: dict[str, frozenset[str]] = {
@@ -75,7 +75,7 @@ def make_update(
             if not on_host[path]:
                 new = optimizer.update_param(scalars, p.info, grad[path], param[path], leaves[path])
                 param[path], leaves[path] = new
-        # A moment that is not finite has made its parameter NaN; only arrays of another shape (scales) are counted too.
+        # `update_param` makes a parameter NaN where a moment of its shape is not finite, so only scales are left.
         resident = {
             path: (param[path], {name: x for name, x in leaves[path].items() if x.shape != param[path].shape})
             for path in (p.info.path for p in layout.params)
@@ -107,7 +107,6 @@ def _not_finite_by_device(
 ) -> Float[Array, " devices"]:
     """Counts the NaN and infinite elements of each device's shards; `arrays` are sharded like the optimizer state."""
     specs = {p.info.path: p.optimizer for p in layout.params if p.info.path in arrays}
-
     count = not_finite_on_cpu if mesh.devices.flat[0].platform == "cpu" else not_finite
 
     def local(arrays: dict[str, tuple[Array, Arrays]]) -> Array:

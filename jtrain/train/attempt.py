@@ -108,7 +108,7 @@ def train(
         print(without_secrets("\n".join([dataset.describe(), *evaluation.describe()])))
         print(budget(dataset, rows=len(rows)).line(), flush=True)
 
-    checks = IntegrityCheck(run.integrity)
+    checks = IntegrityCheck(run.integrity, home / "checkpoints")
     own = load_callbacks(run.callbacks)
     with (
         WorkdirLock(workdir, say=_print) as lock,  # before anything in the workdir is written or removed
