@@ -4,7 +4,7 @@
 
 The step is compiled as it ships and without any check. Bytes are those of all operands and results, with loops
 counted. Seconds are the additional bytes at the chip's bandwidth, beside the plan's seconds of a step; FLOPs are not
-counted, because the checks have no matmul. Nothing runs, so nothing is measured. About 3 minutes on two cores.
+counted, because the checks have no matmul. Nothing runs, so nothing is measured. About 5 minutes on two cores.
 """
 
 import argparse
