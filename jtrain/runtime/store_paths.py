@@ -1,4 +1,4 @@
-"""Paths in object stores: `gs://bucket/run` and `s3://bucket/run` as workdirs, through etils and fsspec."""
+"""Workdirs: folders, and `gs://bucket/run` and `s3://bucket/run` in object stores, through etils and fsspec."""
 
 import contextlib
 import importlib
@@ -15,6 +15,12 @@ REQUEST_S = 60.0
 """How long Google's store may take for one request of a few MiB; S3's client waits 15 s, five times."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+")
+
+
+def default_workdir(config: str) -> Path:
+    """Returns runs/<config>; for a file or module, its function's name or its own."""
+    name, _, function = config.partition(":")
+    return Path("runs") / (function or Path(name).stem)
 
 
 def workdir_path(text: str) -> Path:
