@@ -344,7 +344,12 @@ class PreparedIndex:
         content = self._files.content(FILES)
         if digest(content) != self._hashes[FILES]:
             raise self._damaged(f"{FILES} has other contents than were written")
-        return json.loads(content)
+        with refusing(self._damaged, FILES):
+            table: dict[str, Any] = json.loads(content)
+            ends = np.asarray(table["file_ends"], np.int64)
+            if ends.shape != (len(table["names"]),) or (self.num_records and ends[-1] < self.num_records):
+                raise ValueError(f"{len(table['names'])} names, and ends of shape {ends.shape}")
+        return table
 
     def _damaged(self, what: str) -> UserError:
         if isinstance(self._files, LocalFiles):
