@@ -346,9 +346,8 @@ class PreparedIndex:
             raise self._damaged(f"{FILES} has other contents than were written")
         with refusing(self._damaged, FILES):
             table: dict[str, Any] = json.loads(content)
-            ends = np.asarray(table["file_ends"], np.int64)
-            if ends.shape != (len(table["names"]),) or (self.num_records and ends[-1] < self.num_records):
-                raise ValueError(f"{len(table['names'])} names, and ends of shape {ends.shape}")
+            if len(table["names"]) != len(table["file_ends"]) or max(table["file_ends"], default=0) < self.num_records:
+                raise ValueError("too few files for its records")
         return table
 
     def _damaged(self, what: str) -> UserError:
