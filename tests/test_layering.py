@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 ROWS = (
     ("constants", "errors"),
     ("runtime",),  # atomic writes and processes: every row may need them
-    ("dims", "hlo", "precision", "supervise", "telemetry"),
-    ("mesh",),
+    ("dims", "hlo", "precision", "telemetry"),
+    ("mesh", "supervise"),
     ("head_splits",),
     ("layout",),
     ("data", "model", "optim", "profile", "checkpoint"),

@@ -14,7 +14,7 @@ from jtrain.checkpoint import array_files, files, folders, object_stores
 from jtrain.checkpoint.hashed_io import HashedIO, sync
 from jtrain.checkpoint.host_copy import HostShard
 from jtrain.checkpoint.orbax_io import by_keys, sharding_text
-from jtrain.runtime.store_paths import in_store
+from jtrain.runtime.store_paths import in_store, said
 
 type Hashes = dict[str, tuple[int, str]]
 """Path relative to the checkpoint's directory -> (bytes, hash) of a file."""
@@ -109,7 +109,7 @@ def differing(path: Path, hashes: Hashes) -> list[str]:
         try:
             found = folders.read(path / name) if in_store(path) else HashedIO().read(path / name)
         except OSError as error:
-            return f"{name}: {error.strerror}"
+            return f"{name}: {error.strerror or said(error)}"
         size, digest = hashes[name]
         if found[0] != size:
             return f"{name} has {found[0]} bytes, but {size} were written"

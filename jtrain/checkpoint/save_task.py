@@ -22,7 +22,7 @@ from jtrain.checkpoint.files import CheckpointError, ManifestLeaf
 from jtrain.checkpoint.host_copy import HostShard
 from jtrain.runtime import atomic_io, multihost
 from jtrain.runtime.exchange import ProcessExchange
-from jtrain.runtime.store_paths import in_store
+from jtrain.runtime.store_paths import in_store, said
 
 PATIENCE_S = 900.0
 """How long process 0 waits, after its own part, for the others to say how theirs went."""
@@ -181,7 +181,7 @@ class SaveTask:
         """Deletes older checkpoints, now that this one is known to be whole."""
         try:
             self._prune()
-        except OSError as error:
+        except Exception as error:  # of the disk or store: this checkpoint is whole nevertheless
             self.warning = f"older checkpoints in {self._folder} cannot be deleted ({cause(error)})"
 
     def _withdraw(self) -> None:
@@ -191,7 +191,7 @@ class SaveTask:
 
 def cause(error: Exception) -> str:
     """Returns type and text of an error; the text alone where it was written for users."""
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, CheckpointError) else said(error)
 
 
 def _attempt[T](action: Callable[[], T], *, otherwise: T) -> tuple[str | None, T]:

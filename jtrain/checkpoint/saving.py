@@ -20,7 +20,7 @@ import numpy as np
 from jtrain.checkpoint import files
 from jtrain.checkpoint.files import CheckpointError
 from jtrain.runtime import multihost
-from jtrain.runtime.store_paths import in_store
+from jtrain.runtime.store_paths import in_store, said
 
 if TYPE_CHECKING:
     from jtrain.checkpoint.host_copy import HostShard
@@ -67,9 +67,9 @@ class Saves:
                     probe.mkdir(exist_ok=True)
                     probe.rmdir()
                 files.sweep(self.folder)
-        except OSError as error:
+        except Exception as error:  # clients of stores raise many types
             raise CheckpointError(
-                f"{self.folder} cannot be written to ({type(error).__name__}: {error}).{self._room()}{self._kept()}"
+                f"{self.folder} cannot be written to ({said(error)}).{self._room()}{self._kept()}"
             ) from error
         self._pool = array_writer.threads()
 
@@ -82,7 +82,8 @@ class Saves:
         data = json.dumps(data_state, allow_nan=False)
         self.prepare()
         self.settle(step, fatal=not last)
-        if multihost.from_process_zero(np.asarray(step in files.steps(self.folder))):
+        there = self._steps() or () if multihost.process_index() == 0 else ()  # if not known, the save says why
+        if multihost.from_process_zero(np.asarray(step in there)):
             self._failures, self._retry_step = 0, None
             return False
         self._last = (step, state, data, config_text) if last else None
@@ -197,15 +198,25 @@ class Saves:
         free = _gib(shutil.disk_usage(there).free)
         return f" {free} are free on this disk. Fix the cause, or choose another --workdir."
 
+    def _steps(self) -> tuple[int, ...] | None:
+        """Returns the steps of the complete checkpoints, or None if the disk or store does not tell them."""
+        try:
+            return files.steps(self.folder)
+        except Exception:  # clients of stores raise many types
+            return None
+
     def _kept(self) -> str:
-        there = files.steps(self.folder)
+        there = self._steps()
+        if there is None:
+            return " Earlier checkpoints are untouched, but cannot be listed now."
         if not there:
             return " No checkpoint was written before."
         return f" Earlier checkpoints are untouched: steps {', '.join(map(str, there))}."
 
     def _resumes(self) -> str:
-        newest = max(files.steps(self.folder), default=0)
-        return f" The same command goes on from step {newest}."
+        there = self._steps()
+        newest = "its newest checkpoint" if there is None else f"step {max(there, default=0)}"
+        return f" The same command goes on from {newest}."
 
 
 def _print(line: str) -> None:

@@ -160,7 +160,7 @@ def train(
             loop = Loop(
                 *(context, callbacks, checkpoints, evaluation, config_text, checks, bad_steps, restart, batches, local)
             )
-            with callbacks.running(context):
+            with contextlib.closing(bad_steps), callbacks.running(context):
                 step = loop.run(state, data_state, stop)
             seconds = time.time() - started_s
             if local is not None and (loop.data_ended or step == run.num_steps):
