@@ -8,7 +8,9 @@ several flips in one array, those that cancel exactly can. The sums cost one rea
 Arrays in host memory are left out: their sums would take a second copy over the bus.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,6 +109,7 @@ def _sum(words: Array) -> UInt32[Array, ""]:
     return jnp.sum(words, dtype=jnp.uint32)
 
 
+@functools.partial(jax.jit, inline=True)  # traced once for each shape: a state has many arrays of few shapes
 def _folded_sum(words: Array) -> UInt32[Array, ""]:
     """Returns the same sum, 10 times as fast on CPUs.
 
@@ -118,10 +121,7 @@ def _folded_sum(words: Array) -> UInt32[Array, ""]:
         length = words.size // _FOLD
         total += _sum(words[length * _FOLD :])
         parts = words[: length * _FOLD].reshape(_FOLD, length).astype(jnp.uint32)
-        folded = parts[0]
-        for part in range(1, _FOLD):
-            folded = folded + parts[part]
-        words = folded
+        words = functools.reduce(operator.add, (jax.lax.index_in_dim(parts, i, keepdims=False) for i in range(_FOLD)))
     return total + _sum(words)
 
 
