@@ -104,6 +104,7 @@ def _words(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
 
 
+@functools.partial(jax.jit, inline=True)  # traced once for each shape: a state has many arrays of few shapes
 def _folded_sum(x: Array) -> UInt32[Array, ""]:
     """Returns the same sum, far faster on CPUs.
 
@@ -115,8 +116,8 @@ def _folded_sum(x: Array) -> UInt32[Array, ""]:
     while x.size >= _SMALL:
         length = x.size // _FOLD
         total += sum_of_bits(x[length * _FOLD :])
-        parts = (_words(x[part * length : (part + 1) * length]).astype(jnp.uint32) for part in range(_FOLD))
-        x = functools.reduce(jnp.add, parts)
+        parts = (_words(jax.lax.slice(x, (part * length,), ((part + 1) * length,))) for part in range(_FOLD))
+        x = functools.reduce(jax.lax.add, (words.astype(jnp.uint32) for words in parts))
     return total + sum_of_bits(x)
 
 
