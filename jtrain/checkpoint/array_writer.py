@@ -27,7 +27,7 @@ type Checksums = dict[str, str]
 """Path relative to the checkpoint's directory -> `hashed_io.Checksum` of a file."""
 
 _THREADS = 8
-_NICE = 10  # a tenth of a core at least, where steps leave none
+_NICE = 5  # a quarter of a core at least, where steps leave none
 
 
 @dataclasses.dataclass(frozen=True)

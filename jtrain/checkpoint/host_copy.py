@@ -21,6 +21,9 @@ import numpy as np
 from jtrain.checkpoint import array_files, files
 from jtrain.checkpoint.orbax_io import by_keys
 
+SMALL_BYTES = 64 << 20
+"""A state up to this size is copied as a whole: that takes less time than to create the first files."""
+
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -60,12 +63,15 @@ class StateChunks:
         self._in_state = collections.deque(chunk for chunk in found if chunk.in_state)
         self._copied = collections.deque(chunk for chunk in found if not chunk.in_state)
         self._reading = 0  # chunks in the state's memory that a thread writes or copies now
+        self._write_state = sum(len(chunk.data) for chunk in self._in_state) > SMALL_BYTES
 
     def take(self) -> Chunk | None:
         """Returns a chunk to write, None if all were taken; `written` must follow."""
         with self._changed:
-            self._changed.wait_for(lambda: self._in_state or self._copied or not self._reading)
-            if self._in_state:
+            self._changed.wait_for(
+                lambda: self._copied or (self._write_state if self._in_state else not self._reading)
+            )
+            if self._in_state and self._write_state:
                 self._reading += 1
                 return self._in_state.popleft()
             return self._copied.popleft() if self._copied else None
@@ -101,6 +107,7 @@ class StateChunks:
             try:
                 copied = _copy_of(chunk)
             except OSError:  # no memory for it: the threads that write take it from the state's memory
+                self._write_state = True
                 return
             finally:
                 with self._changed:
