@@ -1,9 +1,9 @@
 """Chunks of a state that a save writes: from the state's own memory while `save` waits, from copies afterwards.
 
-On the CPU backend the state is in host memory already. Threads that write begin at its first chunk, threads that copy at
-its last one, and `save` returns where they meet: on a fast disk most was written by then and never copied, on a slow one
-most was copied. A copy is memory of its own from the kernel, which gets it back as soon as the copy was written. The C
-allocator would keep it: `jtrain_kernels.host_memory` tells it to. From an accelerator jax copies all.
+On the CPU backend the state is in host memory already. Threads that write begin at its first chunk, threads that copy
+at its last one, and `save` returns where they meet: on a fast disk most was written by then and never copied, on a slow
+one most was copied. A copy is memory of its own from the kernel, which gets it back as soon as the copy was written.
+The C allocator would keep it: `jtrain_kernels.host_memory` tells it to. From an accelerator jax copies all.
 """
 
 import collections
@@ -22,7 +22,7 @@ from jtrain.checkpoint import array_files, files
 from jtrain.checkpoint.orbax_io import by_keys
 
 SMALL_BYTES = 64 << 20
-"""A state up to this size is copied as a whole: that takes less time than to create the first files."""
+"""A state on the CPU up to this size is copied as a whole: that takes less time than to create the first files."""
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -63,15 +63,14 @@ class StateChunks:
         self._in_state = collections.deque(chunk for chunk in found if chunk.in_state)
         self._copied = collections.deque(chunk for chunk in found if not chunk.in_state)
         self._reading = 0  # chunks in the state's memory that a thread writes or copies now
-        self._write_state = sum(len(chunk.data) for chunk in self._in_state) > SMALL_BYTES
+        if sum(len(chunk.data) for chunk in self._in_state) <= SMALL_BYTES:
+            self._copy()
 
     def take(self) -> Chunk | None:
         """Returns a chunk to write, None if all were taken; `written` must follow."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._copied or (self._write_state if self._in_state else not self._reading)
-            )
-            if self._in_state and self._write_state:
+            self._changed.wait_for(lambda: self._in_state or self._copied or not self._reading)
+            if self._in_state:
                 self._reading += 1
                 return self._in_state.popleft()
             return self._copied.popleft() if self._copied else None
@@ -85,7 +84,8 @@ class StateChunks:
 
     def release(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
         """Copies chunks that were not taken yet; returns when the state may be donated or deleted."""
-        list(pool.map(lambda _: self._copy(), range(pool._max_workers)))
+        if self._in_state:
+            list(pool.map(lambda _: self._copy(), range(pool._max_workers)))
         with self._changed:
             self._changed.wait_for(lambda: not self._in_state and not self._reading)
 
@@ -107,7 +107,6 @@ class StateChunks:
             try:
                 copied = _copy_of(chunk)
             except OSError:  # no memory for it: the threads that write take it from the state's memory
-                self._write_state = True
                 return
             finally:
                 with self._changed:
