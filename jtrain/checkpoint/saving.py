@@ -23,7 +23,6 @@ from jtrain.runtime import multihost
 from jtrain.runtime.store_paths import in_store, said
 
 if TYPE_CHECKING:
-    from jtrain.checkpoint.host_copy import HostShard
     from jtrain.checkpoint.save_task import SaveTask
 
 LAST_RETRY_S = 2.0
@@ -49,7 +48,7 @@ class Saves:
         self._max_failures = max_failures
         self._prune = prune
         self._task: SaveTask | None = None
-        self._pool: concurrent.futures.Executor | None = None
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._failures = 0
         self._retry_step: int | None = None
         self._last: tuple[int, Any, str, str] | None = None
@@ -163,15 +162,16 @@ class Saves:
 
         assert self._pool is not None
         contents = save_task.Contents(step, orbax_io.leaves(state), array_writer.describe(state), data, config_text)
-        shards: list[HostShard] = []
-        failed = None
-        try:
-            shards = host_copy.copy_to_host(state, self._pool)
-        except OSError as error:  # no memory for the copy
-            failed = save_task.cause(error)
+        chunks = host_copy.StateChunks(state)
         self._task = save_task.SaveTask(
-            self.folder, contents, shards, attempt=next(_attempts), failed=failed, prune=self._prune
+            self.folder,
+            contents,
+            chunks,
+            attempt=next(_attempts),
+            background=self._last is None,
+            prune=self._prune,
         )
+        chunks.release(self._pool)
 
     def _joined(self) -> "SaveTask | None":
         """Returns the save that was in flight, after its end."""
