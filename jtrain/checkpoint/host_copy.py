@@ -28,7 +28,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class StateChunk:
     """Contents of one file.
 
     name: path relative to the checkpoint's directory.
@@ -66,7 +66,7 @@ class StateChunks:
         if sum(len(chunk.data) for chunk in self._in_state) <= SMALL_BYTES:
             self._copy()
 
-    def take(self) -> Chunk | None:
+    def take(self) -> StateChunk | None:
         """Returns a chunk to write, None if all were taken; `written` must follow."""
         with self._changed:
             self._changed.wait_for(lambda: self._in_state or self._copied or not self._reading)
@@ -75,7 +75,7 @@ class StateChunks:
                 return self._in_state.popleft()
             return self._copied.popleft() if self._copied else None
 
-    def written(self, chunk: Chunk) -> None:
+    def written(self, chunk: StateChunk) -> None:
         """Notes that a chunk's memory is not read any more."""
         if chunk.in_state:
             with self._changed:
@@ -119,7 +119,7 @@ def _on_cpu(shard: Any) -> bool:
     return shard.device.platform == "cpu"
 
 
-def _chunks(leaf: str, shard: Any) -> Iterator[Chunk]:
+def _chunks(leaf: str, shard: Any) -> Iterator[StateChunk]:
     """Yields the chunks of one device's part of a leaf."""
     array = shard.data
     if not array.size:
@@ -134,10 +134,10 @@ def _chunks(leaf: str, shard: Any) -> Iterator[Chunk]:
     for chunk in array_files.chunks(shard.data.shape, start, shard.data.dtype.itemsize):
         name = f"{files.STATE}/{leaf}/{chunk.name}"
         part = data[chunk.start_byte : chunk.start_byte + chunk.num_bytes]
-        yield Chunk(name, part, array, in_state=_on_cpu(shard))
+        yield StateChunk(name, part, array, in_state=_on_cpu(shard))
 
 
-def _copy_of(chunk: Chunk) -> Chunk:
+def _copy_of(chunk: StateChunk) -> StateChunk:
     """Returns the chunk in memory of its own."""
     size = len(chunk.data)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -145,4 +145,4 @@ def _copy_of(chunk: Chunk) -> Chunk:
         memory.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer page faults: they take longer than the copy
     copied = np.frombuffer(memory, np.uint8)
     np.copyto(copied, np.frombuffer(chunk.data, np.uint8))  # without the GIL
-    return Chunk(chunk.name, memoryview(copied), memory, in_state=False)
+    return StateChunk(chunk.name, memoryview(copied), memory, in_state=False)
