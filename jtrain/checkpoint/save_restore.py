@@ -97,7 +97,7 @@ class Checkpoints:
         return None if newest < 0 else newest
 
     def due(self, step: int) -> bool:
-        """True if a save is due after `step`: a multiple of `every_steps`, or because an earlier save failed."""
+        """True if a save is due after `step`: a multiple of `every_steps`; after a failed save, the step of its next try."""
         return self._saves.due(step)
 
     def save(self, step: int, state: Any, data_state: dict[str, Any], config_text: str, *, last: bool = False) -> bool:
@@ -113,8 +113,9 @@ class Checkpoints:
           last: no step follows, so `state` stays as it is and `wait` may try this save again.
 
         Returns:
-          False if a complete checkpoint of this step exists already, for example after a crash between its commit and
-          the next step; it stays unchanged.
+          False if nothing was started: a complete checkpoint of this step exists already, for example after a crash
+          between its commit and the next step, and stays unchanged; or the previous save has just been found to have
+          failed, and its next try is later.
 
         Raises:
           CheckpointError: the previous save failed, as the last of `max_failures` in a row; or the directory cannot be

@@ -74,13 +74,16 @@ class Saves:
 
     def due(self, step: int) -> bool:
         every = self._every_steps
-        retry = self._retry_step is not None and step >= self._retry_step
-        return retry or (every is not None and step % every == 0)
+        if self._retry_step is not None:
+            return step >= self._retry_step
+        return every is not None and step % every == 0
 
     def save(self, step: int, state: Any, data_state: dict[str, Any], config_text: str, *, last: bool) -> bool:
         data = json.dumps(data_state, allow_nan=False)
         self.prepare()
         self.settle(step, fatal=not last)
+        if not last and self._retry_step is not None and not self.due(step):
+            return False  # the one before has just been found to have failed: this one would meet the same full disk
         there = self._steps() or () if multihost.process_index() == 0 else ()  # if not known, the save says why
         if multihost.from_process_zero(np.asarray(step in there)):
             self._failures, self._retry_step = 0, None

@@ -93,7 +93,8 @@ class IntegrityCheck(Callback):
             self._check_memory(step, given)
             self._check_copies(step, returned)
             self._last = step, returned
-        if (signatures := self._recomputed.pop(step, None)) is not None:
+        signatures = self._recomputed.pop(step, None)
+        if signatures is not None and not self._no_order:  # the loop is a step ahead, and so is its recomputation
             self._check_arithmetic(step, *signatures)
 
     def _keep_sums(self, step: int, returned: np.ndarray) -> None:

@@ -86,6 +86,20 @@ def test_training_goes_on_and_the_pause_doubles(checkpoints: Checkpoints, disk: 
     assert train(checkpoints, range(257, 325)) == [320, 324], "failures are counted in a row"
 
 
+def test_a_failure_found_by_the_next_save_puts_that_one_off(
+    checkpoints: Checkpoints, disk: Disk, said: list[str]
+) -> None:
+    """Two saves one after the other would count one full disk twice."""
+    disk.full = True
+    assert checkpoints.save(64, state(64), {"next": 64}, "")
+    assert not checkpoints.save(128, state(128), {"next": 128}, "")
+    assert "the next try is after step 132: this was failure 1" in said[0]
+    assert not checkpoints.due(128)
+    disk.full = False
+    assert train(checkpoints, range(129, 193)) == [132, 192]
+    assert len(said) == 1
+
+
 def test_the_last_of_max_failures_ends_the_run(checkpoints: Checkpoints, disk: Disk, said: list[str]) -> None:
     """The message says from where the same command goes on."""
     train(checkpoints, range(64, 65))

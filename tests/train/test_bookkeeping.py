@@ -130,9 +130,24 @@ sys.exit(launch.main(sys.argv[1:]))
 """
 
 
+STANDSTILL = """
+import os, signal
+from pathlib import Path
+from jtrain.train.callbacks import Callback
+
+class Standstill(Callback):
+    def on_step(self, dispatched):
+        if dispatched.step == 22 and not Path(__file__).with_suffix(".once").exists():
+            Path(__file__).with_suffix(".once").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
 def launch(workdir: Path, num_steps: int, machine: str = "", **environment: str) -> "subprocess.Popen[str]":
     sets = (f"num_steps={num_steps}", "metrics.log_every_steps=1", "checkpoint.every_steps=20", "eval.every_steps=None")
     sets += (f"mesh.data={environment.get('JTRAIN_NUM_PROCESSES', 1)}",)
+    if (standstill := workdir.parent / "standstill.py").exists():
+        sets += (f"callbacks=('{standstill}:Standstill',)",)
     arguments = [text for one in sets for text in ("--set", one)]
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
     return subprocess.Popen(
@@ -195,10 +210,11 @@ def test_a_run_that_lost_its_workdir_ends_without_a_trace_in_it(
 ) -> None:
     """It stood still for longer than the bound, and a run on another host went on; it exits 2 and writes nothing."""
     workdir = tmp_path / "run"
+    (tmp_path / "standstill.py").write_text(STANDSTILL)  # from within, between two writes and not in the midst of one
     first = launch(workdir, 60, machine="host one")
     launched.append(first)
-    read_until(first, "step 22/60")
-    first.send_signal(signal.SIGSTOP)
+    _, status = os.waitpid(first.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
     second = launch(workdir, 60, machine="host two")
     launched.append(second)
     output, error = second.communicate(timeout=600)

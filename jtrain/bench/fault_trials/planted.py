@@ -57,7 +57,7 @@ class PlantedStep:
         import jax.numpy as jnp
         import numpy as np
 
-        from jtrain.step.checksums import METRIC
+        from jtrain.step.checksums import METRIC, summed_arrays
 
         plant = self._plant
         here = int(np.asarray(state.step.addressable_data(0))) + 1 == plant.step
@@ -66,7 +66,8 @@ class PlantedStep:
             new, metrics = self._step(state, batch, *more)
             if METRIC in metrics:  # sums of the state that the step was given and of the one that it returned
                 sums = metrics[METRIC]
-                metrics = metrics | {METRIC: sums.at[:, 1].set(sums[:, 0])}
+                same = [name != "step" for name, _ in summed_arrays(kept)]
+                metrics = metrics | {METRIC: sums.at[:, 1].set(jnp.where(jnp.asarray(same), sums[:, 0], sums[:, 1]))}
             return dataclasses.replace(kept, step=new.step), metrics
         if here and plant.what in ("nan", "large", "flip") and _first_time(plant):
             state = changed(state, plant)
