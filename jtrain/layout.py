@@ -188,6 +188,11 @@ class Layout:
         )
 
     @property
+    def layer_order(self) -> tuple[int, ...] | None:
+        """Layer of the model at each place of the state, -1 for none; None if they are in the model's order."""
+        return None if self.pipeline is None or self.pipeline.in_order else self.pipeline.order
+
+    @property
     def per_layer(self) -> P:
         """Partition of state with one entry per layer that no other axis splits: the scales of 8-bit matmuls."""
         return P("stage") if self.pipeline else P()
