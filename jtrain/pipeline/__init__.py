@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: what each worker computes, sends and keeps, known before anything runs."""
