@@ -25,6 +25,7 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, check_layout
 from jtrain.optim import build as build_optimizer
 from jtrain.optim.optimizer import check_offload
+from jtrain.pipeline.spec import PipelineSpec
 from jtrain.precision import PrecisionSpec
 from jtrain.profile.spec import ProfileSpec
 from jtrain.step.guard import GuardSpec
@@ -74,6 +75,7 @@ class Run:
     num_steps: int
     mesh: MeshSpec
     layout: LayoutSpec
+    pipeline: PipelineSpec = dataclasses.field(default_factory=PipelineSpec)
     precision: PrecisionSpec = dataclasses.field(default_factory=PrecisionSpec)
     kernels: Kernels = ()
     model: Transformer
@@ -133,6 +135,7 @@ def run_layout(run: Run) -> Layout:
         context_order=run.data.context_order,
         precision=run.precision,
         kernels=run.kernels,
+        pipeline=run.pipeline,
     )
 
 

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: what each worker computes, sends and keeps, known before anything runs."""
+"""Pipelines as data: settings, schedules and the placement of layers on stages. Imports no jax."""

@@ -82,11 +82,12 @@ def make_train_step(
     """
     check_matmul_dtype(layout.precision, mesh)
     layout = along_torus(layout, mesh)
+    optimizer = optimizer.placed(layout)
     gradients = jax.shard_map(
         lambda params, scaling, batch: _local_gradients(model, layout, params, scaling, batch),
         mesh=mesh,
-        in_specs=(param_tree(layout, lambda p: p.param), P(), BATCH_SPEC),
-        out_specs=(param_tree(layout, lambda p: p.optimizer), P(), P(), P(mesh.axis_names)),
+        in_specs=(param_tree(layout, lambda p: p.param), layout.per_layer, BATCH_SPEC),
+        out_specs=(param_tree(layout, lambda p: p.optimizer), layout.per_layer, P(), P(mesh.axis_names)),
         check_vma=False,  # all sums over axes are explicit: `finish_gradient`
     )
 

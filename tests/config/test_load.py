@@ -237,7 +237,7 @@ def test_a_bad_set_is_refused(text: str, message: str) -> None:
         (("seed=-1",), r"seed=-1 must be in"),
         (("eval.every_steps=0",), r"eval\.every_steps=0 must be at least 1, or None"),
         (("mesh.data=0",), r"mesh\.data=0 must be at least 1"),
-        (("mesh.stage=2",), r"mesh\.stage=2"),
+        (("mesh.stage=64",), r"mesh\.stage=64 .* at least 64 layers, but model\.num_layers="),
         (("mesh.expert=2",), r"mesh\.expert=2"),
         (("mesh.context=3", "data.seq_len=255"), r"data\.seq_len=255 over mesh\.context=3: .*multiple of 6"),
         (("mesh.context=2", "data.context_order=contiguous"), r"context_attention=ring with data\.context_order=cont"),
