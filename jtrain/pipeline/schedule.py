@@ -5,7 +5,7 @@ the loss). A worker is one index of the mesh axis `stage`, and holds `chunks` vi
 
 | placement | virtual stages of worker p of P | used by |
 |---|---|---|
-| round_robin | p, p + P, p + 2P, ...: chunk c is virtual stage c * P + p | GPipe, 1F1B, ZB-H1 (one chunk), interleaved 1F1B |
+| round_robin | p, p + P, p + 2P, ...: chunk c is virtual stage c * P + p | GPipe, 1F1B, ZB-H1, interleaved 1F1B |
 | v | p and 2P - 1 - p: down the workers, then up again | ZBV, DualPipeV |
 
 A user writes compute operations only. Sends, receives, frees, gathers, reductions, updates and buffer slots follow from
@@ -15,7 +15,7 @@ microbatch: `0F0`, `2I0`, `2W0`, `3B1`.
 | kind | computes | needs | gives |
 |---|---|---|---|
 | F | forward pass | the activation of virtual stage - 1, or the embedded tokens | an activation, or the loss |
-| I | backward pass by input | F, and the cotangent of virtual stage + 1, or that of the loss | a cotangent, and what W needs |
+| I | backward pass by input | F, and the cotangent of virtual stage + 1 or the loss | a cotangent, what W needs |
 | W | backward pass by weight | I of the same virtual stage and microbatch | a gradient of the weights |
 | B | I and W at once | as I | a cotangent and a gradient |
 

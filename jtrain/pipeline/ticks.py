@@ -1,6 +1,6 @@
 """Schedules packed into ticks, and lowered to one table of integers that a single SPMD program scans.
 
-In one SPMD program over the mesh axis `stage`, every permute is a meeting of all workers. A tick is what happens between
+In one SPMD program over the mesh axis `stage`, every permute is a meeting of workers. A tick is what happens between
 two meetings, so it should hold as much as it can: with one operation per tick, 1F1B waits for 40 % of the time over 4
 stages and 8 microbatches; with one forward and one backward pass per tick for 27 %, its closed form (P-1)/(M+P-1).
 
@@ -24,8 +24,8 @@ One tick, in this order:
    microbatch. The worker with FORWARD_EMBEDS = 1 writes the result into inputs[FORWARD_INPUT].
 2. F. If FORWARD_CHUNK is not NONE: y = chunk FORWARD_CHUNK of inputs[FORWARD_INPUT]. The input stays in its slot.
 3. Head. If HEAD_MICROBATCH is not NONE (the same on all workers), all workers compute the loss of that microbatch from
-   the y of worker `head_worker`, and the gradient of the loss by y. The worker `head_worker`, on which HEAD_COTANGENT is not
-   NONE, writes that gradient into cotangents[HEAD_COTANGENT].
+   the y of worker `head_worker`, and the gradient of the loss by y. That worker, the only one where HEAD_COTANGENT is
+   not NONE, writes the gradient into cotangents[HEAD_COTANGENT].
 4. I or B. If BACKWARD_CHUNK is not NONE: dx is the backward pass of that chunk for inputs[BACKWARD_INPUT] and
    cotangents[BACKWARD_COTANGENT]. If BACKWARD_STASH is NONE it is a B, and adds the gradient of the weights to the
    accumulator; otherwise it is an I, and writes what W needs into stashes[BACKWARD_STASH]. Both slots that were read
@@ -36,8 +36,8 @@ One tick, in this order:
    of that microbatch's embedding from the dx of worker `embed_worker`.
 7. Move. For each hop in `activation_hops`, y goes that way: where ARRIVING_INPUT_<hop> is not NONE, what arrives is
    written into inputs[that slot]; elsewhere it is dropped. For each hop in `cotangent_hops`, dx goes that way into
-   cotangents[ARRIVING_COTANGENT_<hop>]. As permutes over `stage`: DOWN is the chain (p, p + 1), UP the chain (p, p - 1),
-   LOCAL none at all, WRAP the pair (P - 1, 0) for activations and (0, P - 1) for cotangents. FORWARD_TO and BACKWARD_TO
+   cotangents[ARRIVING_COTANGENT_<hop>]. As permutes over `stage`: DOWN is the chain (p, p + 1), UP is (p, p - 1), LOCAL
+   is none at all, WRAP is the pair (P - 1, 0) for activations and (0, P - 1) for cotangents. FORWARD_TO and BACKWARD_TO
    have the hop for the sender; an executor of chains does not need them, since receivers drop the rest.
 
 A slot that is freed in step 4 or 5 may be filled in step 7 of the same tick.
