@@ -57,7 +57,7 @@ class LayoutSpec:
     microbatches: number of parts in which the global batch is computed; their gradients are summed.
     remat: activations that a layer saves for its backward pass: `none` saves all, `full` only the layer's input and
       recomputes the rest, `named` that input and `remat_save`.
-    remat_save: activations to save, from `jtrain.model.transformer.SAVEABLE`.
+    remat_save: activations to save, from `jtrain.model.placement.SAVEABLE`.
     tensor_overlap: True splits collectives over `tensor` into pieces that overlap with a layer's matmuls, except where
       the kernels' cost model predicts that this is slower.
     sequence_groups: groups of a device's sequences that a layer computes side by side, so that the collectives of one

@@ -19,8 +19,9 @@ from jtrain.layout import Kernels, Layout, LayoutSpec, OffloadSpec, check_batch,
 from jtrain.mesh import MeshSpec
 from jtrain.model.layer_scan import check_scanned
 from jtrain.model.param import map_params
+from jtrain.model.placement import SAVEABLE
 from jtrain.model.saved_activations import offloaded_names
-from jtrain.model.transformer import SAVEABLE, Transformer
+from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, check_layout
 from jtrain.optim import build as build_optimizer
 from jtrain.optim.optimizer import check_offload

@@ -17,7 +17,7 @@ from jtrain.errors import UserError
 from jtrain.layout import LayoutSpec, OffloadSpec
 from jtrain.mesh import MeshSpec
 from jtrain.model.layer_scan import check_scanned
-from jtrain.model.transformer import SAVEABLE
+from jtrain.model.placement import SAVEABLE
 from jtrain.optim import Muon, check_layout
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.memory import MemoryPlan, memory

@@ -36,6 +36,7 @@ from jtrain.step.batch_hash import hash_block
 from jtrain.step.checksums import StateSums
 from jtrain.step.guard import GuardState, judged, not_finite
 from jtrain.step.optimizer_update import make_update
+from jtrain.step.pipelined import pipelined_gradients
 from jtrain.step.state import TrainState, abstract_state, shardings_of
 from jtrain.step.xla_options import compiler_options, kernels_for
 from jtrain.step.zero import (
@@ -211,7 +212,10 @@ def _local_gradients(
             return (grads, jax.tree.map(jnp.maximum, carry[1], seen), carry[2] + loss), None
 
     trained = trained_part(layout, params)
-    if spec.microbatches == 1:
+    if layout.pipeline is not None:
+        parts = microbatches(layout, batch)
+        grads, seen, loss = pipelined_gradients(model, layout, params, trained, scaling, parts, weight)
+    elif spec.microbatches == 1:
         (_, loss), (grads, seen) = differentiate(trained, unseen(scaling), batch)
     else:
         parts = microbatches(layout, batch)
@@ -224,7 +228,8 @@ def _local_gradients(
     with jax.named_scope("reduce_gradients"):
         layouts = param_tree(layout, lambda p: p)
         grads = jax.tree.map(lambda p, g: finish_gradient(layout, p, g), layouts, grads)
-        seen = jax.tree.map(lambda amax_Y3: jax.lax.pmax(amax_Y3, axes), seen)
+        shared = tuple(axis for axis in axes if axis != "stage")  # each stage has the scales of its own layers
+        seen = jax.tree.map(lambda amax_Y3: jax.lax.pmax(amax_Y3, shared), seen)
         share, loss = loss, jax.lax.psum(loss, axes)
     with jax.named_scope("batch"):
         hash_2 = psum_batch(layout, hash_block(batch, placement.context.position_L(batch.token_BL.shape[1])))

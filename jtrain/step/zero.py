@@ -21,8 +21,8 @@ from jtrain.mesh import BATCH_AXES, unsplit_axes
 from jtrain.model import ops
 from jtrain.model.layer_scan import Detached
 from jtrain.model.param import Params, map_params
+from jtrain.model.placement import Placement
 from jtrain.model.saved_activations import offloaded_names
-from jtrain.model.transformer import Placement
 
 
 def param_tree(layout: Layout, fn: Callable[[ParamLayout], Any]) -> Params:

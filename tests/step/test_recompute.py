@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 from jtrain.dims import Batch
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import Params, map_params
-from jtrain.model.transformer import Placement, Transformer
+from jtrain.model.placement import Placement
+from jtrain.model.transformer import Transformer
 from jtrain.optim import build
 from jtrain.step.recompute import make_roll, make_signature, suspects
 from jtrain.step.state import init_state

@@ -10,6 +10,7 @@ from typing import Literal
 
 from jtrain.dims import kv_heads_in_use
 from jtrain.layout import ParamLayout
+from jtrain.model.placement import LAYER_INPUT
 from jtrain.model.saved_activations import (
     copies_weights,
     kept_names,
@@ -18,7 +19,6 @@ from jtrain.model.saved_activations import (
     rows_per_token,
     wide_per_token,
 )
-from jtrain.model.transformer import LAYER_INPUT
 from jtrain.model.unembedding import num_parts
 from jtrain.plan.estimate.attention_time import implementation
 from jtrain.plan.estimate.collectives import splits_embeddings
