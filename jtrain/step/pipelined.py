@@ -26,8 +26,7 @@ from jtrain.model.param import Params
 from jtrain.model.placement import Placement
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
-from jtrain.pipeline.families import make_schedule
-from jtrain.pipeline.placement import PipelineLayout
+from jtrain.pipeline.placement import PipelineLayout, schedule_of
 from jtrain.pipeline.schedule import Hop
 from jtrain.pipeline.ticks import NONE, Field, Ticks, arriving_cotangent, arriving_input, make_ticks
 from jtrain.step.pipeline_chunks import Chunks, Gradients, Kept
@@ -58,8 +57,7 @@ class _Carry:
 @functools.cache
 def ticks_of(pipeline: PipelineLayout, microbatches: int) -> Ticks:
     """The ticks of a layout's schedule."""
-    name = pipeline.spec.schedule.replace("-", "")
-    return make_ticks(make_schedule(name, pipeline.stages, microbatches, pipeline.chunks))
+    return make_ticks(schedule_of(pipeline, microbatches))
 
 
 def pipeline_placement(layout: Layout) -> Placement:
