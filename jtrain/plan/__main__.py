@@ -291,9 +291,13 @@ def search_command(
     """
     from jtrain.plan.report.plan_sheet import search_table
     from jtrain.plan.search import meshes, no_point, search
+    from jtrain.plan.staged_search import search_with_stages
 
     over = meshes if args.search else lambda _: [run.mesh]  # layout.auto without --search keeps the mesh
     points = search(task, over(task))
+    if args.search:
+        staged = search_with_stages(task)
+        points = sorted([*points, *staged], key=lambda point: (point.step_s, point.plan.total_bytes))
     if not points:
         raise no_point(task, over)
     said, best = confirm(args, run, task, points, console) if args.compile else ({}, 0)
