@@ -41,9 +41,7 @@ class Ends:
         with jax.named_scope("embed"):
             return jax.lax.psum(part_BLD, "stage")  # of each row one stage has a term that is not zero
 
-    def embed_gradient(
-        self, trained: Params, token_BL: Int[Array, "B L"], dx_BLD: Float[Array, "B _ D"]
-    ) -> Params:
+    def embed_gradient(self, trained: Params, token_BL: Int[Array, "B L"], dx_BLD: Float[Array, "B _ D"]) -> Params:
         """Gradients of `trained` from that of the embedding on the worker `embed_worker`."""
         with jax.named_scope("embed"):
             dx_BLD = jax.lax.psum(self._only_of(self.embed_worker, dx_BLD), "stage")
@@ -77,9 +75,7 @@ class Ends:
         (_, nats), (grads, dx_TD) = differentiate(trained, own_TD)
         return nats, grads, self._of_all_owners(dx_TD, y_BLD)
 
-    def nats(
-        self, trained: Params, y_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"]
-    ) -> Float[Array, "B _"]:
+    def nats(self, trained: Params, y_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"]) -> Float[Array, "B _"]:
         """Cross entropy of each token at this device's positions along `tensor`, the same on every stage."""
         weights = self._weights(trained)
         x_BLD = self.model.normed(weights, self._own_tokens(y_BLD)[None], self.placement)
