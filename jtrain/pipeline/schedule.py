@@ -122,6 +122,17 @@ class Schedule:
         return None if stage == 0 else self._hop(stage, stage - 1)
 
     @property
+    def trains(self) -> bool:
+        """False if there are forward passes only."""
+        return any(op.kind != "F" for stream in self.streams for op in stream)
+
+    @property
+    def forward_only(self) -> "Schedule":
+        """The forward passes alone, for evaluation."""
+        streams = tuple(tuple(op for op in stream if op.kind == "F") for stream in self.streams)
+        return dataclasses.replace(self, streams=streams)
+
+    @property
     def splits_backward(self) -> bool:
         """True if some backward passes are split into I and W."""
         return any(op.kind == "W" for stream in self.streams for op in stream)

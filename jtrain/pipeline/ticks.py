@@ -266,8 +266,8 @@ def _aligned(schedule: Schedule) -> _Grid:
 
 
 # Moments of a tick, in order: the positions of lifetimes are tick * _MOMENTS + moment.
-_EMBED, _HEAD, _BACKWARD, _WEIGHT, _MOVE = range(5)
-_MOMENTS = 5
+_EMBED, _FORWARD, _HEAD, _BACKWARD, _WEIGHT, _MOVE = range(6)
+_MOMENTS = 6
 
 
 class _Slots:
@@ -311,6 +311,9 @@ def _lower(schedule: Schedule, packing: Packing, grid: _Grid) -> Ticks:
                 inputs[p].add(Op("F", stage, m), arrived, when[op] + _BACKWARD)
                 arrived = _cotangent_arrival(when, stage, m) if stage < last else when[Op("F", stage, m)] + _HEAD
                 cotangents[p].add(op, arrived, when[op] + _BACKWARD)
+            elif kind == "F" and not schedule.trains:
+                arrived = when[Op("F", stage - 1, m)] + _MOVE if stage else when[op] + _EMBED
+                inputs[p].add(op, arrived, when[op] + _FORWARD)
             elif kind == "W":
                 stashes[p].add(op, when[Op("I", stage, m)] + _BACKWARD, when[op] + _WEIGHT)
     slots = [[array.assign() for array in arrays] for arrays in (inputs, cotangents, stashes)]
@@ -350,7 +353,8 @@ def _fill(
         hop = schedule.activation_hop(op.stage)
         if hop is None:
             row[:, Field.HEAD_MICROBATCH] = op.microbatch
-            mine[Field.HEAD_COTANGENT] = _either(cotangents, op.stage, op.microbatch)
+            if schedule.trains:
+                mine[Field.HEAD_COTANGENT] = _either(cotangents, op.stage, op.microbatch)
         else:
             mine[Field.FORWARD_TO] = hop
             after = Op("F", op.stage + 1, op.microbatch)

@@ -1,10 +1,10 @@
 """Forward and backward pass of a pipelined model: one scan over the ticks of a static schedule.
 
-Every worker along `stage` runs the same program and reads its own row of `jtrain.pipeline.ticks.Ticks.table`, which says
-what to do in each tick and in which slots inputs and cotangents are. The module's documentation there has the order of
-work in a tick. What a worker does alone lies in conditionals on its row: their collectives have groups within one stage,
-whose devices take the same branch. What all stages do together (embedding, loss, permutes) lies outside, or in
-conditionals on the tick. Permutes are chains: XLA may zero several rings side by side (openxla/xla#45222).
+Every worker along `stage` runs the same program and reads its own row of `jtrain.pipeline.ticks.Ticks.table`, which
+says what to do in each tick and in which slots inputs and cotangents are. The documentation of that module has the
+order of work in a tick. What a worker does alone lies in conditionals on its row: their collectives have groups within
+one stage, whose devices take the same branch. What all stages do together (embedding, loss, permutes) lies outside, or
+in conditionals on the tick. Permutes are chains: XLA may zero several rings side by side (openxla/xla#45222).
 
 Between the forward and the backward pass of a microbatch each layer keeps what `layout.remat` says, in the slot of the
 chunk's input.
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jtrain.dims import Batch
 from jtrain.layout import Layout
-from jtrain.model.fp8_scaling import with_fp8
+from jtrain.model.fp8_scaling import fp8_weights, unseen, with_fp8
 from jtrain.model.param import Params
 from jtrain.model.placement import Placement
 from jtrain.model.router import RouterLosses
@@ -29,9 +29,9 @@ from jtrain.model.transformer import Transformer
 from jtrain.pipeline.placement import PipelineLayout, schedule_of
 from jtrain.pipeline.schedule import Hop
 from jtrain.pipeline.ticks import NONE, Field, Ticks, arriving_cotangent, arriving_input, make_ticks
-from jtrain.step.pipeline_chunks import Chunks, Gradients, Kept
+from jtrain.step.pipeline_chunks import Chunks, Gradients, Present, Slots, Work, nested
 from jtrain.step.pipeline_ends import Ends
-from jtrain.step.zero import placement_of, with_whole
+from jtrain.step.zero import gathered_once, placement_of, scattered_once, trained_part, with_whole
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +41,7 @@ class _Carry:
 
     inputs, cotangents: [slots, B, L, D], of this worker's chunks.
     kept: between forward and backward pass, in the slots of the inputs.
+    stashes: between the two parts of a backward pass.
     layers: sums of gradients of this worker's layers.
     ends: sums of gradients of everything else, float32.
     nats: this device's share of the loss so far.
@@ -48,16 +49,18 @@ class _Carry:
 
     inputs: Any
     cotangents: Any
-    kept: Kept
+    kept: Slots
+    stashes: Slots
     layers: Gradients
     ends: Params
     nats: Any
 
 
 @functools.cache
-def ticks_of(pipeline: PipelineLayout, microbatches: int) -> Ticks:
-    """The ticks of a layout's schedule."""
-    return make_ticks(schedule_of(pipeline, microbatches))
+def ticks_of(pipeline: PipelineLayout, microbatches: int, *, trains: bool = True) -> Ticks:
+    """The ticks of a layout's schedule; its forward passes alone unless it trains."""
+    schedule = schedule_of(pipeline, microbatches)
+    return make_ticks(schedule if trains else schedule.forward_only)
 
 
 def pipeline_placement(layout: Layout) -> Placement:
@@ -69,30 +72,45 @@ def pipelined_gradients(
     model: Transformer,
     layout: Layout,
     params: Params,
-    trained: Params,
     scaling: dict[str, Any],
     parts: Batch,
     unit: Float[Array, ""],
 ) -> tuple[Params, dict[str, Any], Float[Array, ""]]:
-    """Gradients of one worker, summed over microbatches, the largest values in 8-bit matmuls, and its share of the loss.
+    """Gradients of one worker summed over microbatches, largest values in 8-bit matmuls, and its share of the loss.
 
     Args:
-      params, trained, scaling: this worker's.
+      params, scaling: this worker's.
       parts: microbatches, the same on every stage.
       unit: 1 / tokens of the batch.
+
+    Returns:
+      Gradients in the shapes of `trained_part`.
     """
     assert layout.pipeline is not None
+    if layout.pipeline.spec.gather == "step" and layout.spec.zero_stage >= 2:
+        whole, params = gathered_once(layout, params)
+        grads, seen, nats = pipelined_gradients(model, whole, params, scaling, parts, unit)
+        return scattered_once(layout, grads), seen, nats
+    trained = trained_part(layout, params)
     ticks = ticks_of(layout.pipeline, layout.spec.microbatches)
     placement = pipeline_placement(layout)
     ends = Ends(model, layout, placement, params, ticks.embed_worker, ticks.head_worker)
     worker = _Worker(model, layout, ticks, ends, _chunks(model, layout, placement, params, trained, scaling, unit))
-    grads, nats = worker.run({key: value for key, value in trained.items() if key != "layers"}, parts, unit)
-    return {**grads.ends, "layers": grads.layers.trained}, _like(scaling, {"layers": grads.layers.seen}), nats
+    end = worker.run({key: value for key, value in trained.items() if key != "layers"}, parts, unit)
+    seen = {"layers": nested(end.layers.seen)} if scaling else {}
+    return {**end.ends, "layers": nested(end.layers.trained)}, seen, end.nats
 
 
-def _like(tree: Any, other: Any) -> Any:
-    """`other` without what `tree` has not."""
-    return {key: _like(value, other[key]) for key, value in tree.items()} if isinstance(tree, dict) else other
+def pipelined_nats(model: Transformer, layout: Layout, params: Params, parts: Batch) -> Float[Array, "M B _"]:
+    """Cross entropy of each token at this device's positions, in nats, the same on every stage; 0 without a target."""
+    assert layout.pipeline is not None
+    ticks = ticks_of(layout.pipeline, layout.spec.microbatches, trains=False)
+    placement = pipeline_placement(layout)
+    ends = Ends(model, layout, placement, params, ticks.embed_worker, ticks.head_worker)
+    trained = trained_part(layout, params)
+    chunks = _chunks(model, layout, placement, params, trained, None, jnp.float32(0))
+    worker = _Worker(model, layout, ticks, ends, chunks)
+    return worker.evaluated({key: value for key, value in trained.items() if key != "layers"}, parts)
 
 
 def _chunks(
@@ -101,23 +119,28 @@ def _chunks(
     placement: Placement,
     params: Params,
     trained: Params,
-    scaling: dict[str, Any],
-    unit: Float[Array, ""] | float,
+    scaling: dict[str, Any] | None,
+    unit: Float[Array, ""],
 ) -> Chunks:
+    """The worker's layers, ready to compute; without 8-bit matmuls if `scaling` is None."""
     assert layout.pipeline is not None
     pipeline, infos = layout.pipeline, tuple(p.info for p in layout.params)
     weights = with_whole(layout, trained, params)
-    if layout.precision.matmul_dtype != "compute":
-        unseen = jax.tree.map(lambda history_Y3S: jnp.zeros(history_Y3S.shape[:2], jnp.float32), scaling)
-        weights = with_fp8(weights, infos, scaling, unseen, jnp.asarray(unit))
+    if scaling is not None and layout.precision.matmul_dtype != "compute":
+        weights = with_fp8(weights, infos, scaling, unseen(scaling), unit)
     real_PY = (jnp.asarray(pipeline.order) >= 0).reshape(pipeline.stages, -1)
     router = None
     if model.moe is not None:
         of_losses = jnp.stack([model.moe.balance_loss * unit, model.moe.router_z_loss * unit]) / model.num_layers
         router = RouterLosses(*of_losses)
+    split = frozenset[str]()
+    if ticks_of(pipeline, layout.spec.microbatches).schedule.splits_backward:
+        split = frozenset(info.path.removeprefix("layers.") for info in fp8_weights(infos))
     return Chunks(
         model.layer(placement),
+        placement.fetch,
         weights["layers"],
+        split,
         pipeline.layers_per_chunk,
         real_PY[jax.lax.axis_index("stage")],
         router,
@@ -135,45 +158,69 @@ class _Worker:
     ends: Ends
     chunks: Chunks
 
-    def run(self, trained: Params, parts: Batch, unit: Float[Array, ""]) -> tuple[_Carry, Float[Array, ""]]:
+    def run(self, trained: Params, parts: Batch, unit: Float[Array, ""]) -> _Carry:
         """Runs all ticks.
 
         Args:
           trained: what JAX differentiates, without the layers.
         """
-        x_BLD = jax.eval_shape(lambda token_BL: self.ends.embed(trained, token_BL), parts.token_BL[0])
-        like = self.chunks.kept_like(x_BLD, self._shared(parts, jnp.int32(0)))
-        table_TPF = jnp.asarray(self.ticks.table)
-        row_TF = jax.lax.dynamic_index_in_dim(table_TPF, jax.lax.axis_index("stage"), axis=1, keepdims=False)
-        ticks, per_chunk = self.ticks, self.chunks.per_chunk
+        ticks, x_BLD = self.ticks, self._residual_stream(trained, parts)
+        worker = dataclasses.replace(self, chunks=self.chunks.traced(x_BLD, self._shared(parts, jnp.int32(0))))
+        chunks = worker.chunks
         start = _Carry(
             jnp.zeros((ticks.num_inputs, *x_BLD.shape), x_BLD.dtype),
             jnp.zeros((ticks.num_cotangents, *x_BLD.shape), x_BLD.dtype),
-            [jnp.zeros((ticks.num_inputs, per_chunk, *x.shape), x.dtype) for x in jax.tree.leaves(like)],
-            self.chunks.no_gradients(),
+            chunks.kept_slots(ticks.num_inputs),
+            chunks.stash_slots(ticks.num_stashes + self._mixed),
+            chunks.no_gradients(),
             jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained),
             jnp.zeros((), jnp.float32),
         )
 
         def tick(carry: _Carry, row_F: Int[Array, " F"]) -> tuple[_Carry, None]:
-            return self._tick(carry, row_F, trained, parts, unit, like), None
+            return worker._tick(carry, row_F, trained, parts, unit), None
 
-        end, _ = jax.lax.scan(tick, start, row_TF)
-        return end, end.nats
+        return jax.lax.scan(tick, start, self._rows())[0]
+
+    def evaluated(self, trained: Params, parts: Batch) -> Float[Array, "M B _"]:
+        """Runs the ticks of a schedule that has only forward passes; returns the cross entropy of each token."""
+        x_BLD = self._residual_stream(trained, parts)
+
+        def tick(carry: tuple[Array, Array], row_F: Int[Array, " F"]) -> tuple[tuple[Array, Array], None]:
+            inputs, nats_MBL = carry
+            inputs = self._embedded(inputs, row_F, trained, parts)
+            y_BLD = self._applied(inputs, row_F, parts)
+            nats_MBL = self._evaluated(nats_MBL, y_BLD, row_F, trained, parts)
+            for hop in self.ticks.activation_hops:
+                inputs = _stored(inputs, row_F[arriving_input(hop)], self._sent(y_BLD, hop, back=False))
+            return (inputs, nats_MBL), None
+
+        inputs = jnp.zeros((self.ticks.num_inputs, *x_BLD.shape), x_BLD.dtype)
+        nats_MBL = jnp.zeros((len(parts.token_BL), *x_BLD.shape[:2]), jnp.float32)
+        return jax.lax.scan(tick, (inputs, nats_MBL), self._rows())[0][1]
+
+    def _residual_stream(self, trained: Params, parts: Batch) -> jax.ShapeDtypeStruct:
+        return jax.eval_shape(lambda token_BL: self.ends.embed(trained, token_BL), parts.token_BL[0])
+
+    def _rows(self) -> Int[Array, "T F"]:
+        """This worker's part of the table."""
+        stage = jax.lax.axis_index("stage")
+        return jax.lax.dynamic_index_in_dim(jnp.asarray(self.ticks.table), stage, axis=1, keepdims=False)
 
     def _tick(
-        self, carry: _Carry, row_F: Int[Array, " F"], trained: Params, parts: Batch, unit: Array, like: Any
+        self, carry: _Carry, row_F: Int[Array, " F"], trained: Params, parts: Batch, unit: Float[Array, ""]
     ) -> _Carry:
         inputs = self._embedded(carry.inputs, row_F, trained, parts)
         y_BLD, kept = self._forward(inputs, carry.kept, row_F, parts)
-        cotangents, of_ends, nats = self._loss(carry, y_BLD, row_F, trained, parts, unit)
-        dx_BLD, layers = self._backward(cotangents, kept, carry.layers, row_F, parts, like)
-        of_ends = self._embedding_gradient(of_ends, dx_BLD, row_F, trained, parts)
+        cotangents, ends, nats = self._loss(carry, y_BLD, row_F, trained, parts, unit)
+        dx_BLD, stashes, layers = self._backward(cotangents, kept, carry, row_F, parts)
+        layers = self._weight_gradients(stashes, layers, row_F)
+        ends = self._embedding_gradient(ends, dx_BLD, row_F, trained, parts)
         for hop in self.ticks.activation_hops:
             inputs = _stored(inputs, row_F[arriving_input(hop)], self._sent(y_BLD, hop, back=False))
         for hop in self.ticks.cotangent_hops:
             cotangents = _stored(cotangents, row_F[arriving_cotangent(hop)], self._sent(dx_BLD, hop, back=True))
-        return _Carry(inputs, cotangents, kept, layers, of_ends, nats)
+        return _Carry(inputs, cotangents, kept, stashes, layers, ends, nats)
 
     def _embedded(self, inputs: Array, row_F: Array, trained: Params, parts: Batch) -> Array:
         """`inputs` with the embedding of the microbatch that enters the pipeline."""
@@ -185,18 +232,36 @@ class _Worker:
 
         return jax.lax.cond(row_F[Field.EMBED_MICROBATCH] != NONE, embed, lambda inputs: inputs, inputs)
 
-    def _forward(self, inputs: Array, kept: Kept, row_F: Array, parts: Batch) -> tuple[Array, Kept]:
-        slot = row_F[Field.FORWARD_INPUT]
+    def _forward(self, inputs: Array, kept: Slots, row_F: Array, parts: Batch) -> tuple[Array, Slots]:
+        chunk, slot = row_F[Field.FORWARD_CHUNK], row_F[Field.FORWARD_INPUT]
 
-        def forward(kept: Kept) -> tuple[Array, Kept]:
+        def forward(kept: Slots, present: Present) -> tuple[Array, Slots]:
             shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
-            return self.chunks.forward(inputs[slot], row_F[Field.FORWARD_CHUNK], slot, kept, shared)
+            return self.chunks.forward(Work(chunk, shared, slot, present=present), inputs[slot], kept)
 
-        def rest(kept: Kept) -> tuple[Array, Kept]:
+        def rest(kept: Slots) -> tuple[Array, Slots]:
             return jnp.zeros(inputs.shape[1:], inputs.dtype), kept
 
         with jax.named_scope("layers"):
-            return self._alone(row_F[Field.FORWARD_CHUNK] != NONE, forward, rest, kept)
+            return self._alone(chunk != NONE, forward, rest, kept)
+
+    def _applied(self, inputs: Array, row_F: Array, parts: Batch) -> Array:
+        chunk = row_F[Field.FORWARD_CHUNK]
+
+        def forward(inputs: Array, _: Present) -> Array:
+            shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
+            return self.chunks.apply(Work(chunk, shared), inputs[row_F[Field.FORWARD_INPUT]])
+
+        with jax.named_scope("layers"):
+            return self._alone(chunk != NONE, forward, lambda x: jnp.zeros(x.shape[1:], x.dtype), inputs)
+
+    def _evaluated(self, nats_MBL: Array, y_BLD: Array, row_F: Array, trained: Params, parts: Batch) -> Array:
+        microbatch = row_F[Field.HEAD_MICROBATCH]
+
+        def evaluate(nats_MBL: Array) -> Array:
+            return _stored(nats_MBL, microbatch, self.ends.nats(trained, y_BLD, parts.target_BL[microbatch]))
+
+        return jax.lax.cond(microbatch != NONE, evaluate, lambda nats_MBL: nats_MBL, nats_MBL)
 
     def _loss(
         self, carry: _Carry, y_BLD: Array, row_F: Array, trained: Params, parts: Batch, unit: Array
@@ -214,20 +279,48 @@ class _Worker:
         return jax.lax.cond(row_F[Field.HEAD_MICROBATCH] != NONE, loss, lambda given: given, given)
 
     def _backward(
-        self, cotangents: Array, kept: Kept, layers: Gradients, row_F: Array, parts: Batch, like: Any
-    ) -> tuple[Array, Gradients]:
-        slot = row_F[Field.BACKWARD_INPUT]
+        self, cotangents: Array, kept: Slots, carry: _Carry, row_F: Array, parts: Batch
+    ) -> tuple[Array, Slots, Gradients]:
+        chunk, slot, stash = (
+            row_F[field] for field in (Field.BACKWARD_CHUNK, Field.BACKWARD_INPUT, Field.BACKWARD_STASH)
+        )
 
-        def backward(layers: Gradients) -> tuple[Array, Gradients]:
-            dy_BLD = cotangents[row_F[Field.BACKWARD_COTANGENT]]
+        def backward(given: tuple[Slots, Gradients], present: Present) -> tuple[Array, Slots, Gradients]:
             shared = self._shared(parts, row_F[Field.BACKWARD_MICROBATCH])
-            return self.chunks.backward(dy_BLD, row_F[Field.BACKWARD_CHUNK], slot, kept, like, layers, shared)
+            whole = stash == NONE
+            work = Work(chunk, shared, slot, jnp.where(whole, self.ticks.num_stashes, stash), present)
+            found = self.chunks.backward(work, cotangents[row_F[Field.BACKWARD_COTANGENT]], kept, *given)
+            if not self._mixed:
+                return found
+            dx_BLD, stashes, layers = found
 
-        def rest(layers: Gradients) -> tuple[Array, Gradients]:
-            return jnp.zeros(cotangents.shape[1:], cotangents.dtype), layers
+            def add(layers: Gradients, present: Present) -> Gradients:
+                return self.chunks.weight_gradients(dataclasses.replace(work, present=present), stashes, layers)
+
+            return dx_BLD, stashes, self._alone(whole & present, add, lambda layers: layers, layers)
+
+        def rest(given: tuple[Slots, Gradients]) -> tuple[Array, Slots, Gradients]:
+            return jnp.zeros(cotangents.shape[1:], cotangents.dtype), *given
 
         with jax.named_scope("layers"):
-            return self._alone(row_F[Field.BACKWARD_CHUNK] != NONE, backward, rest, layers)
+            return self._alone(chunk != NONE, backward, rest, (carry.stashes, carry.layers))
+
+    @property
+    def _mixed(self) -> bool:
+        """True if some backward passes are split and others not; those use one more slot, for a moment."""
+        streams = self.ticks.schedule.streams
+        return bool(self.chunks.split) and any(op.kind == "B" for stream in streams for op in stream)
+
+    def _weight_gradients(self, stashes: Slots, layers: Gradients, row_F: Array) -> Gradients:
+        if not self.chunks.split:
+            return layers
+        chunk, stash = row_F[Field.WEIGHT_CHUNK], row_F[Field.WEIGHT_STASH]
+
+        def add(layers: Gradients, present: Present) -> Gradients:
+            return self.chunks.weight_gradients(Work(chunk, stash=stash, present=present), stashes, layers)
+
+        with jax.named_scope("layers"):
+            return self._alone(chunk != NONE, add, lambda layers: layers, layers)
 
     def _embedding_gradient(
         self, of_ends: Params, dx_BLD: Array, row_F: Array, trained: Params, parts: Batch
@@ -242,9 +335,21 @@ class _Worker:
     def _shared(self, parts: Batch, microbatch: Array) -> Any:
         return self.model.shared(jax.tree.map(lambda x: x[microbatch], parts))
 
-    def _alone[T](self, present: Array, work: Callable[[T], Any], rest: Callable[[T], Any], given: T) -> Any:
-        """`work` where this worker has it in this tick, otherwise `rest`."""
-        return jax.lax.cond(present, work, rest, given)
+    def _alone[T](self, present: Array, work: Callable[[T, Present], Any], rest: Callable[[T], Any], given: T) -> Any:
+        """`work` where this worker has it in this tick, otherwise `rest`.
+
+        Layers with permutes compute in every tick on every worker, and `work` hides what comes of nothing: a permute is
+        one collective of all devices, so workers in other branches would wait for it for ever (seen on CPUs).
+        """
+        if self.permutes:
+            return work(given, present)
+        return jax.lax.cond(present, lambda given: work(given, True), rest, given)
+
+    @property
+    def permutes(self) -> bool:
+        """True if layers permute over `tensor` or `context`."""
+        mesh, spec = self.layout.mesh, self.layout.spec
+        return spec.tensor_overlap or (mesh.context > 1 and spec.context_attention == "ring")
 
     def _sent(self, x_BLD: Array, hop: Hop, *, back: bool) -> Array:
         """What arrives over `hop`."""

@@ -36,7 +36,7 @@ from jtrain.step.batch_hash import hash_block
 from jtrain.step.checksums import StateSums
 from jtrain.step.guard import GuardState, judged, not_finite
 from jtrain.step.optimizer_update import make_update
-from jtrain.step.pipelined import pipelined_gradients
+from jtrain.step.pipelined import pipelined_gradients, pipelined_nats
 from jtrain.step.state import TrainState, abstract_state, shardings_of
 from jtrain.step.xla_options import compiler_options, kernels_for
 from jtrain.step.zero import (
@@ -142,6 +142,9 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
 
     def local(params: Params, batch: Batch) -> Float[Array, "B _"]:
         params = own_heads(layout, params)
+        if layout.pipeline is not None:
+            nats = pipelined_nats(model, layout, params, microbatches(layout, batch))
+            return nats.reshape(-1, nats.shape[-1])
         weights = with_whole(layout, trained_part(layout, params), params)
 
         def microbatch(_: None, part: Batch) -> tuple[None, Array]:
@@ -214,7 +217,7 @@ def _local_gradients(
     trained = trained_part(layout, params)
     if layout.pipeline is not None:
         parts = microbatches(layout, batch)
-        grads, seen, loss = pipelined_gradients(model, layout, params, trained, scaling, parts, weight)
+        grads, seen, loss = pipelined_gradients(model, layout, params, scaling, parts, weight)
     elif spec.microbatches == 1:
         (_, loss), (grads, seen) = differentiate(trained, unseen(scaling), batch)
     else:
