@@ -3,7 +3,8 @@
 P is the number of workers, M that of microbatches, v that of chunks per worker. F, I, W are the times of one worker's
 forward pass, backward pass by input and by weight for one microbatch, over all its chunks; B = I + W. The bubble is the
 time in which a worker waits. In-flight microbatches are those whose forward pass is done and whose last backward pass
-(W or B) is not, on the fullest worker; those of one chunk count 1/v.
+(W or B) is not, on the fullest worker; those of one chunk count 1/v. F&B is the time of a forward and a backward pass
+that hide each other's communication; nothing that they compute leaves before both are done.
 
 | name | chunks | bubble | in flight | needs | source |
 |---|---|---|---|---|---|
@@ -11,8 +12,8 @@ time in which a worker waits. In-flight microbatches are those whose forward pas
 | 1f1b | 1 | (P-1)(F+B) | P | | arXiv:2104.04473, section 2.2.1 (PipeDream-flush) |
 | interleaved | v | (P-1)(F+B)/v | P + (P-1)/v | M a multiple of P | arXiv:2104.04473, section 2.2.2 |
 | zbh1 | 1 | (P-1)(F+I-W) | P | | arXiv:2401.10241, section 3 |
-| zbv | 2 | (P-1)F/2 if F = I = W | P | M >= 2P-1 | arXiv:2401.10241, section 6; arXiv:2405.15362 |
-| dualpipev | 2 | (P-1)(F+2I-W)/2 | P + 1/2 | M >= 2P | arXiv:2412.19437, section 3.2.1, cut in half |
+| zbv | 2 | (P-1)F/2, if F = I = W | P | M >= 2P-1 | arXiv:2401.10241, section 6; arXiv:2405.15362 |
+| dualpipev | 2 | (P-1)(F&B+B-3W)/2, if F = I = W | P + 1/2 | M >= 2P | arXiv:2412.19437, section 3.2.1, cut in half |
 
 `tests/pipeline/test_families.py` holds every entry of the table against the simulator.
 """
