@@ -71,7 +71,7 @@ def test_a_schedule_for_other_numbers_is_refused(tmp_path: Path) -> None:
         read_csv(path, stages=4)
     with pytest.raises(UserError, match=r"has 4 microbatches, but microbatches=8. Set microbatches to 4 \(layout.micr"):
         read_csv(path, microbatches=8)
-    with pytest.raises(FileError, match="schedule .*none.csv cannot be read: No such file"):
+    with pytest.raises(FileError, match=r"schedule .*none\.csv cannot be read: No such file"):
         read_csv(tmp_path / "none.csv")
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(FileError, match="cannot be read: it is not text"):

@@ -226,9 +226,9 @@ def without(program: Program, worker: int, name: str) -> Program:
 )
 def test_a_missing_instruction_is_named_with_what_it_breaks(worker: int, name: str, message: str) -> None:
     """Sends, receives, frees, gathers, reductions and updates of ZB-H1 over two workers."""
-    program = make_program(make_schedule("zbh1", 2, 4))
+    program = make_program(make_schedule("zb-h1", 2, 4))
     check_program(program)
-    with pytest.raises(UserError, match=f"^schedule zbh1, {message}"):
+    with pytest.raises(UserError, match=f"^schedule zb-h1, {message}"):
         check_program(without(program, worker, name))
 
 

@@ -29,7 +29,7 @@ def test_bubbles_of_one_chunk_equal_the_closed_forms(stages: int, microbatches: 
     for f, i, w in COSTS:
         for name in ("gpipe", "1f1b"):
             assert waiting(make_schedule(name, stages, microbatches), (f, i, w)) == (stages - 1) * (f + i + w)
-        assert waiting(make_schedule("zbh1", stages, microbatches), (f, i, w)) == (stages - 1) * (f + i - w)
+        assert waiting(make_schedule("zb-h1", stages, microbatches), (f, i, w)) == (stages - 1) * (f + i - w)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
@@ -102,7 +102,7 @@ def test_microbatches_in_flight_are_those_of_the_papers(stages: int, microbatche
 
     assert in_flight("gpipe") == (microbatches,) * stages
     assert in_flight("1f1b") == tuple(stages - p for p in range(stages))
-    assert in_flight("zbh1") == (stages,) * stages
+    assert in_flight("zb-h1") == (stages,) * stages
     assert max(in_flight("interleaved")) == 2 * stages + stages - 1
     assert in_flight("zbv") == (2 * stages,) * stages
     assert in_flight("dualpipev") == (2 * stages + 1,) * stages
@@ -127,7 +127,7 @@ with a forward pass recomputed in I."""
 @pytest.mark.parametrize(("stages", "microbatches"), REFERENCE)
 def test_the_clocks_agree_with_an_independent_simulation(stages: int, microbatches: int) -> None:
     """To the three digits that were noted; the fused column is (P-1)/(M+P-1) exactly."""
-    one, zero = make_schedule("1f1b", stages, microbatches), make_schedule("zbh1", stages, microbatches)
+    one, zero = make_schedule("1f1b", stages, microbatches), make_schedule("zb-h1", stages, microbatches)
     remat = equal_costs(zero, 1.0, 2.0, 1.0)
     fused = lockstep(make_ticks(one, "fused"), unit_costs(one)).bubble
     assert fused == float(Fraction(stages - 1, microbatches + stages - 1))
@@ -147,7 +147,7 @@ def test_the_clocks_agree_with_an_independent_simulation(stages: int, microbatch
         (
             "zbw",
             (4, 8),
-            r"schedule zbw is unknown. Did you mean zbv\? Choose of: gpipe, 1f1b, interleaved, zbh1, ",
+            r"schedule zbw is unknown. Did you mean zbv\? Choose of: gpipe, 1f1b, interleaved, zb-h1, ",
         ),
         ("zbv", (8, 4), r"microbatches=4: schedule zbv over stages=8 needs at least 15. Raise microbatches \(layout"),
         ("dualpipev", (4, 7), r"microbatches=7: schedule dualpipev over stages=4 needs at least 8. .* take .* 1f1b"),

@@ -16,7 +16,7 @@ from jtrain.pipeline.ticks import PACKINGS, make_ticks
 
 
 def test_a_tick_takes_as_long_as_its_slowest_worker() -> None:
-    """By hand, 1F1B of 2 stages and 2 microbatches: ticks F, F|FB, FB|B, B of 1, 1+2, 3, 2."""
+    """By hand, 1F1B of 2 stages and 2 microbatches: ticks F, F|FB, B|FB, B take 1, 3, 3, 2."""
     schedule = make_schedule("1f1b", 2, 2)
     ticks = make_ticks(schedule, "fused")
     kinds = [["".join(op.kind for op in ops if op) for ops in row] for row in ticks.ops]
@@ -24,7 +24,7 @@ def test_a_tick_takes_as_long_as_its_slowest_worker() -> None:
     timeline = lockstep(ticks, unit_costs(schedule))
     assert timeline.makespan == 1 + 3 + 3 + 2
     assert timeline.busy == (6, 6)
-    assert timeline.bubble == 1 - 12 / 18
+    assert timeline.bubble == (18 - 12) / 18
     starts = {str(span.op): span.start for spans in timeline.workers for span in spans}
     assert starts == {"0F0": 0, "0F1": 1, "1F0": 1, "1B0": 2, "0B0": 4, "1F1": 4, "1B1": 5, "0B1": 7}
 
@@ -69,7 +69,7 @@ def test_memory_over_time_has_the_peak_of_the_instructions(name: str) -> None:
 
 def test_the_best_packing_depends_on_the_costs() -> None:
     """ZB-H1: ticks of one operation if F = I = W; with a recomputed forward pass, aligned W."""
-    schedule = make_schedule("zbh1", 4, 8)
+    schedule = make_schedule("zb-h1", 4, 8)
     assert best_ticks(schedule, unit_costs(schedule)).packing == "single"
     assert best_ticks(schedule, equal_costs(schedule, 1.0, 2.0, 1.0)).packing == "aligned"
     assert best_ticks(make_schedule("1f1b", 4, 8), equal_costs(schedule, 1.0, 1.0, 1.0)).packing == "fused"

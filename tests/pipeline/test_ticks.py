@@ -106,7 +106,7 @@ def test_only_chains_and_a_single_pair_are_needed(name: str, hops: tuple[Hop, ..
 
 def test_aligned_weights_shorten_the_lockstep() -> None:
     """All workers do W in the same ticks: exactly as many ticks have a W as there are microbatches."""
-    schedule = make_schedule("zbh1", 4, 8)
+    schedule = make_schedule("zb-h1", 4, 8)
     with_weight = {
         packing: sum(any(ops.weight for ops in row) for row in make_ticks(schedule, packing).ops)
         for packing in ("fused", "aligned")

@@ -309,7 +309,7 @@ def _network(job: Job, machine: Machine, assume: Assumptions, compute_s: float) 
     for one in collectives(job):
         took = seconds(one, machine, job.layout.mesh.shape, efficiency=assume.network)
         hidden = 0.0
-        if _beside_the_layers(one, job.layout, machine.device):
+        if beside_the_layers(one, job.layout, machine.device):
             hidden = min(took, compute_s)
             compute_s -= hidden
         row = rows.setdefault(one.axes, [0.0, 0.0])
@@ -318,7 +318,7 @@ def _network(job: Job, machine: Machine, assume: Assumptions, compute_s: float) 
     return tuple(NetworkTime(axes, *row) for axes, row in sorted(rows.items(), key=lambda item: -item[1][1]))
 
 
-def _beside_the_layers(one: Collective, layout: Layout, device: DeviceSpec) -> bool:
+def beside_the_layers(one: Collective, layout: Layout, device: DeviceSpec) -> bool:
     """True if the layers' matmuls can run at the same time.
 
     Weights are fetched for the next layer, gradients of the layer before are reduced, and a ring sends the next keys
