@@ -44,7 +44,7 @@ class StageWork:
     stash_bytes: int
 
 
-def stage_work(job: Job, stages: int, machine: Machine, *, assume: Assumptions = Assumptions()) -> StageWork:
+def stage_work(job: Job, stages: int, machine: Machine, *, assume: Assumptions) -> StageWork:
     """The work of each of `stages` stages.
 
     Args:
@@ -105,7 +105,7 @@ def _is_once(one: Collective, spec: LayoutSpec) -> bool:
 
 
 def _state_bytes(plan: MemoryPlan, stages: int) -> int:
-    """Bytes of one device that do not depend on the schedule: layers and vocabulary are split, a layer's work is not."""
+    """Bytes of one device that no schedule changes: stages split layers and vocabulary, not the work of one layer."""
     split = plan.parameters + plan.optimizer + plan.gradients + plan.loss
     return split // stages + plan.batch + plan.weights + plan.workspace
 

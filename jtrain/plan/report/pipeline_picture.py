@@ -26,17 +26,13 @@ def text_rows(schedule: Schedule, timeline: Timeline, *, width: int) -> list[Tex
     Args:
       width: columns of the whole line.
     """
-    room = max(20, width - 22)
-    scale = min(room / timeline.makespan, 4.0)
-    if scale >= 1:
-        scale = float(int(scale))  # whole columns, so that equal operations look equal
-    columns = max(1, int(timeline.makespan * scale))
+    scale, columns = _columns(timeline, width)
     rows: list[Text] = []
     for worker, (spans, kept) in enumerate(zip(timeline.workers, timeline.in_flight(), strict=True)):
         line = Text(f"worker {worker:<3}")
         at = 0
         for span in spans:
-            start, end = int(span.start * scale), int(span.end * scale)
+            start, end = round(span.start * scale), round(span.end * scale)
             if end <= at:
                 continue  # shorter than a column
             line.append("." * (start - at), style="dim")
@@ -50,7 +46,7 @@ def text_rows(schedule: Schedule, timeline: Timeline, *, width: int) -> list[Tex
 
 def memory_rows(timeline: Timeline, *, width: int) -> list[Text]:
     """A line per worker with the height of what it has in flight over time."""
-    columns = max(20, width - 22)
+    columns = _columns(timeline, width)[1]
     most = max(count for worker in timeline.in_flight() for _, count in worker)
     rows: list[Text] = []
     for worker, kept in enumerate(timeline.in_flight()):
@@ -61,6 +57,15 @@ def memory_rows(timeline: Timeline, *, width: int) -> list[Text]:
             line.append(_LEVELS[-(-count * (len(_LEVELS) - 1) // most)])
         rows.append(line)
     return rows
+
+
+def _columns(timeline: Timeline, width: int) -> tuple[float, int]:
+    """Columns per unit of time, and of the whole time; the shortest operation takes up to 4 whole columns."""
+    room = max(20, width - 24)
+    shortest = min(span.end - span.start for spans in timeline.workers for span in spans)
+    whole = min(4, int(room * shortest / timeline.makespan))
+    scale = whole / shortest if whole else room / timeline.makespan
+    return scale, round(timeline.makespan * scale)
 
 
 def _label(schedule: Schedule, span: Span, width: int) -> str:
