@@ -201,9 +201,13 @@ def _bubble(layout: Layout, forward_s: float, by_input_s: float, by_weight_s: fl
     if steps is None:
         return 0.0
     schedule = steps.schedule
-    one = 1 / (schedule.microbatches * schedule.chunks)
+    one, busy_s = 1 / (schedule.microbatches * schedule.chunks), forward_s + by_input_s + by_weight_s
+    spec, mesh = layout.spec, layout.mesh
+    if spec.tensor_overlap or (mesh.context > 1 and spec.context_attention == "ring"):
+        # Layers with permutes cannot be in a branch: every stage computes them in every tick.
+        return steps.num_ticks * one * busy_s - busy_s
     costs = equal_costs(schedule, one * forward_s, one * by_input_s, one * by_weight_s)
-    return lockstep(steps, costs).makespan - (forward_s + by_input_s + by_weight_s)
+    return lockstep(steps, costs).makespan - busy_s
 
 
 def _weights_peak(layout: Layout, device: DeviceSpec, peak: float) -> float:
@@ -331,7 +335,7 @@ def _network(job: Job, machine: Machine, assume: Assumptions, compute_s: float) 
     for one in collectives(job):
         took = seconds(one, machine, job.layout.mesh.shape, efficiency=assume.network)
         hidden = 0.0
-        if _beside_the_layers(one, job.layout, machine.device):
+        if beside_the_layers(one, job.layout, machine.device):
             hidden = min(took, compute_s)
             compute_s -= hidden
         row = rows.setdefault(one.axes, [0.0, 0.0])
@@ -340,7 +344,7 @@ def _network(job: Job, machine: Machine, assume: Assumptions, compute_s: float) 
     return tuple(NetworkTime(axes, *row) for axes, row in sorted(rows.items(), key=lambda item: -item[1][1]))
 
 
-def _beside_the_layers(one: Collective, layout: Layout, device: DeviceSpec) -> bool:
+def beside_the_layers(one: Collective, layout: Layout, device: DeviceSpec) -> bool:
     """True if the layers' matmuls can run at the same time.
 
     Weights are fetched for the next layer, gradients of the layer before are reduced, and a ring sends the next keys
