@@ -122,7 +122,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     return _schedule("interleaved", stages, microbatches, chunks, "round_robin", streams)
 
 
-def zb-h1(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def zbh1(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """1F1B with the backward pass split: workers do W while they would wait, in the memory of 1F1B.
 
     Worker p starts with P - p forward passes and does its W p microbatches after the I, so every worker has at most
@@ -231,7 +231,7 @@ FAMILIES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
-    "zb-h1": zb-h1,
+    "zb-h1": zbh1,
     "zbv": zbv,
     "dualpipev": dualpipev,
 }
