@@ -27,7 +27,7 @@ from jtrain.model.placement import Placement
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.placement import PipelineLayout, schedule_of
-from jtrain.pipeline.schedule import Hop
+from jtrain.pipeline.schedule import StageHop
 from jtrain.pipeline.ticks import NONE, Field, Ticks, arriving_cotangent, arriving_input, make_ticks
 from jtrain.step.pipeline_chunks import Chunks, Gradients, Present, Slots, Work, nested
 from jtrain.step.pipeline_ends import Ends
@@ -351,16 +351,16 @@ class _Worker:
         mesh, spec = self.layout.mesh, self.layout.spec
         return spec.tensor_overlap or (mesh.context > 1 and spec.context_attention == "ring")
 
-    def _sent(self, x_BLD: Array, hop: Hop, *, back: bool) -> Array:
+    def _sent(self, x_BLD: Array, hop: StageHop, *, back: bool) -> Array:
         """What arrives over `hop`."""
         stages = self.ticks.schedule.stages
-        if hop == Hop.LOCAL:
+        if hop == StageHop.LOCAL:
             return x_BLD
-        if hop == Hop.WRAP:
+        if hop == StageHop.WRAP:
             pairs = [(0, stages - 1)] if back else [(stages - 1, 0)]
         else:
             down = [(p, p + 1) for p in range(stages - 1)]
-            pairs = down if hop == Hop.DOWN else [(b, a) for a, b in down]
+            pairs = down if hop == StageHop.DOWN else [(b, a) for a, b in down]
         with jax.named_scope("pipeline"):
             return jax.lax.ppermute(x_BLD, "stage", pairs)
 
