@@ -27,7 +27,7 @@ from jtrain.head_splits import check_context_heads, devices_per_key_head
 from jtrain.mesh import BATCH_AXES, MeshSpec, local_shape, shard_size
 from jtrain.offload_spec import OffloadSpec as OffloadSpec
 from jtrain.pipeline.placement import PipelineLayout, place_layers
-from jtrain.pipeline.spec import PipelineSpec
+from jtrain.pipeline.spec import SPLIT_BACKWARD, PipelineSpec
 from jtrain.precision import PrecisionSpec
 
 SPLITS = {"N": "tensor", "K": "tensor", "F": "tensor", "V": "tensor", "D": "data", "X": "expert"}
@@ -188,6 +188,11 @@ class Layout:
         )
 
     @property
+    def layer_order(self) -> tuple[int, ...] | None:
+        """Layer of the model at each place of the state, -1 for none; None if they are in the model's order."""
+        return None if self.pipeline is None or self.pipeline.in_order else self.pipeline.order
+
+    @property
     def per_layer(self) -> P:
         """Partition of state with one entry per layer that no other axis splits: the scales of 8-bit matmuls."""
         return P("stage") if self.pipeline else P()
@@ -266,6 +271,7 @@ def make_layout(
     """
     placed = _placed_layers(pipeline, mesh, infos) if mesh.stage > 1 else None
     if placed is not None:
+        _check_stages(spec, placed)
         infos = tuple(info.placed(placed.order) for info in infos)
     shared_by = devices_per_key_head(mesh, infos)
     check_context_heads(mesh, infos, attention=spec.context_attention, order=context_order)
@@ -312,6 +318,22 @@ def make_layout(
         layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory, **split))
     more: Any = dict(context_order=context_order, precision=precision, kernels=kernels)
     return Layout(spec, mesh, tuple(layouts), pipeline=placed, pipeline_spec=pipeline, **more)
+
+
+def _check_stages(spec: LayoutSpec, placed: PipelineLayout) -> None:
+    """Refuses options that a pipelined step does not have."""
+    splits = placed.spec.schedule in SPLIT_BACKWARD
+    for other, found in (
+        (f"layout.offload.params={spec.offload.params}", spec.offload.share("params") > 0),
+        (f"layout.offload.activations={spec.offload.activations}", spec.offload.share("activations") > 0),
+        (f"layout.sequence_groups={spec.sequence_groups} and this schedule", spec.sequence_groups > 1 and splits),
+    ):
+        if found:
+            name, _, _ = other.partition("=")
+            raise UserError(
+                f"mesh.stage={placed.stages} (pipeline.schedule={placed.spec.schedule}) with {other}: a pipelined step "
+                f"cannot do this. Set {name} to its default, or mesh.stage=1."
+            )
 
 
 def _placed_layers(spec: PipelineSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> PipelineLayout:

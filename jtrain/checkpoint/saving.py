@@ -24,6 +24,7 @@ from jtrain.runtime.store_paths import in_store
 
 if TYPE_CHECKING:
     from jtrain.checkpoint.host_copy import HostShard
+    from jtrain.checkpoint.layer_order import LayerOrder
     from jtrain.checkpoint.save_task import SaveTask
 
 LAST_RETRY_S = 2.0
@@ -40,14 +41,24 @@ class Saves:
     """Saves into `folder`, one at a time, in the background; see `Checkpoints` for what its methods promise.
 
     say: prints a line for the user; called in the thread that trains.
+    order: layers of the state at the places of a pipeline's stages; None if they are those of the model.
     """
 
-    def __init__(self, folder: Path, *, every_steps: int | None, max_failures: int, prune: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        every_steps: int | None,
+        max_failures: int,
+        prune: Callable[[], None],
+        order: "LayerOrder | None" = None,
+    ) -> None:
         self.folder = folder
         self.say: Callable[[str], None] = _print
         self._every_steps = every_steps
         self._max_failures = max_failures
         self._prune = prune
+        self._order = order
         self._task: SaveTask | None = None
         self._pool: concurrent.futures.Executor | None = None
         self._failures = 0
@@ -158,14 +169,15 @@ class Saves:
                 pool.shutdown()
 
     def _start(self, step: int, state: Any, data: str, config_text: str) -> None:
-        from jtrain.checkpoint import array_writer, host_copy, orbax_io, save_task
+        from jtrain.checkpoint import host_copy, layer_order, orbax_io, save_task
 
         assert self._pool is not None
-        contents = save_task.Contents(step, orbax_io.leaves(state), array_writer.describe(state), data, config_text)
+        leaves = orbax_io.leaves(layer_order.logical(state, self._order))
+        contents = save_task.Contents(step, leaves, layer_order.described(state, self._order), data, config_text)
         shards: list[HostShard] = []
         failed = None
         try:
-            shards = host_copy.copy_to_host(state, self._pool)
+            shards = layer_order.in_order(host_copy.copy_to_host(state, self._pool), state, self._order)
         except OSError as error:  # no memory for the copy
             failed = save_task.cause(error)
         self._task = save_task.SaveTask(

@@ -13,7 +13,6 @@ possible until it is done. All interleavings therefore end alike, and one of the
 """
 
 import collections
-import collections.abc
 from collections.abc import Iterable
 
 from jtrain.errors import UserError
@@ -69,9 +68,9 @@ def _check_numbers(schedule: Schedule) -> None:
         held = [schedule.stage(worker, chunk) for chunk in range(schedule.chunks)]
         for op in stream:
             if op.stage not in held:
-                holder = f"is held by worker {schedule.worker(op.stage)}"
-                if op.stage >= schedule.virtual_stages:
-                    holder = f"does not exist: there are {schedule.virtual_stages}, from 0"
+                holder = f"does not exist: there are {schedule.virtual_stages}, from 0"
+                if op.stage < schedule.virtual_stages:
+                    holder = f"is held by worker {schedule.worker(op.stage)}"
                 raise _refuse(schedule, worker, op, f"virtual stage {op.stage} {holder}; this worker holds {held}.")
             if op.microbatch >= schedule.microbatches:
                 why = f"there are {schedule.microbatches} microbatches, from 0."
@@ -137,7 +136,7 @@ class _Machine:
         self.channels: dict[tuple[int, int, str], set[tuple[int, int]]] = collections.defaultdict(set)
         self.sent: set[tuple[str, int, int]] = set()
         self.gathered: set[int] = set()
-        self.outputs: set[Op] = set()
+        self.outputs: dict[tuple[int, str], Op] = {}
         self.gradients: collections.Counter[int] = collections.Counter()
         self.reduced: set[int] = set()
         self.updated: set[int] = set()
@@ -185,98 +184,104 @@ class _Machine:
                 return f"worker {one.peer} does not send {sender}SEND_{one.kind[-1]}{one.microbatch} before"
         return None
 
+    def _refuse(self, worker: int, one: Instruction, why: str) -> UserError:
+        return _refuse(self.schedule, worker, one, why)
+
     def _run_one(self, worker: int, one: Instruction) -> None:
         values = self.values[worker]
-
-        def refuse(why: str) -> UserError:
-            return _refuse(self.schedule, worker, one, why)
-
-        self._check_form(worker, one, refuse)
+        self._check_form(worker, one)
         for value, slot in one.reads:
             if values.get((value.array, slot)) != value:
                 holds = values.get((value.array, slot))
                 why = "is empty" if holds is None else f"holds {_words(holds)}"
-                raise refuse(f"slot {slot} of {value.array} {why}: not yet written, already freed, or overwritten.")
+                raise self._refuse(
+                    worker, one, f"slot {slot} of {value.array} {why}: not yet written, already freed, or overwritten."
+                )
         if one.kind in ("F", "I", "B") and one.stage not in self.gathered:
-            raise refuse("the weights of its chunk are not gathered.")
-        self._communicate(worker, one, refuse)
-        self._compute(one, refuse)
+            raise self._refuse(worker, one, "the weights of its chunk are not gathered.")
+        self._communicate(worker, one)
+        self._compute(worker, one)
         for value, slot in one.writes:
             if (holds := values.get((value.array, slot))) is not None:
-                raise refuse(f"slot {slot} of {value.array} still holds {_words(holds)}, which is not freed yet.")
+                raise self._refuse(
+                    worker, one, f"slot {slot} of {value.array} still holds {_words(holds)}, which is not freed yet."
+                )
             values[value.array, slot] = value
         if one.frees is not None:
             value, slot = one.frees
             if values.get((value.array, slot)) != value:
-                raise refuse(f"slot {slot} of {value.array} does not hold it: freed twice, or never written.")
+                raise self._refuse(
+                    worker, one, f"slot {slot} of {value.array} does not hold it: freed twice, or never written."
+                )
             del values[value.array, slot]
 
-    def _check_form(self, worker: int, one: Instruction, refuse: "_Refuse") -> None:
+    def _check_form(self, worker: int, one: Instruction) -> None:
         """The instruction is of a chunk of this worker, and touches the values that one of its kind does."""
         if self.schedule.worker(one.stage) != worker:
-            raise refuse(f"virtual stage {one.stage} is held by worker {self.schedule.worker(one.stage)}.")
+            raise self._refuse(
+                worker, one, f"virtual stage {one.stage} is held by worker {self.schedule.worker(one.stage)}."
+            )
         want = Touched() if one.microbatch is None else touched(self.schedule, one.kind, one.stage, one.microbatch)
         reads, writes = (tuple(value for value, _ in found) for found in (one.reads, one.writes))
         if (reads, writes, one.frees and one.frees[0]) != want:
             listed = [", ".join(map(_words, values)) or "nothing" for values in (want.reads, want.writes)]
             frees = "nothing" if want.frees is None else _words(want.frees)
-            raise refuse(f"it should read {listed[0]}; write {listed[1]}; free {frees}.")
+            raise self._refuse(worker, one, f"it should read {listed[0]}; write {listed[1]}; free {frees}.")
 
-    def _communicate(self, worker: int, one: Instruction, refuse: "_Refuse") -> None:
+    def _communicate(self, worker: int, one: Instruction) -> None:
         if one.peer is None or one.microbatch is None:
             return
         letter = one.kind[-1]
         if one.kind.startswith("SEND"):
-            kinds = ("F",) if letter == "F" else ("I", "B")
-            if not any(Op(kind, one.stage, one.microbatch) in self.outputs for kind in kinds):
-                raise refuse("there is no result to send: not yet computed, or another result took its place.")
+            result = self.outputs.get((worker, letter))
+            if result is None or (result.stage, result.microbatch) != (one.stage, one.microbatch):
+                raise self._refuse(
+                    worker, one, "there is no result to send: not yet computed, or another result took its place."
+                )
             if (letter, one.stage, one.microbatch) in self.sent:
-                raise refuse("it was sent before.")
+                raise self._refuse(worker, one, "it was sent before.")
             self.sent.add((letter, one.stage, one.microbatch))
             self.channels[worker, one.peer, letter].add((one.stage, one.microbatch))
         else:
             sender = one.stage - 1 if letter == "F" else one.stage + 1
             self.channels[one.peer, worker, letter].remove((sender, one.microbatch))
 
-    def _compute(self, one: Instruction, refuse: "_Refuse") -> None:
+    def _compute(self, worker: int, one: Instruction) -> None:
         if one.kind in ("F", "I", "W", "B"):
             assert one.microbatch is not None
             op = Op(one.kind, one.stage, one.microbatch)
             if op in self.done:
-                raise refuse("it ran before; each gradient must be added once.")
+                raise self._refuse(worker, one, "it ran before; each gradient must be added once.")
             self.done.add(op)
             # A worker holds one activation and one cotangent that are not sent yet: the results of its last passes.
             if one.kind != "W":
-                mine = self.schedule.worker(one.stage)
-                same = "F" if one.kind == "F" else "IB"
-                self.outputs = {
-                    o for o in self.outputs if o.kind not in same or self.schedule.worker(o.stage) != mine
-                } | {op}
+                self.outputs[worker, "F" if one.kind == "F" else "B"] = op
         if one.kind in ("W", "B"):
             if one.stage in self.reduced:
-                raise refuse("the gradient of its chunk is already reduced.")
+                raise self._refuse(worker, one, "the gradient of its chunk is already reduced.")
             self.gradients[one.stage] += 1
         elif one.kind == "GATHER":
             if one.stage in self.gathered:
-                raise refuse("the weights of its chunk are already gathered.")
+                raise self._refuse(worker, one, "the weights of its chunk are already gathered.")
             self.gathered.add(one.stage)
         elif one.kind == "DROP":
             if one.stage not in self.gathered:
-                raise refuse("the weights of its chunk are not gathered.")
+                raise self._refuse(worker, one, "the weights of its chunk are not gathered.")
             self.gathered.remove(one.stage)
         elif one.kind == "REDUCE":
             if self.gradients[one.stage] != self.schedule.microbatches:
                 missing = self.schedule.microbatches - self.gradients[one.stage]
-                raise refuse(f"{missing} microbatches of its chunk have no gradient yet, or it is reduced twice.")
+                raise self._refuse(
+                    worker, one, f"{missing} microbatches of its chunk have no gradient yet, or it is reduced twice."
+                )
             self.gradients[one.stage] = 0
             self.reduced.add(one.stage)
         elif one.kind == "UPDATE":
             if one.stage not in self.reduced or one.stage in self.updated:
-                raise refuse("the gradient of its chunk is not reduced, or the chunk is already updated.")
+                raise self._refuse(
+                    worker, one, "the gradient of its chunk is not reduced, or the chunk is already updated."
+                )
             self.updated.add(one.stage)
-
-
-type _Refuse = collections.abc.Callable[[str], UserError]
 
 
 def check_program(program: Program, *, capacity: int | None = None) -> None:

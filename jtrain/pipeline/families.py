@@ -3,16 +3,17 @@
 P is the number of workers, M that of microbatches, v that of chunks per worker. F, I, W are the times of one worker's
 forward pass, backward pass by input and by weight for one microbatch, over all its chunks; B = I + W. The bubble is the
 time in which a worker waits. In-flight microbatches are those whose forward pass is done and whose last backward pass
-(W or B) is not, on the fullest worker; those of one chunk count 1/v.
+(W or B) is not, on the fullest worker; those of one chunk count 1/v. F&B is the time of a forward and a backward pass
+that hide each other's communication; nothing that they compute leaves before both are done.
 
 | name | chunks | bubble | in flight | needs | source |
 |---|---|---|---|---|---|
 | gpipe | 1 | (P-1)(F+B) | M | | arXiv:1811.06965 |
 | 1f1b | 1 | (P-1)(F+B) | P | | arXiv:2104.04473, section 2.2.1 (PipeDream-flush) |
 | interleaved | v | (P-1)(F+B)/v | P + (P-1)/v | M a multiple of P | arXiv:2104.04473, section 2.2.2 |
-| zbh1 | 1 | (P-1)(F+I-W) | P | | arXiv:2401.10241, section 3 |
-| zbv | 2 | (P-1)F/2 if F = I = W | P | M >= 2P-1 | arXiv:2401.10241, section 6; arXiv:2405.15362 |
-| dualpipev | 2 | (P-1)(F+2I-W)/2 | P + 1/2 | M >= 2P | arXiv:2412.19437, section 3.2.1, cut in half |
+| zb-h1 | 1 | (P-1)(F+I-W) | P | | arXiv:2401.10241, section 3 |
+| zbv | 2 | (P-1)F/2, if F = I = W | P | M >= 2P-1 | arXiv:2401.10241, section 6; arXiv:2405.15362 |
+| dualpipev | 2 | (P-1)(F&B+B-3W)/2, if F = I = W | P + 1/2 | M >= 2P | arXiv:2412.19437, section 3.2.1, cut in half |
 
 `tests/pipeline/test_families.py` holds every entry of the table against the simulator.
 """
@@ -129,7 +130,7 @@ def zbh1(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
     Source: arXiv:2401.10241, section 3 (ZB-H1).
     """
-    _check("zbh1", stages, microbatches, chunks, want_chunks=1)
+    _check("zb-h1", stages, microbatches, chunks, want_chunks=1)
     streams: list[list[Op]] = []
     for p in range(stages):
         forward = min(stages - p, microbatches)
@@ -142,7 +143,7 @@ def zbh1(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
                 ops.append(Op("F", p, forward))
                 forward += 1
         streams.append(ops + [Op("W", p, m) for m in range(max(0, microbatches - p), microbatches)])
-    return _schedule("zbh1", stages, microbatches, 1, "round_robin", streams)
+    return _schedule("zb-h1", stages, microbatches, 1, "round_robin", streams)
 
 
 def zbv(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -230,7 +231,7 @@ FAMILIES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
-    "zbh1": zbh1,
+    "zb-h1": zbh1,
     "zbv": zbv,
     "dualpipev": dualpipev,
 }
@@ -238,7 +239,7 @@ FAMILIES: dict[str, Callable[..., Schedule]] = {
 
 
 def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """The schedule of a name; upper case and hyphens do not matter, so `ZB-H1` is `zbh1`.
+    """The schedule of a name; upper case and hyphens do not matter, so `ZBH1` is `zb-h1`.
 
     Args:
       chunks: virtual stages per worker; None takes those of the schedule (2 for interleaved, zbv and dualpipev).
@@ -246,7 +247,8 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None 
     Raises:
       UserError: the name is unknown, or the schedule does not exist for these numbers; the message has some that do.
     """
-    family = FAMILIES.get(name.lower().replace("-", "").replace("_", ""))
+    plain = name.lower().replace("-", "").replace("_", "")
+    family = next((make for known, make in FAMILIES.items() if known.replace("-", "") == plain), None)
     if family is None:
         raise UserError(f"schedule {name} is unknown. {did_you_mean(name, FAMILIES)}Choose of: {', '.join(FAMILIES)}.")
     return family(stages, microbatches) if chunks is None else family(stages, microbatches, chunks)

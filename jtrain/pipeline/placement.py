@@ -8,8 +8,13 @@ of some chunks holds an identity layer, whose parameters are zeros: it adds noth
 
 import dataclasses
 import functools
+from pathlib import Path
 
 from jtrain.errors import UserError
+from jtrain.pipeline.cells import read_csv
+from jtrain.pipeline.checker import check
+from jtrain.pipeline.families import make_schedule
+from jtrain.pipeline.schedule import Placement, Schedule, stage_of
 from jtrain.pipeline.spec import V_SHAPED, PipelineSpec
 
 IDENTITY = -1
@@ -20,14 +25,21 @@ type VirtualStages = tuple[tuple[int, ...], ...]
 
 
 def virtual_stages(spec: PipelineSpec, stages: int) -> VirtualStages:
-    """Returns the virtual stages of each worker, for schedules by name.
+    """Returns the virtual stages of each worker.
 
     One chunk per worker is contiguous; several go round and round (worker p has p, p + P, ...), or down and up again in
     a V (worker p has p and 2P - 1 - p).
+
+    Raises:
+      UserError: a CSV file cannot be read, or is for another number of stages.
     """
-    if spec.schedule in V_SHAPED:
-        return tuple((worker, 2 * stages - 1 - worker) for worker in range(stages))
-    return tuple(tuple(chunk * stages + worker for chunk in range(spec.chunks_per_worker)) for worker in range(stages))
+    if spec.is_file:
+        schedule = read_csv(Path(spec.schedule), stages=stages)
+        chunks, placement = schedule.chunks, schedule.placement
+    else:
+        chunks = spec.chunks_per_worker
+        placement: Placement = "v" if spec.schedule in V_SHAPED else "round_robin"
+    return tuple(tuple(stage_of(p, chunk, stages, placement) for chunk in range(chunks)) for p in range(stages))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,19 +130,29 @@ class PipelineLayout:
         )
 
 
-def place_layers(
-    spec: PipelineSpec, *, stages: int, num_layers: int, virtual: VirtualStages | None = None
-) -> PipelineLayout:
-    """Places the layers of a model on `stages` workers.
-
-    Args:
-      virtual: virtual stages of each worker, if a CSV file says them.
+@functools.cache
+def schedule_of(pipeline: PipelineLayout, microbatches: int) -> Schedule:
+    """Returns the schedule of a pipelined step.
 
     Raises:
-      UserError: there are more chunks than layers.
+      UserError: the schedule needs more microbatches, its file has another number of them, or the file is wrong.
+    """
+    spec = pipeline.spec
+    if not spec.is_file:
+        return make_schedule(spec.schedule, pipeline.stages, microbatches, pipeline.chunks)
+    schedule = read_csv(Path(spec.schedule), stages=pipeline.stages, microbatches=microbatches)
+    check(schedule)
+    return schedule
+
+
+def place_layers(spec: PipelineSpec, *, stages: int, num_layers: int) -> PipelineLayout:
+    """Places the layers of a model on `stages` workers.
+
+    Raises:
+      UserError: there are more chunks than layers, or as `virtual_stages`.
     """
     assert stages > 1
-    placed = PipelineLayout(spec, num_layers, virtual or virtual_stages(spec, stages))
+    placed = PipelineLayout(spec, num_layers, virtual_stages(spec, stages))
     if placed.num_virtual > num_layers:
         each = f" of {placed.chunks} chunks each" if placed.chunks > 1 else ""
         most = num_layers // placed.chunks

@@ -99,7 +99,7 @@ class Schedule:
 
     def worker(self, stage: int) -> int:
         """The worker that holds a virtual stage."""
-        return worker_of(stage, self.stages, self.placement)
+        return self._workers[stage]
 
     def chunk(self, stage: int) -> int:
         """Number of a virtual stage on its worker, from 0."""
@@ -149,6 +149,10 @@ class Schedule:
             return (Op("F", stage - 1, microbatch),)
         after = (Op("I", stage + 1, microbatch), Op("B", stage + 1, microbatch))
         return (Op("F", stage, microbatch), *after)
+
+    @functools.cached_property
+    def _workers(self) -> tuple[int, ...]:
+        return tuple(worker_of(stage, self.stages, self.placement) for stage in range(self.virtual_stages))
 
     @functools.cached_property
     def _ops(self) -> frozenset[Op]:

@@ -6,8 +6,8 @@
 | `lockstep` | a tick starts when the neighbours (or all workers) have ended the tick before | one SPMD program |
 
 The bubble is the fraction of all workers' time in which they compute nothing: 1 - busy / (workers x makespan). Costs
-are in any unit of time; with `unit_costs` F, I and W of a chunk take 1 each and B takes 2, times stay integers, and
-the closed forms of the papers hold exactly.
+are in any unit of time; with `unit_costs` F, I and W of a chunk take 1 each and B takes 2, times are whole numbers,
+and the closed forms of the papers hold exactly.
 """
 
 import collections
@@ -30,7 +30,7 @@ class Costs:
     forward: tuple[float, ...]
     by_input: tuple[float, ...]
     by_weight: tuple[float, ...]
-    message: float = 0
+    message: float = 0.0
 
     def of(self, op: Op) -> float:
         """Time of an operation."""
@@ -45,7 +45,7 @@ class Costs:
                 return self.by_input[op.stage] + self.by_weight[op.stage]
 
 
-def equal_costs(schedule: Schedule, forward: float, by_input: float, by_weight: float, message: float = 0) -> Costs:
+def equal_costs(schedule: Schedule, forward: float, by_input: float, by_weight: float, message: float = 0.0) -> Costs:
     """Costs that are the same for all virtual stages."""
     n = schedule.virtual_stages
     return Costs((forward,) * n, (by_input,) * n, (by_weight,) * n, message)
@@ -53,7 +53,7 @@ def equal_costs(schedule: Schedule, forward: float, by_input: float, by_weight: 
 
 def unit_costs(schedule: Schedule) -> Costs:
     """F, I and W of a chunk take 1, messages nothing."""
-    return equal_costs(schedule, 1, 1, 1)
+    return equal_costs(schedule, 1.0, 1.0, 1.0)
 
 
 class Span(NamedTuple):
@@ -124,7 +124,7 @@ def dataflow(schedule: Schedule, costs: Costs) -> Timeline:
                 if any(need not in ends for need in needs):
                     break
                 ready = [ends[need] + costs.message * (schedule.worker(need.stage) != worker) for need in needs]
-                start = max([mine[-1].end if mine else 0, *ready])
+                start = max([mine[-1].end if mine else 0.0, *ready])
                 ends[op] = start + costs.of(op)
                 mine.append(Span(op, start, ends[op]))
                 moved = True
@@ -141,9 +141,9 @@ def lockstep(ticks: Ticks, costs: Costs, *, meeting: Meeting = "all") -> Timelin
         message takes `costs.message` in every tick.
     """
     stages = ticks.schedule.stages
-    ends: list[float] = [0] * stages
+    ends: list[float] = [0.0] * stages
     spans: list[list[Span]] = [[] for _ in range(stages)]
-    message = costs.message if stages > 1 else 0
+    message = costs.message if stages > 1 else 0.0
     for number, row in enumerate(ticks.ops):
         starts = list(ends)
         if number:

@@ -4,12 +4,13 @@ import dataclasses
 from typing import Literal
 
 from jtrain.errors import UserError, did_you_mean
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
-"""Schedules by name; any other value of `pipeline.schedule` is the path of a CSV file."""
+from jtrain.pipeline.families import FAMILIES
 
 V_SHAPED = ("zbv", "dualpipev")
 """Schedules in which worker p of P has the virtual stages p and 2P - 1 - p."""
+
+SPLIT_BACKWARD = ("zbh1", "zbv", "dualpipev")
+"""Schedules that compute gradients of weights apart from those of activations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,7 @@ class PipelineSpec:
 
     With mesh.stage=1 nothing reads these fields.
 
-    schedule: gpipe, 1f1b, interleaved, zb-h1, zbv, dualpipev, or the path of a CSV file with a schedule of your own.
+    schedule: gpipe, 1f1b, interleaved, zbh1, zbv, dualpipev, or the path of a CSV file with a schedule of your own.
     chunks: parts of the model on each worker, for `interleaved`; zbv and dualpipev always have two, a CSV file has a
       number of its own, the others have one.
     gather: gathering of weights that ZeRO splits over `data`: in every `tick` that needs them, or once per `step`,
@@ -31,10 +32,10 @@ class PipelineSpec:
 
     def __post_init__(self) -> None:
         name = self.schedule
-        if name not in SCHEDULES and not self.is_file:
+        if name not in FAMILIES and not self.is_file:
             raise UserError(
-                f"pipeline.schedule={name!r} is not a schedule: {did_you_mean(name, SCHEDULES)}there are "
-                f"{', '.join(SCHEDULES)}, or the path of a CSV file (.csv)."
+                f"pipeline.schedule={name!r} is not a schedule: {did_you_mean(name, FAMILIES)}there are "
+                f"{', '.join(FAMILIES)}, or the path of a CSV file (.csv)."
             )
         if name == "interleaved" and self.chunks < 2:
             raise UserError(
@@ -42,7 +43,7 @@ class PipelineSpec:
                 "of a worker, at least two. Set pipeline.chunks=2, or pipeline.schedule=1f1b."
             )
         if name != "interleaved" and self.chunks != 1:
-            decides = "the file says the number of chunks" if self.is_file else f"{name} always has {self._fixed}"
+            decides = "the file says the number of chunks" if self.is_file else f"{name} always has {self._always}"
             raise UserError(
                 f"pipeline.chunks={self.chunks} with pipeline.schedule={name}: {decides} per worker. Leave "
                 "pipeline.chunks at 1, or set pipeline.schedule=interleaved."
@@ -54,11 +55,10 @@ class PipelineSpec:
         return self.schedule.endswith(".csv")
 
     @property
-    def _fixed(self) -> int:
+    def _always(self) -> int:
         return 2 if self.schedule in V_SHAPED else 1
 
     @property
     def chunks_per_worker(self) -> int:
         """Number of chunks that each worker has; only for schedules by name."""
-        assert not self.is_file, "the file says it"
-        return self.chunks if self.schedule == "interleaved" else self._fixed
+        return self.chunks if self.schedule == "interleaved" else self._always

@@ -26,8 +26,7 @@ from jtrain.model.param import Params
 from jtrain.model.placement import Placement
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
-from jtrain.pipeline.families import make_schedule
-from jtrain.pipeline.placement import PipelineLayout
+from jtrain.pipeline.placement import PipelineLayout, schedule_of
 from jtrain.pipeline.schedule import Hop
 from jtrain.pipeline.ticks import NONE, Field, Ticks, arriving_cotangent, arriving_input, make_ticks
 from jtrain.step.pipeline_chunks import Chunks, Gradients, Present, Slots, Work, nested
@@ -60,8 +59,7 @@ class _Carry:
 @functools.cache
 def ticks_of(pipeline: PipelineLayout, microbatches: int, *, trains: bool = True) -> Ticks:
     """The ticks of a layout's schedule; its forward passes alone unless it trains."""
-    name = pipeline.spec.schedule.replace("-", "")
-    schedule = make_schedule(name, pipeline.stages, microbatches, pipeline.chunks)
+    schedule = schedule_of(pipeline, microbatches)
     return make_ticks(schedule if trains else schedule.forward_only)
 
 

@@ -1,6 +1,7 @@
 """Layers on stages: every layer in one place, each place on the worker that the schedule wants, the same numbers."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +14,9 @@ from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, build
-from jtrain.pipeline.placement import PipelineLayout, place_layers
+from jtrain.pipeline.cells import to_csv
+from jtrain.pipeline.families import make_schedule
+from jtrain.pipeline.placement import PipelineLayout, place_layers, schedule_of
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.precision import PrecisionSpec
 from jtrain.step.state import TrainState, init_state
@@ -81,6 +84,27 @@ def test_a_placement_that_cannot_be_is_refused(call: Callable[[], object], messa
     """With the field, the numbers and the way out."""
     with pytest.raises(UserError, match=message):
         call()
+
+
+def test_a_schedule_of_a_file_places_layers_and_is_checked(tmp_path: Path) -> None:
+    """Rows say the stages, cells the chunks; other numbers, a wrong cell or a wrong order are refused."""
+    file = tmp_path / "own.csv"
+    schedule = make_schedule("zbv", 2, 3)
+    file.write_text(to_csv(schedule))
+    spec = PipelineSpec(str(file))
+    found = place_layers(spec, stages=2, num_layers=8)
+    assert found.order == placed("zbv", 2, 8).order
+    assert schedule_of(found, 3).streams == schedule.streams
+    with pytest.raises(UserError, match=r"is for 2 stages, one per row, but stages=4\. Set stages to 2 \(mesh\.stage"):
+        place_layers(spec, stages=4, num_layers=8)
+    with pytest.raises(UserError, match=r"has 3 microbatches, but microbatches=4\. .*layout\.microbatches"):
+        schedule_of(found, 4)
+    file.write_text("0F0,0B0\n1F0,1X0\n")
+    with pytest.raises(UserError, match=r"own\.csv, line 2, cell 2: '1X0' is not an operation"):
+        place_layers(spec, stages=2, num_layers=8)
+    file.write_text("0F0,0B0\n1B0,1F0\n")
+    with pytest.raises(UserError, match="worker 1, 1B0"):
+        schedule_of(place_layers(spec, stages=2, num_layers=8), 1)
 
 
 def test_the_way_out_of_more_chunks_than_layers_works() -> None:

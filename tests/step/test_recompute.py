@@ -33,6 +33,7 @@ LAYOUTS: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
     (dict(replica=4, data=2), dict(zero_stage=3)),
     (dict(replica=2, tensor=4), dict(zero_stage=0)),
     (dict(data=2, context=2, tensor=2), dict(zero_stage=2)),
+    (dict(stage=2, data=2, tensor=2), dict(zero_stage=3, microbatches=2)),
 )
 
 
