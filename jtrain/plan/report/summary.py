@@ -78,7 +78,7 @@ def pipeline_lines(job: Job) -> list[str]:
         "+".join(f"{first}-{first + count - 1}" if count > 1 else f"{first}" for first, count in of_worker)
         for of_worker in ([pipeline.layers_of(virtual) for virtual in worker] for worker in pipeline.virtual)
     ]
-    bubble = lockstep(steps, equal_costs(schedule, 1, 1, 1)).bubble
+    bubble = lockstep(steps, equal_costs(schedule, 1.0, 1.0, 1.0)).bubble
     lines = [
         f"{pipeline.spec.schedule} over mesh.stage={pipeline.stages}: {schedule.microbatches} microbatches in "
         f"{steps.num_ticks} ticks, {bubble:.1%} of the time waiting if the forward and both parts of the backward pass "
