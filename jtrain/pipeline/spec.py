@@ -9,7 +9,7 @@ from jtrain.pipeline.families import FAMILIES
 V_SHAPED = ("zbv", "dualpipev")
 """Schedules in which worker p of P has the virtual stages p and 2P - 1 - p."""
 
-SPLIT_BACKWARD = ("zbh1", "zbv", "dualpipev")
+SPLIT_BACKWARD = ("zb-h1", "zbv", "dualpipev")
 """Schedules that compute gradients of weights apart from those of activations."""
 
 

@@ -12,7 +12,7 @@ from jtrain.mesh import MeshSpec
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.search import Point, SearchTask, divisors, search
 
-SCHEDULES = (PipelineSpec("1f1b"), PipelineSpec("interleaved", chunks=2), PipelineSpec("zbh1"))
+SCHEDULES = (PipelineSpec("1f1b"), PipelineSpec("interleaved", chunks=2), PipelineSpec("zb-h1"))
 """Schedules that are tried: the least memory, a smaller bubble, and gradients of weights in place of the bubble."""
 
 
