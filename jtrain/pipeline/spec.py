@@ -9,9 +9,6 @@ from jtrain.pipeline.families import FAMILIES
 V_SHAPED = ("zbv", "dualpipev")
 """Schedules in which worker p of P has the virtual stages p and 2P - 1 - p."""
 
-SPLIT_BACKWARD = ("zb-h1", "zbv", "dualpipev")
-"""Schedules that compute gradients of weights apart from those of activations."""
-
 
 @dataclasses.dataclass(frozen=True)
 class PipelineSpec:

@@ -11,7 +11,6 @@ chunk's input.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,11 +25,11 @@ from jtrain.model.param import Params
 from jtrain.model.placement import Placement
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
-from jtrain.pipeline.placement import PipelineLayout, schedule_of
 from jtrain.pipeline.schedule import StageHop
-from jtrain.pipeline.ticks import NONE, Field, Ticks, arriving_cotangent, arriving_input, make_ticks
+from jtrain.pipeline.ticks import NONE, Field, Ticks, arriving_cotangent, arriving_input
 from jtrain.step.pipeline_chunks import Chunks, Gradients, Present, Slots, Work, nested
 from jtrain.step.pipeline_ends import Ends
+from jtrain.step.pipeline_ticks import layers_permute, ticks_of
 from jtrain.step.zero import gathered_once, placement_of, scattered_once, trained_part, with_whole
 
 
@@ -54,13 +53,6 @@ class _Carry:
     layers: Gradients
     ends: Params
     nats: Any
-
-
-@functools.cache
-def ticks_of(pipeline: PipelineLayout, microbatches: int, *, trains: bool = True) -> Ticks:
-    """The ticks of a layout's schedule; its forward passes alone unless it trains."""
-    schedule = schedule_of(pipeline, microbatches)
-    return make_ticks(schedule if trains else schedule.forward_only)
 
 
 def pipeline_placement(layout: Layout) -> Placement:
@@ -92,7 +84,7 @@ def pipelined_gradients(
         grads, seen, nats = pipelined_gradients(model, whole, params, scaling, parts, unit)
         return scattered_once(layout, grads), seen, nats
     trained = trained_part(layout, params)
-    ticks = ticks_of(layout.pipeline, layout.spec.microbatches)
+    ticks = ticks_of(layout)
     placement = pipeline_placement(layout)
     ends = Ends(model, layout, placement, params, ticks.embed_worker, ticks.head_worker)
     worker = _Worker(model, layout, ticks, ends, _chunks(model, layout, placement, params, trained, scaling, unit))
@@ -104,7 +96,7 @@ def pipelined_gradients(
 def pipelined_nats(model: Transformer, layout: Layout, params: Params, parts: Batch) -> Float[Array, "M B _"]:
     """Cross entropy of each token at this device's positions, in nats, the same on every stage; 0 without a target."""
     assert layout.pipeline is not None
-    ticks = ticks_of(layout.pipeline, layout.spec.microbatches, trains=False)
+    ticks = ticks_of(layout, trains=False)
     placement = pipeline_placement(layout)
     ends = Ends(model, layout, placement, params, ticks.embed_worker, ticks.head_worker)
     trained = trained_part(layout, params)
@@ -134,7 +126,7 @@ def _chunks(
         of_losses = jnp.stack([model.moe.balance_loss * unit, model.moe.router_z_loss * unit]) / model.num_layers
         router = RouterLosses(*of_losses)
     split = frozenset[str]()
-    if ticks_of(pipeline, layout.spec.microbatches).schedule.splits_backward:
+    if ticks_of(layout).schedule.splits_backward:
         split = frozenset(info.path.removeprefix("layers.") for info in fp8_weights(infos))
     return Chunks(
         model.layer(placement),
@@ -338,18 +330,11 @@ class _Worker:
     def _alone[T](self, present: Array, work: Callable[[T, Present], Any], rest: Callable[[T], Any], given: T) -> Any:
         """`work` where this worker has it in this tick, otherwise `rest`.
 
-        Layers with permutes compute in every tick on every worker, and `work` hides what comes of nothing: a permute is
-        one collective of all devices, so workers in other branches would wait for it for ever (seen on CPUs).
+        Layers with permutes compute in every tick, and `work` hides what comes of nothing: see `layers_permute`.
         """
-        if self.permutes:
+        if layers_permute(self.layout):
             return work(given, present)
         return jax.lax.cond(present, lambda given: work(given, True), rest, given)
-
-    @property
-    def permutes(self) -> bool:
-        """True if layers permute over `tensor` or `context`."""
-        mesh, spec = self.layout.mesh, self.layout.spec
-        return spec.tensor_overlap or (mesh.context > 1 and spec.context_attention == "ring")
 
     def _sent(self, x_BLD: Array, hop: StageHop, *, back: bool) -> Array:
         """What arrives over `hop`."""

@@ -167,7 +167,7 @@ def with_whole(layout: Layout, trained: Params, params: Params) -> Params:
 
 
 def gathered_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
-    """Returns parameters that are whole over `data`, in the compute dtype, and the layout that uses them as ZeRO-1 does.
+    """Returns parameters whole over `data`, in the compute dtype, and the layout that uses them as ZeRO-1 does.
 
     Layers then gather nothing, and their gradients are whole until `scattered_once`.
     """

@@ -2,7 +2,7 @@
 
 from jtrain.layout import Layout
 from jtrain.pipeline.ticks import Ticks
-from jtrain.step.pipelined import ticks_of
+from jtrain.step.pipeline_ticks import ticks_of
 
 
 def layers_here(layout: Layout, num_layers: int) -> int:
@@ -16,7 +16,7 @@ def ticks(layout: Layout) -> Ticks | None:
     Raises:
       UserError: the schedule cannot have this number of microbatches.
     """
-    return None if layout.pipeline is None else ticks_of(layout.pipeline, layout.spec.microbatches)
+    return None if layout.pipeline is None else ticks_of(layout)
 
 
 def kept_layers(layout: Layout, num_layers: int) -> int:
