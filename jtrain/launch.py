@@ -6,16 +6,15 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
 from jtrain.runtime import cli
 from jtrain.runtime.output import keep_going_without_readers
-from jtrain.runtime.platform import compile_collectives_anew, start_jax, use_unified_memory
+from jtrain.runtime.platform import start_jax, use_unified_memory
+from jtrain.runtime.store_paths import default_workdir, workdir_path
 from jtrain.supervise.command import add_arguments, refuse_alone, supervise
 from jtrain.supervise.heart import start_heart
-from jtrain.telemetry.goodput import process_start_s
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,12 +45,6 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def default_workdir(config: str) -> Path:
-    """Returns runs/<config>; for a file or module, its function's name or its own."""
-    name, _, function = config.partition(":")
-    return Path("runs") / (function or Path(name).stem)
-
-
 def launch(args: argparse.Namespace) -> int:
     """Runs the command with parsed arguments; returns the exit code."""
     heart = start_heart(os.environ)
@@ -63,9 +56,7 @@ def launch(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     start_jax(os.environ, emulate_devices=args.emulate_devices)
 
-    import jax  # lazy, as the imports below: together over a second
-
-    from jtrain.config import tree
+    from jtrain.config import tree  # lazy, as the imports below: together over a second
     from jtrain.config.load import load_config
     from jtrain.config.run import build_run
 
@@ -79,11 +70,7 @@ def launch(args: argparse.Namespace) -> int:
 
     from jtrain.plan import auto_layout
     from jtrain.plan.from_run import dry_run
-    from jtrain.runtime.multihost import join_processes
-    from jtrain.runtime.store_paths import workdir_path
-    from jtrain.train import attempt
-    from jtrain.train.heartbeat import Heartbeat
-    from jtrain.train.store_mirror import open_workdir
+    from jtrain.train.start import start
 
     home = workdir_path(args.workdir or str(default_workdir(args.config)))
     if args.dry_run:
@@ -91,24 +78,8 @@ def launch(args: argparse.Namespace) -> int:
             print(line)
         dry_run(build_run(run_config), topology=args.topology)
         return 0
-    if heart is not None:
-        heart.configure(run.supervise)
-        heart.enter("joining")
-    join_processes(os.environ, peer_s=run.supervise.peer_s)
-    if heart is not None:
-        heart.joined(jax.process_index(), jax.process_count())
-        heart.enter("setup")
-    compile_collectives_anew()
-    workdir, copies = open_workdir(home, os.environ)
-    for line in auto_layout.settle(run_config, devices=jax.devices(), workdir=workdir):
-        if jax.process_index() == 0:
-            print(line, flush=True)
-    started: dict[str, Any] = dict(
-        workdir=workdir, home=home, config_text=tree.flat(run_config), started_s=process_start_s()
-    )
-    watchers = [*copies, *([] if heart is None else [Heartbeat(heart)])]
-    meant: dict[str, Any] = dict(allow_change=args.allow_change, from_scratch=args.from_scratch, watchers=watchers)
-    return attempt.train(build_run(run_config), **started, **meant)
+    meant = dict(allow_change=args.allow_change, from_scratch=args.from_scratch)
+    return start(run_config, run, home=home, environ=os.environ, heart=heart, **meant)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

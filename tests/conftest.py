@@ -33,6 +33,10 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 # processes that tests start read the variable as well.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
+# Almost all objects of an import or a trace stay alive: collecting them rarely, and all of them only after a file (see
+# pytest_runtest_teardown), frees as much.
+gc.set_threshold(20_000, 50, 1_000_000)
+
 import beartype  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -69,9 +73,6 @@ def _checked(*, typechecker: Any) -> Callable[[Any], Any]:
 jaxtyping.jaxtyped = _checked
 jaxtyping.install_import_hook(("jtrain", "jtrain_kernels"), "beartype.beartype")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Almost all objects of a trace stay alive: collecting them rarely, and all of them only after a file (see
-# pytest_runtest_teardown), frees as much.
-gc.set_threshold(20_000, 50, 1_000_000)
 # No timed assertions: under load any test takes long.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")

@@ -15,6 +15,7 @@ from jtrain import launch
 from jtrain.profile.analysis.breakdown import read_json
 from jtrain.runtime import cli
 from jtrain.runtime.multihost import join_processes
+from jtrain.runtime.store_paths import default_workdir
 
 ROOT = Path(__file__).parents[1]
 
@@ -90,7 +91,7 @@ def test_a_dry_run_plans_for_machines_that_are_not_here(tmp_path: Path) -> None:
     ],
 )
 def test_the_workdir_is_named_after_the_config(config: str, workdir: str) -> None:
-    assert launch.default_workdir(config) == Path(workdir)
+    assert default_workdir(config) == Path(workdir)
 
 
 # --- exit codes -------------------------------------------------------------------------------------------------

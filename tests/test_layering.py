@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 ROWS = (
     ("constants", "errors"),
     ("runtime",),  # atomic writes and processes: every row may need them
-    ("dims", "hlo", "precision", "supervise", "telemetry"),
-    ("mesh",),
+    ("dims", "hlo", "precision", "telemetry"),
+    ("mesh", "supervise"),
     ("head_splits", "offload_spec", "pipeline"),  # schedules and placement are data, which the layout reads
     ("layout",),
     ("data", "model", "optim", "profile", "checkpoint"),

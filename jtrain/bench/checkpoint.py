@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("PEER_TORCH_PYTHON"),
         help="interpreter that has torch; or $PEER_TORCH_PYTHON",
     )
-    parser.add_argument("--saves", type=int, default=5, help="timed saves of each; their median counts (default: 5)")
+    parser.add_argument("--saves", type=int, default=3, help="timed saves of each; their median counts (default: 3)")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES, help="states to save (default: both)")
     parser.add_argument("--folder", type=Path, help="where to save (default: the folder for temporary files)")
 
@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
                 ("save_s", "save() returns after"),
                 ("first_step_s", "longer first step"),
                 ("slower_s", "longer steps, all"),
+                ("cpu_s", "CPU time of a save"),
                 ("durable_s", "until durable"),
             ):
                 yield row(f"{size}: {program}, {what}", theirs[key], "s")

@@ -1,25 +1,35 @@
-"""Tokens/s of the train step with the checks for silent corruption over the step without, and flipped bits found.
+"""Share of tokens/s that the guard and the checks for silent corruption cost in `tiny`, and flipped bits found.
 
     python -m jtrain.bench integrity_cost
 
-Both steps take turns in ABBA order in one process, so that a machine that slows down slows both. `tiny` is the config;
-`wide` has 4 times its parameters and the same tokens per step, so its checks cost a similar share. The recomputation
-counts by its default interval. Run it on an idle machine.
+Two programs of the step take turns on one state: one as it ships, one in which nothing looks for bad numbers or sums
+bits. Pairs are in the order ABBA, and the median of the paired differences counts, with its interval of 95 % by order
+statistics, so a machine that slows down for a while changes little. What the checks do depends on the state alone, not
+on the batch: so the difference is also measured in steps of a small batch, where a tenth of a millisecond shows, and
+divided by the time of a whole step. CPU time is that of all threads; it shows what another program's load hides.
+
+The host's part (reading the metrics, comparing sums, judging) and the recomputation count too, the latter by its
+default interval. Rows are printed as they are measured. Run it on an idle machine: about 3 minutes on two cores.
 """
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
-import statistics
+import math
+import tempfile
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.bench import Row, row
+from jtrain.bench import Row, meets_bar, row
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
 from jtrain.data import open_dataset, put_batch
@@ -27,25 +37,40 @@ from jtrain.layout import Layout
 from jtrain.mesh import make_mesh
 from jtrain.optim import Optimizer
 from jtrain.plan.from_run import make_optimizer
-from jtrain.step import recompute
+from jtrain.step import optimizer_update, recompute, train_step
 from jtrain.step.checksums import METRIC, summed_arrays
+from jtrain.step.guard import GuardState
 from jtrain.step.state import abstract_state, init_state
-from jtrain.step.train_step import make_train_step
+from jtrain.train.bad_steps import BadSteps, Numbers
+from jtrain.train.integrity import IntegrityCheck
 from jtrain_kernels.host_memory import keep_freed_memory
 
-MODELS = {"tiny": (), "wide": ("model.d_model=512", "model.d_ff=1536", "model.num_heads=16", "model.num_kv_heads=8")}
+PRINTS = True
+
+SHORT = ("data.global_batch=1", "data.seq_len=128")
+"""Settings of the small batch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--steps", type=int, default=5, help="steps per turn")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each step")
+    parser.add_argument("--pairs", type=int, default=60, help="pairs of whole steps")
+    parser.add_argument("--short-pairs", type=int, default=500, help="pairs of steps of a small batch")
     parser.add_argument("--flips", type=int, default=60, help="bits to flip, each in a state of its own")
+
+
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    """Prints and returns the rows as they are measured."""
+    keep_freed_memory()
+    for one in _rows(args):
+        verdict = {None: "", True: ", met", False: ", MISSED"}[meets_bar(one)]
+        bar = f" (bar {one['bar']}{verdict})" if one["bar"] else ""
+        print(f"{one['what']}: {one['value']:,.4g} {one['unit']}{bar}", flush=True)
+        yield one
 
 
 @dataclasses.dataclass(frozen=True)
 class _Steps:
-    """Both steps of one config, and what they need."""
+    """Config, and what its steps need."""
 
     run: Run
     mesh: Any
@@ -53,34 +78,84 @@ class _Steps:
     optimizer: Optimizer
     batch: Any
 
-    def step(self, *, checksums: bool) -> Any:
-        return make_train_step(self.run.model, self.optimizer, self.layout, self.mesh, checksums=checksums)
+    def step(self, *, checks: bool) -> Any:
+        """Returns the compiled step, with all checks or without any."""
+        with contextlib.nullcontext() if checks else no_guard():
+            step: Any = train_step.make_train_step(
+                self.run.model, self.optimizer, self.layout, self.mesh, checksums=checks
+            )
+            return step.lower(abstract_state(self.layout, self.optimizer, self.mesh), self.batch).compile()
 
     def state(self) -> Any:
         return init_state(self.layout, self.optimizer, self.mesh, seed=0)
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
-    """Rows of both models, then the flips."""
-    keep_freed_memory()
-    for name, sets in MODELS.items():
-        steps = _steps(sets)
-        checked_ms, plain_ms, ratios = _turns(steps, args.rounds, args.steps)
-        tokens = 1e3 * steps.run.data.global_batch * steps.run.data.seq_len
-        spread = f"quarters {np.quantile(ratios, 0.25):.4f} .. {np.quantile(ratios, 0.75):.4f} of {len(ratios)}"
-        ratio = statistics.median(ratios)
-        yield row(f"{name}, checksums in every step ({spread})", tokens / plain_ms * ratio, "tokens/s",
-                  baseline=tokens / plain_ms, bar=">= 0.99")  # fmt: skip
-        again_ms = _recompute_ms(steps, args.rounds)
-        every = steps.run.integrity.recompute_every_steps
-        assert every is not None
-        with_both_ms = plain_ms / ratio + again_ms / every
-        yield row(f"{name}, with a recomputation of {again_ms:.0f} ms every {every} steps", tokens / with_both_ms,
-                  "tokens/s", baseline=tokens / plain_ms, bar=">= 0.99")  # fmt: skip
-        yield row(f"{name}, fastest step with checksums", checked_ms, "ms", baseline=plain_ms)
-        if name == "tiny":
-            yield row(f"flipped bits found and located, of {args.flips}", _found(steps, args.flips), "flips",
-                      baseline=args.flips, bar=">= 1")  # fmt: skip
+@contextlib.contextmanager
+def no_guard() -> Iterator[None]:
+    """Context in which a step is traced without a guard: all updates are applied, and nothing is counted."""
+
+    def judged(guard: GuardState, *_: Any, **__: Any) -> tuple[GuardState, dict[str, Any]]:
+        return guard, {"applied": True, "bounds": jnp.full(2, jnp.inf), "skipped_updates": guard.skipped}
+
+    def none(_: Any) -> jax.Array:
+        return jnp.zeros((), jnp.int32)
+
+    with (
+        mock.patch.object(train_step, "judged", judged),
+        mock.patch.object(train_step, "not_finite", none),
+        mock.patch.object(optimizer_update, "not_finite", none),
+        mock.patch.object(optimizer_update, "not_finite_on_cpu", none),
+    ):
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turns:
+    """Times of both programs in ms; the arrays have one element per pair.
+
+    checked, plain: wall time of a step. checked_cpu, plain_cpu: CPU time of all threads.
+    """
+
+    checked: np.ndarray
+    plain: np.ndarray
+    checked_cpu: np.ndarray
+    plain_cpu: np.ndarray
+
+
+def _rows(args: argparse.Namespace) -> Iterator[Row]:
+    whole, short = _steps(()), _steps(SHORT)
+    turns = _turns(whole, args.pairs)
+    step_ms, step_cpu_ms = float(np.median(turns.plain)), float(np.median(turns.plain_cpu))
+    tokens = whole.run.data.global_batch * whole.run.data.seq_len
+    yield row("tiny without any check", 1e3 * tokens / step_ms, "tokens/s")
+    yield _share("whole steps", turns.checked - turns.plain, step_ms)
+    yield _share("whole steps, CPU time", turns.checked_cpu - turns.plain_cpu, step_cpu_ms)
+    few = _turns(short, args.short_pairs)
+    device_ms = float(np.median(few.checked - few.plain))
+    yield _share("device, from steps of a small batch", few.checked - few.plain, step_ms)
+    yield _share("device, from steps of a small batch, CPU time", few.checked_cpu - few.plain_cpu, step_cpu_ms)
+    host_ms = _host_ms(short)
+    yield row("host: reading and judging the numbers of a step", 100 * host_ms / step_ms, "% of tokens/s")
+    first_ms, again_ms = _recompute_ms(whole)
+    every = whole.run.integrity.recompute_every_steps
+    assert every is not None
+    yield row(f"recomputation of {again_ms:.0f} ms every {every} steps", 100 * again_ms / every / step_ms,
+              "% of tokens/s")  # fmt: skip
+    yield row("recomputation, compiled once per attempt", first_ms / 1e3, "s")
+    total_ms = device_ms + host_ms + again_ms / every
+    yield row("guards, hashes and checks at the defaults, sum of device (small batch), host and recomputation",
+              100 * total_ms / (step_ms + total_ms), "% of tokens/s", bar="<= 1")  # fmt: skip
+    yield row(f"flipped bits found and located, of {args.flips}", _found(short, args.flips), "flips",
+              baseline=args.flips, bar=">= 1")  # fmt: skip
+
+
+def _share(what: str, differences_ms: np.ndarray, step_ms: float) -> Row:
+    """Row of the median difference in per cent of a step, with its interval."""
+    ordered = np.sort(differences_ms) / step_ms * 100
+    half = 0.98 * math.sqrt(len(ordered))  # 1.96 standard deviations of the rank of the median
+    low, high = (ordered[int(np.clip(len(ordered) / 2 + side * half, 0, len(ordered) - 1))] for side in (-1, 1))
+    middle = float(np.median(ordered))
+    return row(f"{what}, median of {len(ordered)} pairs (95 %: {low:.2f} .. {high:.2f})", middle, "% of tokens/s")
 
 
 def _steps(sets: tuple[str, ...]) -> _Steps:
@@ -90,40 +165,71 @@ def _steps(sets: tuple[str, ...]) -> _Steps:
     return _Steps(built, mesh, run_layout(built), make_optimizer(built), batch)
 
 
-def _turns(steps: _Steps, rounds: int, count: int) -> tuple[float, float, list[float]]:
-    """Returns the fastest steps in ms, with and without checksums, and the ratio of each pair of turns."""
-    programs = {checksums: steps.step(checksums=checksums) for checksums in (True, False)}
-    states = {checksums: steps.state() for checksums in programs}
-    times_ms: dict[bool, list[float]] = {True: [], False: []}
-    for turn in range(rounds + 1):
-        for checksums in (True, False) if turn % 2 else (False, True):
-            state, metrics, program = states[checksums], None, programs[checksums]
-            start_s = time.perf_counter()
-            for _ in range(count):
-                state, metrics = program(state, steps.batch)
-            jax.block_until_ready((state, metrics))
-            states[checksums] = state
-            times_ms[checksums].append(1e3 * (time.perf_counter() - start_s) / count)
-    checked, plain = (times[1:] for times in (times_ms[True], times_ms[False]))  # the first turn compiles
-    return min(checked), min(plain), [p / c for p, c in zip(plain, checked, strict=True)]
+def _turns(steps: _Steps, pairs: int) -> _Turns:
+    programs = {checks: steps.step(checks=checks) for checks in (True, False)}
+    state = steps.state()
+    wall, cpu = ({checks: np.zeros(pairs + 1) for checks in programs} for _ in range(2))
+    for pair in range(pairs + 1):
+        for checks in (True, False) if pair % 2 else (False, True):
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
+            state, metrics = jax.block_until_ready(programs[checks](state, steps.batch))
+            wall[checks][pair] = 1e3 * (time.perf_counter() - start_s)
+            cpu[checks][pair] = 1e3 * (time.process_time() - start_cpu_s)
+            del metrics
+    # The first pair warms caches.
+    return _Turns(wall[True][1:], wall[False][1:], cpu[True][1:], cpu[False][1:])
 
 
-def _recompute_ms(steps: _Steps, rounds: int) -> float:
-    """Returns the median time of both computations of a signature."""
+def _host_ms(steps: _Steps, rounds: int = 300) -> float:
+    """Returns the time that the loop's host spends per step on the metrics of the checks."""
+    run, state = steps.run, steps.state()
+    _, with_checks = steps.step(checks=True)(state, steps.batch)
+    _, without = steps.step(checks=False)(steps.state(), steps.batch)
+    with tempfile.TemporaryDirectory() as folder:
+        context: Any = types.SimpleNamespace(
+            mesh=steps.mesh, start_step=0, job=types.SimpleNamespace(layout=steps.layout), run=run, workdir=Path(folder)
+        )
+        checkpoints: Any = types.SimpleNamespace(hold=False)
+        integrity = IntegrityCheck(run.integrity, Path(folder) / "checkpoints")
+        integrity.on_start(context)
+        bad_steps = BadSteps(run.guard, Path(folder), steps.mesh, checkpoints, print, print)
+        number = iter(range(1, 10**6))
+
+        def judge() -> None:
+            values = jax.device_get(with_checks)
+            # Every other number: the state that a step is given is not the one that these metrics say was returned.
+            step = 2 * next(number)
+            integrity.check(step, values)
+            bad_steps.check(Numbers.of(step, values, ""), dispatched=step, last=False, documents=dict)
+
+        checked_ms, plain_ms = _median_ms(judge, rounds), _median_ms(lambda: jax.device_get(without), rounds)
+    return checked_ms - plain_ms
+
+
+def _median_ms(call: Callable[[], Any], rounds: int) -> float:
+    times_ms = []
+    for _ in range(rounds):
+        start_s = time.perf_counter()
+        call()
+        times_ms.append(1e3 * (time.perf_counter() - start_s))
+    return float(np.median(times_ms))
+
+
+def _recompute_ms(steps: _Steps, rounds: int = 10) -> tuple[float, float]:
+    """Returns the times of both computations of a signature: the first, which compiles, and the median of others."""
     state = steps.state()
     signature = recompute.make_signature(steps.run.model, steps.layout, steps.mesh)
     roll = recompute.make_roll(steps.mesh)
-    times_ms = []
-    for _ in range(rounds + 1):
-        start_s = time.perf_counter()
+
+    def both() -> None:
         jax.block_until_ready([signature(state.params, state.scaling, b) for b in (steps.batch, roll(steps.batch))])
-        times_ms.append(1e3 * (time.perf_counter() - start_s))
-    return statistics.median(times_ms[1:])
+
+    return _median_ms(both, 1), _median_ms(both, rounds)
 
 
 def _found(steps: _Steps, flips: int) -> int:
     """Flips one bit of each of `flips` states in memory; returns how many the next step finds, where they are."""
-    step, rng = steps.step(checksums=True), np.random.default_rng(0)
+    step, rng = steps.step(checks=True), np.random.default_rng(0)
     state, _ = step(steps.state(), steps.batch)
     names = [name for name, _ in summed_arrays(abstract_state(steps.layout, steps.optimizer, steps.mesh))]
     _, metrics = step(jax.tree.map(jnp.copy, state), steps.batch)

@@ -2,8 +2,12 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import os
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,40 +15,53 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import array_files, files, folders, object_stores
-from jtrain.checkpoint.hashed_io import HashedIO, sync
-from jtrain.checkpoint.host_copy import HostShard
+from jtrain.checkpoint.hashed_io import Checksum, HashedIO, file_hash, sync
+from jtrain.checkpoint.host_copy import StateChunks
 from jtrain.checkpoint.orbax_io import by_keys, sharding_text
-from jtrain.runtime.store_paths import in_store
+from jtrain.runtime.store_paths import in_store, said
 
 type Hashes = dict[str, tuple[int, str]]
 """Path relative to the checkpoint's directory -> (bytes, hash) of a file."""
 
+type Checksums = dict[str, str]
+"""Path relative to the checkpoint's directory -> `hashed_io.Checksum` of a file."""
+
 _THREADS = 8
+_NICE = 5  # a quarter of a core at least, where steps leave none
 
 
 @dataclasses.dataclass(frozen=True)
 class DescribedLeaf:
-    """Holds what the files of a leaf depend on, beside its contents; `keys`: its path in the state."""
+    """Holds what Orbax reads about a leaf.
+
+    keys: path in the state.
+    metadata: contents of its zarr.json.
+    """
 
     keys: tuple[str, ...]
-    shape: tuple[int, ...]
-    shard_shape: tuple[int, ...]
-    dtype: np.dtype
+    metadata: bytes
     sharding: str
 
 
-def describe(state: Any) -> list[DescribedLeaf]:
-    """Returns one description for each leaf of a pytree of jax.Arrays."""
-    return [
-        DescribedLeaf(
-            keys,
-            array.shape,
-            array.sharding.shard_shape(array.shape),
-            np.dtype(array.dtype),
-            sharding_text(array.sharding),
-        )
-        for keys, array in by_keys(state)
-    ]
+def describe(state: Any, together: Mapping[tuple[str, ...], int] | None = None) -> list[DescribedLeaf]:
+    """Returns one description for each leaf of a pytree of jax.Arrays.
+
+    Args:
+      together: length of the first dimension of the parts in which a leaf is written, where that is not a shard's.
+    """
+
+    def described(keys: tuple[str, ...], array: Any) -> DescribedLeaf:
+        part = array.sharding.shard_shape(array.shape)
+        if together and keys in together:
+            part = (together[keys], *part[1:])
+        return DescribedLeaf(keys, _metadata(array.shape, part, np.dtype(array.dtype)), sharding_text(array.sharding))
+
+    return [described(keys, array) for keys, array in by_keys(state)]
+
+
+@functools.lru_cache(maxsize=1024)  # opens a store in memory each time, for many leaves of the same shape
+def _metadata(shape: tuple[int, ...], shard_shape: tuple[int, ...], dtype: np.dtype) -> bytes:
+    return array_files.leaf_metadata(shape, array_files.chunk_shape(shard_shape, dtype.itemsize), dtype)
 
 
 def threads() -> concurrent.futures.ThreadPoolExecutor:
@@ -52,46 +69,62 @@ def threads() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0))), "checkpoint")
 
 
-def write_arrays(path: Path, shards: list[HostShard], leaves: list[DescribedLeaf]) -> Hashes:
-    """Writes shards into the checkpoint at `path`, and the files that describe `leaves`; all are then on the disk.
+def yield_to_steps() -> None:
+    """Lowers the priority of the calling thread and of those that it will start: steps need the same cores."""
+    if sys.platform == "linux":  # elsewhere it would be that of the whole process
+        os.nice(_NICE)
 
-    The memory of each shard is free once it was written: `shards` is empty when this returns.
+
+def write_arrays(
+    path: Path, chunks: StateChunks, leaves: list[DescribedLeaf], checksums: Checksums, *, background: bool = False
+) -> Hashes:
+    """Writes chunks into the checkpoint at `path`, and the files that describe `leaves`; all are then on the disk.
+
+    The memory of each copy is free once it was written.
 
     Args:
       leaves: all leaves in process 0, none in the others.
+      checksums: gets those of the files that are written here, if `path` is on a disk.
+      background: True if steps run beside it: copies are then written with low priority.
     """
-    jobs: collections.deque[tuple[str, memoryview]] = collections.deque()
-    for leaf in leaves:
-        chunk = array_files.chunk_shape(leaf.shard_shape, leaf.dtype.itemsize)
-        zarr = array_files.leaf_metadata(leaf.shape, chunk, leaf.dtype)
-        jobs.append((f"{files.STATE}/{'.'.join(leaf.keys)}/{array_files.SHAPE}", memoryview(zarr)))
-    if leaves:
-        for name, text in array_files.lists({leaf.keys: leaf.sharding for leaf in leaves}).items():
-            jobs.append((f"{files.STATE}/{name}", memoryview(text)))
-    while shards:
-        shard = shards.pop(0)
-        for chunk in array_files.chunks(shard.shape, shard.start, shard.dtype.itemsize):
-            data = shard.data[chunk.start_byte : chunk.start_byte + chunk.num_bytes]
-            jobs.append((f"{files.STATE}/{shard.leaf}/{chunk.name}", data))
-        del shard  # the jobs alone keep its memory now
     stored = in_store(path)
-    for parent in () if stored else {(path / name).parent for name, _ in jobs}:
-        parent.mkdir(parents=True, exist_ok=True)
+    made: set[str] = set()
+    small = collections.deque(_descriptions(leaves))
+
+    def write(disk: HashedIO, name: str, data: memoryview, hashes: Hashes) -> None:
+        if stored:
+            digest = object_stores.write(path / name, data)
+        else:
+            parent = os.path.dirname(name)
+            if parent not in made:
+                os.makedirs(path / parent, exist_ok=True)
+                made.add(parent)
+            digest, checksums[name] = disk.write(path / name, data)
+        hashes[name] = (len(data), digest)
 
     def work() -> Hashes:
-        written: Hashes = {}
-        write = object_stores.write if stored else HashedIO().write
-        while jobs:
-            try:
-                name, data = jobs.popleft()
-            except IndexError:  # another thread took the last one
-                break
-            try:
-                written[name] = (len(data), write(path / name, data))
-            except BaseException:
-                jobs.clear()  # for the other threads
-                raise
-        return written
+        hashes: Hashes = {}
+        disk = HashedIO()
+        low = not background or stored  # a store waits for the network, and its client's threads stay
+        try:
+            while (chunk := chunks.take()) is not None:
+                if not low and not chunk.in_state:
+                    yield_to_steps()
+                    low = True
+                try:
+                    write(disk, chunk.name, chunk.data, hashes)
+                finally:
+                    chunks.written(chunk)
+            if not low:
+                yield_to_steps()
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                while True:
+                    write(disk, *small.popleft(), hashes)
+        except BaseException:
+            chunks.drop()  # for the other threads
+            small.clear()
+            raise
+        return hashes
 
     with threads() as pool:
         hashes: Hashes = {}
@@ -102,18 +135,36 @@ def write_arrays(path: Path, shards: list[HostShard], leaves: list[DescribedLeaf
     return hashes
 
 
-def differing(path: Path, hashes: Hashes) -> list[str]:
-    """Reads files back from the disk; returns one line for each that is not what was written."""
+def _descriptions(leaves: list[DescribedLeaf]) -> Iterator[tuple[str, memoryview]]:
+    """Yields path and contents of the files beside the chunks."""
+    for leaf in leaves:
+        yield f"{files.STATE}/{'.'.join(leaf.keys)}/{array_files.SHAPE}", memoryview(leaf.metadata)
+    if leaves:
+        for name, text in array_files.lists({leaf.keys: leaf.sharding for leaf in leaves}).items():
+            yield f"{files.STATE}/{name}", memoryview(text)
+
+
+def differing(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
+    """Reads files back from the disk; returns one line for each that is not what was written.
+
+    checksums: of the files that this process wrote; those of others are compared by their hashes, which takes longer.
+    """
 
     def compare(name: str) -> str | None:
+        wanted = hashes[name][1]
         try:
-            found = folders.read(path / name) if in_store(path) else HashedIO().read(path / name)
+            if in_store(path):
+                size, found = folders.read(path / name)
+            elif name in checksums:
+                size, found = HashedIO().read(path / name, Checksum())
+                wanted = checksums[name]
+            else:
+                size, found = HashedIO().read(path / name, file_hash())
         except OSError as error:
-            return f"{name}: {error.strerror}"
-        size, digest = hashes[name]
-        if found[0] != size:
-            return f"{name} has {found[0]} bytes, but {size} were written"
-        return None if found[1] == digest else f"{name} does not have the contents that were written"
+            return f"{name}: {error.strerror or said(error)}"
+        if size != hashes[name][0]:
+            return f"{name} has {size} bytes, but {hashes[name][0]} were written"
+        return None if found == wanted else f"{name} does not have the contents that were written"
 
     with threads() as pool:
         return [line for line in pool.map(compare, sorted(hashes)) if line]

@@ -62,8 +62,8 @@ def sizes(folder: Path) -> dict[str, int]:
         found = cast(dict[str, Any], _store(folder).find(str(folder), detail=True))
         start = len(_store(folder)._strip_protocol(str(folder))) + 1
         return {name[start:]: int(entry["size"]) for name, entry in sorted(found.items()) if name[start:]}
-    there = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {str(file.relative_to(folder)): file.stat().st_size for file in there}
+    there = sorted(os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
+    return {os.path.relpath(file, folder): os.stat(file).st_size for file in there if os.path.isfile(file)}
 
 
 def hash_of(path: Path) -> str:

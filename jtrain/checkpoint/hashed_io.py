@@ -11,76 +11,117 @@ import hashlib
 import mmap
 import os
 from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
 
 BLOCK_BYTES = 4 << 20
 DIRECT_BYTES = 1 << 20
 """Smallest file that is written directly: a direct write waits for the disk, and small files wait together later."""
 
-_ALIGNED = 4096
+_ALIGNED = _PAGE_BYTES = 4096
 _REFUSES_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+@runtime_checkable
+class Digest(Protocol):
+    """Hash or checksum of bytes that come block by block."""
+
+    def update(self, data: memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def file_hash() -> Digest:
+    """Returns a new hash as manifests hold it: 128-bit blake2b, 1 GB/s per core."""
+    return hashlib.blake2b(digest_size=16)
+
+
+class Checksum:
+    """Hash of the sums of all pages of a file, 20 GB/s per core: it tells if a disk has what it was given just before.
+
+    It sees pages that were lost, are stale, lie elsewhere or differ in a bit. Manifests hold real hashes, since these
+    sums would not see words that swap places within a page.
+    """
+
+    def __init__(self) -> None:
+        self._sums = file_hash()
+
+    def update(self, data: memoryview, /) -> None:
+        """Adds a block; all but the last one consist of whole pages."""
+        whole = len(data) - len(data) % _PAGE_BYTES
+        pages = np.frombuffer(data[:whole], np.uint64).reshape(-1, _PAGE_BYTES // 8)
+        self._sums.update(np.add.reduce(pages, axis=1).tobytes())
+        self._sums.update(data[whole:])
+
+    def hexdigest(self) -> str:
+        return self._sums.hexdigest()
 
 
 class HashedIO:
     """Reads and writes files block by block; one thread at a time. Its memory is one block."""
 
     def __init__(self) -> None:
-        self._block = mmap.mmap(-1, BLOCK_BYTES)  # page-aligned, as O_DIRECT asks
+        self._bytes = np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8)  # page-aligned, as O_DIRECT asks
 
-    def write(self, path: Path, data: memoryview) -> str:
-        """Writes a new file of these bytes and returns their hash; `sync` makes the file durable.
+    def write(self, path: Path, data: memoryview) -> tuple[str, str]:
+        """Writes a new file of these bytes and returns hash and checksum; `sync` makes the file durable.
 
         Raises:
           OSError: the file exists, or cannot be written.
         """
-        digest = hashlib.blake2b(digest_size=16)
+        digest, checksum = file_hash(), Checksum()
+        source = np.frombuffer(data, np.uint8)
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         try:
             direct = len(data) >= DIRECT_BYTES and _set_direct(handle, True)
             for start in range(0, len(data), BLOCK_BYTES):
-                block = data[start : start + BLOCK_BYTES]
-                size = len(block)
-                self._block[:size] = block
-                digest.update(memoryview(self._block)[:size])
+                size = min(BLOCK_BYTES, len(data) - start)
+                block = memoryview(self._bytes[:size])
+                np.copyto(self._bytes[:size], source[start : start + size])  # without the GIL
+                digest.update(block)
+                checksum.update(block)
                 if direct and size % _ALIGNED:  # the end of the file
                     direct = _set_direct(handle, False)
                 direct = self._write_block(handle, size, direct=direct)
         finally:
             os.close(handle)
-        return digest.hexdigest()
+        return digest.hexdigest(), checksum.hexdigest()
 
-    def read(self, path: Path) -> tuple[int, str]:
-        """Returns size and hash of a file, as the disk has them."""
-        digest = hashlib.blake2b(digest_size=16)
-        size = 0
+    def read(self, path: Path, digest: Digest) -> tuple[int, str]:
+        """Returns size and digest of a file, as the disk has them."""
         handle = os.open(path, os.O_RDONLY)
         try:
-            direct = os.fstat(handle).st_size >= DIRECT_BYTES and _set_direct(handle, True)
-            while True:
-                try:
-                    count = os.readv(handle, [self._block])
-                except OSError as error:
-                    if not direct or error.errno not in _REFUSES_DIRECT:
-                        raise
-                    direct = _set_direct(handle, False)
-                    continue
-                if not count:
-                    return size, digest.hexdigest()
-                digest.update(memoryview(self._block)[:count])
-                size += count
+            size = os.fstat(handle).st_size
+            direct = size >= DIRECT_BYTES and _set_direct(handle, True)
+            for start in range(0, size, BLOCK_BYTES):
+                wanted, filled = min(BLOCK_BYTES, size - start), 0
+                while filled < wanted:
+                    try:
+                        count = os.readv(handle, [memoryview(self._bytes[filled:])])
+                    except OSError as error:
+                        if not direct or error.errno not in _REFUSES_DIRECT:
+                            raise
+                        direct = _set_direct(handle, False)
+                        continue
+                    if not count:  # it has become shorter
+                        return start + filled, digest.hexdigest()
+                    filled += count
+                digest.update(memoryview(self._bytes[:wanted]))
+            return size, digest.hexdigest()
         finally:
             os.close(handle)
 
     def _write_block(self, handle: int, size: int, *, direct: bool) -> bool:
         """Writes the first bytes of the block; returns False if the file system turned out to refuse direct writes."""
         done = 0
-        with memoryview(self._block) as block:
-            while done < size:
-                try:
-                    done += os.write(handle, block[done:size])
-                except OSError as error:
-                    if not direct or error.errno not in _REFUSES_DIRECT:
-                        raise
-                    direct = _set_direct(handle, False)
+        while done < size:
+            try:
+                done += os.write(handle, memoryview(self._bytes[done:size]))
+            except OSError as error:
+                if not direct or error.errno not in _REFUSES_DIRECT:
+                    raise
+                direct = _set_direct(handle, False)
         return direct
 
 

@@ -1,88 +1,168 @@
-"""Copies the arrays of a state to host memory, so that training may go on while they are written.
+"""Chunks of a state that a save writes: from the state's own memory while `save` waits, from copies afterwards.
 
-On the CPU backend a copy is memory of its own from the kernel, which gets it back as soon as the copy was written. The
-C allocator would keep it: `jtrain_kernels.host_memory` tells it to. From an accelerator jax makes the copy.
+On the CPU backend the state is in host memory already. Threads that write begin at its first chunk, threads that copy
+at its last one, and `save` returns where they meet: on a fast disk most was written by then and never copied, on a slow
+one most was copied. A copy is memory of its own from the kernel, which gets it back as soon as the copy was written.
+The C allocator would keep it: `jtrain_kernels.host_memory` tells it to. From an accelerator jax copies all.
 """
 
+import collections
 import concurrent.futures
 import ctypes
 import dataclasses
 import mmap
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from jtrain.checkpoint import array_files, files
 from jtrain.checkpoint.orbax_io import by_keys
 
-_PIECE_BYTES = 16 << 20
+SMALL_BYTES = 64 << 20
+"""A state on the CPU up to this size is copied as a whole: that takes less time than to create the first files."""
+
 _HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class HostShard:
-    """Bytes of one device's part of a leaf, in C order.
+class StateChunk:
+    """Contents of one file.
 
-    leaf: path of the leaf in the state, joined by dots.
-    start: index of the first element in the whole leaf.
+    name: path relative to the checkpoint's directory.
+    data: bytes of the file.
+    owner: object that keeps the memory of `data`.
+    in_state: True if `data` is the state's own memory, which the next step overwrites.
     """
 
-    leaf: str
+    name: str
+    data: memoryview
+    owner: Any
+    in_state: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPart:
+    """Part of a shard, contiguous in memory.
+
+    start_byte: place in the shard's memory; start: index of its first element in the leaf as it is stored.
+    """
+
+    start_byte: int
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    dtype: np.dtype
-    data: memoryview
 
 
-def copy_to_host(state: Any, pool: concurrent.futures.Executor) -> list[HostShard]:
-    """Returns copies of the shards that this process writes: of replicas only the first one's.
-
-    Returns when `state` may be donated or deleted.
-    """
-    jax.block_until_ready(state)
-    shards = [
-        (".".join(keys), shard)
-        for keys, array in by_keys(state)
-        for shard in array.addressable_shards
-        if shard.replica_id == 0
-    ]
-    on_cpu = [shard.device.platform == "cpu" for _, shard in shards]
-    for here, (_, shard) in zip(on_cpu, shards, strict=True):
-        if not here:
-            shard.data.copy_to_host_async()
-    pieces: list[tuple[int, int, int]] = []
-    copies = [
-        _own_memory(shard.data, pieces) if here else _fetched(shard.data)
-        for here, (_, shard) in zip(on_cpu, shards, strict=True)
-    ]
-    list(pool.map(lambda piece: ctypes.memmove(*piece), pieces))
-    return [
-        HostShard(
-            leaf=name,
-            start=tuple(part.start or 0 for part in shard.index),
-            shape=shard.data.shape,
-            dtype=np.dtype(shard.data.dtype),
-            data=memoryview(copied),
-        )
-        for copied, (name, shard) in zip(copies, shards, strict=True)
-    ]
+type Splitter = Callable[[jax.Array, Any], list[ShardPart]]
+"""Parts of a shard of an array."""
 
 
-def _own_memory(array: jax.Array, pieces: list[tuple[int, int, int]]) -> np.ndarray:
-    """Returns memory for a copy of an array on the CPU, and adds what is to be copied: target, source, bytes.
+class StateChunks:
+    """Chunks that this process writes, of replicas only the first one's; any thread may take the next one."""
 
-    The source is the address of the array's own memory. A NumPy view of it would count as a second user, and XLA would
-    then copy the array once more when the next step donates it.
-    """
-    memory = mmap.mmap(-1, max(array.nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if array.nbytes >= _HUGE_PAGE_BYTES:
+    def __init__(self, state: Any, split: Splitter) -> None:
+        """Waits for `state`, and fetches what lies on accelerators.
+
+        Args:
+          split: parts of a shard that are neighbours in the files too.
+        """
+        jax.block_until_ready(state)
+        shards = [
+            (".".join(keys), shard, split(array, shard))
+            for keys, array in by_keys(state)
+            for shard in array.addressable_shards
+            if shard.replica_id == 0
+        ]
+        for _, shard, _ in shards:
+            if not _on_cpu(shard):
+                shard.data.copy_to_host_async()
+        found = [chunk for name, shard, parts in shards for chunk in _chunks(name, shard, parts)]
+        self._changed = threading.Condition()
+        self._in_state = collections.deque(chunk for chunk in found if chunk.in_state)
+        self._copied = collections.deque(chunk for chunk in found if not chunk.in_state)
+        self._reading = 0  # chunks in the state's memory that a thread writes or copies now
+        if sum(len(chunk.data) for chunk in self._in_state) <= SMALL_BYTES:
+            self._copy()
+
+    def take(self) -> StateChunk | None:
+        """Returns a chunk to write, None if all were taken; `written` must follow."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._in_state or self._copied or not self._reading)
+            if self._in_state:
+                self._reading += 1
+                return self._in_state.popleft()
+            return self._copied.popleft() if self._copied else None
+
+    def written(self, chunk: StateChunk) -> None:
+        """Notes that a chunk's memory is not read any more."""
+        if chunk.in_state:
+            with self._changed:
+                self._reading -= 1
+                self._changed.notify_all()
+
+    def release(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
+        """Copies chunks that were not taken yet; returns when the state may be donated or deleted."""
+        if self._in_state:
+            list(pool.map(lambda _: self._copy(), range(pool._max_workers)))
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_state and not self._reading)
+
+    def drop(self) -> None:
+        """Removes all chunks that were not taken, after a failure or at the end."""
+        with self._changed:
+            self._in_state.clear()
+            self._copied.clear()
+            self._changed.notify_all()
+
+    def _copy(self) -> None:
+        while True:
+            with self._changed:
+                if not self._in_state:
+                    return
+                chunk = self._in_state.pop()
+                self._reading += 1
+            copied = None
+            try:
+                copied = _copy_of(chunk)
+            except OSError:  # no memory for it: the threads that write take it from the state's memory
+                return
+            finally:
+                with self._changed:
+                    self._reading -= 1
+                    (self._in_state if copied is None else self._copied).append(copied or chunk)
+                    self._changed.notify_all()
+
+
+def _on_cpu(shard: Any) -> bool:
+    return shard.device.platform == "cpu"
+
+
+def _chunks(leaf: str, shard: Any, parts: list[ShardPart]) -> Iterator[StateChunk]:
+    """Yields the chunks of one device's part of a leaf."""
+    array = shard.data
+    if not array.size:
+        return
+    if _on_cpu(shard):
+        # A NumPy view would count as a second user, and XLA would copy the array when the next step donates it.
+        data = memoryview((ctypes.c_ubyte * array.nbytes).from_address(array.unsafe_buffer_pointer())).cast("B")
+    else:
+        array = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
+        data = memoryview(array)
+    for part in parts:
+        for chunk in array_files.chunks(part.shape, part.start, shard.data.dtype.itemsize):
+            begin = part.start_byte + chunk.start_byte
+            name = f"{files.STATE}/{leaf}/{chunk.name}"
+            yield StateChunk(name, data[begin : begin + chunk.num_bytes], array, in_state=_on_cpu(shard))
+
+
+def _copy_of(chunk: StateChunk) -> StateChunk:
+    """Returns the chunk in memory of its own."""
+    size = len(chunk.data)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= _HUGE_PAGE_BYTES:
         memory.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer page faults: they take longer than the copy
-    copied = np.frombuffer(memory, np.uint8, count=array.nbytes)
-    source, target = array.unsafe_buffer_pointer(), copied.ctypes.data
-    for start in range(0, array.nbytes, _PIECE_BYTES):
-        pieces.append((target + start, source + start, min(_PIECE_BYTES, array.nbytes - start)))
-    return copied
-
-
-def _fetched(array: jax.Array) -> np.ndarray:
-    return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
+    copied = np.frombuffer(memory, np.uint8)
+    np.copyto(copied, np.frombuffer(chunk.data, np.uint8))  # without the GIL
+    return StateChunk(chunk.name, memoryview(copied), memory, in_state=False)

@@ -8,16 +8,14 @@ the state exists.
 A leaf is in the order of the stages if `stage` alone splits its first dimension.
 """
 
-import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from jtrain.checkpoint.array_writer import DescribedLeaf, describe
-from jtrain.checkpoint.host_copy import HostShard
+from jtrain.checkpoint.host_copy import ShardPart, Splitter
 from jtrain.checkpoint.orbax_io import by_keys
 
 type LayerOrder = tuple[int, ...]
@@ -51,40 +49,33 @@ def logical(tree: Any, order: LayerOrder | None) -> Any:
 
 def described(state: Any, order: LayerOrder | None) -> list[DescribedLeaf]:
     """Returns one description for each leaf of a state; the chunks of reordered leaves hold whole runs of layers."""
-    leaves = describe(logical(state, order))
     if order is None:
-        return leaves
-    found = []
-    for leaf, (_, array) in zip(leaves, by_keys(state), strict=True):
-        if is_placed(array):
-            rows = array.sharding.shard_shape(array.shape)[0]
-            leaf = dataclasses.replace(leaf, shard_shape=(_together(order, rows), *leaf.shard_shape[1:]))
-        found.append(leaf)
-    return found
+        return describe(state)
+    placed = [(keys, array) for keys, array in by_keys(state) if is_placed(array)]
+    together = {keys: _together(order, array.sharding.shard_shape(array.shape)[0]) for keys, array in placed}
+    return describe(logical(state, order), together)
 
 
-def in_order(shards: list[HostShard], state: Any, order: LayerOrder | None) -> list[HostShard]:
-    """Returns parts of the shards with the places of the model's layers; identity layers are left out. Copies nothing.
+def splitter(order: LayerOrder | None) -> Splitter:
+    """Returns the function that divides a shard into parts with the places of the model's layers, without a copy.
 
-    Args:
-      state: the arrays that `shards` are copies of.
+    Identity layers are in no part.
     """
-    if order is None:
-        return shards
-    placed = {".".join(keys) for keys, array in by_keys(state) if is_placed(array)}
-    return [part for shard in shards for part in (_parts(shard, order) if shard.leaf in placed else [shard])]
 
+    def parts(array: jax.Array, shard: Any) -> list[ShardPart]:
+        start = tuple(part.start or 0 for part in shard.index)
+        shape = shard.data.shape
+        if order is None or not is_placed(array):
+            return [ShardPart(0, start, shape)]
+        rows, row_bytes = shape[0], math.prod(shape[1:]) * shard.data.dtype.itemsize
+        step = _together(order, rows)
+        return [
+            ShardPart((begin + more) * row_bytes, (layer + more, *start[1:]), (step, *shape[1:]))
+            for begin, layer, length in _runs(order[start[0] : start[0] + rows])
+            for more in range(0, length, step)
+        ]
 
-def _parts(shard: HostShard, order: LayerOrder) -> Iterator[HostShard]:
-    """Yields parts of equal numbers of consecutive layers."""
-    first, rows = shard.start[0], shard.shape[0]
-    step = _together(order, rows)
-    row_bytes = math.prod(shard.shape[1:]) * shard.dtype.itemsize
-    for begin, layer, length in _runs(order[first : first + rows]):
-        for more in range(0, length, step):
-            data = shard.data[(begin + more) * row_bytes : (begin + more + step) * row_bytes]
-            start, shape = (layer + more, *shard.start[1:]), (step, *shard.shape[1:])
-            yield dataclasses.replace(shard, start=start, shape=shape, data=data)
+    return parts
 
 
 def _together(order: LayerOrder, rows: int) -> int:

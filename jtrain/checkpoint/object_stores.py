@@ -10,6 +10,10 @@ from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 _SCHEMES = ("gs://", "s3://")
+ANSWER_S = 300.0
+"""How long a store may take for one object, repetitions included, which is at most some tens of MiB: TensorStore itself
+would wait for ever for a server that accepts a connection and then is silent."""
+
 _ADDRESSES = ("TENSORSTORE_GCS_HTTP_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 """Environment variables that name the server of a store."""
 
@@ -58,10 +62,16 @@ def write(path: Path, data: memoryview) -> str:
     """Writes one object and returns its hash; it is there as a whole when this returns, or not at all.
 
     Raises:
-      ValueError: the store refuses, or does not answer within the time of all repetitions.
+      ValueError: the store refuses.
+      TimeoutError: the store does not take the object within `ANSWER_S`.
     """
     scheme, _, rest = str(path).partition("://")
     bucket, _, key = rest.partition("/")
     addresses = tuple(os.environ.get(name) for name in _ADDRESSES)
-    _bucket(f"{scheme}://{bucket}/", addresses).write(key, bytes(data)).result()
+    written = _bucket(f"{scheme}://{bucket}/", addresses).write(key, bytes(data))
+    try:
+        written.result(timeout=ANSWER_S)
+    except TimeoutError:
+        written.cancel()
+        raise TimeoutError(f"{scheme}://{bucket} did not take {key} within {ANSWER_S:g} s") from None
     return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -52,7 +52,7 @@ class Checkpoints:
     """Manager of the directory `workdir`/checkpoints. All processes of a run make the same calls in the same order.
 
         with Checkpoints(workdir, CheckpointSpec()) as checkpoints:
-            checkpoints.save(step, state, data_state, config_text)  # returns when the arrays are on the host
+            checkpoints.save(step, state, data_state, config_text)  # returns when the arrays are copied or written
             checkpoints.wait()  # returns when the checkpoint is durable
 
     After a kill at any instant, the checkpoints committed before are intact and no partial one counts as complete. An

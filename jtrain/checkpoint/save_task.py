@@ -17,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jtrain.checkpoint import array_writer, files, folders
-from jtrain.checkpoint.array_writer import DescribedLeaf
+from jtrain.checkpoint.array_writer import Checksums, DescribedLeaf
 from jtrain.checkpoint.files import CheckpointError, ManifestLeaf
-from jtrain.checkpoint.host_copy import HostShard
+from jtrain.checkpoint.host_copy import StateChunks
 from jtrain.runtime import atomic_io, multihost
 from jtrain.runtime.exchange import ProcessExchange
-from jtrain.runtime.store_paths import in_store
+from jtrain.runtime.store_paths import in_store, said
 
 PATIENCE_S = 900.0
 """How long process 0 waits, after its own part, for the others to say how theirs went."""
@@ -52,18 +52,18 @@ class SaveTask:
         self,
         folder: Path,
         contents: Contents,
-        shards: list[HostShard],
+        chunks: StateChunks,
         *,
         attempt: int,
-        failed: str | None,
+        background: bool,
         prune: Callable[[], None],
     ) -> None:
         """Starts the save.
 
         Args:
-          shards: this process's part; emptied as it is written.
+          chunks: this process's part; emptied as it is written.
           attempt: number of this save, the same in all processes and of no other save of this run.
-          failed: why this process has no part to write.
+          background: True if steps run beside it, which must not wait for its threads.
           prune: deletes surplus checkpoints.
         """
         self.contents = contents
@@ -75,8 +75,9 @@ class SaveTask:
         self._final = folder / str(contents.step)
         # A store has no renames, so that there the manifest alone tells a checkpoint from the remains of a save.
         self._partial = self._final if in_store(folder) else folder / f"{contents.step}.{attempt}{files.PARTIAL}"
-        self._shards = shards
-        self._failed = failed
+        self._chunks = chunks
+        self._checksums: Checksums = {}
+        self._background = background
         self._prune = prune
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
@@ -94,15 +95,20 @@ class SaveTask:
             self.failure = self._save()
         except Exception as error:  # the coordination service is gone
             self.failure = cause(error)
+        finally:
+            self._chunks.drop()
 
     def _save(self) -> str | None:
-        failed, hashes = self._failed, {}
-        if failed is None:
-            described = self.contents.described if multihost.process_index() == 0 else []
-            failed, hashes = _attempt(
-                lambda: array_writer.write_arrays(self._partial, self._shards, described), otherwise={}
-            )
-        self._shards.clear()
+        described = self.contents.described if multihost.process_index() == 0 else []
+        failed, hashes = _attempt(
+            lambda: array_writer.write_arrays(
+                self._partial, self._chunks, described, self._checksums, background=self._background
+            ),
+            otherwise={},
+        )
+        self._chunks.drop()
+        if self._background and not in_store(self._folder):
+            array_writer.yield_to_steps()
         self._exchange.tell("files", json.dumps(hashes))
         if failure := self._together("written", failed, then=self._commit, otherwise=self._discard):
             return failure
@@ -174,14 +180,15 @@ class SaveTask:
         manifest = files.read_manifest(self._final)
         by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
         share = by_size[multihost.process_index() :: multihost.process_count()]
-        if wrong := array_writer.differing(self._final, {name: manifest.files[name] for name in share}):
+        hashes = {name: manifest.files[name] for name in share}
+        if wrong := array_writer.differing(self._final, hashes, self._checksums):
             raise CheckpointError(f"the files were read back, and {_listed(wrong)}")
 
     def _retire(self) -> None:
         """Deletes older checkpoints, now that this one is known to be whole."""
         try:
             self._prune()
-        except OSError as error:
+        except Exception as error:  # of the disk or store: this checkpoint is whole nevertheless
             self.warning = f"older checkpoints in {self._folder} cannot be deleted ({cause(error)})"
 
     def _withdraw(self) -> None:
@@ -191,7 +198,7 @@ class SaveTask:
 
 def cause(error: Exception) -> str:
     """Returns type and text of an error; the text alone where it was written for users."""
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, CheckpointError) else said(error)
 
 
 def _attempt[T](action: Callable[[], T], *, otherwise: T) -> tuple[str | None, T]:

@@ -20,10 +20,9 @@ import numpy as np
 from jtrain.checkpoint import files
 from jtrain.checkpoint.files import CheckpointError
 from jtrain.runtime import multihost
-from jtrain.runtime.store_paths import in_store
+from jtrain.runtime.store_paths import in_store, said
 
 if TYPE_CHECKING:
-    from jtrain.checkpoint.host_copy import HostShard
     from jtrain.checkpoint.layer_order import LayerOrder
     from jtrain.checkpoint.save_task import SaveTask
 
@@ -60,7 +59,7 @@ class Saves:
         self._prune = prune
         self._order = order
         self._task: SaveTask | None = None
-        self._pool: concurrent.futures.Executor | None = None
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._failures = 0
         self._retry_step: int | None = None
         self._last: tuple[int, Any, str, str] | None = None
@@ -78,9 +77,9 @@ class Saves:
                     probe.mkdir(exist_ok=True)
                     probe.rmdir()
                 files.sweep(self.folder)
-        except OSError as error:
+        except Exception as error:  # clients of stores raise many types
             raise CheckpointError(
-                f"{self.folder} cannot be written to ({type(error).__name__}: {error}).{self._room()}{self._kept()}"
+                f"{self.folder} cannot be written to ({said(error)}).{self._room()}{self._kept()}"
             ) from error
         self._pool = array_writer.threads()
 
@@ -93,7 +92,8 @@ class Saves:
         data = json.dumps(data_state, allow_nan=False)
         self.prepare()
         self.settle(step, fatal=not last)
-        if multihost.from_process_zero(np.asarray(step in files.steps(self.folder))):
+        there = self._steps() or () if multihost.process_index() == 0 else ()  # if not known, the save says why
+        if multihost.from_process_zero(np.asarray(step in there)):
             self._failures, self._retry_step = 0, None
             return False
         self._last = (step, state, data, config_text) if last else None
@@ -174,15 +174,16 @@ class Saves:
         assert self._pool is not None
         leaves = orbax_io.leaves(layer_order.logical(state, self._order))
         contents = save_task.Contents(step, leaves, layer_order.described(state, self._order), data, config_text)
-        shards: list[HostShard] = []
-        failed = None
-        try:
-            shards = layer_order.in_order(host_copy.copy_to_host(state, self._pool), state, self._order)
-        except OSError as error:  # no memory for the copy
-            failed = save_task.cause(error)
+        chunks = host_copy.StateChunks(state, layer_order.splitter(self._order))
         self._task = save_task.SaveTask(
-            self.folder, contents, shards, attempt=next(_attempts), failed=failed, prune=self._prune
+            self.folder,
+            contents,
+            chunks,
+            attempt=next(_attempts),
+            background=self._last is None,
+            prune=self._prune,
         )
+        chunks.release(self._pool)
 
     def _joined(self) -> "SaveTask | None":
         """Returns the save that was in flight, after its end."""
@@ -209,15 +210,25 @@ class Saves:
         free = _gib(shutil.disk_usage(there).free)
         return f" {free} are free on this disk. Fix the cause, or choose another --workdir."
 
+    def _steps(self) -> tuple[int, ...] | None:
+        """Returns the steps of the complete checkpoints, or None if the disk or store does not tell them."""
+        try:
+            return files.steps(self.folder)
+        except Exception:  # clients of stores raise many types
+            return None
+
     def _kept(self) -> str:
-        there = files.steps(self.folder)
+        there = self._steps()
+        if there is None:
+            return " Earlier checkpoints are untouched, but cannot be listed now."
         if not there:
             return " No checkpoint was written before."
         return f" Earlier checkpoints are untouched: steps {', '.join(map(str, there))}."
 
     def _resumes(self) -> str:
-        newest = max(files.steps(self.folder), default=0)
-        return f" The same command goes on from step {newest}."
+        there = self._steps()
+        newest = "its newest checkpoint" if there is None else f"step {max(there, default=0)}"
+        return f" The same command goes on from {newest}."
 
 
 def _print(line: str) -> None:

@@ -1,6 +1,7 @@
 """Optimizer of a run: updates all parameters, one parameter, or one layer of a parameter."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -156,7 +157,8 @@ class Optimizer:
             level, where arrays are global.
 
         Returns:
-          New parameter and state, in the dtypes of the old ones.
+          New parameter and state, in the dtypes of the old ones. The parameter is NaN where a new array of its shape
+          (a moment, a master weight) is NaN or infinite.
         """
         # An elementwise update of a stack is one fusion. Other updates loop over layers and overwrite one at a time:
         # vmap and map hold one or several f32 copies of the stack, 7 GiB for the gates of an 8B model.
@@ -216,10 +218,11 @@ class Optimizer:
             direction, new_mu = orthogonal_step(spec, info, clipped, mu, update.step)
             moments = {"mu": new_mu}
         else:
-            new_mu = _mean(clipped, mu, spec.b1)
-            new_nu = _mean(clipped**2, load(spec, info, leaf, "nu"), spec.b2)
+            nu = load(spec, info, leaf, "nu")
+            moments = {"mu": _mean(clipped, mu, spec.b1), "nu": _mean(clipped**2, nu, spec.b2)}
+            # Selected as they will be written: otherwise XLA:CPU computes them twice, from copies of the old moments.
+            new_mu, new_nu = (jnp.where(update.applied, moments[name], old) for name, old in (("mu", mu), ("nu", nu)))
             direction = new_mu * update.mu_scale / (jnp.sqrt(new_nu * update.nu_scale) + spec.eps)
-            moments = {"mu": new_mu, "nu": new_nu}
         new: ParamState = {}
         for name, value in moments.items():
             new |= stored(spec, info, name, value, noise)
@@ -233,7 +236,11 @@ class Optimizer:
         else:
             new_param = p.astype(param.dtype)
         # A select in the same fusion as the update: no second copy of the state exists at any time.
-        return jax.tree.map(lambda n, o: jnp.where(update.applied, n, o), (new_param, new), (param, leaf))
+        new_param, new = jax.tree.map(lambda n, o: jnp.where(update.applied, n, o), (new_param, new), (param, leaf))
+        # A count of the parameter's NaN and infinite elements then covers the moments, which it need not read.
+        alike = [x for x in new.values() if x.shape == param.shape and jnp.issubdtype(x.dtype, jnp.floating)]
+        finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, alike), jnp.asarray(True))
+        return jnp.where(finite, new_param, jnp.nan), new
 
     def _with(self, name: str) -> ParamTree:
         """Parameters whose state has the array `name`."""

@@ -6,11 +6,12 @@ them at the same steps.
 
 import errno
 import hashlib
+import ipaddress
 import math
 import socket
 import sys
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,8 +98,8 @@ def join_processes(environ: MutableMapping[str, str], *, peer_s: float = 30.0) -
     """Joins the other processes of this run, if environment variables name them.
 
     `--processes` sets `JTRAIN_COORDINATOR=host:port`, `JTRAIN_NUM_PROCESSES` and `JTRAIN_PROCESS_ID`. With
-    `JTRAIN_COORDINATOR=auto` jax finds the processes, under Slurm, Open MPI and on TPU pods. Process 0 listens at
-    `host:port` only; `JAX_COORDINATOR_BIND_ADDRESS` names another address where the two differ.
+    `JTRAIN_COORDINATOR=auto` jax finds them and the address, under Slurm, Open MPI and on TPU pods. Process 0 listens
+    at that address only; `JAX_COORDINATOR_BIND_ADDRESS` names another one where the two differ.
 
     Args:
       peer_s: jax ends all processes if one of them sends no sign of life for longer than this.
@@ -119,7 +120,7 @@ def join_processes(environ: MutableMapping[str, str], *, peer_s: float = 30.0) -
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # for CPU processes; others ignore it
     limits: dict[str, Any] = dict(heartbeat_timeout_seconds=math.ceil(peer_s), shutdown_timeout_seconds=JOIN_S)
     if coordinator == "auto":
-        jax.distributed.initialize(**limits)
+        _join_found(environ, limits)
         return
     values = [environ.get(name, "") for name in names]
     if not all(value.isdecimal() for value in values):
@@ -146,6 +147,49 @@ def join_processes(environ: MutableMapping[str, str], *, peer_s: float = 30.0) -
             "Check that all processes were started, with the same JTRAIN_NUM_PROCESSES and each with its own "
             f"JTRAIN_PROCESS_ID, and that no other program listens there. jax says: {error}"
         ) from error
+
+
+def _join_found(environ: Mapping[str, str], limits: dict[str, Any]) -> None:
+    """Joins the processes that jax finds; process 0 listens only at the address by which the others know it."""
+    import jax
+    from jax._src.clusters import ClusterEnv  # jax would listen on all interfaces, and tells the address afterwards
+
+    given = environ.get("JAX_COORDINATOR_ADDRESS")
+    found = ClusterEnv.auto_detect_unset_distributed_params(given, None, None, None, None, JOIN_S)
+    address, _, number, _ = found
+    if address is None or number is None:
+        raise UserError(
+            "JTRAIN_COORDINATOR=auto: jax finds neither Slurm, Open MPI nor a TPU pod here. Set JTRAIN_COORDINATOR to "
+            "host:port of process 0, and JTRAIN_NUM_PROCESSES and JTRAIN_PROCESS_ID."
+        )
+    bind = environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    if number == 0 and bind is None:
+        addresses = _coordinator_addresses(address)
+        _check_can_listen(address, addresses)
+        bind = _found_bind_address(address, [numbers[0] for _, numbers in addresses])
+    jax.distributed.initialize(*found, coordinator_bind_address=bind, **limits)
+
+
+def _found_bind_address(coordinator: str, addresses: Sequence[str]) -> str | None:
+    """Returns the address for process 0 to listen at, None for all interfaces.
+
+    Debian and others give a host's own name the address 127.0.1.1 on that host, where no other host could reach it.
+
+    Args:
+      coordinator: name or address that jax has found, with a port.
+      addresses: what the name stands for on this host.
+    """
+    host, _, port = coordinator.rpartition(":")
+    if host == "localhost" or host.strip("[]") in addresses:
+        return coordinator
+    if not all(ipaddress.ip_address(one).is_loopback for one in addresses):
+        return coordinator
+    print(
+        f"process 0 listens on all interfaces: this host knows its name {host} as {addresses[0]} only, where others do "
+        f"not reach it. JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:{port} for process 0 chooses one interface.",
+        flush=True,
+    )
+    return None
 
 
 JOIN_S = 300

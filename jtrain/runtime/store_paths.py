@@ -1,4 +1,4 @@
-"""Paths in object stores: `gs://bucket/run` and `s3://bucket/run` as workdirs, through etils and fsspec."""
+"""Workdirs: folders, and `gs://bucket/run` and `s3://bucket/run` in object stores, through etils and fsspec."""
 
 import contextlib
 import importlib
@@ -11,7 +11,16 @@ from jtrain.errors import UserError, did_you_mean
 EXTRAS = {"gs": ("gs", "gcsfs"), "s3": ("s3", "s3fs")}
 """Scheme of a URL -> extra of this package that installs its client, and the client's module."""
 
+REQUEST_S = 60.0
+"""How long Google's store may take for one request of a few MiB; S3's client waits 15 s, five times."""
+
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+")
+
+
+def default_workdir(config: str) -> Path:
+    """Returns runs/<config>; for a file or module, its function's name or its own."""
+    name, _, function = config.partition(":")
+    return Path("runs") / (function or Path(name).stem)
 
 
 def workdir_path(text: str) -> Path:
@@ -42,8 +51,20 @@ def workdir_path(text: str) -> Path:
             f"--workdir {text}: the client of {scheme}:// is not installed ({error}). Run pip install "
             f"'jtrain[{extra}]'."
         ) from error
+    _limit_requests()
     with store_errors(text):
         return StorePath(f"{scheme}://{bucket}")
+
+
+def _limit_requests() -> None:
+    """Sets time limits for servers that accept a connection and then are silent, unless the user's fsspec config does.
+
+    By default gcsfs waits for ever. For S3, botocore and s3fs each repeat every request five times: together 7 minutes.
+    """
+    from fsspec.config import conf
+
+    conf.setdefault("gcs", {}).setdefault("requests_timeout", REQUEST_S)
+    conf.setdefault("s3", {}).setdefault("config_kwargs", {}).setdefault("retries", {"total_max_attempts": 1})
 
 
 def in_store(folder: Path) -> bool:
@@ -70,4 +91,6 @@ WAY_OUT = (
 
 def said(error: BaseException) -> str:
     """Returns type and text of an error in one line."""
+    if isinstance(error, TimeoutError) and not str(error):
+        return "no answer in time"
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":. ")

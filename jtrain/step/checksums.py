@@ -8,6 +8,7 @@ several flips in one array, those that cancel exactly can. The sums cost one rea
 Arrays in host memory are left out: their sums would take a second copy over the bus.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,11 +83,11 @@ class StateSums:
         return [leaf for leaf, summed in zip(jax.tree.leaves(state), self._summed, strict=True) if summed]
 
     def _of(self, leaves: list[Array]) -> UInt32[Array, "devices arrays"]:
-        sum_words = _folded_sum if self._mesh.devices.flat[0].platform == "cpu" else _sum
+        sum_words = _folded_sum if self._mesh.devices.flat[0].platform == "cpu" else sum_of_bits
 
         def local(leaves: list[Array]) -> UInt32[Array, "1 arrays"]:
             with jax.named_scope("checksums"):
-                return jnp.stack([sum_words(_words(x)) for x in leaves])[None]
+                return jnp.stack([sum_words(x) for x in leaves])[None]
 
         of_all: Callable[[list[Array]], Array] = jax.shard_map(
             local, mesh=self._mesh, in_specs=(self._specs,), out_specs=P(AXES), check_vma=False
@@ -96,33 +97,28 @@ class StateSums:
 
 def sum_of_bits(x: Array) -> UInt32[Array, ""]:
     """Returns the wrap-around sum of an array's words, each of the array's element size."""
-    return _sum(_words(x))
+    return jnp.sum(_words(x), dtype=jnp.uint32)
 
 
 def _words(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
 
 
-def _sum(words: Array) -> UInt32[Array, ""]:
-    return jnp.sum(words, dtype=jnp.uint32)
-
-
-def _folded_sum(words: Array) -> UInt32[Array, ""]:
-    """Returns the same sum, 10 times as fast on CPUs.
+@functools.partial(jax.jit, inline=True)  # traced once for each shape: a state has many arrays of few shapes
+def _folded_sum(x: Array) -> UInt32[Array, ""]:
+    """Returns the same sum, far faster on CPUs.
 
     XLA:CPU first writes the words that a reduction of integers reads, and adds them one by one. Additions of whole
-    parts are fused with what they read, use vectors, and are split over the cores.
+    parts use vectors and are split over the cores; they read the array itself if each part is cut out before its words
+    are taken, because XLA writes down what several operations read.
     """
-    words, total = words.reshape(-1), jnp.uint32(0)
-    while words.size >= _SMALL:
-        length = words.size // _FOLD
-        total += _sum(words[length * _FOLD :])
-        parts = words[: length * _FOLD].reshape(_FOLD, length).astype(jnp.uint32)
-        folded = parts[0]
-        for part in range(1, _FOLD):
-            folded = folded + parts[part]
-        words = folded
-    return total + _sum(words)
+    x, total = x.reshape(-1), jnp.uint32(0)
+    while x.size >= _SMALL:
+        length = x.size // _FOLD
+        total += sum_of_bits(x[length * _FOLD :])
+        parts = (_words(jax.lax.slice(x, (part * length,), ((part + 1) * length,))) for part in range(_FOLD))
+        x = functools.reduce(jax.lax.add, (words.astype(jnp.uint32) for words in parts))
+    return total + sum_of_bits(x)
 
 
 def copies(like: Any, mesh: Mesh) -> np.ndarray:

@@ -142,3 +142,14 @@ def not_finite(tree: Any) -> Int[Array, ""]:
         if jnp.issubdtype(x.dtype, jnp.floating)
     ]
     return sum(counts, jnp.zeros((), jnp.int32))
+
+
+def not_finite_on_cpu(tree: Any) -> Int[Array, ""]:
+    """Returns the same count as `not_finite`, far faster on CPUs where it is 0.
+
+    XLA:CPU counts one by one, but adds floating-point numbers as vectors. A sum with a NaN or infinite element is not
+    finite, so the elements are counted only if a sum is not.
+    """
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    suspicious = not_finite([jnp.sum(x, dtype=jnp.float32) for x in floats]) > 0
+    return jax.lax.cond(suspicious, not_finite, lambda _: jnp.zeros((), jnp.int32), floats)

@@ -18,7 +18,7 @@ from jtrain.layout import Layout, ParamLayout
 from jtrain.model.param import Params
 from jtrain.optim import Moments, Optimizer, Update
 from jtrain.optim.state import arrays, by_muon, by_path, nested
-from jtrain.step.guard import not_finite
+from jtrain.step.guard import not_finite, not_finite_on_cpu
 from jtrain.step.host_offload import (
     Arrays,
     SliceIndex,
@@ -50,8 +50,8 @@ def make_update(
     """Returns `update(scalars, grads, params, opt_state) -> (params, opt_state, counts)`, to be called while tracing.
 
     `scalars` come from `optimizer.begin`. `counts` is [devices] f32, in the order of the mesh: the elements of each
-    device's shard of the new parameters and state that are NaN or infinite. They are counted where the update computes
-    them, which reads no array twice, also where arrays stream through host memory.
+    device's shard of the new parameters and state that are NaN or infinite. Parameters and scales are counted; a moment
+    that is not finite has made its parameter NaN. Arrays that stream through host memory are counted slice by slice.
     """
     kept_on_host = host_state(layout, optimizer)
     on_host: dict[str, frozenset[str]] = {
@@ -75,8 +75,11 @@ def make_update(
             if not on_host[path]:
                 new = optimizer.update_param(scalars, p.info, grad[path], param[path], leaves[path])
                 param[path], leaves[path] = new
+        # `update_param` makes a parameter NaN where a moment of its shape is not finite, so only scales are left.
         resident = {
-            p.info.path: (param[p.info.path], leaves[p.info.path]) for p in layout.params if not on_host[p.info.path]
+            path: (param[path], {name: x for name, x in leaves[path].items() if x.shape != param[path].shape})
+            for path in (p.info.path for p in layout.params)
+            if not on_host[path]
         }
         counts = _not_finite_by_device(layout, mesh, resident)
         if streaming:
@@ -104,9 +107,10 @@ def _not_finite_by_device(
 ) -> Float[Array, " devices"]:
     """Counts the NaN and infinite elements of each device's shards; `arrays` are sharded like the optimizer state."""
     specs = {p.info.path: p.optimizer for p in layout.params if p.info.path in arrays}
+    count = not_finite_on_cpu if mesh.devices.flat[0].platform == "cpu" else not_finite
 
     def local(arrays: dict[str, tuple[Array, Arrays]]) -> Array:
-        return not_finite(arrays)[None].astype(jnp.float32)
+        return count(arrays)[None].astype(jnp.float32)
 
     out = P(mesh.axis_names)
     return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False)(arrays)

@@ -1,6 +1,7 @@
 """One training process, as its supervisor sees it."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import IO, TextIO
 
 from jtrain.supervise.heart import STACKS_SIGNAL, VARIABLE, Beat
 from jtrain.supervise.verdict import Watched
+from jtrain.telemetry.alerts import AlertsSpec
 
 _OUTPUT = threading.Lock()
 
@@ -42,6 +44,7 @@ class WatchedProcess:
     ) -> None:
         self._index, self._host = index, host
         self.beat: Beat | None = None
+        self.alerts: AlertsSpec | None = None
         self.code: int | None = None
         self.ended_s: float | None = None
         self._beat_s = time.monotonic()
@@ -134,6 +137,9 @@ class WatchedProcess:
     def _listen(self, reading: int) -> None:
         with open(reading, "rb") as beats:
             for line in beats:
+                if line.startswith(b'{"alerts"'):
+                    self.alerts = AlertsSpec(**json.loads(line)["alerts"])
+                    continue
                 self.beat = Beat.decode(line)
                 self._beat_s = time.monotonic()
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Literal
 
 from jtrain.supervise.spec import SuperviseSpec
+from jtrain.telemetry.alerts import AlertsSpec
 
 VARIABLE = "JTRAIN_SUPERVISED"
 """Environment variable with the file numbers of the pipe for beats and of the file for stacks."""
@@ -94,6 +95,7 @@ class Heart:
         self._processes: int | None = None
         self._start_step: int | None = None
         self._limits: SuperviseSpec | None = None
+        self._alerts: AlertsSpec | None = None
         self._collectives = ""
         self._describe: Callable[[], str] | None = None
         self._dispatched = False
@@ -107,9 +109,9 @@ class Heart:
         """Announces a phase outside of the loop."""
         self._position = (phase, self._position[1], time.monotonic())
 
-    def configure(self, limits: SuperviseSpec) -> None:
-        """Tells the supervisor the settings of the run."""
-        self._limits = limits
+    def configure(self, limits: SuperviseSpec, alerts: AlertsSpec | None = None) -> None:
+        """Tells the supervisor the settings of the run, and who gets an alert of a hang: `alerts.file` is absolute."""
+        self._limits, self._alerts = limits, alerts
         self._news.set()
 
     def joined(self, process: int, processes: int) -> None:
@@ -183,6 +185,9 @@ class Heart:
         while True:
             try:
                 os.write(self._beats, self.beat().encode())  # under 4 KiB, so it arrives whole
+                if (alerts := self._alerts) is not None:  # once, and not in the beats, which others may read
+                    os.write(self._beats, json.dumps({"alerts": dataclasses.asdict(alerts)}).encode() + b"\n")
+                    self._alerts = None
             except BlockingIOError:
                 pass  # the supervisor does not read
             except OSError:

@@ -19,6 +19,7 @@ from jtrain.supervise.hosts import Hosts
 from jtrain.supervise.restarts import NEVER_RESTARTED, Restarts, shell_code
 from jtrain.supervise.spec import SuperviseSpec
 from jtrain.supervise.verdict import Hang, find_hang
+from jtrain.telemetry.alerts import Alerts, AlertsSpec
 
 TICK_S = 0.1
 SAME_END_S = 3.0
@@ -86,19 +87,27 @@ class Supervisor:
         self._asked_s = 0.0
         self._all = processes
         self._limits = SuperviseSpec()  # until a process has read the config
+        self._alerts: tuple[AlertsSpec, Alerts] | None = None  # from the first hang on, for all attempts
 
     def run(self) -> int:
         """Runs the command; returns the exit code."""
         with self._signals_caught():
-            while True:
-                self._start()
-                failure = self._watch()
-                if failure is None:
-                    return self._code()
-                self._end(save=failure.save)
-                code = self._next(self._other_hosts() or failure)  # their cause, where both saw the fault
-                if code is not None:
-                    return code
+            try:
+                return self._attempts()
+            finally:
+                if self._alerts is not None:
+                    self._alerts[1].close()
+
+    def _attempts(self) -> int:
+        while True:
+            self._start()
+            failure = self._watch()
+            if failure is None:
+                return self._code()
+            self._end(save=failure.save)
+            code = self._next(self._other_hosts() or failure)  # their cause, where both saw the fault
+            if code is not None:
+                return code
 
     def _next(self, failure: Failure) -> int | None:
         """Decides after a failure: returns the exit code to end with, or None after the pause before a restart."""
@@ -212,6 +221,7 @@ class Supervisor:
         lines = hang.lines()
         for line in lines:
             say(line)
+        self._alert(hang)
         for child in self._children:
             if child.code is None:
                 say(f"stacks of {child.name}:\n{child.stacks().rstrip()}")
@@ -223,6 +233,17 @@ class Supervisor:
         saved = all(code in (exit_codes.DONE, exit_codes.STOPPED) for code in codes)
         say("all processes saved and ended" if saved else "all processes are ended; the last checkpoint stands")
         return dataclasses.replace(failure, told=True)
+
+    def _alert(self, hang: Hang) -> None:
+        """Sends the verdict to whom the config names; a thread delivers it, while the processes are ended."""
+        spec = next((child.alerts for child in self._children if child.alerts is not None), None)
+        if spec is None:
+            return
+        if self._alerts is None or self._alerts[0] != spec:  # kept over restarts, for alerts.repeat_minutes
+            self._alerts = spec, Alerts(spec, Path(), say=say)
+        named = hang.culprits or hang.waiting
+        step = max((one.step for one in named), default=0)
+        self._alerts[1].send("hang", step, "; ".join(hang.lines()), processes=[one.name for one in named])
 
     def _end(self, *, save: bool) -> None:
         """Ends all processes and what they started: SIGTERM, then SIGKILL.

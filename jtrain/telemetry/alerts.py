@@ -83,6 +83,13 @@ class AlertsSpec:
         """True if anybody is told."""
         return self.webhook is not None or self.file is not None
 
+    def inside(self, workdir: Path | None) -> "AlertsSpec":
+        """Returns the spec with an absolute `file`; without a file if the workdir of a relative one is not known."""
+        if self.file is None:
+            return self
+        absolute = Path(self.file) if workdir is None else workdir.absolute() / self.file
+        return dataclasses.replace(self, file=str(absolute) if absolute.is_absolute() else None)
+
 
 def _check_url(url: str) -> None:
     """Refuses an address that cannot be posted to; its text is secret, so no message quotes it."""

@@ -52,11 +52,15 @@ class AppendFile:
       path: the file; it is opened, and its folder made, at the first record.
       say: prints a warning; None for stderr.
       mode: permissions of a new file; the umask takes its share away.
+      durable: forces each record to the disk.
     """
 
-    def __init__(self, path: Path, *, say: Callable[[str], None] | None = None, mode: int = 0o666) -> None:
+    def __init__(
+        self, path: Path, *, say: Callable[[str], None] | None = None, mode: int = 0o666, durable: bool = False
+    ) -> None:
         self._path = path
         self._mode = mode
+        self._durable = durable
         self._trouble = WriteTrouble(path, say)
         self._file: int | None = None
         self._kept: list[bytes] = []
@@ -94,6 +98,8 @@ class AppendFile:
             for record in self._kept:
                 _write_record(self._file, record)
                 done += 1
+            if self._durable:
+                os.fsync(self._file)
         except OSError as error:
             self._close()  # opened anew next time: the disk may have been mounted again
             self._trouble.failed(error, "its records are kept in memory")

@@ -108,7 +108,7 @@ def train(
         print(without_secrets("\n".join([dataset.describe(), *evaluation.describe()])))
         print(budget(dataset, rows=len(rows)).line(), flush=True)
 
-    checks = IntegrityCheck(run.integrity)
+    checks = IntegrityCheck(run.integrity, home / "checkpoints")
     own = load_callbacks(run.callbacks)
     with (
         WorkdirLock(workdir, say=_print) as lock,  # before anything in the workdir is written or removed
@@ -160,7 +160,7 @@ def train(
             loop = Loop(
                 *(context, callbacks, checkpoints, evaluation, config_text, checks, bad_steps, restart, batches, local)
             )
-            with callbacks.running(context):
+            with contextlib.closing(bad_steps), callbacks.running(context):
                 step = loop.run(state, data_state, stop)
             seconds = time.time() - started_s
             if local is not None and (loop.data_ended or step == run.num_steps):

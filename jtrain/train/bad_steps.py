@@ -7,13 +7,12 @@
     differs     the replay gave other bits: a device computes wrongly, and the process ends with `HardwareFault`
 
 Every entry is a line of `bad_steps.jsonl` in the workdir. The batches to leave out are read from it at each start, so
-that a killed run leaves out the same ones. All processes see the same numbers, and decide the same.
+that a killed run leaves out the same ones. On a full disk entries wait in memory; a run that loses them finds the same
+bad steps again. All processes see the same numbers, and decide the same.
 """
 
 import dataclasses
-import json
 import math
-import os
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,7 +26,7 @@ from jtrain.checkpoint import Checkpoints, files
 from jtrain.errors import HardwareFault, UserError
 from jtrain.runtime.multihost import from_process_zero, gather
 from jtrain.step.guard import LEFT_OUT, WINDOW, GuardSpec
-from jtrain.telemetry.append_file import aside_text, keep_lines
+from jtrain.telemetry.append_file import AppendFile, WriteTrouble, aside_text, keep_lines, parsed
 from jtrain.telemetry.metrics import encode
 
 FILE = "bad_steps.jsonl"
@@ -111,7 +110,7 @@ class Numbers:
 
 
 class BadSteps:
-    """Decides after each step; made once per attempt. All processes make the same calls.
+    """Decides after each step; made once per attempt, which closes it. All processes make the same calls.
 
     Args:
       workdir: where `bad_steps.jsonl` is.
@@ -130,6 +129,7 @@ class BadSteps:
     ) -> None:
         self._spec = spec
         self._file = workdir / FILE
+        self._entries = AppendFile(self._file, say=say, durable=True)
         self._mesh = mesh
         self._checkpoints = checkpoints
         self._say = say
@@ -139,6 +139,10 @@ class BadSteps:
         self._until: int | None = None
         self._origin = 0
         self.left_out, self.since, self._returns = self._decisions()
+
+    def close(self) -> None:
+        """Writes the entries that wait for room on the disk, or says that they are lost."""
+        self._entries.close()
 
     @property
     def origin(self) -> int:
@@ -253,9 +257,13 @@ class BadSteps:
         """Reads the decisions of earlier attempts: batches to leave out, `since`, and the steps of recent returns."""
         kept = np.zeros(2 * LEFT_OUT + 1, np.int32)
         if jax.process_index() == 0 and self._file.exists():
-            if damaged := keep_lines(self._file, lambda entry: True if "action" in entry else None):
-                self._say(aside_text(self._file, damaged))
-            entries = [json.loads(line) for line in self._file.read_bytes().splitlines()]
+            try:
+                if damaged := keep_lines(self._file, lambda entry: True if "action" in entry else None):
+                    self._say(aside_text(self._file, damaged))
+            except OSError as error:  # a full disk: bad lines stay in the file for now
+                WriteTrouble(self._file, self._say).failed(error, "its damaged lines are left out")
+            found = (parsed(line) for line in self._file.read_bytes().splitlines())
+            entries = [entry for entry in found if entry is not None and "action" in entry]
             settled = [entry for entry in entries if entry["action"] == "repeats"]
             if settled:
                 newest = settled[-1]["left_out"][-LEFT_OUT:]
@@ -272,13 +280,8 @@ class BadSteps:
         return tuple(left_out), int(kept[0]), returns
 
     def _write(self, entry: dict[str, Any]) -> None:
-        if jax.process_index() != 0:
-            return
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._file, "a") as file:
-            file.write(encode(entry))
-            file.flush()
-            os.fsync(file.fileno())
+        if jax.process_index() == 0:
+            self._entries.append(encode(entry).encode())
 
     def _named(self, devices: list[int]) -> str:
         """Names devices by their place in the mesh: number and process."""

@@ -34,10 +34,14 @@ class IntegrityCheck(Callback):
     """Compares checksums of the state from step to step and between devices, and recomputes microbatches.
 
     Raises HardwareFault in all processes at the same step, before the state of that step is saved.
+
+    Args:
+      folder: the run's checkpoints, perhaps in an object store; `FILE` is always in the local workdir.
     """
 
-    def __init__(self, spec: IntegritySpec) -> None:
+    def __init__(self, spec: IntegritySpec, folder: Path) -> None:
         self._spec = spec
+        self._folder = folder
         self._last: tuple[int, np.ndarray] | None = None
         self._recomputed: dict[int, tuple[jax.Array, jax.Array]] = {}
         self._saved: set[int] = set()  # by this attempt, perhaps not on disk yet
@@ -94,8 +98,10 @@ class IntegrityCheck(Callback):
 
     def _keep_sums(self, step: int, returned: np.ndarray) -> None:
         """Writes the sums of each saved array; drops those of checkpoints that are gone."""
-        file, saved = self._sums_file(), files.steps(self._context.workdir / "checkpoints")
-        entries = {key: value for key, value in _read(file).items() if int(key) in {*saved, *self._saved}}
+        file, entries = self._sums_file(), _read(self._sums_file())
+        with contextlib.suppress(Exception):  # a store that does not answer is the save's to report; all sums stay
+            there = {*files.steps(self._folder), *self._saved}
+            entries = {key: value for key, value in entries.items() if int(key) in there}
         totals = zip(self._names, self._dtypes, self._totals(returned), strict=True)
         entries[str(step)] = {n: [dtype, total] for n, dtype, total in totals if not n.startswith(_REWRITTEN)}
         with contextlib.suppress(OSError):  # a full disk is the save's to report; a restore without sums is not checked
@@ -112,10 +118,9 @@ class IntegrityCheck(Callback):
         wrong = [n for n, dtype, total in found if n in kept and kept[n][0] == dtype and kept[n][1] != total]
         if not wrong:
             return
-        folder = self._context.workdir / "checkpoints"
-        older = [s for s in files.steps(folder) if s < step - 1]
+        older = [s for s in files.steps(self._folder) if s < step - 1]
         raise UserError(
-            f"the state restored from {folder / str(step - 1)} has other bits in {wrong[0]} "
+            f"the state restored from {self._folder / str(step - 1)} has other bits in {wrong[0]} "
             f"(and {len(wrong) - 1} more arrays) than step {step - 1} computed: memory changed while it was saved or "
             f"restored. Start again on another host; if this comes again, remove that checkpoint: "
             + (f"the same command then goes on from step {max(older)}." if older else "there is no older one.")
@@ -200,7 +205,9 @@ class IntegrityCheck(Callback):
 
     def _way_on(self, step: int) -> str:
         """Says what was not saved, and where the same command goes on."""
-        there = [s for s in {*files.steps(self._context.workdir / "checkpoints"), *self._saved} if s < step]
+        there = [s for s in self._saved if s < step]
+        with contextlib.suppress(Exception):  # a store that does not answer must not hide the fault
+            there += [s for s in files.steps(self._folder) if s < step]
         if not there:
             return (
                 "Nothing was saved. Take the device or its host out; the same command starts again, on other hardware."

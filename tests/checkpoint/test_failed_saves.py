@@ -174,8 +174,8 @@ def test_a_file_that_process_zero_cannot_see_is_no_checkpoint(
 
     write = array_writer.write_arrays
 
-    def elsewhere(path: Path, *args: Any) -> array_writer.Hashes:
-        hashes = write(path, *args)
+    def elsewhere(path: Path, *args: Any, **kw: Any) -> array_writer.Hashes:
+        hashes = write(path, *args, **kw)
         (path / "state" / "w" / "c.0.0").unlink()
         return hashes
 

@@ -48,7 +48,7 @@ if index in victims:
         before(hashed_io.HashedIO, "write", third)
     elif instant == "after-its-part":
         write = array_writer.write_arrays
-        array_writer.write_arrays = lambda path, *args: (write(path, *args), die("/3." in str(path)))[0]
+        array_writer.write_arrays = lambda path, *args, **kw: (write(path, *args, **kw), die("/3." in str(path)))[0]
     elif instant == "before-the-manifest":
         before(files, "seal", lambda path, **kw: kw["step"] == 3)
     elif instant == "before-the-rename":
@@ -57,7 +57,7 @@ if index in victims:
     elif instant == "after-the-rename":
         before(atomic_io, "sync_directory", lambda path: 3 in checkpoints.steps())
     elif instant == "reading-back":
-        before(array_writer, "differing", lambda path, hashes: path.name == "3")
+        before(array_writer, "differing", lambda path, *_: path.name == "3")
     elif instant == "within-a-deletion":
         before(files.shutil, "rmtree", lambda path, **kw: 3 in checkpoints.steps())
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, __main__, files, folders
+from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, __main__, files, folders, object_stores
 from jtrain.errors import UserError
 from jtrain.runtime import cli
 from jtrain.runtime.shared_folder import check_shared
@@ -129,6 +129,36 @@ def test_a_store_that_refuses_is_no_damage(monkeypatch: pytest.MonkeyPatch, tmp_
         store.refuse = None
         assert store.files == before
         assert Checkpoints(workdir, CheckpointSpec()).start(like()).step == 20
+
+
+def test_a_store_that_never_answers_is_a_failed_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said, counted and tried again; the last of `max_failures` ends the run; what was saved before is there."""
+    with gs_store(monkeypatch) as store:
+        workdir: Any = workdir_path(f"{store.url}/silent")
+        client = workdir._backend.fs(workdir)
+        assert client.requests_timeout > 0, "or it would wait for ever"
+        monkeypatch.setattr(client, "requests_timeout", 0.2)
+        monkeypatch.setattr(object_stores, "ANSWER_S", 0.2)
+        said: list[str] = []
+        checkpoints = Checkpoints(workdir, CheckpointSpec(every_steps=10, max_failures=2))
+        checkpoints.say_with(said.append)
+        checkpoints.save(10, state(10), {}, "")
+        checkpoints.settle()
+        store.answering.clear()
+        checkpoints.save(20, state(20), {}, "")
+        checkpoints.settle()
+        [line] = said
+        assert "cannot take the checkpoint of step 20 (TimeoutError: gs://corpus did not take silent/" in line
+        assert "within 0.2 s)" in line
+        assert "untouched, but cannot be listed now. Training goes on, and the next try is after step 21" in line
+        assert "this was failure 1, and checkpoint.max_failures=2 in a row end the run" in line
+        checkpoints.save(21, state(21), {}, "")
+        with pytest.raises(CheckpointError, match=r"step 21 .*max_failures=2.*goes on from its newest checkpoint"):
+            checkpoints.save(22, state(22), {}, "")
+        store.answering.set()
+        checkpoints.save(40, state(40), {}, "")
+        checkpoints.close()
+        assert checkpoints.steps() == (10, 40)
 
 
 def test_a_bucket_that_is_not_there_is_refused_at_the_start(store: Store) -> None:

@@ -19,7 +19,7 @@ def write_texts(request: pytest.FixtureRequest) -> Write:
     return request.param
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def texts() -> list[str]:
     """Sixty different documents of 1 to 400 characters, some beyond ASCII."""
     rng = np.random.default_rng(0)

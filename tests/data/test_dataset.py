@@ -97,17 +97,18 @@ def test_resuming_twice_at_any_step_equals_the_unbroken_run(
 ) -> None:
     """The state goes through JSON, as in a checkpoint; batches built ahead of the saved step have no effect."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    unbroken = open_dataset(spec(tmp_path), seed=5).train_batches()
+    unbroken = open_dataset(spec(tmp_path), seed=5).train_batches(inline=True)
     state = None
     for steps in stops:
-        part = open_dataset(spec(tmp_path), seed=5).train_batches(state)
-        for _ in range(steps):
-            same_batch(next(part), next(unbroken))
-        saved = json.dumps(part.state())
-        assert len(saved) < 4096
-        list(islice(part, lookahead))
+        with open_dataset(spec(tmp_path), seed=5).train_batches(state) as part:
+            for _ in range(steps):
+                same_batch(next(part), next(unbroken))
+            saved = json.dumps(part.state())
+            assert len(saved) < 4096
+            list(islice(part, lookahead))
         state = json.loads(saved)
-    same_batch(next(open_dataset(spec(tmp_path), seed=5).train_batches(state)), next(unbroken))
+    with open_dataset(spec(tmp_path), seed=5).train_batches(state) as part:
+        same_batch(next(part), next(unbroken))
 
 
 @pytest.mark.parametrize("change", ["seed", "files", "tokenizer", "split"])

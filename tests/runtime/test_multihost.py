@@ -94,6 +94,55 @@ def test_what_counts_as_loopback(address: str, loopback: bool) -> None:
     assert is_loopback(address) == loopback
 
 
+def test_a_coordinator_that_jax_finds_listens_there_only() -> None:
+    """As Slurm tells it, with one process on localhost; another program at the port is refused."""
+    code = (
+        LISTENING
+        + """
+from jtrain.runtime import multihost
+multihost.join_processes(os.environ)
+print(json.dumps(listening()))
+"""
+    )
+    slurm = {"JOB_ID": "17", "STEP_NODELIST": "localhost", "NTASKS": "1", "PROCID": "0", "LOCALID": "0"}
+    env = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    env |= {"JTRAIN_COORDINATOR": "auto", "JAX_COORDINATOR_PORT": str(port), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    listened = json.loads(done.stdout.splitlines()[-1])
+    assert listened
+    assert all(is_loopback(address) for address in listened), listened
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "addresses", "bind"),
+    [
+        ("node1:1234", ["10.0.0.1"], "node1:1234"),
+        ("node1:1234", ["127.0.1.1", "10.0.0.1"], "node1:1234"),
+        ("node1:1234", ["127.0.1.1"], None),
+        ("127.0.0.1:1234", ["127.0.0.1"], "127.0.0.1:1234"),
+        ("[::1]:1234", ["::1"], "[::1]:1234"),
+    ],
+)
+def test_a_name_that_is_loopback_on_its_own_host_is_no_place_to_listen(
+    coordinator: str, addresses: list[str], bind: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Then all interfaces are, which is said, with the variable that chooses one."""
+    assert multihost._found_bind_address(coordinator, addresses) == bind
+    said = capsys.readouterr().out
+    assert ("JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:1234" in said) == (bind is None)
+
+
+def test_auto_without_a_scheduler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the variables to set instead."""
+    monkeypatch.setattr("jax._src.clusters.ClusterEnv._cluster_types", [])
+    with pytest.raises(UserError, match=r"neither Slurm, Open MPI nor a TPU pod here\. Set JTRAIN_COORDINATOR to host"):
+        join_processes({"JTRAIN_COORDINATOR": "auto"})
+
+
 def test_processes_join(tmp_path: Path) -> None:
     """Two real processes of two devices each see four, and a sum crosses between them; they listen on loopback only."""
     code = """

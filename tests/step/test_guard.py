@@ -1,15 +1,30 @@
 """The guard's judgement of single steps, against NumPy, on histories that are made up."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jtrain.dims import ParamInfo
 from jtrain.errors import UserError
-from jtrain.step.guard import ENOUGH, FLOORS, LEFT_OUT, WINDOW, GuardSpec, GuardState, first_guard, judged
+from jtrain.optim import AdamW, build
+from jtrain.step.guard import (
+    ENOUGH,
+    FLOORS,
+    LEFT_OUT,
+    WINDOW,
+    GuardSpec,
+    GuardState,
+    first_guard,
+    judged,
+    not_finite,
+    not_finite_on_cpu,
+)
 
 SIGMAS = 6.0
 LONGEST = 2000
@@ -111,6 +126,31 @@ def test_no_false_alarm_in_2000_steps_of_noise(seed: int) -> None:
     values = noisy(2000, seed)
     values[:, 0] += 3 * np.exp(-np.arange(2000) / 300)
     assert run(values)[1]["applied"].all()
+
+
+def test_the_fast_count_is_the_count() -> None:
+    """NaN and infinities of both signs, which cancel to NaN; a sum that overflows hides and invents none."""
+    large = np.full(300, 3e38, np.float32)
+    arrays: list[Any] = [np.zeros((20, 30), np.float32), large, np.zeros(5, np.int32), jnp.zeros(7, jnp.bfloat16)]
+    assert int(not_finite_on_cpu(arrays)) == 0
+    arrays[0][3, 4:7] = np.nan, np.inf, -np.inf
+    arrays[3] = arrays[3].at[2].set(np.inf)
+    assert int(not_finite_on_cpu(arrays)) == int(not_finite(arrays)) == 4
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_a_moment_that_is_not_finite_shows_in_its_weight(applied: bool) -> None:
+    """An infinite second moment divides the update away, so the weight alone would look healthy."""
+    info = ParamInfo("w", (4,), "D", "normal", 0.02)
+    optimizer = build(AdamW(peak_lr=1e-3, warmup_steps=0, moment_dtype="bfloat16"), num_steps=10, params={"w": info})
+    grad, param = jnp.full(4, 0.1), jnp.arange(4.0)
+    zeros = jnp.zeros(4, jnp.bfloat16)
+    moments = {"mu": zeros, "nu": zeros.at[2].set(jnp.inf)}
+    update = dataclasses.replace(optimizer.begin({"w": grad}, 0), applied=jnp.asarray(applied))
+    new, of_it = optimizer.update_param(update, info, grad, param, moments)
+    assert np.isnan(new).tolist() == [False, False, True, False]
+    assert np.isposinf(of_it["nu"]).tolist() == [False, False, True, False]
+    assert (np.asarray(new)[[0, 1, 3]] == [0.0, 1.0, 3.0]).all() == (not applied)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The supervisor over real processes that beat as a training process does, but need no jax."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from jtrain.errors import UserError
 from jtrain.supervise.supervisor import Supervisor
+from tests.webhook_server import webhook_server
 
 ROOT = Path(__file__).parents[2]
 
@@ -202,14 +204,24 @@ def test_a_stopped_process_is_named_and_all_save(tmp_path: Path) -> None:
 
 
 def test_a_hang_is_named_with_its_stack_and_ended(tmp_path: Path) -> None:
-    """A main thread that waits for ever: it beats, but makes no step."""
-    code = HANGING.replace("index == 1", "True").replace("WHAT", "waits_for_a_batch()").replace("> 2", "> 1")
-    ended, output = run(tmp_path, code)
+    """A main thread that waits for ever: it beats, but makes no step. File and webhook of `alerts` get the verdict."""
+    file = tmp_path / "alerts.jsonl"
+    with webhook_server() as server:
+        alerts = f"AlertsSpec(webhook={server.url!r}, file={str(file)!r})"
+        code = f"from jtrain.telemetry.alerts import AlertsSpec\nheart.configure(heart._limits, {alerts})\n" + HANGING
+        code = code.replace("index == 1", "True").replace("WHAT", "waits_for_a_batch()").replace("> 2", "> 1")
+        ended, output = run(tmp_path, code)
+        posted = server.next()
     assert ended == 0, output
     assert "hang: no step for" in output
-    assert re.search(r"process 0 on \S+ \(pid \d+\) causes it: alive, in phase step of step 5", output)
+    verdict = r"process 0 on \S+ \(pid \d+\) causes it: alive, in phase step of step 5"
+    assert re.search(verdict, output)
     assert "in waits_for_a_batch" in output
     assert "all processes are ended; the last checkpoint stands" in output
+    alert = json.loads(file.read_text())
+    assert (alert["kind"], alert["step"]) == ("hang", 5)
+    assert re.search(f"^hang: no step for .*; {verdict}", alert["message"])
+    assert posted["message"] == alert["message"]
 
 
 def test_a_process_whose_supervisor_is_killed_saves_and_ends(tmp_path: Path) -> None:

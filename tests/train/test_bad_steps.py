@@ -25,6 +25,7 @@ from jtrain.optim import Optimizer
 from jtrain.telemetry import metrics
 from jtrain.train import attempt, bad_steps
 from jtrain.train.bad_steps import BadNumbers, BadSteps
+from tests.small_disk import small_disk
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 8
@@ -181,6 +182,36 @@ def test_stop_ends_the_run_with_ways_on_that_work(faults: Faults, tmp_path: Path
     assert files.steps(tmp_path / "checkpoints") == (3,)
     assert train(tmp_path, faults, {("norm", 5): math.inf}, "guard.on_bad=skip") == 0
     assert lines(tmp_path)[NUM_STEPS]["skipped_updates"] == 1
+
+
+FULL_FROM_1_TO_7 = """
+from jtrain.train.callbacks import Callback
+from tests.small_disk import fill
+
+class Filler(Callback):
+    def on_start(self, context):
+        self.disk = context.workdir.parent
+
+    def on_results(self, results):
+        if results.step == 1:
+            fill(self.disk)
+        if results.step == 7:
+            (self.disk / "filler").unlink()
+"""
+
+
+def test_a_full_disk_ends_no_run_that_has_a_bad_step_to_note(
+    faults: Faults, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One warning; the entry is in the file once there is room."""
+    (tmp_path / "filler.py").write_text(FULL_FROM_1_TO_7)
+    full = (f"callbacks=('{tmp_path / 'filler.py'}:Filler',)", "checkpoint.every_steps=None")
+    with small_disk(tmp_path / "disk", 32 << 10) as disk:
+        assert train(disk / "run", faults, {("norm", 3): math.nan}, *full) == 0
+        assert actions(disk / "run") == [("found", 3)]
+    said = capsys.readouterr().out
+    assert said.count(f"{bad_steps.FILE} cannot be written (No space left on device): training goes on") == 1
+    assert f"{bad_steps.FILE} is written again: all records are in it" in said
 
 
 PLANTED = """

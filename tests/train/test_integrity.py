@@ -31,12 +31,14 @@ BASE = (
 )
 
 
-def train(workdir: Path, *sets: str, monkeypatch: pytest.MonkeyPatch | None = None, **flip: Any) -> int:
+def train(
+    workdir: Path, *sets: str, monkeypatch: pytest.MonkeyPatch | None = None, home: Path | None = None, **flip: Any
+) -> int:
     if monkeypatch is not None:
         monkeypatch.setenv("JTRAIN_TEST_FLIP", json.dumps(dict(byte=777, bit=6) | flip))
         sets = (*sets, "callbacks=('tests.train.flipper:Flipper',)")
     run_config = load_config("tiny", ["debug"], [*BASE, "data.engine=inline", *sets])
-    return attempt.train(build_run(run_config), workdir=workdir, config_text=tree.flat(run_config))
+    return attempt.train(build_run(run_config), workdir=workdir, config_text=tree.flat(run_config), home=home)
 
 
 def saved(workdir: Path) -> list[int]:
@@ -118,6 +120,18 @@ def test_a_device_that_computes_wrongly_ends_the_run(tmp_path: Path, monkeypatch
     ):
         train(tmp_path, "mesh.data=8", "mesh.tensor=1", "integrity.recompute_every_steps=3")
     assert saved(tmp_path) == [2]
+
+
+@pytest.mark.slow
+def test_checkpoints_elsewhere_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with its checkpoints in a store: after a resume a fault names the checkpoint; its sums are kept."""
+    workdir, home = tmp_path / "local", tmp_path / "store"
+    for _ in range(2):
+        with pytest.raises(HardwareFault, match=r"step 4: .* goes on from the checkpoint of step 2, on other"):
+            train(workdir, monkeypatch=monkeypatch, home=home, step=4, array="opt_state.mu.embed_VD", device=5)
+    assert train(workdir, home=home) == 0
+    assert not (workdir / "checkpoints").exists()
+    assert sorted(json.loads((workdir / integrity.FILE).read_text())) == ["2", "4"]
 
 
 @pytest.mark.slow

@@ -6,9 +6,11 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from jtrain.bench.fault_trials.kinds import fault
+from jtrain.bench.fault_trials.processes import Attempt
 from jtrain.bench.fault_trials.recipe import NUM_STEPS
 from jtrain.bench.fault_trials.trial import Trial
 from jtrain.runtime.exit_codes import DONE, REFUSED
@@ -17,13 +19,12 @@ SIZE = "64m"
 FILLER = "filler"
 
 
-def _mount(folder: Path) -> None:
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)], check=True, capture_output=True, text=True
-    )
-
-
-def _unmount(folder: Path) -> None:
+@contextlib.contextmanager
+def _mounted(folder: Path) -> Iterator[None]:
+    """Mounts a disk of its own at `folder`."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    yield
     subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
 
 
@@ -33,20 +34,37 @@ def cannot_mount() -> str | None:
         return "a small disk can be mounted by root only"
     folder = Path(tempfile.mkdtemp(prefix="jtrain-faults-mount-"))
     try:
-        _mount(folder)
-        _unmount(folder)
+        with _mounted(folder):
+            return None
     except subprocess.CalledProcessError as error:
         return f"this machine mounts no disk: {error.stderr.strip()}"
     finally:
         folder.rmdir()
-    return None
 
 
 def _small_disk(trial: Trial) -> None:
     """Mounts a disk of its own as the workdir of the trial."""
     trial.workdir.path.mkdir()
-    _mount(trial.workdir.path)
-    trial.cleanups.callback(_unmount, trial.workdir.path)
+    trial.cleanups.enter_context(_mounted(trial.workdir.path))
+
+
+def _filled_at_a_drawn_step(trial: Trial) -> tuple[Attempt, int]:
+    """Starts a training on a small disk, and fills the disk after a drawn step; returns both."""
+    _small_disk(trial)
+    attempt = trial.start()
+    drawn = trial.rng.randint(1, NUM_STEPS - 8)
+    attempt.until(lambda: trial.workdir.last_step() >= drawn)
+    _fill(trial.workdir.path)
+    return attempt, drawn
+
+
+def _ends_well(trial: Trial, attempt: Attempt, full: str) -> None:
+    """Waits for the end of a training whose disk has room again, which must be a good one."""
+    _free(trial.workdir.path)
+    attempt.wait()
+    trial.settle(attempt)
+    if set(attempt.codes.values()) != {DONE}:
+        trial.wrong(f"a disk that was full {full} ended the run with {attempt.codes}")
 
 
 def _fill(folder: Path) -> None:
@@ -73,17 +91,9 @@ def _printed_step(text: str) -> int:
 )  # fmt: skip
 def disk_full_briefly(trial: Trial) -> None:
     """The training goes on to its end by itself: saves are tried again, notes are lost with a warning."""
-    _small_disk(trial)
-    attempt = trial.start()
-    drawn = trial.rng.randint(1, NUM_STEPS - 8)
-    attempt.until(lambda: trial.workdir.last_step() >= drawn)
-    _fill(trial.workdir.path)
+    attempt, drawn = _filled_at_a_drawn_step(trial)
     attempt.until(lambda: _printed_step(attempt.text()) >= drawn + 6, poll_s=0.01)
-    _free(trial.workdir.path)
-    attempt.wait()
-    trial.settle(attempt)
-    if set(attempt.codes.values()) != {DONE}:
-        trial.wrong(f"a disk that was full for six steps ended the run with {attempt.codes}")
+    _ends_well(trial, attempt, "for six steps")
 
 
 @fault(
@@ -97,11 +107,7 @@ def disk_full_save(trial: Trial) -> None:
     before = trial.workdir.committed()
     _fill(trial.workdir.path)
     attempt.until(lambda: not trial.workdir.saving() or trial.workdir.committed() != before)
-    _free(trial.workdir.path)
-    attempt.wait()
-    trial.settle(attempt)
-    if set(attempt.codes.values()) != {DONE}:
-        trial.wrong(f"a disk that was full during one save ended the run with {attempt.codes}")
+    _ends_well(trial, attempt, "during one save")
 
 
 @fault(
@@ -110,11 +116,7 @@ def disk_full_save(trial: Trial) -> None:
 )  # fmt: skip
 def disk_full(trial: Trial) -> None:
     """The run ends with a message that names the disk; with room again the same command goes on."""
-    _small_disk(trial)
-    attempt = trial.start()
-    drawn = trial.rng.randint(1, NUM_STEPS - 8)
-    attempt.until(lambda: trial.workdir.last_step() >= drawn)
-    _fill(trial.workdir.path)
+    attempt, _ = _filled_at_a_drawn_step(trial)
     attempt.wait()
     trial.settle(attempt)
     text = attempt.text()

@@ -17,6 +17,14 @@ def _passed(seconds: float) -> Callable[[], bool]:
     return lambda: time.monotonic() > end_s
 
 
+def _started_before_a_save(trial: Trial) -> Attempt:
+    """Starts a training, and waits until the first, the second or the third save is the next one."""
+    attempt = trial.start()
+    past = trial.rng.choice((0, 4, 8))
+    attempt.until(lambda: max(trial.workdir.committed(), default=0) >= past)
+    return attempt
+
+
 def _kill_while(trial: Trial, attempt: Attempt, condition: Callable[[], Any], what: str) -> None:
     """Kills at an instant at which `condition` holds; notes if there was none before the run ended."""
     while attempt.until(condition):
@@ -59,9 +67,7 @@ def kill_step(trial: Trial) -> None:
 @fault("kill-save", "while a checkpoint is being written")
 def kill_save(trial: Trial) -> None:
     """While a folder of an uncommitted checkpoint exists; which save, and how far into it, is drawn."""
-    attempt = trial.start()
-    past = trial.rng.choice((0, 4, 8))
-    attempt.until(lambda: max(trial.workdir.committed(), default=0) >= past)
+    attempt = _started_before_a_save(trial)
     attempt.until(trial.workdir.saving)
     attempt.until(_passed(trial.rng.uniform(0, 0.05)))
     _kill_while(trial, attempt, trial.workdir.saving, "during a save")
@@ -70,9 +76,7 @@ def kill_save(trial: Trial) -> None:
 @fault("kill-commit", "between the last written byte of a checkpoint and its commit")
 def kill_commit(trial: Trial) -> None:
     """While a checkpoint has its manifest, but not its name."""
-    attempt = trial.start()
-    past = trial.rng.choice((0, 4, 8))
-    attempt.until(lambda: max(trial.workdir.committed(), default=0) >= past)
+    attempt = _started_before_a_save(trial)
     _kill_while(trial, attempt, trial.workdir.sealed, "between write and commit")
 
 

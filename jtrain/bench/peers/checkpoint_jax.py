@@ -32,6 +32,8 @@ def main() -> None:
         gradient = product[0, 0]
         mu = jax.tree.map(lambda m: 0.9 * m + 0.1 * gradient, state["mu"])
         nu = jax.tree.map(lambda v: 0.95 * v + 0.05 * gradient**2, state["nu"])
+        # Without it, XLA keeps old moments in temporaries of 0.2 states, with which the heap grows as steps are run.
+        mu, nu = jax.lax.optimization_barrier((mu, nu))
         params = jax.tree.map(lambda p, m, v: p - 1e-6 * m / (jnp.sqrt(v) + 1e-8), state["params"], mu, nu)
         return {"params": params, "mu": mu, "nu": nu}
 

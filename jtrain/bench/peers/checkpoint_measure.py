@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+STEPS_WARM = 5
+"""Steps before anything is measured."""
 STEPS_BEFORE = 7
 """Steps before each save, whose median the steps after it are compared with."""
 STEPS_AFTER = 3
@@ -110,33 +112,35 @@ def measure(
       ended: true when nothing of the last save runs any more.
     """
 
-    def timed() -> float:
-        start = time.perf_counter()
+    def timed() -> tuple[float, float]:
+        start, start_cpu = time.perf_counter(), time.process_time()
         step()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - start_cpu
 
-    for _ in range(3):
+    for _ in range(STEPS_WARM):
         step()
     before_bytes = resident_bytes()
     memory = _Memory()
     rows = []
     rest = []
     for number in range(saves + 1):
-        usual_s = statistics.median(timed() for _ in range(STEPS_BEFORE))
+        usual_s, usual_cpu_s = map(statistics.median, zip(*(timed() for _ in range(STEPS_BEFORE)), strict=True))
         with _durable_s(lambda number=number: durable(number)) as durable_s:
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             save(number)
             save_s = time.perf_counter() - start
-            after_s = [timed()]
+            after_s = [timed()[0]]
             while not ended():
-                after_s.append(timed())
-            after_s += [timed() for _ in range(STEPS_AFTER)]
+                after_s.append(timed()[0])
+            after_s += [timed()[0] for _ in range(STEPS_AFTER)]
+            cpu_s = time.process_time() - start_cpu - usual_cpu_s * len(after_s)
         rest.append((resident_bytes() - before_bytes) / state_bytes)
         rows.append({
             "step_s": usual_s,
             "save_s": save_s,
             "first_step_s": after_s[0] - usual_s,
             "slower_s": sum(after_s) - usual_s * len(after_s),
+            "cpu_s": cpu_s,
             "durable_s": durable_s[0],
         })  # fmt: skip
     memory.stop()

@@ -117,14 +117,14 @@ class LocalFiles:
 
 
 @contextlib.contextmanager
-def refusing(damaged: Callable[[str], UserError]) -> Iterator[None]:
-    """Raises `damaged(why)` where the block fails because an index does not fit its files, or lacks an entry."""
+def refusing(damaged: Callable[[str], UserError], name: str = "index.json") -> Iterator[None]:
+    """Raises `damaged(why)` where the block fails because file `name` does not fit the others, or lacks an entry."""
     try:
         yield
     except UserError:
         raise
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise damaged(f"its index.json does not fit its files ({type(error).__name__}: {error})") from error
+        raise damaged(f"its {name} does not fit its files ({type(error).__name__}: {error})") from error
 
 
 def read_spans(file: int, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, " bytes"]:

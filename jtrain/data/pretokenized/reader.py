@@ -344,7 +344,11 @@ class PreparedIndex:
         content = self._files.content(FILES)
         if digest(content) != self._hashes[FILES]:
             raise self._damaged(f"{FILES} has other contents than were written")
-        return json.loads(content)
+        with refusing(self._damaged, FILES):
+            table: dict[str, Any] = json.loads(content)
+            if len(table["names"]) != len(table["file_ends"]) or max(table["file_ends"], default=0) < self.num_records:
+                raise ValueError("too few files for its records")
+        return table
 
     def _damaged(self, what: str) -> UserError:
         if isinstance(self._files, LocalFiles):

@@ -46,6 +46,7 @@ class Store:
     ranges: True if the server can send parts of a file.
     faults: faults of the next requests for contents: a status, `reset` (no answer), `cut` (half of it, then the
       connection ends) or `less` (half of a range, as if that was all).
+    answering: while cleared, the server accepts connections and is silent.
     """
 
     url: str
@@ -54,6 +55,10 @@ class Store:
     refuse: int | None = None
     ranges: bool = True
     faults: list[int | str] = dataclasses.field(default_factory=list)
+    answering: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.answering.set()
 
     def content(self, name: str, request: Request) -> Reply:
         """Responds with a file or a part of it."""
@@ -96,6 +101,7 @@ def _serve(store: Store, answer: Callable[[Store, Request], Reply]) -> Iterator[
             wanted = self.headers.get("Range") or self.headers.get("Content-Range")
             request = Request(self.command, unquote(parts.path), query, wanted, token, sent)
             store.requests.append(request)
+            store.answering.wait()
             status, headers, body = (store.refuse, {}, b"{}") if store.refuse else answer(store, request)
             fault = store.faults.pop(0) if store.faults and self.command == "GET" else None
             if fault == "reset":

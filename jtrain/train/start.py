@@ -1,0 +1,64 @@
+"""Start of a training process: joins the others, opens the workdir, settles what is automatic, and trains."""
+
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jtrain.config import tree
+from jtrain.config.run import Run, build_run
+from jtrain.plan import auto_layout
+from jtrain.runtime.multihost import join_processes
+from jtrain.runtime.platform import compile_collectives_anew
+from jtrain.runtime.store_paths import in_store
+from jtrain.supervise.heart import Heart
+from jtrain.telemetry.goodput import process_start_s
+from jtrain.train import attempt
+from jtrain.train.heartbeat import Heartbeat
+from jtrain.train.store_mirror import open_workdir
+
+
+def start(
+    run_config: Any,
+    run: Run,
+    *,
+    home: Path,
+    environ: MutableMapping[str, str],
+    heart: Heart | None,
+    allow_change: Sequence[str],
+    from_scratch: bool,
+) -> int:
+    """Starts an attempt of `run`, which `run_config` builds; returns the exit code.
+
+    Args:
+      home: folder of the run, or its URL in an object store.
+      environ: names the other processes.
+      heart: heartbeat to the supervisor; None if nobody supervises.
+      allow_change, from_scratch: as of `attempt.train`.
+    """
+    if heart is not None:
+        heart.configure(run.supervise, run.alerts.inside(None if in_store(home) else home))
+        heart.enter("joining")
+    join_processes(environ, peer_s=run.supervise.peer_s)
+    if heart is not None:
+        heart.joined(jax.process_index(), jax.process_count())
+        heart.enter("setup")
+    compile_collectives_anew()
+    workdir, watchers = open_workdir(home, environ)
+    if heart is not None:
+        heart.configure(run.supervise, run.alerts.inside(workdir))
+        watchers = [*watchers, Heartbeat(heart)]
+    for line in auto_layout.settle(run_config, devices=jax.devices(), workdir=workdir):
+        if jax.process_index() == 0:
+            print(line, flush=True)
+    return attempt.train(
+        build_run(run_config),
+        workdir=workdir,
+        home=home,
+        config_text=tree.flat(run_config),
+        started_s=process_start_s(),
+        watchers=watchers,
+        allow_change=allow_change,
+        from_scratch=from_scratch,
+    )
