@@ -14,8 +14,9 @@ from jtrain.config.run import EvalSpec, Run
 from jtrain.data import PackedText
 from jtrain.layout import LayoutSpec
 from jtrain.mesh import MeshSpec
+from jtrain.model.placement import SAVEABLE
 from jtrain.model.rope import Llama3Scaling, RopeSpec
-from jtrain.model.transformer import SAVEABLE, Transformer
+from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Cosine
 from jtrain.telemetry.metrics import MetricsSpec
 

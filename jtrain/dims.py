@@ -46,6 +46,9 @@ class ParamInfo:
     `dims` has one letter per dimension of `shape`; a leading `Y` stacks the layers. `init` is `ones`, or a normal
     distribution with standard deviation `std`, drawn from the seed and `path` alone. `top_k` is the number of experts
     that serve a token, in a stack of experts (leading `X`); it is 0 in other parameters.
+
+    `layer_order` has the logical layer of each place of Y, -1 for an identity layer of zeros; None if place y holds
+    layer y. Random numbers depend on the logical layer.
     """
 
     path: str
@@ -54,6 +57,7 @@ class ParamInfo:
     init: Literal["normal", "ones"]
     std: float = 0.0
     top_k: int = 0
+    layer_order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.dims) == len(self.shape), (self.path, self.dims, self.shape)
@@ -61,6 +65,25 @@ class ParamInfo:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_stacked(self) -> bool:
+        """True for parameters with one entry per layer, a leading Y."""
+        return self.dims.startswith("Y")
+
+    def placed(self, order: tuple[int, ...]) -> "ParamInfo":
+        """Returns the parameter with its layers in another order, and padded; itself if nothing changes."""
+        if not self.is_stacked or order == tuple(range(self.shape[0])):
+            return self
+        return dataclasses.replace(self, shape=(len(order), *self.shape[1:]), layer_order=order)
+
+    @property
+    def logical(self) -> "ParamInfo":
+        """The parameter as the model declares it: `placed` undone."""
+        if self.layer_order is None:
+            return self
+        layers = sum(layer >= 0 for layer in self.layer_order)
+        return dataclasses.replace(self, shape=(layers, *self.shape[1:]), layer_order=None)
 
     @property
     def is_matrix(self) -> bool:

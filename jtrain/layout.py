@@ -1,9 +1,10 @@
 """Layout: sharding, memory and dtype of every parameter, gradient and optimizer array.
 
 One table, `SPLITS`, decides which mesh axis splits which dimension. `tensor` always splits its dimensions, and `expert`
-the experts of an MoE layer. `data` splits D for the arrays that the ZeRO stage shards (arXiv:1910.02054): optimizer
-state from stage 1, gradients from stage 2, parameters from stage 3. Norm scales are replicated at every stage: they are
-a ten-thousandth of a model, and gathering each would cost a collective.
+the experts of an MoE layer. Under a pipeline `stage` splits the layers Y, in the order of `PipelineLayout.order`,
+and V together with `tensor`; gradients and optimizer state alike. `data` splits D for the arrays that the ZeRO stage
+shards (arXiv:1910.02054): optimizer state from stage 1, gradients from stage 2, parameters from stage 3. Norm scales
+are replicated at every ZeRO stage: they are a ten-thousandth of a model, and gathering each would cost a collective.
 
 Where `tensor` has more devices than the model has key heads, several devices share a head. Between steps D of its
 kernels is split over `tensor` instead of K, so that nothing is stored twice; `jtrain.step.zero.own_heads` gives each
@@ -16,7 +17,7 @@ checkpoints do not depend on it. Norm scales stay on the device: the copies woul
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from jax.sharding import PartitionSpec as P
 
@@ -24,17 +25,20 @@ from jtrain.dims import ParamInfo
 from jtrain.errors import UserError
 from jtrain.head_splits import check_context_heads, devices_per_key_head
 from jtrain.mesh import BATCH_AXES, MeshSpec, local_shape, shard_size
+from jtrain.offload_spec import OffloadSpec as OffloadSpec
+from jtrain.pipeline.placement import PipelineLayout, place_layers
+from jtrain.pipeline.spec import PipelineSpec
 from jtrain.precision import PrecisionSpec
 
 SPLITS = {"N": "tensor", "K": "tensor", "F": "tensor", "V": "tensor", "D": "data", "X": "expert"}
 """Dimension letter -> mesh axis that may split it."""
 
+VOCABULARY_AXES = ("stage", "tensor")
+"""Axes that split V under a pipeline: every stage computes a part of the embedding and of the loss."""
+
 FIELDS = {"N": "model.num_heads", "K": "model.num_kv_heads", "F": "model.d_ff", "V": "model.vocab_size"}
 FIELDS |= {"D": "model.d_model", "X": "model.moe.num_experts"}
 """Dimension letter -> config field with its size, for messages."""
-
-type Share = float | Literal["none", "as_needed"]
-"""Share from 0.0 to 1.0; `none` is 0.0, `as_needed` the smallest share with which the run fits."""
 
 type ContextOrder = Literal["contiguous", "zigzag"]
 
@@ -46,63 +50,6 @@ type MemoryKind = Literal["device", "pinned_host"]
 
 
 @dataclasses.dataclass(frozen=True)
-class OffloadSpec:
-    """Offload to host memory; changes speed and device memory, never the losses.
-
-    optimizer: share of the bytes of optimizer state (moments, their scales, master weights). Whole arrays move, the
-      largest first, so the share reached may be a little lower; the plan prints it.
-    params: share of the bytes of the layers' parameters, also by whole arrays; a layer's part is fetched when needed.
-    activations: share of the bytes that each layer saves for its backward pass, by whole named activations.
-    update: where offloaded optimizer state is updated: `device` streams it to the device and back, layer by layer;
-      `host` computes AdamW on the host's cores (ZeRO-Offload, arXiv:2101.06840) and streams gradients and parameters.
-    unified_memory: one address space for host and device (Grace Hopper): the driver moves pages between them.
-    """
-
-    optimizer: Share = "none"
-    params: Share = "none"
-    activations: Share = "none"
-    update: Literal["device", "host"] = "device"
-    unified_memory: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("optimizer", "params", "activations"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value not in ("none", "as_needed") and not (number and 0 <= value <= 1):
-                raise UserError(
-                    f"layout.offload.{name}={value!r} must be a share from 0.0 to 1.0, `none`, or `as_needed`, which "
-                    "takes the smallest share that fits."
-                )
-        if self.update not in ("device", "host"):
-            raise UserError(f"layout.offload.update={self.update!r} must be `device` or `host`.")
-        if self.update == "host" and self.optimizer in ("none", 0):
-            raise UserError(
-                f"layout.offload.update=host updates optimizer state in host memory, but layout.offload.optimizer="
-                f"{self.optimizer} keeps none there. Set layout.offload.optimizer=1.0, or layout.offload.update=device."
-            )
-        placed = [name for name in ("optimizer", "params", "activations") if getattr(self, name) not in ("none", 0)]
-        if self.unified_memory and placed:
-            raise UserError(
-                f"layout.offload.unified_memory=True lets the driver place pages, but layout.offload."
-                f"{placed[0]}={getattr(self, placed[0])} places arrays. Set only one of them."
-            )
-
-    def share(self, name: Literal["optimizer", "params", "activations"]) -> float:
-        """Returns a share as a number.
-
-        Raises:
-          UserError: the share is still `as_needed`.
-        """
-        value = getattr(self, name)
-        if value == "as_needed":
-            raise UserError(
-                f"layout.offload.{name}=as_needed has to be resolved first: no share fits everywhere. `jtrain.plan` "
-                "finds the smallest that fits the devices."
-            )
-        return 0.0 if value == "none" else float(value)
-
-
-@dataclasses.dataclass(frozen=True)
 class LayoutSpec:
     """Layout options of a model on a mesh; they change speed and memory, never the losses.
 
@@ -110,7 +57,7 @@ class LayoutSpec:
     microbatches: number of parts in which the global batch is computed; their gradients are summed.
     remat: activations that a layer saves for its backward pass: `none` saves all, `full` only the layer's input and
       recomputes the rest, `named` that input and `remat_save`.
-    remat_save: activations to save, from `jtrain.model.transformer.SAVEABLE`.
+    remat_save: activations to save, from `jtrain.model.placement.SAVEABLE`.
     tensor_overlap: True splits collectives over `tensor` into pieces that overlap with a layer's matmuls, except where
       the kernels' cost model predicts that this is slower.
     sequence_groups: groups of a device's sequences that a layer computes side by side, so that the collectives of one
@@ -128,7 +75,7 @@ class LayoutSpec:
     remat_save: tuple[str, ...] = ()
     tensor_overlap: bool = False
     sequence_groups: int = 1
-    offload: OffloadSpec = OffloadSpec()
+    offload: OffloadSpec = OffloadSpec()  # noqa: RUF009 - frozen
     context_attention: Literal["ring", "ulysses"] = "ring"
     auto: bool = False
 
@@ -150,9 +97,11 @@ class LayoutSpec:
 class ParamLayout:
     """Layout of one parameter, its gradient and its optimizer state.
 
+    info: the parameter in the state: under a pipeline, `ParamInfo.placed`.
     data_dim, tensor_dim, expert_dim: index into `info.shape` of the dimension that the axis may split, or None.
     param_memory: memory of the parameter between uses. `Layout.host_state` decides the memory of its optimizer state.
     shared_by: number of devices along `tensor` that compute the same key head; more than 1 only for kernels of K.
+    staged: True under a pipeline: `stage` splits the layers (Y), and `stage` and `tensor` together the vocabulary (V).
     """
 
     info: ParamInfo
@@ -162,17 +111,21 @@ class ParamLayout:
     param_memory: MemoryKind = "device"
     expert_dim: int | None = None
     shared_by: int = 1
+    staged: bool = False
 
     def spec(self, *, over_data: bool) -> P:
-        """Returns the partition in use over `tensor` and `expert`, and with `over_data` over `data` too.
+        """Returns the partition in use over `stage`, `tensor` and `expert`, and with `over_data` over `data` too.
 
         With shared key heads K is shorter than `tensor`, and each device has one head.
         """
-        axes: list[str | None] = [None] * len(self.info.shape)
+        axes: list[str | tuple[str, ...] | None] = [None] * len(self.info.shape)
+        if self.staged and self.info.is_stacked:
+            axes[0] = "stage"
         if self.expert_dim is not None:
             axes[self.expert_dim] = "expert"
         if self.tensor_dim is not None:
-            axes[self.tensor_dim] = "tensor"
+            of_vocabulary = self.staged and self.info.dims[self.tensor_dim] == "V"
+            axes[self.tensor_dim] = VOCABULARY_AXES if of_vocabulary else "tensor"
         if over_data and self.data_dim is not None:
             axes[self.data_dim] = "data"
         return P(*axes)
@@ -189,7 +142,8 @@ class ParamLayout:
         """Partition of the optimizer state, and of the gradient that the optimizer reads."""
         if self.shared_by > 1:
             split = ("data", "tensor") if self.zero_stage >= 1 else "tensor"
-            return P(*(split if letter == "D" else None for letter in self.info.dims))
+            of_letter = {"D": split, "Y": "stage" if self.staged else None}
+            return P(*(of_letter.get(letter) for letter in self.info.dims))
         return self.spec(over_data=self.zero_stage >= 1)
 
     @property
@@ -207,6 +161,8 @@ class Layout:
     context_order: assignment of a row's positions to devices along `context` (`jtrain.data.constructor.context_order`).
     precision: number formats, which decide the bytes of every array.
     kernels: implementations of ops that replace the registry's choice, from `Run.kernels`.
+    pipeline: placement of the layers on stages; None with mesh.stage=1.
+    pipeline_spec: settings of pipelines, kept where `pipeline` is None, so that `relaid` knows them.
     """
 
     spec: LayoutSpec
@@ -216,13 +172,35 @@ class Layout:
     context_order: ContextOrder = "zigzag"
     precision: PrecisionSpec = dataclasses.field(default_factory=PrecisionSpec)
     kernels: Kernels = ()
+    pipeline: PipelineLayout | None = None
+    pipeline_spec: PipelineSpec = PipelineSpec()  # noqa: RUF009 - frozen
 
-    def relaid(self, spec: LayoutSpec, mesh: MeshSpec) -> "Layout":
+    def relaid(self, spec: LayoutSpec, mesh: MeshSpec, pipeline: PipelineSpec | None = None) -> "Layout":
         """Lays the same model out with other settings, in the same precision; raises UserError as `make_layout`."""
-        infos = tuple(p.info for p in self.params)
         return make_layout(
-            spec, mesh, infos, context_order=self.context_order, precision=self.precision, kernels=self.kernels
+            spec,
+            mesh,
+            self.infos,
+            context_order=self.context_order,
+            precision=self.precision,
+            kernels=self.kernels,
+            pipeline=pipeline or self.pipeline_spec,
         )
+
+    @property
+    def layer_order(self) -> tuple[int, ...] | None:
+        """Layer of the model at each place of the state, -1 for none; None if they are in the model's order."""
+        return None if self.pipeline is None or self.pipeline.in_order else self.pipeline.order
+
+    @property
+    def per_layer(self) -> P:
+        """Partition of state with one entry per layer that no other axis splits: the scales of 8-bit matmuls."""
+        return P("stage") if self.pipeline else P()
+
+    @property
+    def infos(self) -> tuple[ParamInfo, ...]:
+        """The model's parameters, independent of stages."""
+        return tuple(p.info.logical for p in self.params)
 
     def local_size(self, spec: P, shape: tuple[int, ...]) -> int:
         """Returns the number of elements that one device holds of an array of `shape` under `spec`."""
@@ -282,31 +260,33 @@ def make_layout(
     context_order: ContextOrder = "zigzag",
     precision: PrecisionSpec = PrecisionSpec(),  # noqa: B008, frozen
     kernels: Kernels = (),
+    pipeline: PipelineSpec = PipelineSpec(),  # noqa: B008, frozen
 ) -> Layout:
     """Lays a model out: decides sharding and memory of every array.
 
     Raises:
       UserError: a dimension does not split evenly over its axis; an unused axis is larger than 1; an option needs an
-        axis that is 1; attention cannot be split over `context` this way; or a share to offload is still `as_needed`.
+        axis that is 1; attention cannot be split over `context` this way; there are more stages than layers; or a share
+        to offload is still `as_needed`.
     """
+    placed = _placed_layers(pipeline, mesh, infos) if mesh.stage > 1 else None
+    if placed is not None:
+        _check_stages(spec, placed)
+        infos = tuple(info.placed(placed.order) for info in infos)
     shared_by = devices_per_key_head(mesh, infos)
     check_context_heads(mesh, infos, attention=spec.context_attention, order=context_order)
     shares = {name: spec.offload.share(name) for name in ("optimizer", "params", "activations")}
     # Shared kernels are exchanged once per step, all layers at once, so they stay on the device.
     stays = "K" if shared_by > 1 else "-"
-    layers = [info for info in infos if info.is_matrix and info.dims.startswith("Y")]
+    layers = [info for info in infos if info.is_matrix and info.is_stacked]
     stacked = {info.path: info.size for info in layers if stays not in info.dims}
     total = sum(stacked.values())
     on_host = _moved("params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked)
-    unused = {"stage": "no layout uses this axis yet"}
-    if not any(info.is_experts for info in infos):
-        unused["expert"] = "this model has no experts (model.moe=None)"
-    for axis, reason in unused.items():
-        if mesh.shape[axis] != 1:
-            raise UserError(
-                f"mesh.{axis}={mesh.shape[axis]}: {reason}, so its devices would repeat each other's work. Set "
-                f"mesh.{axis}=1 and use mesh.data, mesh.context, mesh.tensor or mesh.replica."
-            )
+    if mesh.expert != 1 and not any(info.is_experts for info in infos):
+        raise UserError(
+            f"mesh.expert={mesh.expert}: this model has no experts (model.moe=None), so its devices would repeat each "
+            "other's work. Set mesh.expert=1 and use mesh.data, mesh.context, mesh.tensor or mesh.replica."
+        )
     if spec.tensor_overlap and mesh.tensor == 1:
         raise UserError(
             "layout.tensor_overlap=True with mesh.tensor=1: there are no collectives over `tensor` to overlap. Set "
@@ -327,14 +307,38 @@ def make_layout(
                 if axis == "expert" and not info.is_experts:
                     continue  # a router scores all experts on every device
                 if letter != "K":
-                    shard_size(FIELDS[letter], info.shape[index], mesh.shape, (axis,))
+                    axes = VOCABULARY_AXES if letter == "V" and placed else (axis,)
+                    shard_size(FIELDS[letter], info.shape[index], mesh.shape, axes)
                 dims[axis] = index
         if shared > 1:
             axes = ("data", "tensor") if spec.zero_stage else ("tensor",)
             shard_size(FIELDS["D"], info.shape[info.dims.index("D")], mesh.shape, axes)
         memory: MemoryKind = "pinned_host" if info.path in on_host else "device"
-        layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory, dims["expert"], shared))
-    return Layout(spec, mesh, tuple(layouts), context_order=context_order, precision=precision, kernels=kernels)
+        split: Any = dict(expert_dim=dims["expert"], shared_by=shared, staged=placed is not None)
+        layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory, **split))
+    more: Any = dict(context_order=context_order, precision=precision, kernels=kernels)
+    return Layout(spec, mesh, tuple(layouts), pipeline=placed, pipeline_spec=pipeline, **more)
+
+
+def _check_stages(spec: LayoutSpec, placed: PipelineLayout) -> None:
+    """Refuses options that a pipelined step does not have."""
+    for name in ("params", "activations"):
+        if spec.offload.share(name) > 0:
+            raise UserError(
+                f"layout.offload.{name}={getattr(spec.offload, name)} with mesh.stage={placed.stages}: the layers of a "
+                f"stage do not stream through host memory. Set layout.offload.{name}=none, or mesh.stage=1."
+            )
+
+
+def _placed_layers(spec: PipelineSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> PipelineLayout:
+    """Places the layers on stages; refuses a model without stacked layers."""
+    stacks = {info.shape[0] for info in infos if info.is_stacked}
+    if len(stacks) != 1:
+        raise UserError(
+            f"mesh.stage={mesh.stage} cuts a model between its layers, but this one has no single stack of them. Set "
+            "mesh.stage=1 and use mesh.data, mesh.context, mesh.tensor or mesh.replica."
+        )
+    return place_layers(spec, stages=mesh.stage, num_layers=stacks.pop())
 
 
 def _check_groups(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], precision: PrecisionSpec) -> None:

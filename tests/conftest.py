@@ -49,6 +49,8 @@ def _has_shapes(annotation: Any) -> bool:
     """True if jaxtyping has something to check: an array's shape, also behind `type Name = ...` or in a generic."""
     if isinstance(annotation, typing.TypeAliasType):
         return _has_shapes(annotation.__value__)
+    if typing.get_origin(annotation) is typing.Literal:
+        return False  # its arguments are strings, but not annotations
     return (
         isinstance(annotation, str)
         or "jaxtyping." in repr(annotation)

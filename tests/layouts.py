@@ -9,10 +9,13 @@ from jtrain.mesh import MeshSpec
 from jtrain.precision import PrecisionSpec
 
 PRECISION = {field.name for field in dataclasses.fields(PrecisionSpec)}
+OTHER = {"kernels", "pipeline"}
+"""Arguments of `make_layout` besides the specs."""
 
 
 def layout_from(fields: dict[str, Any], mesh: MeshSpec, infos: tuple[ParamInfo, ...], **more: Any) -> Layout:
-    """A layout whose `fields` are those of LayoutSpec, PrecisionSpec, or `kernels`; `more` goes to `make_layout`."""
-    spec = LayoutSpec(**{name: value for name, value in fields.items() if name not in PRECISION | {"kernels"}})
+    """Layout whose `fields` are those of LayoutSpec, PrecisionSpec, or OTHER; `more` goes to `make_layout`."""
+    spec = LayoutSpec(**{name: value for name, value in fields.items() if name not in PRECISION | OTHER})
     precision = PrecisionSpec(**{name: value for name, value in fields.items() if name in PRECISION})
-    return make_layout(spec, mesh, infos, precision=precision, kernels=fields.get("kernels", ()), **more)
+    more |= {name: value for name, value in fields.items() if name in OTHER}
+    return make_layout(spec, mesh, infos, precision=precision, **more)

@@ -17,11 +17,10 @@ ROWS = (
     ("runtime",),  # atomic writes and processes: every row may need them
     ("dims", "hlo", "precision", "telemetry"),
     ("mesh", "supervise"),
-    ("head_splits",),
+    ("head_splits", "offload_spec", "pipeline"),  # schedules and placement are data, which the layout reads
     ("layout",),
     ("data", "model", "optim", "profile", "checkpoint"),
     ("step",),
-    ("pipeline",),
     ("config",),
     ("plan", "hf", "generate"),
     ("train",),

@@ -29,8 +29,9 @@ from jtrain.model import ops
 from jtrain.model.fp8_scaling import advanced, first_scaling, unseen, with_fp8
 from jtrain.model.layer_scan import scan_layers
 from jtrain.model.param import init_params
+from jtrain.model.placement import checkpointed
 from jtrain.model.tensor_parallel import TensorAxis
-from jtrain.model.transformer import Transformer, checkpointed
+from jtrain.model.transformer import Transformer
 from jtrain.precision import MatmulDtype, PrecisionSpec
 from jtrain.step.xla_options import compiler_options, kernels_for
 from jtrain.step.zero import placement_of

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +43,20 @@ class DescribedLeaf:
     sharding: str
 
 
-def describe(state: Any) -> list[DescribedLeaf]:
-    """Returns one description for each leaf of a pytree of jax.Arrays."""
-    return [
-        DescribedLeaf(
-            keys,
-            _metadata(array.shape, array.sharding.shard_shape(array.shape), np.dtype(array.dtype)),
-            sharding_text(array.sharding),
-        )
-        for keys, array in by_keys(state)
-    ]
+def describe(state: Any, together: Mapping[tuple[str, ...], int] | None = None) -> list[DescribedLeaf]:
+    """Returns one description for each leaf of a pytree of jax.Arrays.
+
+    Args:
+      together: length of the first dimension of the parts in which a leaf is written, where that is not a shard's.
+    """
+
+    def described(keys: tuple[str, ...], array: Any) -> DescribedLeaf:
+        part = array.sharding.shard_shape(array.shape)
+        if together and keys in together:
+            part = (together[keys], *part[1:])
+        return DescribedLeaf(keys, _metadata(array.shape, part, np.dtype(array.dtype)), sharding_text(array.sharding))
+
+    return [described(keys, array) for keys, array in by_keys(state)]
 
 
 @functools.lru_cache(maxsize=1024)  # opens a store in memory each time, for many leaves of the same shape

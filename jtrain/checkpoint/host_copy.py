@@ -12,7 +12,7 @@ import ctypes
 import dataclasses
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -43,22 +43,42 @@ class StateChunk:
     in_state: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class ShardPart:
+    """Part of a shard, contiguous in memory.
+
+    start_byte: place in the shard's memory; start: index of its first element in the leaf as it is stored.
+    """
+
+    start_byte: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+type Splitter = Callable[[jax.Array, Any], list[ShardPart]]
+"""Parts of a shard of an array."""
+
+
 class StateChunks:
     """Chunks that this process writes, of replicas only the first one's; any thread may take the next one."""
 
-    def __init__(self, state: Any) -> None:
-        """Waits for `state`, and fetches what lies on accelerators."""
+    def __init__(self, state: Any, split: Splitter) -> None:
+        """Waits for `state`, and fetches what lies on accelerators.
+
+        Args:
+          split: parts of a shard that are neighbours in the files too.
+        """
         jax.block_until_ready(state)
         shards = [
-            (".".join(keys), shard)
+            (".".join(keys), shard, split(array, shard))
             for keys, array in by_keys(state)
             for shard in array.addressable_shards
             if shard.replica_id == 0
         ]
-        for _, shard in shards:
+        for _, shard, _ in shards:
             if not _on_cpu(shard):
                 shard.data.copy_to_host_async()
-        found = [chunk for name, shard in shards for chunk in _chunks(name, shard)]
+        found = [chunk for name, shard, parts in shards for chunk in _chunks(name, shard, parts)]
         self._changed = threading.Condition()
         self._in_state = collections.deque(chunk for chunk in found if chunk.in_state)
         self._copied = collections.deque(chunk for chunk in found if not chunk.in_state)
@@ -119,7 +139,7 @@ def _on_cpu(shard: Any) -> bool:
     return shard.device.platform == "cpu"
 
 
-def _chunks(leaf: str, shard: Any) -> Iterator[StateChunk]:
+def _chunks(leaf: str, shard: Any, parts: list[ShardPart]) -> Iterator[StateChunk]:
     """Yields the chunks of one device's part of a leaf."""
     array = shard.data
     if not array.size:
@@ -130,11 +150,11 @@ def _chunks(leaf: str, shard: Any) -> Iterator[StateChunk]:
     else:
         array = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
         data = memoryview(array)
-    start = tuple(part.start or 0 for part in shard.index)
-    for chunk in array_files.chunks(shard.data.shape, start, shard.data.dtype.itemsize):
-        name = f"{files.STATE}/{leaf}/{chunk.name}"
-        part = data[chunk.start_byte : chunk.start_byte + chunk.num_bytes]
-        yield StateChunk(name, part, array, in_state=_on_cpu(shard))
+    for part in parts:
+        for chunk in array_files.chunks(part.shape, part.start, shard.data.dtype.itemsize):
+            begin = part.start_byte + chunk.start_byte
+            name = f"{files.STATE}/{leaf}/{chunk.name}"
+            yield StateChunk(name, data[begin : begin + chunk.num_bytes], array, in_state=_on_cpu(shard))
 
 
 def _copy_of(chunk: StateChunk) -> StateChunk:

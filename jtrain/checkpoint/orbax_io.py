@@ -7,14 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from etils import epath
 
 from jtrain.checkpoint import files
 from jtrain.runtime.store_paths import in_store
 
 
-def restore(path: Path, like: Any, *, only_some: bool = False) -> Any:
-    """Reads the arrays at `path` with the shapes, dtypes and shardings of `like`; each device reads only its part."""
+def restore(path: Path, like: Any, *, only_some: bool = False, order: tuple[int, ...] | None = None) -> Any:
+    """Reads the arrays at `path` with the shapes, dtypes and shardings of `like`; each device reads only its part.
+
+    order: as `Checkpoints.layer_order`.
+    """
     if in_store(path):
         from jtrain.checkpoint.object_stores import teach_orbax
 
@@ -26,7 +30,7 @@ def restore(path: Path, like: Any, *, only_some: bool = False) -> Any:
         partial_restore=only_some,
     )
     # `ocp.Checkpointer` would wait for all processes, for ever if one of them cannot read its part.
-    reader = _handler()
+    reader = _handler(ocp.type_handlers.ArrayHandler() if order is None else _PlacedArrays(order))
     try:
         found = jax.block_until_ready(reader.restore(epath.Path(path), args=args))
     finally:
@@ -75,6 +79,32 @@ def sharding_text(sharding: jax.sharding.Sharding) -> str:
     return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding).to_serialized_string()
 
 
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, ocp.type_handlers.ArrayHandler()))
+class _PlacedArrays(ocp.type_handlers.ArrayHandler):
+    """Reader of a pipelined run's state: layers go to their places, leaf by leaf."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self._order = order
+
+    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        from jtrain.checkpoint import layer_order  # lazy: it reads `by_keys` from here
+
+        found: dict[str, jax.Array] = {}
+        others: list[tuple[Any, Any]] = []
+        for info, arg in zip(infos, args, strict=True):
+            like = jax.ShapeDtypeStruct(arg.global_shape, arg.dtype, sharding=arg.sharding)
+            if not layer_order.is_placed(like):
+                others.append((info, arg))
+                continue
+            spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=bool(info.is_ocdbt_checkpoint))
+            stored = await ts.open(spec, open=True, context=info.ts_context)
+            found[info.name] = await layer_order.read_placed(stored, like, self._order)
+        if others:
+            arrays = await super().deserialize(*(list(column) for column in zip(*others, strict=True)))
+            found |= {info.name: array for (info, _), array in zip(others, arrays, strict=True)}
+        return [found[info.name] for info in infos]
+
+
+def _handler(arrays: ocp.type_handlers.ArrayHandler) -> ocp.PyTreeCheckpointHandler:
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry)

@@ -51,7 +51,9 @@ class _PassedOver:
     damaged: bool
 
 
-def restore_newest(folder: Path, like: Any, *, from_scratch: bool = False) -> Restored:
+def restore_newest(
+    folder: Path, like: Any, *, from_scratch: bool = False, order: tuple[int, ...] | None = None
+) -> Restored:
     """Reads the newest whole checkpoint in `folder`, or none if there is no checkpoint at all.
 
     Newer ones that are damaged are renamed to `<step>.damaged`, once a whole one was read: they are never deleted, and
@@ -60,6 +62,7 @@ def restore_newest(folder: Path, like: Any, *, from_scratch: bool = False) -> Re
     Args:
       like: as in `restore`.
       from_scratch: if no checkpoint is whole, renames them all and reads none.
+      order: as `Checkpoints.layer_order`.
 
     Raises:
       CheckpointError: no checkpoint is whole; the newest whole one is of another model or optimizer; or the disk or
@@ -74,11 +77,11 @@ def restore_newest(folder: Path, like: Any, *, from_scratch: bool = False) -> Re
             passed.append(_PassedOver(step, wrong, damaged=True))
             continue
         wanted = like(manifest.leaves) if callable(like) else like
-        _check_same(folder / str(step), manifest.leaves, wanted)
-        state, unread = _read(folder / str(step), wanted)
+        _check_same(folder / str(step), manifest.leaves, wanted, order)
+        state, unread = _read(folder / str(step), wanted, order=order)
         if unread:  # because of damage since the check, or because a disk or store failed for a moment
             _, wrong = _checked(folder / str(step), verify=True)
-            state, unread = (None, wrong) if wrong else _read(folder / str(step), wanted)
+            state, unread = (None, wrong) if wrong else _read(folder / str(step), wanted, order=order)
         if unread:
             passed.append(_PassedOver(step, unread, damaged=bool(wrong)))
             continue
@@ -93,7 +96,9 @@ def restore_newest(folder: Path, like: Any, *, from_scratch: bool = False) -> Re
     raise _none_whole(folder, passed)
 
 
-def restore(folder: Path, step: int, like: Any, *, verify: bool = True) -> tuple[Any, dict[str, Any]]:
+def restore(
+    folder: Path, step: int, like: Any, *, verify: bool = True, order: tuple[int, ...] | None = None
+) -> tuple[Any, dict[str, Any]]:
     """Reads the state and data state of a checkpoint; the state gets the shapes, dtypes and shardings of `like`.
 
     Any layout can restore a checkpoint of any other; each device reads and holds only its own part. A leaf saved in
@@ -105,6 +110,7 @@ def restore(folder: Path, step: int, like: Any, *, verify: bool = True) -> tuple
         that makes it from the saved leaves.
       verify: hash every file first, divided among the processes: about 1 s per GB and thread, with 8 threads.
         Otherwise only missing files and wrong sizes are found before reading.
+      order: as `Checkpoints.layer_order`.
 
     Raises:
       CheckpointError: there is no such checkpoint; it is of another model or optimizer (the message lists the leaves
@@ -112,8 +118,8 @@ def restore(folder: Path, step: int, like: Any, *, verify: bool = True) -> tuple
     """
     path, manifest = open_step(folder, step, verify=verify)
     like = like(manifest.leaves) if callable(like) else like
-    _check_same(path, manifest.leaves, like)
-    state, unread = _read(path, like)
+    _check_same(path, manifest.leaves, like, order)
+    state, unread = _read(path, like, order=order)
     if unread:
         raise _damaged(folder, step, unread)
     return state, read_data_state(folder, step)
@@ -212,13 +218,15 @@ def _is_damage(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _DAMAGE
 
 
-def _read(path: Path, like: Any, *, only_some: bool = False) -> tuple[Any, tuple[str, ...]]:
+def _read(
+    path: Path, like: Any, *, only_some: bool = False, order: tuple[int, ...] | None = None
+) -> tuple[Any, tuple[str, ...]]:
     """Returns the state, and no line; or None, and one line for each process that could not read its part."""
     from jtrain.checkpoint import orbax_io
 
     state, failure = None, ""
     try:
-        state = orbax_io.restore(path / files.STATE, like, only_some=only_some)
+        state = orbax_io.restore(path / files.STATE, like, only_some=only_some, order=order)
     except Exception as error:  # Orbax and TensorStore raise many types
         if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
             raise
@@ -293,10 +301,10 @@ def _damaged(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError
     return CheckpointError(f"The checkpoint {path} is damaged:\n  {_listed_lines(wrong, '\n  ')}\n{way}")
 
 
-def _check_same(path: Path, saved: dict[str, ManifestLeaf], like: Any) -> None:
-    from jtrain.checkpoint import orbax_io
+def _check_same(path: Path, saved: dict[str, ManifestLeaf], like: Any, order: tuple[int, ...] | None = None) -> None:
+    from jtrain.checkpoint import layer_order, orbax_io
 
-    wanted = orbax_io.leaves(like)
+    wanted = orbax_io.leaves(layer_order.logical(like, order))
     lines = tuple(
         f"{name}: {_shown(saved.get(name))} in the checkpoint, {_shown(wanted.get(name))} in this run"
         for name in dict.fromkeys([*wanted, *saved])

@@ -61,15 +61,22 @@ class Checkpoints:
 
     Leaving the `with` block by an exception also waits for a save in flight.
 
+    layer_order: layer of the model at each place of the state's layers, -1 for none, where a pipeline reorders them
+      (`jtrain.pipeline.placement`). Checkpoints hold the model's own order, so that any run restores them.
     hold: while True, no checkpoint is deleted. Set it while numbers are suspicious.
     """
 
-    def __init__(self, workdir: Path, spec: CheckpointSpec) -> None:
+    def __init__(self, workdir: Path, spec: CheckpointSpec, *, layer_order: tuple[int, ...] | None = None) -> None:
         self.folder = (workdir if in_store(workdir) else workdir.absolute()) / "checkpoints"
         self.hold = False
         self._spec = spec
+        self._order = layer_order
         self._saves = Saves(
-            self.folder, every_steps=spec.every_steps, max_failures=spec.max_failures, prune=self._prune
+            self.folder,
+            every_steps=spec.every_steps,
+            max_failures=spec.max_failures,
+            prune=self._prune,
+            order=layer_order,
         )
 
     def prepare(self) -> None:
@@ -158,14 +165,14 @@ class Checkpoints:
           workdir: folder of the run's other files; the checkpoints' parent if not given.
         """
         self.settle()
-        found = restoring.restore_newest(self.folder, like, from_scratch=from_scratch)
+        found = restoring.restore_newest(self.folder, like, from_scratch=from_scratch, order=self._order)
         lost_history.begin(workdir or self.folder.parent, self.folder, found)
         return found
 
     def restore(self, step: int, like: Any, *, verify: bool = True) -> tuple[Any, dict[str, Any]]:
         """Reads the state and data state of a checkpoint; see `restoring.restore`."""
         self.settle()
-        return restoring.restore(self.folder, step, like, verify=verify)
+        return restoring.restore(self.folder, step, like, verify=verify, order=self._order)
 
     def restore_part(self, step: int, like: dict[str, Any], *, verify: bool = True) -> dict[str, Any]:
         """Reads some branches of the state, such as `{"params": ...}`, and no others; see `restoring.restore`."""

@@ -23,6 +23,7 @@ from jtrain.runtime import multihost
 from jtrain.runtime.store_paths import in_store, said
 
 if TYPE_CHECKING:
+    from jtrain.checkpoint.layer_order import LayerOrder
     from jtrain.checkpoint.save_task import SaveTask
 
 LAST_RETRY_S = 2.0
@@ -39,14 +40,24 @@ class Saves:
     """Saves into `folder`, one at a time, in the background; see `Checkpoints` for what its methods promise.
 
     say: prints a line for the user; called in the thread that trains.
+    order: layers of the state at the places of a pipeline's stages; None if they are those of the model.
     """
 
-    def __init__(self, folder: Path, *, every_steps: int | None, max_failures: int, prune: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        every_steps: int | None,
+        max_failures: int,
+        prune: Callable[[], None],
+        order: "LayerOrder | None" = None,
+    ) -> None:
         self.folder = folder
         self.say: Callable[[str], None] = _print
         self._every_steps = every_steps
         self._max_failures = max_failures
         self._prune = prune
+        self._order = order
         self._task: SaveTask | None = None
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._failures = 0
@@ -161,11 +172,12 @@ class Saves:
                 pool.shutdown()
 
     def _start(self, step: int, state: Any, data: str, config_text: str) -> None:
-        from jtrain.checkpoint import array_writer, host_copy, orbax_io, save_task
+        from jtrain.checkpoint import host_copy, layer_order, orbax_io, save_task
 
         assert self._pool is not None
-        contents = save_task.Contents(step, orbax_io.leaves(state), array_writer.describe(state), data, config_text)
-        chunks = host_copy.StateChunks(state)
+        leaves = orbax_io.leaves(layer_order.logical(state, self._order))
+        contents = save_task.Contents(step, leaves, layer_order.described(state, self._order), data, config_text)
+        chunks = host_copy.StateChunks(state, layer_order.splitter(self._order))
         self._task = save_task.SaveTask(
             self.folder,
             contents,

@@ -41,6 +41,7 @@ the optimizer that decide which arrays its state has are not among them."""
 MAY_CHANGE_ON_RESUME = {
     "mesh.": "the layout does not change the losses",
     "layout.": "the layout does not change the losses",
+    "pipeline.": "the layout does not change the losses",
     "model.scan_layers": "changes only how the model compiles",
     "model.loss_chunk_tokens": "changes only how the model compiles",
     "model.attention_chunk": "changes only how the model compiles",

@@ -19,14 +19,17 @@ from jtrain.layout import Kernels, Layout, LayoutSpec, OffloadSpec, check_batch,
 from jtrain.mesh import MeshSpec
 from jtrain.model.layer_scan import check_scanned
 from jtrain.model.param import map_params
+from jtrain.model.placement import SAVEABLE
 from jtrain.model.saved_activations import offloaded_names
-from jtrain.model.transformer import SAVEABLE, Transformer
+from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, check_layout
 from jtrain.optim import build as build_optimizer
 from jtrain.optim.optimizer import check_offload
+from jtrain.pipeline.spec import PipelineSpec
 from jtrain.precision import PrecisionSpec
 from jtrain.profile.spec import ProfileSpec
 from jtrain.step.guard import GuardSpec
+from jtrain.step.pipeline_ticks import ticks_of
 from jtrain.supervise.spec import SuperviseSpec
 from jtrain.telemetry.alerts import AlertsSpec
 from jtrain.telemetry.metrics import MetricsSpec
@@ -73,6 +76,7 @@ class Run:
     num_steps: int
     mesh: MeshSpec
     layout: LayoutSpec
+    pipeline: PipelineSpec = dataclasses.field(default_factory=PipelineSpec)
     precision: PrecisionSpec = dataclasses.field(default_factory=PrecisionSpec)
     kernels: Kernels = ()
     model: Transformer
@@ -132,6 +136,7 @@ def run_layout(run: Run) -> Layout:
         context_order=run.data.context_order,
         precision=run.precision,
         kernels=run.kernels,
+        pipeline=run.pipeline,
     )
 
 
@@ -156,6 +161,8 @@ def validate(run: Run) -> None:
         run.optimizer, num_steps=run.num_steps, params=map_params(lambda info: info, run.model.param_infos())
     )
     check_batch(run.layout, run.mesh, global_batch=run.data.global_batch, seq_len=run.data.seq_len)
+    if layout.pipeline is not None:
+        ticks_of(layout)  # refuses numbers that the schedule cannot have
     if unknown := [name for name in run.layout.remat_save if name not in SAVEABLE]:
         raise UserError(
             f"layout.remat_save names {', '.join(unknown)}, which no layer computes. There are: {', '.join(SAVEABLE)}."

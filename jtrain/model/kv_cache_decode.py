@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int, Key
 from jtrain.errors import UserError
 from jtrain.model import ops
 from jtrain.model.param import Params
-from jtrain.model.transformer import Block, Placement, Transformer
+from jtrain.model.placement import Placement
+from jtrain.model.transformer import Block, Transformer
 
 PROMPT_CHUNK = 64
 """Prompt tokens per pass. Attention scores take N * 64 * M floats; each pass reads all weights once."""

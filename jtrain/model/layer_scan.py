@@ -46,7 +46,7 @@ def scan_layers(layer: Layer, x: LayerCarry, weights: Params, shared: Any, *, un
     """`x = layer(x, weights[y], shared)` for every y of the stacked weights, differentiable in x and weights.
 
     Args:
-      layer: must not save values derived from streamed weights: see `transformer.checkpointed`.
+      layer: must not save values derived from streamed weights: see `placement.checkpointed`.
       weights: stacked, [Y, ...]; a `Detached` whose value is in host memory is streamed.
       shared: values passed to every layer; not differentiated.
       unroll: layers per iteration of the compiled loop.

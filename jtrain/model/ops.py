@@ -25,6 +25,7 @@ from jtrain_kernels.linear_cross_entropy.parts import (
     linear_cross_entropy_in_parts,
     token_cross_entropy_in_parts,
 )
+from jtrain_kernels.linear_cross_entropy.vocab import Axis as VocabAxis
 from jtrain_kernels.overlap.api import (
     all_gather_matmul,
     all_gather_matmul_fp8,
@@ -42,6 +43,7 @@ __all__ = [
     "Fp8Kernel",
     "Kernel",
     "RowSplit",
+    "VocabAxis",
     "all_gather_linear",
     "amax_pushed",
     "amax_scales",

@@ -74,6 +74,10 @@ def init_params(infos: tuple[ParamInfo, ...], *, seed: int, dtype: str) -> Param
     """Initial values of all parameters in `dtype`; jit it with the layout's shardings as `out_shardings`."""
 
     def value(info: ParamInfo) -> Array:
+        if info.layer_order is not None:
+            return jax.lax.map(
+                lambda y: init_param(info, seed=seed, dtype=dtype, layer=y), jnp.asarray(info.layer_order)
+            )
         if info.init == "ones" or not info.dims.startswith("Y"):
             return init_param(info, seed=seed, dtype=dtype)
         # One layer at a time: the random words of a whole stack would take several times its own memory.
@@ -83,18 +87,26 @@ def init_params(infos: tuple[ParamInfo, ...], *, seed: int, dtype: str) -> Param
 
 
 def init_param(info: ParamInfo, *, seed: int, dtype: str, layer: Array | None = None) -> Array:
-    """Initial values of one parameter in `dtype`; with `layer`, only that layer of a stacked parameter.
+    """Initial values of one parameter in `dtype`; with `layer`, only that logical layer of a stacked parameter.
 
-    The random key is folded from the seed, a checksum of the parameter's path and, for a stacked parameter, the layer,
-    so values depend neither on the order in which parameters are made nor on their layout.
+    A layer of -1 is an identity layer, of zeros. The random key is folded from the seed, a checksum of the parameter's
+    path and, for a stacked parameter, the layer, so values depend neither on the order in which parameters are made nor
+    on their layout.
     """
     shape = info.shape if layer is None else info.shape[1:]
     if info.init == "ones":
-        return jnp.ones(shape, dtype)
+        return _or_identity(info, layer, jnp.ones(shape, dtype))
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(info.path.encode()))
     if layer is not None:
         key = jax.random.fold_in(key, layer)
-    return (info.std * _normal(key, shape)).astype(dtype)
+    return _or_identity(info, layer, (info.std * _normal(key, shape)).astype(dtype))
+
+
+def _or_identity(info: ParamInfo, layer: Array | None, value: Array) -> Array:
+    """Zeros instead of `value` for an identity layer."""
+    if layer is None or info.layer_order is None:
+        return value
+    return jnp.where(layer >= 0, value, jnp.zeros_like(value))
 
 
 def _normal(key: Array, shape: Sequence[int]) -> Float[Array, "..."]:

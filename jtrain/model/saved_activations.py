@@ -4,20 +4,21 @@ from jtrain.dims import kv_heads_in_use
 from jtrain.errors import UserError
 from jtrain.layout import Layout, largest_first
 from jtrain.model.expert_dispatch import buffer_rows
-from jtrain.model.transformer import LAYER_INPUT, SAVEABLE
+from jtrain.model.placement import LAYER_INPUT, SAVEABLE
 from jtrain.precision import itemsize
 
 _F32 = 4
 
 
 def keeps_by_name(layout: Layout) -> bool:
-    """True if a layer saves only named activations.
+    """True if a layer saves only named activations; always under a pipeline, whose slots hold no weights.
 
     This also holds with `remat=none` if unnamed residuals would include copies of weights: values derived from a
     gathered or offloaded weight have no name, so the backward pass recomputes them.
     """
     spec = layout.spec
-    return spec.remat != "none" or copies_weights(layout) or spec.offload.share("activations") > 0
+    staged = layout.pipeline is not None
+    return staged or spec.remat != "none" or copies_weights(layout) or spec.offload.share("activations") > 0
 
 
 def copies_weights(layout: Layout) -> bool:

@@ -11,6 +11,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jtrain.model import ops
+from jtrain.model.split_backward import SplitKernel, multiplied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,17 +24,23 @@ class TensorAxis:
     size: int = 1
     overlap: bool = False
 
-    def project_in(self, x_BLD: Float[Array, "B _ D"], *kernels: ops.Kernel) -> tuple[Array, ...]:
+    def project_in(self, x_BLD: Float[Array, "B _ D"], *kernels: ops.Kernel | SplitKernel) -> tuple[Array, ...]:
         """This device's columns of each product, [B, L, ...], from its positions of x."""
+        return multiplied(self._in, x_BLD, kernels)
+
+    def project_out(self, y: Float[Array, "B L ..."], kernel: ops.Kernel | SplitKernel) -> Float[Array, "B _ D"]:
+        """This device's positions of the product, summed over all devices' parts of the contracted dimensions."""
+        return multiplied(self._out, y, (kernel,))[0]
+
+    def _in(self, x_BLD: Array, *kernels: ops.Kernel) -> tuple[Array, ...]:
         if self.overlap:
             return ops.all_gather_linear(x_BLD, kernels, axis_name="tensor", axis_size=self.size)
         return ops.linears(gather_sequence(x_BLD, self.size), kernels)
 
-    def project_out(self, y: Float[Array, "B L ..."], kernel: ops.Kernel) -> Float[Array, "B _ D"]:
-        """This device's positions of the product, summed over all devices' parts of the contracted dimensions."""
+    def _out(self, y: Array, kernel: ops.Kernel) -> tuple[Array]:
         if self.overlap:
-            return ops.linear_reduce_scatter(y, kernel, axis_name="tensor", axis_size=self.size)
-        return scatter_sequence(ops.linear(y, kernel, num_in=y.ndim - 2), self.size)
+            return (ops.linear_reduce_scatter(y, kernel, axis_name="tensor", axis_size=self.size),)
+        return (scatter_sequence(ops.linear(y, kernel, num_in=y.ndim - 2), self.size),)
 
 
 def gather_sequence(x_BLD: Float[Array, "B _ D"], tensor: int) -> Float[Array, "B L D"]:

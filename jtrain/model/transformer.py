@@ -4,7 +4,6 @@ Everything here sees one device's block of each array: it runs inside a fully-ma
 communication is explicit. Over `tensor`, the residual stream is split by sequence: see `tensor_parallel.py`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -24,54 +23,12 @@ from jtrain.model.mlp import SwiGLU
 from jtrain.model.moe import MoE
 from jtrain.model.norm import RMSNorm
 from jtrain.model.param import Params, param_infos, weight
+from jtrain.model.placement import LAYER_INPUT, Placement, checkpointed, single_device
 from jtrain.model.rope import RopeSpec
 from jtrain.model.router import MoESpec, RouterLosses
-from jtrain.model.sequence_groups import GROUP_ORDER, layer_in_groups
+from jtrain.model.sequence_groups import layer_in_groups
 from jtrain.model.tensor_parallel import TensorAxis, gather_sequence, local_sequence, scatter_sequence
 from jtrain.model.unembedding import loss_in_parts, token_nats_in_parts, unembedding_loss
-
-SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_gate", "mlp_up")
-"""Activations of a block that `layout.remat=named` may save for the backward pass instead of recomputing."""
-
-LAYER_INPUT = "layer_input"
-"""The residual stream that enters a block: always saved for the backward pass, on the device or in host memory."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """The parts of the layout that a forward pass needs.
-
-    fetch: gathers the parameters below a path over `data` and casts them to the compute dtype.
-    tensor, expert: number of devices along these axes.
-    tensor_overlap: True if collectives over `tensor` overlap with the layers' matmuls.
-    sequence_groups: groups of sequences that a layer computes side by side.
-    context: placement of the positions along the `context` axis.
-    remat: activations that a block saves for its backward pass: all (none), only its input (full), or its input and
-      `remat_save` (named).
-    regather: True if gathered weights are dropped after use and gathered again by the backward pass.
-    streams: True if some of the layers' weights are fetched from host memory and dropped after use.
-    offload: saved activations that go to host memory, a subset of LAYER_INPUT and SAVEABLE.
-    lookup: embedding lookup in a table split by columns, returning [B, L, D] in the compute dtype, so that neither
-      embedding nor unembedding is ever whole; None if `fetch` gathers them.
-    """
-
-    fetch: Callable[[str, Any], Any]
-    tensor: int = 1
-    tensor_overlap: bool = False
-    sequence_groups: int = 1
-    context: ops.RowSplit = ops.WHOLE_ROWS
-    remat: Literal["none", "full", "named"] = "none"
-    remat_save: tuple[str, ...] = ()
-    regather: bool = False
-    streams: bool = False
-    offload: tuple[str, ...] = ()
-    lookup: Callable[[Array, Array], Array] | None = None
-    expert: int = 1
-
-
-def single_device(dtype: str) -> Placement:
-    """Placement without a mesh: every parameter is whole and cast to `dtype`."""
-    return Placement(fetch=lambda path, tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree))
 
 
 class Block(nnx.Module):
@@ -260,39 +217,50 @@ class Transformer(nnx.Module):
         self, params: Params, batch: Batch, placement: Placement
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
         """Result of `hidden`, and the router losses summed over layers (None for a dense model)."""
-        fetch, tensor = placement.fetch, placement.tensor
         if placement.streams or placement.offload:
             check_scanned(self.scan_layers)
+        x_BLD = self.embed(params, batch.token_BL, placement)
+        layer, unroll = self.layer(placement), 1 if self.scan_layers else self.num_layers
+        shared = self.shared(batch)
+        with jax.named_scope("layers"):
+            losses = None if self.moe is None else RouterLosses(*jnp.zeros((2,)))
+            x_BLD, losses = scan_layers(layer, (x_BLD, losses), params["layers"], shared, unroll=unroll)
+        return self.normed(params, x_BLD, placement), losses
+
+    def embed(self, params: Params, token_BL: Int[Array, "B L"], placement: Placement) -> Float[Array, "B _ D"]:
+        """Embedding rows of the tokens at this device's positions; of its stage's part of the vocabulary, others 0."""
         with jax.named_scope("embed"):
-            table = params["embed_VD"]
-            if placement.lookup is None:
-                x_BLD = _embed(fetch("embed_VD", table), batch.token_BL, tensor, ops.embedding_lookup)
-            else:
-                x_BLD = _embed(table, batch.token_BL, tensor, placement.lookup)
+            if placement.lookup is not None:
+                return _embed(params["embed_VD"], token_BL, placement, placement.lookup)
+            return _embed(placement.fetch("embed_VD", params["embed_VD"]), token_BL, placement, ops.embedding_lookup)
+
+    def shared(self, batch: Batch) -> tuple[Array, Array, Array]:
+        """Values that every layer reads: cosine and sine of the rotations, and the documents' numbers."""
         with jax.named_scope("rope"):
-            cos_BLR, sin_BLR = self.rope.tables(batch.position_BL, self.head_dim)
+            return *self.rope.tables(batch.position_BL, self.head_dim), batch.segment_BL
+
+    def layer(self, placement: Placement) -> Layer:
+        """One layer as a function of (residual stream, router losses so far), its weights, and `shared`."""
         block_def, _ = nnx.split(self.layers)
-        axis = TensorAxis(tensor, placement.tensor_overlap)
+        axis = TensorAxis(placement.tensor, placement.tensor_overlap)
 
         def layer(carry: LayerCarry, weights: Params, shared: tuple[Array, Array, Array]) -> LayerCarry:
             x_BLD, before = carry
-            block = nnx.merge(block_def, fetch("layers", weights))
+            block = nnx.merge(block_def, placement.fetch("layers", weights))
             x_BLD = checkpoint_name(x_BLD, LAYER_INPUT)
             if (groups := placement.sequence_groups) > 1:
-                split: Any = dict(groups=groups, tensor=tensor, context=placement.context)
+                split: Any = dict(groups=groups, tensor=placement.tensor, context=placement.context)
                 return layer_in_groups(block, x_BLD, *shared, **split), before
             x_BLD, losses = block(x_BLD, *shared, tensor=axis, context=placement.context, expert=placement.expert)
             return x_BLD, jax.tree.map(jnp.add, before, losses)
 
-        kept = checkpointed(layer, placement, scanned=self.scan_layers)
-        unroll = 1 if self.scan_layers else self.num_layers
-        shared = (cos_BLR, sin_BLR, batch.segment_BL)
-        with jax.named_scope("layers"):
-            losses = None if self.moe is None else RouterLosses(*jnp.zeros((2,)))
-            x_BLD, losses = scan_layers(kept, (x_BLD, losses), params["layers"], shared, unroll=unroll)
+        return checkpointed(layer, placement, scanned=self.scan_layers)
+
+    def normed(self, params: Params, x_BLD: Float[Array, "B _ D"], placement: Placement) -> Float[Array, "B _ D"]:
+        """The last norm."""
         with jax.named_scope("final_norm"):
-            norm = nnx.merge(nnx.split(self.final_norm)[0], fetch("final_norm", params["final_norm"]))
-            return norm(x_BLD), losses
+            norm = nnx.merge(nnx.split(self.final_norm)[0], placement.fetch("final_norm", params["final_norm"]))
+            return norm(x_BLD)
 
     def unembed(self, params: Params, placement: Placement) -> Float[Array, "D V"]:
         """This device's columns of the unembedding matrix, V / tensor, in the compute dtype."""
@@ -308,38 +276,42 @@ class Transformer(nnx.Module):
         the same loss. Only the objective is differentiable.
         """
         x_BLD, losses = self._forward(params, batch, placement)
-        total, nats = self._cross_entropy(params, x_BLD, batch, placement)
+        total, nats = self.cross_entropy(params, x_BLD, batch.target_BL, placement)
         if self.moe is None or losses is None:
             return total, nats
         of_router = self.moe.balance_loss * losses.balance + self.moe.router_z_loss * losses.z
         return total + of_router / self.num_layers, nats
 
-    def _cross_entropy(
-        self, params: Params, x_BLD: Float[Array, "B _ D"], batch: Batch, placement: Placement
+    def cross_entropy(
+        self, params: Params, x_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"], placement: Placement
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Result of `loss` without the router losses."""
+        """Result of `loss` from what `normed` returns, without the router losses."""
         with jax.named_scope("loss"):
             chunk = self.loss_chunk_tokens if isinstance(self.loss_chunk_tokens, int) else None
-            sizes: Any = dict(tensor=placement.tensor, chunk_tokens=chunk, z_loss=self.z_loss)
+            sizes: Any = dict(placement.vocabulary, chunk_tokens=chunk, z_loss=self.z_loss)
             if placement.lookup is not None:
                 path = "embed_VD" if self.tie_embeddings else "unembed_DV"
                 fetch = functools.partial(placement.fetch, path)
-                return loss_in_parts(x_BLD, params[path], batch.target_BL, fetch, tied=self.tie_embeddings, **sizes)
-            return unembedding_loss(x_BLD, self.unembed(params, placement), batch.target_BL, **sizes)
+                return loss_in_parts(x_BLD, params[path], target_BL, fetch, tied=self.tie_embeddings, **sizes)
+            return unembedding_loss(x_BLD, self.unembed(params, placement), target_BL, **sizes)
 
     def token_nats(self, params: Params, batch: Batch, placement: Placement) -> Float[Array, "B _"]:
         """Cross entropy of each of this device's tokens, [B, L / tensor], in nats; 0 without a target."""
-        x_BLD, target_BL, tensor = self.hidden(params, batch, placement), batch.target_BL, placement.tensor
+        return self.nats_of(params, self.hidden(params, batch, placement), batch.target_BL, placement)
+
+    def nats_of(
+        self, params: Params, x_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"], placement: Placement
+    ) -> Float[Array, "B _"]:
+        """Result of `token_nats` from what `normed` returns."""
         chunk = self.loss_chunk_tokens if isinstance(self.loss_chunk_tokens, int) else None
+        split, tied = placement.vocabulary, self.tie_embeddings
         with jax.named_scope("loss"):
             if placement.lookup is None:
-                unembed, axis = self.unembed(params, placement), "tensor" if tensor > 1 else None
+                unembed, axis = self.unembed(params, placement), split["axis"] if split["shards"] > 1 else None
                 return ops.token_cross_entropy(x_BLD, unembed, target_BL, chunk_tokens=chunk, axis=axis)
-            path, tied = "embed_VD" if self.tie_embeddings else "unembed_DV", self.tie_embeddings
+            path = "embed_VD" if tied else "unembed_DV"
             fetch = functools.partial(placement.fetch, path)
-            return token_nats_in_parts(
-                x_BLD, params[path], target_BL, fetch, tied=tied, tensor=tensor, chunk_tokens=chunk
-            )
+            return token_nats_in_parts(x_BLD, params[path], target_BL, fetch, tied=tied, chunk_tokens=chunk, **split)
 
     @property
     def loss_chunk(self) -> int:
@@ -362,35 +334,18 @@ class Transformer(nnx.Module):
         return ops.linear(x_BLD, self.unembed(params, placement)).astype(jnp.float32)
 
 
-def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
-    """`layer` under `jax.checkpoint`, saving and offloading the activations that the placement names."""
-    if placement.remat == "none" and not (placement.regather or placement.streams or placement.offload):
-        return layer
-    # With remat=none, a policy that refuses only the weights would still save values one step away from them (results
-    # of the gather, reshapes), which are all layers' whole weights. Save the results of matmuls instead.
-    kept = (*(SAVEABLE if placement.remat == "none" else placement.remat_save), GROUP_ORDER, ops.AMAX)
-    policies = jax.checkpoint_policies
-    if placement.offload:
-        policy = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[name for name in kept if name not in placement.offload],
-            names_which_can_be_offloaded=list(placement.offload),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    else:
-        policy = policies.save_only_these_names(*kept)
-    # Inside a loop XLA cannot merge the recomputation with the forward pass; unrolled it would, which undoes remat.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
-
-
 def _embed(
-    table_VD: Float[Array, "_ _"], token_BL: Int[Array, "B L"], tensor: int, lookup: Callable[[Array, Array], Array]
+    table_VD: Float[Array, "_ _"],
+    token_BL: Int[Array, "B L"],
+    placement: Placement,
+    lookup: Callable[[Array, Array], Array],
 ) -> Float[Array, "B _ D"]:
     """Embedding rows of the tokens; with `tensor`, each device adds the rows of its block of the vocabulary."""
-    if tensor == 1:
+    axis, shards = placement.vocabulary.values()
+    if shards == 1:
         return lookup(table_VD, token_BL)
     rows = table_VD.shape[0]
-    local_BL = token_BL - jax.lax.axis_index("tensor") * rows
+    local_BL = token_BL - jax.lax.axis_index(axis) * rows
     mine_BL = (local_BL >= 0) & (local_BL < rows)
     x_BLD = lookup(table_VD, jnp.where(mine_BL, local_BL, 0))
-    return scatter_sequence(jnp.where(mine_BL[..., None], x_BLD, 0), tensor)
+    return scatter_sequence(jnp.where(mine_BL[..., None], x_BLD, 0), placement.tensor)

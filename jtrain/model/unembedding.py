@@ -1,4 +1,8 @@
-"""Cross entropy with an unembedding that is split by columns over `tensor`, and gathered over `data` in parts."""
+"""Cross entropy with an unembedding that is split by columns over `tensor`, and gathered over `data` in parts.
+
+Functions take the axes that split the columns, and the number of devices along them: `tensor`, or in a pipeline `stage`
+and `tensor`.
+"""
 
 from collections.abc import Callable
 
@@ -12,9 +16,9 @@ PART_COLUMNS = 16384
 """Columns of the unembedding that a device gathers over `data` at a time: with D = 4096 and bfloat16, 0.13 GB."""
 
 
-def num_parts(vocab_size: int, tensor: int) -> int:
-    """Number of parts in which each of `tensor` devices gathers its block of the vocabulary."""
-    return -(-vocab_size // tensor // PART_COLUMNS)
+def num_parts(vocab_size: int, shards: int) -> int:
+    """Number of parts in which each of `shards` devices gathers its block of the vocabulary."""
+    return -(-vocab_size // shards // PART_COLUMNS)
 
 
 def unembedding_loss(
@@ -22,19 +26,20 @@ def unembedding_loss(
     kernel_DW: Float[Array, "D _"],
     target_BL: Int[Array, "B L"],
     *,
-    tensor: int,
+    axis: ops.VocabAxis,
+    shards: int,
     chunk_tokens: int | None,
     z_loss: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """`ops.linear_cross_entropy` at this device's positions, with its V / tensor columns of the vocabulary.
+    """`ops.linear_cross_entropy` at this device's positions, with its V / shards columns of the vocabulary.
 
     Args:
       target_BL: targets at all positions.
     """
-    if tensor == 1:
+    if shards == 1:
         return ops.linear_cross_entropy(x_BLD, kernel_DW, target_BL, chunk_tokens=chunk_tokens, z_loss=z_loss)
     return ops.vocab_parallel_linear_cross_entropy(
-        x_BLD, kernel_DW, target_BL, axis="tensor", chunk_tokens=chunk_tokens, z_loss=z_loss
+        x_BLD, kernel_DW, target_BL, axis=axis, chunk_tokens=chunk_tokens, z_loss=z_loss
     )
 
 
@@ -45,7 +50,8 @@ def loss_in_parts(
     fetch: Callable[[Array], Array],
     *,
     tied: bool,
-    tensor: int,
+    axis: ops.VocabAxis,
+    shards: int,
     chunk_tokens: int | None,
     z_loss: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -54,16 +60,16 @@ def loss_in_parts(
     A single part is gathered once; with several, each part is gathered twice.
 
     Args:
-      shard: this device's block: [d, V / tensor], or [V / tensor, d] if tied.
+      shard: this device's block: [d, V / shards], or [V / shards, d] if tied.
       target_BL: targets at all positions.
       fetch: gathers columns (tied: rows) of the shard over `data`, in the compute dtype.
     """
     shard_Wd, whole = _columns(shard, fetch, tied=tied)
-    if num_parts(len(shard_Wd) * tensor, tensor) == 1:
+    if num_parts(len(shard_Wd) * shards, shards) == 1:
         return unembedding_loss(
-            x_BLD, whole(shard_Wd), target_BL, tensor=tensor, chunk_tokens=chunk_tokens, z_loss=z_loss
+            x_BLD, whole(shard_Wd), target_BL, axis=axis, shards=shards, chunk_tokens=chunk_tokens, z_loss=z_loss
         )
-    part_Zwd, column_Zw = _in_parts(shard_Wd, tensor)
+    part_Zwd, column_Zw = _in_parts(shard_Wd, axis, shards)
     return ops.linear_cross_entropy_in_parts(
         x_BLD,
         part_Zwd,
@@ -72,7 +78,7 @@ def loss_in_parts(
         fetch=whole,
         chunk_tokens=chunk_tokens,
         z_loss=z_loss,
-        axis="tensor" if tensor > 1 else None,
+        axis=axis if shards > 1 else None,
     )
 
 
@@ -83,7 +89,8 @@ def token_nats_in_parts(
     fetch: Callable[[Array], Array],
     *,
     tied: bool,
-    tensor: int,
+    axis: ops.VocabAxis,
+    shards: int,
     chunk_tokens: int | None,
 ) -> Float[Array, "B _"]:
     """Cross entropy of each of this device's tokens in nats, holding one part of the columns at a time.
@@ -91,12 +98,12 @@ def token_nats_in_parts(
     Arguments are those of `loss_in_parts`.
     """
     shard_Wd, whole = _columns(shard, fetch, tied=tied)
-    axis = "tensor" if tensor > 1 else None
-    if num_parts(len(shard_Wd) * tensor, tensor) == 1:
-        return ops.token_cross_entropy(x_BLD, whole(shard_Wd), target_BL, chunk_tokens=chunk_tokens, axis=axis)
-    part_Zwd, column_Zw = _in_parts(shard_Wd, tensor)
+    split = axis if shards > 1 else None
+    if num_parts(len(shard_Wd) * shards, shards) == 1:
+        return ops.token_cross_entropy(x_BLD, whole(shard_Wd), target_BL, chunk_tokens=chunk_tokens, axis=split)
+    part_Zwd, column_Zw = _in_parts(shard_Wd, axis, shards)
     return ops.token_cross_entropy_in_parts(
-        x_BLD, part_Zwd, column_Zw, target_BL, fetch=whole, chunk_tokens=chunk_tokens, axis=axis
+        x_BLD, part_Zwd, column_Zw, target_BL, fetch=whole, chunk_tokens=chunk_tokens, axis=split
     )
 
 
@@ -111,12 +118,14 @@ def _columns(
     return (shard if tied else shard.T), whole
 
 
-def _in_parts(shard_Wd: Float[Array, "W d"], tensor: int) -> tuple[Float[Array, "Z w d"], Int[Array, "Z w"]]:
+def _in_parts(
+    shard_Wd: Float[Array, "W d"], axis: ops.VocabAxis, shards: int
+) -> tuple[Float[Array, "Z w d"], Int[Array, "Z w"]]:
     """Returns the parts of this device's block, padded to equal sizes, and the ids of their columns."""
     local, d = shard_Wd.shape
-    parts = num_parts(local * tensor, tensor)
+    parts = num_parts(local * shards, shards)
     missing = -local % parts
     part_Zwd = jnp.pad(shard_Wd, ((0, missing), (0, 0))).reshape(parts, -1, d)
-    first = jax.lax.axis_index("tensor") * local if tensor > 1 else 0
+    first = jax.lax.axis_index(axis) * local if shards > 1 else 0
     column_W = jnp.pad(first + jnp.arange(local), (0, missing), constant_values=ops.NO_COLUMN)
     return part_Zwd, column_W.reshape(parts, -1)

@@ -81,6 +81,12 @@ class Optimizer:
         decay = self.spec.schedule.decay(step, warmup=self.warmup, num_steps=self.num_steps)
         return (self.spec.peak_lr * rise * decay).astype(jnp.float32)
 
+    def placed(self, layout: Layout) -> "Optimizer":
+        """Returns the optimizer of the parameters as a layout places them: a pipeline may reorder and pad layers."""
+        if layout.pipeline is None:
+            return self
+        return dataclasses.replace(self, params=nested(self.params, {p.info.path: p.info for p in layout.params}))
+
     @property
     def infos(self) -> dict[str, ParamInfo]:
         """All parameters by path."""
@@ -146,7 +152,7 @@ class Optimizer:
 
         Args:
           leaf: state of the parameter, from `leaves`.
-          layer: index of the one layer of a stacked parameter that the arrays hold, without the leading dimension Y.
+          layer: place of the one layer of a stacked parameter that the arrays hold, without the leading dimension Y.
           start: inside a `shard_map`, the global index of the arrays' first element, one per dimension. Omit it at jit
             level, where arrays are global.
 

@@ -19,7 +19,7 @@ from jtrain.dims import ParamInfo
 class Noise:
     """Source of random bits for an array, determined by the array's place in its parameter and the step.
 
-    layer: index of the one layer that the array holds, without the leading Y; None if it has all dimensions.
+    layer: place of the one layer that the array holds, without the leading Y; None if it has all dimensions.
     start: global index of the array's first element, per dimension; None means zeros.
     """
 
@@ -35,10 +35,13 @@ class Noise:
         lengths = info.shape[stacked:]  # of one layer
         start = self.start or (0,) * len(shape)
         layer = self.layer
+        order = info.layer_order
         within = list(range(len(shape)))  # dimensions of the array that lie within a layer
         if stacked and layer is None:
-            layer = _iota(shape, 0) + _uint32(start[0])
+            layer = _iota(shape, 0) + _uint32(start[0]) if order is None else _layers(order, start[0], shape)
             within = within[1:]
+        elif layer is not None and order is not None:
+            layer = jnp.asarray(order)[layer]
         assert len(within) == len(lengths), (info.path, shape, "is neither all layers nor one")
         index = jnp.zeros(shape, jnp.uint32)
         for place, dim in enumerate(within):
@@ -74,6 +77,12 @@ def apart(product: Array) -> Array:
 def uniform(bits: Array) -> Array:
     """Uniform f32 in [0, 1), from the upper 24 bits."""
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+
+
+def _layers(order: tuple[int, ...], first: int | Array, shape: tuple[int, ...]) -> Array:
+    """Logical layers of the places from `first` on, broadcast to `shape`."""
+    layer_Y = jax.lax.dynamic_slice_in_dim(jnp.asarray(order), first, shape[0])
+    return jnp.broadcast_to(_uint32(layer_Y).reshape(-1, *[1] * (len(shape) - 1)), shape)
 
 
 def _iota(shape: tuple[int, ...], dim: int) -> Array:

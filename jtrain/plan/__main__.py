@@ -1,4 +1,4 @@
-"""Command line of plans: `python -m jtrain.plan CONFIG --device h200 --count 8`, or `python -m jtrain.plan table`."""
+"""Command line of plans: `python -m jtrain.plan CONFIG --device h200 --count 8`, `... table` or `... pipeline`."""
 
 import argparse
 import dataclasses
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jtrain.errors import UserError
-from jtrain.plan import AOT_ENVIRONMENT
+from jtrain.plan import AOT_ENVIRONMENT, pipeline_cli
 from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax, use_unified_memory
 
@@ -52,11 +52,12 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jtrain.plan",
         description="Plans a config on a machine that need not be here: bytes, seconds, money. `table` instead of a "
-        "config prints the memory that each strategy saves and the time that it costs.",
+        "config prints the memory that each strategy saves and the time that it costs. `pipeline` shows and compares "
+        "pipeline schedules: see `pipeline --help`.",
         epilog="Exit codes: 0 the plan fits; 2 it does not, or an option is wrong: the message says what to change.",
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG", help="as for jtrain.launch --config, or `table`")
+    parser.add_argument("config", metavar="CONFIG", help="as for jtrain.launch --config, or `table`, or `pipeline`")
     parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--device", metavar="NAME", help="h200, h100, b200, v5p, v5e, ...")
@@ -291,9 +292,13 @@ def search_command(
     """
     from jtrain.plan.report.plan_sheet import search_table
     from jtrain.plan.search import meshes, no_point, search
+    from jtrain.plan.staged_search import search_with_stages
 
     over = meshes if args.search else lambda _: [run.mesh]  # layout.auto without --search keeps the mesh
     points = search(task, over(task))
+    if args.search:
+        staged = search_with_stages(task)
+        points = sorted([*points, *staged], key=lambda point: (point.step_s, point.plan.total_bytes))
     if not points:
         raise no_point(task, over)
     said, best = confirm(args, run, task, points, console) if args.compile else ({}, 0)
@@ -374,6 +379,9 @@ def execute(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["pipeline"]:
+        return pipeline_cli.main(words[1:])
     args = parser().parse_args(argv)
     return cli.run(lambda: execute(args))
 

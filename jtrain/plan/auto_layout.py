@@ -20,6 +20,7 @@ from jtrain.config.load import set_values
 from jtrain.config.resume import config_from_text
 from jtrain.config.run import build_run
 from jtrain.errors import UserError
+from jtrain.layout import VOCABULARY_AXES
 from jtrain.mesh import BATCH_AXES
 from jtrain.model.ops import best_chunk
 from jtrain.plan.compile.compiled_step import topology_devices
@@ -89,14 +90,14 @@ def settle_loss_chunk(run_config: Any, device: DeviceSpec) -> list[str]:
     if run.model.loss_chunk_tokens != "auto":
         return []
     mesh = run.mesh.shape
-    shards = math.prod(mesh[axis] for axis in (*BATCH_AXES, "context", "tensor"))
+    shards = math.prod(mesh[axis] for axis in (*BATCH_AXES, "context", *VOCABULARY_AXES))
     tokens, because = best_chunk(
         device,
         tokens=max(1, run.data.global_batch * run.data.seq_len // shards // run.layout.microbatches),
         d_model=run.model.d_model,
         vocab=run.model.vocab_size,
         itemsize=itemsize(run.precision.compute_dtype),
-        shards=mesh["tensor"],
+        shards=math.prod(mesh[axis] for axis in VOCABULARY_AXES),
     )
     set_values(run_config, {"model.loss_chunk_tokens": tokens})
     return [f"model.loss_chunk_tokens=auto: {tokens}, {because}"]

@@ -17,7 +17,7 @@ from jtrain.errors import UserError
 from jtrain.layout import LayoutSpec, OffloadSpec
 from jtrain.mesh import MeshSpec
 from jtrain.model.layer_scan import check_scanned
-from jtrain.model.transformer import SAVEABLE
+from jtrain.model.placement import SAVEABLE
 from jtrain.optim import Muon, check_layout
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.memory import MemoryPlan, memory
@@ -111,9 +111,10 @@ class Point:
     @property
     def settings(self) -> dict[str, object]:
         """Config path -> value of every setting that the search decided."""
-        found: dict[str, object] = {
-            f"mesh.{axis}": getattr(self.mesh, axis) for axis in ("replica", "data", "expert", "tensor")
-        }
+        axes = ("replica", "data", "expert", "tensor", *(["stage"] if self.mesh.stage > 1 else []))
+        found: dict[str, object] = {f"mesh.{axis}": getattr(self.mesh, axis) for axis in axes}
+        if (pipeline := self.job.layout.pipeline) is not None:
+            found |= {f"pipeline.{name}": getattr(pipeline.spec, name) for name in ("schedule", "chunks")}
         return found | layout_settings(self.spec)
 
 
@@ -156,14 +157,14 @@ def fits(task: SearchTask, plan: MemoryPlan, *, host_known: bool = True) -> bool
 def meshes(task: SearchTask) -> Iterator[MeshSpec]:
     """Yields every (replica, data, expert, tensor) mesh of the machine that splits the model and the batch evenly."""
     model, count = task.job.model, task.machine.count
-    for tensor in _divisors(count):
+    for tensor in divisors(count):
         if any(size % tensor for size in (model.d_ff, model.vocab_size, task.job.seq_len)):
             continue
         if not splits_heads(model.num_heads, model.num_kv_heads, tensor):
             continue
         if task.job.global_batch % (count // tensor):
             continue
-        for data, expert in itertools.product(_divisors(count // tensor), _divisors(count // tensor)):
+        for data, expert in itertools.product(divisors(count // tensor), divisors(count // tensor)):
             width = data * tensor if tensor > model.num_kv_heads else data  # D of shared key heads is split over both
             if model.d_model % width or count // tensor % (data * expert):
                 continue
@@ -179,7 +180,9 @@ def search(task: SearchTask, over: Iterable[MeshSpec]) -> list[Point]:
         for point in series:
             if fits(task, point.plan):
                 found.append(point)
-                break
+                if point.mesh.stage == 1:  # with stages, more microbatches shorten the bubble
+                    break
+                continue
             misses.append(point)
     # Offloading only costs time, so only layouts that would be faster than the best without it are tried again.
     best_s = min((point.step_s for point in found), default=math.inf)
@@ -332,12 +335,14 @@ def _series(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[list[Point]]
             except ValueError:
                 continue  # does not split evenly
             # Outside of the try: an unknown figure of the machine is an error, not a layout that does not fit.
-            specs = [dataclasses.replace(base, microbatches=parts) for parts in _divisors(rows)]
+            specs = [dataclasses.replace(base, microbatches=parts) for parts in divisors(rows) if parts >= mesh.stage]
             yield [evaluate(task, spec, mesh) for spec in specs]
 
 
 def _with_host(task: SearchTask, miss: Point) -> Iterator[Point]:
     """Yields layouts that make a miss fit with host memory: per combination, the smallest share of its last field."""
+    if miss.mesh.stage > 1:
+        return
     everything = _offload(task, miss.spec, dict.fromkeys(task.offloadable, 1.0))
     most = evaluate(task, dataclasses.replace(miss.spec, offload=everything), miss.mesh, timed=False).plan
     if most.total_bytes > task.budget_bytes:
@@ -390,5 +395,6 @@ def _offload(task: SearchTask, spec: LayoutSpec, shares: dict[str, float]) -> Of
     )
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
+    """Divisors of n, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]

@@ -5,6 +5,9 @@ sequences moved to the next device along a batch axis. It returns three words pe
 sums of bits of the layers' weight gradients before any reduction. Healthy devices give equal words for equal sequences,
 because the program, its shapes and the order of its sums along other axes are the same. Without a batch axis each
 device computes its own sequences twice, which finds what is not the same each time.
+
+Under a pipeline every stage computes its own layers on the embedding, all at the same time, and the loss is that of the
+last stage's output.
 """
 
 import dataclasses
@@ -23,9 +26,13 @@ from jtrain.layout import Layout
 from jtrain.mesh import AXES
 from jtrain.model import ops
 from jtrain.model.fp8_scaling import unseen, with_fp8
+from jtrain.model.layer_scan import scan_layers
 from jtrain.model.param import Params
+from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.step.checksums import sum_of_bits
+from jtrain.step.pipeline_ends import Ends
+from jtrain.step.pipelined import pipeline_placement
 from jtrain.step.train_step import BATCH_SPEC, microbatches
 from jtrain.step.xla_options import compiler_options, kernels_for
 from jtrain.step.zero import along_torus, own_heads, param_tree, placement_of, psum_batch, trained_part, with_whole
@@ -108,7 +115,7 @@ def make_signature(
         return jax.lax.all_gather(words, axes, axis=0, tiled=True) if axes else words
 
     params_spec = param_tree(layout, lambda p: p.param)
-    specs = (params_spec, P(), BATCH_SPEC)
+    specs = (params_spec, layout.per_layer, BATCH_SPEC)
     each = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
 
     def signature(params: Params, scaling: dict[str, Any], batch: Batch) -> UInt32[Array, "devices words"]:
@@ -124,11 +131,12 @@ def _local_signature(
     model: Transformer, layout: Layout, params: Params, scaling: dict[str, Any], batch: Batch
 ) -> UInt32[Array, " words"]:
     infos = tuple(p.info for p in layout.params)
-    placement = placement_of(layout)
+    placement = placement_of(layout) if layout.pipeline is None else pipeline_placement(layout)
     num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
     unit = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
     params = own_heads(layout, params)
-    whole = with_whole(layout, trained_part(layout, params), params)
+    trained = trained_part(layout, params)
+    whole = with_whole(layout, trained, params)
     part = jax.tree.map(lambda x: x[0], microbatches(layout, batch))
 
     def fetch(path: str, tree: Any) -> Any:
@@ -144,7 +152,11 @@ def _local_signature(
         weights = {**whole, "layers": jax.tree.map(_Probed, probes, whole["layers"])}
         if layout.precision.matmul_dtype != "compute":
             weights = with_fp8(weights, infos, scaling, unseen(scaling), unit)
-        total, nats = model.loss(weights, part, dataclasses.replace(placement, fetch=fetch))
+        probed = dataclasses.replace(placement, fetch=fetch)
+        if layout.pipeline is not None:
+            first, last = (layout.pipeline.where(virtual)[0] for virtual in (0, layout.pipeline.num_virtual - 1))
+            return _own_layers(Ends(model, layout, probed, params, first, last), trained, weights["layers"], part, unit)
+        total, nats = model.loss(weights, part, probed)
         return total * unit, nats
 
     probes = jax.tree.map(lambda x: jnp.zeros((x.shape[0], 2), jnp.float32), params["layers"])
@@ -154,6 +166,24 @@ def _local_signature(
         low, high = jnp.sum(of_weight.astype(jnp.uint32), axis=0, dtype=jnp.uint32)
         gradient += low + (high << 16)
     return jnp.stack([sum_of_bits(total), sum_of_bits(nats), gradient])
+
+
+def _own_layers(
+    ends: Ends, trained: Params, layers: Params, part: Batch, unit: Float[Array, ""]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Sum of the output of this stage's layers, and the loss of the last stage's output.
+
+    Args:
+      layers: weights of this stage's layers, with probes.
+    """
+    model, outside = ends.model, {path: value for path, value in trained.items() if path != "layers"}
+    losses = None if model.moe is None else RouterLosses(*jnp.zeros((2,)))
+    x_BLD = ends.embed(outside, part.token_BL)
+    unroll = 1 if model.scan_layers else len(jax.tree.leaves(layers)[0])
+    layer, shared = model.layer(ends.placement), model.shared(part)
+    x_BLD, _ = scan_layers(layer, (x_BLD, losses), layers, shared, unroll=unroll)
+    nats, _, _ = ends.loss(outside, jax.lax.stop_gradient(x_BLD), part.target_BL, unit)
+    return jnp.sum(x_BLD.astype(jnp.float32)) * unit, nats
 
 
 @jax.custom_vjp

@@ -49,6 +49,7 @@ def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainSta
     """
     check_layout(optimizer.spec, layout)
     check_offload(layout.spec, optimizer.spec)
+    optimizer = optimizer.placed(layout)
     on_host = host_state(layout, optimizer)
     layouts = {p.info.path: p for p in layout.params}
     shapes = jax.eval_shape(lambda: _first_state(layout, optimizer, 0))
@@ -58,7 +59,7 @@ def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainSta
             mesh, layouts[info.path].optimizer, "pinned_host" if (info.path, name) in on_host else "device"
         )
     )
-    scaling = jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes.scaling)
+    scaling = jax.tree.map(lambda _: NamedSharding(mesh, layout.per_layer), shapes.scaling)
     guard = jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes.guard)
     shardings = TrainState(NamedSharding(mesh, P()), params, opt_state, scaling, guard)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
@@ -70,6 +71,7 @@ def init_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int) -
     Offloaded arrays start as zeros in host memory; random values overwrite them layer by layer.
     """
     like = abstract_state(layout, optimizer, mesh)
+    optimizer = optimizer.placed(layout)
     drawn = TrainState(
         None,
         optimizer.params,
@@ -104,7 +106,8 @@ def _first_on_host(like: jax.ShapeDtypeStruct, info: ParamInfo | None, seed: int
             return to_host(init_param(info, seed=seed, dtype=dtype))
 
         def layer(y: Array, x: Array) -> Array:
-            value = to_host(init_param(info, seed=seed, dtype=dtype, layer=y))
+            logical = y if info.layer_order is None else jnp.asarray(info.layer_order)[y]
+            value = to_host(init_param(info, seed=seed, dtype=dtype, layer=logical))
             return jax.lax.dynamic_update_index_in_dim(x, value, y, 0)
 
         return jax.lax.fori_loop(0, info.shape[0], layer, x)

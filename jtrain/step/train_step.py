@@ -36,6 +36,8 @@ from jtrain.step.batch_hash import hash_block
 from jtrain.step.checksums import StateSums
 from jtrain.step.guard import GuardState, judged, not_finite
 from jtrain.step.optimizer_update import make_update
+from jtrain.step.pipeline_ticks import ticks_of
+from jtrain.step.pipelined import pipelined_gradients, pipelined_nats
 from jtrain.step.state import TrainState, abstract_state, shardings_of
 from jtrain.step.xla_options import compiler_options, kernels_for
 from jtrain.step.zero import (
@@ -78,15 +80,18 @@ def make_train_step(
       checksums: the step also returns the metric `checksums.METRIC`, the sums of the state's bits on every device.
 
     Raises:
-      UserError: these devices do not support precision.matmul_dtype.
+      UserError: these devices do not support precision.matmul_dtype; or as `ticks_of`.
     """
     check_matmul_dtype(layout.precision, mesh)
     layout = along_torus(layout, mesh)
+    optimizer = optimizer.placed(layout)
+    if layout.pipeline is not None:
+        ticks_of(layout)  # refuses what no pipelined step can do
     gradients = jax.shard_map(
         lambda params, scaling, batch: _local_gradients(model, layout, params, scaling, batch),
         mesh=mesh,
-        in_specs=(param_tree(layout, lambda p: p.param), P(), BATCH_SPEC),
-        out_specs=(param_tree(layout, lambda p: p.optimizer), P(), P(), P(mesh.axis_names)),
+        in_specs=(param_tree(layout, lambda p: p.param), layout.per_layer, BATCH_SPEC),
+        out_specs=(param_tree(layout, lambda p: p.optimizer), layout.per_layer, P(), P(mesh.axis_names)),
         check_vma=False,  # all sums over axes are explicit: `finish_gradient`
     )
 
@@ -140,6 +145,9 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
 
     def local(params: Params, batch: Batch) -> Float[Array, "B _"]:
         params = own_heads(layout, params)
+        if layout.pipeline is not None:
+            nats = pipelined_nats(model, layout, params, microbatches(layout, batch))
+            return nats.reshape(-1, nats.shape[-1])
         weights = with_whole(layout, trained_part(layout, params), params)
 
         def microbatch(_: None, part: Batch) -> tuple[None, Array]:
@@ -210,7 +218,10 @@ def _local_gradients(
             return (grads, jax.tree.map(jnp.maximum, carry[1], seen), carry[2] + loss), None
 
     trained = trained_part(layout, params)
-    if spec.microbatches == 1:
+    if layout.pipeline is not None:
+        parts = microbatches(layout, batch)
+        grads, seen, loss = pipelined_gradients(model, layout, params, scaling, parts, weight)
+    elif spec.microbatches == 1:
         (_, loss), (grads, seen) = differentiate(trained, unseen(scaling), batch)
     else:
         parts = microbatches(layout, batch)
@@ -223,7 +234,8 @@ def _local_gradients(
     with jax.named_scope("reduce_gradients"):
         layouts = param_tree(layout, lambda p: p)
         grads = jax.tree.map(lambda p, g: finish_gradient(layout, p, g), layouts, grads)
-        seen = jax.tree.map(lambda amax_Y3: jax.lax.pmax(amax_Y3, axes), seen)
+        shared = tuple(axis for axis in axes if axis != "stage")  # each stage has the scales of its own layers
+        seen = jax.tree.map(lambda amax_Y3: jax.lax.pmax(amax_Y3, shared), seen)
         share, loss = loss, jax.lax.psum(loss, axes)
     with jax.named_scope("batch"):
         hash_2 = psum_batch(layout, hash_block(batch, placement.context.position_L(batch.token_BL.shape[1])))

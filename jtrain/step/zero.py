@@ -21,8 +21,9 @@ from jtrain.mesh import BATCH_AXES, unsplit_axes
 from jtrain.model import ops
 from jtrain.model.layer_scan import Detached
 from jtrain.model.param import Params, map_params
+from jtrain.model.placement import Placement
 from jtrain.model.saved_activations import offloaded_names
-from jtrain.model.transformer import Placement
+from jtrain.model.split_backward import SplitKernel
 
 
 def param_tree(layout: Layout, fn: Callable[[ParamLayout], Any]) -> Params:
@@ -39,7 +40,7 @@ def placement_of(layout: Layout) -> Placement:
     def fetch(path: str, tree: Any) -> Any:
         if isinstance(tree, dict):
             return {key: fetch(f"{path}.{key}", value) for key, value in tree.items()}
-        if isinstance(tree, ops.Fp8Kernel):
+        if isinstance(tree, ops.Fp8Kernel | SplitKernel):
             return dataclasses.replace(tree, value=fetch(path, tree.value))
         # Profiles use these names to tell which weight of which layer a collective moves.
         with jax.named_scope(path.replace(".", "/")):
@@ -163,6 +164,38 @@ def with_whole(layout: Layout, trained: Params, params: Params) -> Params:
     """Pairs each array of `trained` with the one that the forward pass reads, where the two differ."""
     layouts = param_tree(layout, lambda p: p)
     return jax.tree.map(lambda p, t, w: Detached(t, w) if _is_detached(layout, p) else t, layouts, trained, params)
+
+
+def gathered_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
+    """Returns parameters whole over `data`, in the compute dtype, and the layout that uses them as ZeRO-1 does.
+
+    Layers then gather nothing, and their gradients are whole until `scattered_once`.
+    """
+    spec = dataclasses.replace(layout.spec, zero_stage=1)
+
+    def leaf(p: ParamLayout, value: Array) -> Array:
+        if layout.spec.zero_stage < 3 or not _splits_data(layout, p):
+            return value
+        assert p.data_dim is not None
+        with jax.named_scope(p.info.path.replace(".", "/")):
+            return gather_data(value.astype(layout.precision.compute_dtype), p.data_dim, layout.rings)
+
+    whole = jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
+    return dataclasses.replace(layout, spec=spec), whole
+
+
+def scattered_once(layout: Layout, grads: Params) -> Params:
+    """Returns this device's shards of the sums over `data` of whole gradients, in float32."""
+
+    def leaf(p: ParamLayout, grad: Array) -> Array:
+        if not _splits_data(layout, p):
+            return grad
+        assert p.data_dim is not None
+        grad = scatter_data(grad.astype(layout.precision.reduce_dtype), p.data_dim, layout.rings)
+        return grad.astype(jnp.float32)
+
+    with jax.named_scope("reduce_gradients"):
+        return jax.tree.map(leaf, param_tree(layout, lambda p: p), grads)
 
 
 def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:

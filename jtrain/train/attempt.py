@@ -114,7 +114,7 @@ def train(
         WorkdirLock(workdir, say=_print) as lock,  # before anything in the workdir is written or removed
         full_disk_named(workdir),
         explained(job, optimizer, mesh, available=available),
-        Checkpoints(home, run.checkpoint) as checkpoints,
+        Checkpoints(home, run.checkpoint, layer_order=job.layout.layer_order) as checkpoints,
         StopRequest() as stop,
         Callbacks([*watchers, checks, *built_in_callbacks(run, workdir, lock), *own]) as callbacks,
         local_memory(

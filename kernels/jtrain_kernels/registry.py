@@ -26,7 +26,10 @@ from jtrain_kernels import tuned
 from jtrain_kernels.device import ENTRY_POINTS, DeviceSpec, live
 from jtrain_kernels.errors import UserError, did_you_mean
 
-type Avals = Mapping[str, jax.ShapeDtypeStruct | int | float | bool | str | None]
+type Static = int | float | bool | str | tuple[str, ...] | None
+"""Argument of an op that is no array; a tuple names mesh axes."""
+
+type Avals = Mapping[str, jax.ShapeDtypeStruct | Static]
 """Arguments of an op by name: shapes of arrays (one device's block), and the values of static arguments."""
 
 REFERENCE = "xla"
@@ -275,7 +278,7 @@ def device() -> DeviceSpec:
 
 
 def call(op: Op, /, **arguments: Any) -> Any:
-    """Calls the chosen implementation with `arguments`: arrays, and statics (numbers, strings, None)."""
+    """Calls the chosen implementation with `arguments`: arrays, and statics (numbers, strings, names of axes, None)."""
     choice = select(op, avals_of(arguments))
     return choice.implementation.call(**arguments, **choice.config)
 
@@ -284,11 +287,11 @@ def avals_of(arguments: Mapping[str, Any]) -> Avals:
     """Arguments with arrays replaced by shapes (one device's block under `shard_map`); static values stay.
 
     Raises:
-      UserError: an argument is neither an array nor a number, string or None.
+      UserError: an argument is neither an array nor a number, string, tuple or None.
     """
 
-    def one(name: str, value: Any) -> jax.ShapeDtypeStruct | int | float | bool | str | None:
-        if value is None or isinstance(value, int | float | str):
+    def one(name: str, value: Any) -> jax.ShapeDtypeStruct | Static:
+        if value is None or isinstance(value, int | float | str | tuple):
             return value
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise UserError(f"kernels: argument {name} is a {type(value).__name__}; ops take arrays and plain values.")

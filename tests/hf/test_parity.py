@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from jtrain.hf.mapping import to_hf
+from jtrain.model.placement import single_device
 from jtrain.model.rope import RopeSpec
 from jtrain.model.router import route
-from jtrain.model.transformer import Transformer, single_device
+from jtrain.model.transformer import Transformer
 
 LOGITS_ATOL = 1e-4
 GRADIENT_RTOL = 1e-3

@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 from jtrain.dims import Batch
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import Params, map_params
-from jtrain.model.transformer import Placement, Transformer
+from jtrain.model.placement import Placement
+from jtrain.model.transformer import Transformer
 from jtrain.optim import build
 from jtrain.step.recompute import make_roll, make_signature, suspects
 from jtrain.step.state import init_state
@@ -32,6 +33,7 @@ LAYOUTS: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
     (dict(replica=4, data=2), dict(zero_stage=3)),
     (dict(replica=2, tensor=4), dict(zero_stage=0)),
     (dict(data=2, context=2, tensor=2), dict(zero_stage=2)),
+    (dict(stage=2, data=2, tensor=2), dict(zero_stage=3, microbatches=2)),
 )
 
 

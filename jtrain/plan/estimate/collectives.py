@@ -13,13 +13,15 @@ from collections.abc import Iterable
 from typing import Literal
 
 from jtrain.dims import kv_heads_in_use
-from jtrain.layout import Layout, ParamLayout
+from jtrain.layout import VOCABULARY_AXES, Layout, ParamLayout
 from jtrain.mesh import BATCH_AXES, axis_names, unsplit_axes
 from jtrain.model.expert_dispatch import num_pieces
 from jtrain.model.fp8_scaling import fp8_weights
 from jtrain.model.router import MoESpec
 from jtrain.model.saved_activations import kept_names
 from jtrain.model.unembedding import num_parts
+from jtrain.pipeline.schedule import StageHop
+from jtrain.plan.estimate.pipeline import layers_here, ticks
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
 
@@ -70,9 +72,12 @@ def collectives(job: Job) -> tuple[Collective, ...]:
     tokens = rows * job.seq_len // layout.mesh.context
     if splits_embeddings(layout):
         _split_embeddings(found, job, tokens=tokens)
-    if layout.mesh.tensor > 1:
+    if layout.mesh.tensor * layout.mesh.stage > 1:
         _split_vocabulary(found, job, tokens=tokens)
+    if layout.mesh.tensor > 1:
         _activations(found, job, elements=tokens * model.d_model)
+    if layout.pipeline is not None:
+        _between_stages(found, job, tokens=tokens // layout.mesh.tensor)
     if layout.mesh.context > 1:
         _context(found, job, tokens=tokens)
     if model.moe is not None:
@@ -132,10 +137,16 @@ def _parameter(found: _Found, job: Job, p: ParamLayout) -> None:
     """Adds one parameter's gathers, the sums of its gradient, and its term of the gradient norm."""
     model, layout = job.model, job.layout
     spec, mesh = layout.spec, layout.mesh
-    stacked = p.info.dims.startswith("Y")
+    stacked = p.info.is_stacked
     whole = layout.local_size(p.spec(over_data=False), p.info.shape)  # all layers, gathered over data
     # A tied table is used twice, as embedding and as unembedding.
-    uses = model.num_layers if stacked else 2 if model.tie_embeddings and p.info.path == "embed_VD" else 1
+    uses = (
+        layers_here(layout, model.num_layers)
+        if stacked
+        else 2
+        if model.tie_embeddings and p.info.path == "embed_VD"
+        else 1
+    )
     one = whole // uses if stacked else whole
     if p.data_dim is not None:
         passes = spec.microbatches * uses
@@ -171,8 +182,9 @@ def _split_embeddings(found: _Found, job: Job, *, tokens: int) -> None:
         tokens * model.d_model,
         2 * spec.microbatches,
     )
-    parts = num_parts(model.vocab_size, mesh.tensor)
-    local = model.d_model * -(-model.vocab_size // mesh.tensor // parts)  # of one part, gathered over data
+    shards = mesh.tensor * mesh.stage
+    parts = num_parts(model.vocab_size, shards)
+    local = model.d_model * -(-model.vocab_size // shards // parts)  # of one part, gathered over data
     count = spec.microbatches * parts
     fetches = count * (2 if parts > 1 else 1)  # once for the loss, once for its gradient
     found.over_data("unembedding", "all-gather", layout.precision.compute_dtype, local, fetches)
@@ -180,13 +192,14 @@ def _split_embeddings(found: _Found, job: Job, *, tokens: int) -> None:
 
 
 def _split_vocabulary(found: _Found, job: Job, *, tokens: int) -> None:
-    """Adds the loss over `tensor`: hidden states, their gradient, and three numbers of each token's logits.
+    """Adds the loss over `tensor` and `stage`: hidden states, their gradient, three numbers of each token's logits.
 
     They are sent in chunks of tokens, the last one padded. If columns come in parts, all tokens are sent at once,
     because each part needs all hidden states.
     """
     model, layout = job.model, job.layout
-    spec, n = layout.spec, layout.mesh.tensor
+    spec, n = layout.spec, layout.mesh.tensor * layout.mesh.stage
+    tokens += -tokens % n
     in_parts = splits_embeddings(layout) and num_parts(model.vocab_size, n) > 1
     own = tokens if in_parts else tokens // n
     chunk = min(model.loss_chunk, own)
@@ -195,14 +208,36 @@ def _split_vocabulary(found: _Found, job: Job, *, tokens: int) -> None:
     states = tokens if in_parts else chunk * n
     known = chunks * chunk if in_parts else chunk * n
     for kind in ("all-gather", "reduce-scatter"):
-        found.add("loss", kind, ("tensor",), layout.precision.compute_dtype, states * model.d_model, times)
-    found.add("loss", "all-gather", ("tensor",), "float32", 3 * n * known, times)
+        found.add("loss", kind, VOCABULARY_AXES, layout.precision.compute_dtype, states * model.d_model, times)
+    found.add("loss", "all-gather", VOCABULARY_AXES, "float32", 3 * n * known, times)
+
+
+def _between_stages(found: _Found, job: Job, *, tokens: int) -> None:
+    """Adds what stages send each other: see `jtrain.step.pipelined` and `jtrain.step.pipeline_ends`.
+
+    Every tick ends with one permute per hop, also where it carries nothing. The embedding and its gradient are summed
+    over stages, the output of the last layer is split over them, and its gradient gathered.
+
+    Args:
+      tokens: of one microbatch on one device.
+    """
+    layout, dtype = job.layout, job.layout.precision.compute_dtype
+    schedule = ticks(layout)
+    assert schedule is not None
+    hops = [hop for hop in (*schedule.activation_hops, *schedule.cotangent_hops) if hop != StageHop.LOCAL]
+    elements, times = tokens * job.model.d_model, layout.spec.microbatches
+    found.add(
+        "stage to stage", "collective-permute", ("stage",), dtype, elements, len(hops) * schedule.num_ticks, group=2
+    )
+    found.add("embedding", "all-reduce", ("stage",), dtype, elements, 2 * times)
+    for kind in ("reduce-scatter", "all-gather"):
+        found.add("last layer", kind, ("stage",), dtype, elements, times)
 
 
 def _activations(found: _Found, job: Job, *, elements: int) -> None:
     """Adds the arrays of `gather_sequence` and `scatter_sequence` over `tensor`; `elements` of one [B, L, D]."""
     layout, spec = job.layout, job.layout.spec
-    layers = spec.microbatches * job.model.num_layers
+    layers = spec.microbatches * layers_here(layout, job.model.num_layers)
     # Each layer gathers before attention and before the MLP, and scatters after both; the backward pass is the
     # transpose, with as many of each. The embedding scatters, so its backward pass gathers.
     gathers, scatters = 4 * layers + spec.microbatches, 4 * layers + spec.microbatches
@@ -259,7 +294,7 @@ def _context(found: _Found, job: Job, *, tokens: int) -> None:
     """
     model, layout = job.model, job.layout
     spec, mesh = layout.spec, layout.mesh
-    layers = spec.microbatches * model.num_layers
+    layers = spec.microbatches * layers_here(layout, model.num_layers)
     kv_heads = kv_heads_in_use(model.num_kv_heads, mesh.tensor) // mesh.tensor  # of one device
     query, key = (tokens * heads * model.head_dim for heads in (model.num_heads // mesh.tensor, kv_heads))
     kept, axes = kept_names(layout), ("context",)
@@ -292,7 +327,7 @@ def _experts(found: _Found, job: Job, moe: MoESpec, *, tokens: int) -> None:
     """Adds the traffic of `jtrain.model.router` and `jtrain.model.expert_dispatch`."""
     model, layout = job.model, job.layout
     spec, mesh = layout.spec, layout.mesh
-    layers = spec.microbatches * model.num_layers
+    layers = spec.microbatches * layers_here(layout, model.num_layers)
     again = 0 if kept_names(layout) is None else layers
     pieces = num_pieces(tokens, moe.top_k)
     found.add(
@@ -332,4 +367,5 @@ def _scalars(found: _Found, layout: Layout) -> None:
     found.add("metrics", "all-reduce", batch, "uint32", 2, 1, size=4)  # batch hash
     if layout.precision.matmul_dtype == "fp8_delayed":
         for info in fp8_weights([p.info for p in layout.params]):  # the absolute maxima of x, the weight and dy
-            found.add("scales", "all-reduce", layout.mesh.shape, "float32", 3 * info.shape[0], 1)
+            axes = [axis for axis in layout.mesh.shape if axis != "stage"]
+            found.add("scales", "all-reduce", axes, "float32", 3 * layers_here(layout, info.shape[0]), 1)

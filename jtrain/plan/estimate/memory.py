@@ -15,6 +15,7 @@ from jtrain.model.saved_activations import named_bytes, offloaded_names
 from jtrain.optim import AdamW, Muon
 from jtrain.optim.state import arrays
 from jtrain.plan.estimate.peak_memory import worst_moment
+from jtrain.plan.estimate.pipeline import kept_layers
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
@@ -118,7 +119,9 @@ def memory(job: Job) -> MemoryPlan:
         host_parameters=host_parameters,
         host_optimizer=host_state,
         host_copies=host_copies,
-        host_activations=job.model.num_layers * tokens * sum(per_token[name] for name in offloaded_names(layout)),
+        host_activations=kept_layers(layout, job.model.num_layers)
+        * tokens
+        * sum(per_token[name] for name in offloaded_names(layout)),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from jtrain.dims import kv_heads_in_use
 from jtrain.layout import ParamLayout
+from jtrain.model.placement import LAYER_INPUT
 from jtrain.model.saved_activations import (
     copies_weights,
     kept_names,
@@ -18,10 +19,10 @@ from jtrain.model.saved_activations import (
     rows_per_token,
     wide_per_token,
 )
-from jtrain.model.transformer import LAYER_INPUT
 from jtrain.model.unembedding import num_parts
 from jtrain.plan.estimate.attention_time import implementation
 from jtrain.plan.estimate.collectives import splits_embeddings
+from jtrain.plan.estimate.pipeline import kept_layers, layers_here, ticks
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
@@ -82,6 +83,8 @@ class _Step:
             itemsize, (layout.precision.param_dtype, layout.precision.compute_dtype, layout.precision.reduce_dtype)
         )
         self.tokens, tensor = self.rows * self.seq_len, mesh.tensor
+        self.layers, self.ticks = layers_here(layout, model.num_layers), ticks(layout)
+        self.shards = tensor * mesh.stage  # of the vocabulary
         self.h = self.tokens * model.d_model * self.compute
         self.x = self.h // tensor
         self.q = self.tokens * model.num_heads // tensor * model.head_dim * self.compute
@@ -101,13 +104,18 @@ class _Step:
     # Gradients ---------------------------------------------------------------------------------------------------
 
     def _carried(self) -> int:
-        """Float32 sums of all gradients over microbatches; 0 with one microbatch."""
-        if self.layout.spec.microbatches == 1:
+        """Float32 sums of all gradients over microbatches; 0 with one microbatch and no pipeline."""
+        if self.layout.spec.microbatches == 1 and self.ticks is None:
             return 0
         return _F32 * sum(self._accumulated(p) for p in self.layout.params)
 
     def _found(self, *, layers: bool) -> int:
-        """Gradients of one microbatch in the parameters' dtype: of the layers, or of embedding and unembedding."""
+        """Gradients of one microbatch in the parameters' dtype: of the layers, or of embedding and unembedding.
+
+        A pipeline adds those of a layer to their sums before it computes the next layer's.
+        """
+        if self.ticks is not None:
+            return self._one_layer() * self.compute if layers else 0
         which = [p for p in self.layout.params if p.info.dims.startswith("Y") == layers]
         return self.param * sum(self._accumulated(p) for p in which)
 
@@ -116,8 +124,10 @@ class _Step:
 
     def _unembedding_gradient(self) -> int:
         """Unembedding gradient of this device's columns, alive from the loss on: float32 and whole, or a shard."""
-        kernel = self.model.d_model * self.model.vocab_size // self.layout.mesh.tensor
-        if splits_embeddings(self.layout) and num_parts(self.model.vocab_size, self.layout.mesh.tensor) > 1:
+        kernel = self.model.d_model * self.model.vocab_size // self.shards
+        if self.ticks is not None:
+            return 0  # added to its sum at once
+        if splits_embeddings(self.layout) and num_parts(self.model.vocab_size, self.shards) > 1:
             return kernel // self.layout.mesh.data * self.param
         return kernel * _F32
 
@@ -129,7 +139,7 @@ class _Step:
 
     def _one_layer(self) -> int:
         """Elements of one layer's matrices, gathered over `data`."""
-        return sum(self._whole(p) for p in self.stacked) // self.model.num_layers
+        return sum(self._whole(p) for p in self.stacked) // self.layers
 
     def _hoisted(self) -> int:
         """Copies of parameters that XLA hoists out of the loops over layers and microbatches.
@@ -159,15 +169,29 @@ class _Step:
     def _kept_weights(self) -> int:
         """Casts of the weights that a layer keeps without remat; 0 if the parameters have the compute dtype."""
         copies = self.casts and self.names is None
-        return self._one_layer() * self.model.num_layers * self.compute if copies else 0
+        return self._one_layer() * self.layers * self.compute if copies else 0
 
     def _streamed(self) -> int:
         """Parameters fetched from host memory: those of the current layer and of the next."""
         far = [p for p in self.stacked if p.param_memory == "pinned_host"]
-        local = sum(self.layout.local_size(p.param, p.info.shape) for p in far) // self.model.num_layers
+        local = sum(self.layout.local_size(p.param, p.info.shape) for p in far) // self.layers
         return 2 * self.param * local
 
     # Activations -------------------------------------------------------------------------------------------------
+
+    def _all_kept(self) -> int:
+        """Activations of all layers that wait for their backward pass.
+
+        Under a pipeline those of the microbatches in flight, in the slots of `jtrain.pipeline.ticks`: what each layer
+        keeps, the inputs and cotangents of chunks, and what gradients of weights still need: for each product its input
+        and the gradient of its result. An output and a gradient of a chunk are on their way.
+        """
+        if self.ticks is None:
+            return self.layers * self._kept()
+        per_chunk = self.layers // self.ticks.schedule.chunks
+        passing = (self.ticks.num_inputs + self.ticks.num_cotangents + 2) * self.x
+        stashed = self.ticks.num_stashes * per_chunk * (4 * self.h + 2 * self.q + 2 * self.k + 3 * self.f)
+        return kept_layers(self.layout, self.layers) * self._kept() + passing + stashed
 
     def _kept(self) -> int:
         """Activations that one layer's forward pass keeps on the device for its backward pass.
@@ -199,8 +223,8 @@ class _Step:
         states are alive too. The vocabulary is taken whole or in parts. Over `tensor` a device has its own columns and
         the hidden states of all devices: one chunk at a time, or all of them if its columns come in parts.
         """
-        model, tensor = self.model, self.layout.mesh.tensor
-        chunk = min(model.loss_chunk, self.tokens // tensor)
+        model, tensor = self.model, self.shards
+        chunk = min(model.loss_chunk, -(-self.tokens // tensor))
         parts = num_parts(model.vocab_size, tensor) if splits_embeddings(self.layout) else 1
         columns = -(-model.vocab_size // tensor // parts)
         kernel = model.d_model * columns
@@ -216,7 +240,7 @@ class _Step:
             "loss",
             gradients=self._carried(),
             weights=self._before_loops() + self._kept_weights() + self._streamed(),
-            activations=model.num_layers * self._kept(),
+            activations=self._all_kept(),
             loss=loss,
         )
 
@@ -228,13 +252,13 @@ class _Step:
         if self.reduces:
             # A layer's gradients are reduced while the layer before it computes. XLA:TPU keeps only the largest of
             # them waiting.
-            sizes = [self._whole(p) // self.model.num_layers for p in self.stacked]
+            sizes = [self._whole(p) // self.layers for p in self.stacked]
             weights += self.reduce * (max(sizes) if self.platform == "tpu" else sum(sizes))
         return Moment(
             "layer",
             gradients=self._carried() + self._found(layers=True),
             weights=weights,
-            activations=self.model.num_layers * self._kept() + self._back_from_host(),
+            activations=self._all_kept() + self._back_from_host(),
             loss=self._unembedding_gradient(),
             workspace=(self._tpu_workspace() if self.platform == "tpu" else self._workspace()) + self._over_context(),
         )
@@ -325,7 +349,7 @@ class _Step:
     def embedding(self) -> Moment:
         """Moment of the embedding's gradient: a float32 scatter of the residual stream's, then a sum over devices."""
         model, mesh = self.model, self.layout.mesh
-        table = model.vocab_size // mesh.tensor * model.d_model
+        table = model.vocab_size // self.shards * model.d_model
         workspace = table * _F32 + self.x
         if splits_embeddings(self.layout):
             # The gradient of all devices' tokens, in this device's columns.

@@ -13,13 +13,16 @@ from jtrain.errors import UserError
 from jtrain.layout import Layout
 from jtrain.mesh import BATCH_AXES
 from jtrain.model.saved_activations import kept_names
+from jtrain.pipeline.clocks import equal_costs, lockstep
 from jtrain.plan.estimate.attention_time import attention_s
 from jtrain.plan.estimate.collectives import Collective, collectives
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.memory import MemoryPlan
 from jtrain.plan.estimate.network import seconds
+from jtrain.plan.estimate.pipeline import layers_here, ticks
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
+from jtrain.step.pipeline_ticks import layers_permute
 from jtrain_kernels import registry
 from jtrain_kernels.cost import MATMUL, MEMORY
 from jtrain_kernels.device import DeviceSpec
@@ -72,6 +75,7 @@ class StepTime:
     matmul_s: matmuls without attention's, also recomputed ones; attention_s: attention, by the implementation chosen
       for the machine; accumulate_s: the sum over microbatches; optimizer_s: the update, bound by memory, or by the
       host's cores under layout.offload.update=host.
+    bubble_s: waiting for other pipeline stages, of the average stage.
     network: collectives by mesh axes. host_copy_s: copies of offloaded arrays; exposed_host_s: their exposed part.
     tokens: tokens per step; mfu: model FLOPs utilisation.
     """
@@ -85,6 +89,7 @@ class StepTime:
     exposed_host_s: float
     tokens: int
     mfu: float
+    bubble_s: float = 0.0
 
     @property
     def parts(self) -> dict[str, float]:
@@ -95,6 +100,7 @@ class StepTime:
             "accumulation": self.accumulate_s,
             "optimizer": self.optimizer_s,
         }
+        named |= {"pipeline bubble": self.bubble_s} if self.bubble_s else {}
         named |= {f"network, {' * '.join(row.axes)}": row.exposed_s for row in self.network}
         return named | {"host copies": self.exposed_host_s}
 
@@ -153,12 +159,17 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     weights = sum(layout.local_size(p.spec(over_data=False), p.info.shape) for p in layout.params if p.info.is_matrix)
     weights *= itemsize(layout.precision.compute_dtype)
     passes = 3 + (again > 0)
-    by_weights = 3 * (flops.layers + flops.shared - flops.attention) + again
-    seconds_per_token = 3 * flops.unembedding / peak + by_weights / _weights_peak(layout, device, peak)
+    forward = flops.layers + flops.shared - flops.attention  # with the layers' weights
+    part = layers_here(layout, job.model.num_layers) / job.model.num_layers  # of the layers, on one device
+    by_weights = part * (3 * forward + again)
+    seconds_per_token = 3 * flops.unembedding / mesh.stage / peak + by_weights / _weights_peak(layout, device, peak)
     matmul_s = max(tokens * seconds_per_token / mesh.tensor / assume.matmul, spec.microbatches * passes * weights / hbm)
     recomputed = (kept := kept_names(layout)) is not None and "attention" not in kept
     forward_s, backward_s = attention_s(job)
-    all_attention_s = forward_s * (1 + recomputed) + backward_s
+    all_attention_s = part * (forward_s * (1 + recomputed) + backward_s)
+    one = tokens * part / _weights_peak(layout, device, peak) / mesh.tensor / assume.matmul  # seconds per FLOP of each
+    by_input_s = one * (forward + again) + all_attention_s - part * forward_s
+    bubble_s = _bubble(layout, one * forward + part * forward_s, by_input_s, one * forward)
     accumulator = sum(layout.local_size(p.accumulator, p.info.shape) for p in layout.params)
     grad = itemsize(layout.precision.param_dtype)
     accumulate_s = spec.microbatches * accumulator * (2 * _F32 + grad) / hbm if spec.microbatches > 1 else 0.0
@@ -178,10 +189,24 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
         exposed_host_s,
         tokens=job.tokens,
         mfu=0.0,
+        bubble_s=bubble_s,
     )
     # The same count as `flops.py`, but without a loop over all parameters: a search needs it thousands of times.
     model_flops = 3 * (flops.layers + flops.unembedding)
     return dataclasses.replace(timed, mfu=model_flops * timed.tokens_per_s / (mesh.size * peak))
+
+
+def _bubble(layout: Layout, forward_s: float, by_input_s: float, by_weight_s: float) -> float:
+    """Seconds in which a stage waits for others; the arguments are what it computes in a step."""
+    steps = ticks(layout)
+    if steps is None:
+        return 0.0
+    schedule = steps.schedule
+    one, busy_s = 1 / (schedule.microbatches * schedule.chunks), forward_s + by_input_s + by_weight_s
+    if layers_permute(layout):  # every stage computes them in every tick
+        return steps.num_ticks * one * busy_s - busy_s
+    costs = equal_costs(schedule, one * forward_s, one * by_input_s, one * by_weight_s)
+    return lockstep(steps, costs).makespan - busy_s
 
 
 def _weights_peak(layout: Layout, device: DeviceSpec, peak: float) -> float:
@@ -309,7 +334,7 @@ def _network(job: Job, machine: Machine, assume: Assumptions, compute_s: float) 
     for one in collectives(job):
         took = seconds(one, machine, job.layout.mesh.shape, efficiency=assume.network)
         hidden = 0.0
-        if _beside_the_layers(one, job.layout, machine.device):
+        if beside_the_layers(one, job.layout, machine.device):
             hidden = min(took, compute_s)
             compute_s -= hidden
         row = rows.setdefault(one.axes, [0.0, 0.0])
@@ -318,7 +343,7 @@ def _network(job: Job, machine: Machine, assume: Assumptions, compute_s: float) 
     return tuple(NetworkTime(axes, *row) for axes, row in sorted(rows.items(), key=lambda item: -item[1][1]))
 
 
-def _beside_the_layers(one: Collective, layout: Layout, device: DeviceSpec) -> bool:
+def beside_the_layers(one: Collective, layout: Layout, device: DeviceSpec) -> bool:
     """True if the layers' matmuls can run at the same time.
 
     Weights are fetched for the next layer, gradients of the layer before are reduced, and a ring sends the next keys
@@ -326,7 +351,7 @@ def _beside_the_layers(one: Collective, layout: Layout, device: DeviceSpec) -> b
     """
     if "xla_gpu_disable_async_collectives" in registry.compiler_options(device, dict(layout.kernels)):
         return one.purpose == "activations" and one.kind == "collective-permute"
-    if one.purpose.startswith("parameters") or one.kind == "collective-permute":
+    if one.purpose.startswith("parameters") or (one.kind == "collective-permute" and "stage" not in one.axes):
         return True
     over_data = one.axes == ("data",) and one.kind == "reduce-scatter"
     return over_data and one.purpose in ("gradients", "unembedding") and layout.spec.zero_stage >= 2

@@ -12,11 +12,13 @@ from rich.table import Table
 from jtrain.layout import Layout
 from jtrain.mesh import axis_names
 from jtrain.optim import Optimizer, state_bytes
+from jtrain.pipeline.clocks import equal_costs, lockstep
 from jtrain.plan.compile.compiled_step import CompiledStep, compile_step, topology_devices
 from jtrain.plan.estimate.collectives import Collective, collectives
 from jtrain.plan.estimate.flops import MFU_DEFINITION, flops_per_token
 from jtrain.plan.estimate.machine import machine_of
 from jtrain.plan.estimate.memory import MemoryPlan, memory
+from jtrain.plan.estimate.pipeline import ticks
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
 
@@ -52,6 +54,8 @@ def print_plan(
     ]
     if compiled is not None:
         tables.append(_compiled_table(compiled, topology or ""))
+    for line in pipeline_lines(job):
+        console.print(line, highlight=False)
     for title, table in tables:
         console.print(title, style="bold", highlight=False)
         console.print(table)
@@ -62,6 +66,28 @@ def print_plan(
         f"MFU counts {MFU_DEFINITION}"
     )
     return compiled
+
+
+def pipeline_lines(job: Job) -> list[str]:
+    """Lines about the stages of a pipelined step; none without stages."""
+    pipeline, steps = job.layout.pipeline, ticks(job.layout)
+    if pipeline is None or steps is None:
+        return []
+    schedule = steps.schedule
+    stages = [
+        "+".join(f"{first}-{first + count - 1}" if count > 1 else f"{first}" for first, count in of_worker)
+        for of_worker in ([pipeline.layers_of(virtual) for virtual in worker] for worker in pipeline.virtual)
+    ]
+    bubble = lockstep(steps, equal_costs(schedule, 1.0, 1.0, 1.0)).bubble
+    lines = [
+        f"{pipeline.spec.schedule} over mesh.stage={pipeline.stages}: {schedule.microbatches} microbatches in "
+        f"{steps.num_ticks} ticks, {bubble:.1%} of the time waiting if the forward and both parts of the backward pass "
+        "take equally long",
+        f"layers by stage: {', '.join(stages)}; every stage keeps {steps.num_inputs} inputs of "
+        f"{pipeline.layers_per_chunk} layers each and has 1/{pipeline.stages} of the vocabulary, so that all need the "
+        "same memory",
+    ]
+    return [*lines, *([said] if (said := pipeline.said()) else [])]
 
 
 def new_console() -> Console:

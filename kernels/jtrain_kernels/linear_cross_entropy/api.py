@@ -12,7 +12,7 @@ from jtrain_kernels.errors import UserError
 from jtrain_kernels.linear.cpu import transposed
 from jtrain_kernels.linear.reference import contract
 from jtrain_kernels.linear_cross_entropy.chunking import CANDIDATES, best_chunk, predict
-from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Vocab
+from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Axis, Vocab
 
 
 def linear_cross_entropy(
@@ -63,7 +63,7 @@ def vocab_parallel_linear_cross_entropy(
     unembed_DW: Float[Array, "D W"],
     target_BL: Int[Array, "B L"],
     *,
-    axis: str,
+    axis: Axis,
     chunk_tokens: int | None,
     z_loss: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -113,7 +113,7 @@ def _xla(
     target_BL: Array,
     chunk_tokens: int | None,
     z_loss: float,
-    axis: str | None,
+    axis: Axis | None,
     chunk: int,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     x_ZcD, target_ZC = _chunked(x_BLD, target_BL, chunk if chunk_tokens is None else chunk_tokens)
@@ -137,7 +137,7 @@ def token_cross_entropy(
     target_BL: Int[Array, "B L"],
     *,
     chunk_tokens: int | None,
-    axis: str | None = None,
+    axis: Axis | None = None,
 ) -> Float[Array, "B _"]:
     """Cross entropy in nats of each of this device's tokens, float32, and 0 where there is nothing to predict.
 
@@ -163,7 +163,7 @@ def nats_of(lse: Float[Array, "*C"], picked: Float[Array, "*C"], target: Int[Arr
     return jnp.where(target != IGNORE, lse - picked, 0.0)
 
 
-def chosen_chunk(x_BLD: Float[Array, "B _ D"], columns: int, target_BL: Int[Array, "B L"], axis: str | None) -> int:
+def chosen_chunk(x_BLD: Float[Array, "B _ D"], columns: int, target_BL: Int[Array, "B L"], axis: Axis | None) -> int:
     """Default tokens of a chunk, for a device with `columns` columns of the unembedding."""
     unembed = jax.ShapeDtypeStruct((x_BLD.shape[2], columns), x_BLD.dtype)
     arguments = dict(x_BLD=x_BLD, unembed_DV=unembed, target_BL=target_BL, chunk_tokens=None, z_loss=0.0, axis=axis)

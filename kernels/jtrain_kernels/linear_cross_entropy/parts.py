@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jtrain_kernels.linear.reference import contract
 from jtrain_kernels.linear_cross_entropy.api import chosen_chunk, in_chunks, nats_of
-from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Vocab
+from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Axis, Vocab
 
 type Fetch = Callable[[Any], Float[Array, "D W"]]
 
@@ -27,7 +27,7 @@ def linear_cross_entropy_in_parts(
     fetch: Fetch,
     chunk_tokens: int | None,
     z_loss: float = 0.0,
-    axis: str | None = None,
+    axis: Axis | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`linear_cross_entropy` with an unembedding in Z parts of W columns, each fetched when it is needed.
 
@@ -61,7 +61,7 @@ def token_cross_entropy_in_parts(
     *,
     fetch: Fetch,
     chunk_tokens: int | None,
-    axis: str | None = None,
+    axis: Axis | None = None,
 ) -> Float[Array, "B _"]:
     """`token_cross_entropy` with an unembedding in parts, each fetched once; arguments as above."""
     vocab = Vocab(axis)
@@ -73,7 +73,7 @@ def token_cross_entropy_in_parts(
 
 
 def _chunk_size(
-    x_BLD: Array, parts: Any, column_ZW: Array, target_BL: Array, fetch: Fetch, asked: int | None, axis: str | None
+    x_BLD: Array, parts: Any, column_ZW: Array, target_BL: Array, fetch: Fetch, asked: int | None, axis: Axis | None
 ) -> int:
     if asked is not None:
         return asked

@@ -9,6 +9,9 @@ from jaxtyping import Array, Float, Int, Shaped
 IGNORE = -1
 """Target id of a token that is not predicted."""
 
+type Axis = str | tuple[str, ...]
+"""Mesh axis that splits a vocabulary, or several, of which the first is the outermost."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Vocab:
@@ -18,7 +21,7 @@ class Vocab:
     device's tokens. Without an axis both are the same.
     """
 
-    axis: str | None = None
+    axis: Axis | None = None
 
     def gather(self, x: Shaped[Array, "..."], dim: int = 0) -> Shaped[Array, "..."]:
         """Concatenation of all devices' arrays along `dim`: from c to C tokens."""

@@ -9,7 +9,8 @@ import pytest
 
 from jtrain.layout import OffloadSpec
 from jtrain.mesh import MeshSpec
-from jtrain.model.transformer import SAVEABLE, Transformer
+from jtrain.model.placement import SAVEABLE
+from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.estimate.flops import flops_per_token, mfu
 from jtrain.plan.estimate.machine import make_machine

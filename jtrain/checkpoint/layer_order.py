@@ -1,0 +1,129 @@
+"""Layers of a pipelined run's state in the order of the model, which is the order of every checkpoint.
+
+A schedule with several chunks per stage permutes the layers of the state, and stages of unequal length pad it
+(`jtrain.pipeline.placement`). Files hold the model's own layers in ascending order, so that a checkpoint does not know
+the number of stages: rows are reordered as each file is written and as each device's part is read. No second copy of
+the state exists.
+
+A leaf is in the order of the stages if `stage` alone splits its first dimension.
+"""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from jtrain.checkpoint.array_writer import DescribedLeaf, describe
+from jtrain.checkpoint.host_copy import ShardPart, Splitter
+from jtrain.checkpoint.orbax_io import by_keys
+
+type LayerOrder = tuple[int, ...]
+"""Layer of the model at each place of the state's leading dimension; -1 where there is none."""
+
+
+def is_placed(leaf: Any) -> bool:
+    """True if an array's, or abstract array's, first dimension holds layers in the order of the stages."""
+    spec = getattr(leaf.sharding, "spec", ())
+    return bool(leaf.shape) and len(spec) > 0 and spec[0] == "stage"
+
+
+def logical(tree: Any, order: LayerOrder | None) -> Any:
+    """Returns shapes, dtypes and shardings of a pytree of arrays as a checkpoint holds them.
+
+    The first dimension of a leaf with reordered layers is not split: their number need not be a multiple of the stages.
+    """
+    if order is None:
+        return tree
+    layers = sum(layer >= 0 for layer in order)
+
+    def leaf(array: Any) -> Any:
+        if not is_placed(array):
+            return array
+        mesh, spec = array.sharding.mesh, array.sharding.spec
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, *spec[1:]))
+        return jax.ShapeDtypeStruct((layers, *array.shape[1:]), array.dtype, sharding=whole)
+
+    return jax.tree.map(leaf, tree)
+
+
+def described(state: Any, order: LayerOrder | None) -> list[DescribedLeaf]:
+    """Returns one description for each leaf of a state; the chunks of reordered leaves hold whole runs of layers."""
+    if order is None:
+        return describe(state)
+    placed = [(keys, array) for keys, array in by_keys(state) if is_placed(array)]
+    together = {keys: _together(order, array.sharding.shard_shape(array.shape)[0]) for keys, array in placed}
+    return describe(logical(state, order), together)
+
+
+def splitter(order: LayerOrder | None) -> Splitter:
+    """Returns the function that divides a shard into parts with the places of the model's layers, without a copy.
+
+    Identity layers are in no part.
+    """
+
+    def parts(array: jax.Array, shard: Any) -> list[ShardPart]:
+        start = tuple(part.start or 0 for part in shard.index)
+        shape = shard.data.shape
+        if order is None or not is_placed(array):
+            return [ShardPart(0, start, shape)]
+        rows, row_bytes = shape[0], math.prod(shape[1:]) * shard.data.dtype.itemsize
+        step = _together(order, rows)
+        return [
+            ShardPart((begin + more) * row_bytes, (layer + more, *start[1:]), (step, *shape[1:]))
+            for begin, layer, length in _runs(order[start[0] : start[0] + rows])
+            for more in range(0, length, step)
+        ]
+
+    return parts
+
+
+def _together(order: LayerOrder, rows: int) -> int:
+    """Largest number of layers that divides the start and the length of every run in shards of `rows` places."""
+    runs = (run for first in range(0, len(order), rows) for run in _runs(order[first : first + rows]))
+    return math.gcd(*(number for _, layer, length in runs for number in (layer, length)))
+
+
+def _runs(order: LayerOrder) -> list[tuple[int, int, int]]:
+    """Returns first place, first layer and length of each longest run of consecutive layers."""
+    runs: list[tuple[int, int, int]] = []
+    for place, layer in enumerate(order):
+        if layer < 0:
+            continue
+        if runs and place == sum(runs[-1][::2]) and layer == sum(runs[-1][1:]):
+            begin, start, length = runs.pop()
+            runs.append((begin, start, length + 1))
+        else:
+            runs.append((place, layer, 1))
+    return runs
+
+
+async def read_placed(stored: Any, like: jax.ShapeDtypeStruct, order: LayerOrder) -> jax.Array:
+    """Reads a leaf into the order of the stages; a process reads only the parts of its own devices.
+
+    Args:
+      stored: the opened TensorStore of the leaf, whose layers are those of the model in ascending order.
+      like: shape, dtype and sharding in the state.
+    """
+    sharding = like.sharding
+    assert sharding is not None
+    holders: dict[str, list[tuple[jax.Device, Any]]] = {}
+    for device, index in sharding.addressable_devices_indices_map(like.shape).items():
+        holders.setdefault(str(index), []).append((device, index))
+    arrays: list[jax.Array] = []
+    for same in holders.values():  # the host holds one part at a time
+        part = await _read_part(stored, like, same[0][1], order)
+        for device, _ in same:
+            single = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            arrays.append(jax.device_put(part, single))
+    return jax.make_array_from_single_device_arrays(like.shape, sharding, arrays)
+
+
+async def _read_part(stored: Any, like: jax.ShapeDtypeStruct, index: Any, order: LayerOrder) -> np.ndarray:
+    rows, *rest = index
+    layers = np.asarray(order[rows])
+    assert like.sharding is not None
+    part = np.zeros(like.sharding.shard_shape(like.shape), like.dtype)
+    found = await stored[(layers[layers >= 0], *rest)].read()
+    part[layers >= 0] = found.astype(like.dtype)
+    return part

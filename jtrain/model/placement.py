@@ -1,0 +1,84 @@
+"""Parts of the layout that a forward pass needs: how weights are fetched, which axes split what, what a layer saves."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from jaxtyping import Array
+
+from jtrain.model import ops
+from jtrain.model.layer_scan import Layer
+from jtrain.model.sequence_groups import GROUP_ORDER
+
+SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_gate", "mlp_up")
+"""Activations of a block that `layout.remat=named` may save for the backward pass instead of recomputing."""
+
+LAYER_INPUT = "layer_input"
+"""The residual stream that enters a block: always saved for the backward pass, on the device or in host memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The parts of the layout that a forward pass needs.
+
+    fetch: gathers the parameters below a path over `data` and casts them to the compute dtype.
+    tensor, expert: number of devices along these axes.
+    stage: pipeline stages over which the vocabulary is split, besides `tensor`.
+    tensor_overlap: True if collectives over `tensor` overlap with the layers' matmuls.
+    sequence_groups: groups of sequences that a layer computes side by side.
+    context: placement of the positions along the `context` axis.
+    remat: activations that a block saves for its backward pass: all (none), only its input (full), or its input and
+      `remat_save` (named).
+    regather: True if gathered weights are dropped after use and gathered again by the backward pass.
+    streams: True if some of the layers' weights are fetched from host memory and dropped after use.
+    offload: saved activations that go to host memory, a subset of LAYER_INPUT and SAVEABLE.
+    lookup: embedding lookup in a table split by columns, returning [B, L, D] in the compute dtype, so that neither
+      embedding nor unembedding is ever whole; None if `fetch` gathers them.
+    """
+
+    fetch: Callable[[str, Any], Any]
+    tensor: int = 1
+    tensor_overlap: bool = False
+    sequence_groups: int = 1
+    context: ops.RowSplit = ops.WHOLE_ROWS
+    remat: Literal["none", "full", "named"] = "none"
+    remat_save: tuple[str, ...] = ()
+    regather: bool = False
+    streams: bool = False
+    offload: tuple[str, ...] = ()
+    lookup: Callable[[Array, Array], Array] | None = None
+    expert: int = 1
+    stage: int = 1
+
+    @property
+    def vocabulary(self) -> dict[str, Any]:
+        """Axes that split the vocabulary, the outermost first, and the number of devices along them."""
+        axis = ("stage", "tensor") if self.stage > 1 else "tensor"
+        return dict(axis=axis, shards=self.stage * self.tensor)
+
+
+def single_device(dtype: str) -> Placement:
+    """Placement without a mesh: every parameter is whole and cast to `dtype`."""
+    return Placement(fetch=lambda path, tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree))
+
+
+def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
+    """`layer` under `jax.checkpoint`, saving and offloading the activations that the placement names."""
+    if placement.remat == "none" and not (placement.regather or placement.streams or placement.offload):
+        return layer
+    # With remat=none, a policy that refuses only the weights would still save values one step away from them (results
+    # of the gather, reshapes), which are all layers' whole weights. Save the results of matmuls instead.
+    kept = (*(SAVEABLE if placement.remat == "none" else placement.remat_save), GROUP_ORDER, ops.AMAX)
+    policies = jax.checkpoint_policies
+    if placement.offload:
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[name for name in kept if name not in placement.offload],
+            names_which_can_be_offloaded=list(placement.offload),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    else:
+        policy = policies.save_only_these_names(*kept)
+    # Inside a loop XLA cannot merge the recomputation with the forward pass; unrolled it would, which undoes remat.
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)

@@ -1,0 +1,66 @@
+"""Settings of the arrays that a run keeps in host memory between uses."""
+
+import dataclasses
+from typing import Literal
+
+from jtrain.errors import UserError
+
+type Share = float | Literal["none", "as_needed"]
+"""Share from 0.0 to 1.0; `none` is 0.0, `as_needed` the smallest share with which the run fits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadSpec:
+    """Offload to host memory; changes speed and device memory, never the losses.
+
+    optimizer: share of the bytes of optimizer state (moments, their scales, master weights). Whole arrays move, the
+      largest first, so the share reached may be a little lower; the plan prints it.
+    params: share of the bytes of the layers' parameters, also by whole arrays; a layer's part is fetched when needed.
+    activations: share of the bytes that each layer saves for its backward pass, by whole named activations.
+    update: where offloaded optimizer state is updated: `device` streams it to the device and back, layer by layer;
+      `host` computes AdamW on the host's cores (ZeRO-Offload, arXiv:2101.06840) and streams gradients and parameters.
+    unified_memory: one address space for host and device (Grace Hopper): the driver moves pages between them.
+    """
+
+    optimizer: Share = "none"
+    params: Share = "none"
+    activations: Share = "none"
+    update: Literal["device", "host"] = "device"
+    unified_memory: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "params", "activations"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value not in ("none", "as_needed") and not (number and 0 <= value <= 1):
+                raise UserError(
+                    f"layout.offload.{name}={value!r} must be a share from 0.0 to 1.0, `none`, or `as_needed`, which "
+                    "takes the smallest share that fits."
+                )
+        if self.update not in ("device", "host"):
+            raise UserError(f"layout.offload.update={self.update!r} must be `device` or `host`.")
+        if self.update == "host" and self.optimizer in ("none", 0):
+            raise UserError(
+                f"layout.offload.update=host updates optimizer state in host memory, but layout.offload.optimizer="
+                f"{self.optimizer} keeps none there. Set layout.offload.optimizer=1.0, or layout.offload.update=device."
+            )
+        placed = [name for name in ("optimizer", "params", "activations") if getattr(self, name) not in ("none", 0)]
+        if self.unified_memory and placed:
+            raise UserError(
+                f"layout.offload.unified_memory=True lets the driver place pages, but layout.offload."
+                f"{placed[0]}={getattr(self, placed[0])} places arrays. Set only one of them."
+            )
+
+    def share(self, name: Literal["optimizer", "params", "activations"]) -> float:
+        """Returns a share as a number.
+
+        Raises:
+          UserError: the share is still `as_needed`.
+        """
+        value = getattr(self, name)
+        if value == "as_needed":
+            raise UserError(
+                f"layout.offload.{name}=as_needed has to be resolved first: no share fits everywhere. `jtrain.plan` "
+                "finds the smallest that fits the devices."
+            )
+        return 0.0 if value == "none" else float(value)

@@ -1,0 +1,1 @@
+"""Pipelines as data: settings, schedules and the placement of layers on stages. Imports no jax."""

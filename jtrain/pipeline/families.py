@@ -1,0 +1,277 @@
+"""Published pipeline schedules as functions of (stages, microbatches, chunks).
+
+P is the number of workers, M that of microbatches, v that of chunks per worker. F, I, W are the times of one worker's
+forward pass, backward pass by input and by weight for one microbatch, over all its chunks; B = I + W. The bubble is the
+time in which a worker waits. In-flight microbatches are those whose forward pass is done and whose last backward pass
+(W or B) is not, on the fullest worker; those of one chunk count 1/v. F&B is the time of a forward and a backward pass
+that hide each other's communication; nothing that they compute leaves before both are done.
+
+| name | chunks | bubble | in flight | needs | source |
+|---|---|---|---|---|---|
+| gpipe | 1 | (P-1)(F+B) | M | | arXiv:1811.06965 |
+| 1f1b | 1 | (P-1)(F+B) | P | | arXiv:2104.04473, section 2.2.1 (PipeDream-flush) |
+| interleaved | v | (P-1)(F+B)/v | P + (P-1)/v | M a multiple of P | arXiv:2104.04473, section 2.2.2 |
+| zb-h1 | 1 | (P-1)(F+I-W) | P | | arXiv:2401.10241, section 3 |
+| zbv | 2 | (P-1)F/2, if F = I = W | P | M >= 2P-1 | arXiv:2401.10241, section 6; arXiv:2405.15362 |
+| dualpipev | 2 | (P-1)(F&B+B-3W)/2, if F = I = W | P + 1/2 | M >= 2P | arXiv:2412.19437, section 3.2.1, cut in half |
+
+`tests/pipeline/test_families.py` holds every entry of the table against the simulator.
+"""
+
+import collections
+from collections.abc import Callable
+
+from jtrain.errors import UserError, did_you_mean
+from jtrain.pipeline.schedule import ChunkPlacement, PassKind, PipelineSchedule, StageOp, stage_of
+
+
+class _Stream:
+    """Operations of one worker, built in order: microbatches of a chunk are counted separately for F and I or B."""
+
+    def __init__(self, worker: int, stages: int, placement: ChunkPlacement) -> None:
+        self.ops: list[StageOp] = []
+        self._stages = tuple(stage_of(worker, chunk, stages, placement) for chunk in (0, 1))
+        self._next: collections.Counter[tuple[bool, int]] = collections.Counter()
+        self._stashed: list[StageOp] = []
+
+    def add(self, kinds: str, chunk: int) -> None:
+        """Adds one operation of each kind for the next microbatch of a chunk; W takes the oldest I of the chunk."""
+        stage = self._stages[chunk]
+        for kind in kinds:
+            if kind == "W":
+                self._weight(next(op for op in self._stashed if op.stage == stage))
+                continue
+            count = (kind == "F", chunk)
+            op = StageOp(_KINDS[kind], stage, self._next[count])
+            self._next[count] += 1
+            self.ops.append(op)
+            if kind == "I":
+                self._stashed.append(op)
+
+    def add_oldest_weight(self) -> None:
+        """Adds the W of the oldest I that has none yet, of whichever chunk."""
+        self._weight(self._stashed[0])
+
+    def _weight(self, op: StageOp) -> None:
+        self._stashed.remove(op)
+        self.ops.append(StageOp("W", op.stage, op.microbatch))
+
+
+_KINDS: dict[str, PassKind] = {"F": "F", "I": "I", "W": "W", "B": "B"}
+
+
+def gpipe(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
+    """All forward passes, then all backward passes (arXiv:1811.06965)."""
+    _check("gpipe", stages, microbatches, chunks, want_chunks=1)
+    streams = [[StageOp(kind, p, m) for kind in ("F", "B") for m in range(microbatches)] for p in range(stages)]
+    return _schedule("gpipe", stages, microbatches, 1, "round_robin", streams)
+
+
+def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
+    """A forward and a backward pass by turns, once the last worker has its first microbatch.
+
+    Worker p runs P - p - 1 forward passes ahead, so at most P - p microbatches are in flight there, for any M.
+
+    Source: arXiv:2104.04473, section 2.2.1; there it is called PipeDream-flush.
+    """
+    _check("1f1b", stages, microbatches, chunks, want_chunks=1)
+    streams: list[list[StageOp]] = []
+    for p in range(stages):
+        warmup = min(stages - p - 1, microbatches)
+        ops = [StageOp("F", p, m) for m in range(warmup)]
+        for m in range(microbatches - warmup):
+            ops += [StageOp("F", p, warmup + m), StageOp("B", p, m)]
+        streams.append(ops + [StageOp("B", p, m) for m in range(microbatches - warmup, microbatches)])
+    return _schedule("1f1b", stages, microbatches, 1, "round_robin", streams)
+
+
+def interleaved(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
+    """1F1B over `chunks` virtual stages per worker: each step of the pipeline is shorter, so the bubble is as well.
+
+    Microbatches go in groups of P: a worker runs a group through one chunk, then through the next. Worker p runs
+    2 (P - p - 1) + (v - 1) P forward passes ahead.
+
+    Raises:
+      UserError: the microbatches are not a multiple of the stages.
+
+    Source: arXiv:2104.04473, section 2.2.2.
+    """
+    _check("interleaved", stages, microbatches, chunks, want_chunks=None)
+    if microbatches % stages:
+        below = microbatches - microbatches % stages
+        near = f"{below}, {below + stages}" if below else str(stages)
+        raise UserError(
+            f"microbatches={microbatches}: schedule interleaved runs them in groups of stages={stages}. Nearest "
+            f"numbers that fit: {near}; or take schedule 1f1b."
+        )
+    turns = [
+        (chunk, group * stages + m)
+        for group in range(microbatches // stages)
+        for chunk in range(chunks)
+        for m in range(stages)
+    ]
+    streams: list[list[StageOp]] = []
+    for p in range(stages):
+        forward = [StageOp("F", chunk * stages + p, m) for chunk, m in turns]
+        backward = [StageOp("B", (chunks - 1 - chunk) * stages + p, m) for chunk, m in turns]
+        warmup = min(2 * (stages - p - 1) + (chunks - 1) * stages, len(turns))
+        ops = forward[:warmup]
+        for f, b in zip(forward[warmup:], backward, strict=False):
+            ops += [f, b]
+        streams.append(ops + backward[len(turns) - warmup :])
+    return _schedule("interleaved", stages, microbatches, chunks, "round_robin", streams)
+
+
+def zbh1(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
+    """1F1B with the backward pass split: workers do W while they would wait, in the memory of 1F1B.
+
+    Worker p starts with P - p forward passes and does its W p microbatches after the I, so every worker has at most
+    P microbatches in flight, as many as the first worker of 1F1B.
+
+    Source: arXiv:2401.10241, section 3 (ZB-H1).
+    """
+    _check("zb-h1", stages, microbatches, chunks, want_chunks=1)
+    streams: list[list[StageOp]] = []
+    for p in range(stages):
+        forward = min(stages - p, microbatches)
+        ops = [StageOp("F", p, m) for m in range(forward)]
+        for m in range(microbatches):
+            ops.append(StageOp("I", p, m))
+            if m >= p:
+                ops.append(StageOp("W", p, m - p))
+            if forward < microbatches:
+                ops.append(StageOp("F", p, forward))
+                forward += 1
+        streams.append(ops + [StageOp("W", p, m) for m in range(max(0, microbatches - p), microbatches)])
+    return _schedule("zb-h1", stages, microbatches, 1, "round_robin", streams)
+
+
+def zbv(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
+    """Zero bubble over a V of virtual stages: no worker waits between its first and last operation if F = I = W.
+
+    The last virtual stage is of the first worker, so backward passes start early; 2P chunks are in flight, the memory
+    of 1F1B. Worker p starts at the time of p forward passes of a chunk and ends as much later than the first; an
+    optimizer that waits for all workers waits for that.
+
+    Raises:
+      UserError: there are fewer than 2P - 1 microbatches.
+
+    Source: arXiv:2401.10241, section 6 (ZB-V); arXiv:2405.15362 calls it V-ZB.
+    """
+    _check("zbv", stages, microbatches, chunks, want_chunks=2, least=2 * stages - 1)
+    streams: list[list[StageOp]] = []
+    for p in range(stages):
+        stream = _Stream(p, stages, "v")
+        for _ in range(2 * (stages - p) - 1):
+            stream.add("F", 0)
+        for _ in range(p):
+            stream.add("F", 1)
+            stream.add("F", 0)
+        for _ in range(stages - p):
+            stream.add("FIW", 1)
+        ahead = 2 * stages - p - 1  # forward passes of chunk 0 so far; there are P of chunk 1
+        for turn in range(microbatches - stages):
+            stream.add("FIW" if turn + ahead < microbatches else "IW", 0)
+            stream.add("FIW", 1)
+        for _ in range(p):
+            stream.add("I", 0)
+            stream.add("I", 1)
+        for _ in range(stages - p):
+            stream.add("IW", 0)
+        for chunk, left in ((1, p), (0, p)):
+            for _ in range(left):
+                stream.add("W", chunk)
+        streams.append(stream.ops)
+    return _schedule("zbv", stages, microbatches, 2, "v", streams)
+
+
+def dualpipev(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
+    """DualPipe's two directions folded into a V: forward passes of one chunk stand beside backward passes of the other.
+
+    A pair of F and B that stand side by side can hide each other's communication; only the ends are split into I and
+    W. Compared with DualPipe, each worker holds one copy of its weights.
+
+    Raises:
+      UserError: there are fewer than 2P microbatches.
+
+    Source: arXiv:2412.19437, section 3.2.1, and its authors' DualPipeV, which cuts the schedule in half.
+    """
+    _check("dualpipev", stages, microbatches, chunks, want_chunks=2, least=2 * stages)
+    streams: list[list[StageOp]] = []
+    for p in range(stages):
+        stream, after = _Stream(p, stages, "v"), stages - p - 1
+        for _ in range(2 * after):
+            stream.add("F", 0)
+        for _ in range(p + 1):
+            stream.add("F", 0)
+            stream.add("F", 1)
+        for _ in range(after):
+            stream.add("IWF", 1)
+        for _ in range(microbatches - 2 * stages + p + 1):
+            stream.add("F", 0)
+            stream.add("B", 1)
+            stream.add("F", 1)
+            stream.add("B", 0)
+        for _ in range(after):
+            stream.add("BF", 1)
+            stream.add("B", 0)
+        # Of the last 2p + 2 backward passes before the end, the second half leaves its W for later.
+        for turn in range(2 * p + 2):
+            stream.add("B" if turn <= p else "I", 1 - turn % 2)
+        for _ in range(after):
+            stream.add_oldest_weight()
+            stream.add("I", 0)
+        for _ in range(p + 1):
+            stream.add_oldest_weight()
+        streams.append(stream.ops)
+    return _schedule("dualpipev", stages, microbatches, 2, "v", streams)
+
+
+FAMILIES: dict[str, Callable[..., PipelineSchedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zbh1,
+    "zbv": zbv,
+    "dualpipev": dualpipev,
+}
+"""Name -> function of (stages, microbatches, chunks), where `chunks` may be left out."""
+
+
+def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> PipelineSchedule:
+    """The schedule of a name; upper case and hyphens do not matter, so `ZBH1` is `zb-h1`.
+
+    Args:
+      chunks: virtual stages per worker; None takes those of the schedule (2 for interleaved, zbv and dualpipev).
+
+    Raises:
+      UserError: the name is unknown, or the schedule does not exist for these numbers; the message has some that do.
+    """
+    plain = name.lower().replace("-", "").replace("_", "")
+    family = next((make for known, make in FAMILIES.items() if known.replace("-", "") == plain), None)
+    if family is None:
+        raise UserError(f"schedule {name} is unknown. {did_you_mean(name, FAMILIES)}Choose of: {', '.join(FAMILIES)}.")
+    return family(stages, microbatches) if chunks is None else family(stages, microbatches, chunks)
+
+
+def _check(name: str, stages: int, microbatches: int, chunks: int, *, want_chunks: int | None, least: int = 1) -> None:
+    """Refuses numbers for which there is no such schedule."""
+    for field, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+        if value < 1:
+            raise UserError(f"{field}={value} must be at least 1.")
+    if want_chunks is not None and chunks != want_chunks:
+        raise UserError(
+            f"chunks={chunks}: schedule {name} has {want_chunks} per worker. Leave chunks out, or take schedule "
+            "interleaved, which has any number."
+        )
+    if microbatches < least:
+        raise UserError(
+            f"microbatches={microbatches}: schedule {name} over stages={stages} needs at least {least}. Raise "
+            f"microbatches (layout.microbatches of a config), or take schedule 1f1b, which needs 1."
+        )
+
+
+def _schedule(
+    name: str, stages: int, microbatches: int, chunks: int, placement: ChunkPlacement, streams: list[list[StageOp]]
+) -> PipelineSchedule:
+    return PipelineSchedule(name, stages, microbatches, chunks, placement, tuple(map(tuple, streams)))

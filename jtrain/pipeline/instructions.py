@@ -1,0 +1,251 @@
+"""Instructions of each worker, derived from the computations of a schedule.
+
+A worker that runs on its own (a program per stage) goes through its instructions in order. An instruction is written
+like a cell of the CSV, with the names of this table in place of F, I, W, B.
+
+| instruction | meaning | when |
+|---|---|---|
+| GATHER, DROP | gathers a chunk's weights over `data`; drops them | around F, I and B; a W needs no weights |
+| RECV_F, SEND_F | receives the input of a forward pass; sends its result | next to F, if the peer is another worker |
+| RECV_B, SEND_B | receives the cotangent of a backward pass; sends its result | next to I and B, likewise |
+| F, I, W, B | as in `schedule.py` | as the schedule says |
+| FREE_F, FREE_B | frees a chunk's input; frees its cotangent | after I or B |
+| FREE_W | frees what W needs | after W |
+| REDUCE | reduces the gradient of a chunk over the data-parallel axes | after the last W or B of the chunk |
+| UPDATE | updates the weights of a chunk | at the end, since clipping needs all gradients |
+
+Values that wait lie in slots of three arrays per worker: `inputs` (from RECV_F, or from F for embedded tokens, to
+FREE_F), `cotangents` (from RECV_B, or from the last F for the gradient of the loss, to FREE_B) and `stashes` (from I to
+FREE_W). Each value gets the lowest slot that is free, so the number of slots is the peak. A value whose next reader is
+on the same worker goes directly into that reader's slot.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from jtrain.pipeline.schedule import PassKind, PipelineSchedule, StageHop
+
+type Gathering = Literal["once", "each"]
+type WorkerInstructionKind = (
+    PassKind
+    | Literal[
+        "GATHER", "DROP", "RECV_F", "SEND_F", "RECV_B", "SEND_B", "FREE_F", "FREE_B", "FREE_W", "REDUCE", "UPDATE"
+    ]
+)
+type Array = Literal["inputs", "cotangents", "stashes"]
+ARRAYS: tuple[Array, ...] = ("inputs", "cotangents", "stashes")
+
+
+class Value(NamedTuple):
+    """Something that waits in a slot: the input, the cotangent or the stash of one virtual stage and microbatch."""
+
+    array: Array
+    stage: int
+    microbatch: int
+
+
+class WorkerInstruction(NamedTuple):
+    """One step of a worker.
+
+    microbatch: None for instructions of a chunk: GATHER, DROP, REDUCE, UPDATE.
+    peer: the other worker of a send or receive.
+    reads, writes: values that must be there, with their slots, and values that are there afterwards.
+    frees: the value that is gone afterwards, with its slot.
+    """
+
+    kind: WorkerInstructionKind
+    stage: int
+    microbatch: int | None = None
+    peer: int | None = None
+    reads: tuple[tuple[Value, int], ...] = ()
+    writes: tuple[tuple[Value, int], ...] = ()
+    frees: tuple[Value, int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Instructions of all workers, with the number of slots of each array and worker."""
+
+    schedule: PipelineSchedule
+    workers: tuple[tuple[WorkerInstruction, ...], ...]
+    inputs: tuple[int, ...]
+    cotangents: tuple[int, ...]
+    stashes: tuple[int, ...]
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each worker the most chunks and microbatches at once that are past F and before their last backward pass.
+
+        The published figure of a schedule's memory: kept inputs and stashes together.
+        """
+        return tuple(_in_flight(program) for program in self.workers)
+
+
+def make_program(schedule: PipelineSchedule, gathering: Gathering = "once") -> Program:
+    """Derives the instructions of a schedule.
+
+    Args:
+      gathering: `once` keeps the gathered weights of a chunk from its first to its last use in the step (ZeRO 1 and 2);
+        `each` drops them as soon as another chunk follows (ZeRO 3).
+    """
+    workers, peaks = [], []
+    for worker in range(schedule.stages):
+        plain = _with_chunk_work(schedule, worker, _with_messages(schedule, worker), gathering)
+        program, counts = _with_slots(plain)
+        workers.append(program)
+        peaks.append(counts)
+    counts = {array: tuple(of[array] for of in peaks) for array in ARRAYS}
+    return Program(schedule, tuple(workers), **counts)
+
+
+class Touched(NamedTuple):
+    """Values that an instruction reads, writes and frees."""
+
+    reads: tuple[Value, ...] = ()
+    writes: tuple[Value, ...] = ()
+    frees: Value | None = None
+
+
+def touched(schedule: PipelineSchedule, kind: WorkerInstructionKind, stage: int, microbatch: int) -> Touched:
+    """The values that an instruction of one microbatch must read, write and free."""
+    given, cotangent, stash = (Value(array, stage, microbatch) for array in ARRAYS)
+    match kind:
+        case "RECV_F" | "RECV_B":
+            return Touched(writes=(given if kind == "RECV_F" else cotangent,))
+        case "FREE_F" | "FREE_B" | "FREE_W":
+            return Touched(frees={"FREE_F": given, "FREE_B": cotangent, "FREE_W": stash}[kind])
+        case "W":
+            return Touched(reads=(stash,))
+        case "F":
+            hop = schedule.activation_hop(stage)
+            writes = [given] if stage == 0 else []
+            if hop is None:
+                writes.append(cotangent)
+            elif hop is StageHop.LOCAL:
+                writes.append(Value("inputs", stage + 1, microbatch))
+            return Touched(() if stage == 0 else (given,), tuple(writes))
+        case "I" | "B":
+            writes = [stash] if kind == "I" else []
+            if schedule.cotangent_hop(stage) is StageHop.LOCAL:
+                writes.append(Value("cotangents", stage - 1, microbatch))
+            return Touched((given, cotangent), tuple(writes))
+        case _:
+            return Touched()
+
+
+def _of(
+    schedule: PipelineSchedule, kind: WorkerInstructionKind, stage: int, microbatch: int, peer: int | None = None
+) -> WorkerInstruction:
+    """An instruction of one microbatch; slots are still 0."""
+    reads, writes, frees = touched(schedule, kind, stage, microbatch)
+    return WorkerInstruction(
+        kind,
+        stage,
+        microbatch,
+        peer,
+        tuple((value, 0) for value in reads),
+        tuple((value, 0) for value in writes),
+        None if frees is None else (frees, 0),
+    )
+
+
+def _with_messages(schedule: PipelineSchedule, worker: int) -> Iterator[WorkerInstruction]:
+    """Computations with their sends, receives and frees; slots are still 0."""
+    last = schedule.virtual_stages - 1
+    for kind, stage, m in schedule.streams[worker]:
+        if kind == "W":
+            yield _of(schedule, "W", stage, m)
+            yield _of(schedule, "FREE_W", stage, m)
+            continue
+        forward = kind == "F"
+        source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+        if 0 <= source <= last and (peer := schedule.worker(source)) != worker:
+            yield _of(schedule, "RECV_F" if forward else "RECV_B", stage, m, peer)
+        yield _of(schedule, kind, stage, m)
+        if 0 <= target <= last and (peer := schedule.worker(target)) != worker:
+            yield _of(schedule, "SEND_F" if forward else "SEND_B", stage, m, peer)
+        if not forward:
+            yield _of(schedule, "FREE_F", stage, m)
+            yield _of(schedule, "FREE_B", stage, m)
+
+
+def _with_chunk_work(
+    schedule: PipelineSchedule, worker: int, plain: Iterator[WorkerInstruction], gathering: Gathering
+) -> list[WorkerInstruction]:
+    """Adds what is done for a whole chunk: GATHER, DROP, REDUCE, UPDATE."""
+    instructions = list(plain)
+    uses = [i for i, one in enumerate(instructions) if one.kind in ("F", "I", "B")]
+    gradients = [i for i, one in enumerate(instructions) if one.kind in ("W", "B")]
+    before: dict[int, list[WorkerInstruction]] = {}
+    after: dict[int, list[WorkerInstruction]] = {}
+    chunks = {instructions[i].stage for i in uses}
+    for stage in sorted(chunks):
+        mine = [n for n, i in enumerate(uses) if instructions[i].stage == stage]
+        runs = [mine] if gathering == "once" else _runs(mine)
+        for run in runs:
+            before.setdefault(uses[run[0]], []).append(WorkerInstruction("GATHER", stage))
+            after.setdefault(uses[run[-1]], []).append(WorkerInstruction("DROP", stage))
+        added = [i for i in gradients if instructions[i].stage == stage]
+        if added:
+            after.setdefault(added[-1], []).append(WorkerInstruction("REDUCE", stage))
+    found: list[WorkerInstruction] = []
+    for i, one in enumerate(instructions):
+        found += [*before.get(i, ()), one, *after.get(i, ())]
+    held = [schedule.stage(worker, chunk) for chunk in range(schedule.chunks)]
+    return found + [WorkerInstruction("UPDATE", stage) for stage in held]
+
+
+def _runs(numbers: list[int]) -> list[list[int]]:
+    """Consecutive numbers together."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][-1] == n - 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return runs
+
+
+def _with_slots(plain: list[WorkerInstruction]) -> tuple[tuple[WorkerInstruction, ...], dict[Array, int]]:
+    """Gives each value the lowest slot that is free; returns the peaks as well."""
+    free: dict[Array, list[int]] = {array: [] for array in ARRAYS}
+    counts: dict[Array, int] = dict.fromkeys(ARRAYS, 0)
+    slots: dict[Value, int] = {}
+
+    def slot(value: Value) -> int:
+        if value not in slots:
+            if not free[value.array]:
+                heapq.heappush(free[value.array], counts[value.array])
+                counts[value.array] += 1
+            slots[value] = heapq.heappop(free[value.array])
+        return slots[value]
+
+    found: list[WorkerInstruction] = []
+    for one in plain:
+        one = one._replace(
+            reads=tuple((value, slot(value)) for value, _ in one.reads),
+            writes=tuple((value, slot(value)) for value, _ in one.writes),
+        )
+        if one.frees is not None:
+            value = one.frees[0]
+            one = one._replace(frees=(value, slot(value)))
+            heapq.heappush(free[value.array], slots[value])
+        found.append(one)
+    return tuple(found), counts
+
+
+def _in_flight(program: tuple[WorkerInstruction, ...]) -> int:
+    """Most chunks and microbatches at once between F and the last backward pass."""
+    now = peak = 0
+    for one in program:
+        if one.kind == "F":
+            now += 1
+            peak = max(peak, now)
+        elif one.kind in ("W", "B"):
+            now -= 1
+    return peak

@@ -1,0 +1,210 @@
+"""Command line of pipeline plans: `python -m jtrain.plan pipeline --schedule zbv --stages 8 --microbatches 32`."""
+
+import argparse
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jtrain.errors import UserError
+from jtrain.pipeline.cells import read_csv, to_csv
+from jtrain.pipeline.families import FAMILIES, make_schedule
+from jtrain.pipeline.schedule import PipelineSchedule
+from jtrain.plan import AOT_ENVIRONMENT
+from jtrain.runtime import cli
+from jtrain.runtime.platform import start_jax
+
+if TYPE_CHECKING:
+    from jtrain.plan.pipeline_choice import Planned
+    from jtrain.plan.report.pipeline_sheet import Shown
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command-line parser; it needs no jax, so --help answers at once."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jtrain.plan pipeline",
+        description="Shows who computes what when in a pipeline, its bubbles and its memory; without --schedule, "
+        "compares all schedules. With CONFIG and --device, in seconds and bytes of that machine.",
+        epilog="Exit codes: 0; 2 the schedule or an option is wrong: the message says what to change.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="as for jtrain.launch --config")
+    parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
+    parser.add_argument("--device", metavar="NAME", help="h200, h100, b200, v5p, v5e, ...; needs CONFIG")
+    parser.add_argument("--count", type=int, metavar="N", help="devices (default: those of the config's mesh)")
+    parser.add_argument("--network", type=float, metavar="GBIT", help="Gbit/s per device between hosts")
+    parser.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(FAMILIES)}")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="a schedule of your own: cells such as 0F0, 2I0, 2W0")
+    parser.add_argument("--stages", type=int, metavar="P", help="pipeline stages (default: the config's mesh.stage)")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="(default: the config's layout.microbatches)")
+    parser.add_argument("--chunks", type=int, metavar="V", help="virtual stages per worker, for interleaved")
+    parser.add_argument("--costs", metavar="F,I,W", help="times of a chunk's three passes (default: 1,1,1)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture to FILE")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the picture, figures and instructions to FILE")
+    parser.add_argument("--write-csv", type=Path, metavar="FILE", help="write the schedule to FILE, to be changed")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=Path("-"),
+        metavar="FILE",
+        help="write {bubble, peak_buffers, instructions} to FILE, or to the standard output alone",
+    )
+    return parser
+
+
+def _times(text: str | None) -> tuple[float, float, float]:
+    """The numbers of `--costs`."""
+    if text is None:
+        return 1.0, 1.0, 1.0
+    try:
+        forward, by_input, by_weight = (float(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--costs {text}: expected the times of F, I and W, three numbers such as 1,2,1.") from None
+    if not all(0 < time < float("inf") for time in (forward, by_input, by_weight)):
+        raise UserError(f"--costs {text}: each time must be a number above 0.")
+    return forward, by_input, by_weight
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuses options that would have no effect, or folders that are missing.
+
+    Raises:
+      UserError: names the first of them.
+    """
+    if args.schedule is not None and args.csv is not None:
+        raise UserError(f"--schedule {args.schedule} --csv {args.csv}: both name a schedule. Leave one of them out.")
+    if args.csv is not None and args.chunks is not None:
+        raise UserError(f"--chunks {args.chunks}: the rows of --csv {args.csv} say the chunks. Leave --chunks out.")
+    one = args.schedule is not None or args.csv is not None
+    for name in ("svg", "html", "write_csv"):
+        path, option = getattr(args, name), f"--{name.replace('_', '-')}"
+        if path is not None and not one:
+            raise UserError(f"{option} {path} shows one schedule. Add --schedule, one of {', '.join(FAMILIES)}.")
+    if args.chunks is not None and args.schedule is None:
+        raise UserError(f"--chunks {args.chunks} is of one schedule. Add --schedule interleaved.")
+    for name in ("svg", "html", "write_csv", "json"):
+        path = getattr(args, name)
+        if path is not None and path != Path("-") and not path.absolute().parent.is_dir():
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} {path}: there is no folder {path.absolute().parent}. Make it first.")
+    if args.config is None:
+        for name, value in (("device", args.device), ("count", args.count), ("network", args.network)):
+            if value is not None:
+                raise UserError(f"--{name} {value} is for a config's times. Give a CONFIG, or leave --{name} out.")
+        for option, values in (("with", args.fiddlers), ("set", args.sets)):
+            if values:
+                raise UserError(f"--{option} {values[0]} changes a config. Give a CONFIG, or leave --{option} out.")
+    elif args.costs is not None:
+        raise UserError(f"--costs {args.costs}: the times of {args.config} are the plan's. Leave --costs out.")
+
+
+def schedules(args: argparse.Namespace, stages: int | None, microbatches: int | None) -> list[PipelineSchedule]:
+    """The schedules that the command line asks for: one, or all that exist for these numbers.
+
+    Raises:
+      UserError: a number is missing or wrong, or the schedule does not exist for them.
+    """
+    if args.csv is not None:
+        return [read_csv(args.csv, stages=stages, microbatches=microbatches)]
+    for name, value in (("stages", stages), ("microbatches", microbatches)):
+        if value is None:
+            raise UserError(f"a pipeline needs a number of {name}. Give --{name}, or a CONFIG with --device.")
+    assert stages is not None
+    assert microbatches is not None
+    if args.schedule is not None:
+        return [make_schedule(args.schedule, stages, microbatches, args.chunks)]
+    make_schedule("gpipe", stages, microbatches)  # it exists for all numbers that are at least 1
+    return list(_that_exist(functools.partial(make_schedule, name, stages, microbatches) for name in FAMILIES))
+
+
+def _that_exist[T](makers: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """Yields what can be made; says why on the error stream where it cannot."""
+    for make in makers:
+        try:
+            yield make()
+        except UserError as error:
+            print(f"not compared: {error}", file=sys.stderr)
+
+
+def _show(schedule: PipelineSchedule, args: argparse.Namespace, planned: "Planned | None") -> "Shown":
+    """The schedule with the costs of the plan, or of the command line."""
+    from jtrain.plan.report.pipeline_sheet import show
+
+    if planned is None:
+        return show(schedule, _times(args.costs))
+    return show(schedule, planned.times(schedule), planned.work.message_s)
+
+
+def _planned(args: argparse.Namespace) -> "Planned | None":
+    """The plan of the config's stages; None without a config."""
+    if args.config is None:
+        return None
+    os.environ.update(AOT_ENVIRONMENT)  # a plan is for another machine, as in `jtrain.plan.__main__`
+    start_jax(os.environ)
+    from jtrain.plan.pipeline_choice import plan_stages  # imported here because it imports jax
+
+    stages, microbatches = args.stages, args.microbatches
+    if args.csv is not None:
+        mine = read_csv(args.csv, stages=stages, microbatches=microbatches)
+        stages, microbatches = mine.stages, mine.microbatches
+    return plan_stages(args, stages, microbatches)
+
+
+def _write_files(args: argparse.Namespace, shown: "Shown", planned: "Planned | None") -> None:
+    """Writes what --svg, --html and --write-csv ask for."""
+    from jtrain.plan.report.pipeline_picture import page, svg
+    from jtrain.plan.report.pipeline_sheet import figures
+
+    schedule, flow = shown.schedule, shown.flow
+    if args.write_csv is not None:
+        args.write_csv.write_text(to_csv(schedule))
+    buffer_bytes = None if planned is None else planned.work.kept_bytes // schedule.chunks
+    if args.svg is not None:
+        args.svg.write_text(svg(schedule, flow, buffer_bytes=buffer_bytes))
+    if args.html is not None:
+        title = f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches"
+        programs = [[str(one) for one in program] for program in shown.program.workers]
+        picture = svg(schedule, flow, buffer_bytes=buffer_bytes)
+        args.html.write_text(page(title, picture, figures(shown, planned), programs))
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Runs the parsed command line; returns the exit code."""
+    from rich.console import Console
+
+    from jtrain.plan.report.pipeline_sheet import print_comparison, print_one, to_json
+
+    _check_options(args)
+    planned = _planned(args)
+    stages, microbatches = args.stages, args.microbatches
+    if planned is not None:
+        stages, microbatches = planned.stages, planned.microbatches
+    one = args.schedule is not None or args.csv is not None
+    makers = [functools.partial(_show, schedule, args, planned) for schedule in schedules(args, stages, microbatches)]
+    found = [makers[0]()] if one else list(_that_exist(makers))
+    if one:
+        _write_files(args, found[0], planned)
+    if args.json is not None:
+        content = to_json(found[0]) if one else {shown.schedule.name: to_json(shown) for shown in found}
+        text = json.dumps(content, indent=1) + "\n"
+        if args.json == Path("-"):
+            print(text, end="")
+            return 0
+        args.json.write_text(text)
+    console = Console(width=None if Console().is_terminal else 110)
+    if one:
+        print_one(found[0], planned, console)
+    else:
+        print_comparison(found, planned, console)
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line after `jtrain.plan pipeline`; returns the exit code."""
+    args = parser().parse_args(argv)
+    return cli.run(lambda: execute(args))

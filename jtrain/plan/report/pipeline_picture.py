@@ -1,0 +1,144 @@
+"""Pictures of a pipeline schedule: who computes what when, and what each worker keeps, as text, SVG and HTML."""
+
+import html
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from jtrain.pipeline.clocks import PipelineTimeline, Span
+from jtrain.pipeline.schedule import PipelineSchedule
+
+COLOURS = {"F": "#4c78a8", "I": "#f2a93b", "W": "#59a14f", "B": "#e15759"}
+"""Colour of each kind of operation; later chunks of a worker are paler."""
+
+MEANINGS = {"F": "forward", "I": "backward by input", "W": "backward by weight", "B": "backward"}
+_STYLES = {"F": "blue", "I": "yellow", "W": "green", "B": "red"}
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_LANE, _ROW, _LEFT, _WIDTH = 26, 66, 90, 1200
+
+
+def text_rows(schedule: PipelineSchedule, timeline: PipelineTimeline, *, width: int) -> list[Text]:
+    """A line per worker as wide as the time, `.` where it waits; beside it the most that it has in flight.
+
+    Where there is room an operation is its kind and microbatch, otherwise a letter per column; later chunks are in
+    lower case.
+
+    Args:
+      width: columns of the whole line.
+    """
+    scale, columns = _columns(timeline, width)
+    rows: list[Text] = []
+    for worker, (spans, kept) in enumerate(zip(timeline.workers, timeline.in_flight(), strict=True)):
+        line = Text(f"worker {worker:<3}")
+        at = 0
+        for span in spans:
+            start, end = round(span.start * scale), round(span.end * scale)
+            if end <= at:
+                continue  # shorter than a column
+            line.append("." * (start - at), style="dim")
+            line.append(_label(schedule, span, end - max(start, at)), style=_STYLES[span.op.kind])
+            at = end
+        line.append("." * (columns - at), style="dim")
+        line.append(f" {max(count for _, count in kept):>4} in flight")
+        rows.append(line)
+    return rows
+
+
+def memory_rows(timeline: PipelineTimeline, *, width: int) -> list[Text]:
+    """A line per worker with the height of what it has in flight over time."""
+    columns = _columns(timeline, width)[1]
+    most = max(count for worker in timeline.in_flight() for _, count in worker)
+    rows: list[Text] = []
+    for worker, kept in enumerate(timeline.in_flight()):
+        line = Text(f"worker {worker:<3}")
+        for column in range(columns):
+            now = timeline.makespan * (column + 0.5) / columns
+            count = max((step for step in kept if step[0] <= now), default=(0.0, 0))[1]
+            line.append(_LEVELS[-(-count * (len(_LEVELS) - 1) // most)])
+        rows.append(line)
+    return rows
+
+
+def _columns(timeline: PipelineTimeline, width: int) -> tuple[float, int]:
+    """Columns per unit of time, and of the whole time; the shortest operation takes up to 4 whole columns."""
+    room = max(20, width - 26)
+    shortest = min(span.end - span.start for spans in timeline.workers for span in spans)
+    whole = min(4, int(room * shortest / timeline.makespan))
+    scale = whole / shortest if whole else room / timeline.makespan
+    return scale, round(timeline.makespan * scale)
+
+
+def _label(schedule: PipelineSchedule, span: Span, width: int) -> str:
+    """Text of an operation in `width` columns."""
+    kind = span.op.kind.lower() if schedule.chunk(span.op.stage) else span.op.kind
+    label = f"{kind}{span.op.microbatch}"
+    return label.ljust(width, "-" if width > len(label) else " ") if len(label) <= width else kind * width
+
+
+def svg(schedule: PipelineSchedule, timeline: PipelineTimeline, *, buffer_bytes: int | None = None) -> str:
+    """A standalone SVG: a lane of operations per worker, and below it what the worker has in flight over time.
+
+    Args:
+      buffer_bytes: bytes that one chunk and microbatch keep; None labels counts instead.
+    """
+    height = _ROW * schedule.stages + 60
+    scale = _WIDTH / timeline.makespan
+    most = max(count for worker in timeline.in_flight() for _, count in worker)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 110} {height}" '
+        f'font-family="sans-serif" font-size="12" role="img" aria-label="{html.escape(schedule.name)}">',
+        f'<text x="0" y="16" font-size="14">{html.escape(schedule.name)}: {schedule.stages} stages, '
+        f"{schedule.microbatches} microbatches, bubble {timeline.bubble:.1%}</text>",
+    ]
+    for worker, (spans, kept) in enumerate(zip(timeline.workers, timeline.in_flight(), strict=True)):
+        top = 30 + _ROW * worker
+        parts.append(f'<text x="0" y="{top + 17}">worker {worker}</text>')
+        parts.append(f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_LANE}" fill="#eeeeee"/>')
+        parts += [_box(schedule, span, top, scale) for span in spans]
+        peak = max(count for _, count in kept)
+        size = f"{peak} kept" if buffer_bytes is None else f"{peak * buffer_bytes / 2**30:.2f} GiB"
+        parts.append(_steps(kept, timeline.makespan, top + _ROW - 8, scale, (_ROW - _LANE - 12) / most))
+        parts.append(f'<text x="{_LEFT + _WIDTH + 6}" y="{top + _ROW - 10}">{size}</text>')
+    for index, (kind, meaning) in enumerate(MEANINGS.items()):
+        x = _LEFT + 190 * index
+        parts.append(f'<rect x="{x}" y="{height - 22}" width="14" height="14" fill="{COLOURS[kind]}"/>')
+        parts.append(f'<text x="{x + 20}" y="{height - 10}">{kind}: {meaning}</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _box(schedule: PipelineSchedule, span: Span, top: int, scale: float) -> str:
+    """An operation with its name, if there is room, and times as a tooltip."""
+    x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
+    pale = 0.55 if schedule.chunk(span.op.stage) else 1.0
+    box = (
+        f'<g><title>{span.op}: {span.start:.6g} to {span.end:.6g}</title><rect x="{x:.2f}" y="{top}" '
+        f'width="{width:.2f}" height="{_LANE}" fill="{COLOURS[span.op.kind]}" fill-opacity="{pale}" stroke="white" '
+        'stroke-width="0.5"/>'
+    )
+    if width > 9 * len(str(span.op.microbatch)):
+        box += f'<text x="{x + width / 2:.2f}" y="{top + 17}" text-anchor="middle">{span.op.microbatch}</text>'
+    return f"{box}</g>"
+
+
+def _steps(kept: Sequence[tuple[float, int]], end: float, base: int, scale: float, unit: float) -> str:
+    """Area chart of what a worker has in flight."""
+    path = f"M{_LEFT:.2f},{base}"
+    for time, count in kept:
+        path += f"H{_LEFT + time * scale:.2f}V{base - count * unit:.2f}"
+    return f'<path d="{path}H{_LEFT + end * scale:.2f}V{base}Z" fill="#b0b0b0"/>'
+
+
+def page(title: str, picture: str, figures: Sequence[tuple[str, str]], programs: Sequence[Sequence[str]]) -> str:
+    """A standalone HTML page: the picture, figures by name, and the instructions of each worker."""
+    rows = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in figures)
+    lists = "".join(
+        f"<details><summary>worker {worker}: {len(program)} instructions</summary>"
+        f"<p><code>{html.escape(' '.join(program))}</code></p></details>"
+        for worker, program in enumerate(programs)
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        "<style>body{font-family:sans-serif;margin:2em}th{text-align:left;padding-right:1em;font-weight:normal}"
+        f"svg{{width:100%}}</style></head><body><h1>{html.escape(title)}</h1>\n{picture}"
+        f"<table>{rows}</table><h2>Instructions</h2>{lists}</body></html>\n"
+    )

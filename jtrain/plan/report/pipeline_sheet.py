@@ -1,0 +1,174 @@
+"""A pipeline schedule as figures, as JSON and on the terminal; several schedules as a table."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jtrain.pipeline.checker import check, needed_capacity
+from jtrain.pipeline.clocks import Costs, PipelineTimeline, best_ticks, dataflow, equal_costs, lockstep, messages
+from jtrain.pipeline.instructions import Program
+from jtrain.pipeline.schedule import PipelineSchedule
+from jtrain.pipeline.ticks import Ticks
+from jtrain.plan.report.pipeline_picture import MEANINGS, memory_rows, text_rows
+
+if TYPE_CHECKING:
+    from jtrain.plan.pipeline_choice import Planned  # it imports jax, which takes seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """A schedule with everything that is shown of it.
+
+    costs: times of a chunk's operations. flow, ticks, steps: its timeline under the dataflow clock, its best packing
+      and the timeline of that under the lockstep clock.
+    """
+
+    schedule: PipelineSchedule
+    program: Program
+    costs: Costs
+    flow: PipelineTimeline
+    ticks: Ticks
+    steps: PipelineTimeline
+
+
+def show(schedule: PipelineSchedule, times: tuple[float, float, float], message: float = 0.0) -> Shown:
+    """Checks and simulates a schedule.
+
+    Args:
+      times: F, I and W of a chunk.
+
+    Raises:
+      UserError: the schedule is invalid.
+    """
+    program = check(schedule)
+    costs = equal_costs(schedule, *times, message)
+    ticks = best_ticks(schedule, costs)
+    return Shown(schedule, program, costs, dataflow(schedule, costs), ticks, lockstep(ticks, costs))
+
+
+def to_json(shown: Shown) -> dict[str, Any]:
+    """The object that `--json` writes: the bubble of stages on their own, and per worker the peak and the instructions.
+
+    A peak is the most chunks and microbatches in flight: past F and before their last backward pass.
+    """
+    return {
+        "bubble": shown.flow.bubble,
+        "peak_buffers": list(shown.program.in_flight),
+        "instructions": [[str(one) for one in program] for program in shown.program.workers],
+    }
+
+
+def print_one(shown: Shown, planned: "Planned | None", console: Console) -> None:
+    """Prints the picture, memory over time, bubbles, buffers and messages of one schedule."""
+    schedule = shown.schedule
+    legend = ", ".join(f"{kind} {meaning}" for kind, meaning in MEANINGS.items())
+    console.print(
+        f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, {schedule.chunks} chunks "
+        f"per worker. {legend}; lower case: later chunks",
+        style="bold",
+        highlight=False,
+    )
+    for row in text_rows(schedule, shown.flow, width=console.width):
+        console.print(row, no_wrap=True, crop=True)
+    console.print("in flight over time", style="bold")
+    for row in memory_rows(shown.flow, width=console.width):
+        console.print(row, no_wrap=True, crop=True)
+    for name, value in figures(shown, planned):
+        console.print(f"{name}: {value}", highlight=False)
+
+
+def figures(shown: Shown, planned: "Planned | None") -> list[tuple[str, str]]:
+    """Names and values of what is known of a schedule."""
+    program, ticks, sent = shown.program, shown.ticks, messages(shown.schedule)
+    per_step = f"{max(sent.values(), default=0)} messages between two workers, {sum(sent.values())} in all"
+    found = [
+        ("bubble, stages on their own", f"{shown.flow.bubble:.4g}"),
+        (
+            "bubble, one SPMD program",
+            f"{shown.steps.bubble:.4g}, in {ticks.num_ticks} ticks packed as `{ticks.packing}`",
+        ),
+        ("in flight, per worker", " ".join(map(str, program.in_flight))),
+        ("input slots", f"{_listed(program.inputs)}; in lockstep {_listed(ticks.inputs)}"),
+        ("cotangent slots", f"{_listed(program.cotangents)}; in lockstep {_listed(ticks.cotangents)}"),
+        ("slots for W", f"{_listed(program.stashes)}; in lockstep {_listed(ticks.stashes)}"),
+        ("messages that a channel must hold", str(needed_capacity(shown.schedule))),
+        ("messages per step", per_step),
+    ]
+    if planned is not None:
+        work = planned.work
+        most = max(sent.values(), default=0) * work.message_bytes
+        passes = [work.forward_s, work.by_input_s, work.by_weight_s]
+        listed = " / ".join(f"{seconds * 1e3:,.3g}" for seconds in passes)
+        found += [
+            ("F / I / W of a stage", f"{listed} ms per microbatch; a message {work.message_s * 1e3:,.3g} ms"),
+            ("bytes between stages", f"{_gib(most)} GiB per step and device, at most, each way"),
+            ("memory of the fullest worker", f"{_gib(planned.memory_bytes(ticks))} GiB per device"),
+            ("step", f"{planned.step_s(shown.steps.makespan):,.4g} s, predicted, not measured"),
+        ]
+    return found
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return " ".join(map(str, counts))
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.4g}"
+
+
+def print_comparison(found: Sequence[Shown], planned: "Planned | None", console: Console) -> None:
+    """Prints a row per schedule, the best first, and says which to take."""
+    ranked = sorted(found, key=lambda shown: _rank(shown, planned))
+    schedule = ranked[0].schedule
+    of = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
+    console.print(of if planned is None else f"{planned.title}: {of}", style="bold", highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    table.add_column("schedule", no_wrap=True)
+    names = ["chunks", "bubble alone", "bubble SPMD", "packing", "ticks", "in flight", "inputs", "for W", "messages"]
+    names += [] if planned is None else ["s a step", "GiB a device"]
+    for name in names:
+        table.add_column(name, justify="right")
+    for shown in ranked:
+        ticks = shown.ticks
+        cells = [str(shown.schedule.chunks), f"{shown.flow.bubble:.3f}", f"{shown.steps.bubble:.3f}", ticks.packing]
+        cells += [str(ticks.num_ticks), str(max(shown.program.in_flight)), str(ticks.num_inputs)]
+        cells += [str(ticks.num_stashes), str(sum(messages(shown.schedule).values()))]
+        if planned is not None:
+            cells += [f"{planned.step_s(shown.steps.makespan):,.4g}", _gib(planned.memory_bytes(ticks))]
+        table.add_row(shown.schedule.name, *cells)
+    console.print(table)
+    console.print(
+        "bubble alone: every stage runs on its own; bubble SPMD: one program in lockstep, as jtrain runs it, in the "
+        "best packing. In flight, inputs and slots for W: chunks on the fullest worker, the last two in lockstep.",
+        highlight=False,
+    )
+    console.print(_advice(ranked, planned), highlight=False)
+
+
+def _rank(shown: Shown, planned: "Planned | None") -> tuple[Any, ...]:
+    """Sorts by the bubble, then by slots; schedules that do not fit into memory come last."""
+    fits = planned is None or planned.fits(shown.ticks)
+    slots = (shown.ticks.num_inputs + shown.ticks.num_stashes) / shown.schedule.chunks
+    return not fits, shown.steps.bubble, slots
+
+
+def _advice(ranked: Sequence[Shown], planned: "Planned | None") -> str:
+    """Says which schedule to take, and whether a pipeline is better than ZeRO-3 alone."""
+    best = ranked[0]
+    name = best.schedule.name
+    if planned is None:
+        return (
+            f"take {name}: the smallest bubble in lockstep, {best.steps.bubble:.3f}. Give CONFIG and --device for "
+            "seconds, memory, and a comparison with ZeRO-3 alone, which wins where its gathers hide behind the layers."
+        )
+    if not planned.fits(best.ticks):
+        return (
+            f"no schedule fits: {name} needs {_gib(planned.memory_bytes(best.ticks))} GiB per device of "
+            f"{_gib(planned.hbm_bytes)}. Raise --stages or --count, or set layout.remat=full. "
+            f"{planned.alone_line(None)}"
+        )
+    return f"take {name} of the pipelines. {planned.alone_line(planned.step_s(best.steps.makespan))}"

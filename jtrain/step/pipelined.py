@@ -1,0 +1,362 @@
+"""Forward and backward pass of a pipelined model: one scan over the ticks of a static schedule.
+
+Every worker along `stage` runs the same program and reads its own row of `jtrain.pipeline.ticks.Ticks.table`, which
+says what to do in each tick and in which slots inputs and cotangents are. The documentation of that module has the
+order of work in a tick. What a worker does alone lies in conditionals on its row: their collectives have groups within
+one stage, whose devices take the same branch. What all stages do together (embedding, loss, permutes) lies outside, or
+in conditionals on the tick. Permutes are chains: XLA may zero several rings side by side (openxla/xla#45222).
+
+Between the forward and the backward pass of a microbatch each layer keeps what `layout.remat` says, in the slot of the
+chunk's input.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jtrain.dims import Batch
+from jtrain.layout import Layout
+from jtrain.model.fp8_scaling import fp8_weights, unseen, with_fp8
+from jtrain.model.param import Params
+from jtrain.model.placement import Placement
+from jtrain.model.router import RouterLosses
+from jtrain.model.transformer import Transformer
+from jtrain.pipeline.schedule import StageHop
+from jtrain.pipeline.ticks import NONE, Field, Ticks, arriving_cotangent, arriving_input
+from jtrain.step.pipeline_chunks import Chunks, Gradients, Present, Slots, Work, nested
+from jtrain.step.pipeline_ends import Ends
+from jtrain.step.pipeline_ticks import layers_permute, ticks_of
+from jtrain.step.zero import gathered_once, placement_of, scattered_once, trained_part, with_whole
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Carry:
+    """What passes from tick to tick.
+
+    inputs, cotangents: [slots, B, L, D], of this worker's chunks.
+    kept: between forward and backward pass, in the slots of the inputs.
+    stashes: between the two parts of a backward pass.
+    layers: sums of gradients of this worker's layers.
+    ends: sums of gradients of everything else, float32.
+    nats: this device's share of the loss so far.
+    """
+
+    inputs: Any
+    cotangents: Any
+    kept: Slots
+    stashes: Slots
+    layers: Gradients
+    ends: Params
+    nats: Any
+
+
+def pipeline_placement(layout: Layout) -> Placement:
+    """Placement of a pipelined model: layers keep named values and no weights, and stages share the vocabulary."""
+    return dataclasses.replace(placement_of(layout), stage=layout.mesh.stage, regather=True)
+
+
+def pipelined_gradients(
+    model: Transformer,
+    layout: Layout,
+    params: Params,
+    scaling: dict[str, Any],
+    parts: Batch,
+    unit: Float[Array, ""],
+) -> tuple[Params, dict[str, Any], Float[Array, ""]]:
+    """Gradients of one worker summed over microbatches, largest values in 8-bit matmuls, and its share of the loss.
+
+    Args:
+      params, scaling: this worker's.
+      parts: microbatches, the same on every stage.
+      unit: 1 / tokens of the batch.
+
+    Returns:
+      Gradients in the shapes of `trained_part`.
+    """
+    assert layout.pipeline is not None
+    if layout.pipeline.spec.gather == "step" and layout.spec.zero_stage >= 2:
+        whole, params = gathered_once(layout, params)
+        grads, seen, nats = pipelined_gradients(model, whole, params, scaling, parts, unit)
+        return scattered_once(layout, grads), seen, nats
+    trained = trained_part(layout, params)
+    ticks = ticks_of(layout)
+    placement = pipeline_placement(layout)
+    ends = Ends(model, layout, placement, params, ticks.embed_worker, ticks.head_worker)
+    worker = _Worker(model, layout, ticks, ends, _chunks(model, layout, placement, params, trained, scaling, unit))
+    end = worker.run({key: value for key, value in trained.items() if key != "layers"}, parts, unit)
+    seen = {"layers": nested(end.layers.seen)} if scaling else {}
+    return {**end.ends, "layers": nested(end.layers.trained)}, seen, end.nats
+
+
+def pipelined_nats(model: Transformer, layout: Layout, params: Params, parts: Batch) -> Float[Array, "M B _"]:
+    """Cross entropy of each token at this device's positions, in nats, the same on every stage; 0 without a target."""
+    assert layout.pipeline is not None
+    ticks = ticks_of(layout, trains=False)
+    placement = pipeline_placement(layout)
+    ends = Ends(model, layout, placement, params, ticks.embed_worker, ticks.head_worker)
+    trained = trained_part(layout, params)
+    chunks = _chunks(model, layout, placement, params, trained, None, jnp.float32(0))
+    worker = _Worker(model, layout, ticks, ends, chunks)
+    return worker.evaluated({key: value for key, value in trained.items() if key != "layers"}, parts)
+
+
+def _chunks(
+    model: Transformer,
+    layout: Layout,
+    placement: Placement,
+    params: Params,
+    trained: Params,
+    scaling: dict[str, Any] | None,
+    unit: Float[Array, ""],
+) -> Chunks:
+    """The worker's layers, ready to compute; without 8-bit matmuls if `scaling` is None."""
+    assert layout.pipeline is not None
+    pipeline, infos = layout.pipeline, tuple(p.info for p in layout.params)
+    weights = with_whole(layout, trained, params)
+    if scaling is not None and layout.precision.matmul_dtype != "compute":
+        weights = with_fp8(weights, infos, scaling, unseen(scaling), unit)
+    real_PY = (jnp.asarray(pipeline.order) >= 0).reshape(pipeline.stages, -1)
+    router = None
+    if model.moe is not None:
+        of_losses = jnp.stack([model.moe.balance_loss * unit, model.moe.router_z_loss * unit]) / model.num_layers
+        router = RouterLosses(*of_losses)
+    split = frozenset[str]()
+    if ticks_of(layout).schedule.splits_backward:
+        split = frozenset(info.path.removeprefix("layers.") for info in fp8_weights(infos))
+    return Chunks(
+        model.layer(placement),
+        placement.fetch,
+        weights["layers"],
+        split,
+        pipeline.layers_per_chunk,
+        real_PY[jax.lax.axis_index("stage")],
+        router,
+        1 if model.scan_layers else pipeline.layers_per_chunk,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Worker:
+    """One device's work in every tick."""
+
+    model: Transformer
+    layout: Layout
+    ticks: Ticks
+    ends: Ends
+    chunks: Chunks
+
+    def run(self, trained: Params, parts: Batch, unit: Float[Array, ""]) -> _Carry:
+        """Runs all ticks.
+
+        Args:
+          trained: what JAX differentiates, without the layers.
+        """
+        ticks, x_BLD = self.ticks, self._residual_stream(trained, parts)
+        worker = dataclasses.replace(self, chunks=self.chunks.traced(x_BLD, self._shared(parts, jnp.int32(0))))
+        chunks = worker.chunks
+        start = _Carry(
+            jnp.zeros((ticks.num_inputs, *x_BLD.shape), x_BLD.dtype),
+            jnp.zeros((ticks.num_cotangents, *x_BLD.shape), x_BLD.dtype),
+            chunks.kept_slots(ticks.num_inputs),
+            chunks.stash_slots(ticks.num_stashes + self._mixed),
+            chunks.no_gradients(),
+            jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained),
+            jnp.zeros((), jnp.float32),
+        )
+
+        def tick(carry: _Carry, row_F: Int[Array, " F"]) -> tuple[_Carry, None]:
+            return worker._tick(carry, row_F, trained, parts, unit), None
+
+        return jax.lax.scan(tick, start, self._rows())[0]
+
+    def evaluated(self, trained: Params, parts: Batch) -> Float[Array, "M B _"]:
+        """Runs the ticks of a schedule that has only forward passes; returns the cross entropy of each token."""
+        x_BLD = self._residual_stream(trained, parts)
+
+        def tick(carry: tuple[Array, Array], row_F: Int[Array, " F"]) -> tuple[tuple[Array, Array], None]:
+            inputs, nats_MBL = carry
+            inputs = self._embedded(inputs, row_F, trained, parts)
+            y_BLD = self._applied(inputs, row_F, parts)
+            nats_MBL = self._evaluated(nats_MBL, y_BLD, row_F, trained, parts)
+            for hop in self.ticks.activation_hops:
+                inputs = _stored(inputs, row_F[arriving_input(hop)], self._sent(y_BLD, hop, back=False))
+            return (inputs, nats_MBL), None
+
+        inputs = jnp.zeros((self.ticks.num_inputs, *x_BLD.shape), x_BLD.dtype)
+        nats_MBL = jnp.zeros((len(parts.token_BL), *x_BLD.shape[:2]), jnp.float32)
+        return jax.lax.scan(tick, (inputs, nats_MBL), self._rows())[0][1]
+
+    def _residual_stream(self, trained: Params, parts: Batch) -> jax.ShapeDtypeStruct:
+        return jax.eval_shape(lambda token_BL: self.ends.embed(trained, token_BL), parts.token_BL[0])
+
+    def _rows(self) -> Int[Array, "T F"]:
+        """This worker's part of the table."""
+        stage = jax.lax.axis_index("stage")
+        return jax.lax.dynamic_index_in_dim(jnp.asarray(self.ticks.table), stage, axis=1, keepdims=False)
+
+    def _tick(
+        self, carry: _Carry, row_F: Int[Array, " F"], trained: Params, parts: Batch, unit: Float[Array, ""]
+    ) -> _Carry:
+        inputs = self._embedded(carry.inputs, row_F, trained, parts)
+        y_BLD, kept = self._forward(inputs, carry.kept, row_F, parts)
+        cotangents, ends, nats = self._loss(carry, y_BLD, row_F, trained, parts, unit)
+        dx_BLD, stashes, layers = self._backward(cotangents, kept, carry, row_F, parts)
+        layers = self._weight_gradients(stashes, layers, row_F)
+        ends = self._embedding_gradient(ends, dx_BLD, row_F, trained, parts)
+        for hop in self.ticks.activation_hops:
+            inputs = _stored(inputs, row_F[arriving_input(hop)], self._sent(y_BLD, hop, back=False))
+        for hop in self.ticks.cotangent_hops:
+            cotangents = _stored(cotangents, row_F[arriving_cotangent(hop)], self._sent(dx_BLD, hop, back=True))
+        return _Carry(inputs, cotangents, kept, stashes, layers, ends, nats)
+
+    def _embedded(self, inputs: Array, row_F: Array, trained: Params, parts: Batch) -> Array:
+        """`inputs` with the embedding of the microbatch that enters the pipeline."""
+
+        def embed(inputs: Array) -> Array:
+            x_BLD = self.ends.embed(trained, parts.token_BL[row_F[Field.EMBED_MICROBATCH]])
+            slot = jnp.where(row_F[Field.FORWARD_EMBEDS] == 1, row_F[Field.FORWARD_INPUT], NONE)
+            return _stored(inputs, slot, x_BLD)
+
+        return jax.lax.cond(row_F[Field.EMBED_MICROBATCH] != NONE, embed, lambda inputs: inputs, inputs)
+
+    def _forward(self, inputs: Array, kept: Slots, row_F: Array, parts: Batch) -> tuple[Array, Slots]:
+        chunk, slot = row_F[Field.FORWARD_CHUNK], row_F[Field.FORWARD_INPUT]
+
+        def forward(kept: Slots, present: Present) -> tuple[Array, Slots]:
+            shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
+            return self.chunks.forward(Work(chunk, shared, slot, present=present), inputs[slot], kept)
+
+        def rest(kept: Slots) -> tuple[Array, Slots]:
+            return jnp.zeros(inputs.shape[1:], inputs.dtype), kept
+
+        with jax.named_scope("layers"):
+            return self._alone(chunk != NONE, forward, rest, kept)
+
+    def _applied(self, inputs: Array, row_F: Array, parts: Batch) -> Array:
+        chunk = row_F[Field.FORWARD_CHUNK]
+
+        def forward(inputs: Array, _: Present) -> Array:
+            shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
+            return self.chunks.apply(Work(chunk, shared), inputs[row_F[Field.FORWARD_INPUT]])
+
+        with jax.named_scope("layers"):
+            return self._alone(chunk != NONE, forward, lambda x: jnp.zeros(x.shape[1:], x.dtype), inputs)
+
+    def _evaluated(self, nats_MBL: Array, y_BLD: Array, row_F: Array, trained: Params, parts: Batch) -> Array:
+        microbatch = row_F[Field.HEAD_MICROBATCH]
+
+        def evaluate(nats_MBL: Array) -> Array:
+            return _stored(nats_MBL, microbatch, self.ends.nats(trained, y_BLD, parts.target_BL[microbatch]))
+
+        return jax.lax.cond(microbatch != NONE, evaluate, lambda nats_MBL: nats_MBL, nats_MBL)
+
+    def _loss(
+        self, carry: _Carry, y_BLD: Array, row_F: Array, trained: Params, parts: Batch, unit: Array
+    ) -> tuple[Array, Params, Array]:
+        """Cotangents, gradients and loss with those of the microbatch that has passed the last layer."""
+
+        def loss(given: tuple[Array, Params, Array]) -> tuple[Array, Params, Array]:
+            cotangents, of_ends, nats = given
+            target_BL = parts.target_BL[row_F[Field.HEAD_MICROBATCH]]
+            more, grads, dy_BLD = self.ends.loss(trained, y_BLD, target_BL, unit)
+            cotangents = _stored(cotangents, row_F[Field.HEAD_COTANGENT], dy_BLD)
+            return cotangents, _sum(of_ends, grads), nats + more
+
+        given = (carry.cotangents, carry.ends, carry.nats)
+        return jax.lax.cond(row_F[Field.HEAD_MICROBATCH] != NONE, loss, lambda given: given, given)
+
+    def _backward(
+        self, cotangents: Array, kept: Slots, carry: _Carry, row_F: Array, parts: Batch
+    ) -> tuple[Array, Slots, Gradients]:
+        chunk, slot, stash = (
+            row_F[field] for field in (Field.BACKWARD_CHUNK, Field.BACKWARD_INPUT, Field.BACKWARD_STASH)
+        )
+
+        def backward(given: tuple[Slots, Gradients], present: Present) -> tuple[Array, Slots, Gradients]:
+            shared = self._shared(parts, row_F[Field.BACKWARD_MICROBATCH])
+            whole = stash == NONE
+            work = Work(chunk, shared, slot, jnp.where(whole, self.ticks.num_stashes, stash), present)
+            found = self.chunks.backward(work, cotangents[row_F[Field.BACKWARD_COTANGENT]], kept, *given)
+            if not self._mixed:
+                return found
+            dx_BLD, stashes, layers = found
+
+            def add(layers: Gradients, present: Present) -> Gradients:
+                return self.chunks.weight_gradients(dataclasses.replace(work, present=present), stashes, layers)
+
+            return dx_BLD, stashes, self._alone(whole & present, add, lambda layers: layers, layers)
+
+        def rest(given: tuple[Slots, Gradients]) -> tuple[Array, Slots, Gradients]:
+            return jnp.zeros(cotangents.shape[1:], cotangents.dtype), *given
+
+        with jax.named_scope("layers"):
+            return self._alone(chunk != NONE, backward, rest, (carry.stashes, carry.layers))
+
+    @property
+    def _mixed(self) -> bool:
+        """True if some backward passes are split and others not; those use one more slot, for a moment."""
+        streams = self.ticks.schedule.streams
+        return bool(self.chunks.split) and any(op.kind == "B" for stream in streams for op in stream)
+
+    def _weight_gradients(self, stashes: Slots, layers: Gradients, row_F: Array) -> Gradients:
+        if not self.chunks.split:
+            return layers
+        chunk, stash = row_F[Field.WEIGHT_CHUNK], row_F[Field.WEIGHT_STASH]
+
+        def add(layers: Gradients, present: Present) -> Gradients:
+            return self.chunks.weight_gradients(Work(chunk, stash=stash, present=present), stashes, layers)
+
+        with jax.named_scope("layers"):
+            return self._alone(chunk != NONE, add, lambda layers: layers, layers)
+
+    def _embedding_gradient(
+        self, of_ends: Params, dx_BLD: Array, row_F: Array, trained: Params, parts: Batch
+    ) -> Params:
+        def add(of_ends: Params) -> Params:
+            token_BL = parts.token_BL[row_F[Field.EMBED_GRADIENT_MICROBATCH]]
+            return _sum(of_ends, self.ends.embed_gradient(trained, token_BL, dx_BLD))
+
+        present = row_F[Field.EMBED_GRADIENT_MICROBATCH] != NONE
+        return jax.lax.cond(present, add, lambda of_ends: of_ends, of_ends)
+
+    def _shared(self, parts: Batch, microbatch: Array) -> Any:
+        return self.model.shared(jax.tree.map(lambda x: x[microbatch], parts))
+
+    def _alone[T](self, present: Array, work: Callable[[T, Present], Any], rest: Callable[[T], Any], given: T) -> Any:
+        """`work` where this worker has it in this tick, otherwise `rest`.
+
+        Layers with permutes compute in every tick, and `work` hides what comes of nothing: see `layers_permute`.
+        """
+        if layers_permute(self.layout):
+            return work(given, present)
+        return jax.lax.cond(present, lambda given: work(given, True), rest, given)
+
+    def _sent(self, x_BLD: Array, hop: StageHop, *, back: bool) -> Array:
+        """What arrives over `hop`."""
+        stages = self.ticks.schedule.stages
+        if hop == StageHop.LOCAL:
+            return x_BLD
+        if hop == StageHop.WRAP:
+            pairs = [(0, stages - 1)] if back else [(stages - 1, 0)]
+        else:
+            down = [(p, p + 1) for p in range(stages - 1)]
+            pairs = down if hop == StageHop.DOWN else [(b, a) for a, b in down]
+        with jax.named_scope("pipeline"):
+            return jax.lax.ppermute(x_BLD, "stage", pairs)
+
+
+def _stored(slots: Array, slot: Array, x: Array) -> Array:
+    """`slots` with x in one of them; as they are if it is NONE."""
+    index = jnp.maximum(slot, 0)
+    old = jax.lax.dynamic_index_in_dim(slots, index, keepdims=False)
+    return jax.lax.dynamic_update_index_in_dim(slots, jnp.where(slot == NONE, old, x), index, 0)
+
+
+def _sum(total: Params, more: Params) -> Params:
+    with jax.named_scope("reduce_gradients"):
+        return jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, more)

@@ -1,0 +1,258 @@
+"""The checker: valid schedules pass; what it lets through computes exact gradients, and what it refuses it names."""
+
+import dataclasses
+import itertools
+import random
+import re
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from jtrain.errors import UserError
+from jtrain.pipeline.checker import check, check_program, needed_capacity
+from jtrain.pipeline.families import FAMILIES, make_schedule
+from jtrain.pipeline.instructions import Program, WorkerInstruction, make_program
+from jtrain.pipeline.schedule import PassKind, PipelineSchedule, StageOp, parse_op
+from jtrain.pipeline.ticks import make_ticks
+from tests.pipeline.toy import make_toy, random_schedule, run_program, run_table, unpipelined
+
+SEEDS = st.integers(0, 2**32)
+NAMED = re.compile(r"^schedule \w+, worker \d+, \d+[A-Z_]+\d*: \S")
+
+
+@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.given(SEEDS)
+def test_random_valid_schedules_pass_and_compute_the_gradients(seed: int) -> None:
+    """With the channels that they need, in a random interleaving, gathered either way."""
+    rng = random.Random(seed)
+    schedule = random_schedule(rng)
+    check(schedule, capacity=needed_capacity(schedule))
+    toy = make_toy(schedule)
+    want = unpipelined(toy)
+    for gathering in ("once", "each"):
+        program = make_program(schedule, gathering)
+        check_program(program)
+        assert run_program(program, toy, rng.randrange(1000)).equals(want)
+
+
+def changed_streams(schedule: PipelineSchedule, rng: random.Random) -> PipelineSchedule:
+    """The schedule with one random change: an operation dropped, doubled, moved, swapped, or made another one."""
+    streams = [list(stream) for stream in schedule.streams]
+    p = rng.randrange(len(streams))
+    i, j = rng.randrange(len(streams[p])), rng.randrange(len(streams[p]))
+    op = streams[p][i]
+    match rng.randrange(6):
+        case 0:
+            del streams[p][i]
+        case 1:
+            streams[p].insert(j, op)
+        case 2:
+            streams[p].insert(j, streams[p].pop(i))
+        case 3:
+            streams[p][i], streams[p][j] = streams[p][j], op
+        case 4:
+            streams[rng.randrange(len(streams))].append(streams[p].pop(i))
+        case _:
+            kinds: tuple[PassKind, ...] = ("F", "I", "W", "B")
+            streams[p][i] = rng.choice(
+                (op._replace(kind=rng.choice(kinds)), op._replace(microbatch=rng.randrange(9)), op._replace(stage=i))
+            )
+    return dataclasses.replace(schedule, streams=tuple(map(tuple, streams)))
+
+
+def test_random_changes_of_schedules_are_refused_or_harmless() -> None:
+    """Each refusal names worker and operation; whatever passes gives the gradients, as instructions and as a table."""
+    passed = refused = unnamed = 0
+
+    @hypothesis.settings(max_examples=100, deadline=None)
+    @hypothesis.given(SEEDS)
+    def change(seed: int) -> None:
+        nonlocal passed, refused, unnamed
+        rng = random.Random(seed)
+        schedule = changed_streams(random_schedule(rng), rng)
+        try:
+            program = check(schedule)
+        except UserError as error:
+            refused += 1
+            unnamed += not NAMED.match(str(error))
+            return
+        toy = make_toy(schedule)
+        want = unpipelined(toy)
+        assert run_program(program, toy, seed).equals(want)
+        assert run_table(make_ticks(schedule), toy)[0].equals(want)
+        passed += 1
+
+    change()
+    assert unnamed == 0
+    assert passed > 10
+    assert refused > 50
+
+
+def changed_program(program: Program, rng: random.Random) -> Program:
+    """The program with one random change of one instruction: gone, doubled, moved, another slot, peer or microbatch."""
+    workers = [list(instructions) for instructions in program.workers]
+    p = rng.randrange(len(workers))
+    i, j = rng.randrange(len(workers[p])), rng.randrange(len(workers[p]))
+    one = workers[p][i]
+    match rng.randrange(6):
+        case 0:
+            del workers[p][i]
+        case 1:
+            workers[p].insert(j, one)
+        case 2 | 3:
+            workers[p].insert(j, workers[p].pop(i))
+        case 4:
+            workers[p][i] = other_slot(one, rng)
+        case _:
+            workers[p][i] = one._replace(microbatch=rng.randrange(3), peer=one.peer and rng.randrange(len(workers)))
+    return dataclasses.replace(program, workers=tuple(map(tuple, workers)))
+
+
+def other_slot(one: WorkerInstruction, rng: random.Random) -> WorkerInstruction:
+    """The instruction with another slot for one of its values, if it has any."""
+    if one.frees is not None:
+        return one._replace(frees=(one.frees[0], one.frees[1] + 1))
+    for field in rng.sample(("reads", "writes"), 2):
+        if values := getattr(one, field):
+            value, slot = values[0]
+            return one._replace(**{field: ((value, slot + 1), *values[1:])})
+    return one
+
+
+def test_random_changes_of_instructions_are_refused_or_harmless() -> None:
+    """The checker is sound: what it lets through has exact gradients in several interleavings of the workers."""
+    passed = refused = unnamed = 0
+
+    @hypothesis.settings(max_examples=150, deadline=None)
+    @hypothesis.given(SEEDS)
+    def change(seed: int) -> None:
+        nonlocal passed, refused, unnamed
+        rng = random.Random(seed)
+        schedule = random_schedule(rng)
+        program = changed_program(make_program(schedule, rng.choice(("once", "each"))), rng)
+        try:
+            check_program(program)
+        except UserError as error:
+            refused += 1
+            unnamed += not NAMED.match(str(error))
+            return
+        toy = make_toy(schedule)
+        want = unpipelined(toy)
+        for interleaving in range(3):
+            assert run_program(program, toy, interleaving).equals(want)
+        passed += 1
+
+    change()
+    assert unnamed == 0
+    assert passed > 10
+    assert refused > 50
+
+
+def streams(*rows: str, chunks: int = 1) -> PipelineSchedule:
+    """A schedule of rows such as `0F0 0B0`, with as many microbatches as they have."""
+    parsed = tuple(tuple(parse_op(cell) for cell in row.split()) for row in rows)
+    microbatches = 1 + max(op.microbatch for row in parsed for op in row)
+    return PipelineSchedule("mine", len(rows), microbatches, chunks, "round_robin", parsed)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (("0F0 0B0", "1F0 1B0 1B0"), "worker 1, 1B0: it is there 2 times; each gradient must be added once"),
+        (("0F0", "1F0 1B0"), "worker 0, 0B0: it is missing, and so are 0I0 and 0W0"),
+        (("0F0 0B0", "1B0"), "worker 1, 1F0: it is missing: every microbatch passes every virtual stage"),
+        (("0F0 0B0", "1F0 1I0"), "worker 1, 1W0: it is missing, but 1I0 is there; a split pass needs both"),
+        (("0F0 0B0", "1F0 1I0 1W0 1B0"), "worker 1, 1I0: 1B0 has the same gradient; keep one of them"),
+        (("0F0 0B0", "1F0 1W0 1I0"), "worker 1, 1W0: it needs 1I0, which comes later on this worker"),
+        (("0B0 0F0", "1F0 1B0"), "worker 0, 0B0: it needs 0F0, which comes later"),
+        (("0F0 0B0 1F0", "1F0 1B0"), r"worker 0, 1F0: virtual stage 1 is held by worker 1; this worker holds \[0\]"),
+        (("0F0 0B0", "1F0 1B0 2F0"), "worker 1, 2F0: virtual stage 2 does not exist: there are 2, from 0"),
+        (
+            ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),
+            "worker 0, 0RECV_B0: it waits for ever: worker 1 does not send 1SEND_B0 before. Also waiting: worker 1 at "
+            "1RECV_F1",
+        ),
+    ],
+)
+def test_invalid_schedules_are_refused_with_worker_operation_and_reason(rows: tuple[str, ...], message: str) -> None:
+    """Each kind of fault; what is wrong is named as the user wrote it."""
+    with pytest.raises(UserError, match=f"^schedule mine, {message}"):
+        check(streams(*rows))
+
+
+def test_microbatches_and_workers_must_be_those_of_the_schedule() -> None:
+    """Numbers that a file cannot get wrong, but a caller can."""
+    schedule = make_schedule("1f1b", 2, 4)
+    with pytest.raises(UserError, match=r"worker 0, 0F3: there are 3 microbatches, from 0\."):
+        check(dataclasses.replace(schedule, microbatches=3))
+    with pytest.raises(UserError, match=r"has 2 workers, but stages=3\. Give one row of operations per stage"):
+        check(dataclasses.replace(schedule, stages=3))
+
+
+def test_a_deadlock_may_depend_on_the_capacity_of_channels() -> None:
+    """The second worker takes the messages in the opposite order: one slot blocks the sender, two do not."""
+    schedule = streams("0F0 0F1 0B0 0B1", "1F1 1F0 1B0 1B1")
+    with pytest.raises(UserError, match=r"0SEND_F1: it waits for ever: its channel to worker 1 holds capacity=1 mess"):
+        check(schedule, capacity=1)
+    check(schedule, capacity=2)
+    assert needed_capacity(schedule) == 2
+    with pytest.raises(UserError, match="capacity=0 must be at least 1"):
+        check(schedule, capacity=0)
+
+
+def without(program: Program, worker: int, name: str) -> Program:
+    """The program without one instruction."""
+    workers = list(program.workers)
+    kept = tuple(one for one in workers[worker] if str(one) != name)
+    assert len(kept) == len(workers[worker]) - 1
+    workers[worker] = kept
+    return dataclasses.replace(program, workers=tuple(workers))
+
+
+@pytest.mark.parametrize(
+    ("worker", "name", "message"),
+    [
+        (0, "0SEND_F1", "worker 0, 0RECV_B1: it waits for ever: .* Also waiting: worker 1 at 1RECV_F1"),
+        (1, "1RECV_F1", "worker 1, 1F1: slot 0 of inputs is empty: not yet written, already freed, or overwritten"),
+        (1, "1FREE_F0", "worker 1, 1RECV_F1: slot 0 of inputs still holds the input of virtual stage 1, microbatch 0"),
+        (0, "0FREE_W3", "worker 0, 0FREE_W3: it is missing: the slot of stashes is never freed"),
+        (0, "0W2", "worker 0, 0REDUCE: 1 microbatches of its chunk have no gradient yet, or it is reduced twice"),
+        (0, "0GATHER", "worker 0, 0F0: the weights of its chunk are not gathered"),
+        (0, "0DROP", "worker 0, 0DROP: it is missing: the gathered weights are kept for ever"),
+        (1, "1REDUCE", "worker 1, 1UPDATE: the gradient of its chunk is not reduced"),
+        (1, "1UPDATE", "worker 1, 1UPDATE: it is missing: the chunk keeps its old weights"),
+    ],
+)
+def test_a_missing_instruction_is_named_with_what_it_breaks(worker: int, name: str, message: str) -> None:
+    """Sends, receives, frees, gathers, reductions and updates of ZB-H1 over two workers."""
+    program = make_program(make_schedule("zb-h1", 2, 4))
+    check_program(program)
+    with pytest.raises(UserError, match=f"^schedule zb-h1, {message}"):
+        check_program(without(program, worker, name))
+
+
+def test_instructions_of_zero_3_gather_again_after_another_chunk() -> None:
+    """`each` gathers whenever the chunk changes; `once` once per chunk."""
+    schedule = make_schedule("interleaved", 2, 4)
+    gathers = {
+        gathering: sum(one.kind == "GATHER" for one in make_program(schedule, gathering).workers[0])
+        for gathering in ("once", "each")
+    }
+    assert gathers["once"] == 2
+    uses = [op.stage for op in schedule.streams[0]]
+    assert gathers["each"] == 1 + sum(a != b for a, b in itertools.pairwise(uses))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_microbatch_is_sent_once_over_every_border(name: str) -> None:
+    """Sends and receives of a published schedule pair up, and local hand-overs need none."""
+    schedule = make_schedule(name, 4, 8)
+    program = check(schedule)
+    borders = [s for s in range(schedule.virtual_stages - 1) if schedule.worker(s) != schedule.worker(s + 1)]
+    for kind, step in (("F", 1), ("B", -1)):
+        for part in ("SEND", "RECV"):
+            stages = [b + (step == -1) if part == "SEND" else b + (step == 1) for b in borders]
+            found = sorted((i.stage, i.microbatch) for of in program.workers for i in of if i.kind == f"{part}_{kind}")
+            assert found == sorted((stage, m) for stage in stages for m in range(8))
+    assert all(isinstance(op, StageOp) for stream in schedule.streams for op in stream)

@@ -1,0 +1,137 @@
+"""A pipelined run is the unpipelined run: losses, gradients, weights; every schedule, with all else that splits."""
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jtrain.errors import UserError
+from jtrain.pipeline.cells import to_csv
+from tests.pipeline.pipelined_runs import EXPERTS, SIZES, assert_same, trained, unpipelined
+from tests.pipeline.toy import random_schedule
+
+UNEVEN = SIZES | dict(num_layers=3, tie_embeddings=True)
+
+
+def test_stages_are_not_a_model() -> None:
+    """1F1B over two stages with ZeRO-3: three layers, so that one stage has an identity layer, and a tied table."""
+    got = trained(dict(stage=2, data=2), sizes=UNEVEN, zero_stage=3, microbatches=4, remat="full")
+    assert_same(got, unpipelined(UNEVEN))
+
+
+def test_split_backward_passes_are_not_a_model() -> None:
+    """ZBV: two chunks per worker, gradients of weights from stashes; weights gathered once per step."""
+    pipeline = dict(schedule="zbv", gather="step")
+    got = trained(dict(stage=2, data=2), pipeline=pipeline, zero_stage=3, microbatches=4)
+    assert_same(got, unpipelined())
+
+
+OPTIONS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
+    "alone": ({}, {}, {}),
+    "data": (dict(data=2), {}, {}),
+    "replica": (dict(replica=2), {}, {}),
+    "tensor": (dict(tensor=2), {}, {}),
+    "overlap": (dict(tensor=2), {}, dict(tensor_overlap=True)),
+    "ring": (dict(context=2), {}, {}),
+    "ulysses": (dict(context=2), {}, dict(context_attention="ulysses")),
+    "expert": (dict(expert=2), EXPERTS, {}),
+    "zero 1": (dict(data=2), {}, dict(zero_stage=1)),
+    "zero 2": (dict(data=2), {}, dict(zero_stage=2)),
+    "zero 3": (dict(data=2), {}, dict(zero_stage=3)),
+    "remat full": ({}, {}, dict(remat="full")),
+    "remat named": ({}, {}, dict(remat="named", remat_save=("attention_out", "mlp_up"))),
+    "tied": ({}, SIZES | dict(tie_embeddings=True), {}),
+    "fp8 delayed": (dict(data=2), {}, dict(matmul_dtype="fp8_delayed")),
+    "fp8 current": ({}, {}, dict(matmul_dtype="fp8_current")),
+}
+"""Axes beside `stage`, sizes of the model (SIZES if empty), and layout."""
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
+
+
+def chunks(schedule: str) -> int:
+    return 1 if schedule in ("gpipe", "1f1b", "zb-h1") else 2
+
+
+def settings(schedule: str, **more: Any) -> dict[str, Any]:
+    return dict(schedule=schedule) | (dict(chunks=2) if schedule == "interleaved" else {}) | more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stages", (2, 4))
+def test_every_schedule_composes(stages: int, schedule: str, option: str) -> None:
+    """With each axis, ZeRO stage, remat and precision; as many microbatches as DualPipeV needs."""
+    axes, sizes, layout = OPTIONS[option]
+    sizes = (sizes or SIZES) | dict(num_layers=stages * chunks(schedule))
+    got = trained(
+        dict(stage=stages, **axes), sizes=sizes, pipeline=settings(schedule), microbatches=2 * stages, **layout
+    )
+    same = {key: layout[key] for key in layout if key == "matmul_dtype"}
+    if layout.get("matmul_dtype") == "fp8_current":  # the largest value of a microbatch is its own
+        same |= dict(microbatches=2 * stages)
+    assert_same(got, unpipelined(sizes, **same))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_eight_stages(schedule: str) -> None:
+    """All emulated devices."""
+    sizes = SIZES | dict(num_layers=8 * chunks(schedule))
+    got = trained(dict(stage=8), sizes=sizes, pipeline=settings(schedule), microbatches=16)
+    assert_same(got, unpipelined(sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ("gpipe", "1f1b", "zb-h1"))
+def test_five_layers_over_four_stages(schedule: str) -> None:
+    """Three stages have an identity layer each; the first weights, which are drawn by layer, are the same."""
+    sizes = SIZES | dict(num_layers=5)
+    got = trained(dict(stage=4, data=2), sizes=sizes, pipeline=settings(schedule), microbatches=8, zero_stage=3)
+    assert_same(got, unpipelined(sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gather", "zero_stage", "schedule"), list(itertools.product(("tick", "step"), (2, 3), ("1f1b", "zbv"))), ids=str
+)
+def test_both_ways_of_gathering(gather: str, zero_stage: int, schedule: str) -> None:
+    """In each tick, and once per step, with a tied table over stage, tensor and data."""
+    sizes = SIZES | dict(tie_embeddings=True)
+    axes = dict(stage=2, data=2, tensor=2)
+    got = trained(axes, sizes=sizes, pipeline=settings(schedule, gather=gather), microbatches=4, zero_stage=zero_stage)
+    assert_same(got, unpipelined(sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_schedules_are_not_a_model(seed: int, tmp_path: Path) -> None:
+    """Valid ones as a user would write them, from a file: they may split some backward passes and not others."""
+    rng = random.Random(seed)
+    schedule = next(s for s in iter(lambda: random_schedule(rng), None) if s.stages > 1 and s.microbatches in (2, 4, 8))
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(schedule))
+    sizes = SIZES | dict(num_layers=schedule.virtual_stages)
+    got = trained(
+        dict(stage=schedule.stages), sizes=sizes, pipeline=dict(schedule=str(path)), microbatches=schedule.microbatches
+    )
+    assert_same(got, unpipelined(sizes))
+
+
+@pytest.mark.slow
+def test_shared_key_heads_under_stages() -> None:
+    """Two key heads over four devices: the kernels' exchange once per step is the worker's own."""
+    sizes = SIZES | dict(num_kv_heads=2)
+    got = trained(dict(stage=2, tensor=4), sizes=sizes, microbatches=2, zero_stage=1)
+    assert_same(got, unpipelined(sizes))
+
+
+def test_groups_of_sequences_with_a_split_backward_pass_are_refused(tmp_path: Path) -> None:
+    """Also by a file, whose content decides; the way out works."""
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,,0I0,0W0\n,1F0,1B0,\n")
+    with pytest.raises(UserError, match=r"layout\.sequence_groups=2 with pipeline\.schedule=.*mine\.csv, which splits"):
+        trained(dict(stage=2, tensor=2), pipeline=dict(schedule=str(path)), sequence_groups=2)
