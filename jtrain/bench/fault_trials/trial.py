@@ -39,8 +39,8 @@ class Kind:
     says: regular expression that the output has to match; None where nothing has to be said.
     lines_lost: True if lines of metrics.jsonl may be missing, because the fault keeps them from being written.
     lost_steps: steps beyond one interval that the fault may take.
-    keeps_more: True if older checkpoints may stay and others may be of a later step: none is deleted while numbers are
-      in doubt, and a save waits for good ones.
+    keeps_more: True if older checkpoints may stay and others be of a later step: none is deleted while numbers are in
+      doubt, a save waits for good ones, and a run that is stopped saves at that step.
     needs: returns why this machine cannot do it, None if it can.
     """
 
