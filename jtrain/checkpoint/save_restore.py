@@ -104,7 +104,7 @@ class Checkpoints:
         return None if newest < 0 else newest
 
     def due(self, step: int) -> bool:
-        """True if a save is due after `step`: a multiple of `every_steps`; after a failed one, the step of the next try."""
+        """True if a save is due after `step`: every `every_steps`; after a failed save, at the step of its next try."""
         return self._saves.due(step)
 
     def save(self, step: int, state: Any, data_state: dict[str, Any], config_text: str, *, last: bool = False) -> bool:
