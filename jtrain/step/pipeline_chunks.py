@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from jtrain.model import ops
@@ -218,6 +219,14 @@ class Chunks:
         return x_BLD, vjp
 
 
+def by_rows(x: Array) -> Array:
+    """The same array, contiguous by rows.
+
+    Without this XLA:TPU copies all slots in every tick, into the layout that a matmul of one of them prefers.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
 def nested(by_path: Mapping[str, Any]) -> Params:
     """Tree of values by path."""
     tree: Params = {}
@@ -257,7 +266,7 @@ def _parts(weights: dict[str, Any]) -> Gradients:
 def _take(all_: Array, slot: Any, place: Array) -> Array:
     """Value of one layer, from [slots, k, ...]."""
     sizes = (1, 1, *all_.shape[2:])
-    return jax.lax.dynamic_slice(all_, (slot, place, *[0] * (all_.ndim - 2)), sizes).reshape(all_.shape[2:])
+    return by_rows(jax.lax.dynamic_slice(all_, (slot, place, *[0] * (all_.ndim - 2)), sizes)).reshape(all_.shape[2:])
 
 
 def _put_all(slots: Slots, tree: Any, slot: Any, place: Array, present: Present) -> Slots:
