@@ -27,7 +27,7 @@ from jtrain.head_splits import check_context_heads, devices_per_key_head
 from jtrain.mesh import BATCH_AXES, MeshSpec, local_shape, shard_size
 from jtrain.offload_spec import OffloadSpec as OffloadSpec
 from jtrain.pipeline.placement import PipelineLayout, place_layers
-from jtrain.pipeline.spec import SPLIT_BACKWARD, PipelineSpec
+from jtrain.pipeline.spec import PipelineSpec
 from jtrain.precision import PrecisionSpec
 
 SPLITS = {"N": "tensor", "K": "tensor", "F": "tensor", "V": "tensor", "D": "data", "X": "expert"}
@@ -322,17 +322,11 @@ def make_layout(
 
 def _check_stages(spec: LayoutSpec, placed: PipelineLayout) -> None:
     """Refuses options that a pipelined step does not have."""
-    splits = placed.spec.schedule in SPLIT_BACKWARD
-    for other, found in (
-        (f"layout.offload.params={spec.offload.params}", spec.offload.share("params") > 0),
-        (f"layout.offload.activations={spec.offload.activations}", spec.offload.share("activations") > 0),
-        (f"layout.sequence_groups={spec.sequence_groups} and this schedule", spec.sequence_groups > 1 and splits),
-    ):
-        if found:
-            name, _, _ = other.partition("=")
+    for name in ("params", "activations"):
+        if spec.offload.share(name) > 0:
             raise UserError(
-                f"mesh.stage={placed.stages} (pipeline.schedule={placed.spec.schedule}) with {other}: a pipelined step "
-                f"cannot do this. Set {name} to its default, or mesh.stage=1."
+                f"layout.offload.{name}={getattr(spec.offload, name)} with mesh.stage={placed.stages}: the layers of a "
+                f"stage do not stream through host memory. Set layout.offload.{name}=none, or mesh.stage=1."
             )
 
 

@@ -25,11 +25,11 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, check_layout
 from jtrain.optim import build as build_optimizer
 from jtrain.optim.optimizer import check_offload
-from jtrain.pipeline.placement import schedule_of
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.precision import PrecisionSpec
 from jtrain.profile.spec import ProfileSpec
 from jtrain.step.guard import GuardSpec
+from jtrain.step.pipeline_ticks import ticks_of
 from jtrain.supervise.spec import SuperviseSpec
 from jtrain.telemetry.alerts import AlertsSpec
 from jtrain.telemetry.metrics import MetricsSpec
@@ -162,7 +162,7 @@ def validate(run: Run) -> None:
     )
     check_batch(run.layout, run.mesh, global_batch=run.data.global_batch, seq_len=run.data.seq_len)
     if layout.pipeline is not None:
-        schedule_of(layout.pipeline, run.layout.microbatches)  # refuses numbers that the schedule cannot have
+        ticks_of(layout)  # refuses numbers that the schedule cannot have
     if unknown := [name for name in run.layout.remat_save if name not in SAVEABLE]:
         raise UserError(
             f"layout.remat_save names {', '.join(unknown)}, which no layer computes. There are: {', '.join(SAVEABLE)}."

@@ -3,7 +3,7 @@
     0F0,0F1,,,0B0,0B1
     ,1F0,1B0,1F1,1B1,
 
-Idle cells may be written for the eye. They are dropped when read: the clocks of `simulator.py` say when a worker waits.
+Idle cells may be written for the eye. They are dropped when read: the clocks of `clocks.py` say when a worker waits.
 """
 
 import csv
@@ -12,11 +12,11 @@ import itertools
 from pathlib import Path
 
 from jtrain.errors import FileError, UserError
-from jtrain.pipeline.schedule import Op, Placement, Schedule, parse_op, worker_of
-from jtrain.pipeline.simulator import dataflow, unit_costs
+from jtrain.pipeline.clocks import dataflow, unit_costs
+from jtrain.pipeline.schedule import ChunkPlacement, PipelineSchedule, StageOp, parse_op, worker_of
 
 
-def to_csv(schedule: Schedule) -> str:
+def to_csv(schedule: PipelineSchedule) -> str:
     """The schedule as CSV, each operation in the column of its start with unit costs; B takes two columns."""
     timeline = dataflow(schedule, unit_costs(schedule))
     width = int(timeline.makespan)
@@ -31,7 +31,7 @@ def to_csv(schedule: Schedule) -> str:
     return text.getvalue()
 
 
-def read_csv(path: Path, *, stages: int | None = None, microbatches: int | None = None) -> Schedule:
+def read_csv(path: Path, *, stages: int | None = None, microbatches: int | None = None) -> PipelineSchedule:
     """The schedule of a CSV file. Its operations are parsed, not checked: see `checker.check`.
 
     Args:
@@ -49,7 +49,7 @@ def read_csv(path: Path, *, stages: int | None = None, microbatches: int | None 
     return parse_csv(text, str(path), stages=stages, microbatches=microbatches)
 
 
-def parse_csv(text: str, name: str, *, stages: int | None = None, microbatches: int | None = None) -> Schedule:
+def parse_csv(text: str, name: str, *, stages: int | None = None, microbatches: int | None = None) -> PipelineSchedule:
     """The schedule of a CSV text, named `name` in messages; otherwise as `read_csv`."""
     lines = [(number, cells) for number, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if any(cells)]
     if not lines:
@@ -67,12 +67,12 @@ def parse_csv(text: str, name: str, *, stages: int | None = None, microbatches: 
             "(layout.microbatches of a config), or write another schedule."
         )
     chunks, placement = _placement(name, lines, streams)
-    return Schedule(name, len(streams), count, chunks, placement, streams)
+    return PipelineSchedule(name, len(streams), count, chunks, placement, streams)
 
 
-def _row(name: str, number: int, cells: list[str]) -> list[Op]:
+def _row(name: str, number: int, cells: list[str]) -> list[StageOp]:
     """The operations of one line."""
-    found: list[Op] = []
+    found: list[StageOp] = []
     for place, cell in enumerate(cells, start=1):
         if not cell.strip():
             continue
@@ -84,8 +84,8 @@ def _row(name: str, number: int, cells: list[str]) -> list[Op]:
 
 
 def _placement(
-    name: str, lines: list[tuple[int, list[str]]], streams: tuple[tuple[Op, ...], ...]
-) -> tuple[int, Placement]:
+    name: str, lines: list[tuple[int, list[str]]], streams: tuple[tuple[StageOp, ...], ...]
+) -> tuple[int, ChunkPlacement]:
     """Virtual stages per worker, and which of the placements puts them into these rows."""
     stages = len(streams)
     total = 1 + max(op.stage for stream in streams for op in stream)
@@ -95,8 +95,8 @@ def _placement(
             f"others: their number must be a multiple of {stages}."
         )
     chunks = total // stages
-    placements: tuple[Placement, ...] = ("round_robin", "v") if chunks == 2 else ("round_robin",)
-    wrong: list[tuple[int, int, Op, Placement]] = []
+    placements: tuple[ChunkPlacement, ...] = ("round_robin", "v") if chunks == 2 else ("round_robin",)
+    wrong: list[tuple[int, int, StageOp, ChunkPlacement]] = []
     for placement in placements:
         ops = itertools.chain.from_iterable(((p, op) for op in stream) for p, stream in enumerate(streams))
         misplaced = next(((p, op) for p, op in ops if worker_of(op.stage, stages, placement) != p), None)

@@ -16,11 +16,11 @@ import collections
 from collections.abc import Iterable
 
 from jtrain.errors import UserError
-from jtrain.pipeline.instructions import Instruction, Program, Touched, Value, make_program, touched
-from jtrain.pipeline.schedule import Op, Schedule
+from jtrain.pipeline.instructions import Program, Touched, Value, WorkerInstruction, make_program, touched
+from jtrain.pipeline.schedule import PipelineSchedule, StageOp
 
 
-def check(schedule: Schedule, *, capacity: int | None = None) -> Program:
+def check(schedule: PipelineSchedule, *, capacity: int | None = None) -> Program:
     """Checks a schedule; returns its program, gathered once per step.
 
     Args:
@@ -38,7 +38,7 @@ def check(schedule: Schedule, *, capacity: int | None = None) -> Program:
     return program
 
 
-def needed_capacity(schedule: Schedule) -> int:
+def needed_capacity(schedule: PipelineSchedule) -> int:
     """Smallest capacity of the channels with which a valid schedule ends."""
     program = make_program(schedule)
     low, high = 1, schedule.microbatches * schedule.chunks
@@ -53,11 +53,11 @@ def needed_capacity(schedule: Schedule) -> int:
     return low
 
 
-def _refuse(schedule: Schedule, worker: int, what: object, why: str) -> UserError:
+def _refuse(schedule: PipelineSchedule, worker: int, what: object, why: str) -> UserError:
     return UserError(f"schedule {schedule.name}, worker {worker}, {what}: {why}")
 
 
-def _check_numbers(schedule: Schedule) -> None:
+def _check_numbers(schedule: PipelineSchedule) -> None:
     """Each operation is of a virtual stage that its worker holds, and of a microbatch that exists."""
     if len(schedule.streams) != schedule.stages:
         raise UserError(
@@ -77,7 +77,7 @@ def _check_numbers(schedule: Schedule) -> None:
                 raise _refuse(schedule, worker, op, why)
 
 
-def _check_each_once(schedule: Schedule) -> None:
+def _check_each_once(schedule: PipelineSchedule) -> None:
     """Each virtual stage has one F per microbatch, and one B or one I and one W."""
     for worker, stream in enumerate(schedule.streams):
         seen = collections.Counter(stream)
@@ -90,8 +90,8 @@ def _check_each_once(schedule: Schedule) -> None:
                 _check_passes(schedule, worker, seen, stage, m)
 
 
-def _check_passes(schedule: Schedule, worker: int, seen: Iterable[Op], stage: int, m: int) -> None:
-    forward, whole, by_input, by_weight = (Op(kind, stage, m) for kind in ("F", "B", "I", "W"))
+def _check_passes(schedule: PipelineSchedule, worker: int, seen: Iterable[StageOp], stage: int, m: int) -> None:
+    forward, whole, by_input, by_weight = (StageOp(kind, stage, m) for kind in ("F", "B", "I", "W"))
     if forward not in seen:
         raise _refuse(schedule, worker, forward, "it is missing: every microbatch passes every virtual stage.")
     if whole in seen:
@@ -105,7 +105,7 @@ def _check_passes(schedule: Schedule, worker: int, seen: Iterable[Op], stage: in
         raise _refuse(schedule, worker, missing, f"it is missing, but {there} is there; a split pass needs both.")
 
 
-def _check_order(schedule: Schedule) -> None:
+def _check_order(schedule: PipelineSchedule) -> None:
     """On each worker, whatever an operation needs of the same worker comes before it."""
     for worker, stream in enumerate(schedule.streams):
         place = {op: i for i, op in enumerate(stream)}
@@ -136,11 +136,11 @@ class _Machine:
         self.channels: dict[tuple[int, int, str], set[tuple[int, int]]] = collections.defaultdict(set)
         self.sent: set[tuple[str, int, int]] = set()
         self.gathered: set[int] = set()
-        self.outputs: dict[tuple[int, str], Op] = {}
+        self.outputs: dict[tuple[int, str], StageOp] = {}
         self.gradients: collections.Counter[int] = collections.Counter()
         self.reduced: set[int] = set()
         self.updated: set[int] = set()
-        self.done: set[Op] = set()
+        self.done: set[StageOp] = set()
 
     def run(self) -> None:
         """Runs until nobody can go on.
@@ -165,13 +165,13 @@ class _Machine:
         waiting = [f"worker {p} at {one}" for p in range(len(self.next)) if p != worker and (one := self.current(p))]
         return f" Also waiting: {', '.join(waiting)}." if waiting else ""
 
-    def current(self, worker: int) -> Instruction | None:
+    def current(self, worker: int) -> WorkerInstruction | None:
         """The instruction that a worker runs next; None at its end."""
         program = self.program.workers[worker]
         return program[self.next[worker]] if self.next[worker] < len(program) else None
 
-    def _waits(self, worker: int, one: Instruction) -> str | None:
-        """What a send or receive waits for; None if it can run."""
+    def _waits(self, worker: int, one: WorkerInstruction) -> str | None:
+        """Returns what a send or receive waits for, in words; None if it can run."""
         if one.kind in ("SEND_F", "SEND_B"):
             assert one.peer is not None
             held = self.channels[worker, one.peer, one.kind[-1]]
@@ -184,10 +184,10 @@ class _Machine:
                 return f"worker {one.peer} does not send {sender}SEND_{one.kind[-1]}{one.microbatch} before"
         return None
 
-    def _refuse(self, worker: int, one: Instruction, why: str) -> UserError:
+    def _refuse(self, worker: int, one: WorkerInstruction, why: str) -> UserError:
         return _refuse(self.schedule, worker, one, why)
 
-    def _run_one(self, worker: int, one: Instruction) -> None:
+    def _run_one(self, worker: int, one: WorkerInstruction) -> None:
         values = self.values[worker]
         self._check_form(worker, one)
         for value, slot in one.reads:
@@ -215,7 +215,7 @@ class _Machine:
                 )
             del values[value.array, slot]
 
-    def _check_form(self, worker: int, one: Instruction) -> None:
+    def _check_form(self, worker: int, one: WorkerInstruction) -> None:
         """The instruction is of a chunk of this worker, and touches the values that one of its kind does."""
         if self.schedule.worker(one.stage) != worker:
             raise self._refuse(
@@ -228,7 +228,7 @@ class _Machine:
             frees = "nothing" if want.frees is None else _words(want.frees)
             raise self._refuse(worker, one, f"it should read {listed[0]}; write {listed[1]}; free {frees}.")
 
-    def _communicate(self, worker: int, one: Instruction) -> None:
+    def _communicate(self, worker: int, one: WorkerInstruction) -> None:
         if one.peer is None or one.microbatch is None:
             return
         letter = one.kind[-1]
@@ -246,10 +246,10 @@ class _Machine:
             sender = one.stage - 1 if letter == "F" else one.stage + 1
             self.channels[one.peer, worker, letter].remove((sender, one.microbatch))
 
-    def _compute(self, worker: int, one: Instruction) -> None:
+    def _compute(self, worker: int, one: WorkerInstruction) -> None:
         if one.kind in ("F", "I", "W", "B"):
             assert one.microbatch is not None
-            op = Op(one.kind, one.stage, one.microbatch)
+            op = StageOp(one.kind, one.stage, one.microbatch)
             if op in self.done:
                 raise self._refuse(worker, one, "it ran before; each gradient must be added once.")
             self.done.add(op)
@@ -312,5 +312,5 @@ def check_program(program: Program, *, capacity: int | None = None) -> None:
         if stage in machine.gathered:
             raise _refuse(schedule, worker, f"{stage}DROP", "it is missing: the gathered weights are kept for ever.")
         for m in range(schedule.microbatches):
-            if Op("F", stage, m) not in machine.done:
+            if StageOp("F", stage, m) not in machine.done:
                 raise _refuse(schedule, worker, f"{stage}F{m}", "it is missing.")

@@ -22,17 +22,17 @@ import collections
 from collections.abc import Callable
 
 from jtrain.errors import UserError, did_you_mean
-from jtrain.pipeline.schedule import Kind, Op, Placement, Schedule, stage_of
+from jtrain.pipeline.schedule import ChunkPlacement, PassKind, PipelineSchedule, StageOp, stage_of
 
 
 class _Stream:
     """Operations of one worker, built in order: microbatches of a chunk are counted separately for F and I or B."""
 
-    def __init__(self, worker: int, stages: int, placement: Placement) -> None:
-        self.ops: list[Op] = []
+    def __init__(self, worker: int, stages: int, placement: ChunkPlacement) -> None:
+        self.ops: list[StageOp] = []
         self._stages = tuple(stage_of(worker, chunk, stages, placement) for chunk in (0, 1))
         self._next: collections.Counter[tuple[bool, int]] = collections.Counter()
-        self._stashed: list[Op] = []
+        self._stashed: list[StageOp] = []
 
     def add(self, kinds: str, chunk: int) -> None:
         """Adds one operation of each kind for the next microbatch of a chunk; W takes the oldest I of the chunk."""
@@ -42,7 +42,7 @@ class _Stream:
                 self._weight(next(op for op in self._stashed if op.stage == stage))
                 continue
             count = (kind == "F", chunk)
-            op = Op(_KINDS[kind], stage, self._next[count])
+            op = StageOp(_KINDS[kind], stage, self._next[count])
             self._next[count] += 1
             self.ops.append(op)
             if kind == "I":
@@ -52,22 +52,22 @@ class _Stream:
         """Adds the W of the oldest I that has none yet, of whichever chunk."""
         self._weight(self._stashed[0])
 
-    def _weight(self, op: Op) -> None:
+    def _weight(self, op: StageOp) -> None:
         self._stashed.remove(op)
-        self.ops.append(Op("W", op.stage, op.microbatch))
+        self.ops.append(StageOp("W", op.stage, op.microbatch))
 
 
-_KINDS: dict[str, Kind] = {"F": "F", "I": "I", "W": "W", "B": "B"}
+_KINDS: dict[str, PassKind] = {"F": "F", "I": "I", "W": "W", "B": "B"}
 
 
-def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def gpipe(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """All forward passes, then all backward passes (arXiv:1811.06965)."""
     _check("gpipe", stages, microbatches, chunks, want_chunks=1)
-    streams = [[Op(kind, p, m) for kind in ("F", "B") for m in range(microbatches)] for p in range(stages)]
+    streams = [[StageOp(kind, p, m) for kind in ("F", "B") for m in range(microbatches)] for p in range(stages)]
     return _schedule("gpipe", stages, microbatches, 1, "round_robin", streams)
 
 
-def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """A forward and a backward pass by turns, once the last worker has its first microbatch.
 
     Worker p runs P - p - 1 forward passes ahead, so at most P - p microbatches are in flight there, for any M.
@@ -75,17 +75,17 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     Source: arXiv:2104.04473, section 2.2.1; there it is called PipeDream-flush.
     """
     _check("1f1b", stages, microbatches, chunks, want_chunks=1)
-    streams: list[list[Op]] = []
+    streams: list[list[StageOp]] = []
     for p in range(stages):
         warmup = min(stages - p - 1, microbatches)
-        ops = [Op("F", p, m) for m in range(warmup)]
+        ops = [StageOp("F", p, m) for m in range(warmup)]
         for m in range(microbatches - warmup):
-            ops += [Op("F", p, warmup + m), Op("B", p, m)]
-        streams.append(ops + [Op("B", p, m) for m in range(microbatches - warmup, microbatches)])
+            ops += [StageOp("F", p, warmup + m), StageOp("B", p, m)]
+        streams.append(ops + [StageOp("B", p, m) for m in range(microbatches - warmup, microbatches)])
     return _schedule("1f1b", stages, microbatches, 1, "round_robin", streams)
 
 
-def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+def interleaved(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
     """1F1B over `chunks` virtual stages per worker: each step of the pipeline is shorter, so the bubble is as well.
 
     Microbatches go in groups of P: a worker runs a group through one chunk, then through the next. Worker p runs
@@ -110,10 +110,10 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
         for chunk in range(chunks)
         for m in range(stages)
     ]
-    streams: list[list[Op]] = []
+    streams: list[list[StageOp]] = []
     for p in range(stages):
-        forward = [Op("F", chunk * stages + p, m) for chunk, m in turns]
-        backward = [Op("B", (chunks - 1 - chunk) * stages + p, m) for chunk, m in turns]
+        forward = [StageOp("F", chunk * stages + p, m) for chunk, m in turns]
+        backward = [StageOp("B", (chunks - 1 - chunk) * stages + p, m) for chunk, m in turns]
         warmup = min(2 * (stages - p - 1) + (chunks - 1) * stages, len(turns))
         ops = forward[:warmup]
         for f, b in zip(forward[warmup:], backward, strict=False):
@@ -122,7 +122,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     return _schedule("interleaved", stages, microbatches, chunks, "round_robin", streams)
 
 
-def zbh1(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def zbh1(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """1F1B with the backward pass split: workers do W while they would wait, in the memory of 1F1B.
 
     Worker p starts with P - p forward passes and does its W p microbatches after the I, so every worker has at most
@@ -131,22 +131,22 @@ def zbh1(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     Source: arXiv:2401.10241, section 3 (ZB-H1).
     """
     _check("zb-h1", stages, microbatches, chunks, want_chunks=1)
-    streams: list[list[Op]] = []
+    streams: list[list[StageOp]] = []
     for p in range(stages):
         forward = min(stages - p, microbatches)
-        ops = [Op("F", p, m) for m in range(forward)]
+        ops = [StageOp("F", p, m) for m in range(forward)]
         for m in range(microbatches):
-            ops.append(Op("I", p, m))
+            ops.append(StageOp("I", p, m))
             if m >= p:
-                ops.append(Op("W", p, m - p))
+                ops.append(StageOp("W", p, m - p))
             if forward < microbatches:
-                ops.append(Op("F", p, forward))
+                ops.append(StageOp("F", p, forward))
                 forward += 1
-        streams.append(ops + [Op("W", p, m) for m in range(max(0, microbatches - p), microbatches)])
+        streams.append(ops + [StageOp("W", p, m) for m in range(max(0, microbatches - p), microbatches)])
     return _schedule("zb-h1", stages, microbatches, 1, "round_robin", streams)
 
 
-def zbv(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+def zbv(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
     """Zero bubble over a V of virtual stages: no worker waits between its first and last operation if F = I = W.
 
     The last virtual stage is of the first worker, so backward passes start early; 2P chunks are in flight, the memory
@@ -159,7 +159,7 @@ def zbv(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     Source: arXiv:2401.10241, section 6 (ZB-V); arXiv:2405.15362 calls it V-ZB.
     """
     _check("zbv", stages, microbatches, chunks, want_chunks=2, least=2 * stages - 1)
-    streams: list[list[Op]] = []
+    streams: list[list[StageOp]] = []
     for p in range(stages):
         stream = _Stream(p, stages, "v")
         for _ in range(2 * (stages - p) - 1):
@@ -185,7 +185,7 @@ def zbv(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     return _schedule("zbv", stages, microbatches, 2, "v", streams)
 
 
-def dualpipev(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+def dualpipev(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
     """DualPipe's two directions folded into a V: forward passes of one chunk stand beside backward passes of the other.
 
     A pair of F and B that stand side by side can hide each other's communication; only the ends are split into I and
@@ -197,7 +197,7 @@ def dualpipev(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     Source: arXiv:2412.19437, section 3.2.1, and its authors' DualPipeV, which cuts the schedule in half.
     """
     _check("dualpipev", stages, microbatches, chunks, want_chunks=2, least=2 * stages)
-    streams: list[list[Op]] = []
+    streams: list[list[StageOp]] = []
     for p in range(stages):
         stream, after = _Stream(p, stages, "v"), stages - p - 1
         for _ in range(2 * after):
@@ -227,7 +227,7 @@ def dualpipev(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     return _schedule("dualpipev", stages, microbatches, 2, "v", streams)
 
 
-FAMILIES: dict[str, Callable[..., Schedule]] = {
+FAMILIES: dict[str, Callable[..., PipelineSchedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
@@ -238,7 +238,7 @@ FAMILIES: dict[str, Callable[..., Schedule]] = {
 """Name -> function of (stages, microbatches, chunks), where `chunks` may be left out."""
 
 
-def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
+def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> PipelineSchedule:
     """The schedule of a name; upper case and hyphens do not matter, so `ZBH1` is `zb-h1`.
 
     Args:
@@ -272,6 +272,6 @@ def _check(name: str, stages: int, microbatches: int, chunks: int, *, want_chunk
 
 
 def _schedule(
-    name: str, stages: int, microbatches: int, chunks: int, placement: Placement, streams: list[list[Op]]
-) -> Schedule:
-    return Schedule(name, stages, microbatches, chunks, placement, tuple(map(tuple, streams)))
+    name: str, stages: int, microbatches: int, chunks: int, placement: ChunkPlacement, streams: list[list[StageOp]]
+) -> PipelineSchedule:
+    return PipelineSchedule(name, stages, microbatches, chunks, placement, tuple(map(tuple, streams)))

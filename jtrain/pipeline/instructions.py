@@ -25,11 +25,11 @@ import heapq
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from jtrain.pipeline.schedule import Hop, Kind, Schedule
+from jtrain.pipeline.schedule import PassKind, PipelineSchedule, StageHop
 
 type Gathering = Literal["once", "each"]
-type InstructionKind = (
-    Kind
+type WorkerInstructionKind = (
+    PassKind
     | Literal[
         "GATHER", "DROP", "RECV_F", "SEND_F", "RECV_B", "SEND_B", "FREE_F", "FREE_B", "FREE_W", "REDUCE", "UPDATE"
     ]
@@ -46,7 +46,7 @@ class Value(NamedTuple):
     microbatch: int
 
 
-class Instruction(NamedTuple):
+class WorkerInstruction(NamedTuple):
     """One step of a worker.
 
     microbatch: None for instructions of a chunk: GATHER, DROP, REDUCE, UPDATE.
@@ -55,7 +55,7 @@ class Instruction(NamedTuple):
     frees: the value that is gone afterwards, with its slot.
     """
 
-    kind: InstructionKind
+    kind: WorkerInstructionKind
     stage: int
     microbatch: int | None = None
     peer: int | None = None
@@ -71,8 +71,8 @@ class Instruction(NamedTuple):
 class Program:
     """Instructions of all workers, with the number of slots of each array and worker."""
 
-    schedule: Schedule
-    workers: tuple[tuple[Instruction, ...], ...]
+    schedule: PipelineSchedule
+    workers: tuple[tuple[WorkerInstruction, ...], ...]
     inputs: tuple[int, ...]
     cotangents: tuple[int, ...]
     stashes: tuple[int, ...]
@@ -86,7 +86,7 @@ class Program:
         return tuple(_in_flight(program) for program in self.workers)
 
 
-def make_program(schedule: Schedule, gathering: Gathering = "once") -> Program:
+def make_program(schedule: PipelineSchedule, gathering: Gathering = "once") -> Program:
     """Derives the instructions of a schedule.
 
     Args:
@@ -111,7 +111,7 @@ class Touched(NamedTuple):
     frees: Value | None = None
 
 
-def touched(schedule: Schedule, kind: InstructionKind, stage: int, microbatch: int) -> Touched:
+def touched(schedule: PipelineSchedule, kind: WorkerInstructionKind, stage: int, microbatch: int) -> Touched:
     """The values that an instruction of one microbatch must read, write and free."""
     given, cotangent, stash = (Value(array, stage, microbatch) for array in ARRAYS)
     match kind:
@@ -126,22 +126,24 @@ def touched(schedule: Schedule, kind: InstructionKind, stage: int, microbatch: i
             writes = [given] if stage == 0 else []
             if hop is None:
                 writes.append(cotangent)
-            elif hop is Hop.LOCAL:
+            elif hop is StageHop.LOCAL:
                 writes.append(Value("inputs", stage + 1, microbatch))
             return Touched(() if stage == 0 else (given,), tuple(writes))
         case "I" | "B":
             writes = [stash] if kind == "I" else []
-            if schedule.cotangent_hop(stage) is Hop.LOCAL:
+            if schedule.cotangent_hop(stage) is StageHop.LOCAL:
                 writes.append(Value("cotangents", stage - 1, microbatch))
             return Touched((given, cotangent), tuple(writes))
         case _:
             return Touched()
 
 
-def _of(schedule: Schedule, kind: InstructionKind, stage: int, microbatch: int, peer: int | None = None) -> Instruction:
+def _of(
+    schedule: PipelineSchedule, kind: WorkerInstructionKind, stage: int, microbatch: int, peer: int | None = None
+) -> WorkerInstruction:
     """An instruction of one microbatch; slots are still 0."""
     reads, writes, frees = touched(schedule, kind, stage, microbatch)
-    return Instruction(
+    return WorkerInstruction(
         kind,
         stage,
         microbatch,
@@ -152,7 +154,7 @@ def _of(schedule: Schedule, kind: InstructionKind, stage: int, microbatch: int, 
     )
 
 
-def _with_messages(schedule: Schedule, worker: int) -> Iterator[Instruction]:
+def _with_messages(schedule: PipelineSchedule, worker: int) -> Iterator[WorkerInstruction]:
     """Computations with their sends, receives and frees; slots are still 0."""
     last = schedule.virtual_stages - 1
     for kind, stage, m in schedule.streams[worker]:
@@ -173,29 +175,29 @@ def _with_messages(schedule: Schedule, worker: int) -> Iterator[Instruction]:
 
 
 def _with_chunk_work(
-    schedule: Schedule, worker: int, plain: Iterator[Instruction], gathering: Gathering
-) -> list[Instruction]:
+    schedule: PipelineSchedule, worker: int, plain: Iterator[WorkerInstruction], gathering: Gathering
+) -> list[WorkerInstruction]:
     """Adds what is done for a whole chunk: GATHER, DROP, REDUCE, UPDATE."""
     instructions = list(plain)
     uses = [i for i, one in enumerate(instructions) if one.kind in ("F", "I", "B")]
     gradients = [i for i, one in enumerate(instructions) if one.kind in ("W", "B")]
-    before: dict[int, list[Instruction]] = {}
-    after: dict[int, list[Instruction]] = {}
+    before: dict[int, list[WorkerInstruction]] = {}
+    after: dict[int, list[WorkerInstruction]] = {}
     chunks = {instructions[i].stage for i in uses}
     for stage in sorted(chunks):
         mine = [n for n, i in enumerate(uses) if instructions[i].stage == stage]
         runs = [mine] if gathering == "once" else _runs(mine)
         for run in runs:
-            before.setdefault(uses[run[0]], []).append(Instruction("GATHER", stage))
-            after.setdefault(uses[run[-1]], []).append(Instruction("DROP", stage))
+            before.setdefault(uses[run[0]], []).append(WorkerInstruction("GATHER", stage))
+            after.setdefault(uses[run[-1]], []).append(WorkerInstruction("DROP", stage))
         added = [i for i in gradients if instructions[i].stage == stage]
         if added:
-            after.setdefault(added[-1], []).append(Instruction("REDUCE", stage))
-    found: list[Instruction] = []
+            after.setdefault(added[-1], []).append(WorkerInstruction("REDUCE", stage))
+    found: list[WorkerInstruction] = []
     for i, one in enumerate(instructions):
         found += [*before.get(i, ()), one, *after.get(i, ())]
     held = [schedule.stage(worker, chunk) for chunk in range(schedule.chunks)]
-    return found + [Instruction("UPDATE", stage) for stage in held]
+    return found + [WorkerInstruction("UPDATE", stage) for stage in held]
 
 
 def _runs(numbers: list[int]) -> list[list[int]]:
@@ -209,7 +211,7 @@ def _runs(numbers: list[int]) -> list[list[int]]:
     return runs
 
 
-def _with_slots(plain: list[Instruction]) -> tuple[tuple[Instruction, ...], dict[Array, int]]:
+def _with_slots(plain: list[WorkerInstruction]) -> tuple[tuple[WorkerInstruction, ...], dict[Array, int]]:
     """Gives each value the lowest slot that is free; returns the peaks as well."""
     free: dict[Array, list[int]] = {array: [] for array in ARRAYS}
     counts: dict[Array, int] = dict.fromkeys(ARRAYS, 0)
@@ -223,7 +225,7 @@ def _with_slots(plain: list[Instruction]) -> tuple[tuple[Instruction, ...], dict
             slots[value] = heapq.heappop(free[value.array])
         return slots[value]
 
-    found: list[Instruction] = []
+    found: list[WorkerInstruction] = []
     for one in plain:
         one = one._replace(
             reads=tuple((value, slot(value)) for value, _ in one.reads),
@@ -237,7 +239,7 @@ def _with_slots(plain: list[Instruction]) -> tuple[tuple[Instruction, ...], dict
     return tuple(found), counts
 
 
-def _in_flight(program: tuple[Instruction, ...]) -> int:
+def _in_flight(program: tuple[WorkerInstruction, ...]) -> int:
     """Most chunks and microbatches at once between F and the last backward pass."""
     now = peak = 0
     for one in program:

@@ -14,7 +14,7 @@ from jtrain.errors import UserError
 from jtrain.pipeline.cells import read_csv
 from jtrain.pipeline.checker import check
 from jtrain.pipeline.families import make_schedule
-from jtrain.pipeline.schedule import Placement, Schedule, stage_of
+from jtrain.pipeline.schedule import ChunkPlacement, PipelineSchedule, stage_of
 from jtrain.pipeline.spec import V_SHAPED, PipelineSpec
 
 IDENTITY = -1
@@ -38,7 +38,7 @@ def virtual_stages(spec: PipelineSpec, stages: int) -> VirtualStages:
         chunks, placement = schedule.chunks, schedule.placement
     else:
         chunks = spec.chunks_per_worker
-        placement: Placement = "v" if spec.schedule in V_SHAPED else "round_robin"
+        placement: ChunkPlacement = "v" if spec.schedule in V_SHAPED else "round_robin"
     return tuple(tuple(stage_of(p, chunk, stages, placement) for chunk in range(chunks)) for p in range(stages))
 
 
@@ -131,7 +131,7 @@ class PipelineLayout:
 
 
 @functools.cache
-def schedule_of(pipeline: PipelineLayout, microbatches: int) -> Schedule:
+def schedule_of(pipeline: PipelineLayout, microbatches: int) -> PipelineSchedule:
     """Returns the schedule of a pipelined step.
 
     Raises:

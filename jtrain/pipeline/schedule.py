@@ -30,16 +30,16 @@ from typing import Literal, NamedTuple, cast
 
 from jtrain.errors import UserError
 
-type Kind = Literal["F", "I", "W", "B"]
-type Placement = Literal["round_robin", "v"]
+type PassKind = Literal["F", "I", "W", "B"]
+type ChunkPlacement = Literal["round_robin", "v"]
 
 _CELL = re.compile(r"(\d+)([FIWB])(\d+)")
 
 
-class Op(NamedTuple):
+class StageOp(NamedTuple):
     """One computation: `kind` for one virtual stage and one microbatch."""
 
-    kind: Kind
+    kind: PassKind
     stage: int
     microbatch: int
 
@@ -47,7 +47,7 @@ class Op(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-def parse_op(text: str) -> Op:
+def parse_op(text: str) -> StageOp:
     """The operation of a cell such as `2I0`.
 
     Raises:
@@ -56,10 +56,10 @@ def parse_op(text: str) -> Op:
     found = _CELL.fullmatch(text)
     if found is None:
         raise UserError(f"{text!r} is not an operation. Write virtual stage, F, I, W or B, and microbatch, as in 2I0.")
-    return Op(cast(Kind, found[2]), int(found[1]), int(found[3]))
+    return StageOp(cast(PassKind, found[2]), int(found[1]), int(found[3]))
 
 
-class Hop(enum.IntEnum):
+class StageHop(enum.IntEnum):
     """Way from the worker of one virtual stage to that of the next or previous one.
 
     DOWN: to worker p + 1; UP: to worker p - 1. As permutes, both are chains over all workers.
@@ -75,7 +75,7 @@ class Hop(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """Order of the computations of each worker.
 
     name: the schedule's name in messages and pictures.
@@ -89,8 +89,8 @@ class Schedule:
     stages: int
     microbatches: int
     chunks: int
-    placement: Placement
-    streams: tuple[tuple[Op, ...], ...]
+    placement: ChunkPlacement
+    streams: tuple[tuple[StageOp, ...], ...]
 
     @property
     def virtual_stages(self) -> int:
@@ -109,15 +109,15 @@ class Schedule:
         """The virtual stage that is chunk `chunk` of `worker`."""
         return stage_of(worker, chunk, self.stages, self.placement)
 
-    def needs(self, op: Op) -> tuple[Op, ...]:
+    def needs(self, op: StageOp) -> tuple[StageOp, ...]:
         """Operations whose results `op` uses, as far as this schedule has them; a backward pass may be an I or a B."""
         return tuple(need for need in self._possible_needs(op) if need in self._ops)
 
-    def activation_hop(self, stage: int) -> Hop | None:
+    def activation_hop(self, stage: int) -> StageHop | None:
         """Way of the activation that virtual stage `stage` computes; None for the last one, which gives the loss."""
         return None if stage == self.virtual_stages - 1 else self._hop(stage, stage + 1)
 
-    def cotangent_hop(self, stage: int) -> Hop | None:
+    def cotangent_hop(self, stage: int) -> StageHop | None:
         """Way of the cotangent that virtual stage `stage` computes; None for the first one."""
         return None if stage == 0 else self._hop(stage, stage - 1)
 
@@ -137,34 +137,36 @@ class Schedule:
         """True if some backward passes are split into I and W."""
         return any(op.kind == "W" for stream in self.streams for op in stream)
 
-    def _hop(self, source: int, target: int) -> Hop:
+    def _hop(self, source: int, target: int) -> StageHop:
         a, b = self.worker(source), self.worker(target)
-        return Hop.LOCAL if a == b else Hop.DOWN if b == a + 1 else Hop.UP if b == a - 1 else Hop.WRAP
+        return (
+            StageHop.LOCAL if a == b else StageHop.DOWN if b == a + 1 else StageHop.UP if b == a - 1 else StageHop.WRAP
+        )
 
-    def _possible_needs(self, op: Op) -> tuple[Op, ...]:
+    def _possible_needs(self, op: StageOp) -> tuple[StageOp, ...]:
         kind, stage, microbatch = op
         if kind == "W":
-            return (Op("I", stage, microbatch),)
+            return (StageOp("I", stage, microbatch),)
         if kind == "F":
-            return (Op("F", stage - 1, microbatch),)
-        after = (Op("I", stage + 1, microbatch), Op("B", stage + 1, microbatch))
-        return (Op("F", stage, microbatch), *after)
+            return (StageOp("F", stage - 1, microbatch),)
+        after = (StageOp("I", stage + 1, microbatch), StageOp("B", stage + 1, microbatch))
+        return (StageOp("F", stage, microbatch), *after)
 
     @functools.cached_property
     def _workers(self) -> tuple[int, ...]:
         return tuple(worker_of(stage, self.stages, self.placement) for stage in range(self.virtual_stages))
 
     @functools.cached_property
-    def _ops(self) -> frozenset[Op]:
+    def _ops(self) -> frozenset[StageOp]:
         return frozenset(op for stream in self.streams for op in stream)
 
 
-def worker_of(stage: int, stages: int, placement: Placement) -> int:
+def worker_of(stage: int, stages: int, placement: ChunkPlacement) -> int:
     """The worker that holds a virtual stage, of `stages` workers."""
     place = stage % stages
     return 2 * stages - 1 - stage if placement == "v" and stage >= stages else place
 
 
-def stage_of(worker: int, chunk: int, stages: int, placement: Placement) -> int:
+def stage_of(worker: int, chunk: int, stages: int, placement: ChunkPlacement) -> int:
     """The virtual stage that is chunk `chunk` of `worker`, of `stages` workers."""
     return 2 * stages - 1 - worker if placement == "v" and chunk else chunk * stages + worker

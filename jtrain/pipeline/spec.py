@@ -9,9 +9,6 @@ from jtrain.pipeline.families import FAMILIES
 V_SHAPED = ("zbv", "dualpipev")
 """Schedules in which worker p of P has the virtual stages p and 2P - 1 - p."""
 
-SPLIT_BACKWARD = ("zb-h1", "zbv", "dualpipev")
-"""Schedules that compute gradients of weights apart from those of activations."""
-
 
 @dataclasses.dataclass(frozen=True)
 class PipelineSpec:
@@ -19,7 +16,7 @@ class PipelineSpec:
 
     With mesh.stage=1 nothing reads these fields.
 
-    schedule: gpipe, 1f1b, interleaved, zbh1, zbv, dualpipev, or the path of a CSV file with a schedule of your own.
+    schedule: gpipe, 1f1b, interleaved, zb-h1, zbv, dualpipev, or the path of a CSV file with a schedule of your own.
     chunks: parts of the model on each worker, for `interleaved`; zbv and dualpipev always have two, a CSV file has a
       number of its own, the others have one.
     gather: gathering of weights that ZeRO splits over `data`: in every `tick` that needs them, or once per `step`,

@@ -52,7 +52,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jtrain.pipeline.schedule import Hop, Op, Schedule
+from jtrain.pipeline.schedule import PipelineSchedule, StageHop, StageOp
 
 type Packing = Literal["single", "fused", "aligned"]
 PACKINGS: tuple[Packing, ...] = ("single", "fused", "aligned")
@@ -64,9 +64,9 @@ NONE = -1
 class TickOps(NamedTuple):
     """Operations of one worker in one tick, run in this order."""
 
-    forward: Op | None = None
-    backward: Op | None = None
-    weight: Op | None = None
+    forward: StageOp | None = None
+    backward: StageOp | None = None
+    weight: StageOp | None = None
 
 
 class Field(enum.IntEnum):
@@ -100,12 +100,12 @@ class Field(enum.IntEnum):
     ARRIVING_COTANGENT_WRAP = 25
 
 
-def arriving_input(hop: Hop) -> Field:
+def arriving_input(hop: StageHop) -> Field:
     """The column of the input slot that is filled over `hop`."""
     return Field(Field.ARRIVING_INPUT_DOWN + hop)
 
 
-def arriving_cotangent(hop: Hop) -> Field:
+def arriving_cotangent(hop: StageHop) -> Field:
     """The column of the cotangent slot that is filled over `hop`."""
     return Field(Field.ARRIVING_COTANGENT_DOWN + hop)
 
@@ -119,7 +119,7 @@ class Ticks:
     inputs, cotangents, stashes: for each worker the largest number of slots in use at once.
     """
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     packing: Packing
     ops: tuple[tuple[TickOps, ...], ...]
     table: npt.NDArray[np.int32]
@@ -158,17 +158,17 @@ class Ticks:
         return self.schedule.worker(self.schedule.virtual_stages - 1)
 
     @property
-    def activation_hops(self) -> tuple[Hop, ...]:
+    def activation_hops(self) -> tuple[StageHop, ...]:
         """Ways that activations take in some tick."""
-        return tuple(hop for hop in Hop if (self.table[:, :, arriving_input(hop)] != NONE).any())
+        return tuple(hop for hop in StageHop if (self.table[:, :, arriving_input(hop)] != NONE).any())
 
     @property
-    def cotangent_hops(self) -> tuple[Hop, ...]:
+    def cotangent_hops(self) -> tuple[StageHop, ...]:
         """Ways that cotangents take in some tick."""
-        return tuple(hop for hop in Hop if (self.table[:, :, arriving_cotangent(hop)] != NONE).any())
+        return tuple(hop for hop in StageHop if (self.table[:, :, arriving_cotangent(hop)] != NONE).any())
 
 
-def make_ticks(schedule: Schedule, packing: Packing = "fused") -> Ticks:
+def make_ticks(schedule: PipelineSchedule, packing: Packing = "fused") -> Ticks:
     """Packs a valid schedule (`checker.check`) and lowers it to the table."""
     packed = _aligned(schedule) if packing == "aligned" else _pack(schedule, fused=packing == "fused")
     return _lower(schedule, packing, packed)
@@ -180,14 +180,14 @@ type _Grid = list[list[TickOps]]
 class _Worker:
     """Operations of one worker that are still to be packed, by kind."""
 
-    def __init__(self, schedule: Schedule, worker: int) -> None:
+    def __init__(self, schedule: PipelineSchedule, worker: int) -> None:
         stream = schedule.streams[worker]
         self.stream = stream
         self.forward = [op for op in stream if op.kind == "F"]
         self.backward = [op for op in stream if op.kind in "IB"]
         self.weight = [op for op in stream if op.kind == "W"]
         # Backward pass -> number of forward passes that come before it in the stream.
-        self.after: dict[Op, int] = {}
+        self.after: dict[StageOp, int] = {}
         seen = 0
         for op in stream:
             seen += op.kind == "F"
@@ -196,11 +196,11 @@ class _Worker:
         self.f = self.b = self.w = self.next = 0
 
 
-def _pack(schedule: Schedule, *, fused: bool, weights: bool = True) -> _Grid:
+def _pack(schedule: PipelineSchedule, *, fused: bool, weights: bool = True) -> _Grid:
     """Packs tick by tick; each worker takes what is ready when the tick starts."""
     workers = [_Worker(schedule, p) for p in range(schedule.stages)]
     left = sum(op.kind != "W" or weights for stream in schedule.streams for op in stream)
-    done: dict[Op, int] = {}  # operation -> its tick
+    done: dict[StageOp, int] = {}  # operation -> its tick
     grid: _Grid = []
     while left:
         tick = len(grid)
@@ -213,12 +213,14 @@ def _pack(schedule: Schedule, *, fused: bool, weights: bool = True) -> _Grid:
     return grid
 
 
-def _ops(row: list[TickOps]) -> Iterator[Op]:
+def _ops(row: list[TickOps]) -> Iterator[StageOp]:
     """All operations of one tick."""
     return (op for ops in row for op in ops if op is not None)
 
 
-def _single(schedule: Schedule, worker: _Worker, done: dict[Op, int], tick: int, *, weights: bool) -> TickOps:
+def _single(
+    schedule: PipelineSchedule, worker: _Worker, done: dict[StageOp, int], tick: int, *, weights: bool
+) -> TickOps:
     """The next operation of the stream, if it is ready."""
     del tick, weights
     if worker.next == len(worker.stream):
@@ -230,7 +232,9 @@ def _single(schedule: Schedule, worker: _Worker, done: dict[Op, int], tick: int,
     return TickOps(forward=op) if op.kind == "F" else TickOps(weight=op) if op.kind == "W" else TickOps(backward=op)
 
 
-def _fused(schedule: Schedule, worker: _Worker, done: dict[Op, int], tick: int, *, weights: bool) -> TickOps:
+def _fused(
+    schedule: PipelineSchedule, worker: _Worker, done: dict[StageOp, int], tick: int, *, weights: bool
+) -> TickOps:
     """The next forward pass, backward pass and W that are ready; a pass may use what was just computed here."""
     forward = backward = weight = None
     if worker.f < len(worker.forward):
@@ -248,14 +252,14 @@ def _fused(schedule: Schedule, worker: _Worker, done: dict[Op, int], tick: int, 
     return TickOps(forward, backward, weight)
 
 
-def _aligned(schedule: Schedule) -> _Grid:
+def _aligned(schedule: PipelineSchedule) -> _Grid:
     """Fused ticks in which all workers do their k-th W at once, as early as the last of them can."""
     grid = _pack(schedule, fused=True, weights=False)
     when = {op: tick for tick, row in enumerate(grid) for op in _ops(row)}
     weights = [[op for op in stream if op.kind == "W"] for stream in schedule.streams]
     tick = -1
     for k in range(max(map(len, weights))):
-        ready = [when[Op("I", of[k].stage, of[k].microbatch)] for of in weights if k < len(of)]
+        ready = [when[StageOp("I", of[k].stage, of[k].microbatch)] for of in weights if k < len(of)]
         tick = max(tick + 1, *ready)
         while tick >= len(grid):
             grid.append([TickOps()] * schedule.stages)
@@ -274,18 +278,18 @@ class _Slots:
     """Slots of one array of one worker: each value gets the lowest slot that is free during its lifetime."""
 
     def __init__(self) -> None:
-        self._lives: list[tuple[int, int, Op]] = []
+        self._lives: list[tuple[int, int, StageOp]] = []
 
-    def add(self, value: Op, start: int, end: int) -> None:
+    def add(self, value: StageOp, start: int, end: int) -> None:
         """Adds a value that is alive from moment `start` to moment `end`, both included."""
         assert start <= end, value
         self._lives.append((start, end, value))
 
-    def assign(self) -> tuple[dict[Op, int], int]:
+    def assign(self) -> tuple[dict[StageOp, int], int]:
         """The slot of each value, and the number of slots, which is the largest number of values alive at once."""
         free: list[int] = []
         ending: list[tuple[int, int]] = []
-        found: dict[Op, int] = {}
+        found: dict[StageOp, int] = {}
         count = 0
         for start, end, value in sorted(self._lives):
             while ending and ending[0][0] < start:
@@ -298,7 +302,7 @@ class _Slots:
         return found, count
 
 
-def _lower(schedule: Schedule, packing: Packing, grid: _Grid) -> Ticks:
+def _lower(schedule: PipelineSchedule, packing: Packing, grid: _Grid) -> Ticks:
     """Assigns slots and writes the table."""
     when = {op: tick * _MOMENTS for tick, row in enumerate(grid) for op in _ops(row)}
     last = schedule.virtual_stages - 1
@@ -307,17 +311,17 @@ def _lower(schedule: Schedule, packing: Packing, grid: _Grid) -> Ticks:
         for op in stream:
             kind, stage, m = op
             if kind in "IB":
-                arrived = when[Op("F", stage - 1, m)] + _MOVE if stage else when[Op("F", stage, m)] + _EMBED
-                inputs[p].add(Op("F", stage, m), arrived, when[op] + _BACKWARD)
-                arrived = _cotangent_arrival(when, stage, m) if stage < last else when[Op("F", stage, m)] + _HEAD
+                arrived = when[StageOp("F", stage - 1, m)] + _MOVE if stage else when[StageOp("F", stage, m)] + _EMBED
+                inputs[p].add(StageOp("F", stage, m), arrived, when[op] + _BACKWARD)
+                arrived = _cotangent_arrival(when, stage, m) if stage < last else when[StageOp("F", stage, m)] + _HEAD
                 cotangents[p].add(op, arrived, when[op] + _BACKWARD)
             elif kind == "F" and not schedule.trains:
                 arrived = when[Op("F", stage - 1, m)] + _MOVE if stage else when[op] + _EMBED
                 inputs[p].add(op, arrived, when[op] + _FORWARD)
             elif kind == "W":
-                stashes[p].add(op, when[Op("I", stage, m)] + _BACKWARD, when[op] + _WEIGHT)
+                stashes[p].add(op, when[StageOp("I", stage, m)] + _BACKWARD, when[op] + _WEIGHT)
     slots = [[array.assign() for array in arrays] for arrays in (inputs, cotangents, stashes)]
-    of: list[dict[Op, int]] = [{op: slot for found, _ in array for op, slot in found.items()} for array in slots]
+    of: list[dict[StageOp, int]] = [{op: slot for found, _ in array for op, slot in found.items()} for array in slots]
     table = np.full((len(grid), schedule.stages, len(Field)), NONE, np.int32)
     for tick, row in enumerate(grid):
         for p, ops in enumerate(row):
@@ -326,20 +330,20 @@ def _lower(schedule: Schedule, packing: Packing, grid: _Grid) -> Ticks:
     return Ticks(schedule, packing, tuple(map(tuple, grid)), table, *peaks)
 
 
-def _cotangent_arrival(when: dict[Op, int], stage: int, microbatch: int) -> int:
+def _cotangent_arrival(when: dict[StageOp, int], stage: int, microbatch: int) -> int:
     """Moment at which the cotangent for a virtual stage that is not the last arrives."""
-    after = [Op("I", stage + 1, microbatch), Op("B", stage + 1, microbatch)]
+    after = [StageOp("I", stage + 1, microbatch), StageOp("B", stage + 1, microbatch)]
     return next(when[op] for op in after if op in when) + _MOVE
 
 
 def _fill(
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     row: npt.NDArray[np.int32],
     p: int,
     ops: TickOps,
-    inputs: dict[Op, int],
-    cotangents: dict[Op, int],
-    stashes: dict[Op, int],
+    inputs: dict[StageOp, int],
+    cotangents: dict[StageOp, int],
+    stashes: dict[StageOp, int],
 ) -> None:
     """Writes the operations of worker p in one tick into that tick's row [P, len(Field)], and where results arrive."""
     mine = row[p]
@@ -357,15 +361,15 @@ def _fill(
                 mine[Field.HEAD_COTANGENT] = _either(cotangents, op.stage, op.microbatch)
         else:
             mine[Field.FORWARD_TO] = hop
-            after = Op("F", op.stage + 1, op.microbatch)
+            after = StageOp("F", op.stage + 1, op.microbatch)
             row[schedule.worker(after.stage), arriving_input(hop)] = inputs[after]
     if (op := ops.backward) is not None:
         mine[Field.BACKWARD_CHUNK] = schedule.chunk(op.stage)
         mine[Field.BACKWARD_MICROBATCH] = op.microbatch
-        mine[Field.BACKWARD_INPUT] = inputs[Op("F", op.stage, op.microbatch)]
+        mine[Field.BACKWARD_INPUT] = inputs[StageOp("F", op.stage, op.microbatch)]
         mine[Field.BACKWARD_COTANGENT] = cotangents[op]
         if op.kind == "I":
-            mine[Field.BACKWARD_STASH] = stashes[Op("W", op.stage, op.microbatch)]
+            mine[Field.BACKWARD_STASH] = stashes[StageOp("W", op.stage, op.microbatch)]
         hop = schedule.cotangent_hop(op.stage)
         if hop is None:
             row[:, Field.EMBED_GRADIENT_MICROBATCH] = op.microbatch
@@ -379,6 +383,6 @@ def _fill(
         mine[Field.WEIGHT_STASH] = stashes[op]
 
 
-def _either(cotangents: dict[Op, int], stage: int, microbatch: int) -> int:
+def _either(cotangents: dict[StageOp, int], stage: int, microbatch: int) -> int:
     """Slot of the cotangent for a virtual stage, whether its backward pass is an I or a B."""
-    return next(cotangents[op] for kind in ("I", "B") if (op := Op(kind, stage, microbatch)) in cotangents)
+    return next(cotangents[op] for kind in ("I", "B") if (op := StageOp(kind, stage, microbatch)) in cotangents)

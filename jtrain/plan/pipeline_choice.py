@@ -9,6 +9,7 @@ from jtrain.config.run import Run, build_run
 from jtrain.errors import UserError
 from jtrain.layout import LayoutSpec
 from jtrain.mesh import BATCH_AXES
+from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.ticks import Ticks
 from jtrain.plan.estimate.machine import Machine, make_machine
 from jtrain.plan.estimate.pipeline_time import StageWork, stage_work
@@ -25,7 +26,9 @@ class Planned:
     alone: the fastest ZeRO-3 layout that fits into the same devices without a pipeline; None if none does.
     """
 
+    config: str
     title: str
+    num_layers: int
     stages: int
     microbatches: int
     work: StageWork
@@ -33,9 +36,24 @@ class Planned:
     tokens: int
     alone: Point | None
 
-    def times(self, chunks: int) -> tuple[float, float, float]:
-        """Seconds of F, I and W of one of a stage's chunks, for one microbatch."""
-        return self.work.forward_s / chunks, self.work.by_input_s / chunks, self.work.by_weight_s / chunks
+    def times(self, schedule: PipelineSchedule) -> tuple[float, float, float]:
+        """Seconds of F, I and W of the fullest chunk, for one microbatch.
+
+        Raises:
+          UserError: there are fewer layers than virtual stages.
+        """
+        virtual = schedule.virtual_stages
+        if virtual > self.num_layers:
+            raise UserError(
+                f"schedule {schedule.name} has {virtual} virtual stages, and {self.config} model.num_layers="
+                f"{self.num_layers}: each needs at least one layer. Take fewer stages or chunks, or schedule 1f1b."
+            )
+        share = self._fullest_chunk(schedule)
+        return self.work.forward_s * share, self.work.by_input_s * share, self.work.by_weight_s * share
+
+    def _fullest_chunk(self, schedule: PipelineSchedule) -> float:
+        """Layers of the fullest chunk over those of an average stage: above 1 / chunks if layers divide unevenly."""
+        return -(-self.num_layers // schedule.virtual_stages) * self.stages / self.num_layers
 
     def step_s(self, makespan_s: float) -> float:
         """Seconds of a step whose pipeline takes `makespan_s`."""
@@ -43,8 +61,8 @@ class Planned:
 
     def memory_bytes(self, ticks: Ticks) -> int:
         """Peak bytes of a device of the fullest worker, in lockstep: slots have the same number on all workers."""
-        chunks = ticks.schedule.chunks
-        kept = ticks.num_inputs * self.work.kept_bytes // chunks + ticks.num_stashes * self.work.stash_bytes // chunks
+        kept = ticks.num_inputs * self.work.kept_bytes + ticks.num_stashes * self.work.stash_bytes
+        kept = int(kept * self._fullest_chunk(ticks.schedule))
         return self.work.state_bytes + kept + (ticks.num_inputs + ticks.num_cotangents) * self.work.message_bytes
 
     def fits(self, ticks: Ticks) -> bool:
@@ -120,7 +138,9 @@ def plan_stages(args: argparse.Namespace, stages: int | None, microbatches: int 
     title = f"{args.config} on {machine}: stage={stages} {mesh} zero_stage={run.layout.zero_stage}"
     work = stage_work(job, stages, machine, assume=assume)
     alone = _alone(args, machine, assume)
-    return Planned(title, stages, microbatches, work, machine.hbm_bytes, job.tokens, alone)
+    return Planned(
+        args.config, title, config.model.num_layers, stages, microbatches, work, machine.hbm_bytes, job.tokens, alone
+    )
 
 
 def _alone(args: argparse.Namespace, machine: Machine, assume: Assumptions) -> Point | None:

@@ -1,17 +1,18 @@
 """Command line of pipeline plans: `python -m jtrain.plan pipeline --schedule zbv --stages 8 --microbatches 32`."""
 
 import argparse
+import functools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jtrain.errors import UserError
 from jtrain.pipeline.cells import read_csv, to_csv
 from jtrain.pipeline.families import FAMILIES, make_schedule
-from jtrain.pipeline.schedule import Schedule
+from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.plan import AOT_ENVIRONMENT
 from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax
@@ -102,7 +103,7 @@ def _check_options(args: argparse.Namespace) -> None:
         raise UserError(f"--costs {args.costs}: the times of {args.config} are the plan's. Leave --costs out.")
 
 
-def schedules(args: argparse.Namespace, stages: int | None, microbatches: int | None) -> list[Schedule]:
+def schedules(args: argparse.Namespace, stages: int | None, microbatches: int | None) -> list[PipelineSchedule]:
     """The schedules that the command line asks for: one, or all that exist for these numbers.
 
     Raises:
@@ -117,15 +118,26 @@ def schedules(args: argparse.Namespace, stages: int | None, microbatches: int | 
     assert microbatches is not None
     if args.schedule is not None:
         return [make_schedule(args.schedule, stages, microbatches, args.chunks)]
-    found: list[Schedule] = []
-    for name in FAMILIES:
+    make_schedule("gpipe", stages, microbatches)  # it exists for all numbers that are at least 1
+    return list(_that_exist(functools.partial(make_schedule, name, stages, microbatches) for name in FAMILIES))
+
+
+def _that_exist[T](makers: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """Yields what can be made; says why on the error stream where it cannot."""
+    for make in makers:
         try:
-            found.append(make_schedule(name, stages, microbatches))
+            yield make()
         except UserError as error:
-            if not found:  # gpipe exists for all numbers that are at least 1
-                raise
             print(f"not compared: {error}", file=sys.stderr)
-    return found
+
+
+def _show(schedule: PipelineSchedule, args: argparse.Namespace, planned: "Planned | None") -> "Shown":
+    """The schedule with the costs of the plan, or of the command line."""
+    from jtrain.plan.report.pipeline_sheet import show
+
+    if planned is None:
+        return show(schedule, _times(args.costs))
+    return show(schedule, planned.times(schedule), planned.work.message_s)
 
 
 def _planned(args: argparse.Namespace) -> "Planned | None":
@@ -165,20 +177,16 @@ def execute(args: argparse.Namespace) -> int:
     """Runs the parsed command line; returns the exit code."""
     from rich.console import Console
 
-    from jtrain.plan.report.pipeline_sheet import print_comparison, print_one, show, to_json
+    from jtrain.plan.report.pipeline_sheet import print_comparison, print_one, to_json
 
     _check_options(args)
     planned = _planned(args)
     stages, microbatches = args.stages, args.microbatches
     if planned is not None:
         stages, microbatches = planned.stages, planned.microbatches
-    found: list[Shown] = []
-    for schedule in schedules(args, stages, microbatches):
-        if planned is None:
-            found.append(show(schedule, _times(args.costs)))
-        else:
-            found.append(show(schedule, planned.times(schedule.chunks), planned.work.message_s))
     one = args.schedule is not None or args.csv is not None
+    makers = [functools.partial(_show, schedule, args, planned) for schedule in schedules(args, stages, microbatches)]
+    found = [makers[0]()] if one else list(_that_exist(makers))
     if one:
         _write_files(args, found[0], planned)
     if args.json is not None:

@@ -5,7 +5,8 @@ import functools
 from jtrain.errors import UserError
 from jtrain.layout import Layout
 from jtrain.pipeline.placement import schedule_of
-from jtrain.pipeline.simulator import best_ticks, equal_costs
+from jtrain.pipeline.clocks import best_ticks, equal_costs
+from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.ticks import Ticks, make_ticks
 
 
@@ -19,7 +20,6 @@ def layers_permute(layout: Layout) -> bool:
     return layout.spec.tensor_overlap or ring
 
 
-@functools.cache
 def ticks_of(layout: Layout, *, trains: bool = True) -> Ticks:
     """The ticks of a pipelined step; its forward passes alone unless it trains.
 
@@ -36,8 +36,18 @@ def ticks_of(layout: Layout, *, trains: bool = True) -> Ticks:
             "layout.sequence_groups=1, or pipeline.schedule=1f1b."
         )
     if not trains:
-        return make_ticks(schedule.forward_only)
+        return _fewest(schedule.forward_only)
     if layers_permute(layout):
-        return make_ticks(schedule)  # all ticks take as long, so the fewest are the best
-    recomputed = 1.0 if layout.spec.remat == "full" else 0.0
+        return _fewest(schedule)  # all ticks take as long
+    return _shortest(schedule, 1.0 if layout.spec.remat == "full" else 0.0)
+
+
+@functools.cache
+def _fewest(schedule: PipelineSchedule) -> Ticks:
+    return make_ticks(schedule)
+
+
+@functools.cache
+def _shortest(schedule: PipelineSchedule, recomputed: float) -> Ticks:
+    """The packing that takes the least time, where the backward pass recomputes this part of a forward pass."""
     return best_ticks(schedule, equal_costs(schedule, 1.0, 1.0 + recomputed, 1.0))

@@ -25,7 +25,7 @@ from jtrain.model.param import Params
 from jtrain.model.placement import Placement
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
-from jtrain.pipeline.schedule import Hop
+from jtrain.pipeline.schedule import StageHop
 from jtrain.pipeline.ticks import NONE, Field, Ticks, arriving_cotangent, arriving_input
 from jtrain.step.pipeline_chunks import Chunks, Gradients, Present, Slots, Work, by_rows, nested
 from jtrain.step.pipeline_ends import Ends
@@ -336,16 +336,16 @@ class _Worker:
             return work(given, present)
         return jax.lax.cond(present, lambda given: work(given, True), rest, given)
 
-    def _sent(self, x_BLD: Array, hop: Hop, *, back: bool) -> Array:
+    def _sent(self, x_BLD: Array, hop: StageHop, *, back: bool) -> Array:
         """What arrives over `hop`."""
         stages = self.ticks.schedule.stages
-        if hop == Hop.LOCAL:
+        if hop == StageHop.LOCAL:
             return x_BLD
-        if hop == Hop.WRAP:
+        if hop == StageHop.WRAP:
             pairs = [(0, stages - 1)] if back else [(stages - 1, 0)]
         else:
             down = [(p, p + 1) for p in range(stages - 1)]
-            pairs = down if hop == Hop.DOWN else [(b, a) for a, b in down]
+            pairs = down if hop == StageHop.DOWN else [(b, a) for a, b in down]
         with jax.named_scope("pipeline"):
             return jax.lax.ppermute(x_BLD, "stage", pairs)
 

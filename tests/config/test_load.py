@@ -245,7 +245,7 @@ def test_a_bad_set_is_refused(text: str, message: str) -> None:
         (("mesh.stage=3",), r"model\.vocab_size=\d+ does not split evenly over mesh axes stage=3 \* tensor=1"),
         (
             ("mesh.stage=2", "layout.offload.params=0.5"),
-            r"mesh\.stage=2 .*with layout\.offload\.params=0\.5: .*default",
+            r"layout\.offload\.params=0\.5 with mesh\.stage=2: .*params=none",
         ),
         (("mesh.expert=2",), r"mesh\.expert=2"),
         (("mesh.context=3", "data.seq_len=255"), r"data\.seq_len=255 over mesh\.context=3: .*multiple of 6"),

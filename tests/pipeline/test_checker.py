@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jtrain.errors import UserError
 from jtrain.pipeline.checker import check, check_program, needed_capacity
 from jtrain.pipeline.families import FAMILIES, make_schedule
-from jtrain.pipeline.instructions import Instruction, Program, make_program
-from jtrain.pipeline.schedule import Kind, Op, Schedule, parse_op
+from jtrain.pipeline.instructions import Program, WorkerInstruction, make_program
+from jtrain.pipeline.schedule import PassKind, PipelineSchedule, StageOp, parse_op
 from jtrain.pipeline.ticks import make_ticks
 from tests.pipeline.toy import make_toy, random_schedule, run_program, run_table, unpipelined
 
@@ -36,7 +36,7 @@ def test_random_valid_schedules_pass_and_compute_the_gradients(seed: int) -> Non
         assert run_program(program, toy, rng.randrange(1000)).equals(want)
 
 
-def changed_streams(schedule: Schedule, rng: random.Random) -> Schedule:
+def changed_streams(schedule: PipelineSchedule, rng: random.Random) -> PipelineSchedule:
     """The schedule with one random change: an operation dropped, doubled, moved, swapped, or made another one."""
     streams = [list(stream) for stream in schedule.streams]
     p = rng.randrange(len(streams))
@@ -54,7 +54,7 @@ def changed_streams(schedule: Schedule, rng: random.Random) -> Schedule:
         case 4:
             streams[rng.randrange(len(streams))].append(streams[p].pop(i))
         case _:
-            kinds: tuple[Kind, ...] = ("F", "I", "W", "B")
+            kinds: tuple[PassKind, ...] = ("F", "I", "W", "B")
             streams[p][i] = rng.choice(
                 (op._replace(kind=rng.choice(kinds)), op._replace(microbatch=rng.randrange(9)), op._replace(stage=i))
             )
@@ -109,7 +109,7 @@ def changed_program(program: Program, rng: random.Random) -> Program:
     return dataclasses.replace(program, workers=tuple(map(tuple, workers)))
 
 
-def other_slot(one: Instruction, rng: random.Random) -> Instruction:
+def other_slot(one: WorkerInstruction, rng: random.Random) -> WorkerInstruction:
     """The instruction with another slot for one of its values, if it has any."""
     if one.frees is not None:
         return one._replace(frees=(one.frees[0], one.frees[1] + 1))
@@ -149,11 +149,11 @@ def test_random_changes_of_instructions_are_refused_or_harmless() -> None:
     assert refused > 50
 
 
-def streams(*rows: str, chunks: int = 1) -> Schedule:
+def streams(*rows: str, chunks: int = 1) -> PipelineSchedule:
     """A schedule of rows such as `0F0 0B0`, with as many microbatches as they have."""
     parsed = tuple(tuple(parse_op(cell) for cell in row.split()) for row in rows)
     microbatches = 1 + max(op.microbatch for row in parsed for op in row)
-    return Schedule("mine", len(rows), microbatches, chunks, "round_robin", parsed)
+    return PipelineSchedule("mine", len(rows), microbatches, chunks, "round_robin", parsed)
 
 
 @pytest.mark.parametrize(
@@ -255,4 +255,4 @@ def test_every_microbatch_is_sent_once_over_every_border(name: str) -> None:
             stages = [b + (step == -1) if part == "SEND" else b + (step == 1) for b in borders]
             found = sorted((i.stage, i.microbatch) for of in program.workers for i in of if i.kind == f"{part}_{kind}")
             assert found == sorted((stage, m) for stage in stages for m in range(8))
-    assert all(isinstance(op, Op) for stream in schedule.streams for op in stream)
+    assert all(isinstance(op, StageOp) for stream in schedule.streams for op in stream)

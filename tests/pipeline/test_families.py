@@ -8,16 +8,16 @@ import pytest
 
 from jtrain.errors import UserError
 from jtrain.pipeline.checker import check
+from jtrain.pipeline.clocks import dataflow, equal_costs, lockstep, unit_costs
 from jtrain.pipeline.families import FAMILIES, make_schedule
-from jtrain.pipeline.schedule import Op, Schedule
-from jtrain.pipeline.simulator import dataflow, equal_costs, lockstep, unit_costs
+from jtrain.pipeline.schedule import PipelineSchedule, StageOp
 from jtrain.pipeline.ticks import make_ticks
 
 SIZES = ((1, 4), (2, 4), (3, 9), (4, 8), (4, 16), (8, 32))
 COSTS = ((1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (5.0, 6.0, 4.0), (1.0, 2.0, 1.0))
 
 
-def waiting(schedule: Schedule, costs: tuple[float, float, float]) -> float:
+def waiting(schedule: PipelineSchedule, costs: tuple[float, float, float]) -> float:
     """Time in which the first worker waits, with times of F, I and W per chunk."""
     timeline = dataflow(schedule, equal_costs(schedule, *costs))
     return timeline.makespan - timeline.busy[0]
@@ -53,13 +53,13 @@ def test_no_worker_of_zbv_waits_between_its_first_and_its_last_operation(stages:
         assert spans[-1].end == p + 6 * schedule.microbatches
 
 
-def pairs(schedule: Schedule) -> Iterator[list[list[Op]]]:
+def pairs(schedule: PipelineSchedule) -> Iterator[list[list[StageOp]]]:
     """Each worker's operations, where an F right before a B of the other chunk is one group.
 
     The first such pair of the last worker is not overlapped, to shorten the bubble.
     """
     for worker, stream in enumerate(schedule.streams):
-        groups: list[list[Op]] = []
+        groups: list[list[StageOp]] = []
         alone = worker == schedule.stages - 1
         for op in stream:
             if op.kind == "B" and groups and groups[-1][-1].kind == "F" and len(groups[-1]) == 1:
@@ -77,7 +77,7 @@ def test_the_bubble_of_dualpipev_is_that_of_its_authors(stages: int, microbatche
     """(P-1)(F&B+B-3W) in times of a chunk with F = I = W = 1, and F&B = 3 one piece; (P-1) if F can leave early."""
     schedule = make_schedule("dualpipev", stages, microbatches)
     costs = unit_costs(schedule)
-    done: dict[Op, float] = {}
+    done: dict[StageOp, float] = {}
     queues = [iter(groups) for groups in pairs(schedule)]
     heads = [next(queue, None) for queue in queues]
     clock = [0.0] * stages

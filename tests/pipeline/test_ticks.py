@@ -8,14 +8,14 @@ import pytest
 from hypothesis import strategies as st
 
 from jtrain.pipeline.families import FAMILIES, make_schedule
-from jtrain.pipeline.schedule import Hop, Schedule
+from jtrain.pipeline.schedule import PipelineSchedule, StageHop
 from jtrain.pipeline.ticks import PACKINGS, Field, Packing, make_ticks
 from tests.pipeline.toy import make_toy, random_schedule, run_table, unpipelined
 
 SIZES = ((1, 2), (2, 4), (3, 6), (4, 12))
 
 
-def check_table(schedule: Schedule, packing: Packing) -> None:
+def check_table(schedule: PipelineSchedule, packing: Packing) -> None:
     """The table gives the gradients of the unpipelined toy, and fills exactly the slots that it declares."""
     ticks, toy = make_ticks(schedule, packing), make_toy(schedule)
     want = unpipelined(toy)
@@ -90,17 +90,17 @@ def test_gpipe_stays_gpipe() -> None:
 @pytest.mark.parametrize(
     ("name", "hops"),
     [
-        ("1f1b", (Hop.DOWN,)),
-        ("interleaved", (Hop.DOWN, Hop.WRAP)),
-        ("zbv", (Hop.DOWN, Hop.UP, Hop.LOCAL)),
-        ("dualpipev", (Hop.DOWN, Hop.UP, Hop.LOCAL)),
+        ("1f1b", (StageHop.DOWN,)),
+        ("interleaved", (StageHop.DOWN, StageHop.WRAP)),
+        ("zbv", (StageHop.DOWN, StageHop.UP, StageHop.LOCAL)),
+        ("dualpipev", (StageHop.DOWN, StageHop.UP, StageHop.LOCAL)),
     ],
 )
-def test_only_chains_and_a_single_pair_are_needed(name: str, hops: tuple[Hop, ...]) -> None:
+def test_only_chains_and_a_single_pair_are_needed(name: str, hops: tuple[StageHop, ...]) -> None:
     """No schedule needs a cyclic permute; cotangents go the opposite ways."""
     ticks = make_ticks(make_schedule(name, 4, 8))
     assert ticks.activation_hops == hops
-    opposite = {Hop.DOWN: Hop.UP, Hop.UP: Hop.DOWN}
+    opposite = {StageHop.DOWN: StageHop.UP, StageHop.UP: StageHop.DOWN}
     assert set(ticks.cotangent_hops) == {opposite.get(hop, hop) for hop in hops}
 
 

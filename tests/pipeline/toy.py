@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jtrain.pipeline.instructions import Program
-from jtrain.pipeline.schedule import Hop, Op, Schedule
+from jtrain.pipeline.schedule import PipelineSchedule, StageHop, StageOp
 from jtrain.pipeline.ticks import NONE, Field, Ticks, arriving_cotangent, arriving_input
 
 type Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -39,7 +39,7 @@ class Gradients:
         return bool((self.weights == other.weights).all() and (self.embedding == other.embedding).all())
 
 
-def make_toy(schedule: Schedule, seed: int = 0) -> Toy:
+def make_toy(schedule: PipelineSchedule, seed: int = 0) -> Toy:
     """A toy for the virtual stages and microbatches of a schedule."""
     rng = np.random.default_rng(seed)
 
@@ -140,14 +140,14 @@ def run_table(ticks: Ticks, toy: Toy) -> tuple[Gradients, dict[str, tuple[int, .
     return found, {name: tuple(pool.peak for pool in of) for name, of in pools.items()}
 
 
-def _move(hop: Hop, wrap: tuple[int, int], sent: list[Any], slots: Array, pools: list[_Pool]) -> None:
+def _move(hop: StageHop, wrap: tuple[int, int], sent: list[Any], slots: Array, pools: list[_Pool]) -> None:
     """The permute of one hop; receivers without a slot drop what comes."""
     n = len(sent)
     pairs = {
-        Hop.DOWN: [(p, p + 1) for p in range(n - 1)],
-        Hop.UP: [(p + 1, p) for p in range(n - 1)],
-        Hop.LOCAL: [(p, p) for p in range(n)],
-        Hop.WRAP: [wrap],
+        StageHop.DOWN: [(p, p + 1) for p in range(n - 1)],
+        StageHop.UP: [(p + 1, p) for p in range(n - 1)],
+        StageHop.LOCAL: [(p, p) for p in range(n)],
+        StageHop.WRAP: [wrap],
     }[hop]
     receivers = {target for _, target in pairs}
     assert all(slot == NONE for p, slot in enumerate(slots) if p not in receivers)
@@ -210,19 +210,22 @@ def run_program(program: Program, toy: Toy, seed: int = 0) -> Gradients:
                 del slots[one.frees[0].array, one.frees[1]]
 
 
-def random_schedule(rng: random.Random) -> Schedule:
+def random_schedule(rng: random.Random) -> PipelineSchedule:
     """A valid schedule: every worker takes any of its operations that are ready, in any order."""
     stages, microbatches, chunks = rng.randint(1, 4), rng.randint(1, 4), rng.choice((1, 1, 2, 2, 3))
     placement = rng.choice(("round_robin", "v")) if chunks == 2 else "round_robin"
-    empty = Schedule("random", stages, microbatches, chunks, placement, ((),) * stages)
-    ops: list[Op] = []
+    empty = PipelineSchedule("random", stages, microbatches, chunks, placement, ((),) * stages)
+    ops: list[StageOp] = []
     for stage in range(stages * chunks):
         for m in range(microbatches):
             split = rng.random() < 0.5
-            ops += [Op("F", stage, m), *([Op("I", stage, m), Op("W", stage, m)] if split else [Op("B", stage, m)])]
+            ops += [
+                StageOp("F", stage, m),
+                *([StageOp("I", stage, m), StageOp("W", stage, m)] if split else [StageOp("B", stage, m)]),
+            ]
     every = dataclasses.replace(empty, streams=(tuple(ops),))
-    streams: list[list[Op]] = [[] for _ in range(stages)]
-    left, done = list(ops), set[Op]()
+    streams: list[list[StageOp]] = [[] for _ in range(stages)]
+    left, done = list(ops), set[StageOp]()
     while left:
         op = rng.choice([op for op in left if all(need in done for need in every.needs(op))])
         left.remove(op)

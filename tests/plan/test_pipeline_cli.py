@@ -74,7 +74,7 @@ def test_the_picture_shows_who_computes_what_when(output: Output) -> None:
     assert "worker 1  ....F0--B0------F1--B1------........    1 in flight" in printed
     assert "bubble, stages on their own: 0.3333" in printed
     assert "bubble, one SPMD program: 0.3333, in 4 ticks packed as `fused`" in printed
-    assert "input slots: 2 1; in lockstep 3 1" in printed
+    assert "input slots: 2 1; in lockstep 2 1" in printed
     assert "messages per step: 2 messages between two workers, 4 in all" in printed
 
 
@@ -157,7 +157,11 @@ def test_a_schedule_is_written_changed_and_read(output: Output, tmp_path: Path) 
         (("tiny", "--costs", "1,1,1", *SMALL), "--costs 1,1,1: the times of tiny are the plan's"),
         (("tiny", *SMALL), "the times of tiny need a machine. Give --device, one of "),
         ((*TINY, "--stages", "3", "--microbatches", "4"), "--stages 3 does not divide --count 8 devices. Numbers that"),
-        ((*TINY, "--stages", "4", "--microbatches", "8"), "--stages 4: tiny has model.num_layers=2, and each stage ne"),
+        ((*TINY, "--stages", "8", "--microbatches", "8"), "--stages 8: tiny has model.num_layers=4, and each stage ne"),
+        (
+            (*TINY, "--schedule", "zbv", "--stages", "4", "--microbatches", "8"),
+            "schedule zbv has 8 virtual stages, and tiny model.num_layers=4: each needs at least one layer",
+        ),
         ((*TINY, "--stages", "2", "--microbatches", "3"), "layout.microbatches"),
         ((*TINY, "--network", "0", *SMALL), "--network 0.0 must be a number above 0"),
     ],

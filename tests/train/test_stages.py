@@ -34,6 +34,7 @@ SMALL = (
     "checkpoint.every_steps=2",
     "checkpoint.keep_last=5",
     "metrics.log_every_steps=1",
+    "precision.compute_dtype=float32",
     "integrity.recompute_every_steps=2",
 )
 PLAIN = ("mesh.data=8", "layout.zero_stage=1")

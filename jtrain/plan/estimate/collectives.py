@@ -20,7 +20,7 @@ from jtrain.model.fp8_scaling import fp8_weights
 from jtrain.model.router import MoESpec
 from jtrain.model.saved_activations import kept_names
 from jtrain.model.unembedding import num_parts
-from jtrain.pipeline.schedule import Hop
+from jtrain.pipeline.schedule import StageHop
 from jtrain.plan.estimate.pipeline import layers_here, ticks
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
@@ -224,7 +224,7 @@ def _between_stages(found: _Found, job: Job, *, tokens: int) -> None:
     layout, dtype = job.layout, job.layout.precision.compute_dtype
     schedule = ticks(layout)
     assert schedule is not None
-    hops = [hop for hop in (*schedule.activation_hops, *schedule.cotangent_hops) if hop != Hop.LOCAL]
+    hops = [hop for hop in (*schedule.activation_hops, *schedule.cotangent_hops) if hop != StageHop.LOCAL]
     elements, times = tokens * job.model.d_model, layout.spec.microbatches
     found.add(
         "stage to stage", "collective-permute", ("stage",), dtype, elements, len(hops) * schedule.num_ticks, group=2

@@ -23,7 +23,7 @@ _ONCE = ("updated parameters", "gradient norm", "shared key heads")
 
 @dataclasses.dataclass(frozen=True)
 class StageWork:
-    """What a stage does for one microbatch, all its chunks together, and what one device keeps.
+    """Seconds of a stage for one microbatch, all its chunks together, and bytes of one of its devices.
 
     forward_s, by_input_s, by_weight_s: F, I and W; a recomputed forward pass is part of I, gathers that do not hide
       behind the layers are parts of F and I, the accumulation of gradients is part of W.

@@ -13,7 +13,7 @@ from jtrain.errors import UserError
 from jtrain.layout import Layout
 from jtrain.mesh import BATCH_AXES
 from jtrain.model.saved_activations import kept_names
-from jtrain.pipeline.simulator import equal_costs, lockstep
+from jtrain.pipeline.clocks import equal_costs, lockstep
 from jtrain.plan.estimate.attention_time import attention_s
 from jtrain.plan.estimate.collectives import Collective, collectives
 from jtrain.plan.estimate.machine import Machine

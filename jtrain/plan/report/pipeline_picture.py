@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from jtrain.pipeline.schedule import Schedule
-from jtrain.pipeline.simulator import Span, Timeline
+from jtrain.pipeline.clocks import PipelineTimeline, Span
+from jtrain.pipeline.schedule import PipelineSchedule
 
 COLOURS = {"F": "#4c78a8", "I": "#f2a93b", "W": "#59a14f", "B": "#e15759"}
 """Colour of each kind of operation; later chunks of a worker are paler."""
@@ -17,7 +17,7 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 _LANE, _ROW, _LEFT, _WIDTH = 26, 66, 90, 1200
 
 
-def text_rows(schedule: Schedule, timeline: Timeline, *, width: int) -> list[Text]:
+def text_rows(schedule: PipelineSchedule, timeline: PipelineTimeline, *, width: int) -> list[Text]:
     """A line per worker as wide as the time, `.` where it waits; beside it the most that it has in flight.
 
     Where there is room an operation is its kind and microbatch, otherwise a letter per column; later chunks are in
@@ -44,7 +44,7 @@ def text_rows(schedule: Schedule, timeline: Timeline, *, width: int) -> list[Tex
     return rows
 
 
-def memory_rows(timeline: Timeline, *, width: int) -> list[Text]:
+def memory_rows(timeline: PipelineTimeline, *, width: int) -> list[Text]:
     """A line per worker with the height of what it has in flight over time."""
     columns = _columns(timeline, width)[1]
     most = max(count for worker in timeline.in_flight() for _, count in worker)
@@ -59,23 +59,23 @@ def memory_rows(timeline: Timeline, *, width: int) -> list[Text]:
     return rows
 
 
-def _columns(timeline: Timeline, width: int) -> tuple[float, int]:
+def _columns(timeline: PipelineTimeline, width: int) -> tuple[float, int]:
     """Columns per unit of time, and of the whole time; the shortest operation takes up to 4 whole columns."""
-    room = max(20, width - 24)
+    room = max(20, width - 26)
     shortest = min(span.end - span.start for spans in timeline.workers for span in spans)
     whole = min(4, int(room * shortest / timeline.makespan))
     scale = whole / shortest if whole else room / timeline.makespan
     return scale, round(timeline.makespan * scale)
 
 
-def _label(schedule: Schedule, span: Span, width: int) -> str:
+def _label(schedule: PipelineSchedule, span: Span, width: int) -> str:
     """Text of an operation in `width` columns."""
     kind = span.op.kind.lower() if schedule.chunk(span.op.stage) else span.op.kind
     label = f"{kind}{span.op.microbatch}"
     return label.ljust(width, "-" if width > len(label) else " ") if len(label) <= width else kind * width
 
 
-def svg(schedule: Schedule, timeline: Timeline, *, buffer_bytes: int | None = None) -> str:
+def svg(schedule: PipelineSchedule, timeline: PipelineTimeline, *, buffer_bytes: int | None = None) -> str:
     """A standalone SVG: a lane of operations per worker, and below it what the worker has in flight over time.
 
     Args:
@@ -106,7 +106,7 @@ def svg(schedule: Schedule, timeline: Timeline, *, buffer_bytes: int | None = No
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _box(schedule: Schedule, span: Span, top: int, scale: float) -> str:
+def _box(schedule: PipelineSchedule, span: Span, top: int, scale: float) -> str:
     """An operation with its name, if there is room, and times as a tooltip."""
     x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
     pale = 0.55 if schedule.chunk(span.op.stage) else 1.0
@@ -121,7 +121,7 @@ def _box(schedule: Schedule, span: Span, top: int, scale: float) -> str:
 
 
 def _steps(kept: Sequence[tuple[float, int]], end: float, base: int, scale: float, unit: float) -> str:
-    """What a worker has in flight, as an area under steps."""
+    """Area chart of what a worker has in flight."""
     path = f"M{_LEFT:.2f},{base}"
     for time, count in kept:
         path += f"H{_LEFT + time * scale:.2f}V{base - count * unit:.2f}"

@@ -1,4 +1,4 @@
-"""What is known of a pipeline schedule, as figures, as JSON and on the terminal; several schedules as a table."""
+"""A pipeline schedule as figures, as JSON and on the terminal; several schedules as a table."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jtrain.pipeline.checker import check, needed_capacity
+from jtrain.pipeline.clocks import Costs, PipelineTimeline, best_ticks, dataflow, equal_costs, lockstep, messages
 from jtrain.pipeline.instructions import Program
-from jtrain.pipeline.schedule import Schedule
-from jtrain.pipeline.simulator import Costs, Timeline, best_ticks, dataflow, equal_costs, lockstep, messages
+from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.ticks import Ticks
 from jtrain.plan.report.pipeline_picture import MEANINGS, memory_rows, text_rows
 
@@ -27,15 +27,15 @@ class Shown:
       and the timeline of that under the lockstep clock.
     """
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     program: Program
     costs: Costs
-    flow: Timeline
+    flow: PipelineTimeline
     ticks: Ticks
-    steps: Timeline
+    steps: PipelineTimeline
 
 
-def show(schedule: Schedule, times: tuple[float, float, float], message: float = 0.0) -> Shown:
+def show(schedule: PipelineSchedule, times: tuple[float, float, float], message: float = 0.0) -> Shown:
     """Checks and simulates a schedule.
 
     Args:
@@ -51,7 +51,7 @@ def show(schedule: Schedule, times: tuple[float, float, float], message: float =
 
 
 def to_json(shown: Shown) -> dict[str, Any]:
-    """What `--json` writes: the bubble of stages that run on their own, and per worker the peak and the instructions.
+    """The object that `--json` writes: the bubble of stages on their own, and per worker the peak and the instructions.
 
     A peak is the most chunks and microbatches in flight: past F and before their last backward pass.
     """
@@ -95,7 +95,7 @@ def figures(shown: Shown, planned: "Planned | None") -> list[tuple[str, str]]:
         ("input slots", f"{_listed(program.inputs)}; in lockstep {_listed(ticks.inputs)}"),
         ("cotangent slots", f"{_listed(program.cotangents)}; in lockstep {_listed(ticks.cotangents)}"),
         ("slots for W", f"{_listed(program.stashes)}; in lockstep {_listed(ticks.stashes)}"),
-        ("channels", f"each must hold {needed_capacity(shown.schedule)} messages, or more"),
+        ("messages that a channel must hold", str(needed_capacity(shown.schedule))),
         ("messages per step", per_step),
     ]
     if planned is not None:
@@ -157,7 +157,7 @@ def _rank(shown: Shown, planned: "Planned | None") -> tuple[Any, ...]:
 
 
 def _advice(ranked: Sequence[Shown], planned: "Planned | None") -> str:
-    """Which schedule to take, and whether a pipeline is better than ZeRO-3 alone."""
+    """Says which schedule to take, and whether a pipeline is better than ZeRO-3 alone."""
     best = ranked[0]
     name = best.schedule.name
     if planned is None:

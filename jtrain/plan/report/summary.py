@@ -12,7 +12,7 @@ from rich.table import Table
 from jtrain.layout import Layout
 from jtrain.mesh import axis_names
 from jtrain.optim import Optimizer, state_bytes
-from jtrain.pipeline.simulator import equal_costs, lockstep
+from jtrain.pipeline.clocks import equal_costs, lockstep
 from jtrain.plan.compile.compiled_step import CompiledStep, compile_step, topology_devices
 from jtrain.plan.estimate.collectives import Collective, collectives
 from jtrain.plan.estimate.flops import MFU_DEFINITION, flops_per_token

@@ -14,7 +14,7 @@ import collections
 import dataclasses
 from typing import Literal, NamedTuple
 
-from jtrain.pipeline.schedule import Op, Schedule
+from jtrain.pipeline.schedule import PipelineSchedule, StageOp
 from jtrain.pipeline.ticks import PACKINGS, Packing, TickOps, Ticks, make_ticks
 
 type Meeting = Literal["neighbours", "all"]
@@ -32,7 +32,7 @@ class Costs:
     by_weight: tuple[float, ...]
     message: float = 0.0
 
-    def of(self, op: Op) -> float:
+    def of(self, op: StageOp) -> float:
         """Time of an operation."""
         match op.kind:
             case "F":
@@ -45,13 +45,15 @@ class Costs:
                 return self.by_input[op.stage] + self.by_weight[op.stage]
 
 
-def equal_costs(schedule: Schedule, forward: float, by_input: float, by_weight: float, message: float = 0.0) -> Costs:
+def equal_costs(
+    schedule: PipelineSchedule, forward: float, by_input: float, by_weight: float, message: float = 0.0
+) -> Costs:
     """Costs that are the same for all virtual stages."""
     n = schedule.virtual_stages
     return Costs((forward,) * n, (by_input,) * n, (by_weight,) * n, message)
 
 
-def unit_costs(schedule: Schedule) -> Costs:
+def unit_costs(schedule: PipelineSchedule) -> Costs:
     """F, I and W of a chunk take 1, messages nothing."""
     return equal_costs(schedule, 1.0, 1.0, 1.0)
 
@@ -59,13 +61,13 @@ def unit_costs(schedule: Schedule) -> Costs:
 class Span(NamedTuple):
     """An operation in time."""
 
-    op: Op
+    op: StageOp
     start: float
     end: float
 
 
 @dataclasses.dataclass(frozen=True)
-class Timeline:
+class PipelineTimeline:
     """For each worker its operations in time, in order."""
 
     workers: tuple[tuple[Span, ...], ...]
@@ -109,9 +111,9 @@ def _in_flight(spans: tuple[Span, ...]) -> tuple[tuple[float, int], ...]:
     return tuple(found)
 
 
-def dataflow(schedule: Schedule, costs: Costs) -> Timeline:
+def dataflow(schedule: PipelineSchedule, costs: Costs) -> PipelineTimeline:
     """The timeline of workers that run on their own, for a valid schedule (`checker.check`)."""
-    ends: dict[Op, float] = {}
+    ends: dict[StageOp, float] = {}
     spans: list[list[Span]] = [[] for _ in schedule.streams]
     moved = True
     while moved:
@@ -129,10 +131,10 @@ def dataflow(schedule: Schedule, costs: Costs) -> Timeline:
                 mine.append(Span(op, start, ends[op]))
                 moved = True
     assert len(ends) == sum(map(len, schedule.streams)), f"{schedule.name} ends in a deadlock: check it first"
-    return Timeline(tuple(map(tuple, spans)))
+    return PipelineTimeline(tuple(map(tuple, spans)))
 
 
-def lockstep(ticks: Ticks, costs: Costs, *, meeting: Meeting = "all") -> Timeline:
+def lockstep(ticks: Ticks, costs: Costs, *, meeting: Meeting = "all") -> PipelineTimeline:
     """The timeline of one SPMD program that permutes after each tick.
 
     Args:
@@ -152,7 +154,7 @@ def lockstep(ticks: Ticks, costs: Costs, *, meeting: Meeting = "all") -> Timelin
             ]
         for p, ops in enumerate(row):
             ends[p] = _run_tick(ops, starts[p], costs, spans[p])
-    return Timeline(tuple(map(tuple, spans)))
+    return PipelineTimeline(tuple(map(tuple, spans)))
 
 
 def _run_tick(ops: TickOps, start: float, costs: Costs, spans: list[Span]) -> float:
@@ -164,7 +166,7 @@ def _run_tick(ops: TickOps, start: float, costs: Costs, spans: list[Span]) -> fl
     return start
 
 
-def best_ticks(schedule: Schedule, costs: Costs, *, meeting: Meeting = "all") -> Ticks:
+def best_ticks(schedule: PipelineSchedule, costs: Costs, *, meeting: Meeting = "all") -> Ticks:
     """The packing with the shortest lockstep timeline; among equals the one with the fewest slots, then ticks."""
 
     def rank(ticks: Ticks) -> tuple[float, int, int]:
@@ -175,7 +177,7 @@ def best_ticks(schedule: Schedule, costs: Costs, *, meeting: Meeting = "all") ->
     return min((make_ticks(schedule, packing) for packing in packings), key=rank)
 
 
-def messages(schedule: Schedule) -> dict[tuple[int, int], int]:
+def messages(schedule: PipelineSchedule) -> dict[tuple[int, int], int]:
     """(sender, receiver) -> messages of one step, each an activation or a cotangent of one microbatch."""
     found: collections.Counter[tuple[int, int]] = collections.Counter()
     for worker, stream in enumerate(schedule.streams):

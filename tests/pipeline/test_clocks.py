@@ -3,8 +3,7 @@
 import pytest
 
 from jtrain.pipeline.checker import check
-from jtrain.pipeline.families import FAMILIES, make_schedule
-from jtrain.pipeline.simulator import (
+from jtrain.pipeline.clocks import (
     best_ticks,
     dataflow,
     equal_costs,
@@ -12,6 +11,7 @@ from jtrain.pipeline.simulator import (
     messages,
     unit_costs,
 )
+from jtrain.pipeline.families import FAMILIES, make_schedule
 from jtrain.pipeline.ticks import PACKINGS, make_ticks
 
 
