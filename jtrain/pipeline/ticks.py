@@ -316,7 +316,7 @@ def _lower(schedule: PipelineSchedule, packing: Packing, grid: _Grid) -> Ticks:
                 arrived = _cotangent_arrival(when, stage, m) if stage < last else when[StageOp("F", stage, m)] + _HEAD
                 cotangents[p].add(op, arrived, when[op] + _BACKWARD)
             elif kind == "F" and not schedule.trains:
-                arrived = when[Op("F", stage - 1, m)] + _MOVE if stage else when[op] + _EMBED
+                arrived = when[StageOp("F", stage - 1, m)] + _MOVE if stage else when[op] + _EMBED
                 inputs[p].add(op, arrived, when[op] + _FORWARD)
             elif kind == "W":
                 stashes[p].add(op, when[StageOp("I", stage, m)] + _BACKWARD, when[op] + _WEIGHT)

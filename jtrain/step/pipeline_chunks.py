@@ -194,7 +194,14 @@ class Chunks:
         return None if self.router is None else RouterLosses(*jnp.zeros((2,)))
 
     def _at(self, row: Array | int) -> Params:
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, keepdims=False), self.weights)
+        """Weights of one layer, on the device."""
+
+        def one(x: Array) -> Array:
+            on_host = jax.typeof(x).memory_space is jax.memory.Space.Host
+            layer = jax.lax.dynamic_index_in_dim(x, row, keepdims=False)
+            return jax.device_put(layer, jax.memory.Space.Device) if on_host else layer
+
+        return jax.tree.map(one, self.weights)
 
     def _one(self, x_BLD: Array, weights: Params, shared: Any, taps: Any) -> tuple[Array, RouterLosses | None]:
         def split(path: str, tree: Any) -> Any:
