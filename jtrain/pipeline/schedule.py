@@ -127,7 +127,7 @@ class PipelineSchedule:
         return any(op.kind != "F" for stream in self.streams for op in stream)
 
     @property
-    def forward_only(self) -> "Schedule":
+    def forward_only(self) -> "PipelineSchedule":
         """The forward passes alone, for evaluation."""
         streams = tuple(tuple(op for op in stream if op.kind == "F") for stream in self.streams)
         return dataclasses.replace(self, streams=streams)
