@@ -330,7 +330,7 @@ def _check_stages(spec: LayoutSpec, placed: PipelineLayout) -> None:
         )
     if offload.share("params") > 0 and placed.spec.gather == "step":
         raise UserError(
-            f"layout.offload.params={offload.params} with pipeline.gather=step: a stage would have all its weights on the "
+            f"layout.offload.params={offload.params} with pipeline.gather=step: all weights of a stage would be on the "
             "device for the whole step. Set pipeline.gather=tick, or layout.offload.params=none."
         )
 
