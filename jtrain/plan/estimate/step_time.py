@@ -22,6 +22,7 @@ from jtrain.plan.estimate.network import seconds
 from jtrain.plan.estimate.pipeline import layers_here, ticks
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
+from jtrain.step.pipeline_ticks import layers_permute
 from jtrain_kernels import registry
 from jtrain_kernels.cost import MATMUL, MEMORY
 from jtrain_kernels.device import DeviceSpec
@@ -202,9 +203,7 @@ def _bubble(layout: Layout, forward_s: float, by_input_s: float, by_weight_s: fl
         return 0.0
     schedule = steps.schedule
     one, busy_s = 1 / (schedule.microbatches * schedule.chunks), forward_s + by_input_s + by_weight_s
-    spec, mesh = layout.spec, layout.mesh
-    if spec.tensor_overlap or (mesh.context > 1 and spec.context_attention == "ring"):
-        # Layers with permutes cannot be in a branch: every stage computes them in every tick.
+    if layers_permute(layout):  # every stage computes them in every tick
         return steps.num_ticks * one * busy_s - busy_s
     costs = equal_costs(schedule, one * forward_s, one * by_input_s, one * by_weight_s)
     return lockstep(steps, costs).makespan - busy_s
