@@ -199,7 +199,8 @@ class Chunks:
         def one(x: Array) -> Array:
             on_host = jax.typeof(x).memory_space is jax.memory.Space.Host
             layer = jax.lax.dynamic_index_in_dim(x, row, keepdims=False)
-            return jax.device_put(layer, jax.memory.Space.Device) if on_host else layer
+            # By rows, as it lies there: XLA:TPU aborts if the copy is to change the layout too.
+            return by_rows(jax.device_put(layer, jax.memory.Space.Device)) if on_host else layer
 
         return jax.tree.map(one, self.weights)
 
