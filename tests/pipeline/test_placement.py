@@ -123,7 +123,7 @@ def first_state(pipeline: PipelineSpec | None, optimizer: AdamW | Muon, *, stage
     return init_state(lay, opt, make_mesh(mesh, jax.devices()[: mesh.size]), seed=0)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_first_weights_are_those_of_a_run_without_stages(zero_stage: Any) -> None:
     """Every logical layer is equal bit for bit, master weights too; identity layers are zero."""
     spec = AdamW(peak_lr=1e-3, warmup_steps=1, moment_dtype="int8", master_dtype="float32")

@@ -33,9 +33,9 @@ def job(*, schedule: str = "1f1b", chunks: int = 1, microbatches: int = 8, layer
 
 
 def test_a_stage_has_its_part_of_the_model() -> None:
-    """Parameters, state and gradients of 4 stages are a quarter each, but for the last norm, which all have."""
+    """Parameters and optimizer state of 4 stages are a quarter each, but for the last norm, which all have."""
     whole, part = memory(job(microbatches=2)), memory(job(stage=4))
-    for name in ("parameters", "optimizer", "gradients"):
+    for name in ("parameters", "optimizer"):
         assert getattr(part, name) == pytest.approx(getattr(whole, name) / 4, rel=1e-4)
 
 
@@ -81,9 +81,10 @@ def test_the_bubble_is_that_of_the_schedule_and_falls_with_microbatches() -> Non
     assert step_time(alone, memory(alone)).bubble_s == 0
 
 
+@pytest.mark.slow
 def test_the_search_offers_stages_only_beyond_one_host() -> None:
     """Two hosts with a slow network between them: stages fit, and are ranked; inside one host there are none."""
-    model = Transformer(**LLAMA8B | dict(num_layers=8))
+    model = Transformer(**LLAMA8B | dict(num_layers=4))
     plain = make_layout(LayoutSpec(), MeshSpec(), model.param_infos())
     for count, found in ((8, False), (16, True)):
         machine = make_machine("h100", count, network_bytes_per_s=5e9)
