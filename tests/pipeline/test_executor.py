@@ -113,7 +113,7 @@ def test_both_ways_of_gathering(gather: str, zero_stage: int, schedule: str) -> 
 def test_random_schedules_are_not_a_model(seed: int, tmp_path: Path) -> None:
     """Valid ones as a user would write them, from a file: they may split some backward passes and not others."""
     rng = random.Random(seed)
-    schedule = next(s for s in iter(lambda: random_schedule(rng), None) if s.stages > 1 and s.microbatches in (2, 4, 8))
+    schedule = next(s for s in iter(lambda: random_schedule(rng), None) if s.stages in (2, 4) and s.microbatches != 3)
     path = tmp_path / "mine.csv"
     path.write_text(to_csv(schedule))
     sizes = SIZES | dict(num_layers=schedule.virtual_stages)
