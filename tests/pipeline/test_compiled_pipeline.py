@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jtrain.dims import Batch
-from jtrain.hlo.parser import KINDS, Instruction, called, groups_of, read
+from jtrain.hlo.parser import KINDS, called, groups_of, read
 from jtrain.layout import Layout
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
@@ -54,16 +54,10 @@ def collectives(hlo: str, mesh: dict[str, int]) -> list[Collective]:
             if instruction.opcode == "conditional" and conditional is None:
                 found = re.search(r'op_name="([^"]*)"', instruction.line)
                 inside = found[1] if found else ""
-            for callee in branches(instruction):
+            for callee in called(instruction.line):
                 yield from walk(callee, inside)
 
     return list(walk(entry, None))
-
-
-def branches(instruction: Instruction) -> list[str]:
-    """Computations that an instruction calls."""
-    named = re.findall(r"(?:true|false)_computation=%?([\w.-]+)", instruction.line)
-    return [*called(instruction.line), *named]
 
 
 def check_program(hlo: str, mesh: MeshSpec) -> None:
