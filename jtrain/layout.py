@@ -322,12 +322,17 @@ def make_layout(
 
 def _check_stages(spec: LayoutSpec, placed: PipelineLayout) -> None:
     """Refuses options that a pipelined step does not have."""
-    for name in ("params", "activations"):
-        if spec.offload.share(name) > 0:
-            raise UserError(
-                f"layout.offload.{name}={getattr(spec.offload, name)} with mesh.stage={placed.stages}: the layers of a "
-                f"stage do not stream through host memory. Set layout.offload.{name}=none, or mesh.stage=1."
-            )
+    offload = spec.offload
+    if offload.share("activations") > 0:
+        raise UserError(
+            f"layout.offload.activations={offload.activations} with mesh.stage={placed.stages}: what the layers of a "
+            "stage keep does not stream through host memory. Set layout.offload.activations=none, or mesh.stage=1."
+        )
+    if offload.share("params") > 0 and placed.spec.gather == "step":
+        raise UserError(
+            f"layout.offload.params={offload.params} with pipeline.gather=step: all weights of a stage would be on the "
+            "device for the whole step. Set pipeline.gather=tick, or layout.offload.params=none."
+        )
 
 
 def _placed_layers(spec: PipelineSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> PipelineLayout:

@@ -19,7 +19,9 @@ _ITEMSIZE |= dict.fromkeys(("f8e4m3", "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m
 
 _KERNEL = re.compile(r'custom_call_target="[^"]*(gemm|matmul|mosaic|tpu_custom_call|triton|fmha)')
 
-_CALLED = re.compile(r"\b(calls|to_apply|body|branch_computations|called_computations)=(?:%([\w.-]+)|\{([^}]*)\})")
+_CALLED = re.compile(
+    r"\b(calls|to_apply|body|branch_computations|(?:true|false)_computation|called_computations)=(?:%([\w.-]+)|\{([^}]*)\})"
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from jtrain.model import ops
@@ -193,7 +194,15 @@ class Chunks:
         return None if self.router is None else RouterLosses(*jnp.zeros((2,)))
 
     def _at(self, row: Array | int) -> Params:
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, keepdims=False), self.weights)
+        """Weights of one layer, on the device."""
+
+        def one(x: Array) -> Array:
+            on_host = jax.typeof(x).memory_space is jax.memory.Space.Host
+            layer = jax.lax.dynamic_index_in_dim(x, row, keepdims=False)
+            # By rows, as it lies there: XLA:TPU aborts if the copy is to change the layout too.
+            return by_rows(jax.device_put(layer, jax.memory.Space.Device)) if on_host else layer
+
+        return jax.tree.map(one, self.weights)
 
     def _one(self, x_BLD: Array, weights: Params, shared: Any, taps: Any) -> tuple[Array, RouterLosses | None]:
         def split(path: str, tree: Any) -> Any:
@@ -216,6 +225,14 @@ class Chunks:
         keep = (True, False, False, False)
         (x_BLD, _), vjp = jax.vjp(self._one, x_BLD, weights, shared, self._taps(), saveable_args=keep)
         return x_BLD, vjp
+
+
+def by_rows(x: Array) -> Array:
+    """The same array, contiguous by rows.
+
+    Without this XLA:TPU copies all slots in every tick, into the layout that a matmul of one of them prefers.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def nested(by_path: Mapping[str, Any]) -> Params:
@@ -257,7 +274,7 @@ def _parts(weights: dict[str, Any]) -> Gradients:
 def _take(all_: Array, slot: Any, place: Array) -> Array:
     """Value of one layer, from [slots, k, ...]."""
     sizes = (1, 1, *all_.shape[2:])
-    return jax.lax.dynamic_slice(all_, (slot, place, *[0] * (all_.ndim - 2)), sizes).reshape(all_.shape[2:])
+    return by_rows(jax.lax.dynamic_slice(all_, (slot, place, *[0] * (all_.ndim - 2)), sizes)).reshape(all_.shape[2:])
 
 
 def _put_all(slots: Slots, tree: Any, slot: Any, place: Array, present: Present) -> Slots:

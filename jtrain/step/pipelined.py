@@ -27,7 +27,7 @@ from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
 from jtrain.pipeline.ticks import NONE, Field, Ticks, arriving_cotangent, arriving_input
-from jtrain.step.pipeline_chunks import Chunks, Gradients, Present, Slots, Work, nested
+from jtrain.step.pipeline_chunks import Chunks, Gradients, Present, Slots, Work, by_rows, nested
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
 from jtrain.step.zero import gathered_once, placement_of, scattered_once, trained_part, with_whole
@@ -229,7 +229,7 @@ class _Worker:
 
         def forward(kept: Slots, present: Present) -> tuple[Array, Slots]:
             shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
-            return self.chunks.forward(Work(chunk, shared, slot, present=present), inputs[slot], kept)
+            return self.chunks.forward(Work(chunk, shared, slot, present=present), by_rows(inputs[slot]), kept)
 
         def rest(kept: Slots) -> tuple[Array, Slots]:
             return jnp.zeros(inputs.shape[1:], inputs.dtype), kept
@@ -242,7 +242,7 @@ class _Worker:
 
         def forward(inputs: Array, _: Present) -> Array:
             shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
-            return self.chunks.apply(Work(chunk, shared), inputs[row_F[Field.FORWARD_INPUT]])
+            return self.chunks.apply(Work(chunk, shared), by_rows(inputs[row_F[Field.FORWARD_INPUT]]))
 
         with jax.named_scope("layers"):
             return self._alone(chunk != NONE, forward, lambda x: jnp.zeros(x.shape[1:], x.dtype), inputs)
@@ -281,7 +281,7 @@ class _Worker:
             shared = self._shared(parts, row_F[Field.BACKWARD_MICROBATCH])
             whole = stash == NONE
             work = Work(chunk, shared, slot, jnp.where(whole, self.ticks.num_stashes, stash), present)
-            found = self.chunks.backward(work, cotangents[row_F[Field.BACKWARD_COTANGENT]], kept, *given)
+            found = self.chunks.backward(work, by_rows(cotangents[row_F[Field.BACKWARD_COTANGENT]]), kept, *given)
             if not self._mixed:
                 return found
             dx_BLD, stashes, layers = found

@@ -244,8 +244,12 @@ def test_a_bad_set_is_refused(text: str, message: str) -> None:
         (("mesh.stage=2", "pipeline.schedule=/no/such.csv"), r"schedule /no/such\.csv cannot be read: No such file"),
         (("mesh.stage=3",), r"model\.vocab_size=\d+ does not split evenly over mesh axes stage=3 \* tensor=1"),
         (
-            ("mesh.stage=2", "layout.offload.params=0.5"),
-            r"layout\.offload\.params=0\.5 with mesh\.stage=2: .*params=none",
+            ("mesh.stage=2", "layout.offload.activations=1.0"),
+            r"layout\.offload\.activations=1\.0 with mesh\.stage=2: .*activations=none",
+        ),
+        (
+            ("mesh.stage=2", "layout.offload.params=0.5", "pipeline.gather=step"),
+            r"layout\.offload\.params=0\.5 with pipeline\.gather=step: .*Set pipeline\.gather=tick",
         ),
         (("mesh.expert=2",), r"mesh\.expert=2"),
         (("mesh.context=3", "data.seq_len=255"), r"data\.seq_len=255 over mesh\.context=3: .*multiple of 6"),

@@ -261,3 +261,29 @@ def test_without_its_options_a_tpu_does_one_thing_at_a_time() -> None:
     """Planted failure: the same bytes, none of them asynchronous."""
     found, want = compiled_gathers("v5p:2x2x1", options=False)
     assert overlap(found) == Overlap(want, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "written", ("branch_computations={%skip, %gather}", "true_computation=%gather, false_computation=%skip")
+)
+def test_collectives_in_conditionals_count(written: str) -> None:
+    """However a compiler writes the branches; each runs as often as the conditional does."""
+    hlo = f"""
+%gather (x: f32[2]) -> f32[4] {{
+  %x = f32[2] parameter(0)
+  ROOT %all-gather = f32[4] all-gather(%x), channel_id=1, replica_groups={{{{0,1}}}}, dimensions={{0}}
+}}
+
+%skip (y: f32[2]) -> f32[4] {{
+  %y = f32[2] parameter(0)
+  ROOT %zeros = f32[4] broadcast(%y), dimensions={{0}}
+}}
+
+ENTRY %main (p: pred[], z: f32[2]) -> f32[4] {{
+  %p = pred[] parameter(0)
+  %z = f32[2] parameter(1)
+  ROOT %one = f32[4] conditional(%p, %z, %z), {written}
+}}
+"""
+    (found,) = traffic(hlo, MeshSpec(data=2).shape)
+    assert (found.kind, found.axes, found.count, found.array_bytes) == ("all-gather", ("data",), 1, 16)

@@ -30,7 +30,7 @@ EXPERTS: dict[str, Any] = SIZES | dict(
     d_ff=16,
     moe=MoESpec(num_experts=8, top_k=2, shared_experts=1, balance_loss=1e-2, router_z_loss=1e-3),
 )
-ADAMW = AdamW(peak_lr=6e-3, warmup_steps=1)
+ADAMW = AdamW(peak_lr=3e-3, warmup_steps=4)
 
 type Fields = tuple[tuple[str, Any], ...]
 """Keywords, sorted, so that results can be kept by them."""

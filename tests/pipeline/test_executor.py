@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jtrain.errors import UserError
+from jtrain.layout import OffloadSpec
 from jtrain.pipeline.cells import to_csv
 from tests.pipeline.pipelined_runs import EXPERTS, SIZES, assert_same, trained, unpipelined
 from tests.pipeline.toy import random_schedule
@@ -45,6 +46,7 @@ OPTIONS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "tied": ({}, SIZES | dict(tie_embeddings=True), {}),
     "fp8 delayed": (dict(data=2), {}, dict(matmul_dtype="fp8_delayed")),
     "fp8 current": ({}, {}, dict(matmul_dtype="fp8_current")),
+    "offload": (dict(data=2), {}, dict(zero_stage=3, remat="full", offload=OffloadSpec(params=1.0, optimizer=1.0))),
 }
 """Axes beside `stage`, sizes of the model (SIZES if empty), and layout."""
 
@@ -111,7 +113,7 @@ def test_both_ways_of_gathering(gather: str, zero_stage: int, schedule: str) -> 
 def test_random_schedules_are_not_a_model(seed: int, tmp_path: Path) -> None:
     """Valid ones as a user would write them, from a file: they may split some backward passes and not others."""
     rng = random.Random(seed)
-    schedule = next(s for s in iter(lambda: random_schedule(rng), None) if s.stages > 1 and s.microbatches in (2, 4, 8))
+    schedule = next(s for s in iter(lambda: random_schedule(rng), None) if s.stages in (2, 4) and s.microbatches != 3)
     path = tmp_path / "mine.csv"
     path.write_text(to_csv(schedule))
     sizes = SIZES | dict(num_layers=schedule.virtual_stages)

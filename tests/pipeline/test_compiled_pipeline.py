@@ -1,0 +1,155 @@
+"""Compiled programs of pipelined steps: what lies in conditionals, what permutes, and how much memory slots take."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from jtrain.dims import Batch
+from jtrain.hlo.parser import KINDS, called, groups_of, read
+from jtrain.layout import Layout
+from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.model.param import map_params
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW, build
+from jtrain.pipeline.spec import PipelineSpec
+from jtrain.plan.compile.compiled_step import compile_step, topology_devices
+from jtrain.plan.estimate.machine import machine_of
+from jtrain.plan.job import Job
+from jtrain.step.pipeline_ticks import ticks_of
+from jtrain.step.state import abstract_state
+from jtrain.step.train_step import BATCH_SPEC, make_train_step
+from tests.layouts import layout_from
+from tests.pipeline.pipelined_runs import SIZES
+
+ADAMW = AdamW(peak_lr=1e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program: the conditional that it lies in, by the name of what was traced, or None."""
+
+    kind: str
+    groups: list[list[int]]
+    conditional: str | None
+    line: str
+
+
+def collectives(hlo: str, mesh: dict[str, int]) -> list[Collective]:
+    """Every collective, once per place from which it is reached."""
+    computations, entry = read(hlo)
+
+    def walk(name: str, conditional: str | None) -> Iterator[Collective]:
+        for instruction in computations[name]:
+            kind = instruction.opcode.removesuffix("-start")
+            if kind in KINDS:
+                yield Collective(kind, groups_of(instruction, mesh), conditional, instruction.line)
+            inside = conditional
+            if instruction.opcode == "conditional" and conditional is None:
+                found = re.search(r'op_name="([^"]*)"', instruction.line)
+                inside = found[1] if found else ""
+            for callee in called(instruction.line):
+                yield from walk(callee, inside)
+
+    return list(walk(entry, None))
+
+
+def check_program(hlo: str, mesh: MeshSpec) -> None:
+    """A worker's own conditionals have groups within its stage; permutes are chains, outside of all conditionals."""
+    stage_of = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+    stage_of = np.argsort(np.moveaxis(stage_of, 1, 0).ravel()) // (mesh.size // mesh.stage)
+    found = collectives(hlo, mesh.shape)
+    own = [one for one in found if one.conditional is not None and "/layers/" in one.conditional]
+    assert any(one.kind == "all-gather" for one in own), "ZeRO-3 gathers the layers' weights in the branches"
+    for one in own:
+        assert one.kind != "collective-permute", one.line
+        assert one.groups, one.line
+        for group in one.groups:
+            assert len({int(stage_of[device]) for device in group}) == 1, one.line
+    others = [one for one in found if one.conditional is not None and one not in own]
+    assert any(len({int(stage_of[d]) for d in group}) > 1 for one in others for group in one.groups), (
+        "embedding and loss are summed over stages, in conditionals on the tick"
+    )
+    permutes = [one for one in found if one.kind == "collective-permute"]
+    assert permutes
+    for one in permutes:
+        assert one.conditional is None, one.line
+        pairs = [tuple(map(int, pair)) for pair in re.findall(r"\{(\d+),(\d+)\}", one.line)]
+        later = {stage_of[b] > stage_of[a] for a, b in pairs}
+        assert len(later) == 1, f"a chain goes one way: {one.line}"
+
+
+def slots_of(hlo: str, dtype: str, block: tuple[int, ...]) -> set[int]:
+    """Lengths of all arrays of residual streams of this shape that the loop over ticks carries."""
+    carried = [line for line in hlo.splitlines() if " while(" in line]
+    ticks = max(carried, key=len)
+    return {int(n) for n in re.findall(rf"{dtype}\[(\d+),{','.join(map(str, block))}\]", ticks)}
+
+
+def layout_of(axes: dict[str, int], sizes: dict[str, Any], **layout: Any) -> tuple[Transformer, Layout]:
+    model = Transformer(**sizes)
+    return model, layout_from(layout, MeshSpec(**axes), model.param_infos())
+
+
+def test_branches_stay_within_stages_and_slots_are_the_schedules() -> None:
+    """1F1B over four stages and data=2 with ZeRO-3, as XLA:CPU compiles it."""
+    axes = dict(stage=4, data=2)
+    model, lay = layout_of(axes, SIZES, zero_stage=3, microbatches=8, remat="full", compute_dtype="float32")
+    mesh = make_mesh(lay.mesh, jax.devices())
+    infos = model.param_infos()
+    optimizer = build(ADAMW, num_steps=10, params=map_params(lambda info: info, infos))
+    ids = jax.ShapeDtypeStruct((2 * 3 * 8, 16), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+    step: Any = make_train_step(model, optimizer, lay, mesh)
+    program = step.lower(abstract_state(lay, optimizer, mesh), Batch(ids, ids, ids, ids)).compile()
+    check_program(program.as_text(), lay.mesh)
+    ticks = ticks_of(lay)
+    block = (3, 16, SIZES["d_model"])
+    assert (ticks.num_inputs, ticks.num_cotangents) == (7, 1)
+    assert slots_of(program.as_text(), "f32", block) == {7, 1}
+    assert slots_of(program.as_text(), "f32", (1, *block)) == {7}, "what one layer keeps"
+
+
+AOT: dict[str, Any] = dict(
+    num_layers=4, d_model=512, num_heads=4, num_kv_heads=1, head_dim=128, d_ff=1792, vocab_size=4096
+)
+
+
+def compiled(topology: str, microbatches: int, schedule: str) -> tuple[Any, Layout]:
+    """1F1B or another schedule over four stages of the machine, data on the rest, ZeRO-3."""
+    devices = topology_devices(topology)
+    axes = dict(stage=4, data=len(devices) // 4)
+    pipeline = PipelineSpec(schedule=schedule)
+    model, lay = layout_of(axes, AOT, zero_stage=3, microbatches=microbatches, remat="full", pipeline=pipeline)
+    optimizer = build(ADAMW, num_steps=100, params=map_params(lambda info: info, model.param_infos()))
+    job = Job(model, lay, ADAMW, microbatches * axes["data"], 512, machine_of(devices))
+    options = {"xla_gpu_enable_triton_gemm": False} if topology.startswith("h200") else {}
+    return compile_step(job, optimizer, devices=devices, compiler_options=options), lay
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ("h200:8", "v5p:2x2x4"))
+def test_temporaries_do_not_grow_with_microbatches(topology: str) -> None:
+    """1F1B for 8, 16 and 64 microbatches: nothing but the batch and the table grows."""
+    programs = [compiled(topology, microbatches, "1f1b") for microbatches in (8, 16, 64)]
+    for program, lay in programs:
+        check_program(program.hlo, lay.mesh)
+        assert slots_of(program.hlo, "bf16", (1, 512, 512)) == {ticks_of(lay).num_inputs, ticks_of(lay).num_cotangents}
+    temps = [program.temp_bytes for program, _ in programs]
+    assert max(temps) < 1.02 * min(temps), temps
+    assert min(temps) > 0
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "schedule"), (("h200:8", "zb-h1"), ("v5p:2x2x4", "zb-h1")))
+def test_split_backward_passes_compile_for_machines_not_here(topology: str, schedule: str) -> None:
+    """Their W has conditionals of its own, under the same rules."""
+    program, lay = compiled(topology, 8, schedule)
+    check_program(program.hlo, lay.mesh)
