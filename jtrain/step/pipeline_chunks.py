@@ -8,7 +8,7 @@ Under a schedule that splits the backward pass, `backward` leaves out the gradie
 slot of stashes instead, from which `weight_gradients` makes them later (`jtrain.model.split_backward`). Norm scales,
 routers and routed experts get their gradients in `backward` always.
 
-`Work.present` is True, or an array that is False where the worker only keeps its neighbours company. Then nothing
+`ChunkPass.present` is True, or an array that is False where the worker only keeps its neighbours company. Then nothing
 changes but the output, which nobody reads.
 """
 
@@ -27,7 +27,7 @@ from jtrain.model.param import Params
 from jtrain.model.router import RouterLosses
 from jtrain.model.split_backward import Site, SplitKernel, recorded
 
-type Slots = list[Array]
+type LayerSlots = list[Array]
 """Arrays [slots, k, ...], one per value that a layer keeps."""
 
 type Present = bool | Bool[Array, ""]
@@ -48,7 +48,7 @@ class Gradients:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class ChunkPass:
     """One pass over a chunk.
 
     chunk: its number on the worker.
@@ -64,7 +64,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunks:
+class StageChunks:
     """Layers of one worker.
 
     layer: one layer, under `jax.checkpoint`.
@@ -89,7 +89,7 @@ class Chunks:
     sites: Mapping[str, Site] = dataclasses.field(default_factory=dict)
     kept: Any = None
 
-    def traced(self, x_BLD: Any, shared: Any) -> "Chunks":
+    def traced(self, x_BLD: Any, shared: Any) -> "StageChunks":
         """The chunks for a residual stream of this shape."""
         with recorded() as sites:
             if self.split:
@@ -98,28 +98,30 @@ class Chunks:
         kept = jax.eval_shape(lambda x, w, shared: found._vjp(x, w, shared)[1], x_BLD, self._at(0), shared)
         return dataclasses.replace(found, kept=kept)
 
-    def kept_slots(self, num_slots: int) -> Slots:
+    def kept_slots(self, num_slots: int) -> LayerSlots:
         """Empty slots for what the layers of a chunk keep."""
         return self._slots(self.kept, num_slots)
 
-    def stash_slots(self, num_slots: int) -> Slots:
+    def stash_slots(self, num_slots: int) -> LayerSlots:
         """Empty slots for what the gradients of a chunk's weights need."""
         return self._slots(jax.eval_shape(self._taps), num_slots)
 
-    def _slots(self, like: Any, num_slots: int) -> Slots:
+    def _slots(self, like: Any, num_slots: int) -> LayerSlots:
         return [jnp.zeros((num_slots, self.per_chunk, *x.shape), x.dtype) for x in jax.tree.leaves(like)]
 
-    def forward(self, work: Work, x_BLD: Float[Array, "B _ D"], kept: Slots) -> tuple[Float[Array, "B _ D"], Slots]:
+    def forward(
+        self, work: ChunkPass, x_BLD: Float[Array, "B _ D"], kept: LayerSlots
+    ) -> tuple[Float[Array, "B _ D"], LayerSlots]:
         """Output of a chunk, and `kept` with a slot filled."""
 
-        def body(carry: tuple[Array, Slots], place: Array) -> tuple[tuple[Array, Slots], None]:
+        def body(carry: tuple[Array, LayerSlots], place: Array) -> tuple[tuple[Array, LayerSlots], None]:
             x_BLD, kept = carry
             x_BLD, vjp = self._vjp(x_BLD, self._at(self._row(work, place)), work.shared)
             return (x_BLD, _put_all(kept, vjp, work.slot, place, work.present)), None
 
         return self._loop(body, (x_BLD, kept))
 
-    def apply(self, work: Work, x_BLD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
+    def apply(self, work: ChunkPass, x_BLD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
         """Output of a chunk, keeping nothing."""
 
         def body(x_BLD: Array, place: Array) -> tuple[Array, None]:
@@ -128,13 +130,20 @@ class Chunks:
         return self._loop(body, x_BLD)
 
     def backward(
-        self, work: Work, dx_BLD: Float[Array, "B _ D"], kept: Slots, stashes: Slots, gradients: Gradients
-    ) -> tuple[Float[Array, "B _ D"], Slots, Gradients]:
+        self,
+        work: ChunkPass,
+        dx_BLD: Float[Array, "B _ D"],
+        kept: LayerSlots,
+        stashes: LayerSlots,
+        gradients: Gradients,
+    ) -> tuple[Float[Array, "B _ D"], LayerSlots, Gradients]:
         """Gradient of a chunk's input, `stashes` with a slot filled, and `gradients` with those of its weights."""
         if work.present is not True:
             dx_BLD = jnp.where(work.present, dx_BLD, 0)  # all gradients are then zero
 
-        def body(carry: tuple[Array, Slots, Gradients], place: Array) -> tuple[tuple[Array, Slots, Gradients], None]:
+        def body(
+            carry: tuple[Array, LayerSlots, Gradients], place: Array
+        ) -> tuple[tuple[Array, LayerSlots, Gradients], None]:
             dx_BLD, stashes, gradients = carry
             row = self._row(work, place)
             vjp = jax.tree.unflatten(jax.tree.structure(self.kept), [_take(all_, work.slot, place) for all_ in kept])
@@ -146,7 +155,7 @@ class Chunks:
 
         return self._loop(body, (dx_BLD, stashes, gradients), reverse=True)
 
-    def weight_gradients(self, work: Work, stashes: Slots, gradients: Gradients) -> Gradients:
+    def weight_gradients(self, work: ChunkPass, stashes: LayerSlots, gradients: Gradients) -> Gradients:
         """`gradients` with those that `backward` left out, from a slot of stashes."""
         like = jax.tree.structure(jax.eval_shape(self._taps))
 
@@ -214,7 +223,7 @@ class Chunks:
 
         return self.layer((x_BLD, self._no_losses()), split("", weights), shared)
 
-    def _row(self, work: Work, place: Array) -> Array:
+    def _row(self, work: ChunkPass, place: Array) -> Array:
         return work.chunk * self.per_chunk + place
 
     def _taps(self) -> dict[str, Any]:
@@ -277,7 +286,7 @@ def _take(all_: Array, slot: Any, place: Array) -> Array:
     return by_rows(jax.lax.dynamic_slice(all_, (slot, place, *[0] * (all_.ndim - 2)), sizes)).reshape(all_.shape[2:])
 
 
-def _put_all(slots: Slots, tree: Any, slot: Any, place: Array, present: Present) -> Slots:
+def _put_all(slots: LayerSlots, tree: Any, slot: Any, place: Array, present: Present) -> LayerSlots:
     """`slots` with the values of one layer."""
     return [_put(all_, one, slot, place, present) for all_, one in zip(slots, jax.tree.leaves(tree), strict=True)]
 

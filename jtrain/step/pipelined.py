@@ -27,7 +27,7 @@ from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
 from jtrain.pipeline.ticks import NONE, Field, Ticks, arriving_cotangent, arriving_input
-from jtrain.step.pipeline_chunks import Chunks, Gradients, Present, Slots, Work, by_rows, nested
+from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks, by_rows, nested
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
 from jtrain.step.zero import gathered_once, placement_of, scattered_once, trained_part, with_whole
@@ -48,8 +48,8 @@ class _Carry:
 
     inputs: Any
     cotangents: Any
-    kept: Slots
-    stashes: Slots
+    kept: LayerSlots
+    stashes: LayerSlots
     layers: Gradients
     ends: Params
     nats: Any
@@ -113,7 +113,7 @@ def _chunks(
     trained: Params,
     scaling: dict[str, Any] | None,
     unit: Float[Array, ""],
-) -> Chunks:
+) -> StageChunks:
     """The worker's layers, ready to compute; without 8-bit matmuls if `scaling` is None."""
     assert layout.pipeline is not None
     pipeline, infos = layout.pipeline, tuple(p.info for p in layout.params)
@@ -128,7 +128,7 @@ def _chunks(
     split = frozenset[str]()
     if ticks_of(layout).schedule.splits_backward:
         split = frozenset(info.path.removeprefix("layers.") for info in fp8_weights(infos))
-    return Chunks(
+    return StageChunks(
         model.layer(placement),
         placement.fetch,
         weights["layers"],
@@ -148,7 +148,7 @@ class _Worker:
     layout: Layout
     ticks: Ticks
     ends: Ends
-    chunks: Chunks
+    chunks: StageChunks
 
     def run(self, trained: Params, parts: Batch, unit: Float[Array, ""]) -> _Carry:
         """Runs all ticks.
@@ -224,14 +224,14 @@ class _Worker:
 
         return jax.lax.cond(row_F[Field.EMBED_MICROBATCH] != NONE, embed, lambda inputs: inputs, inputs)
 
-    def _forward(self, inputs: Array, kept: Slots, row_F: Array, parts: Batch) -> tuple[Array, Slots]:
+    def _forward(self, inputs: Array, kept: LayerSlots, row_F: Array, parts: Batch) -> tuple[Array, LayerSlots]:
         chunk, slot = row_F[Field.FORWARD_CHUNK], row_F[Field.FORWARD_INPUT]
 
-        def forward(kept: Slots, present: Present) -> tuple[Array, Slots]:
+        def forward(kept: LayerSlots, present: Present) -> tuple[Array, LayerSlots]:
             shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
-            return self.chunks.forward(Work(chunk, shared, slot, present=present), by_rows(inputs[slot]), kept)
+            return self.chunks.forward(ChunkPass(chunk, shared, slot, present=present), by_rows(inputs[slot]), kept)
 
-        def rest(kept: Slots) -> tuple[Array, Slots]:
+        def rest(kept: LayerSlots) -> tuple[Array, LayerSlots]:
             return jnp.zeros(inputs.shape[1:], inputs.dtype), kept
 
         with jax.named_scope("layers"):
@@ -242,7 +242,7 @@ class _Worker:
 
         def forward(inputs: Array, _: Present) -> Array:
             shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
-            return self.chunks.apply(Work(chunk, shared), by_rows(inputs[row_F[Field.FORWARD_INPUT]]))
+            return self.chunks.apply(ChunkPass(chunk, shared), by_rows(inputs[row_F[Field.FORWARD_INPUT]]))
 
         with jax.named_scope("layers"):
             return self._alone(chunk != NONE, forward, lambda x: jnp.zeros(x.shape[1:], x.dtype), inputs)
@@ -271,16 +271,16 @@ class _Worker:
         return jax.lax.cond(row_F[Field.HEAD_MICROBATCH] != NONE, loss, lambda given: given, given)
 
     def _backward(
-        self, cotangents: Array, kept: Slots, carry: _Carry, row_F: Array, parts: Batch
-    ) -> tuple[Array, Slots, Gradients]:
+        self, cotangents: Array, kept: LayerSlots, carry: _Carry, row_F: Array, parts: Batch
+    ) -> tuple[Array, LayerSlots, Gradients]:
         chunk, slot, stash = (
             row_F[field] for field in (Field.BACKWARD_CHUNK, Field.BACKWARD_INPUT, Field.BACKWARD_STASH)
         )
 
-        def backward(given: tuple[Slots, Gradients], present: Present) -> tuple[Array, Slots, Gradients]:
+        def backward(given: tuple[LayerSlots, Gradients], present: Present) -> tuple[Array, LayerSlots, Gradients]:
             shared = self._shared(parts, row_F[Field.BACKWARD_MICROBATCH])
             whole = stash == NONE
-            work = Work(chunk, shared, slot, jnp.where(whole, self.ticks.num_stashes, stash), present)
+            work = ChunkPass(chunk, shared, slot, jnp.where(whole, self.ticks.num_stashes, stash), present)
             found = self.chunks.backward(work, by_rows(cotangents[row_F[Field.BACKWARD_COTANGENT]]), kept, *given)
             if not self._mixed:
                 return found
@@ -291,7 +291,7 @@ class _Worker:
 
             return dx_BLD, stashes, self._alone(whole & present, add, lambda layers: layers, layers)
 
-        def rest(given: tuple[Slots, Gradients]) -> tuple[Array, Slots, Gradients]:
+        def rest(given: tuple[LayerSlots, Gradients]) -> tuple[Array, LayerSlots, Gradients]:
             return jnp.zeros(cotangents.shape[1:], cotangents.dtype), *given
 
         with jax.named_scope("layers"):
@@ -303,13 +303,13 @@ class _Worker:
         streams = self.ticks.schedule.streams
         return bool(self.chunks.split) and any(op.kind == "B" for stream in streams for op in stream)
 
-    def _weight_gradients(self, stashes: Slots, layers: Gradients, row_F: Array) -> Gradients:
+    def _weight_gradients(self, stashes: LayerSlots, layers: Gradients, row_F: Array) -> Gradients:
         if not self.chunks.split:
             return layers
         chunk, stash = row_F[Field.WEIGHT_CHUNK], row_F[Field.WEIGHT_STASH]
 
         def add(layers: Gradients, present: Present) -> Gradients:
-            return self.chunks.weight_gradients(Work(chunk, stash=stash, present=present), stashes, layers)
+            return self.chunks.weight_gradients(ChunkPass(chunk, stash=stash, present=present), stashes, layers)
 
         with jax.named_scope("layers"):
             return self._alone(chunk != NONE, add, lambda layers: layers, layers)
@@ -337,7 +337,7 @@ class _Worker:
         return jax.lax.cond(present, lambda given: work(given, True), rest, given)
 
     def _sent(self, x_BLD: Array, hop: StageHop, *, back: bool) -> Array:
-        """What arrives over `hop`."""
+        """The array that arrives over `hop`."""
         stages = self.ticks.schedule.stages
         if hop == StageHop.LOCAL:
             return x_BLD
