@@ -26,7 +26,7 @@ from jtrain.errors import UserError
 from jtrain.head_splits import check_context_heads, devices_per_key_head
 from jtrain.mesh import BATCH_AXES, MeshSpec, local_shape, shard_size
 from jtrain.offload_spec import OffloadSpec as OffloadSpec
-from jtrain.pipeline.placement import PipelineLayout, place_layers
+from jtrain.pipeline.pipeline_layout import PipelineLayout, place_layers
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.precision import PrecisionSpec
 
@@ -57,7 +57,7 @@ class LayoutSpec:
     microbatches: number of parts in which the global batch is computed; their gradients are summed.
     remat: activations that a layer saves for its backward pass: `none` saves all, `full` only the layer's input and
       recomputes the rest, `named` that input and `remat_save`.
-    remat_save: activations to save, from `jtrain.model.placement.SAVEABLE`.
+    remat_save: activations to save, from `jtrain.model.forward_placement.SAVEABLE`.
     tensor_overlap: True splits collectives over `tensor` into pieces that overlap with a layer's matmuls, except where
       the kernels' cost model predicts that this is slower.
     sequence_groups: groups of a device's sequences that a layer computes side by side, so that the collectives of one

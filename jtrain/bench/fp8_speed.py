@@ -26,10 +26,10 @@ from jtrain.errors import UserError
 from jtrain.layout import LayoutSpec, make_layout
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model import ops
+from jtrain.model.forward_placement import checkpointed
 from jtrain.model.fp8_scaling import advanced, first_scaling, unseen, with_fp8
 from jtrain.model.layer_scan import scan_layers
 from jtrain.model.param import init_params
-from jtrain.model.placement import checkpointed
 from jtrain.model.tensor_parallel import TensorAxis
 from jtrain.model.transformer import Transformer
 from jtrain.precision import MatmulDtype, PrecisionSpec

@@ -1,9 +1,9 @@
 """Layers of a pipelined run's state in the order of the model, which is the order of every checkpoint.
 
 A schedule with several chunks per stage permutes the layers of the state, and stages of unequal length pad it
-(`jtrain.pipeline.placement`). Files hold the model's own layers in ascending order, so that a checkpoint does not know
-the number of stages: rows are reordered as each file is written and as each device's part is read. No second copy of
-the state exists.
+(`jtrain.pipeline.pipeline_layout`). Files hold the model's own layers in ascending order, so that a checkpoint does not
+know the number of stages: rows are reordered as each file is written and as each device's part is read. No second copy
+of the state exists.
 
 A leaf is in the order of the stages if `stage` alone splits its first dimension.
 """

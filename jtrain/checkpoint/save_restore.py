@@ -62,7 +62,7 @@ class Checkpoints:
     Leaving the `with` block by an exception also waits for a save in flight.
 
     layer_order: layer of the model at each place of the state's layers, -1 for none, where a pipeline reorders them
-      (`jtrain.pipeline.placement`). Checkpoints hold the model's own order, so that any run restores them.
+      (`jtrain.pipeline.pipeline_layout`). Checkpoints hold the model's own order, so that any run restores them.
     hold: while True, no checkpoint is deleted. Set it while numbers are suspicious.
     """
 

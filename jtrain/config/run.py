@@ -17,9 +17,9 @@ from jtrain.data.sources.source import HELD_OUT_PREFIX, is_source_name
 from jtrain.errors import UserError
 from jtrain.layout import Kernels, Layout, LayoutSpec, OffloadSpec, check_batch, make_layout
 from jtrain.mesh import MeshSpec
+from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.layer_scan import check_scanned
 from jtrain.model.param import map_params
-from jtrain.model.placement import SAVEABLE
 from jtrain.model.saved_activations import offloaded_names
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, check_layout

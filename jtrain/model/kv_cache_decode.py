@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from jtrain.errors import UserError
 from jtrain.model import ops
+from jtrain.model.forward_placement import Placement
 from jtrain.model.param import Params
-from jtrain.model.placement import Placement
 from jtrain.model.transformer import Block, Transformer
 
 PROMPT_CHUNK = 64

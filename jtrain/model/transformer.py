@@ -18,12 +18,12 @@ from jtrain.dims import Batch, ParamInfo
 from jtrain.errors import UserError
 from jtrain.model import ops
 from jtrain.model.attention import Attention
+from jtrain.model.forward_placement import LAYER_INPUT, Placement, checkpointed, single_device
 from jtrain.model.layer_scan import Layer, LayerCarry, check_scanned, scan_layers
 from jtrain.model.mlp import SwiGLU
 from jtrain.model.moe import MoE
 from jtrain.model.norm import RMSNorm
 from jtrain.model.param import Params, param_infos, weight
-from jtrain.model.placement import LAYER_INPUT, Placement, checkpointed, single_device
 from jtrain.model.rope import RopeSpec
 from jtrain.model.router import MoESpec, RouterLosses
 from jtrain.model.sequence_groups import layer_in_groups

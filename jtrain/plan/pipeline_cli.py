@@ -99,6 +99,7 @@ def _check_options(args: argparse.Namespace) -> None:
         for option, values in (("with", args.fiddlers), ("set", args.sets)):
             if values:
                 raise UserError(f"--{option} {values[0]} changes a config. Give a CONFIG, or leave --{option} out.")
+        _times(args.costs)
     elif args.costs is not None:
         raise UserError(f"--costs {args.costs}: the times of {args.config} are the plan's. Leave --costs out.")
 

@@ -16,8 +16,8 @@ from jtrain.dims import splits_heads
 from jtrain.errors import UserError
 from jtrain.layout import LayoutSpec, OffloadSpec
 from jtrain.mesh import MeshSpec
+from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.layer_scan import check_scanned
-from jtrain.model.placement import SAVEABLE
 from jtrain.optim import Muon, check_layout
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.memory import MemoryPlan, memory

@@ -14,15 +14,15 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jtrain.dims import IGNORE
 from jtrain.layout import Layout
+from jtrain.model.forward_placement import Placement
 from jtrain.model.param import Params
-from jtrain.model.placement import Placement
 from jtrain.model.transformer import Transformer
 from jtrain.step.zero import with_whole
 
 
 @dataclasses.dataclass(frozen=True)
 class Ends:
-    """What comes before the first and after the last layer.
+    """Embedding and loss: the parts before the first and after the last layer.
 
     params: the worker's parameters.
     embed_worker, head_worker: workers of the first and the last virtual stage.

@@ -5,7 +5,7 @@ import functools
 from jtrain.errors import UserError
 from jtrain.layout import Layout
 from jtrain.pipeline.clocks import best_ticks, equal_costs
-from jtrain.pipeline.placement import schedule_of
+from jtrain.pipeline.pipeline_layout import schedule_of
 from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.ticks import Ticks, make_ticks
 

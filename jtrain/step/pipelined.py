@@ -20,9 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from jtrain.dims import Batch
 from jtrain.layout import Layout
+from jtrain.model.forward_placement import Placement
 from jtrain.model.fp8_scaling import fp8_weights, unseen, with_fp8
 from jtrain.model.param import Params
-from jtrain.model.placement import Placement
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
@@ -36,7 +36,7 @@ from jtrain.step.zero import gathered_once, placement_of, scattered_once, traine
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Carry:
-    """What passes from tick to tick.
+    """The values that pass from tick to tick.
 
     inputs, cotangents: [slots, B, L, D], of this worker's chunks.
     kept: between forward and backward pass, in the slots of the inputs.

@@ -19,9 +19,9 @@ from jaxtyping import Array
 from jtrain.layout import Layout, ParamLayout
 from jtrain.mesh import BATCH_AXES, unsplit_axes
 from jtrain.model import ops
+from jtrain.model.forward_placement import Placement
 from jtrain.model.layer_scan import Detached
 from jtrain.model.param import Params, map_params
-from jtrain.model.placement import Placement
 from jtrain.model.saved_activations import offloaded_names
 from jtrain.model.split_backward import SplitKernel
 

@@ -23,7 +23,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(coordinator, 2, int(index))
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jtrain.checkpoint import Checkpoints, CheckpointSpec, array_writer, files, hashed_io
+from jtrain.checkpoint import Checkpoints, CheckpointSpec, array_writer, files, folders, hashed_io
 from jtrain.runtime import atomic_io
 
 checkpoints = Checkpoints(Path(workdir), CheckpointSpec(keep_last=2))
@@ -59,7 +59,7 @@ if index in victims:
     elif instant == "reading-back":
         before(array_writer, "differing", lambda path, *_: path.name == "3")
     elif instant == "within-a-deletion":
-        before(files.shutil, "rmtree", lambda path, **kw: 3 in checkpoints.steps())
+        before(folders.shutil, "rmtree", lambda path, **kw: 3 in checkpoints.steps())
 
 mesh = jax.make_mesh((4,), ("data",))
 rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())

@@ -11,7 +11,7 @@ import pytest
 
 from jtrain.checkpoint import Checkpoints, CheckpointSpec, files
 from jtrain.optim import AdamW
-from jtrain.pipeline.placement import place_layers
+from jtrain.pipeline.pipeline_layout import place_layers
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.step.state import TrainState
 

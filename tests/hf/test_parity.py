@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jtrain.hf.mapping import to_hf
-from jtrain.model.placement import single_device
+from jtrain.model.forward_placement import single_device
 from jtrain.model.rope import RopeSpec
 from jtrain.model.router import route
 from jtrain.model.transformer import Transformer

@@ -19,9 +19,9 @@ from jtrain.hlo.memory_traffic import written_arrays
 from jtrain.hlo.traffic import traffic
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model import ops
+from jtrain.model.forward_placement import Placement, checkpointed
 from jtrain.model.fp8_scaling import first_scaling, fp8_weights
 from jtrain.model.param import init_params, map_params
-from jtrain.model.placement import Placement, checkpointed
 from jtrain.model.transformer import Transformer
 from jtrain.optim import build
 from jtrain.plan.compile.compiled_step import no_compile_cache, topology_devices

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jtrain.hlo.traffic import HostCopies
 from jtrain.layout import Layout, OffloadSpec
 from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.model.forward_placement import LAYER_INPUT, SAVEABLE
 from jtrain.model.param import init_params, map_params
-from jtrain.model.placement import LAYER_INPUT, SAVEABLE
 from jtrain.model.saved_activations import kept_names, named_bytes, offloaded_names
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 
 from jtrain.dims import Batch
 from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.model.forward_placement import Placement
 from jtrain.model.param import Params, map_params
-from jtrain.model.placement import Placement
 from jtrain.model.transformer import Transformer
 from jtrain.optim import build
 from jtrain.step.recompute import make_roll, make_signature, suspects

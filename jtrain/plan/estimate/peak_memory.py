@@ -10,7 +10,7 @@ from typing import Literal
 
 from jtrain.dims import kv_heads_in_use
 from jtrain.layout import ParamLayout
-from jtrain.model.placement import LAYER_INPUT
+from jtrain.model.forward_placement import LAYER_INPUT
 from jtrain.model.saved_activations import (
     copies_weights,
     kept_names,

@@ -9,7 +9,7 @@ import pytest
 
 from jtrain.layout import OffloadSpec
 from jtrain.mesh import MeshSpec
-from jtrain.model.placement import SAVEABLE
+from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.estimate.flops import flops_per_token, mfu

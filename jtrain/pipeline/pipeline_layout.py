@@ -126,7 +126,7 @@ class PipelineLayout:
         return (
             f"model.num_layers={self.num_layers} over {self.num_virtual} chunks of mesh.stage={self.stages}: "
             f"{self.layers_per_chunk} places in each, {self.num_identity} of {self.places} hold an identity layer, "
-            "which costs memory and computes nothing"
+            "which costs as much as a layer and changes nothing"
         )
 
 
