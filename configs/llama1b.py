@@ -14,7 +14,7 @@ from jtrain.config.run import EvalSpec, Run
 from jtrain.data import PackedText
 from jtrain.layout import LayoutSpec
 from jtrain.mesh import MeshSpec
-from jtrain.model.placement import SAVEABLE
+from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.rope import Llama3Scaling, RopeSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Cosine

@@ -26,7 +26,8 @@ ROWS, LENGTH = 2, 4096
 
 def job(*, schedule: str = "1f1b", chunks: int = 1, microbatches: int = 8, layers: int = 32, **axes: int) -> Job:
     """One device computes ROWS sequences at a time."""
-    model, mesh = Transformer(**LLAMA8B | dict(num_layers=layers)), MeshSpec(**axes)
+    sizes: dict[str, Any] = LLAMA8B | dict(num_layers=layers)
+    model, mesh = Transformer(**sizes), MeshSpec(**axes)
     spec = LayoutSpec(remat="full", microbatches=microbatches)
     layout = make_layout(spec, mesh, model.param_infos(), pipeline=PipelineSpec(schedule, chunks))
     return Job(model, layout, AdamW(peak_lr=1e-4), ROWS * microbatches, LENGTH, make_machine("h200", mesh.size))
@@ -84,7 +85,8 @@ def test_the_bubble_is_that_of_the_schedule_and_falls_with_microbatches() -> Non
 @pytest.mark.slow
 def test_the_search_offers_stages_only_beyond_one_host() -> None:
     """Two hosts with a slow network between them: stages fit, and are ranked; inside one host there are none."""
-    model = Transformer(**LLAMA8B | dict(num_layers=4))
+    sizes: dict[str, Any] = LLAMA8B | dict(num_layers=4)
+    model = Transformer(**sizes)
     plain = make_layout(LayoutSpec(), MeshSpec(), model.param_infos())
     for count, found in ((8, False), (16, True)):
         machine = make_machine("h100", count, network_bytes_per_s=5e9)
