@@ -108,13 +108,13 @@ def test_a_copy_that_differs_is_outvoted(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_a_device_that_computes_wrongly_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeRO-3 has no copies, so only the recomputation sees it; the message says since when it may have been wrong."""
-    loss = Transformer._cross_entropy
+    loss = Transformer.cross_entropy
 
     def wrong_on_device_2(self: Transformer, params: Any, x_BLD: Any, *rest: Any) -> Any:
         here = jax.lax.axis_index("data") == 2
         return loss(self, params, jnp.where(here, x_BLD * (1 + 2**-7), x_BLD), *rest)
 
-    monkeypatch.setattr(Transformer, "_cross_entropy", wrong_on_device_2)
+    monkeypatch.setattr(Transformer, "cross_entropy", wrong_on_device_2)
     with pytest.raises(
         HardwareFault, match=r"step 3: device 2 \(.*another loss and gradient.*passed at step 0.* step 2,"
     ):
@@ -139,7 +139,7 @@ def test_a_program_without_an_order_is_no_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """If the first recomputation differs on most devices, the log says so, and the attempt goes on without."""
-    loss, calls = Transformer._cross_entropy, itertools.count()
+    loss, calls = Transformer.cross_entropy, itertools.count()
 
     def another_each_time(self: Transformer, params: Any, x_BLD: Any, *rest: Any) -> Any:
         factor = jax.pure_callback(
@@ -147,7 +147,7 @@ def test_a_program_without_an_order_is_no_fault(
         )
         return loss(self, params, x_BLD * factor.astype(x_BLD.dtype), *rest)
 
-    monkeypatch.setattr(Transformer, "_cross_entropy", another_each_time)
+    monkeypatch.setattr(Transformer, "cross_entropy", another_each_time)
     sets = ("mesh.data=8", "mesh.tensor=1", "integrity.recompute_every_steps=1", "guard.sigmas=None")
     assert train(tmp_path, *sets) == 0
     assert capsys.readouterr().out.count("this attempt goes on without integrity.recompute_every_steps") == 1
