@@ -240,7 +240,8 @@ class Optimizer:
         # A count of the parameter's NaN and infinite elements then covers the moments, which it need not read.
         alike = [x for x in new.values() if x.shape == param.shape and jnp.issubdtype(x.dtype, jnp.floating)]
         finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, alike), jnp.asarray(True))
-        return jnp.where(finite, new_param, jnp.nan), new
+        nan = new_param * jnp.nan  # a constant would not be in host memory where the rest is
+        return jnp.where(finite, new_param, nan), new
 
     def _with(self, name: str) -> ParamTree:
         """Parameters whose state has the array `name`."""
