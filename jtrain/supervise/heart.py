@@ -4,6 +4,7 @@ A thread of its own writes, so a process that is stopped (no beats) differs from
 collective (beats, but no progress). Standard library only, because the heart starts before jax is imported.
 """
 
+import atexit
 import collections
 import contextlib
 import dataclasses
@@ -27,6 +28,8 @@ VARIABLE = "JTRAIN_SUPERVISED"
 STACKS_SIGNAL = signal.SIGUSR2
 """Signal at which a process writes the Python stacks of all its threads."""
 
+END_S = 30.0
+"""How long the end of a process waits for the heart's thread, which may be reading a compiled program."""
 BEAT_S = 1.0
 
 type HeartPhase = Literal[
@@ -102,8 +105,16 @@ class Heart:
         self._step_began_s = 0.0
         self._times: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self._news = threading.Event()
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="jtrain-heart", daemon=True)
         self._thread.start()
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        """Lets the thread finish what it does: Python aborts a process that it closes while a thread is in C++ code."""
+        self._ended = True
+        self._news.set()
+        self._thread.join(END_S)
 
     def enter(self, phase: HeartPhase) -> None:
         """Announces a phase outside of the loop."""
@@ -182,7 +193,7 @@ class Heart:
         return False
 
     def _run(self) -> None:
-        while True:
+        while not self._ended:
             try:
                 os.write(self._beats, self.beat().encode())  # under 4 KiB, so it arrives whole
                 if (alerts := self._alerts) is not None:  # once, and not in the beats, which others may read
