@@ -3,7 +3,8 @@
 On the CPU backend the state is in host memory already. Threads that write begin at its first chunk, threads that copy
 at its last one, and `save` returns where they meet: on a fast disk most was written by then and never copied, on a slow
 one most was copied. A copy is memory of its own from the kernel, which gets it back as soon as the copy was written.
-The C allocator would keep it: `jtrain_kernels.host_memory` tells it to. From an accelerator jax copies all.
+The C allocator would keep it: `jtrain_kernels.host_memory` tells it to. From an accelerator jax copies all,
+and for a store `copy` does so first: training would wait for the network.
 """
 
 import collections
@@ -102,10 +103,14 @@ class StateChunks:
                 self._reading -= 1
                 self._changed.notify_all()
 
-    def release(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
-        """Copies chunks that were not taken yet; returns when the state may be donated or deleted."""
+    def copy(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
+        """Copies chunks that were not taken yet, as far as there is memory."""
         if self._in_state:
             list(pool.map(lambda _: self._copy(), range(pool._max_workers)))
+
+    def release(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
+        """Copies chunks that were not taken yet; returns when the state may be donated or deleted."""
+        self.copy(pool)
         with self._changed:
             self._changed.wait_for(lambda: not self._in_state and not self._reading)
 

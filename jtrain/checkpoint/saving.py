@@ -178,6 +178,8 @@ class Saves:
         leaves = orbax_io.leaves(layer_order.logical(state, self._order))
         contents = save_task.Contents(step, leaves, layer_order.described(state, self._order), data, config_text)
         chunks = host_copy.StateChunks(state, layer_order.splitter(self._order))
+        if in_store(self.folder):
+            chunks.copy(self._pool)
         self._task = save_task.SaveTask(
             self.folder,
             contents,

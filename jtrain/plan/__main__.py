@@ -297,7 +297,7 @@ def search_command(
     over = meshes if args.search else lambda _: [run.mesh]  # layout.auto without --search keeps the mesh
     points = search(task, over(task))
     if args.search:
-        staged = search_with_stages(task)
+        staged = search_with_stages(task, points)
         points = sorted([*points, *staged], key=lambda point: (point.step_s, point.plan.total_bytes))
     if not points:
         raise no_point(task, over)

@@ -1,11 +1,12 @@
 """Search among layouts with pipeline stages, beside those of `search.py`.
 
 Stages send activations where ZeRO sends weights, so they can win where the gathers of weights cross the slow network
-between hosts; inside one host or slice they only add a bubble. Stages are therefore tried on machines of several hosts.
+between hosts; inside one host or slice they only add a bubble. Stages are therefore tried on machines of several hosts,
+and where the fastest layout without them waits for the network.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jtrain.dims import splits_heads
 from jtrain.mesh import MeshSpec
@@ -14,6 +15,13 @@ from jtrain.plan.search import Point, SearchTask, divisors, search
 
 SCHEDULES = (PipelineSpec("1f1b"), PipelineSpec("interleaved", chunks=2), PipelineSpec("zb-h1"))
 """Schedules that are tried: the least memory, a smaller bubble, and gradients of weights in place of the bubble."""
+
+
+WAITING = 0.05
+"""Share of a step that the fastest layout without stages must wait for the network before stages are tried: it is about
+what they can save, and a bubble costs as much."""
+
+_MESHES = 8
 
 
 def staged_meshes(task: SearchTask, *, chunks: int) -> Iterator[MeshSpec]:
@@ -39,11 +47,31 @@ def staged_meshes(task: SearchTask, *, chunks: int) -> Iterator[MeshSpec]:
                     yield MeshSpec(replica=inside // tensor // data, stage=stage, data=data, tensor=tensor)
 
 
-def search_with_stages(task: SearchTask) -> list[Point]:
-    """Returns the layouts with stages that fit, the fastest first."""
-    found: list[Point] = []
-    for pipeline in SCHEDULES:
-        layout = dataclasses.replace(task.job.layout, pipeline_spec=pipeline)
-        each = task.changed(layout=layout)
-        found += search(each, staged_meshes(each, chunks=pipeline.chunks))
+def search_with_stages(task: SearchTask, alone: Sequence[Point]) -> list[Point]:
+    """Returns the layouts with stages that fit, the fastest first.
+
+    The first schedule is tried on all meshes, the others on the best of them: it needs the least memory, and a schedule
+    hardly changes which mesh is the best.
+
+    Args:
+      alone: layouts without stages that fit, the fastest first.
+    """
+    if alone and _waiting(alone[0]) < WAITING:
+        return []
+    found = _with_schedule(task, SCHEDULES[0], None)
+    promising = list(dict.fromkeys(point.mesh for point in found))[:_MESHES]
+    for pipeline in SCHEDULES[1:]:
+        found += _with_schedule(task, pipeline, promising)
     return sorted(found, key=lambda point: (point.step_s, point.plan.total_bytes))
+
+
+def _with_schedule(task: SearchTask, pipeline: PipelineSpec, only: Sequence[MeshSpec] | None) -> list[Point]:
+    layout = dataclasses.replace(task.job.layout, pipeline_spec=pipeline)
+    meshes = staged_meshes(task, chunks=pipeline.chunks)
+    return search(task.changed(layout=layout), (mesh for mesh in meshes if only is None or mesh in only))
+
+
+def _waiting(point: Point) -> float:
+    """Share of the step in which the layout waits for the network."""
+    assert point.timed is not None
+    return sum(row.exposed_s for row in point.timed.network) / point.timed.step_s

@@ -1,4 +1,4 @@
-"""ProcessExchange of texts among the processes of a run without collectives, for threads in the background.
+"""Exchange of texts among the processes of a run without collectives, for threads in the background.
 
 A collective waits for the devices, and all processes must call it at the same point of the program. These calls go
 through jax's coordination service, which process 0 runs.

@@ -13,11 +13,12 @@ changes but the output, which nobody reads.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
@@ -150,7 +151,7 @@ class StageChunks:
             vjp.args_res[1:] = [self._at(row), work.shared, self._taps()]
             dx_BLD, dweights, _, taps = vjp((dx_BLD, self._of_router(row, work.present)))
             stashes = _put_all(stashes, taps, work.stash, place, work.present)
-            whole = {path: d for path, d in _leaves(dweights) if path not in self.split}
+            whole = {path: d for path, d in flatten_dict(dweights, sep=".").items() if path not in self.split}
             return (dx_BLD, stashes, self._added(gradients, whole, row, work.present)), None
 
         return self._loop(body, (dx_BLD, stashes, gradients), reverse=True)
@@ -164,7 +165,9 @@ class StageChunks:
             if work.present is not True:
                 taps = jax.tree.map(lambda x: jnp.where(work.present, x, 0), taps)
             row = self._row(work, place)
-            weights = {path: weight for path, weight in _leaves(self._at(row)) if path in self.split}
+            weights = {
+                path: weight for path, weight in flatten_dict(self._at(row), sep=".").items() if path in self.split
+            }
 
             def products(weights: dict[str, Any]) -> dict[str, tuple[Array, ...]]:
                 kernels = {path: self.fetch(f"layers.{path}", weight) for path, weight in weights.items()}
@@ -181,7 +184,7 @@ class StageChunks:
 
     def no_gradients(self) -> Gradients:
         """Sums of nothing yet."""
-        return jax.tree.map(lambda x: jnp.zeros_like(x, dtype=jnp.float32), _parts(dict(_leaves(self.weights))))
+        return jax.tree.map(lambda x: jnp.zeros_like(x, dtype=jnp.float32), _parts(flatten_dict(self.weights, sep=".")))
 
     def _loop[C](self, body: Callable[[C, Array], tuple[C, None]], carry: C, *, reverse: bool = False) -> C:
         """`body` for every place of a chunk."""
@@ -242,28 +245,6 @@ def by_rows(x: Array) -> Array:
     Without this XLA:TPU copies all slots in every tick, into the layout that a matmul of one of them prefers.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-
-
-def nested(by_path: Mapping[str, Any]) -> Params:
-    """Tree of values by path."""
-    tree: Params = {}
-    for path, value in by_path.items():
-        *parents, name = path.split(".")
-        branch = tree
-        for key in parents:
-            branch = branch.setdefault(key, {})
-        branch[name] = value
-    return tree
-
-
-def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Paths and weights of nested dicts."""
-    for key, value in tree.items():
-        below = f"{path}.{key}" if path else key
-        if isinstance(value, dict):
-            yield from _leaves(value, below)
-        else:
-            yield below, value
 
 
 def _parts(weights: dict[str, Any]) -> Gradients:

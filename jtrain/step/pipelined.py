@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Float, Int
 
 from jtrain.dims import Batch
@@ -27,7 +28,7 @@ from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
 from jtrain.pipeline.ticks import NONE, Field, Ticks, arriving_cotangent, arriving_input
-from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks, by_rows, nested
+from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks, by_rows
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
 from jtrain.step.zero import gathered_once, placement_of, scattered_once, trained_part, with_whole
@@ -89,8 +90,8 @@ def pipelined_gradients(
     ends = Ends(model, layout, placement, params, ticks.embed_worker, ticks.head_worker)
     worker = _Worker(model, layout, ticks, ends, _chunks(model, layout, placement, params, trained, scaling, unit))
     end = worker.run({key: value for key, value in trained.items() if key != "layers"}, parts, unit)
-    seen = {"layers": nested(end.layers.seen)} if scaling else {}
-    return {**end.ends, "layers": nested(end.layers.trained)}, seen, end.nats
+    seen = {"layers": unflatten_dict(end.layers.seen, sep=".")} if scaling else {}
+    return {**end.ends, "layers": unflatten_dict(end.layers.trained, sep=".")}, seen, end.nats
 
 
 def pipelined_nats(model: Transformer, layout: Layout, params: Params, parts: Batch) -> Float[Array, "M B _"]:

@@ -96,7 +96,7 @@ def stop_within_a_write(pid: int, workdir: Path) -> None:
         if files.partial(workdir / "checkpoints"):
             return
         os.kill(pid, signal.SIGCONT)
-        time.sleep(0.001)
+        time.sleep(0.001)  # a half-written checkpoint shows for milliseconds, and nobody is told of it
 
 
 class Savers:

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, __main__, files, folders, object_stores
+from jtrain.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    CheckpointSpec,
+    __main__,
+    files,
+    folders,
+    host_copy,
+    object_stores,
+)
 from jtrain.errors import UserError
 from jtrain.runtime import cli
 from jtrain.runtime.shared_folder import check_shared
@@ -159,6 +168,24 @@ def test_a_store_that_never_answers_is_a_failed_save(monkeypatch: pytest.MonkeyP
         checkpoints.save(40, state(40), {}, "")
         checkpoints.close()
         assert checkpoints.steps() == (10, 40)
+
+
+def test_training_does_not_wait_for_a_silent_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`save` returns while the store has not taken anything yet."""
+    monkeypatch.setattr(host_copy, "SMALL_BYTES", -1)  # as if the state were large
+    with gs_store(monkeypatch) as store:
+        workdir: Any = workdir_path(f"{store.url}/slow")
+        monkeypatch.setattr(workdir._backend.fs(workdir), "requests_timeout", 0.2)
+        monkeypatch.setattr(object_stores, "ANSWER_S", 5.0)
+        checkpoints = Checkpoints(workdir, CheckpointSpec(every_steps=10))
+        checkpoints.prepare()
+        store.answering.clear()
+        checkpoints.save(10, state(10), {}, "")
+        assert checkpoints._saves._task is not None
+        assert not checkpoints._saves._task.ended
+        store.answering.set()
+        checkpoints.close()
+        assert checkpoints.steps() == (10,)
 
 
 def test_a_bucket_that_is_not_there_is_refused_at_the_start(store: Store) -> None:

@@ -95,7 +95,7 @@ def trained(
     scaling = jax.tree.map(
         lambda x: np.asarray(x)[[order.index(layer) for layer in range(model.num_layers)]], state.scaling
     )
-    num_traces = step._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
+    num_traces = step._cache_size()  # pyright: ignore[reportFunctionMemberAccess]: of jit
     return Run(np.array(losses), first, logical(state.params), gradient, scaling, hashes, nats_BL, num_traces)
 
 

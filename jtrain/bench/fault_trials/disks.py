@@ -23,8 +23,10 @@ def _mounted(folder: Path) -> Iterator[None]:
     """Mounts a disk of its own at `folder`."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
     subprocess.run(command, check=True, capture_output=True, text=True)
-    yield
-    subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
 
 
 def cannot_mount() -> str | None:
@@ -47,14 +49,14 @@ def _small_disk(trial: Trial) -> None:
     trial.cleanups.enter_context(_mounted(trial.workdir.path))
 
 
-def _filled_at_a_drawn_step(trial: Trial) -> tuple[Attempt, int]:
-    """Starts a training on a small disk, and fills the disk after a drawn step; returns both."""
+def _filled_at_a_drawn_step(trial: Trial) -> Attempt:
+    """Starts a training on a small disk, and fills the disk after a drawn step."""
     _small_disk(trial)
     attempt = trial.start()
     drawn = trial.rng.randint(1, NUM_STEPS - 8)
     attempt.until(lambda: trial.workdir.last_step() >= drawn)
     _fill(trial.workdir.path)
-    return attempt, drawn
+    return attempt
 
 
 def _ends_well(trial: Trial, attempt: Attempt, full: str) -> None:
@@ -85,7 +87,7 @@ def _free(folder: Path) -> None:
 )  # fmt: skip
 def disk_full_briefly(trial: Trial) -> None:
     """The training goes on to its end by itself: saves are tried again, notes are lost with a warning."""
-    attempt, _ = _filled_at_a_drawn_step(trial)
+    attempt = _filled_at_a_drawn_step(trial)
     attempt.until(lambda: "this was failure 1" in attempt.text(), poll_s=0.01)
     _ends_well(trial, attempt, "for some steps")
 
@@ -110,7 +112,7 @@ def disk_full_save(trial: Trial) -> None:
 )  # fmt: skip
 def disk_full(trial: Trial) -> None:
     """The run ends with a message that names the disk; with room again the same command goes on."""
-    attempt, _ = _filled_at_a_drawn_step(trial)
+    attempt = _filled_at_a_drawn_step(trial)
     attempt.wait()
     trial.settle(attempt)
     text = attempt.text()

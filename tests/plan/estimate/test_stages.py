@@ -15,7 +15,7 @@ from jtrain.plan.estimate.memory import memory
 from jtrain.plan.estimate.step_time import step_time
 from jtrain.plan.job import Job
 from jtrain.plan.report.summary import pipeline_lines
-from jtrain.plan.search import SearchTask
+from jtrain.plan.search import SearchTask, meshes, search
 from jtrain.plan.staged_search import search_with_stages
 
 LLAMA8B: dict[str, Any] = dict(
@@ -84,14 +84,16 @@ def test_the_bubble_is_that_of_the_schedule_and_falls_with_microbatches() -> Non
 
 @pytest.mark.slow
 def test_the_search_offers_stages_only_beyond_one_host() -> None:
-    """Two hosts with a slow network between them: stages fit, and are ranked; inside one host there are none."""
+    """Two hosts with a slow network between them: stages fit, and are ranked; with a fast one, or inside one host, none
+    are tried.
+    """
     sizes: dict[str, Any] = LLAMA8B | dict(num_layers=4)
     model = Transformer(**sizes)
     plain = make_layout(LayoutSpec(), MeshSpec(), model.param_infos())
-    for count, found in ((8, False), (16, True)):
-        machine = make_machine("h100", count, network_bytes_per_s=5e9)
-        task = SearchTask(Job(model, plain, AdamW(peak_lr=1e-4), 32, 2048, machine), LayoutSpec())
-        points = search_with_stages(task)
+    for count, network_bytes_per_s, batch, found in ((8, 5e9, 32, False), (16, 5e12, 256, False), (16, 5e9, 32, True)):
+        machine = make_machine("h100", count, network_bytes_per_s=network_bytes_per_s)
+        task = SearchTask(Job(model, plain, AdamW(peak_lr=1e-4), batch, 2048, machine), LayoutSpec())
+        points = search_with_stages(task, search(task, meshes(task)))
         assert bool(points) == found
         assert [p.step_s for p in points] == sorted(p.step_s for p in points)
         for point in points[:1]:
