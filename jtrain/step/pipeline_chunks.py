@@ -269,7 +269,8 @@ def _take(all_: Array, slot: Any, place: Array) -> Array:
 
 def _put_all(slots: LayerSlots, tree: Any, slot: Any, place: Array, present: Present) -> LayerSlots:
     """`slots` with the values of one layer."""
-    return [_put(all_, one, slot, place, present) for all_, one in zip(slots, jax.tree.leaves(tree), strict=True)]
+    leaves = map(jnp.asarray, jax.tree.leaves(tree))  # attention on a GPU keeps a constant, which is no traced array
+    return [_put(all_, one, slot, place, present) for all_, one in zip(slots, leaves, strict=True)]
 
 
 def _put(all_: Array, one: Array, slot: Any, place: Array, present: Present) -> Array:
