@@ -35,7 +35,7 @@ from jtrain.config.run import Run, build_run, run_layout
 from jtrain.data import open_dataset, put_batch
 from jtrain.layout import Layout
 from jtrain.mesh import make_mesh
-from jtrain.optim import Optimizer
+from jtrain.optim import Optimizer, optimizer
 from jtrain.plan.from_run import make_optimizer
 from jtrain.step import optimizer_update, recompute, train_step
 from jtrain.step.checksums import METRIC, summed_arrays
@@ -103,6 +103,7 @@ def no_guard() -> Iterator[None]:
     with (
         mock.patch.object(train_step, "judged", judged),
         mock.patch.object(train_step, "not_finite", none),
+        mock.patch.object(optimizer, "marked", lambda param, _: param),
         mock.patch.object(optimizer_update, "not_finite", none),
         mock.patch.object(optimizer_update, "not_finite_on_cpu", none),
     ):

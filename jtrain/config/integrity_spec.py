@@ -16,7 +16,7 @@ class IntegritySpec:
     """
 
     checksums: bool = True
-    recompute_every_steps: int | None = 1000
+    recompute_every_steps: int | None = 2000
 
     def __post_init__(self) -> None:
         if self.recompute_every_steps is not None and self.recompute_every_steps < 1:

@@ -61,6 +61,14 @@ class Update:
         return {"grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
 
 
+def marked(param: Array, leaf: ParamState) -> Array:
+    """Returns `param`, NaN where its state is not finite: a count of its NaN then covers the moments too."""
+    alike = [x for x in leaf.values() if x.shape == param.shape and jnp.issubdtype(x.dtype, jnp.floating)]
+    finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, alike), jnp.asarray(True))
+    nan = param * jnp.nan  # a constant would not be in host memory where the rest is
+    return jnp.where(finite, param, nan)
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
     """Spec bound to the length of the run and to its parameters; made by `build`. All methods are pure.
@@ -237,11 +245,7 @@ class Optimizer:
             new_param = p.astype(param.dtype)
         # A select in the same fusion as the update: no second copy of the state exists at any time.
         new_param, new = jax.tree.map(lambda n, o: jnp.where(update.applied, n, o), (new_param, new), (param, leaf))
-        # A count of the parameter's NaN and infinite elements then covers the moments, which it need not read.
-        alike = [x for x in new.values() if x.shape == param.shape and jnp.issubdtype(x.dtype, jnp.floating)]
-        finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, alike), jnp.asarray(True))
-        nan = new_param * jnp.nan  # a constant would not be in host memory where the rest is
-        return jnp.where(finite, new_param, nan), new
+        return marked(new_param, new), new
 
     def _with(self, name: str) -> ParamTree:
         """Parameters whose state has the array `name`."""
