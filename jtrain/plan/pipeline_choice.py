@@ -8,14 +8,14 @@ from pathlib import Path
 from jtrain.config.load import for_devices, load_config, mesh_size, set_values
 from jtrain.config.run import Run, build_run
 from jtrain.errors import UserError
-from jtrain.mesh import AXES
+from jtrain.mesh import AXES, BATCH_AXES, shard_size
 from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.auto_layout import settle_loss_chunk
 from jtrain.plan.estimate.collectives import BETWEEN_STAGES, collectives
 from jtrain.plan.estimate.machine import Machine, make_machine
 from jtrain.plan.from_run import search_task
-from jtrain.plan.search import Point, SearchTask, evaluate, fits, meshes, resolve_as_needed, search
+from jtrain.plan.search import Point, SearchTask, divisors, evaluate, fits, meshes, resolve_as_needed, search
 from jtrain_kernels.device import DEVICES
 
 
@@ -132,29 +132,36 @@ def plan_stages(args: argparse.Namespace, stages: int | None, microbatches: int 
         raise UserError(f"the times of {args.config} need a machine. Give --device, one of {', '.join(names)}.")
     if args.network is not None and not 0 < args.network < math.inf:
         raise UserError(f"--network {args.network} must be a number above 0.")
+    for text in args.sets:
+        if text.startswith(("pipeline.schedule=", "pipeline.chunks=")):
+            option = f"--{text.removeprefix('pipeline.').replace('=', ' ', 1)}"
+            raise UserError(f"--set {text}: plans of pipelines take it as an option. Give {option} in its place.")
     config = load_config(args.config, args.fiddlers, args.sets)
     count = mesh_size(config) if args.count is None else args.count
     network = None if args.network is None else args.network * 1e9 / 8
     machine = make_machine(args.device, count, network_bytes_per_s=network)
     stages = int(config.mesh.stage) if stages is None else stages
     microbatches = int(config.layout.microbatches) if microbatches is None else microbatches
-    if stages < 2:
-        raise UserError(f"{args.config} has mesh.stage={stages}, and a pipeline at least 2 stages. Give --stages.")
-    if count % stages:
-        near = [n for n in range(2, count + 1) if count % n == 0]
+    near = [n for n in range(2, min(count, config.model.num_layers) + 1) if count % n == 0]
+    if stages not in near:
+        *others, last = map(str, near or [0])
+        way = f"--stages {', '.join(others)}{' or ' if others else ''}{last}" if near else "a --count that 2 divides"
         raise UserError(
-            f"--stages {stages} does not divide --count {count} devices. Numbers that do: {', '.join(map(str, near))}."
-        )
-    if stages > config.model.num_layers:
-        raise UserError(
-            f"--stages {stages}: {args.config} has model.num_layers={config.model.num_layers}, and each stage needs at "
-            f"least one. Give --stages {config.model.num_layers} or fewer."
+            f"{stages} stages on --count {count} devices: a pipeline has at least 2 stages, a number that divides the "
+            f"devices, and a layer for each ({args.config} has model.num_layers={config.model.num_layers}). Give {way}."
         )
     set_values(config, {"mesh.stage": stages})
     for_devices(config, count)
     set_values(config, {"layout.microbatches": microbatches, "layout.auto": False})
     settle_loss_chunk(config, machine.device)
     run = build_run(config)
+    rows = shard_size("data.global_batch", run.data.global_batch, run.mesh.shape, BATCH_AXES)
+    if microbatches < 1 or rows % microbatches:
+        raise UserError(
+            f"--microbatches {microbatches}: each device of a stage has {rows} of data.global_batch="
+            f"{run.data.global_batch} sequences. Give one of {', '.join(map(str, divisors(rows)))}, or set "
+            "data.global_batch."
+        )
     mesh = " ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1)
     title = f"{args.config} on {machine}: {mesh} zero_stage={run.layout.zero_stage} remat={run.layout.remat}"
     return Planned(title, search_task(run, machine), run, args.csv, _alone(args, machine))
@@ -163,8 +170,10 @@ def plan_stages(args: argparse.Namespace, stages: int | None, microbatches: int 
 def _alone(args: argparse.Namespace, machine: Machine) -> Point | None:
     """The fastest ZeRO-3 layout without a pipeline, as `--search` finds it; None if none fits."""
     config = load_config(args.config, args.fiddlers, args.sets)
-    mesh = dict.fromkeys((f"mesh.{axis}" for axis in AXES), 1)
-    set_values(config, mesh | {"layout.microbatches": 1, "layout.auto": False})
+    set_values(config, dict.fromkeys((f"mesh.{axis}" for axis in AXES), 1))
+    # Not every mesh has collectives to overlap.
+    set_values(config, {"layout.microbatches": 1, "layout.auto": False, "layout.tensor_overlap": False})
+    set_values(config, {"layout.sequence_groups": 1})
     settle_loss_chunk(config, machine.device)
     task = search_task(build_run(config), machine)
     points = search(task, (mesh for mesh in meshes(task) if mesh.replica == 1))

@@ -100,6 +100,8 @@ def _check_options(args: argparse.Namespace) -> None:
             if values:
                 raise UserError(f"--{option} {values[0]} changes a config. Give a CONFIG, or leave --{option} out.")
         _times(args.costs)
+    elif args.csv is not None and args.csv.suffix != ".csv":
+        raise UserError(f"--csv {args.csv}: a run takes a schedule from a file whose name ends in .csv. Rename it.")
     elif args.costs is not None:
         raise UserError(f"--costs {args.costs}: the times of {args.config} are the plan's. Leave --costs out.")
 
