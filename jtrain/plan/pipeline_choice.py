@@ -152,16 +152,18 @@ def plan_stages(args: argparse.Namespace, stages: int | None, microbatches: int 
         )
     set_values(config, {"mesh.stage": stages})
     for_devices(config, count)
-    set_values(config, {"layout.microbatches": microbatches, "layout.auto": False})
-    settle_loss_chunk(config, machine.device)
+    set_values(config, {"layout.microbatches": 1, "layout.auto": False})
     run = build_run(config)
     rows = shard_size("data.global_batch", run.data.global_batch, run.mesh.shape, BATCH_AXES)
     if microbatches < 1 or rows % microbatches:
         raise UserError(
             f"--microbatches {microbatches}: each device of a stage has {rows} of data.global_batch="
             f"{run.data.global_batch} sequences. Give one of {', '.join(map(str, divisors(rows)))}, or set "
-            "data.global_batch."
+            f"data.global_batch to a multiple of {run.data.global_batch // rows * max(1, microbatches)}."
         )
+    set_values(config, {"layout.microbatches": microbatches})
+    settle_loss_chunk(config, machine.device)
+    run = build_run(config)
     mesh = " ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1)
     title = f"{args.config} on {machine}: {mesh} zero_stage={run.layout.zero_stage} remat={run.layout.remat}"
     return Planned(title, search_task(run, machine), run, args.csv, _alone(args, machine))
