@@ -32,6 +32,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 # Tests compile much and compute little: LLVM's optimisations are half of the seconds of a step's compilation. The
 # processes that tests start read the variable as well.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+# Images of containers often set it. Each process that tests start would compile the sources of jtrain, for 0.3 s.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Almost all objects of an import or a trace stay alive: collecting them rarely, and all of them only after a file (see
 # pytest_runtest_teardown), frees as much.
