@@ -97,8 +97,11 @@ def more_time_for_slow_tests(request: pytest.FixtureRequest) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs between runs for the processes that tests start (`platform.compile_collectives_anew`).
 
-    The other two are what `platform.start_jax` chooses where no variable names a cache.
+    The two variables after the cache's are what `platform.start_jax` chooses where none names a cache. Quick tests have
+    XLA try no kernels of matmuls for GPUs, which is a third of a compilation; slow ones compile as a user does.
     """
+    if "not slow" in config.getoption("markexpr").split(" and "):
+        os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0"
     config.stash[_terminal] = os.dup(2)  # during tests their output is captured
     assert config.cache is not None
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("jax"))
