@@ -100,15 +100,15 @@ def trained(
 
 
 @functools.cache
-def _unpipelined(sizes: Fields, layout: Fields) -> Run:
-    want = trained({}, sizes=dict(sizes), **dict(layout))
+def _unpipelined(sizes: Fields, axes: Fields, layout: Fields) -> Run:
+    want = trained(dict(axes), sizes=dict(sizes), **dict(layout))
     assert want.losses[-1] < want.losses[0] - 0.1, "the loss must move, or equality below proves nothing"
     return want
 
 
-def unpipelined(sizes: dict[str, Any] = SIZES, **layout: Any) -> Run:
-    """The same run on one device in one piece."""
-    return _unpipelined(tuple(sorted(sizes.items())), tuple(sorted(layout.items())))
+def unpipelined(sizes: dict[str, Any] = SIZES, axes: dict[str, int] | None = None, **layout: Any) -> Run:
+    """The same run without stages, on one device in one piece unless `axes` and `layout` say otherwise."""
+    return _unpipelined(*(tuple(sorted(fields.items())) for fields in (sizes, axes or {}, layout)))
 
 
 def assert_same(got: Run, want: Run) -> None:

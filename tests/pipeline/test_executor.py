@@ -76,10 +76,11 @@ def test_every_schedule_composes(stages: int, schedule: str, option: str) -> Non
     got = trained(
         dict(stage=stages, **axes), sizes=sizes, pipeline=settings(schedule), microbatches=2 * stages, **layout
     )
-    same = {key: layout[key] for key in layout if key == "matmul_dtype"}
-    if layout.get("matmul_dtype") == "fp8_current":  # the largest value of a microbatch is its own
-        same |= dict(microbatches=2 * stages)
-    assert_same(got, unpipelined(sizes, **same))
+    if option.startswith("fp8"):  # a difference in the last bit of float32 may round to another 8-bit number
+        want = unpipelined(sizes, axes, microbatches=2 * stages, **layout)
+    else:
+        want = unpipelined(sizes)
+    assert_same(got, want)
 
 
 @pytest.mark.slow
