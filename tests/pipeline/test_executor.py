@@ -1,17 +1,29 @@
 """A pipelined run is the unpipelined run: losses, gradients, weights; every schedule, with all else that splits."""
 
 import itertools
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jtrain.errors import UserError
-from jtrain.layout import OffloadSpec
+from jtrain.optim import AdamW, Muon
 from jtrain.pipeline.cells import to_csv
+from jtrain.pipeline.families import FAMILIES
 from jtrain.pipeline.schedule import PipelineSchedule
-from tests.pipeline.pipelined_runs import EXPERTS, SIZES, assert_same, trained, unpipelined
+from tests.pipeline.pipelined_runs import (
+    ADAMW,
+    OPTIONS,
+    SIZES,
+    assert_composes,
+    assert_same,
+    settings,
+    trained,
+    unpipelined,
+)
 from tests.pipeline.toy import random_schedule
 
 UNEVEN = SIZES | dict(num_layers=3, tie_embeddings=True)
@@ -30,75 +42,41 @@ def test_split_backward_passes_are_not_a_model() -> None:
     assert_same(got, unpipelined())
 
 
-OPTIONS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
-    "alone": ({}, {}, {}),
-    "data": (dict(data=2), {}, {}),
-    "replica": (dict(replica=2), {}, {}),
-    "tensor": (dict(tensor=2), {}, {}),
-    "overlap": (dict(tensor=2), {}, dict(tensor_overlap=True)),
-    "ring": (dict(context=2), {}, {}),
-    "ulysses": (dict(context=2), {}, dict(context_attention="ulysses")),
-    "expert": (dict(expert=2), EXPERTS, {}),
-    "zero 1": (dict(data=2), {}, dict(zero_stage=1)),
-    "zero 2": (dict(data=2), {}, dict(zero_stage=2)),
-    "zero 3": (dict(data=2), {}, dict(zero_stage=3)),
-    "remat full": ({}, {}, dict(remat="full")),
-    "remat named": ({}, {}, dict(remat="named", remat_save=("attention_out", "mlp_up"))),
-    "tied": ({}, SIZES | dict(tie_embeddings=True), {}),
-    "fp8 delayed": (dict(data=2), {}, dict(matmul_dtype="fp8_delayed")),
-    "fp8 current": ({}, {}, dict(matmul_dtype="fp8_current")),
-    "offload": (dict(data=2), {}, dict(zero_stage=3, remat="full", offload=OffloadSpec(params=1.0, optimizer=1.0))),
-}
-"""Axes beside `stage`, sizes of the model (SIZES if empty), and layout."""
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
-
-
-def chunks(schedule: str) -> int:
-    return 1 if schedule in ("gpipe", "1f1b", "zb-h1") else 2
-
-
-def settings(schedule: str, **more: Any) -> dict[str, Any]:
-    return dict(schedule=schedule) | (dict(chunks=2) if schedule == "interleaved" else {}) | more
+@pytest.mark.slow
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("schedule", FAMILIES)
+@pytest.mark.parametrize("stages", (2, 4))
+def test_every_schedule_composes(stages: int, schedule: str, option: str) -> None:
+    """With each axis, ZeRO stage, remat and precision."""
+    assert_composes(stages, schedule, option)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("stages", (2, 4))
-def test_every_schedule_composes(stages: int, schedule: str, option: str) -> None:
-    """With each axis, ZeRO stage, remat and precision; as many microbatches as DualPipeV needs.
+def test_eight_stages(option: str) -> None:
+    """Every schedule, in a process with sixteen emulated devices: eight stages and an axis of two."""
+    environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
+    command = [sys.executable, "-m", "tests.pipeline.eight_stages", option]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines() == [f"{name}: equal" for name in FAMILIES]
 
-    All have eight layers, so one to four in a chunk, and share a reference per option.
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", FAMILIES)
+@pytest.mark.parametrize("optimizer", (ADAMW, Muon(peak_lr=3e-3, warmup_steps=4)), ids=("adamw", "muon"))
+def test_five_layers_over_four_chunks(schedule: str, optimizer: AdamW | Muon) -> None:
+    """Three chunks have an identity layer each, which stays zero under weight decay, in parameters and moments.
+
+    The first weights, which are drawn by layer, are the same.
     """
-    axes, sizes, layout = OPTIONS[option]
-    sizes = (sizes or SIZES) | dict(num_layers=8)
-    got = trained(
-        dict(stage=stages, **axes), sizes=sizes, pipeline=settings(schedule), microbatches=2 * stages, **layout
-    )
-    if option.startswith("fp8"):  # a difference in the last bit of float32 may round to another 8-bit number
-        want = unpipelined(sizes, axes, microbatches=2 * stages, **layout)
-    else:
-        want = unpipelined(sizes)
-    assert_same(got, want)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_eight_stages(schedule: str) -> None:
-    """All emulated devices."""
-    sizes = SIZES | dict(num_layers=8 * chunks(schedule))
-    got = trained(dict(stage=8), sizes=sizes, pipeline=settings(schedule), microbatches=16)
-    assert_same(got, unpipelined(sizes))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ("gpipe", "1f1b", "zb-h1"))
-def test_five_layers_over_four_stages(schedule: str) -> None:
-    """Three stages have an identity layer each; the first weights, which are drawn by layer, are the same."""
+    assert optimizer.weight_decay > 0
     sizes = SIZES | dict(num_layers=5)
-    got = trained(dict(stage=4, data=2), sizes=sizes, pipeline=settings(schedule), microbatches=8, zero_stage=3)
-    assert_same(got, unpipelined(sizes))
+    stages = 4 if schedule in ("gpipe", "1f1b", "zb-h1") else 2
+    pipeline = settings(schedule)
+    axes = dict(stage=stages, data=2)
+    got = trained(axes, sizes=sizes, pipeline=pipeline, optimizer=optimizer, microbatches=8, zero_stage=3)
+    assert_same(got, unpipelined(sizes, optimizer=optimizer))
 
 
 @pytest.mark.slow
