@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
+import jax
+import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from jtrain.errors import UserError
 from jtrain.optim import AdamW, Muon
@@ -100,18 +104,29 @@ def fits(schedule: PipelineSchedule) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-def test_random_schedules_are_not_a_model(seed: int, tmp_path: Path) -> None:
+@hypothesis.settings(max_examples=6, phases=(hypothesis.Phase.generate,))
+@hypothesis.given(st.integers(0, 2**32))
+def test_random_schedules_are_not_a_model(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     """Valid ones as a user would write them, from a file: they may split some backward passes and not others."""
     rng = random.Random(seed)
     schedule = next(s for s in iter(lambda: random_schedule(rng), None) if fits(s))
-    path = tmp_path / "mine.csv"
+    path = tmp_path_factory.mktemp("schedule") / "mine.csv"
     path.write_text(to_csv(schedule))
     sizes = SIZES | dict(num_layers=schedule.virtual_stages)
     got = trained(
         dict(stage=schedule.stages), sizes=sizes, pipeline=dict(schedule=str(path)), microbatches=schedule.microbatches
     )
     assert_same(got, unpipelined(sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedules", (("gpipe", "1f1b", "zb-h1"), ("zbv", "dualpipev")), ids=str)
+def test_schedules_that_add_in_the_same_order_give_the_same_bits(schedules: tuple[str, ...]) -> None:
+    """Microbatches add their gradients in their own order under each: losses and last weights are equal bit for bit."""
+    runs = [trained(dict(stage=2, data=2), pipeline=settings(name), microbatches=4) for name in schedules]
+    for got in runs[1:]:
+        np.testing.assert_array_equal(got.losses, runs[0].losses)
+        jax.tree.map(np.testing.assert_array_equal, got.last, runs[0].last)
 
 
 @pytest.mark.slow
