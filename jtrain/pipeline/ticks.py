@@ -58,6 +58,9 @@ from jtrain.pipeline.schedule import PipelineSchedule, StageHop, StageOp
 type Packing = Literal["single", "fused", "aligned"]
 PACKINGS: tuple[Packing, ...] = ("single", "fused", "aligned")
 
+SCOPES = ("tick_forward", "tick_backward", "tick_weight")
+"""Named scopes of a compiled step, one for each of `TickOps`: a profile tells by them what an op belongs to."""
+
 NONE = -1
 """Value of a field of the table when there is nothing to do."""
 

@@ -27,7 +27,7 @@ from jtrain.model.param import Params
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
-from jtrain.pipeline.ticks import NONE, Field, Ticks, arriving_cotangent, arriving_input
+from jtrain.pipeline.ticks import NONE, SCOPES, Field, Ticks, arriving_cotangent, arriving_input
 from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks, by_rows
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
@@ -243,7 +243,7 @@ class _Worker:
         def rest(kept: LayerSlots) -> tuple[Array, LayerSlots]:
             return jnp.zeros(inputs.shape[1:], inputs.dtype), kept
 
-        with jax.named_scope("layers"):
+        with jax.named_scope("layers"), jax.named_scope(SCOPES[0]):
             return self._alone(chunk != NONE, forward, rest, kept)
 
     def _applied(self, inputs: Array, row_F: Array, parts: Batch) -> Array:
@@ -253,7 +253,7 @@ class _Worker:
             shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
             return self.chunks.apply(ChunkPass(chunk, shared), by_rows(inputs[row_F[Field.FORWARD_INPUT]]))
 
-        with jax.named_scope("layers"):
+        with jax.named_scope("layers"), jax.named_scope(SCOPES[0]):
             return self._alone(chunk != NONE, forward, lambda x: jnp.zeros(x.shape[1:], x.dtype), inputs)
 
     def _evaluated(self, nats_MBL: Array, y_BLD: Array, row_F: Array, trained: Params, parts: Batch) -> Array:
@@ -308,7 +308,7 @@ class _Worker:
         def rest(given: tuple[LayerSlots, Gradients]) -> tuple[Array, LayerSlots, Gradients]:
             return jnp.zeros(cotangents.shape[1:], cotangents.dtype), *given
 
-        with jax.named_scope("layers"):
+        with jax.named_scope("layers"), jax.named_scope(SCOPES[1]):
             return self._alone(chunk != NONE, backward, rest, (carry.stashes, carry.layers))
 
     @property
@@ -325,7 +325,7 @@ class _Worker:
         def add(layers: Gradients, present: Present) -> Gradients:
             return self.chunks.weight_gradients(ChunkPass(chunk, stash=stash, present=present), stashes, layers)
 
-        with jax.named_scope("layers"):
+        with jax.named_scope("layers"), jax.named_scope(SCOPES[2]):
             return self._alone(chunk != NONE, add, lambda layers: layers, layers)
 
     def _embedding_gradient(
