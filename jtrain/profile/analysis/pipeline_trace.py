@@ -11,6 +11,7 @@ number of the tick; the schedule says what each tick holds. So:
 
 An instruction lasts from the first to the last op of its conditional, collectives among them. Where layers permute they
 are in no conditional and compute in every tick; the ticks in which the schedule has nothing for them count as waiting.
+F and B of one tick then mix, and B counts from the end of F.
 What was found must be what the schedule has, tick by tick; otherwise there is a message and no picture.
 """
 
@@ -228,13 +229,24 @@ def _device_ticks(
             f"{at}: in tick {more[0][0]} the trace has a {more[0][1]} pass, and worker {worker} has none in the "
             f"schedule. {_AGAIN}"
         )
+    instructions = {op: found[place] for place, op in of_schedule.items()}
     edges = np.array(ends, np.int64).reshape(-1, 2)
     return _DeviceTicks(
         int(begins[0]),
         max(event.start_ns + event.duration_ns for _, event in events),
-        {op: found[place] for place, op in of_schedule.items()},
+        _in_turn(instructions) if loop.always else instructions,
         intervals.union(edges[:, 0], edges[:, 1]),
     )
+
+
+def _in_turn(instructions: Mapping[StageOp, tuple[int, int]]) -> dict[StageOp, tuple[int, int]]:
+    """The same where each begins after the one before has ended; given in order of ticks, F before B before W."""
+    found: dict[StageOp, tuple[int, int]] = {}
+    after = 0
+    for op, (start, end) in instructions.items():
+        start, after = max(start, after), max(end, after)
+        found[op] = start, after
+    return found
 
 
 def _tick_begins(events: Sequence[tuple[HloOp, OpEvent]], loop: TickLoop, num_ticks: int, at: str) -> np.ndarray:
