@@ -64,7 +64,7 @@ class RestingTransformer(Transformer):
     """Transformer whose layers rest instead of computing; embedding and loss are real."""
 
     def __init__(self, rests: Rests, num_layers: int) -> None:
-        sizes = dict(d_model=8, num_heads=1, num_kv_heads=1, head_dim=8, d_ff=8, vocab_size=16)
+        sizes: Any = dict(d_model=8, num_heads=1, num_kv_heads=1, head_dim=8, d_ff=8, vocab_size=16)
         super().__init__(num_layers=num_layers, **sizes)
         self.rests = rests
 

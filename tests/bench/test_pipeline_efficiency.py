@@ -3,12 +3,12 @@
 import argparse
 import collections
 import threading
+from collections.abc import Sequence
 
 import pytest
 
 from jtrain.bench import meets_bar, pipeline_efficiency
 from jtrain.bench.pipeline_efficiency import Rests, make_step
-from jtrain.pipeline.schedule import PassKind
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.step.pipeline_ticks import ticks_of
 
@@ -22,12 +22,12 @@ class Meetings:
     alone: (tick, worker) that waited in vain; from the first one on nobody waits.
     """
 
-    def __init__(self, barriers: dict[int, threading.Barrier], ticks: list[list[tuple[int, PassKind]]]) -> None:
+    def __init__(self, barriers: dict[int, threading.Barrier], ticks: Sequence[Sequence[tuple[int, str]]]) -> None:
         self.alone: list[tuple[int, int]] = []
         self._barriers, self._ticks = barriers, ticks
         self.done: collections.Counter[int] = collections.Counter()
 
-    def rest(self, kind: PassKind, worker: int) -> None:
+    def rest(self, kind: str, worker: int) -> None:
         tick, expected = self._ticks[worker][self.done[worker]]
         self.done[worker] += 1
         assert kind == expected
@@ -42,7 +42,7 @@ def test_operations_of_a_tick_run_side_by_side() -> None:
     """F, I and W of different workers in one tick overlap: nobody's loss or message comes between them."""
     meetings: list[Meetings] = []
 
-    def meet(kind: PassKind, worker: int) -> None:
+    def meet(kind: str, worker: int) -> None:
         meetings[0].rest(kind, worker)
 
     rests = Rests(lambda worker: meet("F", worker), lambda worker: meet("I", worker), lambda worker: meet("W", worker))

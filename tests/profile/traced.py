@@ -54,7 +54,8 @@ def traced(
     """The folder of a window of three steps, with the loop over layers scanned; `more` are fields of LayoutSpec."""
     spec = MeshSpec(stage=stage, data=data, tensor=tensor)
     mesh = make_mesh(spec, jax.devices()[: spec.size])
-    model = Transformer(**SIZES | dict(num_layers=num_layers))
+    sizes: dict[str, Any] = SIZES | dict(num_layers=num_layers)
+    model = Transformer(**sizes)
     infos = model.param_infos()
     fields = dict(zero_stage=zero_stage, remat=remat, microbatches=microbatches, compute_dtype="float32") | more
     layout = layout_from(fields, spec, infos, pipeline=PipelineSpec(schedule=schedule))

@@ -79,7 +79,7 @@ def track(trace: Trace, hlo: str, ops: Mapping[str, HloOp], facts: Mapping[str, 
     Raises:
       UserError: the trace does not show exactly the schedule's instructions.
     """
-    ticks, workers = _ticks(facts), facts["workers"]
+    ticks, workers = ticks_of_facts(facts), facts["workers"]
     if trace.num_devices != len(workers):
         raise UserError(f"the trace holds {trace.num_devices} of {len(workers)} devices. {_AGAIN}")
     loop, kernels = tick_loop(hlo), kernel_names(ops)
@@ -212,7 +212,7 @@ def _device_ticks(
             tick = int(np.searchsorted(begins, start, side="right")) - 1
             before = found.get((tick, part), (start, end))
             found[tick, part] = min(before[0], start), max(before[1], end)
-    of_schedule = {
+    of_schedule: dict[tuple[int, Part], StageOp] = {
         (tick, part): op
         for tick, row in enumerate(ticks.ops)
         for part, op in zip(_PARTS, row[worker], strict=True)
@@ -280,10 +280,11 @@ def _rows(devices: Sequence[_DeviceTicks], worker: int, workers: Sequence[int]) 
     """A worker's instructions in order, in seconds from the step's first tick; means over its devices."""
     mine = [device.instructions for device, of in zip(devices, workers, strict=True) if of == worker]
     began = _begin_ns(devices)
-    rows = [
-        (str(op), *(float(np.mean([device[op][side] - began for device in mine])) * 1e-9 for side in (0, 1)))
-        for op in mine[0]
-    ]
+
+    def mean_s(op: StageOp, edge: int) -> float:
+        return float(np.mean([device[op][edge] - began for device in mine])) * 1e-9
+
+    rows = [(str(op), mean_s(op, 0), mean_s(op, 1)) for op in mine[0]]
     return sorted(rows, key=lambda row: row[1])
 
 
@@ -305,7 +306,8 @@ def _shares(step: int, devices: Sequence[_DeviceTicks], lasted_ns: int) -> Pipel
     )
 
 
-def _ticks(facts: Mapping[str, Any]) -> Ticks:
+def ticks_of_facts(facts: Mapping[str, Any]) -> Ticks:
+    """The ticks of a run from `facts_of`, also after they were JSON."""
     given = facts["schedule"]
     streams = tuple(tuple(StageOp(*op) for op in stream) for stream in given["streams"])
     return make_ticks(PipelineSchedule(**{**given, "streams": streams}), facts["packing"])

@@ -35,7 +35,7 @@ class Window:
 
     @property
     def ticks(self) -> Ticks:
-        return pipeline_trace._ticks(self.facts)  # pyright: ignore[reportPrivateUsage]
+        return pipeline_trace.ticks_of_facts(self.facts)
 
     def found(self, **changes: Any) -> PipelineTrack:
         changed = dataclasses.replace(self, **changes)
