@@ -31,7 +31,7 @@ from jtrain.pipeline.ticks import NONE, SCOPES, Field, Ticks, arriving_cotangent
 from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks, by_rows
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
-from jtrain.step.zero import gathered_once, placement_of, scattered_once, trained_part, with_whole
+from jtrain.step.zero import gathered_once, gathers_once, placement_of, scattered_once, trained_part, with_whole
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +80,7 @@ def pipelined_gradients(
       Gradients in the shapes of `trained_part`.
     """
     assert layout.pipeline is not None
-    if layout.pipeline.spec.gather == "step" and layout.spec.zero_stage >= 2:
+    if gathers_once(layout):
         whole, params = gathered_once(layout, params)
         grads, seen, nats = pipelined_gradients(model, whole, params, scaling, parts, unit)
         return scattered_once(layout, grads), seen, nats

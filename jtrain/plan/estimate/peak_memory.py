@@ -27,6 +27,7 @@ from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
 from jtrain.step.host_offload import SLICE_ELEMENTS
+from jtrain.step.zero import gathers_once
 from jtrain_kernels.cost import ATTENTION, padded_head
 from jtrain_kernels.device import Platform
 
@@ -63,6 +64,13 @@ def worst_moment(job: Job) -> Moment:
     return max((step.loss(), step.layer(), step.embedding(), step.update()), key=lambda moment: moment.bytes)
 
 
+def slot_bytes(job: Job) -> int:
+    """Bytes that a chunk of a pipeline keeps of one microbatch between its forward and its backward pass."""
+    step = _Step(job)
+    assert step.ticks is not None
+    return step.layers // step.ticks.schedule.chunks * step._kept() + step.x
+
+
 class _Step:
     """Sizes of one device's arrays while it computes one microbatch, in bytes.
 
@@ -95,8 +103,9 @@ class _Step:
         self.rows_x = self.h * rows_per_token(layout)
         self.lse = self.tokens * model.num_heads // tensor * _F32
         self.casts = layout.precision.param_dtype != layout.precision.compute_dtype
-        self.reduces = spec.zero_stage >= 2 and mesh.data > 1  # every layer's gradient, at once
-        self.gathers = spec.zero_stage == 3 and mesh.data > 1
+        self.once = gathers_once(layout) and mesh.data > 1  # all weights and gradients of a stage are whole
+        self.reduces = spec.zero_stage >= 2 and mesh.data > 1 and not self.once  # every layer's gradient, at once
+        self.gathers = spec.zero_stage == 3 and mesh.data > 1 and not self.once
         self.stacked = [p for p in layout.params if p.info.is_matrix and p.info.dims.startswith("Y")]
         self.names = kept_names(layout)
         self.attention = implementation(job)
@@ -120,7 +129,8 @@ class _Step:
         return self.param * sum(self._accumulated(p) for p in which)
 
     def _accumulated(self, p: ParamLayout) -> int:
-        return local_elements(self.layout, p.accumulator, p.info.shape, self.platform)
+        summed = p.spec(over_data=False) if self.once else p.accumulator
+        return local_elements(self.layout, summed, p.info.shape, self.platform)
 
     def _unembedding_gradient(self) -> int:
         """Unembedding gradient of this device's columns, alive from the loss on: float32 and whole, or a shard."""
@@ -157,6 +167,9 @@ class _Step:
 
     def _before_loops(self) -> int:
         """Copies of parameters that live while the layers compute."""
+        if self.once and self.layout.spec.zero_stage == 3:
+            whole = self.compute * sum(self._whole(p) for p in self.layout.params if p.info.is_matrix)
+            return whole + self._own_heads()
         return self._hoisted() + self._own_heads()
 
     def _own_heads(self) -> int:
