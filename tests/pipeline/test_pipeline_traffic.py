@@ -41,7 +41,7 @@ def test_compiled_collectives_are_the_plans(
     axes: dict[str, int], pipeline: PipelineSpec, sizes: dict[str, Any], layout: dict[str, Any]
 ) -> None:
     """Kinds, axes, dtypes, number of arrays and bytes; layers that permute compute in every tick."""
-    settings = layout_of(3, 4, **layout)
+    settings = layout_of(**dict(zero_stage=3, microbatches=4) | layout)
     got = compiled(axes, FOUR | sizes, pipeline=pipeline, **settings)
     assert got == predicted(axes, FOUR | sizes, pipeline=pipeline, **settings)
     assert got["collective-permute", ("stage",), 2, "f32"][1] > 0

@@ -275,7 +275,8 @@ def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] 
     are not kept are recomputed.
 
     With 8-bit matmuls gathered arrays travel in 8 bits, with the same scale on all devices. If the backward pass is
-    split, the gradients of weights gather what the gradient of the input has gathered already.
+    split, the gradients of weights gather what the gradient of the input has gathered already. If a stage computes it
+    whole, the gather that recomputes a projection serves its gradient too.
     """
     again = [0, 0, 0]
     if kept is not None:
@@ -284,7 +285,8 @@ def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] 
             not {"mlp_gate", "mlp_up"} <= set(kept),
             "attention_out" not in kept,
         ]
-    gathers, sums = 4 + again[0] + again[1], 4 + again[2]
+    whole = layout.pipeline is not None and not splits_backward(layout)
+    gathers, sums = 4 + (0 if whole else again[0] + again[1]), 4 + again[2]
     gradients = 4 if splits_backward(layout) else 2
     mode, dtype, n = layout.precision.matmul_dtype, layout.precision.compute_dtype, layout.mesh.tensor
     forward, gradient = (dtype, dtype) if mode == "compute" else ("float8_e4m3fn", "float8_e5m2")
@@ -293,7 +295,7 @@ def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] 
             "activations", "collective-permute", ("tensor",), travels, elements // n, times * layers * (n - 1), group=2
         )
     if mode == "fp8_current":  # scales of x, kept for its second gather, and of dy
-        found.add("scales", "all-reduce", ("tensor",), "float32", 1, (4 + again[0] + again[1]) * layers)
+        found.add("scales", "all-reduce", ("tensor",), "float32", 1, gathers * layers)
 
 
 def _context(found: _Found, job: Job, *, tokens: int) -> None:
