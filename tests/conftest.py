@@ -100,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
     The two variables after the cache's are what `platform.start_jax` chooses where none names a cache. Quick tests have
     XLA try no kernels of matmuls for GPUs, which is a third of a compilation; slow ones compile as a user does.
     """
-    if "not slow" in config.getoption("markexpr").split(" and "):
+    if "not slow" in str(config.getoption("markexpr")).split(" and "):
         os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0"
     config.stash[_terminal] = os.dup(2)  # during tests their output is captured
     assert config.cache is not None
