@@ -58,14 +58,11 @@ def analyse(folder: Path) -> Breakdown:
     facts = read_facts(folder)
     found = break_down(trace, ops, facts, aligned_samples(folder, trace))
     hlo = (folder / f"{facts['module']}.hlo.txt").read_text()
-    pipeline, notes = None, found.notes
-    if facts["pipeline"] is not None:
-        try:
-            pipeline = pipeline_trace.track(trace, hlo, ops, facts["pipeline"])
-        except UserError as error:
-            notes = [*notes, f"{pipeline_trace.UNKNOWN}{error}"]
+    pipeline, unknown = pipeline_trace.find(trace, hlo, ops, facts["pipeline"])
     alive = memory_timeline.track(trace, hlo, ops)
-    return dataclasses.replace(found, advice=advise(found), live=alive, pipeline=pipeline, notes=notes)
+    return dataclasses.replace(
+        found, advice=advise(found), live=alive, pipeline=pipeline, notes=[*found.notes, *unknown]
+    )
 
 
 def load(folder: Path) -> tuple[Trace, dict[str, HloOp]]:

@@ -69,6 +69,18 @@ def facts_of(ticks: Ticks, costs: tuple[float, float, float], workers: Sequence[
     return {"schedule": schedule, "packing": ticks.packing, "costs": costs, "workers": list(workers)}
 
 
+def find(
+    trace: Trace, hlo: str, ops: Mapping[str, HloOp], facts: Mapping[str, Any] | None
+) -> tuple[PipelineTrack | None, list[str]]:
+    """`track`, or a note on why it is unknown; neither without stages."""
+    if facts is None:
+        return None, []
+    try:
+        return track(trace, hlo, ops, facts), []
+    except UserError as error:
+        return None, [f"{UNKNOWN}{error}"]
+
+
 def track(trace: Trace, hlo: str, ops: Mapping[str, HloOp], facts: Mapping[str, Any]) -> PipelineTrack:
     """Finds the instructions of the window's median step, and the shares of every step.
 
