@@ -144,8 +144,8 @@ def test_offload_that_stages_do_not_have_is_refused(
     with pytest.raises(UserError, match=message):
         lay(offload=offload, gather=gather)
     for way_out in ways_out:
-        settings: dict[str, Any] = dict(offload=offload, gather=gather)
-        lay(**settings | way_out)
+        changed: dict[str, Any] = dict(offload=offload, gather=gather) | way_out
+        lay(**changed)
 
 
 def test_a_model_without_a_stack_of_layers_is_refused() -> None:
