@@ -14,7 +14,7 @@ from typing import Literal
 
 from jtrain.dims import kv_heads_in_use
 from jtrain.layout import VOCABULARY_AXES, Layout, ParamLayout
-from jtrain.mesh import BATCH_AXES, axis_names, unsplit_axes
+from jtrain.mesh import BATCH_AXES, ZERO_AXES, axis_names, unsplit_axes
 from jtrain.model.expert_dispatch import num_pieces
 from jtrain.model.fp8_scaling import fp8_weights
 from jtrain.model.router import MoESpec
@@ -70,7 +70,7 @@ def collectives(job: Job) -> tuple[Collective, ...]:
     for p in layout.params:
         _parameter(found, job, p)
     tokens = rows * job.seq_len // layout.mesh.context
-    if splits_embeddings(layout):
+    if layout.gathers_weights:
         _split_embeddings(found, job, tokens=tokens)
     if layout.mesh.tensor * layout.mesh.stage > 1:
         _split_vocabulary(found, job, tokens=tokens)
@@ -86,17 +86,12 @@ def collectives(job: Job) -> tuple[Collective, ...]:
     return found.result()
 
 
-def splits_embeddings(layout: Layout) -> bool:
-    """True if no device ever holds a whole embedding or unembedding: see `Placement.lookup`."""
-    return layout.spec.zero_stage == 3 and layout.mesh.data > 1
-
-
 class _Found:
     """Sums of the arrays that share a purpose."""
 
     def __init__(self, layout: Layout) -> None:
         self.mesh = layout.mesh.shape
-        self.rings = layout.rings or (self.mesh["data"],)
+        self.rings = layout.rings or (layout.mesh.zero_shards,)
         self.totals: collections.Counter[tuple[str, Kind, tuple[str, ...], int, str, str]] = collections.Counter()
 
     def add(
@@ -119,9 +114,9 @@ class _Found:
             self.totals[*key, "bytes"] += count * elements * (size or itemsize(dtype))
 
     def over_data(self, purpose: str, kind: Kind, dtype: str, elements: int, count: int) -> None:
-        """Adds a collective of `gather_data` or `scatter_data`: one per ring, each over its part of the array."""
+        """Adds a collective of `gather_shards` or `scatter_shards`: one per ring, each over its part of the array."""
         for index, group in enumerate(self.rings):
-            self.add(purpose, kind, ("data",), dtype, elements // math.prod(self.rings[:index]), count, group=group)
+            self.add(purpose, kind, ZERO_AXES, dtype, elements // math.prod(self.rings[:index]), count, group=group)
 
     def result(self) -> tuple[Collective, ...]:
         """The collectives found, the most bytes on the wire first."""
@@ -173,11 +168,11 @@ def _split_embeddings(found: _Found, job: Job, *, tokens: int) -> None:
     """Adds the traffic of split embeddings: see `jtrain.step.zero._lookup` and `jtrain.model.unembedding`."""
     model, layout = job.model, job.layout
     spec, mesh = layout.spec, layout.mesh
-    found.add("token ids", "all-gather", ("data",), "int32", mesh.data * tokens, spec.microbatches, size=4)
+    found.add("token ids", "all-gather", ZERO_AXES, "int32", mesh.zero_shards * tokens, spec.microbatches, size=4)
     found.add(
         "embedding",
         "all-to-all",
-        ("data",),
+        ZERO_AXES,
         layout.precision.compute_dtype,
         tokens * model.d_model,
         2 * spec.microbatches,
@@ -200,7 +195,7 @@ def _split_vocabulary(found: _Found, job: Job, *, tokens: int) -> None:
     model, layout = job.model, job.layout
     spec, n = layout.spec, layout.mesh.tensor * layout.mesh.stage
     tokens += -tokens % n
-    in_parts = splits_embeddings(layout) and num_parts(model.vocab_size, n) > 1
+    in_parts = layout.gathers_weights and num_parts(model.vocab_size, n) > 1
     own = tokens if in_parts else tokens // n
     chunk = min(model.loss_chunk, own)
     chunks = -(-own // chunk)

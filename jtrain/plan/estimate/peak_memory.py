@@ -21,7 +21,6 @@ from jtrain.model.saved_activations import (
 )
 from jtrain.model.unembedding import num_parts
 from jtrain.plan.estimate.attention_time import implementation
-from jtrain.plan.estimate.collectives import splits_embeddings
 from jtrain.plan.estimate.pipeline import kept_layers, layers_here, ticks
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
@@ -95,8 +94,8 @@ class _Step:
         self.rows_x = self.h * rows_per_token(layout)
         self.lse = self.tokens * model.num_heads // tensor * _F32
         self.casts = layout.precision.param_dtype != layout.precision.compute_dtype
-        self.reduces = spec.zero_stage >= 2 and mesh.data > 1  # every layer's gradient, at once
-        self.gathers = spec.zero_stage == 3 and mesh.data > 1
+        self.reduces = spec.zero_stage >= 2 and mesh.zero_shards > 1  # every layer's gradient, at once
+        self.gathers = layout.gathers_weights
         self.stacked = [p for p in layout.params if p.info.is_matrix and p.info.dims.startswith("Y")]
         self.names = kept_names(layout)
         self.attention = implementation(job)
@@ -127,18 +126,18 @@ class _Step:
         kernel = self.model.d_model * self.model.vocab_size // self.shards
         if self.ticks is not None:
             return 0  # added to its sum at once
-        if splits_embeddings(self.layout) and num_parts(self.model.vocab_size, self.shards) > 1:
-            return kernel // self.layout.mesh.data * self.param
+        if self.layout.gathers_weights and num_parts(self.model.vocab_size, self.shards) > 1:
+            return kernel // self.layout.mesh.zero_shards * self.param
         return kernel * _F32
 
     # Weights -----------------------------------------------------------------------------------------------------
 
     def _whole(self, p: ParamLayout) -> int:
-        """Elements of a parameter, all layers, gathered over `data`."""
+        """Elements of a parameter, all layers, gathered from its shards."""
         return self.layout.local_size(p.spec(over_data=False), p.info.shape)
 
     def _one_layer(self) -> int:
-        """Elements of one layer's matrices, gathered over `data`."""
+        """Elements of one layer's matrices, gathered from their shards."""
         return sum(self._whole(p) for p in self.stacked) // self.layers
 
     def _hoisted(self) -> int:
@@ -225,7 +224,7 @@ class _Step:
         """
         model, tensor = self.model, self.shards
         chunk = min(model.loss_chunk, -(-self.tokens // tensor))
-        parts = num_parts(model.vocab_size, tensor) if splits_embeddings(self.layout) else 1
+        parts = num_parts(model.vocab_size, tensor) if self.layout.gathers_weights else 1
         columns = -(-model.vocab_size // tensor // parts)
         kernel = model.d_model * columns
         loss = kernel * (self.compute + _F32) + 2 * self.x
@@ -351,9 +350,9 @@ class _Step:
         model, mesh = self.model, self.layout.mesh
         table = model.vocab_size // self.shards * model.d_model
         workspace = table * _F32 + self.x
-        if splits_embeddings(self.layout):
+        if self.layout.gathers_weights:
             # The gradient of all devices' tokens, in this device's columns.
-            workspace = table // mesh.data * _F32 + self.x * (1 + _F32 // self.compute)
+            workspace = table // mesh.zero_shards * _F32 + self.x * (1 + _F32 // self.compute)
         return Moment(
             "embedding",
             gradients=self._carried() + self._found(layers=True),
@@ -363,14 +362,14 @@ class _Step:
         )
 
     def update(self) -> Moment:
-        """Moment of the update: all gradients, and under stage 1 their float32 shards over `data`.
+        """Moment of the update: all gradients, and under stage 1 their float32 shards.
 
         Under stages 1 and 2 the new parameters are gathered before they replace the old ones.
         """
         spec = self.layout.spec
         gradients = self._carried() or self._found(layers=True) + self._found(layers=False)
         weights = 0
-        if spec.zero_stage in (1, 2) and self.layout.mesh.data > 1:
+        if spec.zero_stage in (1, 2) and self.layout.mesh.zero_shards > 1:
             shards = _F32 * sum(self.layout.local_size(p.optimizer, p.info.shape) for p in self.layout.params)
             whole = [p for p in self.layout.params if p.param != p.optimizer]
             gathered = self.param * sum(self.layout.local_size(p.param, p.info.shape) for p in whole)
