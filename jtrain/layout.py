@@ -2,9 +2,9 @@
 
 One table, `SPLITS`, decides which mesh axis splits which dimension. `tensor` always splits its dimensions, and `expert`
 the experts of an MoE layer. Under a pipeline `stage` splits the layers Y, in the order of `PipelineLayout.order`,
-and V together with `tensor`; gradients and optimizer state alike. `data` and `context` together split D for the arrays
-that the ZeRO stage shards (arXiv:1910.02054): optimizer state from stage 1, gradients from stage 2, parameters from
-stage 3. Norm scales are replicated at every ZeRO stage: they are a ten-thousandth of a model, and gathering each would cost a collective.
+and V together with `tensor`; gradients and optimizer state alike. `data` and `context` together split D of the arrays
+that ZeRO shards (arXiv:1910.02054): optimizer state from stage 1, gradients from stage 2, parameters from stage 3. Norm
+scales are always replicated: they are a ten-thousandth of a model, and gathering each would cost a collective.
 
 Where `tensor` has more devices than the model has key heads, several devices share a head. Between steps D of its
 kernels is split over `tensor` instead of K, so that nothing is stored twice; `jtrain.step.zero.own_heads` gives each
@@ -276,7 +276,7 @@ def make_layout(
     """
     placed = _placed_layers(pipeline, mesh, infos) if mesh.stage > 1 else None
     if placed is not None:
-        _check_stages(spec, placed)
+        _check_stages(spec, placed, precision)
         infos = tuple(info.placed(placed.order) for info in infos)
     shared_by = devices_per_key_head(mesh, infos)
     check_context_heads(mesh, infos, attention=spec.context_attention, order=context_order)
@@ -300,23 +300,22 @@ def make_layout(
     if spec.sequence_groups > 1:
         _check_groups(spec, mesh, infos, precision)
     layouts: list[ParamLayout] = []
+    split_over = {"D": mesh.zero_axes, "V": VOCABULARY_AXES if placed else ("tensor",)}
     for info in infos:
-        dims: dict[str, int | None] = {"data": None, "tensor": None, "expert": None}
+        dims: dict[str, int | None] = dict.fromkeys(("data", "tensor", "expert"))
         shared = shared_by if "K" in info.dims else 1
         if info.is_matrix:
             for index, letter in enumerate(info.dims):
                 axis = SPLITS.get(letter)
-                # Stage 0 splits nothing over data, so it asks nothing of D.
-                if axis is None or (axis == "data" and spec.zero_stage == 0):
+                if axis is None or (axis == "data" and spec.zero_stage == 0):  # stage 0 asks nothing of D
                     continue
                 if axis == "expert" and not info.is_experts:
                     continue  # a router scores all experts on every device
                 if letter != "K":
-                    axes = ZERO_AXES if axis == "data" else VOCABULARY_AXES if letter == "V" and placed else (axis,)
-                    shard_size(FIELDS[letter], info.shape[index], mesh.shape, axes)
+                    shard_size(FIELDS[letter], info.shape[index], mesh.shape, split_over.get(letter, (axis,)))
                 dims[axis] = index
         if shared > 1:
-            axes = (*ZERO_AXES, "tensor") if spec.zero_stage else ("tensor",)
+            axes = (*mesh.zero_axes, "tensor") if spec.zero_stage else ("tensor",)
             shard_size(FIELDS["D"], info.shape[info.dims.index("D")], mesh.shape, axes)
         memory: MemoryKind = "pinned_host" if info.path in on_host else "device"
         split: Any = dict(expert_dim=dims["expert"], shared_by=shared, staged=placed is not None)
@@ -325,9 +324,14 @@ def make_layout(
     return Layout(spec, mesh, tuple(layouts), pipeline=placed, pipeline_spec=pipeline, **more)
 
 
-def _check_stages(spec: LayoutSpec, placed: PipelineLayout) -> None:
+def _check_stages(spec: LayoutSpec, placed: PipelineLayout, precision: PrecisionSpec) -> None:
     """Refuses options that a pipelined step does not have."""
     offload = spec.offload
+    if (dtype := precision.grad_accum_dtype) != "float32":
+        raise UserError(
+            f"precision.grad_accum_dtype={dtype} with mesh.stage={placed.stages}: stages sum gradients in float32. "
+            "Set precision.grad_accum_dtype=float32, or mesh.stage=1."
+        )
     if offload.share("activations") > 0:
         raise UserError(
             f"layout.offload.activations={offload.activations} with mesh.stage={placed.stages}: what the layers of a "

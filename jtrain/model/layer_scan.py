@@ -1,11 +1,11 @@
 """Loop over layers, with prefetch of weights that live in host memory, and with sums of gradients in place.
 
 The plain loop is one `jax.lax.scan`. With weights in host memory, a plain scan would start each copy when its layer
-starts and wait for it, and it would save the copies of all layers for the backward pass. And where the gradients of
-several microbatches are summed, it would hold those of all layers beside their sums. For both there is a loop with its
-own forward and backward pass. Its backward pass adds each layer's gradients to their sums in place. Each layer computes
-with weights that arrived during the previous layer, while the weights of the next layer are being copied, so the weights
-of two layers are on the device at a time.
+starts and wait for it, and it would save the copies of all layers for the backward pass. Where the gradients of several
+microbatches are summed, it would hold the gradients of all layers beside their sums. For both there is a loop with its
+own forward and backward pass, which adds each layer's gradients to their sums in place. A layer computes with weights
+that arrived during the previous layer, while the weights of the next layer are being copied: those of two layers are on
+the device at a time.
 
 | per microbatch, of Y layers | weights copied to the device |
 |---|---|

@@ -7,7 +7,6 @@ embedding, unembedding and last norm are added at the end of a microbatch.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,9 @@ from jtrain.step.zero import param_tree, with_whole
 
 
 def sums_gradients(layout: Layout) -> bool:
-    """True if gradients are added to sums; otherwise a step has one set of them, in the dtype of the parameters."""
-    return layout.spec.microbatches > 1 or layout.precision.grad_accum_dtype != "float32"
+    """True if the backward pass adds gradients to sums; False if a step has one set, in the parameters' dtype."""
+    summed = layout.spec.microbatches > 1 or layout.precision.grad_accum_dtype != "float32"
+    return summed or layout.pipeline is not None
 
 
 def no_sums(layout: Layout, trained: Params) -> Params:
@@ -64,7 +64,10 @@ class GradientSums:
           grads: gradients of `differentiated`.
         """
         add = {path: of for path, of in param_tree(self.layout, self._add).items() if path != "layers"}
-        ends = {path: jax.tree.map(lambda add, a, g: add(a, g, None), of, sums[path], grads[path]) for path, of in add.items()}
+        ends = {
+            path: jax.tree.map(lambda add, a, g: add(a, g, None), of, sums[path], grads[path])
+            for path, of in add.items()
+        }
         return {**ends, "layers": grads["layers"]}
 
     def _add(self, p: ParamLayout) -> Callable[[Array, Array, Array | None], Array]:

@@ -1,7 +1,8 @@
 """ZeRO: gathers each weight for the matmul that uses it, and reduces and scatters its gradient.
 
 All collectives run inside the step's fully-manual `jax.shard_map`. Shards lie along `data` and `context` together
-(`jtrain.mesh.ZERO_AXES`). `gather_shards` and `scatter_shards` are transposes of each other. One rule finishes every gradient: it is summed over each axis that does not split its parameter.
+(`jtrain.mesh.ZERO_AXES`). `gather_shards` and `scatter_shards` are transposes of each other. One rule finishes every
+gradient: it is summed over each axis that does not split its parameter.
 """
 
 import dataclasses
@@ -167,7 +168,7 @@ def with_whole(layout: Layout, trained: Params, params: Params) -> Params:
 
 
 def gathered_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
-    """Returns parameters gathered from their shards, in the compute dtype, and the layout that uses them as ZeRO-1 does.
+    """Returns whole parameters, in the compute dtype, and the layout that uses them as ZeRO-1 does.
 
     Layers then gather nothing, and their gradients are whole until `scattered_once`.
     """
@@ -284,7 +285,7 @@ def scatter_shards(layout: Layout, whole: Array, dim: int) -> Array:
 
 
 def _ring_groups(rings: tuple[int, ...]) -> list[list[list[int]] | None]:
-    """Returns for each torus dimension, slowest first, the groups of devices along `ZERO_AXES` that differ only in it."""
+    """Returns for each torus dimension, slowest first, the groups of devices along ZERO_AXES that differ only in it."""
     if not rings:
         return [None]
     place = np.arange(math.prod(rings)).reshape(rings)

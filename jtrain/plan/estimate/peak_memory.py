@@ -25,6 +25,7 @@ from jtrain.plan.estimate.pipeline import kept_layers, layers_here, ticks
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
+from jtrain.step.gradient_sums import sums_gradients
 from jtrain.step.host_offload import SLICE_ELEMENTS
 from jtrain_kernels.cost import ATTENTION, padded_head
 from jtrain_kernels.device import Platform
@@ -103,20 +104,21 @@ class _Step:
     # Gradients ---------------------------------------------------------------------------------------------------
 
     def _carried(self) -> int:
-        """Float32 sums of all gradients over microbatches; 0 with one microbatch and no pipeline."""
-        if self.layout.spec.microbatches == 1 and self.ticks is None:
+        """Sums of all gradients over microbatches; 0 if a step has one set of gradients."""
+        if not sums_gradients(self.layout):
             return 0
-        return _F32 * sum(self._accumulated(p) for p in self.layout.params)
+        return itemsize(self.layout.precision.grad_accum_dtype) * sum(self._accumulated(p) for p in self.layout.params)
 
     def _found(self, *, layers: bool) -> int:
         """Gradients of one microbatch in the parameters' dtype: of the layers, or of embedding and unembedding.
 
-        A pipeline adds those of a layer to their sums before it computes the next layer's.
+        Sums get those of a layer before the next layer's are computed.
         """
         if self.ticks is not None:
             return self._one_layer() * self.compute if layers else 0
         which = [p for p in self.layout.params if p.info.dims.startswith("Y") == layers]
-        return self.param * sum(self._accumulated(p) for p in which)
+        found = self.param * sum(self._accumulated(p) for p in which)
+        return found // self.layers if layers and sums_gradients(self.layout) else found
 
     def _accumulated(self, p: ParamLayout) -> int:
         return local_elements(self.layout, p.accumulator, p.info.shape, self.platform)
