@@ -24,6 +24,7 @@ from jtrain.pipeline.schedule import StageHop
 from jtrain.plan.estimate.pipeline import layers_here, ticks
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
+from jtrain.step.gradient_sums import sums_gradients
 
 type Kind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute"
@@ -283,9 +284,10 @@ def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] 
 def _context(found: _Found, job: Job, *, tokens: int) -> None:
     """Adds the traffic of attention over `context`: see `jtrain_kernels.attention`; `tokens` of one device.
 
-    Segments are the same for all layers, so JAX hoists their sends in the forward pass out of the loop over layers;
-    those of the backward pass and of recomputation stay in it. If the backward pass recomputes a ring, XLA joins its
-    first hop with the first hop of the gradient's ring: the same keys go to the same neighbour.
+    Segments are the same for all layers, so JAX hoists their sends in the forward pass out of a plain loop over layers;
+    those of the backward pass and of recomputation stay in it, and so do all sends of a loop that sums gradients. If the
+    backward pass recomputes a ring, XLA joins its first hop with the first hop of the gradient's ring: the same keys go
+    to the same neighbour.
     """
     model, layout = job.model, job.layout
     spec, mesh = layout.spec, layout.mesh
@@ -294,6 +296,8 @@ def _context(found: _Found, job: Job, *, tokens: int) -> None:
     query, key = (tokens * heads * model.head_dim for heads in (model.num_heads // mesh.tensor, kv_heads))
     kept, axes = kept_names(layout), ("context",)
     again, once = layers if kept is not None else 0, spec.microbatches
+    if sums_gradients(layout) and layout.pipeline is None:
+        once = layers
     if spec.context_attention == "ulysses":
         key *= 1 if kv_heads % mesh.context == 0 else mesh.context // kv_heads
         for elements in (query, key):  # queries and the output; keys and values
