@@ -285,7 +285,7 @@ def _context(found: _Found, job: Job, *, tokens: int) -> None:
     """Adds the traffic of attention over `context`: see `jtrain_kernels.attention`; `tokens` of one device.
 
     Segments are the same for all layers, so JAX hoists their sends in the forward pass out of a plain loop over layers;
-    those of the backward pass and of recomputation stay in it, and so do all sends of a loop that sums gradients. If the
+    those of the backward pass and of recomputation stay in it, and so do all in a loop that sums gradients. If the
     backward pass recomputes a ring, XLA joins its first hop with the first hop of the gradient's ring: the same keys go
     to the same neighbour.
     """
