@@ -167,7 +167,7 @@ def test_reports_show_both_pictures_and_the_bubble(folder: Path, capsys: pytest.
 
 def test_a_trace_that_does_not_show_the_schedule_is_noted(zb_h1: Window) -> None:
     """The report says among its unknown values why it has no picture; a run without stages has nothing to say."""
-    given: Any = zb_h1.trace, zb_h1.hlo, zb_h1.ops
+    given = zb_h1.trace, zb_h1.hlo, zb_h1.ops
     found, notes = pipeline_trace.find(*given, zb_h1.facts | {"workers": [1, 0]})
     assert found is None
     assert [note.startswith(f"{pipeline_trace.UNKNOWN}step {STEPS[0]}, device 0: of 12") for note in notes] == [True]
