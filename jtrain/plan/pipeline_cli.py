@@ -158,7 +158,7 @@ def _planned(args: argparse.Namespace) -> "Planned | None":
 
 def _write_files(args: argparse.Namespace, shown: "Shown") -> None:
     """Writes what --svg, --html and --write-csv ask for."""
-    from jtrain.plan.report.pipeline_picture import page, svg
+    from jtrain.pipeline.picture import page, svg
     from jtrain.plan.report.pipeline_sheet import figures
 
     schedule, flow = shown.schedule, shown.flow

@@ -222,7 +222,7 @@ def nearest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point:
 def _frugal(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[Point]:
     """Yields the layouts of least memory on each mesh: without offload, with the optimizer's state, with everything."""
     for mesh in over:
-        stage = 3 if mesh.data > 1 else 0
+        stage = 3 if mesh.zero_shards > 1 else 0
         base = dataclasses.replace(task.asked, zero_stage=stage, remat="full", remat_save=(), auto=False)
         most = task.job.global_batch // (mesh.replica * mesh.data)
         # One microbatch needs no accumulator; the largest number has the smallest activations.
@@ -314,9 +314,9 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
 def _series(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[list[Point]]:
     """Yields lists of layouts that differ only in microbatches, the fewest first."""
     for mesh in over:
-        stages = (0, 1, 2, 3) if mesh.data > 1 else (0,)
+        stages = (0, 1, 2, 3) if mesh.zero_shards > 1 else (0,)
         for stage, kept in itertools.product(stages, REMATS):
-            if kept == SAVEABLE and stage == 3 and mesh.data > 1:
+            if kept == SAVEABLE and stage == 3 and mesh.zero_shards > 1:
                 continue  # remat=none keeps the same under stage 3
             remat = "none" if kept is None else "named" if kept else "full"
             base = dataclasses.replace(

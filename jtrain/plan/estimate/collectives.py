@@ -14,7 +14,7 @@ from typing import Literal
 
 from jtrain.dims import kv_heads_in_use
 from jtrain.layout import VOCABULARY_AXES, Layout, ParamLayout
-from jtrain.mesh import BATCH_AXES, axis_names, unsplit_axes
+from jtrain.mesh import BATCH_AXES, ZERO_AXES, axis_names, unsplit_axes
 from jtrain.model.expert_dispatch import num_pieces
 from jtrain.model.fp8_scaling import fp8_weights
 from jtrain.model.router import MoESpec
@@ -24,6 +24,7 @@ from jtrain.pipeline.schedule import StageHop
 from jtrain.plan.estimate.pipeline import layer_passes, layers_here, splits_backward, ticks
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
+from jtrain.step.gradient_sums import sums_gradients
 from jtrain.step.zero import gathers_once
 
 type Kind = Literal[
@@ -92,7 +93,7 @@ def collectives(job: Job) -> tuple[Collective, ...]:
 
 def splits_embeddings(layout: Layout) -> bool:
     """True if no device ever holds a whole embedding or unembedding: see `Placement.lookup`."""
-    return layout.spec.zero_stage == 3 and layout.mesh.data > 1 and not gathers_once(layout)
+    return layout.gathers_weights and not gathers_once(layout)
 
 
 class _Found:
@@ -100,7 +101,7 @@ class _Found:
 
     def __init__(self, layout: Layout) -> None:
         self.mesh = layout.mesh.shape
-        self.rings = layout.rings or (self.mesh["data"],)
+        self.rings = layout.rings or (layout.mesh.zero_shards,)
         self.totals: collections.Counter[tuple[str, Kind, tuple[str, ...], int, str, str]] = collections.Counter()
 
     def add(
@@ -123,9 +124,9 @@ class _Found:
             self.totals[*key, "bytes"] += count * elements * (size or itemsize(dtype))
 
     def over_data(self, purpose: str, kind: Kind, dtype: str, elements: int, count: int) -> None:
-        """Adds a collective of `gather_data` or `scatter_data`: one per ring, each over its part of the array."""
+        """Adds a collective of `gather_shards` or `scatter_shards`: one per ring, each over its part of the array."""
         for index, group in enumerate(self.rings):
-            self.add(purpose, kind, ("data",), dtype, elements // math.prod(self.rings[:index]), count, group=group)
+            self.add(purpose, kind, ZERO_AXES, dtype, elements // math.prod(self.rings[:index]), count, group=group)
 
     def result(self) -> tuple[Collective, ...]:
         """The collectives found, the most bytes on the wire first."""
@@ -180,11 +181,11 @@ def _split_embeddings(found: _Found, job: Job, *, tokens: int) -> None:
     model, layout = job.model, job.layout
     spec, mesh = layout.spec, layout.mesh
     lookups = spec.microbatches * (1 if layout.pipeline is None else 2)  # a pipeline looks up again for the gradient
-    found.add("token ids", "all-gather", ("data",), "int32", mesh.data * tokens, lookups, size=4)
+    found.add("token ids", "all-gather", ZERO_AXES, "int32", mesh.zero_shards * tokens, lookups, size=4)
     found.add(
         "embedding",
         "all-to-all",
-        ("data",),
+        ZERO_AXES,
         layout.precision.compute_dtype,
         tokens * model.d_model,
         2 * spec.microbatches,
@@ -275,7 +276,8 @@ def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] 
     are not kept are recomputed.
 
     With 8-bit matmuls gathered arrays travel in 8 bits, with the same scale on all devices. If the backward pass is
-    split, the gradients of weights gather what the gradient of the input has gathered already.
+    split, the gradients of weights gather what the gradient of the input has gathered already. If a stage computes it
+    whole, the gather that recomputes a projection serves its gradient too.
     """
     again = [0, 0, 0]
     if kept is not None:
@@ -284,7 +286,8 @@ def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] 
             not {"mlp_gate", "mlp_up"} <= set(kept),
             "attention_out" not in kept,
         ]
-    gathers, sums = 4 + again[0] + again[1], 4 + again[2]
+    whole = layout.pipeline is not None and not splits_backward(layout)
+    gathers, sums = 4 + (0 if whole else again[0] + again[1]), 4 + again[2]
     gradients = 4 if splits_backward(layout) else 2
     mode, dtype, n = layout.precision.matmul_dtype, layout.precision.compute_dtype, layout.mesh.tensor
     forward, gradient = (dtype, dtype) if mode == "compute" else ("float8_e4m3fn", "float8_e5m2")
@@ -293,15 +296,16 @@ def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] 
             "activations", "collective-permute", ("tensor",), travels, elements // n, times * layers * (n - 1), group=2
         )
     if mode == "fp8_current":  # scales of x, kept for its second gather, and of dy
-        found.add("scales", "all-reduce", ("tensor",), "float32", 1, (4 + again[0] + again[1]) * layers)
+        found.add("scales", "all-reduce", ("tensor",), "float32", 1, gathers * layers)
 
 
 def _context(found: _Found, job: Job, *, tokens: int) -> None:
     """Adds the traffic of attention over `context`: see `jtrain_kernels.attention`; `tokens` of one device.
 
-    Segments are the same for all layers, so JAX hoists their sends in the forward pass out of the loop over layers,
-    but not in a pipeline; those of the backward pass and of recomputation stay in it. If the backward pass recomputes a
-    ring, XLA joins its first hop with the first hop of the gradient's ring: the same keys go to the same neighbour.
+    Segments are the same for all layers, so JAX hoists their sends in the forward pass out of a plain loop over layers,
+    but not out of a pipeline; those of the backward pass and of recomputation stay in it, and so do all in a loop that
+    sums gradients. If the backward pass recomputes a ring, XLA joins its first hop with the first hop of the gradient's
+    ring: the same keys go to the same neighbour.
     """
     model, layout = job.model, job.layout
     spec, mesh = layout.spec, layout.mesh
@@ -309,7 +313,8 @@ def _context(found: _Found, job: Job, *, tokens: int) -> None:
     kv_heads = kv_heads_in_use(model.num_kv_heads, mesh.tensor) // mesh.tensor  # of one device
     query, key = (tokens * heads * model.head_dim for heads in (model.num_heads // mesh.tensor, kv_heads))
     kept, axes = kept_names(layout), ("context",)
-    again, once = layers if kept is not None else 0, spec.microbatches if layout.pipeline is None else layers
+    plain = layout.pipeline is None and not sums_gradients(layout)
+    again, once = layers if kept is not None else 0, spec.microbatches if plain else layers
     if spec.context_attention == "ulysses":
         key *= 1 if kv_heads % mesh.context == 0 else mesh.context // kv_heads
         for elements in (query, key):  # queries and the output; keys and values

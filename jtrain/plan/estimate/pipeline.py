@@ -3,10 +3,10 @@
 import re
 
 from jtrain.layout import Layout
-from jtrain.pipeline.ticks import Ticks
+from jtrain.pipeline.ticks import SCOPES, Ticks
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
 
-_OF_TICKS = re.compile(r"^[^/]*/shard_map/while/body/(?:[^/]*/)?(?:layers/)?cond$")
+_OF_TICKS = re.compile(rf"^[^/]*/shard_map/while/body/(?:[^/]*/)?(layers/(?:{'|'.join(SCOPES)})/)?cond$")
 """Names of the conditionals in the loop over ticks, but not of those inside them."""
 
 
@@ -62,6 +62,7 @@ def branch_times(layout: Layout, op_name: str) -> int | None:
     Args:
       op_name: the conditional's, of the compiled program.
     """
-    if layout.pipeline is None or _OF_TICKS.search(op_name) is None:
+    found = _OF_TICKS.search(op_name)
+    if layout.pipeline is None or found is None:
         return None
-    return chunk_passes(layout) if op_name.endswith("/layers/cond") else layout.spec.microbatches
+    return chunk_passes(layout) if found[1] else layout.spec.microbatches

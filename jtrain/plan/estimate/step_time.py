@@ -11,7 +11,7 @@ import math
 from jtrain.dims import kv_heads_in_use
 from jtrain.errors import UserError
 from jtrain.layout import Layout
-from jtrain.mesh import BATCH_AXES
+from jtrain.mesh import BATCH_AXES, ZERO_AXES
 from jtrain.model.saved_activations import kept_names
 from jtrain.pipeline.clocks import Costs
 from jtrain.plan.estimate.attention_time import attention_s
@@ -361,5 +361,5 @@ def beside_the_layers(one: Collective, layout: Layout, device: DeviceSpec) -> bo
         return one.purpose == "activations" and one.kind == "collective-permute"
     if one.purpose.startswith("parameters") or (one.kind == "collective-permute" and "stage" not in one.axes):
         return True
-    over_data = one.axes == ("data",) and one.kind == "reduce-scatter"
+    over_data = set(one.axes) <= set(ZERO_AXES) and one.kind == "reduce-scatter"
     return over_data and one.purpose in ("gradients", "unembedding") and layout.spec.zero_stage >= 2

@@ -11,9 +11,9 @@ from rich.table import Table
 from jtrain.pipeline.checker import check, needed_capacity
 from jtrain.pipeline.clocks import Costs, PipelineTimeline, best_ticks, dataflow, equal_costs, lockstep, messages
 from jtrain.pipeline.instructions import Program
+from jtrain.pipeline.picture import MEANINGS, memory_rows, text_rows
 from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.ticks import Ticks
-from jtrain.plan.report.pipeline_picture import MEANINGS, memory_rows, text_rows
 
 if TYPE_CHECKING:
     from jtrain.plan.pipeline_choice import Planned  # it imports jax, which takes seconds
