@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--price", type=float, metavar="USD", help="price of one device per hour")
     parser.add_argument("--network", type=float, metavar="GBIT", help="Gbit/s per device between hosts")
     parser.add_argument(
-        "--efficiency", type=float, metavar="SHARE", help="fraction of peak FLOP/s in matmuls (default: 0.65)"
+        "--efficiency", type=float, metavar="SHARE", help="fraction of peak FLOP/s in matmuls (default: by chip and shape)"
     )
     parser.add_argument(
         "--goodput", type=float, metavar="SHARE", help="fraction of wall time that trains (default: 0.9)"
@@ -370,7 +370,7 @@ def execute(args: argparse.Namespace) -> int:
     if notes:
         notes = [f"for --count {machine.count}: {', '.join(notes)}"]
     sheet = sheet_of(args, run, task, point, compiled, given)
-    print_sheet(sheet, console, [*notes, *of_loss, str(assume), explained(sheet.job)])
+    print_sheet(sheet, console, [*notes, *of_loss, assume.of(machine.device), explained(sheet.job)])
     if args.json is not None:
         args.json.write_text(json.dumps(to_json(sheet), indent=1) + "\n")
     check_good(sheet)
