@@ -15,6 +15,7 @@ checkpoints do not depend on it. Norm scales stay on the device: the copies woul
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -130,14 +131,14 @@ class ParamLayout:
             axes[self.data_dim] = "data"
         return P(*axes)
 
-    @property
+    @functools.cached_property
     def param(self) -> P:
         """Partition of the parameter between steps."""
         if self.shared_by > 1:
             return self.optimizer
         return self.spec(over_data=self.zero_stage >= 3)
 
-    @property
+    @functools.cached_property
     def optimizer(self) -> P:
         """Partition of the optimizer state, and of the gradient that the optimizer reads."""
         if self.shared_by > 1:
@@ -146,7 +147,7 @@ class ParamLayout:
             return P(*(of_letter.get(letter) for letter in self.info.dims))
         return self.spec(over_data=self.zero_stage >= 1)
 
-    @property
+    @functools.cached_property
     def accumulator(self) -> P:
         """Partition of the gradient while microbatches accumulate."""
         return self.spec(over_data=self.zero_stage >= 2)

@@ -1,8 +1,8 @@
 """The plan's seconds per step against thirteen steps that others have published.
 
-Nothing runs. Every row is planned in one setting, which is not always that of the source: ZeRO-3 over all devices unless
-axes are given, one microbatch unless given, and layers that keep queries, keys, values and attention's output. The
-constants of `jtrain.plan.estimate.matmul_time` and `jtrain.plan.estimate.step_time` were fitted to these rows.
+Nothing runs. Every row is planned in one setting, which is not always that of the source: ZeRO-3 over all devices
+unless axes are given, one microbatch unless given, and layers that keep queries, keys, values and attention's output.
+The constants of `jtrain.plan.estimate.matmul_time` and `jtrain.plan.estimate.step_time` were fitted to these rows.
 """
 
 import argparse
@@ -87,8 +87,8 @@ PUBLISHED = (
         "12: Qwen2.5 1.5B, bf16 state", QWEN_1_5B, "h100", dict(data=1), (512, 1024), 8.901, "llmq", BF16_STATE, 32
     ),
     Published(
-        "13: Qwen2.5 14B, bf16 state, optimizer on the host", QWEN_14B, "h100", dict(data=1), (512, 1024), 82.83, "llmq",
-        BF16_STATE, 32, True,
+        "13: Qwen2.5 14B, bf16 state, optimizer on the host", QWEN_14B, "h100", dict(data=1), (512, 1024), 82.83,
+        "llmq", BF16_STATE, 32, True,
     ),
 )  # fmt: skip
 """Published steps, in the order of the list that they were taken from."""

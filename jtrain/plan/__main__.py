@@ -75,7 +75,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--price", type=float, metavar="USD", help="price of one device per hour")
     parser.add_argument("--network", type=float, metavar="GBIT", help="Gbit/s per device between hosts")
     parser.add_argument(
-        "--efficiency", type=float, metavar="SHARE", help="fraction of peak FLOP/s in matmuls (default: by chip and shape)"
+        "--efficiency",
+        type=float,
+        metavar="SHARE",
+        help="fraction of peak FLOP/s in matmuls (default: by chip and shape)",
     )
     parser.add_argument(
         "--goodput", type=float, metavar="SHARE", help="fraction of wall time that trains (default: 0.9)"
@@ -290,12 +293,13 @@ def search_command(
     Raises:
       UserError: nothing fits; the message has the layout that comes closest.
     """
+    from jtrain.plan.nothing_fits import no_point
     from jtrain.plan.report.plan_sheet import search_table
-    from jtrain.plan.search import meshes, no_point, search
+    from jtrain.plan.search import meshes, search
     from jtrain.plan.staged_search import search_with_stages
 
     over = meshes if args.search else lambda _: [run.mesh]  # layout.auto without --search keeps the mesh
-    points = search(task, over(task))
+    points = search(task, over(task), keep=max(10, args.top or TOP))
     if args.search:
         staged = search_with_stages(task, points)
         points = sorted([*points, *staged], key=lambda point: (point.step_s, point.plan.total_bytes))

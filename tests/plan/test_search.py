@@ -13,14 +13,13 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.job import Job
+from jtrain.plan.nothing_fits import nearest_miss, no_point
 from jtrain.plan.search import (
     REMATS,
     SearchTask,
     evaluate,
     fits,
     meshes,
-    nearest_miss,
-    no_point,
     resolve_as_needed,
     search,
 )

@@ -8,12 +8,15 @@ import jax
 from jtrain.errors import UserError
 from jtrain_kernels.device import DEVICES, DeviceSpec, from_name, live
 
+HOST_RESERVE = 0.2
+"""Fraction of a host's memory that offloading leaves free, for the data pipeline, checkpoints and the system."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """`count` devices of one kind.
 
-    host_memory_bytes: memory of one host that a run may pin, shared by the host's devices; None if it is unknown.
+    host_memory_bytes: memory of one host, shared by the host's devices; None if it is unknown.
     """
 
     device: DeviceSpec
@@ -33,8 +36,10 @@ class Machine:
 
     @property
     def host_bytes_per_device(self) -> int | None:
-        """One device's share of its host's memory; None if the host's memory is unknown."""
-        return None if self.host_memory_bytes is None else self.host_memory_bytes // self.devices_per_host
+        """One device's share of what offloading may use of its host's memory; None if that memory is unknown."""
+        if self.host_memory_bytes is None:
+            return None
+        return int(self.host_memory_bytes * (1 - HOST_RESERVE)) // self.devices_per_host
 
     def __str__(self) -> str:
         return f"{self.count} x {self.device.name}"

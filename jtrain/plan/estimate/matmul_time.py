@@ -46,8 +46,8 @@ its peak, users report matmuls of two thirds of the fraction of an H100."""
 
 NVIDIA = MatmulRate(0.71, 0.47, 128)
 """Rate of every other GPU, fitted to rows 8, 9, 10, 12 and 13. One H100 reached 0.81 in bfloat16 and 0.58 in 8 bits
-with casts in matmuls of 8192^3 that lasted milliseconds (2026-11-22, JAX 0.11.2): a step draws the full power, which lowers
-the clock."""
+with casts in matmuls of 8192^3 that lasted milliseconds (2026-11-22, JAX 0.11.2): a step draws the full power, which
+lowers the clock."""
 
 FILL = 128
 """Length of a reduction whose time goes to filling and emptying the matrix unit's pipeline and writing the result."""

@@ -52,7 +52,7 @@ def test_narrow_shapes_are_slower() -> None:
     wide = reached(job_of())
     assert reached(job_of(axes=dict(tensor=32))) < 0.97 * wide
     small = dict(d_model=1024, num_heads=8, num_kv_heads=8, d_ff=4096, vocab_size=16384)
-    assert reached(job_of(**small)) < 0.93 * wide
+    assert reached(job_of(**small)) < 0.96 * wide
 
 
 def test_few_rows_are_bound_by_memory() -> None:
@@ -70,7 +70,7 @@ def test_dimensions_are_padded_to_tiles() -> None:
 
 
 def test_experts_have_partly_filled_tiles_and_split_over_their_axis() -> None:
-    """As many FLOPs in 64 experts as in a dense layer take longer; split over `expert`, each device has fewer experts."""
+    """As many FLOPs in 64 experts as in a dense layer take longer; split over `expert`, a device has fewer experts."""
     few = dict(num_layers=2, d_ff=4096, rows=1)
     dense = timed(**few | dict(d_ff=8 * 4096))
     mixture = timed(**few, moe=MoESpec(num_experts=64, top_k=8))

@@ -64,7 +64,7 @@ def test_a_torus_gives_an_axis_its_dimensions() -> None:
 
 
 def test_an_exchange_on_a_torus_goes_as_far_as_its_block_is_wide() -> None:
-    """v5p: on rings of 4 an array crosses a link each way, so 1.8e11 bytes/s of it; 8 x 8 x 8 half, a 2 x 2 the same."""
+    """v5p: on rings of 4 half of an array goes each way: 1.8e11 bytes/s of it; in 8 x 8 x 8 half, as much in 2 x 2."""
     cube, large = make_machine("v5p", 64), make_machine("v5p", 512)
     assert ring(cube, MeshSpec(data=16, expert=4).shape, ("expert",)).exchanged_bytes_per_s == pytest.approx(1.8e11)
     whole = ring(large, MeshSpec(data=512).shape, ("data",))

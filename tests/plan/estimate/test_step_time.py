@@ -132,7 +132,9 @@ def test_recomputing_costs_what_is_not_kept() -> None:
 @pytest.mark.parametrize("remat", ("none", "full"))
 def test_8_bit_matmuls_halve_what_the_layers_weights_take(remat: str) -> None:
     """Attention and the unembedding take what they took; a chip without them is refused."""
-    plain, eight = (predicted({}, assume=FLAT, remat=remat, matmul_dtype=m).matmul_s for m in ("compute", "fp8_delayed"))
+    plain, eight = (
+        predicted({}, assume=FLAT, remat=remat, matmul_dtype=m).matmul_s for m in ("compute", "fp8_delayed")
+    )
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     products = 3 * layer + (layer - 4096 * 14336 if remat == "full" else 0)
     saved = 2 * 32 * products * (1 / 989.4e12 - 1 / 1978.9e12)
@@ -251,7 +253,9 @@ def test_several_gpus_wait_for_the_slowest() -> None:
     """One GPU and a slice of TPUs wait for nobody; the part of eight GPUs is in the step."""
     alone, eight, slice_ = predicted({}), predicted(dict(data=8)), predicted(dict(data=8), device="v5p")
     assert alone.slowest_s == slice_.slowest_s == 0
-    assert eight.parts["slowest device"] == pytest.approx((eight.matmul_s + eight.attention_s + eight.passes_s) * 6 / 94)
+    assert eight.parts["slowest device"] == pytest.approx(
+        (eight.matmul_s + eight.attention_s + eight.passes_s) * 6 / 94
+    )
 
 
 def test_fetches_of_activations_are_waited_for() -> None:
