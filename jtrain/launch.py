@@ -10,7 +10,6 @@ from pathlib import Path
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
 from jtrain.runtime import cli
-from jtrain.runtime.output import keep_going_without_readers
 from jtrain.runtime.platform import start_jax, use_unified_memory
 from jtrain.runtime.store_paths import default_workdir, workdir_path
 from jtrain.supervise.command import add_arguments, refuse_alone, supervise
@@ -84,10 +83,9 @@ def launch(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    keep_going_without_readers()
-    args = parser().parse_args(argv)
 
     def run() -> int:
+        args = parser().parse_args(argv)
         refuse_alone(args)
         if args.supervise and not (args.dry_run or args.print_config):  # which only print, and end
             return supervise(args, argv, os.environ, workdir=Path(args.workdir or default_workdir(args.config)))

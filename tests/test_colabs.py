@@ -97,6 +97,23 @@ def test_a_plan_is_printed_drawn_and_searched(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
+def test_a_schedule_is_drawn_changed_checked_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cell runs; the bubbles are those of the closed forms, a wrong order is refused, and the losses agree."""
+    outputs = run("pipeline.ipynb", tmp_path, monkeypatch, steps=(20, 3))
+    for cell in ("draw", "change"):
+        assert any("image/svg+xml" in output.get("data", {}) for output in outputs[cell])
+    assert "bubble: 20.0%, split: 14.3%" in text_of(outputs["split"])
+    assert "refused: schedule wrong, worker 1, 1W0: it needs 1I0, which comes later" in text_of(outputs["check"])
+    rows = {line.split()[0]: line.split()[1:] for line in text_of(outputs["clock"]).splitlines()[1:]}
+    assert rows["1f1b"][0] == "20.0%"  # (P-1)(F+B) / ((M+P-1)(F+B))
+    assert rows["mine"][0] == "7.7%"  # ZB-H1: (P-1)(F+I-W) / (M(F+B) + (P-1)(F+I-W))
+    found = re.search(r"largest difference of 3 losses: (\S+)", text_of(outputs["run"]))
+    assert found is not None
+    assert float(found[1]) < 1e-4
+    assert any("image/png" in output.get("data", {}) for output in outputs["plot"])
+
+
+@pytest.mark.slow
 def test_a_profile_is_shown_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cell runs; the page is whole, parts sum to the steps, and what remat costs is found."""
     outputs = run("profile.ipynb", tmp_path, monkeypatch, steps=(24, 9))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from jtrain.errors import HardwareFault, UserError
 from jtrain.runtime import exit_codes
+from jtrain.runtime.output import keep_going_without_readers
 from jtrain.runtime.secrets import without_secrets
 
 
@@ -34,6 +35,7 @@ def run(main: Callable[[], int]) -> int:
     A `UserError`, or an OSError that names a file, is printed as a message and gives exit code 2, a `HardwareFault` 76.
     Every other exception is a bug and keeps its traceback.
     """
+    keep_going_without_readers()
     try:
         return main()
     except KeyboardInterrupt:

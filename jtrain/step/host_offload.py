@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compute_on import compute_on
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jtrain.errors import UserError
 from jtrain.layout import MemoryKind
@@ -164,7 +164,7 @@ class StreamedParam:
         here = [name for name in self.arrays if name not in self.on_host]
         pieces = {name: self.slices.take(x, index) for name, x in self.constant.items()}
         pieces |= {name: self.slices.take(state[name], index) for name in here}
-        new = self.update(index, pieces | fetched)
+        new = jax.lax.optimization_barrier(self.update(index, pieces | fetched))
         state = state | {name: self.slices.put(state[name], new[name], index) for name in here}
         return state, {name: new[name] for name in self.on_host}
 
@@ -183,26 +183,30 @@ class StreamedParam:
         return self.computed(state, fetched, following)
 
 
-def streamed(leaves: Sequence[StreamedParam], after: Any) -> list[Arrays]:
+def streamed(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[Arrays]:
     """Updates all leaves, one after another, slice by slice; returns the new `arrays` of each.
 
     Args:
-      after: value that must be computed before the first fetch, so that no slice waits in device memory.
+      after: norm, at least 0, that must be computed before the first fetch, so that no slice waits in device memory.
     """
     done: list[Arrays] = []
     before: tuple[StreamedParam, Arrays] | None = None
-    new = after
+    new: Any = after
+    # Zero, as a norm is not negative. Compilers fetch across barriers, but not before they know which slice to fetch.
+    first: SliceIndex = (after < 0).astype(jnp.int32)
     for leaf in leaves:
         on_host, new = jax.lax.optimization_barrier(({name: leaf.arrays[name] for name in leaf.on_host}, new))
         state = leaf.arrays | on_host
         # Fetch the first slices while the last ones of the previous leaf are written, as within a leaf.
-        fetched = leaf.fetched(state, 0, 0)
+        fetched = leaf.fetched(state, 0, first)
         if before is not None:
             old, rest = before
             rest, fetched = jax.lax.optimization_barrier((old.written(rest, 1, new, old.slices.count - 1), fetched))
             done.append(old.written(rest, 0, new, old.slices.count - 1))
-        fetched |= leaf.fetched(state, 1, 0)
+        fetched |= leaf.fetched(state, 1, first)
+        state, fetched = jax.lax.optimization_barrier((state, fetched))
         state, new = leaf.computed(state, fetched, 0)
+        first = 0
         if leaf.slices.count > 1:
             state, new = jax.lax.fori_loop(0, leaf.slices.count - 1, leaf.advanced, (state, new))
         before = leaf, state

@@ -11,6 +11,7 @@ that a killed run leaves out the same ones. On a full disk entries wait in memor
 bad steps again. All processes see the same numbers, and decide the same.
 """
 
+import contextlib
 import dataclasses
 import math
 import socket
@@ -317,13 +318,17 @@ class BadSteps:
         doubtful = [one for one in self._checkpoints.steps() if one >= max(step - 1, 1) and one > self._origin]
         if not doubtful:
             return ""
+        what = f"; what its first pass saved (step {', '.join(map(str, doubtful))})"
         folder = self._checkpoints.folder
         if jax.process_index() == 0:
-            for one in doubtful:
-                files.set_aside(folder, one)
-            files.note_commit(folder, max(files.steps(folder), default=None))
-        listed = ", ".join(map(str, doubtful))
-        return f"; the checkpoints of steps {listed} hold numbers of it and were set aside as damaged"
+            try:
+                for one in doubtful:
+                    files.set_aside(folder, one)
+            except OSError as error:
+                return f"{what} cannot be set aside ({error.strerror}): move it away"
+            with contextlib.suppress(OSError):  # a full disk; a stale note only makes the next start warn
+                files.note_commit(folder, max(files.steps(folder), default=None))
+        return f"{what} was set aside as damaged"
 
     def _stopped(self, numbers: Numbers, why: str) -> BadNumbers:
         return BadNumbers(

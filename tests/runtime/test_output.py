@@ -28,7 +28,9 @@ def shell(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
         "PY": sys.executable,
         "CODE": PRINTS,
     }
-    return subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        ["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_reader_that_goes_away_costs_only_the_output(tmp_path: Path) -> None:
@@ -40,6 +42,14 @@ def test_a_reader_that_goes_away_costs_only_the_output(tmp_path: Path) -> None:
     assert "an error" in done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "done").read_text() == "all lines"
+
+
+def test_every_command_outlives_its_reader(tmp_path: Path) -> None:
+    """A pipe whose reader is gone before the first line: exit code 0, no traceback."""
+    command = '"$PY" -m jtrain.plan pipeline --schedule 1f1b --stages 8 --microbatches 64'
+    done = shell(f"{{ {command}; echo $? >rc; }} | :; while [ ! -s rc ]; do sleep 0.1; done; cat rc", tmp_path)
+    assert done.stdout == "0\n"
+    assert "Traceback" not in done.stderr
 
 
 def test_both_streams_may_go_away(tmp_path: Path) -> None:

@@ -175,6 +175,39 @@ def test_other_bits_the_second_time_are_a_hardware_fault(faults: Faults, unbroke
     assert arrays(tmp_path) == arrays(unbroken)
 
 
+def test_checkpoints_of_a_faulty_pass_are_set_aside(faults: Faults, tmp_path: Path) -> None:
+    """A spike of step 6 that is not there again: the state before it, saved in the same pass, may be as wrong."""
+    sets = ("guard.on_bad=rollback", "checkpoint.every_steps=1")
+    with pytest.raises(HardwareFault, match=r"what its first pass saved \(step 5\) was set aside"):
+        train(tmp_path, faults, {("norm", 6): math.nan}, *sets, transient=True)
+    assert (tmp_path / "checkpoints" / "5.damaged").is_dir()
+    assert max(files.steps(tmp_path / "checkpoints")) == 4
+
+
+def test_a_disk_that_takes_nothing_hides_no_hardware_fault(faults: Faults, tmp_path: Path) -> None:
+    """The same where the checkpoints have become read-only: the fault is said, and what is left to do."""
+    (tmp_path / "filler.py").write_text(READ_ONLY_AT_A_REWIND)
+    sets = ("guard.on_bad=rollback", "checkpoint.every_steps=1", f"callbacks=('{tmp_path / 'filler.py'}:Frozen',)")
+    with small_disk(tmp_path / "disk", 64 << 10) as disk:
+        with pytest.raises(HardwareFault, match=r"\(step 5\) cannot be set aside \(Read-only.*: move it away"):
+            train(disk / "run", faults, {("norm", 6): math.nan}, *sets, transient=True)
+        assert 5 in files.steps(disk / "run" / "checkpoints")
+
+
+READ_ONLY_AT_A_REWIND = """
+import subprocess
+from jtrain.train.callbacks import Callback
+
+class Frozen(Callback):
+    def on_start(self, context):
+        self.folder = str(context.workdir / "checkpoints")
+
+    def on_rewind(self, step):
+        for how in ("bind", "remount,bind,ro"):
+            subprocess.run(["mount", "-o", how, self.folder, self.folder], check=True)
+"""
+
+
 def test_stop_ends_the_run_with_ways_on_that_work(faults: Faults, tmp_path: Path) -> None:
     """The message is true: the checkpoint is from before the bad step; `skip` goes on in the same workdir."""
     with pytest.raises(BadNumbers, match=r"grad_norm bad at step 5.*of step 3, is from before it.*guard.on_bad=skip"):

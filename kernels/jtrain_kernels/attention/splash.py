@@ -59,6 +59,8 @@ def forward(
     kernel = _kernel(q_BLNH, k_BMKH, mask, block_q, block_kv, interpret, residuals=True)
     of_heads = pad_heads(_padded(H), *map(_heads_first, (q_BLNH, _scaled(k_BMKH), v_BMKH)))
     y_BNLH, (lse_BNL,) = jax.vmap(kernel)(*of_heads, _segments(segment_BL, segment_BM))
+    # The kernel writes it once per lane, and XLA would keep all 128 until the backward pass.
+    lse_BNL = jax.lax.optimization_barrier(lse_BNL)
     (y_BNLH,) = cut_heads(H, y_BNLH)
     seen_BNL = lse_BNL > kernel.kwargs["mask_value"] / 2  # a query that sees no key has only the mask's value
     return _heads_first(y_BNLH), jnp.where(seen_BNL, lse_BNL, -jnp.inf)
