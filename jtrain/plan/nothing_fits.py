@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from jtrain.errors import UserError
 from jtrain.mesh import MeshSpec
 from jtrain.plan.estimate.machine import HOST_RESERVE
+from jtrain.plan.fit_check import set_options, smaller_states, with_state
 from jtrain.plan.search import OFFLOADS, Point, SearchTask, evaluate, fits, meshes, offload_of
 
 
@@ -33,7 +34,7 @@ def _frugal(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[Point]:
     for mesh in over:
         stage = 3 if mesh.data > 1 else 0
         base = dataclasses.replace(task.asked, zero_stage=stage, remat="full", remat_save=(), auto=False)
-        most = task.job.global_batch // (mesh.replica * mesh.data)
+        most = task.job.global_batch // (mesh.replica * mesh.data * mesh.expert)
         # One microbatch needs no accumulator; the largest number has the smallest activations.
         for parts, fields in itertools.product({1, most}, ((), task.offloadable[:1], task.offloadable)):
             shares = dict.fromkeys(OFFLOADS, 0.0) | dict.fromkeys(fields, 1.0)
@@ -45,8 +46,17 @@ def _frugal(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[Point]:
 
 
 def what_would_fit(task: SearchTask, over: Callable[[SearchTask], Iterable[MeshSpec]]) -> list[str]:
-    """Changes of the machine or the sequence length that make some layout fit, as command-line options."""
+    """Changes of the machine, the state, the batch or the length that make some layout fit, as command-line options."""
     ways: list[str] = []
+    for state in smaller_states(task.job):
+        smaller = dataclasses.replace(task, job=with_state(task.job, state))
+        if any(fits(smaller, point.plan) for point in _frugal(smaller, over(smaller))):
+            ways.append(set_options(state))
+            break
+    if (batch := task.machine.count) < task.job.global_batch:  # one microbatch has no accumulator
+        fewer = task.changed(global_batch=batch)
+        if any(fits(fewer, point.plan) for point in _frugal(fewer, over(fewer))):
+            ways.append(f"--set data.global_batch={batch}")
     if task.machine.device.host.link_bytes_per_s is not None:
         enough = [point.plan for point in _frugal(task, over(task)) if point.plan.total_bytes <= task.budget_bytes]
         if enough:

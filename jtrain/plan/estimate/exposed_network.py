@@ -62,24 +62,34 @@ class Hiding:
         return of_experts + hidden
 
 
-def exposed_network(
-    job: Job, machine: Machine, behind: Hiding, *, efficiency: float, beside: float
-) -> tuple[NetworkTime, ...]:
-    """Time over each set of axes, the most exposed first.
+type Sent = list[tuple[Collective, float, float]]
+"""Collectives with their seconds per step: in total, and exposed."""
+
+
+def exposed_network(job: Job, machine: Machine, behind: Hiding, *, efficiency: float, beside: float) -> Sent:
+    """Time of each collective of a step.
 
     Args:
       behind: computation that collectives can hide behind; used up.
       efficiency: fraction of the links' bandwidth.
       beside: fraction of hidden seconds by which the step is longer nevertheless.
     """
-    rows: dict[tuple[str, ...], list[float]] = {}
-    found = sorted(collectives(job), key=lambda one: one.purpose != EXCHANGE)  # only experts hide their exchange
-    for one in found:
+    sent: Sent = []
+    # Only experts hide their exchange, so it comes first.
+    for one in sorted(collectives(job), key=lambda one: one.purpose != EXCHANGE):
         took = seconds(one, machine, job.layout.mesh.shape, efficiency=efficiency)
         hidden = behind.take(one, took * hideable(one, job, machine.device)) * (1 - beside)
+        sent.append((one, took, took - hidden))
+    return sent
+
+
+def by_axes(sent: Sent) -> tuple[NetworkTime, ...]:
+    """Time over each set of axes, the most exposed first."""
+    rows: dict[tuple[str, ...], list[float]] = {}
+    for one, took, exposed in sent:
         row = rows.setdefault(one.axes, [0.0, 0.0])
         row[0] += took
-        row[1] += took - hidden
+        row[1] += exposed
     return tuple(NetworkTime(axes, *row) for axes, row in sorted(rows.items(), key=lambda item: -item[1][1]))
 
 

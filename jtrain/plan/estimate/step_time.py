@@ -12,7 +12,7 @@ from jtrain.layout import Layout
 from jtrain.model.saved_activations import kept_names
 from jtrain.pipeline.clocks import equal_costs, lockstep
 from jtrain.plan.estimate.attention_time import attention_s
-from jtrain.plan.estimate.exposed_network import Hiding, NetworkTime, exposed_network
+from jtrain.plan.estimate.exposed_network import Hiding, NetworkTime, by_axes, exposed_network
 from jtrain.plan.estimate.exposed_network import beside_the_layers as beside_the_layers
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.matmul_time import bf16_peak, matmuls, rate_of
@@ -190,7 +190,7 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
         rest = 1 - experts_s / (forward_s + by_input_s + by_weight_s)
         behind = Hiding(forward_s * rest, (by_input_s + by_weight_s) * rest, experts_s)
     efficiency, beside = assume.network_of(device), assume.beside_of(device)
-    network = exposed_network(job, job.machine, behind, efficiency=efficiency, beside=beside)
+    sent = exposed_network(job, job.machine, behind, efficiency=efficiency, beside=beside)
     fetch_s, other_copy_s = _loop_copies(layout, plan, job.machine, assume)
     loop_s = max(0.0, other_copy_s - compute_s) + fetch_s
     timed = StepTime(
@@ -199,7 +199,7 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
         passes.all_s,
         accumulate_s,
         optimizer_s,
-        network,
+        by_axes(sent),
         fetch_s + other_copy_s + state_copy_s,
         loop_s + max(0.0, state_copy_s - optimizer_s),
         tokens=job.tokens,

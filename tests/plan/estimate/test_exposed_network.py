@@ -10,7 +10,7 @@ from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.estimate.collectives import Collective, collectives
-from jtrain.plan.estimate.exposed_network import EXCHANGE, Hiding, NetworkTime, exposed_network, hideable
+from jtrain.plan.estimate.exposed_network import EXCHANGE, Hiding, NetworkTime, by_axes, exposed_network, hideable
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.estimate.network import seconds
 from jtrain.plan.job import Job
@@ -27,7 +27,7 @@ def job_of(axes: dict[str, int], *, seq_len: int = 4096, moe: MoESpec | None = N
 
 def exposed(job: Job, behind: Hiding, *, beside: float = 0.0) -> dict[tuple[str, ...], NetworkTime]:
     assert job.machine is not None
-    return {row.axes: row for row in exposed_network(job, job.machine, behind, efficiency=1.0, beside=beside)}
+    return {row.axes: row for row in by_axes(exposed_network(job, job.machine, behind, efficiency=1.0, beside=beside))}
 
 
 def of_purpose(job: Job, purpose: str) -> Collective:
