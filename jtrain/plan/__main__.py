@@ -61,9 +61,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--device", metavar="NAME", help="h200, h100, b200, v5p, v5e, ...")
+    parser.add_argument(
+        "--machine", type=Path, metavar="FILE", help="TOML file of chips, links, hosts and prices, instead of --device"
+    )
     parser.add_argument("--count", type=int, metavar="N", help="devices (default: those of the config's mesh)")
     parser.add_argument(
-        "--host-memory", metavar="SIZE", help="memory of each host that offload may pin, such as 128GiB"
+        "--host-memory", metavar="SIZE", help="memory of each host, such as 128GiB; offload may pin 80 % of it"
     )
     parser.add_argument("--compile", action="store_true", help="compile the real step for that machine (minutes)")
     parser.add_argument(
@@ -126,11 +129,22 @@ def machine_of(args: argparse.Namespace, default_count: int) -> "Machine":
       UserError: no device is named, or the device, the count or a size is wrong.
     """
     from jtrain.plan.estimate.machine import make_machine
+    from jtrain.plan.machine_file import load_machine
     from jtrain_kernels.device import DEVICES
 
+    if args.machine is not None:
+        for option in ("device", "network", "host_memory"):
+            if getattr(args, option) is not None:
+                name = f"--{option.replace('_', '-')}"
+                raise UserError(f"--machine {args.machine} with {name}: the file says it. Leave {name} out.")
+        machine, price = load_machine(args.machine, count=args.count)
+        args.price = price if args.price is None else args.price
+        return machine
     if args.device is None:
         names = [spec.name for spec in DEVICES.values() if spec.peak_bf16_flops]
-        raise UserError(f"a plan needs a machine. Give --device, one of {', '.join(names)}, and --count.")
+        raise UserError(
+            f"a plan needs a machine. Give --device, one of {', '.join(names)}, and --count, or --machine FILE."
+        )
     return make_machine(
         args.device,
         default_count if args.count is None else args.count,
@@ -226,6 +240,7 @@ def check_good(sheet: "Sheet") -> None:
     Raises:
       UserError: the plan does not fit, or formula and compiler are too far apart.
     """
+    from jtrain.plan.estimate.machine import HOST_RESERVE
     from jtrain.plan.fit_check import ways_out
     from jtrain.plan.report.plan_sheet import TOLERANCE
 
@@ -239,14 +254,15 @@ def check_good(sheet: "Sheet") -> None:
     takes = sheet.plan.total_bytes if sheet.compiled is None else sheet.compiled.peak_bytes
     there = sheet.machine.host_bytes_per_device
     if there is not None and sheet.plan.host_bytes > there:
-        needed = math.ceil(sheet.plan.host_bytes * sheet.machine.devices_per_host / 2**30)
+        needed = math.ceil(sheet.plan.host_bytes * sheet.machine.devices_per_host / (1 - HOST_RESERVE) / 2**30)
         raise UserError(
             f"{sheet.config} does not fit {sheet.machine}: {sheet.plan.host_bytes / 2**30:.1f} GiB of host memory per "
-            f"device, but its share of the host is {there / 2**30:.1f}. Give --host-memory {needed}GiB if the host has "
-            "it, or set smaller shares of layout.offload."
+            f"device, but its share of the host is {there / 2**30:.1f}, with {HOST_RESERVE:.0%} left free. Give "
+            f"--host-memory {needed}GiB if the host has it, or set smaller shares of layout.offload."
         )
-    if takes > sheet.machine.hbm_bytes:
-        ways = ways_out(sheet.job, limit=sheet.machine.hbm_bytes, host=there is not None)
+    room = sheet.machine.room_bytes(unified=sheet.job.layout.spec.offload.unified_memory)
+    if takes > room:
+        ways = ways_out(sheet.job, limit=room, host=there is not None)
         # Here --count sets the devices, and the mesh follows.
         mesh = sheet.job.layout.mesh
         others = mesh.size // mesh.replica // mesh.data
@@ -254,7 +270,7 @@ def check_good(sheet: "Sheet") -> None:
         listed = ", or any of:\n" + "\n".join(ways) if ways else ", --host-memory SIZE or a larger --count."
         raise UserError(
             f"{sheet.config} does not fit {sheet.machine}: {takes / 2**30:.1f} of "
-            f"{sheet.machine.hbm_bytes / 2**30:.1f} GiB per device. Add --search{listed}"
+            f"{room / 2**30:.1f} GiB per device. Add --search{listed}"
         )
 
 
@@ -354,7 +370,7 @@ def execute(args: argparse.Namespace) -> int:
     of_loss = settle_loss_chunk(run_config, machine.device)
     run = build_run(run_config)
     if run.layout.offload.unified_memory:
-        use_unified_memory(os.environ, topology=f"{args.device}:{machine.count}")
+        use_unified_memory(os.environ, topology=f"{machine.device.name}:{machine.count}")
     assume = assumptions(args)
     task = search_task(
         run,

@@ -78,7 +78,7 @@ class SearchTask:
     @property
     def budget_bytes(self) -> int:
         """Bytes that a step may take on one device by the closed form."""
-        return int(self.machine.hbm_bytes * self.memory_share)
+        return int(self.machine.room_bytes(unified=self.asked.offload.unified_memory) * self.memory_share)
 
     def changed(self, **changes: Any) -> "SearchTask":
         """The same search of a job with other fields."""

@@ -37,12 +37,13 @@ RATES: Mapping[str, MatmulRate] = {
     "v5p": MatmulRate(0.84, 0.84, 128),
     "v6e": MatmulRate(0.59, 0.59, 256),
     "tpu7x": MatmulRate(0.71, 0.64, 256),
-    "b200": MatmulRate(0.66, 0.47, 128),
-    "mi300x": MatmulRate(0.5, 0.4, 128),
+    **dict.fromkeys(("b200", "b300", "gb200", "gb300"), MatmulRate(0.66, 0.47, 128)),
+    **dict.fromkeys(("mi300x", "mi325x", "mi355x"), MatmulRate(0.5, 0.4, 128)),
+    "trn2": MatmulRate(0.6, 0.5, 128),
 }
 """Chip -> rate. Fitted to the published steps of `jtrain.bench.plan_seconds`: v5p rows 6 and 7, v6e row 5, tpu7x rows 1
-and 2, b200 row 11. v4 and v5e have the matrix units of a v5p and are assumed to do as well. mi300x is an assumption: of
-its peak, users report matmuls of two thirds of the fraction of an H100."""
+and 2, b200 row 11. v4 and v5e have the matrix units of a v5p and are assumed to do as well, other Blackwell GPUs as a
+B200. AMD's and trn2 are assumptions: on an MI300X users report two thirds of the fraction of an H100."""
 
 NVIDIA = MatmulRate(0.71, 0.47, 128)
 """Rate of every other GPU, fitted to rows 8, 9, 10, 12 and 13. One H100 reached 0.81 in bfloat16 and 0.58 in 8 bits

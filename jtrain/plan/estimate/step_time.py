@@ -193,6 +193,10 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     sent = exposed_network(job, job.machine, behind, efficiency=efficiency, beside=beside)
     fetch_s, other_copy_s = _loop_copies(layout, plan, job.machine, assume)
     loop_s = max(0.0, other_copy_s - compute_s) + fetch_s
+    if spec.offload.unified_memory and plan.total_bytes > job.machine.hbm_bytes:
+        # Pages that do not fit, the optimizer's first, move to the device and back once per step.
+        fetch_s += (pages_s := 2 * (plan.total_bytes - job.machine.hbm_bytes) / _host_link(job.machine, assume))
+        loop_s += pages_s
     timed = StepTime(
         multiply.all_s,
         all_attention_s,
