@@ -107,8 +107,10 @@ def planned_job(step: Published) -> "Job":
     from jtrain.plan.job import Job
     from jtrain.precision import PrecisionSpec
 
-    fields = dict(step.model)
-    model = Transformer(**fields | ({"moe": MoESpec(**fields["moe"])} if "moe" in fields else {}))
+    fields: dict[str, Any] = dict(step.model)
+    if "moe" in fields:
+        fields["moe"] = MoESpec(**fields["moe"])
+    model = Transformer(**fields)
     mesh = MeshSpec(**step.axes)
     spec = LayoutSpec(
         zero_stage=3 if mesh.data > 1 else 0,

@@ -70,7 +70,13 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--compile", action="store_true", help="compile the real step for that machine (minutes)")
     parser.add_argument(
-        "--measured", type=Path, metavar="WORKDIR", help="show the measurements of a run beside the plan"
+        "--calibrate",
+        type=Path,
+        metavar="WORKDIR",
+        help="show what a run measured beside its plan, and write what --measured reads into its workdir",
+    )
+    parser.add_argument(
+        "--measured", type=Path, metavar="WORKDIR", help="plan with the speed of a run on this chip, from --calibrate"
     )
     parser.add_argument("--search", action="store_true", help="find the fastest mesh, ZeRO stage, offload and remat")
     parser.add_argument("--top", type=int, metavar="K", help="layouts of a search to compile (default: 3)")
@@ -153,29 +159,6 @@ def machine_of(args: argparse.Namespace, default_count: int) -> "Machine":
     )
 
 
-def largest_rows(task: "SearchTask", point: "Point") -> int:
-    """Most sequences per device that fit at a time, with the same number of microbatches; 0 if not even one fits."""
-    from jtrain.plan.search import evaluate, fits
-
-    task = dataclasses.replace(task, memory_share=1.0)
-    shards = point.mesh.replica * point.mesh.data * point.mesh.expert * point.spec.microbatches
-
-    def fit(rows: int) -> bool:
-        larger = task.changed(global_batch=rows * shards)
-        return fits(larger, evaluate(larger, point.spec, point.mesh, timed=False).plan, host_known=False)
-
-    if not fit(1):
-        return 0
-    high = 2
-    while fit(high) and high < 2**20:
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fit(middle) else (low, middle)
-    return low
-
-
 def compile_point(run: "Run", point: "Point") -> Any:
     """Compiles the step of a layout with its machine's compiler.
 
@@ -199,6 +182,7 @@ def sheet_of(
     from jtrain.plan.estimate.step_time import cost
     from jtrain.plan.report.measured import measured
     from jtrain.plan.report.plan_sheet import Sheet
+    from jtrain.plan.verdict import largest_rows
 
     assert point.timed is not None
     tokens = run.num_steps * point.job.tokens if args.tokens is None else int(args.tokens)
@@ -214,7 +198,7 @@ def sheet_of(
         goodput,
         largest_rows(task, point),
         compiled=compiled,
-        measured=None if args.measured is None else measured(args.measured, given),
+        measured=None if args.calibrate is None else measured(args.calibrate, given),
     )
 
 
@@ -232,46 +216,6 @@ def command(args: argparse.Namespace, given: dict[str, str], settings: dict[str,
     for text in [*args.sets, *decided]:
         words += ["--set", text]
     return shlex.join(words)
-
-
-def check_good(sheet: "Sheet") -> None:
-    """Refuses a plan that does not fit or that cannot be relied on.
-
-    Raises:
-      UserError: the plan does not fit, or formula and compiler are too far apart.
-    """
-    from jtrain.plan.estimate.machine import HOST_RESERVE
-    from jtrain.plan.fit_check import ways_out
-    from jtrain.plan.report.plan_sheet import TOLERANCE
-
-    difference = sheet.difference
-    if difference is not None and sheet.compiled is not None and abs(difference) > TOLERANCE:
-        raise UserError(
-            f"not a good plan: the formula says {sheet.plan.total_bytes / 2**30:.2f} GiB per device and the compiler "
-            f"{sheet.compiled.peak_bytes / 2**30:.2f}, {difference:+.0%}. They are more than {TOLERANCE:.0%} apart, so "
-            "neither can be relied on. Set layout.remat=full or more layout.microbatches for a margin, and report this."
-        )
-    takes = sheet.plan.total_bytes if sheet.compiled is None else sheet.compiled.peak_bytes
-    there = sheet.machine.host_bytes_per_device
-    if there is not None and sheet.plan.host_bytes > there:
-        needed = math.ceil(sheet.plan.host_bytes * sheet.machine.devices_per_host / (1 - HOST_RESERVE) / 2**30)
-        raise UserError(
-            f"{sheet.config} does not fit {sheet.machine}: {sheet.plan.host_bytes / 2**30:.1f} GiB of host memory per "
-            f"device, but its share of the host is {there / 2**30:.1f}, with {HOST_RESERVE:.0%} left free. Give "
-            f"--host-memory {needed}GiB if the host has it, or set smaller shares of layout.offload."
-        )
-    room = sheet.machine.room_bytes(unified=sheet.job.layout.spec.offload.unified_memory)
-    if takes > room:
-        ways = ways_out(sheet.job, limit=room, host=there is not None)
-        # Here --count sets the devices, and the mesh follows.
-        mesh = sheet.job.layout.mesh
-        others = mesh.size // mesh.replica // mesh.data
-        ways = [re.sub(r"--set mesh\.data=(\d+)", lambda m: f"--count {int(m[1]) * others}", way) for way in ways]
-        listed = ", or any of:\n" + "\n".join(ways) if ways else ", --host-memory SIZE or a larger --count."
-        raise UserError(
-            f"{sheet.config} does not fit {sheet.machine}: {takes / 2**30:.1f} of "
-            f"{room / 2**30:.1f} GiB per device. Add --search{listed}"
-        )
 
 
 def confirm(
@@ -348,11 +292,13 @@ def execute(args: argparse.Namespace) -> int:
     from jtrain.config.load import for_devices, load_config, mesh_size, set_values
     from jtrain.config.run import build_run
     from jtrain.plan.auto_layout import settle_loss_chunk
+    from jtrain.plan.calibration import calibrate, measured_computation
     from jtrain.plan.estimate.attention_time import explained
     from jtrain.plan.from_run import search_task
     from jtrain.plan.report.plan_sheet import print_sheet, to_json
     from jtrain.plan.report.summary import new_console
     from jtrain.plan.search import SLACK, evaluate, resolve_as_needed
+    from jtrain.plan.verdict import check_good
 
     if args.top is not None and not (args.search and args.compile):
         raise UserError(f"--top {args.top} is the number of layouts of a search to compile. Add --search --compile.")
@@ -372,6 +318,12 @@ def execute(args: argparse.Namespace) -> int:
     if run.layout.offload.unified_memory:
         use_unified_memory(os.environ, topology=f"{machine.device.name}:{machine.count}")
     assume = assumptions(args)
+    if args.measured is not None:
+        factor = measured_computation(
+            args.measured, device=machine.device.name, matmul_dtype=run.precision.matmul_dtype
+        )
+        assume = dataclasses.replace(assume, computation=factor)
+        of_loss = [*of_loss, f"computation takes {factor:.3g} times what is assumed, as measured in {args.measured}"]
     task = search_task(
         run,
         machine,
@@ -391,6 +343,9 @@ def execute(args: argparse.Namespace) -> int:
         notes = [f"for --count {machine.count}: {', '.join(notes)}"]
     sheet = sheet_of(args, run, task, point, compiled, given)
     print_sheet(sheet, console, [*notes, *of_loss, assume.of(machine.device), explained(sheet.job)])
+    if sheet.measured is not None and sheet.measured.step_s is not None:
+        file = calibrate(args.calibrate, sheet.job, sheet.plan, assume=assume, measured_s=sheet.measured.step_s)
+        console.print(f"wrote {file}: give --measured {args.calibrate} to plans on this chip", highlight=False)
     if args.json is not None:
         args.json.write_text(json.dumps(to_json(sheet), indent=1) + "\n")
     check_good(sheet)

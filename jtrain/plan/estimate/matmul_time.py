@@ -77,7 +77,7 @@ class Passes:
             self.forward_s + other.forward_s, self.by_input_s + other.by_input_s, self.by_weight_s + other.by_weight_s
         )
 
-    def times(self, count: int) -> "Passes":
+    def times(self, count: float | int) -> "Passes":
         """Seconds of `count` of them."""
         return Passes(self.forward_s * count, self.by_input_s * count, self.by_weight_s * count)
 
@@ -101,6 +101,15 @@ class StepMatmuls:
     def all_s(self) -> float:
         """Seconds of all matmuls."""
         return self.layers.all_s + self.recomputed_s + self.unembedding.all_s
+
+    def scaled(self, factor: float) -> "StepMatmuls":
+        """All seconds times a factor."""
+        return StepMatmuls(
+            self.layers.times(factor),
+            self.experts_s * factor,
+            self.recomputed_s * factor,
+            self.unembedding.times(factor),
+        )
 
 
 def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMatmuls:
@@ -142,9 +151,8 @@ def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMa
         up, down, router = one(width, model.d_ff // tensor), one(model.d_ff // tensor, width), Passes()
     else:
         # Each device has the rows of `expert` devices for its own experts, if all are chosen equally often.
-        here = dict(of_rows=rows * moe.top_k, experts=max(1, moe.num_experts // mesh.expert))
-        up = one(width, model.d_ff // tensor, **here)
-        down = one(model.d_ff // tensor, width, **here)
+        of_rows, num, each = rows * moe.top_k, max(1, moe.num_experts // mesh.expert), model.d_ff // tensor
+        up, down = (one(*shape, of_rows=of_rows, experts=num) for shape in ((width, each), (each, width)))
         experts = up + up + down
         if moe.shared_experts:
             wide = moe.shared_experts * model.d_ff // tensor

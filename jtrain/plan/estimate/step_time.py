@@ -46,6 +46,7 @@ class Assumptions:
       multiprocessors that a collective takes from the matmuls.
     slowest: speed of the slowest of several GPUs, for which all others wait at every collective, by the speed of one
       alone; their clocks differ with power and heat. Up to 6 % are reported (arXiv:2511.09861).
+    computation: seconds of matmuls, attention and passes over memory by those predicted, as a run measured.
     goodput: fraction of wall time that trains; Llama 3 405B had over 0.9 (arXiv:2407.21783, section 3.3.4).
     """
 
@@ -57,6 +58,7 @@ class Assumptions:
     beside: float = 0.4
     beside_on_torus: float = 0.15
     slowest: float = 0.94
+    computation: float = 1.0
     goodput: float = 0.9
 
     def network_of(self, device: DeviceSpec) -> float:
@@ -80,6 +82,7 @@ class Assumptions:
             f"{self.network_of(device):.0%} of the network's, {self.host_link:.0%} of the host link's; gathers of "
             f"weights overlap with compute but for {self.beside_of(device):.0%}, copies of parameters to and from the "
             "host wholly, tensor-parallel and end-of-step collectives not"
+            + (f"; computation takes {self.computation:.2f} of that" if self.computation != 1 else "")
         )
 
 
@@ -167,10 +170,10 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     peak = bf16_peak(job)
     assert device.hbm_bytes_per_s is not None
     hbm = device.hbm_bytes_per_s * assume.memory
-    multiply = matmuls(job, memory=assume.memory, fraction=assume.matmul)
-    passes = memory_passes(job, hbm)
+    multiply = matmuls(job, memory=assume.memory, fraction=assume.matmul).scaled(assume.computation)
+    passes = memory_passes(job, hbm / assume.computation)
     part = layers_here(layout, job.model.num_layers) / job.model.num_layers  # of the layers, on one device
-    attention_forward_s, attention_backward_s = (part * took for took in attention_s(job))
+    attention_forward_s, attention_backward_s = (assume.computation * part * took for took in attention_s(job))
     if (kept := kept_names(layout)) is not None and "attention" not in kept:
         attention_backward_s += attention_forward_s  # recomputed
     forward_s = multiply.layers.forward_s + attention_forward_s + passes.forward_s

@@ -51,7 +51,7 @@ def test_narrow_shapes_are_slower() -> None:
     """Heads and hidden width split over 32 devices, and a model of an eighth of the width."""
     wide = reached(job_of())
     assert reached(job_of(axes=dict(tensor=32))) < 0.97 * wide
-    small = dict(d_model=1024, num_heads=8, num_kv_heads=8, d_ff=4096, vocab_size=16384)
+    small: dict[str, Any] = dict(d_model=1024, num_heads=8, num_kv_heads=8, d_ff=4096, vocab_size=16384)
     assert reached(job_of(**small)) < 0.96 * wide
 
 
@@ -71,7 +71,7 @@ def test_dimensions_are_padded_to_tiles() -> None:
 
 def test_experts_have_partly_filled_tiles_and_split_over_their_axis() -> None:
     """As many FLOPs in 64 experts as in a dense layer take longer; split over `expert`, a device has fewer experts."""
-    few = dict(num_layers=2, d_ff=4096, rows=1)
+    few: dict[str, Any] = dict(num_layers=2, d_ff=4096, rows=1)
     dense = timed(**few | dict(d_ff=8 * 4096))
     mixture = timed(**few, moe=MoESpec(num_experts=64, top_k=8))
     split = timed(**few | dict(rows=8), axes=dict(expert=8), moe=MoESpec(num_experts=64, top_k=8))
