@@ -13,7 +13,7 @@ from jtrain.plan.job import Job
 FILE = "calibration.json"
 """Name of the file in a run's workdir."""
 
-_LOW, _HIGH = 0.05, 20.0
+_LOW, _HIGH = 0.01, 1000.0
 """Factors between which a run's computation has to lie."""
 
 

@@ -71,10 +71,10 @@ def test_dimensions_are_padded_to_tiles() -> None:
 
 def test_experts_have_partly_filled_tiles_and_split_over_their_axis() -> None:
     """As many FLOPs in 64 experts as in a dense layer take longer; split over `expert`, a device has fewer experts."""
-    few: dict[str, Any] = dict(num_layers=2, d_ff=4096, rows=1)
-    dense = timed(**few | dict(d_ff=8 * 4096))
-    mixture = timed(**few, moe=MoESpec(num_experts=64, top_k=8))
-    split = timed(**few | dict(rows=8), axes=dict(expert=8), moe=MoESpec(num_experts=64, top_k=8))
+    experts = MoESpec(num_experts=64, top_k=8)
+    dense = timed(d_ff=8 * 4096, rows=1)
+    mixture = timed(d_ff=4096, rows=1, moe=experts)
+    split = timed(d_ff=4096, rows=8, axes=dict(expert=8), moe=experts)
     assert 1.05 * dense.layers.all_s < mixture.layers.all_s < 1.5 * dense.layers.all_s
     assert split.experts_s < mixture.experts_s < mixture.layers.all_s
     assert dense.experts_s == 0
