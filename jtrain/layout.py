@@ -2,9 +2,9 @@
 
 One table, `SPLITS`, decides which mesh axis splits which dimension. `tensor` always splits its dimensions, and `expert`
 the experts of an MoE layer. Under a pipeline `stage` splits the layers Y, in the order of `PipelineLayout.order`,
-and V together with `tensor`; gradients and optimizer state alike. `data` splits D for the arrays that the ZeRO stage
-shards (arXiv:1910.02054): optimizer state from stage 1, gradients from stage 2, parameters from stage 3. Norm scales
-are replicated at every ZeRO stage: they are a ten-thousandth of a model, and gathering each would cost a collective.
+and V together with `tensor`; gradients and optimizer state alike. `data` and `context` together split D of the arrays
+that ZeRO shards (arXiv:1910.02054): optimizer state from stage 1, gradients from stage 2, parameters from stage 3. Norm
+scales are always replicated: they are a ten-thousandth of a model, and gathering each would cost a collective.
 
 Where `tensor` has more devices than the model has key heads, several devices share a head. Between steps D of its
 kernels is split over `tensor` instead of K, so that nothing is stored twice; `jtrain.step.zero.own_heads` gives each
@@ -25,14 +25,14 @@ from jax.sharding import PartitionSpec as P
 from jtrain.dims import ParamInfo
 from jtrain.errors import UserError
 from jtrain.head_splits import check_context_heads, devices_per_key_head
-from jtrain.mesh import BATCH_AXES, MeshSpec, local_shape, shard_size
+from jtrain.mesh import BATCH_AXES, ZERO_AXES, MeshSpec, local_shape, shard_size
 from jtrain.offload_spec import OffloadSpec as OffloadSpec
 from jtrain.pipeline.pipeline_layout import PipelineLayout, place_layers
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.precision import PrecisionSpec
 
 SPLITS = {"N": "tensor", "K": "tensor", "F": "tensor", "V": "tensor", "D": "data", "X": "expert"}
-"""Dimension letter -> mesh axis that may split it."""
+"""Dimension letter -> mesh axis that may split it; `data` stands for all `ZERO_AXES`."""
 
 VOCABULARY_AXES = ("stage", "tensor")
 """Axes that split V under a pipeline: every stage computes a part of the embedding and of the loss."""
@@ -54,7 +54,7 @@ type MemoryKind = Literal["device", "pinned_host"]
 class LayoutSpec:
     """Layout options of a model on a mesh; they change speed and memory, never the losses.
 
-    zero_stage: sharding over the `data` axis: 0 nothing; 1 optimizer state; 2 also gradients; 3 also parameters.
+    zero_stage: sharding over `data` and `context`: 0 nothing; 1 optimizer state; 2 also gradients; 3 also parameters.
     microbatches: number of parts in which the global batch is computed; their gradients are summed.
     remat: activations that a layer saves for its backward pass: `none` saves all, `full` only the layer's input and
       recomputes the rest, `named` that input and `remat_save`.
@@ -115,7 +115,7 @@ class ParamLayout:
     staged: bool = False
 
     def spec(self, *, over_data: bool) -> P:
-        """Returns the partition in use over `stage`, `tensor` and `expert`, and with `over_data` over `data` too.
+        """Returns the partition over `stage`, `tensor` and `expert`, and with `over_data` over `ZERO_AXES` too.
 
         With shared key heads K is shorter than `tensor`, and each device has one head.
         """
@@ -128,7 +128,7 @@ class ParamLayout:
             of_vocabulary = self.staged and self.info.dims[self.tensor_dim] == "V"
             axes[self.tensor_dim] = VOCABULARY_AXES if of_vocabulary else "tensor"
         if over_data and self.data_dim is not None:
-            axes[self.data_dim] = "data"
+            axes[self.data_dim] = ZERO_AXES
         return P(*axes)
 
     @functools.cached_property
@@ -142,7 +142,7 @@ class ParamLayout:
     def optimizer(self) -> P:
         """Partition of the optimizer state, and of the gradient that the optimizer reads."""
         if self.shared_by > 1:
-            split = ("data", "tensor") if self.zero_stage >= 1 else "tensor"
+            split = (*ZERO_AXES, "tensor") if self.zero_stage >= 1 else "tensor"
             of_letter = {"D": split, "Y": "stage" if self.staged else None}
             return P(*(of_letter.get(letter) for letter in self.info.dims))
         return self.spec(over_data=self.zero_stage >= 1)
@@ -157,8 +157,8 @@ class ParamLayout:
 class Layout:
     """Layout of a whole model on a mesh.
 
-    rings: length of each torus dimension that the devices along `data` run through, the slowest first; collectives over
-      `data` go along one dimension after another. Empty for a single collective; `step.zero.along_torus` sets it.
+    rings: length of each torus dimension that the devices along `ZERO_AXES` run through, the slowest first; ZeRO's
+      collectives go along one dimension after another. Empty for a single collective; `step.zero.along_torus` sets it.
     context_order: assignment of a row's positions to devices along `context` (`jtrain.data.constructor.context_order`).
     precision: number formats, which decide the bytes of every array.
     kernels: implementations of ops that replace the registry's choice, from `Run.kernels`.
@@ -187,6 +187,11 @@ class Layout:
             kernels=self.kernels,
             pipeline=pipeline or self.pipeline_spec,
         )
+
+    @property
+    def gathers_weights(self) -> bool:
+        """True if no device holds whole parameters, so that they are gathered for each use: ZeRO-3."""
+        return self.spec.zero_stage == 3 and self.mesh.zero_shards > 1
 
     @property
     def layer_order(self) -> tuple[int, ...] | None:
@@ -272,7 +277,7 @@ def make_layout(
     """
     placed = _placed_layers(pipeline, mesh, infos) if mesh.stage > 1 else None
     if placed is not None:
-        _check_stages(spec, placed)
+        _check_stages(spec, placed, precision)
         infos = tuple(info.placed(placed.order) for info in infos)
     shared_by = devices_per_key_head(mesh, infos)
     check_context_heads(mesh, infos, attention=spec.context_attention, order=context_order)
@@ -296,23 +301,22 @@ def make_layout(
     if spec.sequence_groups > 1:
         _check_groups(spec, mesh, infos, precision)
     layouts: list[ParamLayout] = []
+    split_over = {"D": mesh.zero_axes, "V": VOCABULARY_AXES if placed else ("tensor",)}
     for info in infos:
-        dims: dict[str, int | None] = {"data": None, "tensor": None, "expert": None}
+        dims: dict[str, int | None] = dict.fromkeys(("data", "tensor", "expert"))
         shared = shared_by if "K" in info.dims else 1
         if info.is_matrix:
             for index, letter in enumerate(info.dims):
                 axis = SPLITS.get(letter)
-                # Stage 0 splits nothing over data, so it asks nothing of D.
-                if axis is None or (axis == "data" and spec.zero_stage == 0):
+                if axis is None or (axis == "data" and spec.zero_stage == 0):  # stage 0 asks nothing of D
                     continue
                 if axis == "expert" and not info.is_experts:
                     continue  # a router scores all experts on every device
                 if letter != "K":
-                    axes = VOCABULARY_AXES if letter == "V" and placed else (axis,)
-                    shard_size(FIELDS[letter], info.shape[index], mesh.shape, axes)
+                    shard_size(FIELDS[letter], info.shape[index], mesh.shape, split_over.get(letter, (axis,)))
                 dims[axis] = index
         if shared > 1:
-            axes = ("data", "tensor") if spec.zero_stage else ("tensor",)
+            axes = (*mesh.zero_axes, "tensor") if spec.zero_stage else ("tensor",)
             shard_size(FIELDS["D"], info.shape[info.dims.index("D")], mesh.shape, axes)
         memory: MemoryKind = "pinned_host" if info.path in on_host else "device"
         split: Any = dict(expert_dim=dims["expert"], shared_by=shared, staged=placed is not None)
@@ -321,9 +325,14 @@ def make_layout(
     return Layout(spec, mesh, tuple(layouts), pipeline=placed, pipeline_spec=pipeline, **more)
 
 
-def _check_stages(spec: LayoutSpec, placed: PipelineLayout) -> None:
+def _check_stages(spec: LayoutSpec, placed: PipelineLayout, precision: PrecisionSpec) -> None:
     """Refuses options that a pipelined step does not have."""
     offload = spec.offload
+    if (dtype := precision.grad_accum_dtype) != "float32":
+        raise UserError(
+            f"precision.grad_accum_dtype={dtype} with mesh.stage={placed.stages}: stages sum gradients in float32. "
+            "Set precision.grad_accum_dtype=float32, or mesh.stage=1."
+        )
     if offload.share("activations") > 0:
         raise UserError(
             f"layout.offload.activations={offload.activations} with mesh.stage={placed.stages}: what the layers of a "

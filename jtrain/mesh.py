@@ -15,6 +15,9 @@ from jtrain.errors import UserError
 AXES = ("replica", "stage", "data", "expert", "context", "tensor")
 """Mesh axes, outermost (slowest network) first, so that neighbours along `tensor` are the closest devices."""
 
+ZERO_AXES = ("data", "context")
+"""Mesh axes over which ZeRO splits state: devices along them hold different tokens and would hold the same state."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
@@ -22,9 +25,9 @@ class MeshSpec:
 
     replica: data parallelism without sharding, across slices or pods.
     stage: pipeline stages.
-    data: data parallelism that ZeRO shards over.
+    data: data parallelism; ZeRO shards state over `data` and `context` together.
     expert: experts of MoE layers; data parallelism for all other parameters.
-    context: positions of a sequence.
+    context: positions of a sequence; ZeRO shards state over it too.
     tensor: heads, feed-forward hidden and vocabulary; activations between layers are split by position.
     """
 
@@ -44,6 +47,16 @@ class MeshSpec:
     def shape(self) -> dict[str, int]:
         """Number of devices along each axis, in the order of `AXES`; kept, because a search reads it 100,000 times."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def zero_axes(self) -> tuple[str, ...]:
+        """Those of `ZERO_AXES` with several devices."""
+        return tuple(axis for axis in ZERO_AXES if self.shape[axis] > 1)
+
+    @property
+    def zero_shards(self) -> int:
+        """Number of shards into which ZeRO splits an array: the devices along `ZERO_AXES`."""
+        return self.data * self.context
 
     @property
     def size(self) -> int:

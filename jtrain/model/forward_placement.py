@@ -22,7 +22,7 @@ LAYER_INPUT = "layer_input"
 class Placement:
     """The parts of the layout that a forward pass needs.
 
-    fetch: gathers the parameters below a path over `data` and casts them to the compute dtype.
+    fetch: gathers the parameters below a path from their shards and casts them to the compute dtype.
     tensor, expert: number of devices along these axes.
     stage: pipeline stages over which the vocabulary is split, besides `tensor`.
     tensor_overlap: True if collectives over `tensor` overlap with the layers' matmuls.

@@ -1,9 +1,11 @@
-"""Loop over layers, with prefetch of weights that live in host memory.
+"""Loop over layers, with prefetch of weights that live in host memory, and with sums of gradients in place.
 
 The plain loop is one `jax.lax.scan`. With weights in host memory, a plain scan would start each copy when its layer
-starts and wait for it, and it would save the copies of all layers for the backward pass. The streamed loop therefore
-has its own forward and backward pass: each layer computes with weights that arrived during the previous layer, while
-the weights of the next layer are being copied. The weights of two layers are on the device at a time.
+starts and wait for it, and it would save the copies of all layers for the backward pass. Where the gradients of several
+microbatches are summed, it would hold the gradients of all layers beside their sums. For both there is a loop with its
+own forward and backward pass, which adds each layer's gradients to their sums in place. A layer computes with weights
+that arrived during the previous layer, while the weights of the next layer are being copied: those of two layers are on
+the device at a time.
 
 | per microbatch, of Y layers | weights copied to the device |
 |---|---|
@@ -42,19 +44,37 @@ class Detached:
     value: Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Summed:
+    """Weight whose gradient is added to a sum while the backward pass goes from layer to layer.
+
+    The gradient of `total` is the new sum. The weight itself gets no gradient.
+
+    weight: stacked, [Y, ...], or a `Detached`.
+    total: sum of the gradients of earlier microbatches, [Y, ...].
+    add: (sum of one layer, its gradient, number of the layer) -> new sum of the layer, in the dtype of `total`.
+    """
+
+    weight: Any
+    total: Array
+    add: Callable[[Array, Array, Array], Array] = dataclasses.field(metadata=dict(static=True))
+
+
 def scan_layers(layer: Layer, x: LayerCarry, weights: Params, shared: Any, *, unroll: int) -> LayerCarry:
     """`x = layer(x, weights[y], shared)` for every y of the stacked weights, differentiable in x and weights.
 
     Args:
       layer: must not save values derived from streamed weights: see `placement.checkpointed`.
-      weights: stacked, [Y, ...]; a `Detached` whose value is in host memory is streamed.
+      weights: stacked, [Y, ...]; a `Detached` whose value is in host memory is streamed, the gradient of a `Summed` is
+        added to its sum.
       shared: values passed to every layer; not differentiated.
       unroll: layers per iteration of the compiled loop.
     """
-    leaves = jax.tree.leaves(weights, is_leaf=_is_detached)
-    if any(_is_detached(leaf) and _on_host(leaf.value) for leaf in leaves):
-        assert unroll == 1, "check_scanned refuses it"
-        return _streamed(layer, x, weights, shared)
+    leaves = jax.tree.leaves(weights, is_leaf=_is_leaf)
+    if any(isinstance(leaf, Summed) or _streams(leaf) for leaf in leaves):
+        assert unroll == 1 or not any(map(_streams, leaves)), "check_scanned refuses it"
+        return _looped(layer, x, weights, shared, unroll=unroll)
     return jax.lax.scan(lambda x, w: (layer(x, w, shared), None), x, weights, unroll=unroll)[0]
 
 
@@ -72,11 +92,13 @@ def check_scanned(scan_layers: bool) -> None:
         )
 
 
-def _streamed(layer: Layer, x: LayerCarry, weights: Params, shared: Any) -> LayerCarry:
-    leaves, tree = jax.tree.flatten(weights, is_leaf=_is_detached)
+def _looped(layer: Layer, x: LayerCarry, weights: Params, shared: Any, *, unroll: int) -> LayerCarry:
+    given, tree = jax.tree.flatten(weights, is_leaf=_is_leaf)
     num_layers = jax.tree.leaves(weights)[0].shape[0]
     steps = jnp.arange(num_layers)
     # Each list has one entry per weight: None where the weight has no such array.
+    leaves = [leaf.weight if isinstance(leaf, Summed) else leaf for leaf in given]
+    totals = [leaf.total if isinstance(leaf, Summed) else None for leaf in given]
     trained = [leaf.trained if _is_detached(leaf) else leaf for leaf in leaves]
     values = [leaf.value if _is_detached(leaf) else None for leaf in leaves]
     near = [None if value is None or _on_host(value) else value for value in values]
@@ -98,14 +120,15 @@ def _streamed(layer: Layer, x: LayerCarry, weights: Params, shared: Any) -> Laye
             x, kept = compute(x, trained, _either(near, held))
             return (x, ahead), kept
 
-        return jax.lax.scan(body, (x, fetch(far, 0)), (steps, trained, near))
+        return jax.lax.scan(body, (x, fetch(far, 0)), (steps, trained, near), unroll=unroll)
 
     @jax.custom_vjp
-    def run(x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any) -> LayerCarry:
+    def run(x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any, totals: Any) -> LayerCarry:
+        del totals
         (x, _), _ = loop(lambda x, trained, values: (one(x, trained, values, shared), None), x, trained, near, far)
         return x
 
-    def forward(x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any) -> Any:
+    def forward(x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any, totals: Any) -> Any:
         # Only the layer's input is saved; the backward pass gets weights and shared values again.
         keep = (True, False, False, False)
 
@@ -113,32 +136,50 @@ def _streamed(layer: Layer, x: LayerCarry, weights: Params, shared: Any) -> Laye
             return jax.vjp(one, x, trained, values, shared, saveable_args=keep)
 
         (x, held), vjps = loop(compute, x, trained, near, far)
-        return x, (vjps, held, trained, near, far, shared)
+        return x, (vjps, held, trained, near, far, shared, totals)
 
     def backward(kept: Any, grad: LayerCarry) -> Any:
-        vjps, held, trained, near, far, shared = kept
+        vjps, held, trained, near, far, shared, totals = kept
 
         def body(carry: Any, now: Any) -> Any:
-            (grad, held), (y, vjp, trained, near) = carry, now
+            (grad, held, totals), (y, vjp, trained, near) = carry, now
             ahead = fetch(far, jnp.maximum(y - 1, 0))
             vjp.args_res[1:] = [trained, _either(near, held), shared]
             grad, trained_grad, _, _ = vjp(grad)
-            return (grad, ahead), trained_grad
+            found = zip(given, totals, trained_grad, strict=True)
+            totals = [_added(leaf, total, g, y) if isinstance(leaf, Summed) else None for leaf, total, g in found]
+            rest = [None if isinstance(leaf, Summed) else g for leaf, g in zip(given, trained_grad, strict=True)]
+            return (grad, ahead, totals), rest
 
         xs = (steps, vjps, trained, near)
-        (grad, _), trained_grad = jax.lax.scan(body, (grad, held), xs, reverse=True)
-        return grad, trained_grad, None, None, None
+        (grad, _, totals), trained_grad = jax.lax.scan(body, (grad, held, totals), xs, reverse=True, unroll=unroll)
+        return grad, trained_grad, None, None, None, totals
 
     run.defvjp(forward, backward)
-    return run(x, trained, near, far, shared)
+    return run(x, trained, near, far, shared, totals)
+
+
+def _added(summed: Summed, total: Array, grad: Array, y: Array) -> Array:
+    """The sums of all layers with the gradient of layer y added, in place."""
+    new = summed.add(jax.lax.dynamic_index_in_dim(total, y, keepdims=False), grad, y)
+    return jax.lax.dynamic_update_index_in_dim(total, new, y, 0)
 
 
 def _either(near: list[Array | None], held: list[Array | None]) -> list[Array | None]:
     return [b if a is None else a for a, b in zip(near, held, strict=True)]
 
 
+def _is_leaf(leaf: Any) -> bool:
+    return isinstance(leaf, Detached | Summed)
+
+
 def _is_detached(leaf: Any) -> bool:
     return isinstance(leaf, Detached)
+
+
+def _streams(leaf: Any) -> bool:
+    weight = leaf.weight if isinstance(leaf, Summed) else leaf
+    return _is_detached(weight) and _on_host(weight.value)
 
 
 def _on_host(value: Array) -> bool:

@@ -23,8 +23,7 @@ def keeps_by_name(layout: Layout) -> bool:
 
 def copies_weights(layout: Layout) -> bool:
     """True if a layer computes with temporary copies of its weights: gathered (ZeRO-3) or fetched from host memory."""
-    gathers = layout.spec.zero_stage == 3 and layout.mesh.data > 1
-    return gathers or any(p.param_memory == "pinned_host" for p in layout.params)
+    return layout.gathers_weights or any(p.param_memory == "pinned_host" for p in layout.params)
 
 
 def kept_names(layout: Layout) -> tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""Cross entropy with an unembedding that is split by columns over `tensor`, and gathered over `data` in parts.
+"""Cross entropy with an unembedding that is split by columns over `tensor`, and gathered from shards in parts.
 
 Functions take the axes that split the columns, and the number of devices along them: `tensor`, or in a pipeline `stage`
 and `tensor`.
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jtrain.model import ops
 
 PART_COLUMNS = 16384
-"""Columns of the unembedding that a device gathers over `data` at a time: with D = 4096 and bfloat16, 0.13 GB."""
+"""Columns of the unembedding that a device gathers from shards at a time: with D = 4096 and bfloat16, 0.13 GB."""
 
 
 def num_parts(vocab_size: int, shards: int) -> int:
@@ -62,7 +62,7 @@ def loss_in_parts(
     Args:
       shard: this device's block: [d, V / shards], or [V / shards, d] if tied.
       target_BL: targets at all positions.
-      fetch: gathers columns (tied: rows) of the shard over `data`, in the compute dtype.
+      fetch: gathers columns (tied: rows) of all shards, in the compute dtype.
     """
     shard_Wd, whole = _columns(shard, fetch, tied=tied)
     if num_parts(len(shard_Wd) * shards, shards) == 1:

@@ -5,7 +5,7 @@ like a cell of the CSV, with the names of this table in place of F, I, W, B.
 
 | instruction | meaning | when |
 |---|---|---|
-| GATHER, DROP | gathers a chunk's weights over `data`; drops them | around F, I and B; a W needs no weights |
+| GATHER, DROP | gathers a chunk's weights from their shards; drops them | around F, I and B; a W needs no weights |
 | RECV_F, SEND_F | receives the input of a forward pass; sends its result | next to F, if the peer is another worker |
 | RECV_B, SEND_B | receives the cotangent of a backward pass; sends its result | next to I and B, likewise |
 | F, I, W, B | as in `schedule.py` | as the schedule says |

@@ -19,7 +19,7 @@ class PipelineSpec:
     schedule: gpipe, 1f1b, interleaved, zb-h1, zbv, dualpipev, or the path of a CSV file with a schedule of your own.
     chunks: parts of the model on each worker, for `interleaved`; zbv and dualpipev always have two, a CSV file has a
       number of its own, the others have one.
-    gather: gathering of weights that ZeRO splits over `data`: in every `tick` that needs them, or once per `step`,
+    gather: gathering of weights that ZeRO splits: in every `tick` that needs them, or once per `step`,
       which holds them whole until its end.
     """
 

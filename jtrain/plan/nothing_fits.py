@@ -32,7 +32,7 @@ def nearest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point:
 def _frugal(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[Point]:
     """Yields the layouts of least memory on each mesh: without offload, with the optimizer's state, with everything."""
     for mesh in over:
-        stage = 3 if mesh.data > 1 else 0
+        stage = 3 if mesh.zero_shards > 1 else 0
         base = dataclasses.replace(task.asked, zero_stage=stage, remat="full", remat_save=(), auto=False)
         most = task.job.global_batch // (mesh.replica * mesh.data * mesh.expert)
         # One microbatch needs no accumulator; the largest number has the smallest activations.

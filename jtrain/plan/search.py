@@ -315,10 +315,10 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
 
 def _by_stage(task: SearchTask, mesh: MeshSpec) -> Iterator[list[_Series]]:
     """Yields the series of each ZeRO stage, the one that keeps all activations first."""
-    for stage in (0, 1, 2, 3) if mesh.data > 1 else (0,):
+    for stage in (0, 1, 2, 3) if mesh.zero_shards > 1 else (0,):
         found: list[_Series] = []
         for kept in REMATS:
-            if kept == SAVEABLE and stage == 3 and mesh.data > 1:
+            if kept == SAVEABLE and stage == 3 and mesh.zero_shards > 1:
                 continue  # remat=none keeps the same under stage 3
             remat = "none" if kept is None else "named" if kept else "full"
             base = dataclasses.replace(

@@ -81,6 +81,10 @@ def make_update(
             for path in (p.info.path for p in layout.params)
             if not on_host[path]
         }
+        if optimizer.spec.moment_dtype.startswith("bfloat16"):
+            # The parameter needs the moments unrounded. XLA:GPU would fuse its update with the count, and compute the
+            # moments there a second time, from copies of all old ones: 4 bytes per parameter.
+            resident = jax.lax.optimization_barrier(resident)
         counts = _not_finite_by_device(layout, mesh, resident)
         if streaming:
             states = {p.info.path: {"param": param[p.info.path], **leaves[p.info.path]} for p in streaming}

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jtrain.dims import IGNORE, Batch
 from jtrain.layout import Layout
@@ -34,6 +34,7 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import Optimizer
 from jtrain.step.batch_hash import hash_block
 from jtrain.step.checksums import StateSums
+from jtrain.step.gradient_sums import GradientSums, no_sums, sums_gradients
 from jtrain.step.guard import GuardState, judged, not_finite
 from jtrain.step.optimizer_update import make_update
 from jtrain.step.pipeline_ticks import ticks_of
@@ -88,9 +89,9 @@ def make_train_step(
     if layout.pipeline is not None:
         ticks_of(layout)  # refuses what no pipelined step can do
     gradients = jax.shard_map(
-        lambda params, scaling, batch: _local_gradients(model, layout, params, scaling, batch),
+        lambda params, scaling, batch, step: _local_gradients(model, layout, params, scaling, batch, step),
         mesh=mesh,
-        in_specs=(param_tree(layout, lambda p: p.param), layout.per_layer, BATCH_SPEC),
+        in_specs=(param_tree(layout, lambda p: p.param), layout.per_layer, BATCH_SPEC, P()),
         out_specs=(param_tree(layout, lambda p: p.optimizer), layout.per_layer, P(), P(mesh.axis_names)),
         check_vma=False,  # all sums over axes are explicit: `finish_gradient`
     )
@@ -101,7 +102,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         with kernels_for(layout, mesh):
-            grads, seen, metrics, share = gradients(state.params, state.scaling, batch)
+            grads, seen, metrics, share = gradients(state.params, state.scaling, batch, state.step)
             with jax.named_scope("optimizer"):
                 state, grads, given = sums.given(state, grads) if sums else (state, grads, None)
                 scalars = optimizer.begin(grads, state.step)
@@ -184,9 +185,12 @@ def _everywhere(mesh: Mesh, rows: Float[Array, "devices 2"]) -> Float[Array, "de
 
 
 def _local_gradients(
-    model: Transformer, layout: Layout, params: Params, scaling: dict[str, Any], batch: Batch
+    model: Transformer, layout: Layout, params: Params, scaling: dict[str, Any], batch: Batch, step: Int[Array, ""]
 ) -> tuple[Params, dict[str, Any], StepMetrics, Float[Array, "1"]]:
     """Computes one device's part of a step, inside the shard_map.
+
+    Args:
+      step: updates completed before this one; seeds the rounding of gradients summed in bfloat16.
 
     Returns:
       Gradients sharded as the optimizer needs them; the largest values in 8-bit matmuls and the metrics, both of the
@@ -201,8 +205,10 @@ def _local_gradients(
         # Accumulation is exact because each microbatch is divided by the token count of the whole batch, not its own.
         weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
 
-    def objective(trained: Params, seen: Any, part: Batch) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        weights = with_whole(layout, trained, params)
+    def objective(
+        trained: Params, seen: Any, part: Batch, sums: GradientSums | None
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        weights = with_whole(layout, trained, params) if sums is None else sums.weights(trained, params)
         if layout.precision.matmul_dtype != "compute":
             weights = with_fp8(weights, infos, scaling, seen, weight)
         total, nats = model.loss(weights, part, placement)
@@ -211,24 +217,22 @@ def _local_gradients(
 
     differentiate = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
 
-    def microbatch(carry: Any, part: Batch) -> tuple[Any, None]:
-        (_, loss), (grads, seen) = differentiate(trained, unseen(scaling), part)
-        with jax.named_scope("reduce_gradients"):
-            grads = jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[0], grads)
-            return (grads, jax.tree.map(jnp.maximum, carry[1], seen), carry[2] + loss), None
+    def microbatch(carry: Any, now: tuple[Batch, Array]) -> tuple[Any, None]:
+        part, index = now
+        sums = GradientSums(layout, trained, step * spec.microbatches + index)
+        (_, loss), (grads, seen) = differentiate(sums.differentiated(carry[0]), unseen(scaling), part, sums)
+        return (sums.added(carry[0], grads), jax.tree.map(jnp.maximum, carry[1], seen), carry[2] + loss), None
 
     trained = trained_part(layout, params)
     if layout.pipeline is not None:
         parts = microbatches(layout, batch)
         grads, seen, loss = pipelined_gradients(model, layout, params, scaling, parts, weight)
-    elif spec.microbatches == 1:
-        (_, loss), (grads, seen) = differentiate(trained, unseen(scaling), batch)
+    elif not sums_gradients(layout):
+        (_, loss), (grads, seen) = differentiate(trained, unseen(scaling), batch, None)
     else:
         parts = microbatches(layout, batch)
-        with jax.named_scope("reduce_gradients"):
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
-        carry = (zeros, unseen(scaling), jnp.zeros((), jnp.float32))
-        (grads, seen, loss), _ = jax.lax.scan(microbatch, carry, parts)
+        carry = (no_sums(layout, trained), unseen(scaling), jnp.zeros((), jnp.float32))
+        (grads, seen, loss), _ = jax.lax.scan(microbatch, carry, (parts, jnp.arange(spec.microbatches)))
 
     axes = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
     with jax.named_scope("reduce_gradients"):

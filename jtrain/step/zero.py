@@ -1,7 +1,8 @@
 """ZeRO: gathers each weight for the matmul that uses it, and reduces and scatters its gradient.
 
-All collectives run inside the step's fully-manual `jax.shard_map`. `gather_data` and `scatter_data` are transposes of
-each other. One rule finishes every gradient: it is summed over each axis that does not split its parameter.
+All collectives run inside the step's fully-manual `jax.shard_map`. Shards lie along `data` and `context` together
+(`jtrain.mesh.ZERO_AXES`). `gather_shards` and `scatter_shards` are transposes of each other. One rule finishes every
+gradient: it is summed over each axis that does not split its parameter.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jtrain.layout import Layout, ParamLayout
-from jtrain.mesh import BATCH_AXES, unsplit_axes
+from jtrain.mesh import BATCH_AXES, ZERO_AXES, unsplit_axes
 from jtrain.model import ops
 from jtrain.model.forward_placement import Placement
 from jtrain.model.layer_scan import Detached
@@ -40,7 +41,11 @@ def placement_of(layout: Layout) -> Placement:
     def fetch(path: str, tree: Any) -> Any:
         if isinstance(tree, dict):
             return {key: fetch(f"{path}.{key}", value) for key, value in tree.items()}
-        if isinstance(tree, ops.Fp8Kernel | SplitKernel):
+        if isinstance(tree, SplitKernel):
+            # Here and not where the layer is called: a layer would keep the copy that has no gradient, as it keeps its
+            # input, in every slot of a pipeline.
+            return dataclasses.replace(tree, value=fetch(path, jax.tree.map(jax.lax.stop_gradient, tree.value)))
+        if isinstance(tree, ops.Fp8Kernel):
             return dataclasses.replace(tree, value=fetch(path, tree.value))
         # Profiles use these names to tell which weight of which layer a collective moves.
         with jax.named_scope(path.replace(".", "/")):
@@ -55,20 +60,20 @@ def placement_of(layout: Layout) -> Placement:
         expert=layout.mesh.expert,
         remat=spec.remat,
         remat_save=spec.remat_save,
-        regather=spec.zero_stage == 3 and layout.mesh.data > 1,
+        regather=layout.gathers_weights,
         streams=any(p.param_memory == "pinned_host" for p in layout.params),
         offload=offloaded_names(layout),
-        lookup=functools.partial(_lookup, layout) if spec.zero_stage == 3 and layout.mesh.data > 1 else None,
+        lookup=functools.partial(_lookup, layout) if layout.gathers_weights else None,
     )
 
 
 def along_torus(layout: Layout, mesh: Mesh) -> Layout:
-    """Returns the layout with collectives over `data` split by torus dimension, if the devices form a TPU torus.
+    """Returns the layout with ZeRO's collectives split by torus dimension, if the devices form a TPU torus.
 
     XLA:TPU turns an all-gather or reduce-scatter over 128 chips into an all-reduce of twice the bytes. Along one torus
     dimension at a time it does not, and the total bytes equal those of one collective over all chips.
     """
-    line = mesh.devices[tuple(slice(None) if axis == "data" else 0 for axis in mesh.axis_names)]
+    line = mesh.devices[tuple(slice(None) if axis in ZERO_AXES else 0 for axis in mesh.axis_names)].ravel()
     if line[0].platform != "tpu" or layout.rings:
         return layout
     rings = torus_rings(np.array([(*device.coords, device.core_on_chip) for device in line]))
@@ -101,7 +106,7 @@ def own_heads(layout: Layout, params: Params) -> Params:
     """Returns the parameters with each shared key head's kernels on the devices that compute it; others as they are.
 
     Between steps device i along `tensor` holds the i-th part of D of all heads. An all-to-all gives each device all of
-    D of its own head. Under stages 1 and 2 the parts over `data` are gathered too, because then weights are whole.
+    D of its own head. Under stages 1 and 2 the shards are gathered too, because then weights are whole.
     """
 
     def leaf(p: ParamLayout, value: Array) -> Array:
@@ -113,7 +118,7 @@ def own_heads(layout: Layout, params: Params) -> Params:
             value = jnp.repeat(value, p.shared_by, axis=heads)
             value = jax.lax.all_to_all(value, "tensor", split_axis=heads, concat_axis=width, tiled=True)
             if layout.spec.zero_stage in (1, 2) and _splits_data(layout, p):
-                value = gather_data(value, width, layout.rings)
+                value = gather_shards(layout, value, width)
             return value
 
     return jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
@@ -129,7 +134,7 @@ def _sum_shared(p: ParamLayout, grad: Array) -> Array:
 
 
 def _splits_data(layout: Layout, p: ParamLayout) -> bool:
-    return p.data_dim is not None and layout.mesh.data > 1
+    return p.data_dim is not None and layout.mesh.zero_shards > 1
 
 
 def _is_detached(layout: Layout, p: ParamLayout) -> bool:
@@ -154,7 +159,7 @@ def trained_part(layout: Layout, params: Params) -> Params:
         shape = list(value.shape)
         if layout.spec.zero_stage == 2 and _splits_data(layout, p):
             assert p.data_dim is not None
-            shape[p.data_dim] //= layout.mesh.data
+            shape[p.data_dim] //= layout.mesh.zero_shards
         return jnp.zeros(shape, value.dtype)
 
     return jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
@@ -166,8 +171,13 @@ def with_whole(layout: Layout, trained: Params, params: Params) -> Params:
     return jax.tree.map(lambda p, t, w: Detached(t, w) if _is_detached(layout, p) else t, layouts, trained, params)
 
 
+def gathers_once(layout: Layout) -> bool:
+    """True if a step gathers all weights of a stage once, and reduces their gradients once: `pipeline.gather=step`."""
+    return layout.pipeline is not None and layout.pipeline.spec.gather == "step" and layout.spec.zero_stage >= 2
+
+
 def gathered_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
-    """Returns parameters whole over `data`, in the compute dtype, and the layout that uses them as ZeRO-1 does.
+    """Returns whole parameters, in the compute dtype, and the layout that uses them as ZeRO-1 does.
 
     Layers then gather nothing, and their gradients are whole until `scattered_once`.
     """
@@ -178,20 +188,20 @@ def gathered_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
             return value
         assert p.data_dim is not None
         with jax.named_scope(p.info.path.replace(".", "/")):
-            return gather_data(value.astype(layout.precision.compute_dtype), p.data_dim, layout.rings)
+            return gather_shards(layout, value.astype(layout.precision.compute_dtype), p.data_dim)
 
     whole = jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
     return dataclasses.replace(layout, spec=spec), whole
 
 
 def scattered_once(layout: Layout, grads: Params) -> Params:
-    """Returns this device's shards of the sums over `data` of whole gradients, in float32."""
+    """Returns this device's shards of the sums over `ZERO_AXES` of whole gradients, in float32."""
 
     def leaf(p: ParamLayout, grad: Array) -> Array:
         if not _splits_data(layout, p):
             return grad
         assert p.data_dim is not None
-        grad = scatter_data(grad.astype(layout.precision.reduce_dtype), p.data_dim, layout.rings)
+        grad = scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), p.data_dim)
         return grad.astype(jnp.float32)
 
     with jax.named_scope("reduce_gradients"):
@@ -199,7 +209,7 @@ def scattered_once(layout: Layout, grads: Params) -> Params:
 
 
 def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
-    """Returns one layer's weight for the forward pass: whole over `data`, matrices in the compute dtype."""
+    """Returns one layer's weight for the forward pass: gathered from its shards, matrices in the compute dtype."""
     spec = layout.spec
     if not p.info.is_matrix:
         return leaf  # scales multiply in float32
@@ -227,14 +237,14 @@ def _attached(leaf: Array | Detached) -> Array:
 
 
 def _gather(layout: Layout, shard: Array, dim: int) -> Array:
-    """Gathers a weight from its shards over `data`; the backward pass reduce-scatters its gradient."""
+    """Gathers a weight from its shards; the backward pass reduce-scatters its gradient."""
 
     @jax.custom_vjp
     def gather(shard: Array) -> Array:
-        return gather_data(shard.astype(layout.precision.compute_dtype), dim, layout.rings)
+        return gather_shards(layout, shard.astype(layout.precision.compute_dtype), dim)
 
     def backward(_: None, grad: Array) -> tuple[Array]:
-        return (scatter_data(grad.astype(layout.precision.reduce_dtype), dim, layout.rings).astype(shard.dtype),)
+        return (scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), dim).astype(shard.dtype),)
 
     gather.defvjp(lambda shard: (gather(shard), None), backward)
     return gather(shard)
@@ -249,40 +259,42 @@ def _use_whole(layout: Layout, shard: Array, whole: Array, dim: int) -> Array:
         return whole.astype(layout.precision.compute_dtype)
 
     def backward(_: None, grad: Array) -> tuple[Array, None]:
-        return scatter_data(grad.astype(layout.precision.reduce_dtype), dim, layout.rings).astype(shard.dtype), None
+        return scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), dim).astype(shard.dtype), None
 
     use.defvjp(lambda shard, whole: (use(shard, whole), None), backward)
     return use(shard, whole)
 
 
 def _lookup(layout: Layout, table_Vd: Array, token_BL: Array) -> Array:
-    """Looks up rows of a table whose columns are split over `data`.
+    """Looks up rows of a table whose columns are split over `ZERO_AXES`.
 
     Each device looks up the tokens of all devices in its own columns; an all-to-all then gives each device all columns
     of its own tokens. The network carries B * L * D elements; gathering the table would take V * D. The gradient of the
     table is summed in float32 on the device that needs it.
     """
-    token_BL = jax.lax.all_gather(token_BL, "data", axis=0, tiled=True)
+    token_BL = jax.lax.all_gather(token_BL, layout.mesh.zero_axes, axis=0, tiled=True)
     x_BLd = ops.embedding_lookup(table_Vd, token_BL).astype(layout.precision.compute_dtype)
-    return jax.lax.all_to_all(x_BLd, "data", split_axis=0, concat_axis=2, tiled=True)
+    return jax.lax.all_to_all(x_BLd, layout.mesh.zero_axes, split_axis=0, concat_axis=2, tiled=True)
 
 
-def gather_data(shard: Array, dim: int, rings: tuple[int, ...]) -> Array:
-    """Gathers all shards over `data` along `dim`, in device order."""
-    for groups in reversed(_ring_groups(rings)):  # fastest dimension first: each step joins adjacent parts
-        shard = jax.lax.all_gather(shard, "data", axis=dim, tiled=True, axis_index_groups=groups)
+def gather_shards(layout: Layout, shard: Array, dim: int) -> Array:
+    """Gathers the shards of all devices along `ZERO_AXES` along `dim`, in device order."""
+    axes = layout.mesh.zero_axes
+    for groups in reversed(_ring_groups(layout.rings)):  # fastest dimension first: each step joins adjacent parts
+        shard = jax.lax.all_gather(shard, axes, axis=dim, tiled=True, axis_index_groups=groups)
     return shard
 
 
-def scatter_data(whole: Array, dim: int, rings: tuple[int, ...]) -> Array:
-    """Returns this device's shard of the sum over `data`, in the input dtype; the transpose of `gather_data`."""
-    for groups in _ring_groups(rings):
-        whole = jax.lax.psum_scatter(whole, "data", scatter_dimension=dim, tiled=True, axis_index_groups=groups)
+def scatter_shards(layout: Layout, whole: Array, dim: int) -> Array:
+    """Returns this device's shard of the sum over `ZERO_AXES`, in the input dtype; transpose of `gather_shards`."""
+    axes = layout.mesh.zero_axes
+    for groups in _ring_groups(layout.rings):
+        whole = jax.lax.psum_scatter(whole, axes, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     return whole
 
 
 def _ring_groups(rings: tuple[int, ...]) -> list[list[list[int]] | None]:
-    """Returns for each torus dimension, slowest first, the groups of devices along `data` that differ only in it."""
+    """Returns for each torus dimension, slowest first, the groups of devices along ZERO_AXES that differ only in it."""
     if not rings:
         return [None]
     place = np.arange(math.prod(rings)).reshape(rings)
@@ -297,7 +309,7 @@ def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
     """
     if layout.spec.zero_stage == 1 and _splits_data(layout, p):
         assert p.data_dim is not None
-        grad = scatter_data(grad.astype(layout.precision.reduce_dtype), p.data_dim, layout.rings)
+        grad = scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), p.data_dim)
     if p.shared_by > 1:
         grad = _sum_shared(p, grad.astype(layout.precision.reduce_dtype))
     axes = unsplit_axes(p.optimizer, layout.mesh.shape)
@@ -307,21 +319,21 @@ def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
 
 
 def own_shard(layout: Layout, p: ParamLayout, mesh: Mesh, param: Array) -> Array:
-    """Slices from a parameter that is whole over `data` the shard whose optimizer state each device holds."""
+    """Slices from a whole parameter the shard whose optimizer state each device holds."""
     if p.param == p.optimizer:
         return param
     dim = p.data_dim
     assert dim is not None
 
     def local(whole: Array) -> Array:
-        size = whole.shape[dim] // layout.mesh.data
-        return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index("data") * size, size, dim)
+        size = whole.shape[dim] // layout.mesh.zero_shards
+        return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(layout.mesh.zero_axes) * size, size, dim)
 
     return jax.shard_map(local, mesh=mesh, in_specs=p.param, out_specs=p.optimizer, check_vma=False)(param)
 
 
 def whole_again(layout: Layout, p: ParamLayout, mesh: Mesh, shard: Array) -> Array:
-    """Gathers over `data` the parameter that `own_shard` sliced.
+    """Gathers the parameter that `own_shard` sliced.
 
     Shards are gathered along a new leading dimension and then moved into place. With a gather directly into the donated
     parameter, XLA:TPU copies all parameters at the start of the step and keeps the copies to its end.
@@ -332,7 +344,7 @@ def whole_again(layout: Layout, p: ParamLayout, mesh: Mesh, shard: Array) -> Arr
     assert dim is not None
 
     def local(shard: Array) -> Array:
-        parts = gather_data(shard, 0, layout.rings).reshape(layout.mesh.data, *shard.shape)
+        parts = gather_shards(layout, shard, 0).reshape(layout.mesh.zero_shards, *shard.shape)
         return jnp.moveaxis(parts, 0, dim).reshape(*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
 
     return jax.shard_map(local, mesh=mesh, in_specs=p.optimizer, out_specs=p.param, check_vma=False)(shard)

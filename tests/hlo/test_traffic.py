@@ -11,7 +11,7 @@ from jtrain.layout import LayoutSpec, make_layout
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.plan.compile.compiled_step import no_compile_cache, topology_devices
 from jtrain.step.xla_options import compiler_options
-from jtrain.step.zero import along_torus, gather_data, scatter_data
+from jtrain.step.zero import along_torus, gather_shards, scatter_shards
 
 HLO = """HloModule m, is_scheduled=true
 
@@ -210,14 +210,14 @@ def compiled_gathers(topology: str, *, options: bool) -> tuple[list[Traffic], in
     devices = topology_devices(topology)
     spec = MeshSpec(data=len(devices))
     mesh = make_mesh(spec, devices)
-    rings = along_torus(make_layout(LayoutSpec(), spec, ()), mesh).rings
+    layout = along_torus(make_layout(LayoutSpec(), spec, ()), mesh)
     size = 2048
 
     @jax.custom_vjp
     def whole(w: jax.Array) -> jax.Array:
-        return gather_data(w, 0, rings)
+        return gather_shards(layout, w, 0)
 
-    whole.defvjp(lambda w: (whole(w), None), lambda _, grad: (scatter_data(grad, 0, rings),))
+    whole.defvjp(lambda w: (whole(w), None), lambda _, grad: (scatter_shards(layout, grad, 0),))
 
     def loss(ws: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
         for w in ws:

@@ -5,6 +5,7 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -57,7 +58,7 @@ def gradients(axes: dict[str, int], offload: OffloadSpec, **fields: Any) -> tupl
     batch = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, BATCH_SPEC)), packed_batch())
     run = jax.jit(
         jax.shard_map(
-            lambda params, batch: _local_gradients(model, lay, params, {}, batch)[::2],
+            lambda params, batch: _local_gradients(model, lay, params, {}, batch, jnp.int32(0))[::2],
             mesh=mesh,
             in_specs=(param_tree(lay, lambda p: p.param), BATCH_SPEC),
             out_specs=(param_tree(lay, lambda p: p.optimizer), P()),

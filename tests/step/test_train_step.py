@@ -211,6 +211,8 @@ SPLIT_SEQUENCES = [
     (dict(data=2, context=2, tensor=2), "zigzag", dict(zero_stage=2, context_attention="ulysses")),
     (dict(replica=2, context=4), "contiguous", dict(context_attention="ulysses", microbatches=2)),
     (dict(context=2, tensor=4), "zigzag", dict(zero_stage=3, remat="full")),
+    (dict(context=4), "zigzag", dict(zero_stage=1, microbatches=2)),
+    (dict(data=2, context=4), "contiguous", dict(zero_stage=2, context_attention="ulysses", microbatches=2)),
 ]
 """The first is the cheapest that has a ring, a gather of weights and remat; the others take a minute each."""
 

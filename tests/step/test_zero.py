@@ -9,30 +9,45 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jtrain.layout import LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout import Layout, LayoutSpec, make_layout
+from jtrain.mesh import ZERO_AXES, MeshSpec, make_mesh
 from jtrain.plan.compile.compiled_step import topology_devices
-from jtrain.step.zero import along_torus, gather_data, scatter_data, torus_rings
+from jtrain.step.zero import along_torus, gather_shards, scatter_shards, torus_rings
 
 RINGS = ((2, 4), (4, 2), (2, 2, 2))
 
 
-def over_data(fn: Any, given: P, found: P) -> Any:
-    mesh = Mesh(np.asarray(jax.devices()), ("data",))
+def laid_out(axes: dict[str, int], rings: tuple[int, ...]) -> tuple[Layout, Mesh]:
+    spec = MeshSpec(**axes)
+    layout = dataclasses.replace(make_layout(LayoutSpec(), spec, ()), rings=rings)
+    return layout, make_mesh(spec, jax.devices())
+
+
+def on_each(mesh: Mesh, fn: Any, given: P, found: P) -> Any:
     return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=given, out_specs=found, check_vma=False))
 
 
-@pytest.mark.parametrize("rings", RINGS, ids=str)
+@pytest.mark.parametrize(
+    ("axes", "rings"),
+    [*((dict(data=8), rings) for rings in RINGS), (dict(data=2, context=4), ()), (dict(data=4, context=2), (2, 4))],
+    ids=str,
+)
 @pytest.mark.parametrize("dim", (0, 1))
-def test_rings_gather_and_scatter_what_one_collective_does(rings: tuple[int, ...], dim: int) -> None:
-    """Bit for bit, in the order of the devices, whichever dimension is split; sums of integers, so they are exact."""
-    split = P("data", None) if dim == 0 else P(None, "data")
+def test_rings_gather_and_scatter_what_one_collective_does(
+    axes: dict[str, int], rings: tuple[int, ...], dim: int
+) -> None:
+    """Bit for bit, in the order of the devices, whichever dimension is split; sums of integers, so they are exact.
+
+    Shards lie along `data` and `context` together, and rings may cross the border between the two.
+    """
+    layout, mesh = laid_out(axes, rings)
+    split = P(ZERO_AXES, None) if dim == 0 else P(None, ZERO_AXES)
     x = np.random.default_rng(0).integers(-99, 99, (16, 24)).astype(np.float32)
-    got = over_data(lambda x: gather_data(x, dim, rings), split, P())(x)
+    got = on_each(mesh, lambda x: gather_shards(layout, x, dim), split, P())(x)
     np.testing.assert_array_equal(got, x)
 
     terms = np.random.default_rng(1).integers(-99, 99, (8, 16, 24)).astype(np.float32)
-    got = over_data(lambda x: scatter_data(x[0], dim, rings), P("data", None, None), split)(terms)
+    got = on_each(mesh, lambda x: scatter_shards(layout, x[0], dim), P(ZERO_AXES, None, None), split)(terms)
     np.testing.assert_array_equal(got, terms.sum(axis=0))
     assert len(np.unique(terms.sum(axis=0))) > 99, "or a wrong order would not show"
 
@@ -70,6 +85,7 @@ def test_without_a_torus_one_collective_stays_one() -> None:
     (
         ("v5p:4x4x8", dict(data=128), (4, 4, 8)),
         ("v5p:4x4x8", dict(replica=4, data=32), (4, 8)),
+        ("v5p:4x4x8", dict(data=16, context=8), (4, 4, 8)),
         ("v6e:16x16", dict(data=256), (16, 16)),
         ("v5p:2x2x1", dict(data=4), (2, 2)),
     ),

@@ -9,6 +9,7 @@ matmuls beside it, and schedulers leave some of it beside nothing.
 import dataclasses
 
 from jtrain.layout import Layout
+from jtrain.mesh import ZERO_AXES
 from jtrain.model.expert_dispatch import num_pieces
 from jtrain.plan.estimate.collectives import Collective, collectives
 from jtrain.plan.estimate.machine import Machine
@@ -111,5 +112,5 @@ def beside_the_layers(one: Collective, layout: Layout, device: DeviceSpec) -> bo
         return one.purpose == "activations" and one.kind == "collective-permute"
     if one.purpose.startswith("parameters") or (one.kind == "collective-permute" and "stage" not in one.axes):
         return True
-    over_data = one.axes == ("data",) and one.kind == "reduce-scatter"
+    over_data = set(one.axes) <= set(ZERO_AXES) and one.kind == "reduce-scatter"
     return over_data and one.purpose in ("gradients", "unembedding") and layout.spec.zero_stage >= 2

@@ -21,12 +21,13 @@ from jtrain.model.saved_activations import (
 )
 from jtrain.model.unembedding import num_parts
 from jtrain.plan.estimate.attention_time import implementation
-from jtrain.plan.estimate.collectives import splits_embeddings
 from jtrain.plan.estimate.pipeline import kept_layers, layers_here, ticks
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
+from jtrain.step.gradient_sums import sums_gradients
 from jtrain.step.host_offload import SLICE_ELEMENTS
+from jtrain.step.zero import gathers_once
 from jtrain_kernels.cost import ATTENTION, padded_head
 from jtrain_kernels.device import Platform
 
@@ -63,6 +64,13 @@ def worst_moment(job: Job) -> Moment:
     return max((step.loss(), step.layer(), step.embedding(), step.update()), key=lambda moment: moment.bytes)
 
 
+def slot_bytes(job: Job) -> int:
+    """Bytes that a chunk of a pipeline keeps of one microbatch between its forward and its backward pass."""
+    step = _Step(job)
+    assert step.ticks is not None
+    return step.layers // step.ticks.schedule.chunks * step._kept() + step.x
+
+
 class _Step:
     """Sizes of one device's arrays while it computes one microbatch, in bytes.
 
@@ -95,8 +103,10 @@ class _Step:
         self.rows_x = self.h * rows_per_token(layout)
         self.lse = self.tokens * model.num_heads // tensor * _F32
         self.casts = layout.precision.param_dtype != layout.precision.compute_dtype
-        self.reduces = spec.zero_stage >= 2 and mesh.data > 1  # every layer's gradient, at once
-        self.gathers = spec.zero_stage == 3 and mesh.data > 1
+        self.once = gathers_once(layout) and mesh.zero_shards > 1  # all weights and gradients of a stage are whole
+        # Every layer's gradient, at once.
+        self.reduces = spec.zero_stage >= 2 and mesh.zero_shards > 1 and not self.once
+        self.gathers = layout.gathers_weights and not self.once
         self.stacked = [p for p in layout.params if p.info.is_matrix and p.info.dims.startswith("Y")]
         self.names = kept_names(layout)
         self.attention = implementation(job)
@@ -104,41 +114,43 @@ class _Step:
     # Gradients ---------------------------------------------------------------------------------------------------
 
     def _carried(self) -> int:
-        """Float32 sums of all gradients over microbatches; 0 with one microbatch and no pipeline."""
-        if self.layout.spec.microbatches == 1 and self.ticks is None:
+        """Sums of all gradients over microbatches; 0 if a step has one set of gradients."""
+        if not sums_gradients(self.layout):
             return 0
-        return _F32 * sum(self._accumulated(p) for p in self.layout.params)
+        return itemsize(self.layout.precision.grad_accum_dtype) * sum(self._accumulated(p) for p in self.layout.params)
 
     def _found(self, *, layers: bool) -> int:
         """Gradients of one microbatch in the parameters' dtype: of the layers, or of embedding and unembedding.
 
-        A pipeline adds those of a layer to their sums before it computes the next layer's.
+        Sums get those of a layer before the next layer's are computed.
         """
         if self.ticks is not None:
             return self._one_layer() * self.compute if layers else 0
         which = [p for p in self.layout.params if p.info.dims.startswith("Y") == layers]
-        return self.param * sum(self._accumulated(p) for p in which)
+        found = self.param * sum(self._accumulated(p) for p in which)
+        return found // self.layers if layers and sums_gradients(self.layout) else found
 
     def _accumulated(self, p: ParamLayout) -> int:
-        return local_elements(self.layout, p.accumulator, p.info.shape, self.platform)
+        summed = p.spec(over_data=False) if self.once else p.accumulator
+        return local_elements(self.layout, summed, p.info.shape, self.platform)
 
     def _unembedding_gradient(self) -> int:
         """Unembedding gradient of this device's columns, alive from the loss on: float32 and whole, or a shard."""
         kernel = self.model.d_model * self.model.vocab_size // self.shards
         if self.ticks is not None:
             return 0  # added to its sum at once
-        if splits_embeddings(self.layout) and num_parts(self.model.vocab_size, self.shards) > 1:
-            return kernel // self.layout.mesh.data * self.param
+        if self.gathers and num_parts(self.model.vocab_size, self.shards) > 1:
+            return kernel // self.layout.mesh.zero_shards * self.param
         return kernel * _F32
 
     # Weights -----------------------------------------------------------------------------------------------------
 
     def _whole(self, p: ParamLayout) -> int:
-        """Elements of a parameter, all layers, gathered over `data`."""
+        """Elements of a parameter, all layers, gathered from its shards."""
         return self.layout.local_size(p.spec(over_data=False), p.info.shape)
 
     def _one_layer(self) -> int:
-        """Elements of one layer's matrices, gathered over `data`."""
+        """Elements of one layer's matrices, gathered from their shards."""
         return sum(self._whole(p) for p in self.stacked) // self.layers
 
     def _hoisted(self) -> int:
@@ -157,6 +169,9 @@ class _Step:
 
     def _before_loops(self) -> int:
         """Copies of parameters that live while the layers compute."""
+        if self.once and self.layout.spec.zero_stage == 3:
+            whole = self.compute * sum(self._whole(p) for p in self.layout.params if p.info.is_matrix)
+            return whole + self._own_heads()
         return self._hoisted() + self._own_heads()
 
     def _own_heads(self) -> int:
@@ -225,7 +240,7 @@ class _Step:
         """
         model, tensor = self.model, self.shards
         chunk = min(model.loss_chunk, -(-self.tokens // tensor))
-        parts = num_parts(model.vocab_size, tensor) if splits_embeddings(self.layout) else 1
+        parts = num_parts(model.vocab_size, tensor) if self.gathers else 1
         columns = -(-model.vocab_size // tensor // parts)
         kernel = model.d_model * columns
         loss = kernel * (self.compute + _F32) + 2 * self.x
@@ -351,9 +366,9 @@ class _Step:
         model, mesh = self.model, self.layout.mesh
         table = model.vocab_size // self.shards * model.d_model
         workspace = table * _F32 + self.x
-        if splits_embeddings(self.layout):
+        if self.gathers:
             # The gradient of all devices' tokens, in this device's columns.
-            workspace = table // mesh.data * _F32 + self.x * (1 + _F32 // self.compute)
+            workspace = table // mesh.zero_shards * _F32 + self.x * (1 + _F32 // self.compute)
         return Moment(
             "embedding",
             gradients=self._carried() + self._found(layers=True),
@@ -363,14 +378,14 @@ class _Step:
         )
 
     def update(self) -> Moment:
-        """Moment of the update: all gradients, and under stage 1 their float32 shards over `data`.
+        """Moment of the update: all gradients, and under stage 1 their float32 shards.
 
         Under stages 1 and 2 the new parameters are gathered before they replace the old ones.
         """
         spec = self.layout.spec
         gradients = self._carried() or self._found(layers=True) + self._found(layers=False)
         weights = 0
-        if spec.zero_stage in (1, 2) and self.layout.mesh.data > 1:
+        if spec.zero_stage in (1, 2) and self.layout.mesh.zero_shards > 1:
             shards = _F32 * sum(self.layout.local_size(p.optimizer, p.info.shape) for p in self.layout.params)
             whole = [p for p in self.layout.params if p.param != p.optimizer]
             gathered = self.param * sum(self.layout.local_size(p.param, p.info.shape) for p in whole)

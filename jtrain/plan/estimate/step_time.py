@@ -10,18 +10,18 @@ import dataclasses
 from jtrain.errors import UserError
 from jtrain.layout import Layout
 from jtrain.model.saved_activations import kept_names
-from jtrain.pipeline.clocks import equal_costs, lockstep
+from jtrain.pipeline.clocks import Costs
 from jtrain.plan.estimate.attention_time import attention_s
+from jtrain.plan.estimate.collectives import BETWEEN_STAGES
 from jtrain.plan.estimate.exposed_network import Hiding, NetworkTime, by_axes, exposed_network
-from jtrain.plan.estimate.exposed_network import beside_the_layers as beside_the_layers
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.matmul_time import bf16_peak, matmuls, rate_of
 from jtrain.plan.estimate.memory import MemoryPlan
 from jtrain.plan.estimate.memory_passes import memory_passes
-from jtrain.plan.estimate.pipeline import layers_here, ticks
+from jtrain.plan.estimate.pipeline import layers_here
+from jtrain.plan.estimate.pipeline_time import StageSeconds, bubble_s, in_layers, operation_costs
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
-from jtrain.step.pipeline_ticks import layers_permute
 from jtrain_kernels.cost import MEMORY
 from jtrain_kernels.device import DeviceSpec
 
@@ -94,7 +94,8 @@ class StepTime:
       for the machine; passes_s: norms, SwiGLU, the loss and other passes over memory; accumulate_s: the sum over
       microbatches; optimizer_s: the update, bound by memory, or by the
       host's cores under layout.offload.update=host.
-    bubble_s: waiting for other pipeline stages, of the average stage. slowest_s: waiting for the slowest device.
+    bubble_s: waiting for other pipeline stages; costs: seconds of a pipeline's operations.
+    slowest_s: waiting for the slowest device.
     network: collectives by mesh axes. host_copy_s: copies of offloaded arrays; exposed_host_s: their exposed part.
     tokens: tokens per step; mfu: model FLOPs utilisation.
     """
@@ -111,6 +112,7 @@ class StepTime:
     mfu: float
     bubble_s: float = 0.0
     slowest_s: float = 0.0
+    costs: Costs | None = None
 
     @property
     def parts(self) -> dict[str, float]:
@@ -179,7 +181,6 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     forward_s = multiply.layers.forward_s + attention_forward_s + passes.forward_s
     by_input_s = multiply.layers.by_input_s + multiply.recomputed_s + attention_backward_s + passes.backward_s
     by_weight_s = multiply.layers.by_weight_s
-    bubble_s = _bubble(layout, forward_s, by_input_s, by_weight_s)
     accumulator = sum(layout.local_size(p.accumulator, p.info.shape) for p in layout.params)
     grad = itemsize(layout.precision.param_dtype)
     accumulate_s = spec.microbatches * accumulator * (2 * _F32 + grad) / hbm if spec.microbatches > 1 else 0.0
@@ -211,25 +212,17 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
         loop_s + max(0.0, state_copy_s - optimizer_s),
         tokens=job.tokens,
         mfu=0.0,
-        bubble_s=bubble_s,
         slowest_s=compute_s * (1 / assume.slowest_of(device, mesh.size) - 1),
     )
+    if layout.pipeline is not None:
+        waits_s = sum((exposed for one, _, exposed in sent if in_layers(one, layout)), 0.0)
+        spent = StageSeconds(forward_s, by_input_s, by_weight_s + accumulate_s, waits_s)
+        [message_s] = [took / one.count for one, took, _ in sent if one.purpose == BETWEEN_STAGES]
+        costs = operation_costs(layout, spent, message_s=message_s)
+        timed = dataclasses.replace(timed, costs=costs, bubble_s=bubble_s(layout, spent, costs))
     # The same count as `flops.py`, but without a loop over all parameters: a search needs it thousands of times.
     model_flops = 3 * _forward_flops(job)
     return dataclasses.replace(timed, mfu=model_flops * timed.tokens_per_s / (mesh.size * peak))
-
-
-def _bubble(layout: Layout, forward_s: float, by_input_s: float, by_weight_s: float) -> float:
-    """Seconds in which a stage waits for others; the arguments are what it computes in a step."""
-    steps = ticks(layout)
-    if steps is None:
-        return 0.0
-    schedule = steps.schedule
-    one, busy_s = 1 / (schedule.microbatches * schedule.chunks), forward_s + by_input_s + by_weight_s
-    if layers_permute(layout):  # every stage computes them in every tick
-        return steps.num_ticks * one * busy_s - busy_s
-    costs = equal_costs(schedule, one * forward_s, one * by_input_s, one * by_weight_s)
-    return lockstep(steps, costs).makespan - busy_s
 
 
 def cost(timed: StepTime, machine: Machine, *, tokens: int, goodput: float, usd_per_hour: float | None = None) -> Cost:

@@ -47,7 +47,7 @@ def shard_bytes(tree: Any, memory_kind: str = "device") -> int:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: f"{type(o).__name__}-{o.moment_dtype}")
 @pytest.mark.parametrize("zero_stage", (0, 1, 2, 3))
-@pytest.mark.parametrize("axes", (dict(data=8), dict(replica=2, data=4), dict(data=2, tensor=4)), ids=str)
+@pytest.mark.parametrize("axes", (dict(data=8), dict(replica=2, data=2, context=2), dict(data=2, tensor=4)), ids=str)
 def test_argument_bytes_are_those_of_the_shards(axes: dict[str, int], zero_stage: int, optimizer: AdamW | Muon) -> None:
     """Parameters and moments as `abstract_state` shards them, byte by byte."""
     model = Transformer(**SIZES, qk_norm=True)
@@ -57,7 +57,7 @@ def test_argument_bytes_are_those_of_the_shards(axes: dict[str, int], zero_stage
     plan = memory(Job(model, lay, optimizer, global_batch=16, seq_len=32))
     assert plan.parameters == shard_bytes(state.params) > 0
     assert plan.optimizer == shard_bytes(state.opt_state) > 0
-    shards = lay.mesh.replica * lay.mesh.data
+    shards = lay.mesh.replica * lay.mesh.data * lay.mesh.context
     assert plan.batch == 4 * 4 * 16 * 32 // shards + state.step.dtype.itemsize + shard_bytes(state.guard)
 
 
