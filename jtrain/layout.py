@@ -272,8 +272,7 @@ def make_layout(
 
     Raises:
       UserError: a dimension does not split evenly over its axis; an unused axis is larger than 1; an option needs an
-        axis that is 1; attention cannot be split over `context` this way; there are more stages than layers; or a share
-        to offload is still `as_needed`.
+        axis that is 1; attention cannot be split over `context` so; more stages than layers; or a share is `as_needed`.
     """
     placed = _placed_layers(pipeline, mesh, infos) if mesh.stage > 1 else None
     if placed is not None:

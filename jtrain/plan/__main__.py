@@ -180,9 +180,9 @@ def sheet_of(
 ) -> "Sheet":
     """The sheet of one layout."""
     from jtrain.plan.estimate.step_time import cost
+    from jtrain.plan.plan_check import largest_rows
     from jtrain.plan.report.measured import measured
     from jtrain.plan.report.plan_sheet import Sheet
-    from jtrain.plan.verdict import largest_rows
 
     assert point.timed is not None
     tokens = run.num_steps * point.job.tokens if args.tokens is None else int(args.tokens)
@@ -295,10 +295,10 @@ def execute(args: argparse.Namespace) -> int:
     from jtrain.plan.calibration import calibrate, measured_computation
     from jtrain.plan.estimate.attention_time import explained
     from jtrain.plan.from_run import search_task
+    from jtrain.plan.plan_check import check_good
     from jtrain.plan.report.plan_sheet import print_sheet, to_json
     from jtrain.plan.report.summary import new_console
     from jtrain.plan.search import SLACK, evaluate, resolve_as_needed
-    from jtrain.plan.verdict import check_good
 
     if args.top is not None and not (args.search and args.compile):
         raise UserError(f"--top {args.top} is the number of layouts of a search to compile. Add --search --compile.")

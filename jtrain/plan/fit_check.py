@@ -122,14 +122,14 @@ def ways_out(job: Job, *, limit: int, asked: Layout | None = None, host: bool = 
     return ways
 
 
-type State = tuple[tuple[str, str], ...]
+type StateFormats = tuple[tuple[str, str], ...]
 """Config paths of the optimizer or of `precision`, with other values."""
 
-_INT8: State = (("optimizer.moment_dtype", "int8"),)
-_BF16: State = (("precision.param_dtype", "bfloat16"), ("optimizer.param_rounding", "stochastic"))
+_INT8: StateFormats = (("optimizer.moment_dtype", "int8"),)
+_BF16: StateFormats = (("precision.param_dtype", "bfloat16"), ("optimizer.param_rounding", "stochastic"))
 
 
-def smaller_states(job: Job) -> list[State]:
+def smaller_states(job: Job) -> list[StateFormats]:
     """Formats of parameters and moments that take less memory, the smallest change first; they change the losses."""
     optimizer, param_dtype = job.optimizer, job.layout.precision.param_dtype
     if isinstance(optimizer, Muon):
@@ -139,7 +139,7 @@ def smaller_states(job: Job) -> list[State]:
     return list(dict.fromkeys(state for state in (moments, params, params + moments) if state))
 
 
-def with_state(job: Job, state: State) -> Job:
+def with_state(job: Job, state: StateFormats) -> Job:
     """The same job with other formats of parameters and moments."""
     if not state:
         return job
@@ -152,7 +152,7 @@ def with_state(job: Job, state: State) -> Job:
     return dataclasses.replace(job, optimizer=optimizer, layout=dataclasses.replace(job.layout, precision=precision))
 
 
-def set_options(state: State) -> str:
+def set_options(state: StateFormats) -> str:
     """The `--set` options that select formats."""
     return " ".join(f"--set {path}={value}" for path, value in state)
 
@@ -165,7 +165,7 @@ class _Change:
     layout: LayoutSpec
     mesh: MeshSpec
     global_batch: int
-    state: State = ()
+    state: StateFormats = ()
 
 
 def _changes(job: Job, asked: Layout, *, offloads: bool) -> Iterator[_Change]:

@@ -21,8 +21,8 @@ from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.estimate.step_time import cost, step_time
 from jtrain.plan.from_run import plan_job
+from jtrain.plan.plan_check import check_good
 from jtrain.plan.report.plan_sheet import Sheet, classes, to_json
-from jtrain.plan.verdict import check_good
 from jtrain_kernels.device import from_name
 
 TINY = ("tiny", "--device", "h200", "--count", "8")

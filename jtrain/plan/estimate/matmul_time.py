@@ -60,7 +60,7 @@ def rate_of(device: DeviceSpec) -> MatmulRate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Passes:
+class MatmulPasses:
     """Seconds of the product of the forward pass, and of the gradients of its input and of its weights."""
 
     forward_s: float = 0.0
@@ -72,14 +72,14 @@ class Passes:
         """Seconds of all three."""
         return self.forward_s + self.by_input_s + self.by_weight_s
 
-    def __add__(self, other: "Passes") -> "Passes":
-        return Passes(
+    def __add__(self, other: "MatmulPasses") -> "MatmulPasses":
+        return MatmulPasses(
             self.forward_s + other.forward_s, self.by_input_s + other.by_input_s, self.by_weight_s + other.by_weight_s
         )
 
-    def times(self, count: float | int) -> "Passes":
+    def times(self, count: float | int) -> "MatmulPasses":
         """Seconds of `count` of them."""
-        return Passes(self.forward_s * count, self.by_input_s * count, self.by_weight_s * count)
+        return MatmulPasses(self.forward_s * count, self.by_input_s * count, self.by_weight_s * count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +92,10 @@ class StepMatmuls:
     unembedding: logits and their gradients.
     """
 
-    layers: Passes
+    layers: MatmulPasses
     experts_s: float
     recomputed_s: float
-    unembedding: Passes
+    unembedding: MatmulPasses
 
     @property
     def all_s(self) -> float:
@@ -131,7 +131,9 @@ def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMa
     peak, eight = bf16_peak(job), layout.precision.matmul_dtype != "compute"
     layers_peak = _fp8_peak(job) if eight else peak
 
-    def one(depth: int, columns: int, *, of_rows: int = rows, experts: int = 1, in_8_bits: bool = eight) -> Passes:
+    def one(
+        depth: int, columns: int, *, of_rows: int = rows, experts: int = 1, in_8_bits: bool = eight
+    ) -> MatmulPasses:
         at = layers_peak if in_8_bits else peak
         share = fraction or (rate.fp8 if in_8_bits else rate.bf16)
         tile = 0 if fraction else rate.tile
@@ -140,7 +142,7 @@ def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMa
     width, heads = model.d_model, model.num_heads * model.head_dim // tensor
     keys = kv_heads_in_use(model.num_kv_heads, tensor) * model.head_dim // tensor
     moe = model.moe
-    experts = Passes()
+    experts = MatmulPasses()
     named = {
         "attention_q": one(width, heads),
         "attention_k": one(width, keys),
@@ -148,7 +150,7 @@ def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMa
         "attention_out": one(heads, width),
     }
     if moe is None:
-        up, down, router = one(width, model.d_ff // tensor), one(model.d_ff // tensor, width), Passes()
+        up, down, router = one(width, model.d_ff // tensor), one(model.d_ff // tensor, width), MatmulPasses()
     else:
         # Each device has the rows of `expert` devices for its own experts, if all are chosen equally often.
         of_rows, num, each = rows * moe.top_k, max(1, moe.num_experts // mesh.expert), model.d_ff // tensor
@@ -161,7 +163,7 @@ def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMa
     named |= {"mlp_gate": up, "mlp_up": up}
     kept = kept_names(layout)
     times = layers_here(layout, model.num_layers) * layout.spec.microbatches
-    layer = functools.reduce(Passes.__add__, named.values(), down + router)
+    layer = functools.reduce(MatmulPasses.__add__, named.values(), down + router)
     again = {} if kept is None else {name: took.forward_s for name, took in named.items() if name not in kept}
     recomputed_s = sum(again.values(), 0.0)
     experts_s = 0.0 if moe is None else experts.all_s + again.get("mlp_gate", 0.0) + again.get("mlp_up", 0.0)
@@ -174,7 +176,7 @@ def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMa
 @functools.lru_cache(maxsize=100_000)
 def _passes(
     flops_per_s: float, bytes_per_s: float, tile: int, rows: int, depth: int, columns: int, experts: int
-) -> Passes:
+) -> MatmulPasses:
     """Seconds of [rows, depth] x [depth, columns] and of both gradients; cached, because a search asks for few shapes.
 
     Args:
@@ -190,7 +192,7 @@ def _passes(
         filling = (reduced + FILL) / reduced if tile else 1.0
         return max(flops * padding * filling / flops_per_s, moved_s)
 
-    return Passes(seconds(depth), seconds(columns), seconds(rows / experts))
+    return MatmulPasses(seconds(depth), seconds(columns), seconds(rows / experts))
 
 
 def _padding(rows: int, depth: int, columns: int, experts: int, tile: int) -> float:

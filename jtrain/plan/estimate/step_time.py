@@ -183,7 +183,8 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     by_weight_s = multiply.layers.by_weight_s
     accumulator = sum(layout.local_size(p.accumulator, p.info.shape) for p in layout.params)
     grad = itemsize(layout.precision.param_dtype)
-    accumulate_s = spec.microbatches * accumulator * (2 * _F32 + grad) / hbm if spec.microbatches > 1 else 0.0
+    summed = 2 * itemsize(layout.precision.grad_accum_dtype) + grad
+    accumulate_s = spec.microbatches * accumulator * summed / hbm if spec.microbatches > 1 else 0.0
 
     optimizer_s, state_copy_s = _update(layout, plan, job.machine, assume, hbm)
     all_attention_s = attention_forward_s + attention_backward_s
