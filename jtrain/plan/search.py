@@ -242,11 +242,7 @@ def _that_fit(task: SearchTask, series: _Series, first: Point) -> list[Point]:
 
 
 def _helped_by_host(task: SearchTask, missed: Iterable[_Series], best_s: float) -> Iterator[Point]:
-    """Yields layouts that fit with host memory; offloading costs time, so only misses faster than the best are tried.
-
-    Args:
-      missed: series whose first layout does not fit.
-    """
+    """Yields layouts of `missed` that fit with host memory, only from ones that were faster without: copies take time."""
     waiting: list[tuple[float, int, int, _Series, Point]] = []
     number = itertools.count()  # decides between equal times
 
