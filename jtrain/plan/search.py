@@ -242,7 +242,7 @@ def _that_fit(task: SearchTask, series: _Series, first: Point) -> list[Point]:
 
 
 def _helped_by_host(task: SearchTask, missed: Iterable[_Series], best_s: float) -> Iterator[Point]:
-    """Yields layouts of `missed` that fit with host memory, only from ones that were faster without: copies take time."""
+    """Yields layouts of `missed` that fit with host memory, from those alone that were faster without: copies cost."""
     waiting: list[tuple[float, int, int, _Series, Point]] = []
     number = itertools.count()  # decides between equal times
 
