@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from jtrain.checkpoint import files
+
 ROOT = Path(__file__).parents[2]
 
 SMALL = (
@@ -133,12 +135,14 @@ def test_a_killed_process_is_named_and_no_number_differs(
 ) -> None:
     """As by the kernel where memory is exhausted: restarted, and the losses are bitwise those of the unbroken run."""
     with supervised(tmp_path / "run", processes=processes) as run:
-        run.wait_for_step(12)
+        run.wait_for((tmp_path / "run" / "checkpoints" / "10" / files.MANIFEST).exists)
         os.kill(run.trainers()[victim], signal.SIGKILL)
         assert run.end() == 0, run.output
     assert re.search(rf"supervise .*: process {victim} on \S+ \(pid \d+\) was killed by SIGKILL", run.output)
     assert "restart 1 of 5 at once" in run.output
-    assert re.search(r"resumed from step (10|15)", run.output)
+    resumed = re.search(r"resumed from step (\d+)", run.output)
+    assert resumed is not None
+    assert int(resumed[1]) >= 10
     assert train_lines(tmp_path / "run") == unbroken[processes]
 
 
