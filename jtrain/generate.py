@@ -69,8 +69,7 @@ def load(workdir: Path, step: int | None = None) -> Trained:
     from jax.sharding import SingleDeviceSharding
 
     from jtrain.checkpoint import Checkpoints, CheckpointSpec
-    from jtrain.config.resume import config_from_text
-    from jtrain.config.run import build_run
+    from jtrain.config.resume import run_of_checkpoint
     from jtrain.data import make_tokenizer
     from jtrain.model.param import map_params
 
@@ -78,7 +77,7 @@ def load(workdir: Path, step: int | None = None) -> Trained:
         step = checkpoints.latest_step() if step is None else step
         if step is None:
             raise FileError(f"No checkpoint in {checkpoints.folder}. Give the --workdir of another run.")
-        run = build_run(config_from_text(checkpoints.config_text(step)))
+        run = run_of_checkpoint(checkpoints.config_text(step))
         sharding = SingleDeviceSharding(jax.devices()[0])
         like = map_params(
             lambda info: jax.ShapeDtypeStruct(

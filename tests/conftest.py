@@ -32,6 +32,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 # Tests compile much and compute little: LLVM's optimisations are half of the seconds of a step's compilation. The
 # processes that tests start read the variable as well.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+# Images of containers often set it. Each process that tests start would compile the sources of jtrain, for 0.3 s.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Almost all objects of an import or a trace stay alive: collecting them rarely, and all of them only after a file (see
 # pytest_runtest_teardown), frees as much.
@@ -95,8 +97,11 @@ def more_time_for_slow_tests(request: pytest.FixtureRequest) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs between runs for the processes that tests start (`platform.compile_collectives_anew`).
 
-    The other two are what `platform.start_jax` chooses where no variable names a cache.
+    The two variables after the cache's are what `platform.start_jax` chooses where none names a cache. Quick tests have
+    XLA try no kernels of matmuls for GPUs, which is a third of a compilation; slow ones compile as a user does.
     """
+    if "not slow" in str(config.getoption("markexpr")).split(" and "):
+        os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0"
     config.stash[_terminal] = os.dup(2)  # during tests their output is captured
     assert config.cache is not None
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("jax"))

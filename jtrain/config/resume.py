@@ -6,7 +6,7 @@ from pathlib import Path
 import fiddle as fdl
 
 from jtrain.config import tree
-from jtrain.config.run import Run
+from jtrain.config.run import Run, build_run
 from jtrain.errors import UserError, did_you_mean
 from jtrain.runtime.secrets import shown_lines
 
@@ -79,6 +79,19 @@ def config_from_text(config_text: str) -> fdl.Config[Run]:
       UserError: as `jtrain.config.tree.read`.
     """
     return tree.read(Run, _with_moved_paths(config_text))
+
+
+def run_of_checkpoint(config_text: str) -> Run:
+    """Builds the run that wrote a checkpoint, for its model and its data, without pipeline stages.
+
+    A checkpoint holds whole layers, so whoever reads one needs no schedule; a schedule's CSV file may be gone by then.
+
+    Raises:
+      UserError: as `config_from_text` and `build_run`.
+    """
+    run_config = config_from_text(config_text)
+    run_config.mesh.stage = 1
+    return build_run(run_config)
 
 
 def differences(there: str, here: str) -> list[str]:

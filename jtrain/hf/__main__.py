@@ -68,8 +68,7 @@ def export(args: argparse.Namespace) -> int:
     import numpy as np
 
     from jtrain.checkpoint import Checkpoints, CheckpointSpec
-    from jtrain.config.resume import config_from_text
-    from jtrain.config.run import build_run
+    from jtrain.config.resume import run_of_checkpoint
     from jtrain.data import make_tokenizer
     from jtrain.hf.directory import check_empty, write_directory
     from jtrain.hf.model_config import config_from_model
@@ -80,7 +79,7 @@ def export(args: argparse.Namespace) -> int:
         step = checkpoints.latest_step() if args.step is None else args.step
         if step is None:
             raise FileError(f"No checkpoint in {checkpoints.folder}. Give the WORKDIR of another run.")
-        run = build_run(config_from_text(checkpoints.config_text(step)))
+        run = run_of_checkpoint(checkpoints.config_text(step))
         dtype = args.dtype or run.precision.param_dtype
         tokenizer = make_tokenizer(run.data.tokenizer, end_token=run.data.end_token)
         their_config = config_from_model(

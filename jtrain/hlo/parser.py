@@ -7,7 +7,7 @@ The text is in schedule order. A pair of start and done (`all-gather-start`, `co
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -18,6 +18,8 @@ _ITEMSIZE |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8}
 _ITEMSIZE |= dict.fromkeys(("f8e4m3", "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "f8e8m0fnu"), 1)
 
 _KERNEL = re.compile(r'custom_call_target="[^"]*(gemm|matmul|mosaic|tpu_custom_call|triton|fmha)')
+
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|branch_computations|(?:true|false)_computation|called_computations)=(?:%([\w.-]+)|\{([^}]*)\})"
@@ -59,8 +61,16 @@ class Visit:
     stop: int
 
 
-def visits(hlo: str) -> Iterator[Visit]:
-    """Every instruction reachable from the entry computation, once per call site."""
+type BranchTimes = Callable[[str], int | None]
+"""Executions per run of what a conditional of this op_name computes; None if it computes something every time."""
+
+
+def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]:
+    """Every instruction reachable from the entry computation, once per call site.
+
+    Args:
+      branch_times: how often branches are taken, which no HLO says; without it, as often as their conditional is met.
+    """
     computations, entry = read(hlo)
     multiplies: dict[str, bool] = {}
 
@@ -84,6 +94,9 @@ def visits(hlo: str) -> Iterator[Visit]:
             if opcode == "while":
                 trips = trip_count(instruction.line, computations)
                 inner = None if times is None or trips is None else times * trips
+            elif opcode == "conditional" and branch_times is not None and (named := _OP_NAME.search(instruction.line)):
+                taken = branch_times(named[1])
+                inner = times if taken is None else taken
             # The computation of a reduction (to_apply) is visited too; its arithmetic is ignored by all callers.
             for inside in called(instruction.line):
                 yield from visit(inside, inner, beside, under)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from jtrain.errors import UserError
 from jtrain.hlo.parser import (
     KINDS,
+    BranchTimes,
     Instruction,
     Visit,
     array_bytes,
@@ -93,18 +94,19 @@ def overlap(collectives: Iterable[Traffic]) -> Overlap:
 _OVERLAP = ("async_bytes", "hidden_bytes")
 
 
-def traffic(hlo: str, mesh_shape: Mapping[str, int]) -> list[Traffic]:
+def traffic(hlo: str, mesh_shape: Mapping[str, int], branch_times: BranchTimes | None = None) -> list[Traffic]:
     """Every collective of optimized HLO, multiplied by the trip counts of the loops around it.
 
     Args:
       hlo: `Compiled.as_text()`.
       mesh_shape: devices along each axis of the mesh that it was compiled for, in the order of `AXES`.
+      branch_times: as in `visits`.
 
     Raises:
       UserError: the trip count of a loop around a collective is unknown.
     """
     total: collections.Counter[tuple[Any, ...]] = collections.Counter()
-    for visit in visits(hlo):
+    for visit in visits(hlo, branch_times):
         instruction = visit.instruction
         kind = instruction.opcode.removesuffix("-start")
         if kind not in (*KINDS, "ragged-all-to-all"):
@@ -130,15 +132,18 @@ def _operand_bytes(visit: Visit) -> int:
     return next(array_bytes(other.type) for other in visit.around if other.name == name)
 
 
-def host_copies(hlo: str) -> list[HostCopies]:
+def host_copies(hlo: str, branch_times: BranchTimes | None = None) -> list[HostCopies]:
     """Every copy between device and host memory in optimized HLO, multiplied by the trip counts of loops around it.
+
+    Args:
+      branch_times: as in `visits`.
 
     Raises:
       UserError: the trip count of a loop around a copy is unknown.
     """
     total: collections.Counter[tuple[Any, ...]] = collections.Counter()
     counted: set[str] = set()  # computations inside a start that is counted already
-    for visit in visits(hlo):
+    for visit in visits(hlo, branch_times):
         copy = None if visit.computation in counted else _host_copy(visit.instruction, visit.around)
         if copy is not None:
             direction, size = copy

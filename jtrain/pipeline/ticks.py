@@ -40,7 +40,8 @@ One tick, in this order:
    is none at all, WRAP is the pair (P - 1, 0) for activations and (0, P - 1) for cotangents. FORWARD_TO and BACKWARD_TO
    have the hop for the sender; an executor of chains does not need them, since receivers drop the rest.
 
-A slot that is freed in step 4 or 5 may be filled in step 7 of the same tick.
+A slot that is freed in step 4 or 5 may be filled in step 7 of the same tick. In a single packing step 3 may come after
+step 5, so that workers that have an I or a W in this tick do not wait in the loss for another worker's F.
 """
 
 import dataclasses
@@ -56,6 +57,9 @@ from jtrain.pipeline.schedule import PipelineSchedule, StageHop, StageOp
 
 type Packing = Literal["single", "fused", "aligned"]
 PACKINGS: tuple[Packing, ...] = ("single", "fused", "aligned")
+
+SCOPES = ("tick_forward", "tick_backward", "tick_weight")
+"""Named scopes of a compiled step, one for each of `TickOps`: a profile tells by them what an op belongs to."""
 
 NONE = -1
 """Value of a field of the table when there is nothing to do."""

@@ -178,7 +178,8 @@ def _picked_before(
     if not (text_file.is_file() and facts_file.is_file()):
         return None
     there, here = tree.parse(text_file.read_text()), tree.parse(tree.flat(run_config))
-    asked = ("mesh.", "layout.", "precision.", "kernels", "data.global_batch", "data.seq_len", "model.", "optimizer.")
+    asked = ("mesh.", "layout.", "pipeline.", "precision.", "kernels", "data.global_batch", "data.seq_len")
+    asked += ("model.", "optimizer.")
     same = all(there.get(path) == here[path] for path in here if path.startswith(asked) and path not in open_paths)
     facts = json.loads(facts_file.read_text())
     if not same or facts["devices"] != {"kind": devices[0].device_kind, "count": len(devices)}:

@@ -1,21 +1,21 @@
-"""Plan of a config's pipeline stages on a machine, and of the same devices under ZeRO-3 alone."""
+"""Plans of a config's pipeline on a machine, one per schedule, and of the same devices under ZeRO-3 alone."""
 
 import argparse
 import dataclasses
 import math
+from pathlib import Path
 
 from jtrain.config.load import for_devices, load_config, mesh_size, set_values
 from jtrain.config.run import Run, build_run
 from jtrain.errors import UserError
-from jtrain.layout import LayoutSpec
-from jtrain.mesh import BATCH_AXES
+from jtrain.mesh import AXES
 from jtrain.pipeline.schedule import PipelineSchedule
-from jtrain.pipeline.ticks import Ticks
+from jtrain.pipeline.spec import PipelineSpec
+from jtrain.plan.auto_layout import settle_loss_chunk
+from jtrain.plan.estimate.collectives import BETWEEN_STAGES, collectives
 from jtrain.plan.estimate.machine import Machine, make_machine
-from jtrain.plan.estimate.pipeline_time import StageWork, stage_work
-from jtrain.plan.estimate.step_time import Assumptions
 from jtrain.plan.from_run import search_task
-from jtrain.plan.search import Point, SearchTask, evaluate, fits
+from jtrain.plan.search import Point, SearchTask, evaluate, fits, meshes, resolve_as_needed, search
 from jtrain_kernels.device import DEVICES
 
 
@@ -23,78 +23,99 @@ from jtrain_kernels.device import DEVICES
 class Planned:
     """A pipeline of a config on a machine; everything but the schedule.
 
+    title: config, machine and mesh.
+    spec: layout of the run, with its number of microbatches; its mesh has the stages.
+    csv: file of the schedule, if it is one of the user's own.
     alone: the fastest ZeRO-3 layout that fits into the same devices without a pipeline; None if none does.
     """
 
-    config: str
     title: str
-    num_layers: int
-    stages: int
-    microbatches: int
-    work: StageWork
-    hbm_bytes: int
-    tokens: int
+    task: SearchTask
+    run: Run
+    csv: Path | None
     alone: Point | None
 
-    def times(self, schedule: PipelineSchedule) -> tuple[float, float, float]:
-        """Seconds of F, I and W of the fullest chunk, for one microbatch.
+    @property
+    def stages(self) -> int:
+        """Number of workers."""
+        return self.run.mesh.stage
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches of one step."""
+        return self.run.layout.microbatches
+
+    def point(self, schedule: PipelineSchedule) -> Point:
+        """The plan of a run with this schedule, as `python -m jtrain.plan CONFIG` makes it.
 
         Raises:
-          UserError: there are fewer layers than virtual stages.
+          UserError: there are fewer layers than virtual stages, or the layers cannot run under this schedule.
         """
-        virtual = schedule.virtual_stages
-        if virtual > self.num_layers:
-            raise UserError(
-                f"schedule {schedule.name} has {virtual} virtual stages, and {self.config} model.num_layers="
-                f"{self.num_layers}: each needs at least one layer. Take fewer stages or chunks, or schedule 1f1b."
+        num_layers, virtual = self.run.model.num_layers, schedule.virtual_stages
+        if virtual > num_layers:
+            fewer = (
+                f"--stages {num_layers // schedule.chunks} or fewer, or " if num_layers >= 2 * schedule.chunks else ""
             )
-        share = self._fullest_chunk(schedule)
-        return self.work.forward_s * share, self.work.by_input_s * share, self.work.by_weight_s * share
+            raise UserError(
+                f"schedule {schedule.name} has {virtual} virtual stages, and the config model.num_layers={num_layers}: "
+                f"each needs at least one layer. Give {fewer}--schedule 1f1b."
+            )
+        if self.csv is not None:
+            pipeline = PipelineSpec(str(self.csv), gather=self.run.pipeline.gather)
+        else:
+            chunks = schedule.chunks if schedule.name == "interleaved" else 1
+            pipeline = PipelineSpec(schedule.name, chunks, self.run.pipeline.gather)
+        layout = dataclasses.replace(self.task.job.layout, pipeline_spec=pipeline)
+        task = self.task.changed(layout=layout)
+        return evaluate(task, resolve_as_needed(task, self.run.mesh), self.run.mesh)
 
-    def _fullest_chunk(self, schedule: PipelineSchedule) -> float:
-        """Layers of the fullest chunk over those of an average stage: above 1 / chunks if layers divide unevenly."""
-        return -(-self.num_layers // schedule.virtual_stages) * self.stages / self.num_layers
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes that the plan of a device may take."""
+        return self.task.budget_bytes
 
-    def step_s(self, makespan_s: float) -> float:
-        """Seconds of a step whose pipeline takes `makespan_s`."""
-        return makespan_s + self.work.once_s
+    def fits(self, point: Point) -> bool:
+        """True if a device has the memory."""
+        return fits(self.task, point.plan, host_known=False)
 
-    def memory_bytes(self, ticks: Ticks) -> int:
-        """Peak bytes of a device of the fullest worker, in lockstep: slots have the same number on all workers."""
-        kept = ticks.num_inputs * self.work.kept_bytes + ticks.num_stashes * self.work.stash_bytes
-        kept = int(kept * self._fullest_chunk(ticks.schedule))
-        return self.work.state_bytes + kept + (ticks.num_inputs + ticks.num_cotangents) * self.work.message_bytes
-
-    def fits(self, ticks: Ticks) -> bool:
-        """True if the fullest worker's device has the memory."""
-        return self.memory_bytes(ticks) <= self.hbm_bytes
-
-    def alone_line(self, step_s: float | None) -> str:
-        """How ZeRO-3 without a pipeline compares.
+    def alone_line(self, best: Point | None) -> str:
+        """How ZeRO-3 without a pipeline compares, and why.
 
         Args:
-          step_s: the best pipeline's step; None if no pipeline fits.
+          best: the best pipeline; None if no pipeline fits.
         """
         if self.alone is None:
             return "ZeRO-3 alone does not fit into these devices with this batch."
-        timed = self.alone.timed
-        assert timed is not None
-        waits_s = sum(row.exposed_s for row in timed.network)
+        alone_s, waits_s = self.alone.step_s, waiting_s(self.alone)
+        mesh = (f"mesh.{axis}={size}" for axis, size in self.alone.mesh.shape.items() if size > 1)
+        spec = self.alone.spec
+        settings = " ".join((*mesh, f"layout.remat={spec.remat}", f"layout.microbatches={spec.microbatches}"))
         said = (
-            f"ZeRO-3 alone on the same devices takes {timed.step_s:,.4g} s with layout.microbatches="
-            f"{self.alone.spec.microbatches}, of which it waits {waits_s:,.4g} s for the network"
+            f"ZeRO-3 alone on the same devices takes {alone_s:,.4g} s at best ({settings}), of which it waits "
+            f"{waits_s:,.4g} s for the network"
         )
-        if step_s is None:
+        if best is None:
             return f"{said}."
-        wins = step_s < timed.step_s
-        factor = max(step_s, timed.step_s) / min(step_s, timed.step_s)
-        because = (
-            "its gathers do not hide behind the layers"
-            if wins
-            else "what a pipeline saves of the network is less than its bubble costs"
+        assert best.timed is not None
+        step_s, bubble_s, network_s = best.step_s, best.timed.bubble_s, waiting_s(best)
+        factor = max(step_s, alone_s) / min(step_s, alone_s)
+        winner = "the pipeline" if step_s < alone_s else "ZeRO-3 alone"
+        return (
+            f"{said}; the pipeline {step_s:,.4g} s, of which it waits {network_s:,.4g} s for the network and "
+            f"{bubble_s:,.4g} s for other stages. {winner} is {factor:.2f} times as fast."
         )
-        winner = "the pipeline" if wins else "ZeRO-3 alone"
-        return f"{said}; the pipeline {step_s:,.4g} s. {winner} is {factor:.2f} times as fast: {because}."
+
+
+def sent_bytes(point: Point) -> tuple[int, int]:
+    """Bytes of one message between stages, and of all that a device's permutes send in a step."""
+    [sent] = [one for one in collectives(point.job) if one.purpose == BETWEEN_STAGES]
+    return sent.array_bytes // sent.count, sent.array_bytes
+
+
+def waiting_s(point: Point) -> float:
+    """Seconds of a step in which a device waits for the network."""
+    assert point.timed is not None
+    return sum(row.exposed_s for row in point.timed.network)
 
 
 def plan_stages(args: argparse.Namespace, stages: int | None, microbatches: int | None) -> Planned:
@@ -111,57 +132,42 @@ def plan_stages(args: argparse.Namespace, stages: int | None, microbatches: int 
         raise UserError(f"the times of {args.config} need a machine. Give --device, one of {', '.join(names)}.")
     if args.network is not None and not 0 < args.network < math.inf:
         raise UserError(f"--network {args.network} must be a number above 0.")
+    for text in args.sets:
+        if text.startswith(("pipeline.schedule=", "pipeline.chunks=")):
+            option = f"--{text.removeprefix('pipeline.').replace('=', ' ', 1)}"
+            raise UserError(f"--set {text}: plans of pipelines take it as an option. Give {option} in its place.")
     config = load_config(args.config, args.fiddlers, args.sets)
     count = mesh_size(config) if args.count is None else args.count
     network = None if args.network is None else args.network * 1e9 / 8
     machine = make_machine(args.device, count, network_bytes_per_s=network)
     stages = int(config.mesh.stage) if stages is None else stages
     microbatches = int(config.layout.microbatches) if microbatches is None else microbatches
-    if stages < 1 or count % stages:
-        near = [n for n in range(1, count + 1) if count % n == 0]
+    near = [n for n in range(2, min(count, config.model.num_layers) + 1) if count % n == 0]
+    if stages not in near:
+        *others, last = map(str, near or [0])
+        way = f"--stages {', '.join(others)}{' or ' if others else ''}{last}" if near else "a --count that 2 divides"
         raise UserError(
-            f"--stages {stages} does not divide --count {count} devices. Numbers that do: {', '.join(map(str, near))}."
+            f"{stages} stages on --count {count} devices: a pipeline has at least 2 stages, a number that divides the "
+            f"devices, and a layer for each ({args.config} has model.num_layers={config.model.num_layers}). Give {way}."
         )
-    if stages > config.model.num_layers:
-        raise UserError(
-            f"--stages {stages}: {args.config} has model.num_layers={config.model.num_layers}, and each stage needs at "
-            f"least one. Give --stages {config.model.num_layers} or fewer."
-        )
-    each = dataclasses.replace(machine, count=count // stages)
-    set_values(config, {"mesh.stage": 1})
-    for_devices(config, each.count)
+    set_values(config, {"mesh.stage": stages})
+    for_devices(config, count)
     set_values(config, {"layout.microbatches": microbatches, "layout.auto": False})
+    settle_loss_chunk(config, machine.device)
     run = build_run(config)
-    assume = Assumptions()
-    job = search_task(run, each, assume=assume).job.relaid(run.layout, run.mesh)
     mesh = " ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1)
-    title = f"{args.config} on {machine}: stage={stages} {mesh} zero_stage={run.layout.zero_stage}"
-    work = stage_work(job, stages, machine, assume=assume)
-    alone = _alone(args, machine, assume)
-    return Planned(
-        args.config, title, config.model.num_layers, stages, microbatches, work, machine.hbm_bytes, job.tokens, alone
-    )
+    title = f"{args.config} on {machine}: {mesh} zero_stage={run.layout.zero_stage} remat={run.layout.remat}"
+    return Planned(title, search_task(run, machine), run, args.csv, _alone(args, machine))
 
 
-def _alone(args: argparse.Namespace, machine: Machine, assume: Assumptions) -> Point | None:
-    """The fastest ZeRO-3 layout without a pipeline, over all numbers of microbatches; None if none fits."""
+def _alone(args: argparse.Namespace, machine: Machine) -> Point | None:
+    """The fastest ZeRO-3 layout without a pipeline, as `--search` finds it; None if none fits."""
     config = load_config(args.config, args.fiddlers, args.sets)
-    set_values(config, {"mesh.stage": 1, "layout.auto": False})
-    try:
-        for_devices(config, machine.count)
-        set_values(config, {"layout.microbatches": 1, "layout.zero_stage": 3})
-        run = build_run(config)
-    except UserError:  # the batch does not split over so many devices
-        return None
-    task = search_task(run, machine, assume=assume)
-    points = [evaluate(task, spec, run.mesh) for spec in _specs(run)]
-    return min((point for point in points if _fits(task, point)), key=lambda point: point.step_s, default=None)
-
-
-def _specs(run: Run) -> list[LayoutSpec]:
-    rows = run.data.global_batch // math.prod(run.mesh.shape[axis] for axis in BATCH_AXES)
-    return [dataclasses.replace(run.layout, microbatches=m) for m in range(1, rows + 1) if rows % m == 0]
-
-
-def _fits(task: SearchTask, point: Point) -> bool:
-    return fits(task, point.plan, host_known=False)
+    set_values(config, dict.fromkeys((f"mesh.{axis}" for axis in AXES), 1))
+    # Not every mesh has collectives to overlap.
+    set_values(config, {"layout.microbatches": 1, "layout.auto": False, "layout.tensor_overlap": False})
+    set_values(config, {"layout.sequence_groups": 1})
+    settle_loss_chunk(config, machine.device)
+    task = search_task(build_run(config), machine)
+    points = search(task, (mesh for mesh in meshes(task) if mesh.replica == 1))
+    return next((point for point in points if point.spec.zero_stage == 3), None)

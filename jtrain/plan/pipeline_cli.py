@@ -100,6 +100,8 @@ def _check_options(args: argparse.Namespace) -> None:
             if values:
                 raise UserError(f"--{option} {values[0]} changes a config. Give a CONFIG, or leave --{option} out.")
         _times(args.costs)
+    elif args.csv is not None and args.csv.suffix != ".csv":
+        raise UserError(f"--csv {args.csv}: a run takes a schedule from a file whose name ends in .csv. Rename it.")
     elif args.costs is not None:
         raise UserError(f"--costs {args.costs}: the times of {args.config} are the plan's. Leave --costs out.")
 
@@ -134,11 +136,9 @@ def _that_exist[T](makers: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 def _show(schedule: PipelineSchedule, args: argparse.Namespace, planned: "Planned | None") -> "Shown":
     """The schedule with the costs of the plan, or of the command line."""
-    from jtrain.plan.report.pipeline_sheet import show
+    from jtrain.plan.report.pipeline_sheet import show, show_planned
 
-    if planned is None:
-        return show(schedule, _times(args.costs))
-    return show(schedule, planned.times(schedule), planned.work.message_s)
+    return show(schedule, _times(args.costs)) if planned is None else show_planned(schedule, planned)
 
 
 def _planned(args: argparse.Namespace) -> "Planned | None":
@@ -156,22 +156,26 @@ def _planned(args: argparse.Namespace) -> "Planned | None":
     return plan_stages(args, stages, microbatches)
 
 
-def _write_files(args: argparse.Namespace, shown: "Shown", planned: "Planned | None") -> None:
+def _write_files(args: argparse.Namespace, shown: "Shown") -> None:
     """Writes what --svg, --html and --write-csv ask for."""
-    from jtrain.plan.report.pipeline_picture import page, svg
+    from jtrain.pipeline.picture import page, svg
     from jtrain.plan.report.pipeline_sheet import figures
 
     schedule, flow = shown.schedule, shown.flow
     if args.write_csv is not None:
         args.write_csv.write_text(to_csv(schedule))
-    buffer_bytes = None if planned is None else planned.work.kept_bytes // schedule.chunks
+    buffer_bytes = None
+    if shown.point is not None:
+        from jtrain.plan.estimate.peak_memory import slot_bytes  # imported here because it imports jax
+
+        buffer_bytes = slot_bytes(shown.point.job)
     if args.svg is not None:
         args.svg.write_text(svg(schedule, flow, buffer_bytes=buffer_bytes))
     if args.html is not None:
         title = f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches"
         programs = [[str(one) for one in program] for program in shown.program.workers]
         picture = svg(schedule, flow, buffer_bytes=buffer_bytes)
-        args.html.write_text(page(title, picture, figures(shown, planned), programs))
+        args.html.write_text(page(title, picture, figures(shown), programs))
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -189,7 +193,7 @@ def execute(args: argparse.Namespace) -> int:
     makers = [functools.partial(_show, schedule, args, planned) for schedule in schedules(args, stages, microbatches)]
     found = [makers[0]()] if one else list(_that_exist(makers))
     if one:
-        _write_files(args, found[0], planned)
+        _write_files(args, found[0])
     if args.json is not None:
         content = to_json(found[0]) if one else {shown.schedule.name: to_json(shown) for shown in found}
         text = json.dumps(content, indent=1) + "\n"
@@ -199,7 +203,7 @@ def execute(args: argparse.Namespace) -> int:
         args.json.write_text(text)
     console = Console(width=None if Console().is_terminal else 110)
     if one:
-        print_one(found[0], planned, console)
+        print_one(found[0], console)
     else:
         print_comparison(found, planned, console)
     return 0

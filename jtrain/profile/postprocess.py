@@ -19,34 +19,37 @@ from jtrain.profile.analysis.xplane import trace_files
 from jtrain.profile.trace_dir import read_facts
 
 
-def postprocess(folder: Path) -> str | None:
+def postprocess(folder: Path) -> list[str]:
     """Writes breakdown.json and report.html, and adds clocks and multipliers to the trace for XProf.
 
     Returns:
-      The error if the trace could not be annotated, else None; the report is written in both cases.
+      Lines for the run's log: the measured bubble of a pipeline, the error if the trace could not be annotated. The
+      report is written in all cases.
 
     Raises:
       UserError: the trace cannot be read.
     """
-    from jtrain.profile.analysis import breakdown
+    from jtrain.profile.analysis import breakdown, figures, pipeline_trace
     from jtrain.profile.report import html
 
     found = breakdown.analyse(folder)
     breakdown.write_json(found, folder / "breakdown.json")
     html.write(found, folder / "report.html")
+    said = [figures.pipeline_line(found.pipeline)] if found.pipeline is not None else []
+    said += [note for note in found.notes if note.startswith(pipeline_trace.UNKNOWN)]
     try:
         annotate(folder)
     except Exception as error:  # the report must not fail because the trace could not be annotated
-        return f"no clocks in the trace itself: {type(error).__name__}: {error}"
-    return None
+        said.append(f"no clocks in the trace itself: {type(error).__name__}: {error}")
+    return said
 
 
 def main(argv: list[str]) -> int:
-    """Postprocesses a window at the lowest priority, since training goes first; the last line printed is the error."""
+    """Postprocesses a window at the lowest priority, since training goes first; prints lines for the run's log."""
     os.nice(19)
     try:
-        if (said := postprocess(Path(argv[0]))) is not None:
-            print(said)
+        for line in postprocess(Path(argv[0])):
+            print(line)
     except (ValueError, OSError) as error:
         print(error)
         return 2

@@ -12,7 +12,7 @@ FOLDER = "profile"
 FACTS = "facts.json"
 
 FACT_NAMES = ("platform", "device_kind", "num_devices", "tokens_per_step", "mesh", "peaks", "planned", "memory")
-FACT_NAMES += ("step_flops", "module", "settings", "goodput", "process", "num_processes")
+FACT_NAMES += ("step_flops", "module", "settings", "goodput", "process", "num_processes", "pipeline")
 """Keys of facts.json."""
 
 

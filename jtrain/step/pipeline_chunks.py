@@ -222,7 +222,7 @@ class StageChunks:
                 return {key: split(f"{path}.{key}" if path else key, value) for key, value in tree.items()}
             if path not in self.split:
                 return tree
-            return SplitKernel(jax.tree.map(jax.lax.stop_gradient, tree), (taps or {}).get(path), path)
+            return SplitKernel(tree, (taps or {}).get(path), path)
 
         return self.layer((x_BLD, self._no_losses()), split("", weights), shared)
 

@@ -39,7 +39,12 @@ def ticks_of(layout: Layout, *, trains: bool = True) -> Ticks:
         return _fewest(schedule.forward_only)
     if layers_permute(layout):
         return _fewest(schedule)  # all ticks take as long
-    return _shortest(schedule, 1.0 if layout.spec.remat == "full" else 0.0)
+    return _shortest(schedule, relative_costs(layout))
+
+
+def relative_costs(layout: Layout) -> tuple[float, float, float]:
+    """Times of F, I and W in units of F, for which the packing is chosen."""
+    return 1.0, 2.0 if layout.spec.remat == "full" else 1.0, 1.0
 
 
 @functools.cache
@@ -48,6 +53,6 @@ def _fewest(schedule: PipelineSchedule) -> Ticks:
 
 
 @functools.cache
-def _shortest(schedule: PipelineSchedule, recomputed: float) -> Ticks:
-    """The packing that takes the least time, where the backward pass recomputes this part of a forward pass."""
-    return best_ticks(schedule, equal_costs(schedule, 1.0, 1.0 + recomputed, 1.0))
+def _shortest(schedule: PipelineSchedule, times: tuple[float, float, float]) -> Ticks:
+    """The packing that takes the least time, where F, I and W of every chunk take these."""
+    return best_ticks(schedule, equal_costs(schedule, *times))

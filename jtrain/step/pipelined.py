@@ -27,11 +27,11 @@ from jtrain.model.param import Params
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
-from jtrain.pipeline.ticks import NONE, Field, Ticks, arriving_cotangent, arriving_input
+from jtrain.pipeline.ticks import NONE, SCOPES, Field, Ticks, arriving_cotangent, arriving_input
 from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks, by_rows
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
-from jtrain.step.zero import gathered_once, placement_of, scattered_once, trained_part, with_whole
+from jtrain.step.zero import gathered_once, gathers_once, placement_of, scattered_once, trained_part, with_whole
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +80,7 @@ def pipelined_gradients(
       Gradients in the shapes of `trained_part`.
     """
     assert layout.pipeline is not None
-    if layout.pipeline.spec.gather == "step" and layout.spec.zero_stage >= 2:
+    if gathers_once(layout):
         whole, params = gathered_once(layout, params)
         grads, seen, nats = pipelined_gradients(model, whole, params, scaling, parts, unit)
         return scattered_once(layout, grads), seen, nats
@@ -205,9 +205,17 @@ class _Worker:
     ) -> _Carry:
         inputs = self._embedded(carry.inputs, row_F, trained, parts)
         y_BLD, kept = self._forward(inputs, carry.kept, row_F, parts)
-        cotangents, ends, nats = self._loss(carry, y_BLD, row_F, trained, parts, unit)
-        dx_BLD, stashes, layers = self._backward(cotangents, kept, carry, row_F, parts)
+        single, total = self.ticks.packing == "single", (carry.cotangents, carry.ends, carry.nats)
+        if not single:
+            total = self._loss(total, y_BLD, row_F, trained, parts, unit)
+        dx_BLD, stashes, layers = self._backward(total[0], kept, carry, row_F, parts)
         layers = self._weight_gradients(stashes, layers, row_F)
+        if single:
+            # Workers meet in the loss and in permutes. Where one of them came before a worker's only operation of the
+            # tick, F, I and W of different workers took turns: ZB-H1 over 4 stages was half as fast.
+            y_BLD, dx_BLD, layers = jax.lax.optimization_barrier((y_BLD, dx_BLD, layers))
+            total = self._loss(total, y_BLD, row_F, trained, parts, unit)
+        cotangents, ends, nats = total
         ends = self._embedding_gradient(ends, dx_BLD, row_F, trained, parts)
         for hop in self.ticks.activation_hops:
             inputs = _stored(inputs, row_F[arriving_input(hop)], self._sent(y_BLD, hop, back=False))
@@ -235,7 +243,7 @@ class _Worker:
         def rest(kept: LayerSlots) -> tuple[Array, LayerSlots]:
             return jnp.zeros(inputs.shape[1:], inputs.dtype), kept
 
-        with jax.named_scope("layers"):
+        with jax.named_scope("layers"), jax.named_scope(SCOPES[0]):
             return self._alone(chunk != NONE, forward, rest, kept)
 
     def _applied(self, inputs: Array, row_F: Array, parts: Batch) -> Array:
@@ -245,7 +253,7 @@ class _Worker:
             shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
             return self.chunks.apply(ChunkPass(chunk, shared), by_rows(inputs[row_F[Field.FORWARD_INPUT]]))
 
-        with jax.named_scope("layers"):
+        with jax.named_scope("layers"), jax.named_scope(SCOPES[0]):
             return self._alone(chunk != NONE, forward, lambda x: jnp.zeros(x.shape[1:], x.dtype), inputs)
 
     def _evaluated(self, nats_MBL: Array, y_BLD: Array, row_F: Array, trained: Params, parts: Batch) -> Array:
@@ -257,7 +265,13 @@ class _Worker:
         return jax.lax.cond(microbatch != NONE, evaluate, lambda nats_MBL: nats_MBL, nats_MBL)
 
     def _loss(
-        self, carry: _Carry, y_BLD: Array, row_F: Array, trained: Params, parts: Batch, unit: Array
+        self,
+        total: tuple[Array, Params, Array],
+        y_BLD: Array,
+        row_F: Array,
+        trained: Params,
+        parts: Batch,
+        unit: Array,
     ) -> tuple[Array, Params, Array]:
         """Cotangents, gradients and loss with those of the microbatch that has passed the last layer."""
 
@@ -268,8 +282,7 @@ class _Worker:
             cotangents = _stored(cotangents, row_F[Field.HEAD_COTANGENT], dy_BLD)
             return cotangents, _sum(of_ends, grads), nats + more
 
-        given = (carry.cotangents, carry.ends, carry.nats)
-        return jax.lax.cond(row_F[Field.HEAD_MICROBATCH] != NONE, loss, lambda given: given, given)
+        return jax.lax.cond(row_F[Field.HEAD_MICROBATCH] != NONE, loss, lambda given: given, total)
 
     def _backward(
         self, cotangents: Array, kept: LayerSlots, carry: _Carry, row_F: Array, parts: Batch
@@ -295,7 +308,7 @@ class _Worker:
         def rest(given: tuple[LayerSlots, Gradients]) -> tuple[Array, LayerSlots, Gradients]:
             return jnp.zeros(cotangents.shape[1:], cotangents.dtype), *given
 
-        with jax.named_scope("layers"):
+        with jax.named_scope("layers"), jax.named_scope(SCOPES[1]):
             return self._alone(chunk != NONE, backward, rest, (carry.stashes, carry.layers))
 
     @property
@@ -312,7 +325,7 @@ class _Worker:
         def add(layers: Gradients, present: Present) -> Gradients:
             return self.chunks.weight_gradients(ChunkPass(chunk, stash=stash, present=present), stashes, layers)
 
-        with jax.named_scope("layers"):
+        with jax.named_scope("layers"), jax.named_scope(SCOPES[2]):
             return self._alone(chunk != NONE, add, lambda layers: layers, layers)
 
     def _embedding_gradient(

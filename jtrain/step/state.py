@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jtrain.dims import ParamInfo
 from jtrain.layout import Layout
 from jtrain.model.fp8_scaling import first_scaling
-from jtrain.model.param import Params, init_param, init_params
+from jtrain.model.param import Params, init_param, init_params, map_params
 from jtrain.optim import Moments, Optimizer, check_layout
 from jtrain.optim.optimizer import check_offload
 from jtrain.step.guard import GuardState, first_guard
@@ -52,7 +52,9 @@ def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainSta
     optimizer = optimizer.placed(layout)
     on_host = host_state(layout, optimizer)
     layouts = {p.info.path: p for p in layout.params}
-    shapes = jax.eval_shape(lambda: _first_state(layout, optimizer, 0))
+    infos = tuple(p.info for p in layout.params)
+    drawn = map_params(lambda info: jax.ShapeDtypeStruct(info.shape, _drawn_dtype(layout, optimizer)), infos)
+    shapes = jax.eval_shape(lambda params: _first_state(layout, optimizer, params), drawn)
     params = param_tree(layout, lambda p: sharding(mesh, p.param, p.param_memory))
     opt_state = optimizer.state_map(
         lambda info, name: sharding(
@@ -84,7 +86,8 @@ def init_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int) -
     here = [x.sharding.memory_kind != "pinned_host" for x in leaves]
 
     def first_here() -> list[Array]:
-        values = jax.tree.leaves(_first_state(layout, optimizer, seed))
+        drawn = init_params(tuple(p.info for p in layout.params), seed=seed, dtype=_drawn_dtype(layout, optimizer))
+        values = jax.tree.leaves(_first_state(layout, optimizer, drawn))
         return [value for value, is_here in zip(values, here, strict=True) if is_here]
 
     of_here = [x.sharding for x, is_here in zip(leaves, here, strict=True) if is_here]
@@ -120,12 +123,15 @@ def shardings_of(state: TrainState) -> TrainState:
     return jax.tree.map(lambda x: x.sharding, state)
 
 
-def _first_state(layout: Layout, optimizer: Optimizer, seed: int) -> TrainState:
-    infos = tuple(p.info for p in layout.params)
-    # Master weights start in float32. Parameters get the same bits whether they are rounded now or when drawn.
-    masters = optimizer.spec.master_dtype != "none"
-    params = init_params(infos, seed=seed, dtype="float32" if masters else layout.precision.param_dtype)
-    opt_state = optimizer.init(params)
-    params = jax.tree.map(lambda x: x.astype(layout.precision.param_dtype), params)
-    scaling = first_scaling(infos) if layout.precision.matmul_dtype == "fp8_delayed" else {}
+def _drawn_dtype(layout: Layout, optimizer: Optimizer) -> str:
+    """Master weights start in float32. Parameters get the same bits whether they are rounded now or when drawn."""
+    return "float32" if optimizer.spec.master_dtype != "none" else layout.precision.param_dtype
+
+
+def _first_state(layout: Layout, optimizer: Optimizer, drawn: Params) -> TrainState:
+    """Returns the state before the first step; `drawn` are all parameters in `_drawn_dtype`."""
+    opt_state = optimizer.init(drawn)
+    params = jax.tree.map(lambda x: x.astype(layout.precision.param_dtype), drawn)
+    delayed = layout.precision.matmul_dtype == "fp8_delayed"
+    scaling = first_scaling(tuple(p.info for p in layout.params)) if delayed else {}
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state, scaling, first_guard())

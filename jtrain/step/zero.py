@@ -41,7 +41,11 @@ def placement_of(layout: Layout) -> Placement:
     def fetch(path: str, tree: Any) -> Any:
         if isinstance(tree, dict):
             return {key: fetch(f"{path}.{key}", value) for key, value in tree.items()}
-        if isinstance(tree, ops.Fp8Kernel | SplitKernel):
+        if isinstance(tree, SplitKernel):
+            # Here and not where the layer is called: a layer would keep the copy that has no gradient, as it keeps its
+            # input, in every slot of a pipeline.
+            return dataclasses.replace(tree, value=fetch(path, jax.tree.map(jax.lax.stop_gradient, tree.value)))
+        if isinstance(tree, ops.Fp8Kernel):
             return dataclasses.replace(tree, value=fetch(path, tree.value))
         # Profiles use these names to tell which weight of which layer a collective moves.
         with jax.named_scope(path.replace(".", "/")):
@@ -165,6 +169,11 @@ def with_whole(layout: Layout, trained: Params, params: Params) -> Params:
     """Pairs each array of `trained` with the one that the forward pass reads, where the two differ."""
     layouts = param_tree(layout, lambda p: p)
     return jax.tree.map(lambda p, t, w: Detached(t, w) if _is_detached(layout, p) else t, layouts, trained, params)
+
+
+def gathers_once(layout: Layout) -> bool:
+    """True if a step gathers all weights of a stage once, and reduces their gradients once: `pipeline.gather=step`."""
+    return layout.pipeline is not None and layout.pipeline.spec.gather == "step" and layout.spec.zero_stage >= 2
 
 
 def gathered_once(layout: Layout, params: Params) -> tuple[Layout, Params]:

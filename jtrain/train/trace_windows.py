@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jtrain.config.run import Run
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.estimate.flops import flops_per_token
 from jtrain.plan.estimate.memory import memory
+from jtrain.profile.analysis.pipeline_trace import facts_of
 from jtrain.profile.capture.trace import compiled_text
 from jtrain.profile.capture.windows import Windows
 from jtrain.profile.clocks.sampler import Sampler
 from jtrain.profile.clocks.select import spec_mhz
 from jtrain.profile.trace_dir import FOLDER
+from jtrain.step.pipeline_ticks import relative_costs, ticks_of
 from jtrain.train.callbacks import Callback, DispatchedStep, LoopPhase, RunContext
 from jtrain.train.goodput_ledger import GoodputLedger
 from jtrain_kernels import device
@@ -152,4 +155,13 @@ class TraceWindows(Callback):
                 {"kind": row.kind, "axes": list(row.axes), "wire_bytes": row.wire_bytes} for row in collectives(job)
             ],
             "memory": rows,
+            "pipeline": self._pipeline(),
         }
+
+    def _pipeline(self) -> dict[str, Any] | None:
+        layout, mesh = self._context.job.layout, self._context.mesh
+        if layout.pipeline is None:
+            return None
+        own = sorted(mesh.local_devices, key=lambda device: device.id)
+        workers = [int(np.argwhere(mesh.devices == device)[0][mesh.axis_names.index("stage")]) for device in own]
+        return facts_of(ticks_of(layout), relative_costs(layout), workers)

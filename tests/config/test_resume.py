@@ -13,6 +13,7 @@ from jtrain.config.resume import (
     check_same_run,
     config_from_text,
     differences,
+    run_of_checkpoint,
     with_history,
 )
 from jtrain.config.run import build_run
@@ -135,6 +136,17 @@ def test_components_by_name_are_set_printed_and_read_back() -> None:
         load_config("mixture", sets=["data.sources.topics=1"])
     with pytest.raises(ValueError, match=r"data\.sources\.topics\.weight='much' is a str, but must be float"):
         load_config("mixture", sets=["data.sources.topics.weight=much"])
+
+
+def test_a_checkpoint_is_read_without_the_schedule_that_trained_it() -> None:
+    """Its CSV file may be gone, or its path relative to another folder."""
+    run_config = load_config("tiny")
+    infos = build_run(run_config).model.param_infos()
+    run_config.mesh.stage, run_config.pipeline.schedule = 2, "gone.csv"
+    text = tree.flat(run_config)
+    with pytest.raises(UserError, match=r"schedule gone\.csv cannot be read"):
+        build_run(config_from_text(text))
+    assert run_of_checkpoint(text).model.param_infos() == infos
 
 
 def test_a_field_that_an_older_run_did_not_have_is_a_difference() -> None:

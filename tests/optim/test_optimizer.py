@@ -151,7 +151,7 @@ def test_the_rate_and_the_bias_correction_come_from_step_alone() -> None:
     """An update at step 7 with zero moments uses lr(7) and the bias correction of eight updates."""
     opt, params = build(AdamW(1e-3, warmup_steps=10, clip_norm=None), num_steps=20, params=INFOS), random(0)
     assert {x.shape for x in jax.tree.leaves(opt.init(params))} == {x.shape for x in jax.tree.leaves(params)}
-    got, _, metrics = opt.update(random(1), opt.init(params), params, 7)
+    got, _, metrics = jax.jit(opt.update)(random(1), opt.init(params), params, 7)
     np.testing.assert_allclose(metrics["learning_rate"], 8e-4, rtol=1e-6)
     g = np.float64(random(1)["final_norm"]["scale_D"])
     adam = 0.1 * g / (1 - 0.9**8) / (np.sqrt(0.05 * g**2 / (1 - 0.95**8)) + 1e-8)

@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import random
 import re
+from collections.abc import Callable
+from typing import Any
 
 import hypothesis
 import pytest
@@ -36,77 +38,76 @@ def test_random_valid_schedules_pass_and_compute_the_gradients(seed: int) -> Non
         assert run_program(program, toy, rng.randrange(1000)).equals(want)
 
 
-def changed_streams(schedule: PipelineSchedule, rng: random.Random) -> PipelineSchedule:
-    """The schedule with one random change: an operation dropped, doubled, moved, swapped, or made another one."""
-    streams = [list(stream) for stream in schedule.streams]
-    p = rng.randrange(len(streams))
-    i, j = rng.randrange(len(streams[p])), rng.randrange(len(streams[p]))
-    op = streams[p][i]
-    match rng.randrange(6):
+def changed[T](rows: tuple[tuple[T, ...], ...], rng: random.Random, another: Callable[[T], T]) -> Any:
+    """Rows of workers with one random change: an item dropped, doubled, moved, swapped, or made `another`."""
+    lists = [list(row) for row in rows]
+    row = rng.choice(lists)
+    i, j = rng.randrange(len(row)), rng.randrange(len(row))
+    match rng.randrange(7):
         case 0:
-            del streams[p][i]
+            del row[i]
         case 1:
-            streams[p].insert(j, op)
+            row.insert(j, row[i])
         case 2:
-            streams[p].insert(j, streams[p].pop(i))
+            row.insert(j, row.pop(i))
         case 3:
-            streams[p][i], streams[p][j] = streams[p][j], op
+            row[i], row[j] = row[j], row[i]
         case 4:
-            streams[rng.randrange(len(streams))].append(streams[p].pop(i))
+            item = row.pop(i)
+            rng.choice(lists).append(item)
         case _:
-            kinds: tuple[PassKind, ...] = ("F", "I", "W", "B")
-            streams[p][i] = rng.choice(
-                (op._replace(kind=rng.choice(kinds)), op._replace(microbatch=rng.randrange(9)), op._replace(stage=i))
-            )
-    return dataclasses.replace(schedule, streams=tuple(map(tuple, streams)))
+            row[i] = another(row[i])
+    return tuple(map(tuple, lists))
 
 
-def test_random_changes_of_schedules_are_refused_or_harmless() -> None:
-    """Each refusal names worker and operation; whatever passes gives the gradients, as instructions and as a table."""
+def refuses_or_proves(
+    examples: int, attempt: Callable[[random.Random], tuple[Callable[[], object], Callable[[], None]]]
+) -> None:
+    """Makes random attempts, each a check and a proof of what the check lets through; refusals name their reason."""
     passed = refused = unnamed = 0
 
-    @hypothesis.settings(max_examples=100, deadline=None)
+    @hypothesis.settings(max_examples=examples, deadline=None)
     @hypothesis.given(SEEDS)
-    def change(seed: int) -> None:
+    def run(seed: int) -> None:
         nonlocal passed, refused, unnamed
-        rng = random.Random(seed)
-        schedule = changed_streams(random_schedule(rng), rng)
+        checked, proved = attempt(random.Random(seed))
         try:
-            program = check(schedule)
+            checked()
         except UserError as error:
             refused += 1
             unnamed += not NAMED.match(str(error))
             return
-        toy = make_toy(schedule)
-        want = unpipelined(toy)
-        assert run_program(program, toy, seed).equals(want)
-        assert run_table(make_ticks(schedule), toy)[0].equals(want)
+        proved()
         passed += 1
 
-    change()
+    run()
     assert unnamed == 0
     assert passed > 10
     assert refused > 50
 
 
-def changed_program(program: Program, rng: random.Random) -> Program:
-    """The program with one random change of one instruction: gone, doubled, moved, another slot, peer or microbatch."""
-    workers = [list(instructions) for instructions in program.workers]
-    p = rng.randrange(len(workers))
-    i, j = rng.randrange(len(workers[p])), rng.randrange(len(workers[p]))
-    one = workers[p][i]
-    match rng.randrange(6):
-        case 0:
-            del workers[p][i]
-        case 1:
-            workers[p].insert(j, one)
-        case 2 | 3:
-            workers[p].insert(j, workers[p].pop(i))
-        case 4:
-            workers[p][i] = other_slot(one, rng)
-        case _:
-            workers[p][i] = one._replace(microbatch=rng.randrange(3), peer=one.peer and rng.randrange(len(workers)))
-    return dataclasses.replace(program, workers=tuple(map(tuple, workers)))
+def test_random_changes_of_schedules_are_refused_or_harmless() -> None:
+    """Each refusal names worker and operation; whatever passes gives the gradients, as instructions and as a table."""
+
+    def attempt(rng: random.Random) -> tuple[Callable[[], object], Callable[[], None]]:
+        kinds: tuple[PassKind, ...] = ("F", "I", "W", "B")
+
+        def another(op: StageOp) -> StageOp:
+            changes = (dict(kind=rng.choice(kinds)), dict(microbatch=rng.randrange(9)), dict(stage=rng.randrange(9)))
+            return op._replace(**rng.choice(changes))
+
+        valid = random_schedule(rng)
+        schedule = dataclasses.replace(valid, streams=changed(valid.streams, rng, another))
+
+        def proved() -> None:
+            toy = make_toy(schedule)
+            want = unpipelined(toy)
+            assert run_program(check(schedule), toy, rng.randrange(1000)).equals(want)
+            assert run_table(make_ticks(schedule), toy)[0].equals(want)
+
+        return lambda: check(schedule), proved
+
+    refuses_or_proves(100, attempt)
 
 
 def other_slot(one: WorkerInstruction, rng: random.Random) -> WorkerInstruction:
@@ -122,31 +123,25 @@ def other_slot(one: WorkerInstruction, rng: random.Random) -> WorkerInstruction:
 
 def test_random_changes_of_instructions_are_refused_or_harmless() -> None:
     """The checker is sound: what it lets through has exact gradients in several interleavings of the workers."""
-    passed = refused = unnamed = 0
 
-    @hypothesis.settings(max_examples=150, deadline=None)
-    @hypothesis.given(SEEDS)
-    def change(seed: int) -> None:
-        nonlocal passed, refused, unnamed
-        rng = random.Random(seed)
+    def attempt(rng: random.Random) -> tuple[Callable[[], object], Callable[[], None]]:
         schedule = random_schedule(rng)
-        program = changed_program(make_program(schedule, rng.choice(("once", "each"))), rng)
-        try:
-            check_program(program)
-        except UserError as error:
-            refused += 1
-            unnamed += not NAMED.match(str(error))
-            return
-        toy = make_toy(schedule)
-        want = unpipelined(toy)
-        for interleaving in range(3):
-            assert run_program(program, toy, interleaving).equals(want)
-        passed += 1
+        valid = make_program(schedule, rng.choice(("once", "each")))
 
-    change()
-    assert unnamed == 0
-    assert passed > 10
-    assert refused > 50
+        def another(one: WorkerInstruction) -> WorkerInstruction:
+            peer = one.peer and rng.randrange(schedule.stages)
+            return rng.choice((other_slot(one, rng), one._replace(microbatch=rng.randrange(3), peer=peer)))
+
+        program = dataclasses.replace(valid, workers=changed(valid.workers, rng, another))
+
+        def proved() -> None:
+            toy = make_toy(schedule)
+            want = unpipelined(toy)
+            assert all(run_program(program, toy, interleaving).equals(want) for interleaving in range(3))
+
+        return lambda: check_program(program), proved
+
+    refuses_or_proves(150, attempt)
 
 
 def streams(*rows: str, chunks: int = 1) -> PipelineSchedule:

@@ -1,17 +1,33 @@
 """A pipelined run is the unpipelined run: losses, gradients, weights; every schedule, with all else that splits."""
 
 import itertools
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
+import hypothesis
+import jax
+import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from jtrain.errors import UserError
-from jtrain.layout import OffloadSpec
+from jtrain.optim import AdamW, Muon
 from jtrain.pipeline.cells import to_csv
+from jtrain.pipeline.families import FAMILIES
 from jtrain.pipeline.schedule import PipelineSchedule
-from tests.pipeline.pipelined_runs import EXPERTS, SIZES, assert_same, trained, unpipelined
+from tests.pipeline.pipelined_runs import (
+    ADAMW,
+    OPTIONS,
+    SIZES,
+    assert_composes,
+    assert_same,
+    settings,
+    trained,
+    unpipelined,
+)
 from tests.pipeline.toy import random_schedule
 
 UNEVEN = SIZES | dict(num_layers=3, tie_embeddings=True)
@@ -30,71 +46,41 @@ def test_split_backward_passes_are_not_a_model() -> None:
     assert_same(got, unpipelined())
 
 
-OPTIONS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
-    "alone": ({}, {}, {}),
-    "data": (dict(data=2), {}, {}),
-    "replica": (dict(replica=2), {}, {}),
-    "tensor": (dict(tensor=2), {}, {}),
-    "overlap": (dict(tensor=2), {}, dict(tensor_overlap=True)),
-    "ring": (dict(context=2), {}, {}),
-    "ulysses": (dict(context=2), {}, dict(context_attention="ulysses")),
-    "expert": (dict(expert=2), EXPERTS, {}),
-    "zero 1": (dict(data=2), {}, dict(zero_stage=1)),
-    "zero 2": (dict(data=2), {}, dict(zero_stage=2)),
-    "zero 3": (dict(data=2), {}, dict(zero_stage=3)),
-    "remat full": ({}, {}, dict(remat="full")),
-    "remat named": ({}, {}, dict(remat="named", remat_save=("attention_out", "mlp_up"))),
-    "tied": ({}, SIZES | dict(tie_embeddings=True), {}),
-    "fp8 delayed": (dict(data=2), {}, dict(matmul_dtype="fp8_delayed")),
-    "fp8 current": ({}, {}, dict(matmul_dtype="fp8_current")),
-    "offload": (dict(data=2), {}, dict(zero_stage=3, remat="full", offload=OffloadSpec(params=1.0, optimizer=1.0))),
-}
-"""Axes beside `stage`, sizes of the model (SIZES if empty), and layout."""
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
-
-
-def chunks(schedule: str) -> int:
-    return 1 if schedule in ("gpipe", "1f1b", "zb-h1") else 2
-
-
-def settings(schedule: str, **more: Any) -> dict[str, Any]:
-    return dict(schedule=schedule) | (dict(chunks=2) if schedule == "interleaved" else {}) | more
+@pytest.mark.slow
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("schedule", FAMILIES)
+@pytest.mark.parametrize("stages", (2, 4))
+def test_every_schedule_composes(stages: int, schedule: str, option: str) -> None:
+    """With each axis, ZeRO stage, remat and precision."""
+    assert_composes(stages, schedule, option)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("stages", (2, 4))
-def test_every_schedule_composes(stages: int, schedule: str, option: str) -> None:
-    """With each axis, ZeRO stage, remat and precision; as many microbatches as DualPipeV needs."""
-    axes, sizes, layout = OPTIONS[option]
-    sizes = (sizes or SIZES) | dict(num_layers=stages * chunks(schedule))
-    got = trained(
-        dict(stage=stages, **axes), sizes=sizes, pipeline=settings(schedule), microbatches=2 * stages, **layout
-    )
-    same = {key: layout[key] for key in layout if key == "matmul_dtype"}
-    if layout.get("matmul_dtype") == "fp8_current":  # the largest value of a microbatch is its own
-        same |= dict(microbatches=2 * stages)
-    assert_same(got, unpipelined(sizes, **same))
+def test_eight_stages(option: str) -> None:
+    """Every schedule, in a process with sixteen emulated devices: eight stages and an axis of two."""
+    environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
+    command = [sys.executable, "-m", "tests.pipeline.eight_stages", option]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines() == [f"{name}: equal" for name in FAMILIES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_eight_stages(schedule: str) -> None:
-    """All emulated devices."""
-    sizes = SIZES | dict(num_layers=8 * chunks(schedule))
-    got = trained(dict(stage=8), sizes=sizes, pipeline=settings(schedule), microbatches=16)
-    assert_same(got, unpipelined(sizes))
+@pytest.mark.parametrize("schedule", FAMILIES)
+@pytest.mark.parametrize("optimizer", (ADAMW, Muon(peak_lr=3e-3, warmup_steps=4)), ids=("adamw", "muon"))
+def test_five_layers_over_four_chunks(schedule: str, optimizer: AdamW | Muon) -> None:
+    """Three chunks have an identity layer each, which stays zero under weight decay, in parameters and moments.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ("gpipe", "1f1b", "zb-h1"))
-def test_five_layers_over_four_stages(schedule: str) -> None:
-    """Three stages have an identity layer each; the first weights, which are drawn by layer, are the same."""
+    The first weights, which are drawn by layer, are the same.
+    """
+    assert optimizer.weight_decay > 0
     sizes = SIZES | dict(num_layers=5)
-    got = trained(dict(stage=4, data=2), sizes=sizes, pipeline=settings(schedule), microbatches=8, zero_stage=3)
-    assert_same(got, unpipelined(sizes))
+    stages = 4 if schedule in ("gpipe", "1f1b", "zb-h1") else 2
+    pipeline = settings(schedule)
+    axes = dict(stage=stages, data=2)
+    got = trained(axes, sizes=sizes, pipeline=pipeline, optimizer=optimizer, microbatches=8, zero_stage=3)
+    assert_same(got, unpipelined(sizes, optimizer=optimizer))
 
 
 @pytest.mark.slow
@@ -118,18 +104,29 @@ def fits(schedule: PipelineSchedule) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-def test_random_schedules_are_not_a_model(seed: int, tmp_path: Path) -> None:
+@hypothesis.settings(max_examples=6, phases=(hypothesis.Phase.generate,))
+@hypothesis.given(st.integers(0, 2**32))
+def test_random_schedules_are_not_a_model(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     """Valid ones as a user would write them, from a file: they may split some backward passes and not others."""
     rng = random.Random(seed)
     schedule = next(s for s in iter(lambda: random_schedule(rng), None) if fits(s))
-    path = tmp_path / "mine.csv"
+    path = tmp_path_factory.mktemp("schedule") / "mine.csv"
     path.write_text(to_csv(schedule))
     sizes = SIZES | dict(num_layers=schedule.virtual_stages)
     got = trained(
         dict(stage=schedule.stages), sizes=sizes, pipeline=dict(schedule=str(path)), microbatches=schedule.microbatches
     )
     assert_same(got, unpipelined(sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedules", (("gpipe", "1f1b", "zb-h1"), ("zbv", "dualpipev")), ids=str)
+def test_schedules_that_add_in_the_same_order_give_the_same_bits(schedules: tuple[str, ...]) -> None:
+    """Microbatches add their gradients in their own order under each: losses and last weights are equal bit for bit."""
+    runs = [trained(dict(stage=2, data=2), pipeline=settings(name), microbatches=4) for name in schedules]
+    for got in runs[1:]:
+        np.testing.assert_array_equal(got.losses, runs[0].losses)
+        jax.tree.map(np.testing.assert_array_equal, got.last, runs[0].last)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jtrain.errors import UserError
-from jtrain.layout import LayoutSpec, make_layout
+from jtrain.layout import LayoutSpec, OffloadSpec, make_layout
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
@@ -111,6 +111,49 @@ def test_the_way_out_of_more_chunks_than_layers_works() -> None:
     """The stage count that the message names is accepted."""
     assert placed("zbv", 3, 7).num_virtual == 6
     assert placed("1f1b", 5, 5).num_virtual == 5
+
+
+@pytest.mark.parametrize(
+    ("offload", "gather", "message", "ways_out"),
+    [
+        (
+            OffloadSpec(activations=1.0),
+            "tick",
+            r"activations=1\.0 with mesh\.stage=2: .*Set layout\.offload\.activations=none, or mesh\.stage=1\.",
+            (dict(offload=OffloadSpec()), dict(stage=1)),
+        ),
+        (
+            OffloadSpec(params=0.5),
+            "step",
+            r"params=0\.5 with pipeline\.gather=step: .*Set pipeline\.gather=tick, or layout\.offload\.params=none\.",
+            (dict(offload=OffloadSpec()), dict(gather="tick")),
+        ),
+    ],
+    ids=("activations", "params"),
+)
+def test_offload_that_stages_do_not_have_is_refused(
+    offload: OffloadSpec, gather: Any, message: str, ways_out: tuple[dict[str, Any], ...]
+) -> None:
+    """And each way out that the message names works."""
+    infos = Transformer(num_layers=4, **SIZES).param_infos()
+
+    def lay(*, offload: OffloadSpec, gather: Any, stage: int = 2) -> None:
+        spec = LayoutSpec(offload=offload, remat="full")
+        make_layout(spec, MeshSpec(stage=stage), infos, pipeline=PipelineSpec(gather=gather))
+
+    with pytest.raises(UserError, match=message):
+        lay(offload=offload, gather=gather)
+    for way_out in ways_out:
+        changed: dict[str, Any] = dict(offload=offload, gather=gather) | way_out
+        lay(**changed)
+
+
+def test_a_model_without_a_stack_of_layers_is_refused() -> None:
+    """There is nothing to cut; one stage is the way out."""
+    infos = tuple(info for info in Transformer(num_layers=4, **SIZES).param_infos() if not info.is_stacked)
+    with pytest.raises(UserError, match=r"mesh\.stage=2 cuts a model between its layers, but .* Set mesh\.stage=1 and"):
+        make_layout(LayoutSpec(), MeshSpec(stage=2), infos)
+    make_layout(LayoutSpec(), MeshSpec(stage=1), infos)
 
 
 def first_state(pipeline: PipelineSpec | None, optimizer: AdamW | Muon, *, stage: int, **layout: Any) -> TrainState:

@@ -56,8 +56,11 @@ def test_a_rerun_keeps_what_was_picked(emulated_devices: list[jax.Device], tmp_p
     assert "as before, layout.zero_stage=1 layout.remat=full" in notes[0]
 
 
-@pytest.mark.parametrize("changed", ("data.global_batch=32", "precision.compute_dtype=bfloat16", "mesh.data=4"))
-def test_another_batch_mesh_or_dtype_is_picked_for_anew(
+@pytest.mark.parametrize(
+    "changed",
+    ("data.global_batch=32", "precision.compute_dtype=bfloat16", "mesh.data=4", "pipeline.schedule=gpipe"),
+)
+def test_another_batch_mesh_schedule_or_dtype_is_picked_for_anew(
     emulated_devices: list[jax.Device], tmp_path: Path, changed: str
 ) -> None:
     """What was picked for something else is not kept."""

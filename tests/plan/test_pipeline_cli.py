@@ -9,12 +9,15 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jtrain.pipeline.cells import to_csv
 from jtrain.pipeline.families import FAMILIES, make_schedule
 from jtrain.plan.__main__ import main
+from jtrain.plan.pipeline_choice import plan_stages
+from jtrain.plan.pipeline_cli import parser
 
 type Output = Callable[..., str]
 
@@ -156,13 +159,22 @@ def test_a_schedule_is_written_changed_and_read(output: Output, tmp_path: Path) 
         (("--set", "seed=1", *SMALL), "--set seed=1 changes a config. Give a CONFIG"),
         (("tiny", "--costs", "1,1,1", *SMALL), "--costs 1,1,1: the times of tiny are the plan's"),
         (("tiny", *SMALL), "the times of tiny need a machine. Give --device, one of "),
-        ((*TINY, "--stages", "3", "--microbatches", "4"), "--stages 3 does not divide --count 8 devices. Numbers that"),
-        ((*TINY, "--stages", "8", "--microbatches", "8"), "--stages 8: tiny has model.num_layers=4, and each stage ne"),
+        ((*TINY, "--stages", "3", "--microbatches", "4"), "3 stages on --count 8 devices: a pipeline has at least 2 "),
+        ((*TINY, "--stages", "8", "--microbatches", "8"), "(tiny has model.num_layers=4). Give --stages 2 or 4."),
+        ((*TINY[:-1], "7", "--stages", "7"), "7 stages on --count 7 devices: a pipeline has at least 2 stages, a num"),
+        ((*TINY[:-1], "7", "--stages", "7"), "Give a --count that 2 divides"),
+        ((*TINY, "--microbatches", "4"), "1 stages on --count 8 devices"),
+        ((*TINY, "--csv", "mine.txt"), "a run takes a schedule from a file whose name ends in .csv"),
+        ((*TINY, "--set", "pipeline.schedule=zbv"), "Give --schedule zbv in its place"),
         (
             (*TINY, "--schedule", "zbv", "--stages", "4", "--microbatches", "8"),
-            "schedule zbv has 8 virtual stages, and tiny model.num_layers=4: each needs at least one layer",
+            "schedule zbv has 8 virtual stages, and the config model.num_layers=4: each needs at least one layer. Give "
+            "--stages 2 or fewer, or --schedule 1f1b.",
         ),
-        ((*TINY, "--stages", "2", "--microbatches", "3"), "layout.microbatches"),
+        (
+            (*TINY, "--stages", "2", "--microbatches", "3"),
+            "data.global_batch=16 over 4 devices is 4 sequences each, which layout.microbatches=3 does not divide",
+        ),
         ((*TINY, "--network", "0", *SMALL), "--network 0.0 must be a number above 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -190,13 +202,47 @@ def test_a_config_gives_seconds_and_bytes(output: Output, tmp_path: Path) -> Non
     printed = " ".join(output(*TINY, *words).split())
     assert "tiny on 8 x h200: stage=2 data=4" in printed
     assert "of the pipelines. ZeRO-3 alone on the same devices takes" in printed
-    assert re.search(r"(ZeRO-3 alone|the pipeline) is \d+\.\d\d times as fast: ", printed)
+    assert re.search(
+        r"s for the network and \S+ s for other stages. (ZeRO-3 alone|the pipeline) is \d+\.\d\d times", printed
+    )
     printed = output(*TINY, "--schedule", "zb-h1", *words, "--json", str(tmp_path / "plan.json"))
     assert re.search(r"F / I / W of a stage: \S+ / \S+ / \S+ ms per microbatch; a message \S+ ms", printed)
-    assert re.search(r"memory of the fullest worker: \S+ GiB per device", printed)
+    assert re.search(r"memory: \S+ GiB per device", printed)
     assert "step: " in printed
     bubble = json.loads((tmp_path / "plan.json").read_text())["bubble"]
     assert bubble > float(Fraction(1, 3 * 4 + 1)), "messages take time, and I takes longer than F"
+
+
+def plan_of(tmp_path: Path, *sets: str) -> dict[str, Any]:
+    """What `plan tiny` writes as JSON for a layout."""
+    words = [word for text in sets for word in ("--set", text)]
+    assert main([*TINY, *words, "--json", str(tmp_path / "plan.json")]) == 0
+    return json.loads((tmp_path / "plan.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "sets"),
+    (
+        ("1f1b", None, ("mesh.data=4", "layout.zero_stage=3", "layout.remat=full")),
+        ("interleaved", 2, ("mesh.data=2", "mesh.tensor=2", "layout.tensor_overlap=True")),
+        ("zbv", None, ("mesh.data=4", "layout.zero_stage=3", "pipeline.gather=step")),
+    ),
+)
+def test_both_plans_of_a_layout_agree_to_the_last_digit(
+    tmp_path: Path, schedule: str, chunks: int | None, sets: tuple[str, ...]
+) -> None:
+    """Seconds and bytes of `plan pipeline CONFIG` are those of `plan CONFIG`."""
+    options = [word for text in sets for word in ("--set", text)]
+    args = parser().parse_args([*TINY, *options, "--schedule", schedule])
+    planned = plan_stages(args, 2, 4)
+    point = planned.point(make_schedule(schedule, 2, 4, chunks))
+    assert point.timed is not None
+    named = ("mesh.stage=2", "layout.microbatches=4", f"pipeline.schedule={schedule}", f"pipeline.chunks={chunks or 1}")
+    whole = plan_of(tmp_path, *sets, *named)
+    assert whole["step"]["step_s"] == point.step_s
+    assert whole["step"]["parts_s"] == point.timed.parts
+    assert point.timed.parts["pipeline bubble"] > 0
+    assert whole["formula"]["peak_bytes"] == point.plan.total_bytes
 
 
 def test_help_answers_without_jax() -> None:

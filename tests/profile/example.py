@@ -151,6 +151,7 @@ def breakdown() -> Breakdown:
                 "other": [0, 0, 0, 0, 0],
             },
         ),
+        pipeline=None,
         coverage=0.9931,
         settings={"layout.zero_stage": 3, "layout.microbatches": 4, "layout.remat": "full"},
         goodput={"startup": 9.0, "compile": 31.0, "compute": 150.0, "exposed_communication": 20.0, "idle": 0.0},

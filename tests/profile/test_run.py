@@ -165,6 +165,39 @@ def test_a_killed_run_accounts_for_what_it_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_pipelined_run_reports_its_bubble(tmp_path: Path) -> None:
+    """The window's page and breakdown.json have every instruction of both workers, and the run prints the bubble."""
+    sets = ("num_steps=8", "mesh.data=2", "mesh.stage=2", "layout.microbatches=4", "pipeline.schedule=zb-h1")
+    output = ended(start(tmp_path, *sets, "profile.steps=(3,6)", devices=4))
+    folder = tmp_path / "profile" / "3"
+    found = json.loads((folder / "breakdown.json").read_text())["pipeline"]
+    assert found["workers"] == [0, 1]
+    assert [len(rows) for rows in found["measured"]] == [3 * 4, 3 * 4]
+    assert [step["step"] for step in found["steps"]] == [4, 5, 6]
+    mean = sum(step["bubble"] for step in found["steps"]) / 3
+    assert f"profile after step 3: measured bubble {mean:.1%}, " in output
+    assert "as it ran, in seconds" in (folder / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_each_process_shows_its_own_workers(tmp_path: Path) -> None:
+    """One stage per process: its report has the instructions of that worker alone."""
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHON": sys.executable}
+    sets = ("num_steps=8", "mesh.stage=2", "layout.microbatches=4", "profile.steps=(3,6)")
+    command = ["bash", str(ROOT / "launch" / "local.sh"), "-n", "2", *flags(tmp_path, *sets), "--emulate-devices", "1"]
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output = ended(subprocess.Popen(command, env=environment, **pipes))
+    for process, folder in enumerate((tmp_path / "profile" / "3", tmp_path / "profile" / "3" / "process-1")):
+        found = json.loads((folder / "breakdown.json").read_text())["pipeline"]
+        assert found["workers"] == [process]
+        assert sorted(op for op, _, _ in found["measured"][0]) == sorted(
+            f"{process}{kind}{m}" for kind in "FB" for m in range(4)
+        )
+        assert f'">worker {process}</text>' in (folder / "report.html").read_text()
+    assert "measured bubble" in output
+
+
+@pytest.mark.slow
 def test_a_second_attempt_says_why_it_cannot_trace_a_window_of_the_past(tmp_path: Path) -> None:
     """A run stopped inside its window is resumed there; its next attempt would trace its own compilation."""
     sets = ("num_steps=2000", "profile.steps=(20,1900)")

@@ -15,10 +15,13 @@ from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
+from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.estimate.flops import flops_per_token
 from jtrain.plan.job import Job
+from jtrain.profile.analysis.pipeline_trace import facts_of
 from jtrain.profile.capture.trace import Window, compiled_text
+from jtrain.step.pipeline_ticks import relative_costs, ticks_of
 from jtrain.step.state import init_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
 from tests.layouts import layout_from
@@ -36,14 +39,27 @@ PEAKS: dict[str, Any] = dict(flops=None, hbm_bytes_per_s=None, ref_mhz=None, max
 
 
 @functools.cache
-def traced(data: int = 8, tensor: int = 1, zero_stage: Any = 3, microbatches: int = 1) -> Path:
-    """The folder of a window of three steps, with rematerialisation and the loop over layers scanned."""
-    spec = MeshSpec(data=data, tensor=tensor)
+def traced(
+    data: int = 8,
+    tensor: int = 1,
+    zero_stage: Any = 3,
+    microbatches: int = 1,
+    *,
+    stage: int = 1,
+    schedule: str = "1f1b",
+    remat: str = "full",
+    num_layers: int = 2,
+    **more: Any,
+) -> Path:
+    """The folder of a window of three steps, with the loop over layers scanned; `more` are fields of LayoutSpec."""
+    spec = MeshSpec(stage=stage, data=data, tensor=tensor)
     mesh = make_mesh(spec, jax.devices()[: spec.size])
-    model = Transformer(**SIZES)
+    sizes: dict[str, Any] = SIZES | dict(num_layers=num_layers)
+    model = Transformer(**sizes)
     infos = model.param_infos()
-    fields = dict(zero_stage=zero_stage, remat="full", microbatches=microbatches, compute_dtype="float32")
-    layout = layout_from(fields, spec, infos)
+    fields = dict(zero_stage=zero_stage, remat=remat, microbatches=microbatches, compute_dtype="float32") | more
+    layout = layout_from(fields, spec, infos, pipeline=PipelineSpec(schedule=schedule))
+    workers = [index * stage // spec.size for index in range(spec.size)]
     adam = AdamW(peak_lr=3e-3, warmup_steps=4)
     optimizer = build(adam, num_steps=20, params=map_params(lambda i: i, infos))
     token = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (ROWS, COLS), np.int32)
@@ -68,7 +84,8 @@ def traced(data: int = 8, tensor: int = 1, zero_stage: Any = 3, microbatches: in
             "memory": [dict(name="params", bytes=1, source="plan")],
             "step_flops": flops_per_token(model, seq_len=COLS).total_flops * ROWS * COLS,
             "module": MODULE,
-            "settings": {"layout.remat": "full", "layout.microbatches": microbatches},
+            "pipeline": facts_of(ticks_of(layout), relative_costs(layout), workers) if stage > 1 else None,
+            "settings": {"layout.remat": remat, "layout.microbatches": microbatches},
             "goodput": {"startup": 2.0, "compute": 1.0},
         },
     )

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ from jtrain.model.param import map_params
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
+from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.estimate.collectives import collectives
+from jtrain.plan.estimate.pipeline import branch_times
 from jtrain.plan.job import Job
 from jtrain.step.state import abstract_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
@@ -25,6 +28,7 @@ from tests.layouts import layout_from
 MESHES = (dict(data=8), dict(replica=2, data=4), dict(data=4, tensor=2))
 SIZES: dict[str, Any] = dict(num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=64)
 ROWS, COLS = 32, 16
+WITHOUT_STAGES = PipelineSpec()
 OPTIONS = {
     # XLA:CPU moves the gathers of embedding and unembedding out of the loop over microbatches; XLA:GPU leaves them.
     "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
@@ -38,24 +42,37 @@ _HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "int32": "s32", "uint32": "
 _HLO_DTYPES |= {"float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2"}
 
 
-def compiled(axes: dict[str, int], sizes: dict[str, Any], rings: tuple[int, ...] = (), **layout: Any) -> Table:
+def compiled(
+    axes: dict[str, int],
+    sizes: dict[str, Any],
+    rings: tuple[int, ...] = (),
+    pipeline: PipelineSpec = WITHOUT_STAGES,
+    **layout: Any,
+) -> Table:
     mesh_spec = MeshSpec(**axes)
     mesh = make_mesh(mesh_spec, jax.devices()[: mesh_spec.size])
     model = Transformer(**sizes)
     infos = model.param_infos()
-    lay = dataclasses.replace(layout_from(layout, mesh_spec, infos), rings=rings)
+    lay = dataclasses.replace(layout_from(layout, mesh_spec, infos, pipeline=pipeline), rings=rings)
     optimizer = build(AdamW(peak_lr=1e-3), num_steps=10, params=map_params(lambda info: info, infos))
     ids = jax.ShapeDtypeStruct((ROWS, COLS), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
     step: Any = make_train_step(model, optimizer, lay, mesh)
     lowered = step.lower(abstract_state(lay, optimizer, mesh), Batch(ids, ids, ids, ids))
     program = lowered.compile(compiler_options=OPTIONS)
-    found = traffic(program.as_text(), mesh_spec.shape)
+    found = traffic(program.as_text(), mesh_spec.shape, functools.partial(branch_times, lay))
     return {(t.kind, t.axes, t.group, t.dtype): (t.count, t.array_bytes) for t in found}
 
 
-def predicted(axes: dict[str, int], sizes: dict[str, Any], rings: tuple[int, ...] = (), **layout: Any) -> Table:
+def predicted(
+    axes: dict[str, int],
+    sizes: dict[str, Any],
+    rings: tuple[int, ...] = (),
+    pipeline: PipelineSpec = WITHOUT_STAGES,
+    **layout: Any,
+) -> Table:
     model = Transformer(**sizes)
-    lay = dataclasses.replace(layout_from(layout, MeshSpec(**axes), model.param_infos()), rings=rings)
+    lay = layout_from(layout, MeshSpec(**axes), model.param_infos(), pipeline=pipeline)
+    lay = dataclasses.replace(lay, rings=rings)
     counts, sizes_ = collections.Counter(), collections.Counter()
     for c in collectives(Job(model, lay, AdamW(peak_lr=1e-3), ROWS, COLS)):
         key = c.kind, c.axes, c.group, _HLO_DTYPES[c.dtype]

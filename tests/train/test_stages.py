@@ -81,7 +81,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_run_changes_its_stages_and_goes_on(plain: Path, tmp_path: Path) -> None:
-    """No stages to step 2, 4 uneven stages to step 4, 2 stages under another schedule to 5; or none again."""
+    """No stages to step 2, 4 uneven stages to step 4, 2 stages under another schedule to 5; or none again.
+
+    Four stages again, under a schedule that adds in the same order, repeat step 5 bit for bit.
+    """
     want = lines(plain)
     assert want[5]["loss_nats"] < want[1]["loss_nats"] - 0.1, "the loss must move, or equality proves nothing"
     four = begun(plain, tmp_path / "four", 2)
@@ -96,10 +99,12 @@ def test_a_run_changes_its_stages_and_goes_on(plain: Path, tmp_path: Path) -> No
         json.loads((workdir / "checkpoints" / "4" / "manifest.json").read_text())["leaves"] for workdir in (plain, four)
     ]
     assert leaves[0] == leaves[1]
-    for name, sets in (("two", ZBV), ("none", PLAIN)):
+    for name, sets in (("two", ZBV), ("none", PLAIN), ("gpipe", (*UNEVEN, "pipeline.schedule=gpipe"))):
         again = begun(four, tmp_path / name, 4)
         assert train(again, *sets) == 0
         assert_same({5: lines(again)[5]}, want)
+    bits = [[lines(run)[5][key] for key in ("loss_nats", "grad_norm")] for run in (four, again)]
+    assert bits[0] == bits[1]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ compilers tune only on the hardware.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from jtrain.dims import Batch
 from jtrain.hlo.traffic import HostCopies, Traffic, host_copies, traffic
 from jtrain.mesh import make_mesh
 from jtrain.optim import Optimizer
+from jtrain.plan.estimate.pipeline import branch_times
 from jtrain.plan.job import Job
 from jtrain.step.state import abstract_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
@@ -39,7 +41,7 @@ class CompiledStep:
       donated state.
     rings: `Layout.rings` of the machine.
     traffic, host_copies: every collective of a step, and every copy to or from host memory; those in loops count once
-      per iteration.
+      per iteration, those in a pipeline's branches as often as its schedule takes them.
     lower_s, compile_s: seconds of lowering and of compilation.
     hlo: the optimized program, in schedule order.
     """
@@ -88,7 +90,7 @@ def compile_step(
         program = lowered.compile(compiler_options=dict(compiler_options))
     compiled_at = time.perf_counter()
     memory = program.memory_analysis()
-    text = program.as_text()
+    text, times = program.as_text(), functools.partial(branch_times, layout)
     return CompiledStep(
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
@@ -98,8 +100,8 @@ def compile_step(
         host_temp_bytes=memory.host_temp_size_in_bytes,
         peak_bytes=memory.total_allocation_bytes,
         rings=along_torus(layout, mesh).rings,
-        traffic=tuple(traffic(text, layout.mesh.shape)),
-        host_copies=tuple(host_copies(text)),
+        traffic=tuple(traffic(text, layout.mesh.shape, times)),
+        host_copies=tuple(host_copies(text, times)),
         lower_s=lowered_at - start,
         compile_s=compiled_at - lowered_at,
         hlo=text,

@@ -21,14 +21,18 @@ from jtrain.model.router import MoESpec
 from jtrain.model.saved_activations import kept_names
 from jtrain.model.unembedding import num_parts
 from jtrain.pipeline.schedule import StageHop
-from jtrain.plan.estimate.pipeline import layers_here, ticks
+from jtrain.plan.estimate.pipeline import layer_passes, layers_here, splits_backward, ticks
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
 from jtrain.step.gradient_sums import sums_gradients
+from jtrain.step.zero import gathers_once
 
 type Kind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute"
 ]
+
+BETWEEN_STAGES = "stage to stage"
+"""Purpose of the permutes of activations and cotangents at the end of each tick."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +75,7 @@ def collectives(job: Job) -> tuple[Collective, ...]:
     for p in layout.params:
         _parameter(found, job, p)
     tokens = rows * job.seq_len // layout.mesh.context
-    if layout.gathers_weights:
+    if splits_embeddings(layout):
         _split_embeddings(found, job, tokens=tokens)
     if layout.mesh.tensor * layout.mesh.stage > 1:
         _split_vocabulary(found, job, tokens=tokens)
@@ -85,6 +89,11 @@ def collectives(job: Job) -> tuple[Collective, ...]:
         _experts(found, job, model.moe, tokens=tokens)
     _scalars(found, layout)
     return found.result()
+
+
+def splits_embeddings(layout: Layout) -> bool:
+    """True if no device ever holds a whole embedding or unembedding: see `Placement.lookup`."""
+    return layout.gathers_weights and not gathers_once(layout)
 
 
 class _Found:
@@ -135,20 +144,22 @@ def _parameter(found: _Found, job: Job, p: ParamLayout) -> None:
     spec, mesh = layout.spec, layout.mesh
     stacked = p.info.is_stacked
     whole = layout.local_size(p.spec(over_data=False), p.info.shape)  # all layers, gathered over data
-    # A tied table is used twice, as embedding and as unembedding.
-    uses = (
-        layers_here(layout, model.num_layers)
-        if stacked
-        else 2
-        if model.tie_embeddings and p.info.path == "embed_VD"
-        else 1
-    )
-    one = whole // uses if stacked else whole
     if p.data_dim is not None:
-        passes = spec.microbatches * uses
+        # A tied table is used twice, as embedding and as unembedding.
+        tied = model.tie_embeddings and p.info.path == "embed_VD"
+        one = whole // layers_here(layout, model.num_layers) if stacked else whole
+        passes = layer_passes(layout, model.num_layers) if stacked else spec.microbatches * (2 if tied else 1)
+        if gathers_once(layout):
+            if spec.zero_stage == 3:
+                found.over_data("whole parameters", "all-gather", layout.precision.compute_dtype, whole, 1)
+            found.over_data("gradients", "reduce-scatter", layout.precision.reduce_dtype, whole, 1)
+            passes = 0
         if spec.zero_stage == 3 and stacked:
             found.over_data("parameters, forward", "all-gather", layout.precision.compute_dtype, one, passes)
-            found.over_data("parameters, backward", "all-gather", layout.precision.compute_dtype, one, passes)
+            # W of 8-bit products needs the weight once more, for its largest value.
+            again = splits_backward(layout) and layout.precision.matmul_dtype != "compute" and p.info.is_matrix
+            times = passes * (2 if again else 1)
+            found.over_data("parameters, backward", "all-gather", layout.precision.compute_dtype, one, times)
         if spec.zero_stage == 2 or (spec.zero_stage == 3 and stacked):
             found.over_data("gradients", "reduce-scatter", layout.precision.reduce_dtype, one, passes)
         if spec.zero_stage == 1:
@@ -169,7 +180,8 @@ def _split_embeddings(found: _Found, job: Job, *, tokens: int) -> None:
     """Adds the traffic of split embeddings: see `jtrain.step.zero._lookup` and `jtrain.model.unembedding`."""
     model, layout = job.model, job.layout
     spec, mesh = layout.spec, layout.mesh
-    found.add("token ids", "all-gather", ZERO_AXES, "int32", mesh.zero_shards * tokens, spec.microbatches, size=4)
+    lookups = spec.microbatches * (1 if layout.pipeline is None else 2)  # a pipeline looks up again for the gradient
+    found.add("token ids", "all-gather", ZERO_AXES, "int32", mesh.zero_shards * tokens, lookups, size=4)
     found.add(
         "embedding",
         "all-to-all",
@@ -196,7 +208,7 @@ def _split_vocabulary(found: _Found, job: Job, *, tokens: int) -> None:
     model, layout = job.model, job.layout
     spec, n = layout.spec, layout.mesh.tensor * layout.mesh.stage
     tokens += -tokens % n
-    in_parts = layout.gathers_weights and num_parts(model.vocab_size, n) > 1
+    in_parts = splits_embeddings(layout) and num_parts(model.vocab_size, n) > 1
     own = tokens if in_parts else tokens // n
     chunk = min(model.loss_chunk, own)
     chunks = -(-own // chunk)
@@ -223,7 +235,7 @@ def _between_stages(found: _Found, job: Job, *, tokens: int) -> None:
     hops = [hop for hop in (*schedule.activation_hops, *schedule.cotangent_hops) if hop != StageHop.LOCAL]
     elements, times = tokens * job.model.d_model, layout.spec.microbatches
     found.add(
-        "stage to stage", "collective-permute", ("stage",), dtype, elements, len(hops) * schedule.num_ticks, group=2
+        BETWEEN_STAGES, "collective-permute", ("stage",), dtype, elements, len(hops) * schedule.num_ticks, group=2
     )
     found.add("embedding", "all-reduce", ("stage",), dtype, elements, 2 * times)
     for kind in ("reduce-scatter", "all-gather"):
@@ -233,7 +245,7 @@ def _between_stages(found: _Found, job: Job, *, tokens: int) -> None:
 def _activations(found: _Found, job: Job, *, elements: int) -> None:
     """Adds the arrays of `gather_sequence` and `scatter_sequence` over `tensor`; `elements` of one [B, L, D]."""
     layout, spec = job.layout, job.layout.spec
-    layers = spec.microbatches * layers_here(layout, job.model.num_layers)
+    layers = layer_passes(layout, job.model.num_layers)
     # Each layer gathers before attention and before the MLP, and scatters after both; the backward pass is the
     # transpose, with as many of each. The embedding scatters, so its backward pass gathers.
     gathers, scatters = 4 * layers + spec.microbatches, 4 * layers + spec.microbatches
@@ -246,6 +258,8 @@ def _activations(found: _Found, job: Job, *, elements: int) -> None:
         gathers += 2 * layers
         if "attention_out" not in kept:  # the MLP's scatter is the last operation of a layer, and never recomputed
             scatters += layers
+    if splits_backward(layout) and not spec.tensor_overlap:
+        gathers += 4 * layers  # gradients of weights gather both inputs and both gradients of results again
     groups = spec.sequence_groups
     counts: dict[Kind, int] = {"all-gather": gathers, "reduce-scatter": scatters}
     for kind, times in counts.items():
@@ -261,7 +275,9 @@ def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] 
     again, because a layer keeps no gathered input, and scatters; each scattering one gathers. Projections whose names
     are not kept are recomputed.
 
-    With 8-bit matmuls gathered arrays travel in 8 bits, with the same scale on all devices.
+    With 8-bit matmuls gathered arrays travel in 8 bits, with the same scale on all devices. If the backward pass is
+    split, the gradients of weights gather what the gradient of the input has gathered already. If a stage computes it
+    whole, the gather that recomputes a projection serves its gradient too.
     """
     again = [0, 0, 0]
     if kept is not None:
@@ -270,34 +286,35 @@ def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] 
             not {"mlp_gate", "mlp_up"} <= set(kept),
             "attention_out" not in kept,
         ]
-    gathers, sums = 4 + again[0] + again[1], 4 + again[2]
+    whole = layout.pipeline is not None and not splits_backward(layout)
+    gathers, sums = 4 + (0 if whole else again[0] + again[1]), 4 + again[2]
+    gradients = 4 if splits_backward(layout) else 2
     mode, dtype, n = layout.precision.matmul_dtype, layout.precision.compute_dtype, layout.mesh.tensor
     forward, gradient = (dtype, dtype) if mode == "compute" else ("float8_e4m3fn", "float8_e5m2")
-    for travels, times in ((forward, gathers), (gradient, 2), (dtype, sums)):
+    for travels, times in ((forward, gathers), (gradient, gradients), (dtype, sums)):
         found.add(
             "activations", "collective-permute", ("tensor",), travels, elements // n, times * layers * (n - 1), group=2
         )
     if mode == "fp8_current":  # scales of x, kept for its second gather, and of dy
-        found.add("scales", "all-reduce", ("tensor",), "float32", 1, (4 + again[0] + again[1]) * layers)
+        found.add("scales", "all-reduce", ("tensor",), "float32", 1, gathers * layers)
 
 
 def _context(found: _Found, job: Job, *, tokens: int) -> None:
     """Adds the traffic of attention over `context`: see `jtrain_kernels.attention`; `tokens` of one device.
 
-    Segments are the same for all layers, so JAX hoists their sends in the forward pass out of a plain loop over layers;
-    those of the backward pass and of recomputation stay in it, and so do all in a loop that sums gradients. If the
-    backward pass recomputes a ring, XLA joins its first hop with the first hop of the gradient's ring: the same keys go
-    to the same neighbour.
+    Segments are the same for all layers, so JAX hoists their sends in the forward pass out of a plain loop over layers,
+    but not out of a pipeline; those of the backward pass and of recomputation stay in it, and so do all in a loop that
+    sums gradients. If the backward pass recomputes a ring, XLA joins its first hop with the first hop of the gradient's
+    ring: the same keys go to the same neighbour.
     """
     model, layout = job.model, job.layout
     spec, mesh = layout.spec, layout.mesh
-    layers = spec.microbatches * layers_here(layout, model.num_layers)
+    layers = layer_passes(layout, model.num_layers)
     kv_heads = kv_heads_in_use(model.num_kv_heads, mesh.tensor) // mesh.tensor  # of one device
     query, key = (tokens * heads * model.head_dim for heads in (model.num_heads // mesh.tensor, kv_heads))
     kept, axes = kept_names(layout), ("context",)
-    again, once = layers if kept is not None else 0, spec.microbatches
-    if sums_gradients(layout) and layout.pipeline is None:
-        once = layers
+    plain = layout.pipeline is None and not sums_gradients(layout)
+    again, once = layers if kept is not None else 0, spec.microbatches if plain else layers
     if spec.context_attention == "ulysses":
         key *= 1 if kv_heads % mesh.context == 0 else mesh.context // kv_heads
         for elements in (query, key):  # queries and the output; keys and values
@@ -324,9 +341,8 @@ def _context(found: _Found, job: Job, *, tokens: int) -> None:
 
 def _experts(found: _Found, job: Job, moe: MoESpec, *, tokens: int) -> None:
     """Adds the traffic of `jtrain.model.router` and `jtrain.model.expert_dispatch`."""
-    model, layout = job.model, job.layout
-    spec, mesh = layout.spec, layout.mesh
-    layers = spec.microbatches * layers_here(layout, model.num_layers)
+    model, layout, mesh = job.model, job.layout, job.layout.mesh
+    layers = layer_passes(layout, model.num_layers)
     again = 0 if kept_names(layout) is None else layers
     pieces = num_pieces(tokens, moe.top_k)
     found.add(

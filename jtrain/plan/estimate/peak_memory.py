@@ -27,6 +27,7 @@ from jtrain.plan.job import Job
 from jtrain.precision import itemsize
 from jtrain.step.gradient_sums import sums_gradients
 from jtrain.step.host_offload import SLICE_ELEMENTS
+from jtrain.step.zero import gathers_once
 from jtrain_kernels.cost import ATTENTION, padded_head
 from jtrain_kernels.device import Platform
 
@@ -63,6 +64,13 @@ def worst_moment(job: Job) -> Moment:
     return max((step.loss(), step.layer(), step.embedding(), step.update()), key=lambda moment: moment.bytes)
 
 
+def slot_bytes(job: Job) -> int:
+    """Bytes that a chunk of a pipeline keeps of one microbatch between its forward and its backward pass."""
+    step = _Step(job)
+    assert step.ticks is not None
+    return step.layers // step.ticks.schedule.chunks * step._kept() + step.x
+
+
 class _Step:
     """Sizes of one device's arrays while it computes one microbatch, in bytes.
 
@@ -95,8 +103,10 @@ class _Step:
         self.rows_x = self.h * rows_per_token(layout)
         self.lse = self.tokens * model.num_heads // tensor * _F32
         self.casts = layout.precision.param_dtype != layout.precision.compute_dtype
-        self.reduces = spec.zero_stage >= 2 and mesh.zero_shards > 1  # every layer's gradient, at once
-        self.gathers = layout.gathers_weights
+        self.once = gathers_once(layout) and mesh.zero_shards > 1  # all weights and gradients of a stage are whole
+        # Every layer's gradient, at once.
+        self.reduces = spec.zero_stage >= 2 and mesh.zero_shards > 1 and not self.once
+        self.gathers = layout.gathers_weights and not self.once
         self.stacked = [p for p in layout.params if p.info.is_matrix and p.info.dims.startswith("Y")]
         self.names = kept_names(layout)
         self.attention = implementation(job)
@@ -121,14 +131,15 @@ class _Step:
         return found // self.layers if layers and sums_gradients(self.layout) else found
 
     def _accumulated(self, p: ParamLayout) -> int:
-        return local_elements(self.layout, p.accumulator, p.info.shape, self.platform)
+        summed = p.spec(over_data=False) if self.once else p.accumulator
+        return local_elements(self.layout, summed, p.info.shape, self.platform)
 
     def _unembedding_gradient(self) -> int:
         """Unembedding gradient of this device's columns, alive from the loss on: float32 and whole, or a shard."""
         kernel = self.model.d_model * self.model.vocab_size // self.shards
         if self.ticks is not None:
             return 0  # added to its sum at once
-        if self.layout.gathers_weights and num_parts(self.model.vocab_size, self.shards) > 1:
+        if self.gathers and num_parts(self.model.vocab_size, self.shards) > 1:
             return kernel // self.layout.mesh.zero_shards * self.param
         return kernel * _F32
 
@@ -158,6 +169,9 @@ class _Step:
 
     def _before_loops(self) -> int:
         """Copies of parameters that live while the layers compute."""
+        if self.once and self.layout.spec.zero_stage == 3:
+            whole = self.compute * sum(self._whole(p) for p in self.layout.params if p.info.is_matrix)
+            return whole + self._own_heads()
         return self._hoisted() + self._own_heads()
 
     def _own_heads(self) -> int:
@@ -226,7 +240,7 @@ class _Step:
         """
         model, tensor = self.model, self.shards
         chunk = min(model.loss_chunk, -(-self.tokens // tensor))
-        parts = num_parts(model.vocab_size, tensor) if self.layout.gathers_weights else 1
+        parts = num_parts(model.vocab_size, tensor) if self.gathers else 1
         columns = -(-model.vocab_size // tensor // parts)
         kernel = model.d_model * columns
         loss = kernel * (self.compute + _F32) + 2 * self.x
@@ -352,7 +366,7 @@ class _Step:
         model, mesh = self.model, self.layout.mesh
         table = model.vocab_size // self.shards * model.d_model
         workspace = table * _F32 + self.x
-        if self.layout.gathers_weights:
+        if self.gathers:
             # The gradient of all devices' tokens, in this device's columns.
             workspace = table // mesh.zero_shards * _F32 + self.x * (1 + _F32 // self.compute)
         return Moment(

@@ -1,8 +1,13 @@
 """Sizes of a pipelined step that follow from its schedule alone."""
 
+import re
+
 from jtrain.layout import Layout
-from jtrain.pipeline.ticks import Ticks
-from jtrain.step.pipeline_ticks import ticks_of
+from jtrain.pipeline.ticks import SCOPES, Ticks
+from jtrain.step.pipeline_ticks import layers_permute, ticks_of
+
+_OF_TICKS = re.compile(rf"^[^/]*/shard_map/while/body/(?:[^/]*/)?(layers/(?:{'|'.join(SCOPES)})/)?cond$")
+"""Names of the conditionals in the loop over ticks, but not of those inside them."""
 
 
 def layers_here(layout: Layout, num_layers: int) -> int:
@@ -26,3 +31,38 @@ def kept_layers(layout: Layout, num_layers: int) -> int:
     slots = ticks(layout)
     assert slots is not None
     return slots.num_inputs * layout.pipeline.layers_per_chunk
+
+
+def chunk_passes(layout: Layout) -> int:
+    """Forward passes of chunks that a device of a pipeline computes in a step; as many are backward.
+
+    Layers that permute compute in every tick: see `layers_permute`.
+    """
+    steps = ticks(layout)
+    assert steps is not None
+    return steps.num_ticks if layers_permute(layout) else steps.schedule.microbatches * steps.schedule.chunks
+
+
+def layer_passes(layout: Layout, num_layers: int) -> int:
+    """Forward passes of single layers that a device computes in a step, identity layers with them."""
+    if layout.pipeline is None:
+        return num_layers * layout.spec.microbatches
+    return chunk_passes(layout) * layout.pipeline.layers_per_chunk
+
+
+def splits_backward(layout: Layout) -> bool:
+    """True if a pipeline computes gradients of weights later than those of the layers' inputs."""
+    steps = ticks(layout)
+    return steps is not None and steps.schedule.splits_backward
+
+
+def branch_times(layout: Layout, op_name: str) -> int | None:
+    """Executions per step of what a conditional of `jtrain.step.pipelined` computes; None for other conditionals.
+
+    Args:
+      op_name: the conditional's, of the compiled program.
+    """
+    found = _OF_TICKS.search(op_name)
+    if layout.pipeline is None or found is None:
+        return None
+    return chunk_passes(layout) if found[1] else layout.spec.microbatches

@@ -1,120 +1,84 @@
-"""Seconds and bytes of a pipelined step's parts, from the plan of one stage's devices.
+"""Seconds of a pipeline's operations, and of the bubble between them.
 
-A pipeline over P stages gives each stage 1/P of the devices, and 1/P of the layers, of the embedding and of the loss
-(`jtrain.step` splits the vocabulary over the stages). So a stage takes 1/P of what its devices alone would take for the
-whole model, and that is what the planner predicts without a pipeline.
+Stages run one program and meet after every tick (the lockstep clock), so a tick takes as long as its slowest worker.
+All workers have as many layers, so an operation takes equally long on each. Embedding and loss are split over all
+stages, which compute them at the same time: they are no part of an operation, and no stage waits for another in them.
 """
 
 import dataclasses
 
-from jtrain.layout import LayoutSpec
-from jtrain.plan.estimate.attention_time import attention_s
-from jtrain.plan.estimate.collectives import Collective, collectives
-from jtrain.plan.estimate.machine import Machine
-from jtrain.plan.estimate.memory import MemoryPlan, memory
-from jtrain.plan.estimate.network import collective_s, ring, seconds
-from jtrain.plan.estimate.step_time import Assumptions, beside_the_layers, step_time
-from jtrain.plan.job import Job
-from jtrain.precision import itemsize
+from jtrain.layout import Layout
+from jtrain.pipeline.clocks import Costs, equal_costs, lockstep
+from jtrain.plan.estimate.collectives import Collective
+from jtrain.plan.estimate.pipeline import chunk_passes, ticks
+from jtrain.step.pipeline_ticks import layers_permute
+from jtrain.step.zero import gathers_once
 
-_ONCE = ("updated parameters", "gradient norm", "shared key heads")
-"""Purposes of collectives that run once per step, not once per microbatch."""
+_IN_LAYERS = frozenset(
+    (
+        "parameters, forward",
+        "parameters, backward",
+        "activations",
+        "keys and values",
+        "heads for positions",
+        "segments",
+        "expert counts",
+        "rows to experts",
+        "routing",
+    )
+)
+"""Purposes of collectives that every pass of a layer has."""
 
 
 @dataclasses.dataclass(frozen=True)
-class StageWork:
-    """Seconds of a stage for one microbatch, all its chunks together, and bytes of one of its devices.
+class StageSeconds:
+    """Seconds per step in which a device works on its own layers.
 
-    forward_s, by_input_s, by_weight_s: F, I and W; a recomputed forward pass is part of I, gathers that do not hide
-      behind the layers are parts of F and I, the accumulation of gradients is part of W.
-    message_s, message_bytes: an activation or cotangent from one device to the one of the next stage.
-    once_s: the rest of the step, once: reductions that wait for all microbatches, and the update.
-    state_bytes: parameters, optimizer, batch, gradients and the workspace of one layer.
-    kept_bytes: what a microbatch keeps between F and I or B. stash_bytes: what it keeps between I and W.
+    forward_s, by_input_s, by_weight_s: all of F, I and W; a recomputed forward pass is part of I, and the sum over
+      microbatches part of W.
+    waits_s: collectives of the layers that nothing hides.
     """
 
     forward_s: float
     by_input_s: float
     by_weight_s: float
-    message_s: float
-    once_s: float
-    message_bytes: int
-    state_bytes: int
-    kept_bytes: int
-    stash_bytes: int
+    waits_s: float
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of all of it together."""
+        return self.forward_s + self.by_input_s + self.by_weight_s + self.waits_s
 
 
-def stage_work(job: Job, stages: int, machine: Machine, *, assume: Assumptions) -> StageWork:
-    """The work of each of `stages` stages.
+def operation_costs(layout: Layout, spent: StageSeconds, *, message_s: float) -> Costs:
+    """Seconds of F, I and W of one chunk and microbatch, half of what they wait for in F and half in I.
 
     Args:
-      job: the whole model on the devices of one stage, with the microbatches of the pipeline.
-      machine: all devices.
-
-    Raises:
-      UserError: as in `step_time`.
+      message_s: seconds of one activation or cotangent, from a stage to the next.
     """
-    layout, m = job.layout, job.layout.spec.microbatches
-    plan = memory(job)
-    timed = step_time(job, plan, assume=assume)
-    nothing_again = dataclasses.replace(layout.spec, remat="none", remat_save=())
-    matmul_s = step_time(job.relaid(nothing_again, layout.mesh), plan, assume=assume).matmul_s
-    attention_forward_s, attention_backward_s = attention_s(job)
-    again_s = timed.matmul_s - matmul_s + timed.attention_s - attention_forward_s - attention_backward_s
-    compute_s = timed.matmul_s + timed.attention_s
-    waiting_s, at_end_s = _network(job, machine, compute_s, assume)
-    parts = {
-        "forward_s": matmul_s / 3 + attention_forward_s + waiting_s / 2,
-        "by_input_s": matmul_s / 3 + attention_backward_s + again_s + waiting_s / 2,
-        "by_weight_s": matmul_s / 3 + timed.accumulate_s,
-    }
-    tokens = job.rows() * job.seq_len // layout.mesh.context
-    size = itemsize(layout.precision.compute_dtype)
-    message_bytes = tokens * job.model.d_model * size // layout.mesh.tensor
-    hop = ring(machine, layout.mesh.shape | {"stage": stages}, ("stage",))
-    return StageWork(
-        **{name: took / stages / m for name, took in parts.items()},
-        message_s=collective_s("collective-permute", message_bytes, hop, count=1, efficiency=assume.network),
-        once_s=(timed.optimizer_s + at_end_s + timed.exposed_host_s) / stages,
-        message_bytes=message_bytes,
-        state_bytes=_state_bytes(plan, stages),
-        kept_bytes=plan.activations // stages,
-        stash_bytes=_stash_bytes(job, tokens) // stages,
-    )
+    steps = ticks(layout)
+    assert steps is not None
+    n = steps.schedule.microbatches * steps.schedule.chunks
+    # What permuting layers send in ticks in which they have nothing to do is counted with the rest.
+    wait_s = spent.waits_s / 2 / chunk_passes(layout)
+    forward_s, by_input_s, by_weight_s = spent.forward_s / n, spent.by_input_s / n, spent.by_weight_s / n
+    return equal_costs(steps.schedule, forward_s + wait_s, by_input_s + wait_s, by_weight_s, message_s)
 
 
-def _network(job: Job, machine: Machine, compute_s: float, assume: Assumptions) -> tuple[float, float]:
-    """Seconds per step of collectives that the layers wait for, and of those that run once at the end."""
-    assert job.machine is not None
-    hidden_s = waiting_s = at_end_s = 0.0
-    for one in collectives(job):
-        took = seconds(one, machine, job.layout.mesh.shape, efficiency=assume.network)
-        if _is_once(one, job.layout.spec):
-            at_end_s += took
-        elif beside_the_layers(one, job.layout, job.machine.device):
-            hidden_s += took
-        else:
-            waiting_s += took
-    return waiting_s + max(0.0, hidden_s - compute_s), at_end_s
+def bubble_s(layout: Layout, spent: StageSeconds, costs: Costs) -> float:
+    """Seconds per step in which a stage waits for others.
+
+    Permutes between stages are not counted: all stages take part in them at the end of each tick.
+    """
+    steps = ticks(layout)
+    assert steps is not None
+    n = steps.schedule.microbatches * steps.schedule.chunks
+    if layers_permute(layout):  # every stage computes in every tick, and `collectives` counts what it sends in all
+        return (steps.num_ticks - n) / n * (spent.busy_s - spent.waits_s)
+    return lockstep(steps, dataclasses.replace(costs, message=0.0)).makespan - spent.busy_s
 
 
-def _is_once(one: Collective, spec: LayoutSpec) -> bool:
-    """True if the collective runs once per step."""
-    sums = one.purpose == "gradients" and (one.kind == "all-reduce" or spec.zero_stage < 2)
-    return sums or one.purpose in _ONCE
-
-
-def _state_bytes(plan: MemoryPlan, stages: int) -> int:
-    """Bytes of one device that no schedule changes: stages split layers and vocabulary, not the work of one layer."""
-    split = plan.parameters + plan.optimizer + plan.gradients + plan.loss
-    return split // stages + plan.batch + plan.weights + plan.workspace
-
-
-def _stash_bytes(job: Job, tokens: int) -> int:
-    """Bytes that W needs of one microbatch and all layers: the input and the output's cotangent of each linear."""
-    model = job.model
-    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = model.d_model + heads + 2 * kv_heads + heads + model.d_model
-    mlp = model.d_model + 2 * model.active_d_ff + model.active_d_ff + model.d_model
-    size = itemsize(job.layout.precision.compute_dtype)
-    return tokens * model.num_layers * (attention + mlp) * size // job.layout.mesh.tensor
+def in_layers(one: Collective, layout: Layout) -> bool:
+    """True if a collective lies in the passes of chunks, so that all stages wait for the stage that waits for it."""
+    every_time = layout.spec.zero_stage >= 2 and not gathers_once(layout)
+    return one.purpose in _IN_LAYERS or (every_time and one.purpose == "gradients" and one.kind == "reduce-scatter")

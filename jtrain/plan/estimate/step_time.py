@@ -13,16 +13,16 @@ from jtrain.errors import UserError
 from jtrain.layout import Layout
 from jtrain.mesh import BATCH_AXES, ZERO_AXES
 from jtrain.model.saved_activations import kept_names
-from jtrain.pipeline.clocks import equal_costs, lockstep
+from jtrain.pipeline.clocks import Costs
 from jtrain.plan.estimate.attention_time import attention_s
-from jtrain.plan.estimate.collectives import Collective, collectives
+from jtrain.plan.estimate.collectives import BETWEEN_STAGES, Collective, collectives
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.memory import MemoryPlan
 from jtrain.plan.estimate.network import seconds
-from jtrain.plan.estimate.pipeline import layers_here, ticks
+from jtrain.plan.estimate.pipeline import layers_here
+from jtrain.plan.estimate.pipeline_time import StageSeconds, bubble_s, in_layers, operation_costs
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
-from jtrain.step.pipeline_ticks import layers_permute
 from jtrain_kernels import registry
 from jtrain_kernels.cost import MATMUL, MEMORY
 from jtrain_kernels.device import DeviceSpec
@@ -75,7 +75,7 @@ class StepTime:
     matmul_s: matmuls without attention's, also recomputed ones; attention_s: attention, by the implementation chosen
       for the machine; accumulate_s: the sum over microbatches; optimizer_s: the update, bound by memory, or by the
       host's cores under layout.offload.update=host.
-    bubble_s: waiting for other pipeline stages, of the average stage.
+    bubble_s: waiting for other pipeline stages; costs: seconds of a pipeline's operations.
     network: collectives by mesh axes. host_copy_s: copies of offloaded arrays; exposed_host_s: their exposed part.
     tokens: tokens per step; mfu: model FLOPs utilisation.
     """
@@ -90,6 +90,7 @@ class StepTime:
     tokens: int
     mfu: float
     bubble_s: float = 0.0
+    costs: Costs | None = None
 
     @property
     def parts(self) -> dict[str, float]:
@@ -167,16 +168,13 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     recomputed = (kept := kept_names(layout)) is not None and "attention" not in kept
     forward_s, backward_s = attention_s(job)
     all_attention_s = part * (forward_s * (1 + recomputed) + backward_s)
-    one = tokens * part / _weights_peak(layout, device, peak) / mesh.tensor / assume.matmul  # seconds per FLOP of each
-    by_input_s = one * (forward + again) + all_attention_s - part * forward_s
-    bubble_s = _bubble(layout, one * forward + part * forward_s, by_input_s, one * forward)
     accumulator = sum(layout.local_size(p.accumulator, p.info.shape) for p in layout.params)
     grad = itemsize(layout.precision.param_dtype)
     accumulate_s = spec.microbatches * accumulator * (2 * _F32 + grad) / hbm if spec.microbatches > 1 else 0.0
 
     optimizer_s, state_copy_s = _update(layout, plan, job.machine, assume, hbm)
     compute_s = matmul_s + all_attention_s + accumulate_s
-    network = _network(job, job.machine, assume, compute_s)
+    sent = _network(job, job.machine, assume, compute_s)
     loop_copy_s = _loop_copies(layout, plan, job.machine, assume)
     exposed_host_s = max(0.0, loop_copy_s - compute_s) + max(0.0, state_copy_s - optimizer_s)
     timed = StepTime(
@@ -184,29 +182,27 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
         all_attention_s,
         accumulate_s,
         optimizer_s,
-        network,
+        _by_axes(sent),
         loop_copy_s + state_copy_s,
         exposed_host_s,
         tokens=job.tokens,
         mfu=0.0,
-        bubble_s=bubble_s,
     )
+    if layout.pipeline is not None:
+        layers_s = matmul_s * by_weights / _weights_peak(layout, device, peak) / seconds_per_token  # without the loss
+        once_s = layers_s * forward / (3 * forward + again)  # of a forward pass
+        spent = StageSeconds(
+            once_s + part * forward_s,
+            layers_s - 2 * once_s + all_attention_s - part * forward_s,
+            once_s + accumulate_s,
+            sum((exposed for one, _, exposed in sent if in_layers(one, layout)), 0.0),
+        )
+        [message_s] = [took / one.count for one, took, _ in sent if one.purpose == BETWEEN_STAGES]
+        costs = operation_costs(layout, spent, message_s=message_s)
+        timed = dataclasses.replace(timed, costs=costs, bubble_s=bubble_s(layout, spent, costs))
     # The same count as `flops.py`, but without a loop over all parameters: a search needs it thousands of times.
     model_flops = 3 * (flops.layers + flops.unembedding)
     return dataclasses.replace(timed, mfu=model_flops * timed.tokens_per_s / (mesh.size * peak))
-
-
-def _bubble(layout: Layout, forward_s: float, by_input_s: float, by_weight_s: float) -> float:
-    """Seconds in which a stage waits for others; the arguments are what it computes in a step."""
-    steps = ticks(layout)
-    if steps is None:
-        return 0.0
-    schedule = steps.schedule
-    one, busy_s = 1 / (schedule.microbatches * schedule.chunks), forward_s + by_input_s + by_weight_s
-    if layers_permute(layout):  # every stage computes them in every tick
-        return steps.num_ticks * one * busy_s - busy_s
-    costs = equal_costs(schedule, one * forward_s, one * by_input_s, one * by_weight_s)
-    return lockstep(steps, costs).makespan - busy_s
 
 
 def _weights_peak(layout: Layout, device: DeviceSpec, peak: float) -> float:
@@ -328,18 +324,30 @@ def _host_link(machine: Machine, assume: Assumptions) -> float:
     return speed * assume.host_link
 
 
-def _network(job: Job, machine: Machine, assume: Assumptions, compute_s: float) -> tuple[NetworkTime, ...]:
-    """Time over each set of axes. Collectives that overlap with the layers are hidden by them, in their order."""
-    rows: dict[tuple[str, ...], list[float]] = {}
+type _Sent = list[tuple[Collective, float, float]]
+"""Collectives with their seconds per step: in total, and exposed."""
+
+
+def _network(job: Job, machine: Machine, assume: Assumptions, compute_s: float) -> _Sent:
+    """Time of each collective. Those that overlap with the layers are hidden by them, in their order."""
+    found: _Sent = []
     for one in collectives(job):
         took = seconds(one, machine, job.layout.mesh.shape, efficiency=assume.network)
         hidden = 0.0
         if beside_the_layers(one, job.layout, machine.device):
             hidden = min(took, compute_s)
             compute_s -= hidden
+        found.append((one, took, took - hidden))
+    return found
+
+
+def _by_axes(sent: _Sent) -> tuple[NetworkTime, ...]:
+    """Time over each set of axes, the most exposed first."""
+    rows: dict[tuple[str, ...], list[float]] = {}
+    for one, took, exposed in sent:
         row = rows.setdefault(one.axes, [0.0, 0.0])
         row[0] += took
-        row[1] += took - hidden
+        row[1] += exposed
     return tuple(NetworkTime(axes, *row) for axes, row in sorted(rows.items(), key=lambda item: -item[1][1]))
 
 

@@ -11,20 +11,22 @@ from rich.table import Table
 from jtrain.pipeline.checker import check, needed_capacity
 from jtrain.pipeline.clocks import Costs, PipelineTimeline, best_ticks, dataflow, equal_costs, lockstep, messages
 from jtrain.pipeline.instructions import Program
+from jtrain.pipeline.picture import MEANINGS, memory_rows, text_rows
 from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.ticks import Ticks
-from jtrain.plan.report.pipeline_picture import MEANINGS, memory_rows, text_rows
 
 if TYPE_CHECKING:
     from jtrain.plan.pipeline_choice import Planned  # it imports jax, which takes seconds
+    from jtrain.plan.search import Point
 
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
     """A schedule with everything that is shown of it.
 
-    costs: times of a chunk's operations. flow, ticks, steps: its timeline under the dataflow clock, its best packing
-      and the timeline of that under the lockstep clock.
+    costs: times of a chunk's operations. flow: its timeline under the dataflow clock.
+    ticks: its packing in one SPMD program; bubble: the fraction of the time in which a worker then waits.
+    point: the plan of a run with this schedule; None without a config.
     """
 
     schedule: PipelineSchedule
@@ -32,11 +34,12 @@ class Shown:
     costs: Costs
     flow: PipelineTimeline
     ticks: Ticks
-    steps: PipelineTimeline
+    bubble: float
+    point: "Point | None" = None
 
 
-def show(schedule: PipelineSchedule, times: tuple[float, float, float], message: float = 0.0) -> Shown:
-    """Checks and simulates a schedule.
+def show(schedule: PipelineSchedule, times: tuple[float, float, float]) -> Shown:
+    """Checks and simulates a schedule, in its best packing.
 
     Args:
       times: F, I and W of a chunk.
@@ -45,9 +48,27 @@ def show(schedule: PipelineSchedule, times: tuple[float, float, float], message:
       UserError: the schedule is invalid.
     """
     program = check(schedule)
-    costs = equal_costs(schedule, *times, message)
+    costs = equal_costs(schedule, *times)
     ticks = best_ticks(schedule, costs)
-    return Shown(schedule, program, costs, dataflow(schedule, costs), ticks, lockstep(ticks, costs))
+    return Shown(schedule, program, costs, dataflow(schedule, costs), ticks, lockstep(ticks, costs).bubble)
+
+
+def show_planned(schedule: PipelineSchedule, planned: "Planned") -> Shown:
+    """Checks a schedule and simulates it with the costs of a plan, in the packing that the run would have.
+
+    Raises:
+      UserError: the schedule is invalid, or the config cannot run under it.
+    """
+    from jtrain.plan.estimate.pipeline import ticks as ticks_of  # imported here because it imports jax
+
+    program, point = check(schedule), planned.point(schedule)
+    assert point.timed is not None
+    costs, ticks = point.timed.costs, ticks_of(point.job.layout)
+    assert costs is not None
+    assert ticks is not None
+    busy_s = schedule.microbatches * schedule.chunks * (costs.forward[0] + costs.by_input[0] + costs.by_weight[0])
+    bubble = point.timed.bubble_s / (point.timed.bubble_s + busy_s)
+    return Shown(schedule, program, costs, dataflow(schedule, costs), ticks, bubble, point)
 
 
 def to_json(shown: Shown) -> dict[str, Any]:
@@ -62,7 +83,7 @@ def to_json(shown: Shown) -> dict[str, Any]:
     }
 
 
-def print_one(shown: Shown, planned: "Planned | None", console: Console) -> None:
+def print_one(shown: Shown, console: Console) -> None:
     """Prints the picture, memory over time, bubbles, buffers and messages of one schedule."""
     schedule = shown.schedule
     legend = ", ".join(f"{kind} {meaning}" for kind, meaning in MEANINGS.items())
@@ -77,11 +98,11 @@ def print_one(shown: Shown, planned: "Planned | None", console: Console) -> None
     console.print("in flight over time", style="bold")
     for row in memory_rows(shown.flow, width=console.width):
         console.print(row, no_wrap=True, crop=True)
-    for name, value in figures(shown, planned):
+    for name, value in figures(shown):
         console.print(f"{name}: {value}", highlight=False)
 
 
-def figures(shown: Shown, planned: "Planned | None") -> list[tuple[str, str]]:
+def figures(shown: Shown) -> list[tuple[str, str]]:
     """Names and values of what is known of a schedule."""
     program, ticks, sent = shown.program, shown.ticks, messages(shown.schedule)
     per_step = f"{max(sent.values(), default=0)} messages between two workers, {sum(sent.values())} in all"
@@ -89,7 +110,7 @@ def figures(shown: Shown, planned: "Planned | None") -> list[tuple[str, str]]:
         ("bubble, stages on their own", f"{shown.flow.bubble:.4g}"),
         (
             "bubble, one SPMD program",
-            f"{shown.steps.bubble:.4g}, in {ticks.num_ticks} ticks packed as `{ticks.packing}`",
+            f"{shown.bubble:.4g}, in {ticks.num_ticks} ticks packed as `{ticks.packing}`",
         ),
         ("in flight, per worker", " ".join(map(str, program.in_flight))),
         ("input slots", f"{_listed(program.inputs)}; in lockstep {_listed(ticks.inputs)}"),
@@ -98,16 +119,22 @@ def figures(shown: Shown, planned: "Planned | None") -> list[tuple[str, str]]:
         ("messages that a channel must hold", str(needed_capacity(shown.schedule))),
         ("messages per step", per_step),
     ]
-    if planned is not None:
-        work = planned.work
-        most = max(sent.values(), default=0) * work.message_bytes
-        passes = [work.forward_s, work.by_input_s, work.by_weight_s]
-        listed = " / ".join(f"{seconds * 1e3:,.3g}" for seconds in passes)
+    if shown.point is not None:
+        from jtrain.plan.pipeline_choice import sent_bytes  # imported here because it imports jax
+
+        costs, (message, permuted) = shown.costs, sent_bytes(shown.point)
+        passes = (costs.forward[0], costs.by_input[0], costs.by_weight[0])
+        listed = " / ".join(f"{seconds * shown.schedule.chunks * 1e3:,.3g}" for seconds in passes)
+        most = max(sent.values(), default=0) * message
         found += [
-            ("F / I / W of a stage", f"{listed} ms per microbatch; a message {work.message_s * 1e3:,.3g} ms"),
-            ("bytes between stages", f"{_gib(most)} GiB per step and device, at most, each way"),
-            ("memory of the fullest worker", f"{_gib(planned.memory_bytes(ticks))} GiB per device"),
-            ("step", f"{planned.step_s(shown.steps.makespan):,.4g} s, predicted, not measured"),
+            ("F / I / W of a stage", f"{listed} ms per microbatch; a message {costs.message * 1e3:,.3g} ms"),
+            (
+                "bytes between stages",
+                f"{_gib(most)} GiB per step and device, at most, each way; permutes after every tick send "
+                f"{_gib(permuted)} GiB in all",
+            ),
+            ("memory", f"{_gib(shown.point.plan.total_bytes)} GiB per device, on all stages"),
+            ("step", f"{shown.point.step_s:,.4g} s, predicted, not measured"),
         ]
     return found
 
@@ -134,11 +161,11 @@ def print_comparison(found: Sequence[Shown], planned: "Planned | None", console:
         table.add_column(name, justify="right")
     for shown in ranked:
         ticks = shown.ticks
-        cells = [str(shown.schedule.chunks), f"{shown.flow.bubble:.3f}", f"{shown.steps.bubble:.3f}", ticks.packing]
+        cells = [str(shown.schedule.chunks), f"{shown.flow.bubble:.3f}", f"{shown.bubble:.3f}", ticks.packing]
         cells += [str(ticks.num_ticks), str(max(shown.program.in_flight)), str(ticks.num_inputs)]
         cells += [str(ticks.num_stashes), str(sum(messages(shown.schedule).values()))]
-        if planned is not None:
-            cells += [f"{planned.step_s(shown.steps.makespan):,.4g}", _gib(planned.memory_bytes(ticks))]
+        if shown.point is not None:
+            cells += [f"{shown.point.step_s:,.4g}", _gib(shown.point.plan.total_bytes)]
         table.add_row(shown.schedule.name, *cells)
     console.print(table)
     console.print(
@@ -150,25 +177,26 @@ def print_comparison(found: Sequence[Shown], planned: "Planned | None", console:
 
 
 def _rank(shown: Shown, planned: "Planned | None") -> tuple[Any, ...]:
-    """Sorts by the bubble, then by slots; schedules that do not fit into memory come last."""
-    fits = planned is None or planned.fits(shown.ticks)
+    """Sorts by the bubble or by the plan's seconds, then by slots; what does not fit into memory comes last."""
     slots = (shown.ticks.num_inputs + shown.ticks.num_stashes) / shown.schedule.chunks
-    return not fits, shown.steps.bubble, slots
+    if planned is None or shown.point is None:
+        return shown.bubble, slots
+    return not planned.fits(shown.point), shown.point.step_s, slots
 
 
 def _advice(ranked: Sequence[Shown], planned: "Planned | None") -> str:
     """Says which schedule to take, and whether a pipeline is better than ZeRO-3 alone."""
     best = ranked[0]
     name = best.schedule.name
-    if planned is None:
+    if planned is None or best.point is None:
         return (
-            f"take {name}: the smallest bubble in lockstep, {best.steps.bubble:.3f}. Give CONFIG and --device for "
+            f"take {name}: the smallest bubble in lockstep, {best.bubble:.3f}. Give CONFIG and --device for "
             "seconds, memory, and a comparison with ZeRO-3 alone, which wins where its gathers hide behind the layers."
         )
-    if not planned.fits(best.ticks):
+    if not planned.fits(best.point):
         return (
-            f"no schedule fits: {name} needs {_gib(planned.memory_bytes(best.ticks))} GiB per device of "
-            f"{_gib(planned.hbm_bytes)}. Raise --stages or --count, or set layout.remat=full. "
+            f"no schedule fits: {name} needs {_gib(best.point.plan.total_bytes)} GiB per device of "
+            f"{_gib(planned.budget_bytes)} that a plan may take. Raise --stages or --count, or set layout.remat=full. "
             f"{planned.alone_line(None)}"
         )
-    return f"take {name} of the pipelines. {planned.alone_line(planned.step_s(best.steps.makespan))}"
+    return f"take {name} of the pipelines. {planned.alone_line(best.point)}"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jtrain.errors import UserError
-from jtrain.profile.analysis import clock_loss, memory_timeline, records
+from jtrain.profile.analysis import clock_loss, memory_timeline, pipeline_trace, records
 from jtrain.profile.analysis.chopper import chopper_chain
 from jtrain.profile.analysis.hlo_ops import is_recomputed, read_ops
 from jtrain.profile.analysis.records import Breakdown, CommRow, HloOp, MemoryRow, OpRow, Peaks, StepBreakdown, Trace
@@ -57,8 +57,12 @@ def analyse(folder: Path) -> Breakdown:
     trace, ops = load(folder)
     facts = read_facts(folder)
     found = break_down(trace, ops, facts, aligned_samples(folder, trace))
-    alive = memory_timeline.track(trace, (folder / f"{facts['module']}.hlo.txt").read_text(), ops)
-    return dataclasses.replace(found, advice=advise(found), live=alive)
+    hlo = (folder / f"{facts['module']}.hlo.txt").read_text()
+    pipeline, unknown = pipeline_trace.find(trace, hlo, ops, facts["pipeline"])
+    alive = memory_timeline.track(trace, hlo, ops)
+    return dataclasses.replace(
+        found, advice=advise(found), live=alive, pipeline=pipeline, notes=[*found.notes, *unknown]
+    )
 
 
 def load(folder: Path) -> tuple[Trace, dict[str, HloOp]]:
@@ -97,7 +101,7 @@ def aligned_samples(folder: Path, trace: Trace) -> dict[int, Samples]:
 def break_down(
     trace: Trace, ops: Mapping[str, HloOp], facts: dict[str, Any], sampled: Mapping[int, Samples]
 ) -> Breakdown:
-    """Computes the breakdown, without advice and memory over time.
+    """Computes the breakdown, without advice, memory over time and instructions of a pipeline.
 
     Args:
       facts: as for `trace.Window`.
@@ -125,6 +129,7 @@ def break_down(
         clocks=clock_loss.tracks(dict(sampled), start_ns, end_ns),
         memory=[MemoryRow(**row) for row in facts["memory"]],
         live=None,
+        pipeline=None,
         coverage=_coverage(events),
         settings=facts["settings"],
         goodput=facts["goodput"],
@@ -367,6 +372,10 @@ def read_json(file: Path) -> Breakdown:
         values["communication"] = [CommRow(**(of | {"axes": tuple(of["axes"])})) for of in values["communication"]]
         if values["live"] is not None:
             values["live"] = records.LiveTrack(**values["live"])
+        if (of := values["pipeline"]) is not None:
+            steps = [records.PipelineShares(**step) for step in of["steps"]]
+            spans = {name: [[tuple(span) for span in row] for row in of[name]] for name in ("measured", "planned")}
+            values["pipeline"] = records.PipelineTrack(**{**of, **spans, "steps": steps})
         return Breakdown(**values)
     except (KeyError, TypeError) as error:
         raise UserError(f"{file} has a missing or an unknown field ({error}). {again}") from error

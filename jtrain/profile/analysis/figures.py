@@ -4,7 +4,8 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 
-from jtrain.profile.analysis.records import Breakdown, CommRow, OpRow, StepBreakdown
+from jtrain.pipeline.schedule import PipelineSchedule
+from jtrain.profile.analysis.records import Breakdown, CommRow, OpRow, PipelineTrack, StepBreakdown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +196,24 @@ def chain_line(step: StepBreakdown) -> str:
         for name, factor in zip(CHAIN, factors, strict=True)
     )
     return f"{seconds(theoretical)} at peak speed × {' × '.join(words)} = {compute} computing"
+
+
+def pipeline_line(track: PipelineTrack) -> str:
+    """Measured bubble of a window beside the schedule's, in one sentence."""
+    bubbles = [step.bubble for step in track.steps]
+    mean_of = {name: statistics.fmean(getattr(step, name) for step in track.steps) for name in ("instructions", "ends")}
+    some = "" if len(track.workers) == track.stages else f", workers {track.workers[0]} to {track.workers[-1]}"
+    spread = f", {min(bubbles):.1%} to {max(bubbles):.1%} over {len(bubbles)} steps" if len(bubbles) > 1 else ""
+    return (
+        f"measured bubble {statistics.fmean(bubbles):.1%}{spread}; {track.schedule} over {track.stages} stages with "
+        f"{track.microbatches} microbatches has {track.planned_bubble:.1%} in lockstep{some}. Workers compute layers "
+        f"for {mean_of['instructions']:.1%} of the ticks' time, embedding and loss for {mean_of['ends']:.1%}"
+    )
+
+
+def pipeline_schedule(track: PipelineTrack) -> PipelineSchedule:
+    """The schedule's sizes, which pictures of it need; without its operations."""
+    return PipelineSchedule(track.schedule, track.stages, track.microbatches, track.chunks, track.placement, ())
 
 
 def comm_name(row: CommRow) -> str:

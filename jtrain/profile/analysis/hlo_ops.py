@@ -54,8 +54,8 @@ def read_ops(hlo: str, mesh_shape: Mapping[str, int]) -> dict[str, HloOp]:
         marks = _marks(body, computations, around)
         for instruction in body:
             phase, layer = marks[instruction.name]
-            if _holds_others(instruction):
-                for inside in _run_by(instruction):
+            if holds_others(instruction):
+                for inside in run_by(instruction):
                     visit(inside, (phase, layer))
             found[instruction.name] = _op(instruction, phase, layer, types, computations, mesh_shape, found)
 
@@ -114,7 +114,7 @@ def _own(instruction: Instruction, computations: Mapping[str, list[Instruction]]
     scope = scope_of(instruction)
     head, several, rest = scope.partition("/(")
     mark = _vote(map(scope_mark, rest.split(":"))) if several and ":" in rest else scope_mark(scope)
-    if mark != _NOWHERE or _holds_others(instruction):
+    if mark != _NOWHERE or holds_others(instruction):
         return mark, scope
     inside = [i for name in called(instruction.line) for i in computations[name]]
     for root in (i for i in inside if i.line.lstrip().startswith("ROOT ")):
@@ -144,11 +144,13 @@ def _base(opcode: str) -> str:
     return opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
 
 
-def _holds_others(instruction: Instruction) -> bool:
+def holds_others(instruction: Instruction) -> bool:
+    """True if the instruction is a loop, a conditional or a call."""
     return instruction.opcode in ("while", "conditional", "call")
 
 
-def _run_by(instruction: Instruction) -> list[str]:
+def run_by(instruction: Instruction) -> list[str]:
+    """Names of the computations that a loop, a conditional or a call runs."""
     condition = re.findall(r"\b(?:condition|true_computation|false_computation)=%([\w.-]+)", instruction.line)
     return [*called(instruction.line), *condition]
 
@@ -198,7 +200,7 @@ def _collective(
         size = max((len(group) for group in groups), default=1)
         sent = sum(wire_bytes(kind, whole, size) for _, whole in whole_arrays(instruction, kind, size))
         return TracedCollective(kind, axes_of(groups, mesh_shape), sent)
-    if _holds_others(instruction) or kind not in ("fusion", "async", "call"):
+    if holds_others(instruction) or kind not in ("fusion", "async", "call"):
         return None
     inside = [i for name in called(instruction.line) for i in computations[name]]
     return next((found for i in inside if (found := _collective(i, computations, mesh_shape))), None)

@@ -209,6 +209,51 @@ class LiveTrack:
 
 
 @dataclasses.dataclass(frozen=True)
+class PipelineShares:
+    """Shares of the workers' time in the ticks of one step.
+
+    duration_s: from the begin of the first tick to the end of the last.
+    instructions: share in F, I, W and B.
+    ends: share in which they compute embedding and loss.
+    bubble: the rest: a worker waits for others, sends, or keeps its slots.
+    """
+
+    step: int
+    duration_s: float
+    instructions: float
+    ends: float
+    bubble: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineTrack:
+    """Instructions of the workers of this process, as they ran and by the schedule.
+
+    schedule: its name; its other fields are those of `PipelineSchedule`.
+    packing: packing of the ticks.
+    workers: numbers of the workers, one for each row of `measured` and `planned`.
+    step: the step of `measured`, the median of the window by the time of its ticks.
+    measured: (operation such as `0F1`, begin, end) in seconds from the first tick.
+    planned: the same under the lockstep clock, in units of a forward pass.
+    planned_bubble: bubble of that clock, over all workers.
+    steps: shares of every step of the window, over the workers of this process.
+    """
+
+    schedule: str
+    stages: int
+    microbatches: int
+    chunks: int
+    placement: Literal["round_robin", "v"]
+    packing: str
+    workers: list[int]
+    step: int
+    measured: list[list[tuple[str, float, float]]]
+    planned: list[list[tuple[str, float, float]]]
+    planned_bubble: float
+    steps: list[PipelineShares]
+
+
+@dataclasses.dataclass(frozen=True)
 class Breakdown:
     """Everything that a report shows; breakdown.json is its `dataclasses.asdict`.
 
@@ -216,6 +261,7 @@ class Breakdown:
     coverage: share of device time whose op has a known layer and phase.
     settings: config fields that advice refers to (`layout.remat` and others), with their values.
     goodput: seconds of the whole run until the window opened, over all attempts, by category as in goodput.json.
+    pipeline: instructions of a pipelined step's workers; None without stages, or if the trace does not show them.
     notes: facts that are unknown, with the reason.
     """
 
@@ -232,6 +278,7 @@ class Breakdown:
     clocks: list[ClockTrack]
     memory: list[MemoryRow]
     live: LiveTrack | None
+    pipeline: PipelineTrack | None
     coverage: float
     settings: dict[str, str | int]
     goodput: dict[str, float]

@@ -28,7 +28,8 @@ class Window:
         mesh ({axis: devices}); peaks (fields of `Peaks`);
         planned ([{kind, axes, wire_bytes}], per device and step); memory ([{name, bytes, source}], per device);
         step_flops (model FLOPs of a step on all devices, or None); module (name of the step's HLO module);
-        settings ({config field: value}, those that advice refers to); goodput ({category: seconds of the run}).
+        settings ({config field: value}, those that advice refers to); goodput ({category: seconds of the run});
+        pipeline (`pipeline_trace.facts_of`, None without stages).
     """
 
     def __init__(self, folder: Path, *, facts: dict[str, Any]) -> None:

@@ -138,7 +138,7 @@ class Windows:
         return None
 
     def finished(self, *, wait: bool = False) -> list[str]:
-        """One line for each window whose postprocessing has ended since the last call: its report, or the error."""
+        """Lines for each window whose postprocessing has ended since the last call: its report, or the error."""
         said = []
         for folder, process in list(self._postprocessing):
             code = process.wait() if wait else process.poll()
@@ -149,8 +149,8 @@ class Windows:
             with contextlib.suppress(OSError):
                 lines = (folder / "postprocess.log").read_text(errors="replace").strip().splitlines()
             if code == 0:
-                but = f" ({lines[-1]})" if lines else ""
-                said.append(f"profile after step {folder.name}: {folder / 'report.html'}{but}")
+                said.append(f"profile after step {folder.name}: {folder / 'report.html'}")
+                said += [f"profile after step {folder.name}: {line}" for line in lines]
                 continue
             lines = lines or [f"exit code {code}"]
             said.append(f"no report of {folder}: {lines[-1]} (full log: {folder / 'postprocess.log'})")

@@ -7,9 +7,11 @@ and all its digits; means over steps and devices are computed in `figures`.
 import json
 from pathlib import Path
 
+from jtrain.pipeline import picture
 from jtrain.profile.analysis import figures
 from jtrain.profile.analysis.figures import comm_name, mean_step, per_step, rate, seconds, share, size
-from jtrain.profile.analysis.records import Breakdown, OpRow, StepBreakdown
+from jtrain.profile.analysis.pipeline_trace import timeline_of
+from jtrain.profile.analysis.records import Breakdown, OpRow, PipelineTrack, StepBreakdown
 from jtrain.profile.report.page.clock_chart import timeline
 from jtrain.profile.report.page.markup import cell, data, options, rect, row, section, svg, table, text
 from jtrain.profile.report.page.memory_chart import live_chart
@@ -41,6 +43,7 @@ def page(breakdown: Breakdown) -> str:
     sections = (
         section("waterfall", "Where a step's time went", *_waterfalls(breakdown)),
         section("advice", "What to try next", _listed(breakdown.advice, "No loss is large enough for advice.")),
+        *_pipeline(breakdown.pipeline),
         section("steps", "Step by step", *_steps(breakdown)),
         section("communication", "Communication", _communication(breakdown)),
         _ops(breakdown),
@@ -61,6 +64,30 @@ def page(breakdown: Breakdown) -> str:
         f'</main>\n<script type="application/json" id="breakdown">{embedded}</script>\n'
         f"<script>{(_FILES / 'page.js').read_text()}</script></body></html>\n"
     )
+
+
+def _pipeline(track: PipelineTrack | None) -> list[str]:
+    """Section with the instructions of each worker as they ran and by the schedule; none without stages."""
+    if track is None:
+        return []
+    schedule, steps = figures.pipeline_schedule(track), []
+    for i, step in enumerate(track.steps):
+        at = f"pipeline.steps.{i}"
+        shares = [(name, getattr(step, name)) for name in ("instructions", "ends", "bubble")]
+        cells = [cell(data(f"{at}.{name}", value, share(value, 1.0)), css="number") for name, value in shares]
+        took = cell(data(f"{at}.duration_s", step.duration_s, seconds(step.duration_s)), css="number")
+        steps.append(row(cell(data(f"{at}.step", step.step, str(step.step)), header=True), took, *cells))
+    titles = f"step {track.step} as it ran, in seconds", "by the schedule, in lockstep, a forward pass taking 1"
+    drawn = (
+        picture.svg(schedule, timeline_of(rows), title=f"{schedule.name}: {title}", workers=track.workers)
+        for rows, title in zip((track.measured, track.planned), titles, strict=True)
+    )
+    names = ("time of all ticks", "layers", "embedding and loss", "bubble")
+    said = f"<p>{text(figures.pipeline_line(track))}. In grey: chunks and microbatches in flight.</p>"
+    gantts = f'<div class="frame gantt" role="region" tabindex="0" aria-label="pipeline">{"".join(drawn)}</div>'
+    columns = (("step", ""), *((name, "number") for name in names))
+    listed = table(columns, steps, "pipeline by step", css="few")
+    return [section("pipeline", "Instructions of each worker", said, gantts, listed)]
 
 
 def _processes(breakdown: Breakdown) -> list[str]:

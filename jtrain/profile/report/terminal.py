@@ -1,15 +1,18 @@
 """Terminal report of a breakdown: the tables and sentences of the HTML page, with bars of block characters."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jtrain.pipeline.picture import text_rows
 from jtrain.profile.analysis import figures
 from jtrain.profile.analysis.figures import comm_name, mean_step, per_step, rate, seconds, share, size
-from jtrain.profile.analysis.records import Breakdown
+from jtrain.profile.analysis.pipeline_trace import timeline_of
+from jtrain.profile.analysis.records import Breakdown, PipelineTrack
 
 BAR = 30
 """Width of the bar of a whole step, in characters."""
@@ -44,6 +47,7 @@ def print_breakdown(breakdown: Breakdown, console: Console) -> None:
     _title(console, f"{steps[0].upper() + steps[1:]} on {figures.machine_line(breakdown)}")
     _say(console, figures.headline(breakdown))
     _say(console, _known_by(breakdown))
+    _print_pipeline(breakdown.pipeline, console)
     for title, table in (
         ("where a step's time went", _parts(breakdown)),
         ("communication, per step and device", _communication(breakdown)),
@@ -63,6 +67,18 @@ def print_breakdown(breakdown: Breakdown, console: Console) -> None:
             _title(console, title)
             for line in lines:
                 _say(console, f"- {line}")
+
+
+def _print_pipeline(track: PipelineTrack | None, console: Console) -> None:
+    """Prints the instructions of each worker as they ran, and below them the schedule's."""
+    if track is None:
+        return
+    _title(console, f"instructions of each worker: step {track.step} as it ran, then the schedule in lockstep")
+    for rows in (track.measured, track.planned):
+        drawn: Any = figures.pipeline_schedule(track), timeline_of(rows)
+        for line in text_rows(*drawn, width=console.width, workers=track.workers):
+            console.print(line, no_wrap=True, crop=True)
+    _say(console, f"{figures.pipeline_line(track)}.")
 
 
 def print_processes(processes: Sequence[Breakdown], console: Console) -> None:

@@ -17,7 +17,9 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 _LANE, _ROW, _LEFT, _WIDTH = 26, 66, 90, 1200
 
 
-def text_rows(schedule: PipelineSchedule, timeline: PipelineTimeline, *, width: int) -> list[Text]:
+def text_rows(
+    schedule: PipelineSchedule, timeline: PipelineTimeline, *, width: int, workers: Sequence[int] | None = None
+) -> list[Text]:
     """A line per worker as wide as the time, `.` where it waits; beside it the most that it has in flight.
 
     Where there is room an operation is its kind and microbatch, otherwise a letter per column; later chunks are in
@@ -25,10 +27,12 @@ def text_rows(schedule: PipelineSchedule, timeline: PipelineTimeline, *, width: 
 
     Args:
       width: columns of the whole line.
+      workers: their numbers, if the timeline does not have all workers.
     """
     scale, columns = _columns(timeline, width)
     rows: list[Text] = []
-    for worker, (spans, kept) in enumerate(zip(timeline.workers, timeline.in_flight(), strict=True)):
+    names = range(len(timeline.workers)) if workers is None else workers
+    for worker, spans, kept in zip(names, timeline.workers, timeline.in_flight(), strict=True):
         line = Text(f"worker {worker:<3}")
         at = 0
         for span in spans:
@@ -75,23 +79,35 @@ def _label(schedule: PipelineSchedule, span: Span, width: int) -> str:
     return label.ljust(width, "-" if width > len(label) else " ") if len(label) <= width else kind * width
 
 
-def svg(schedule: PipelineSchedule, timeline: PipelineTimeline, *, buffer_bytes: int | None = None) -> str:
+def svg(
+    schedule: PipelineSchedule,
+    timeline: PipelineTimeline,
+    *,
+    buffer_bytes: int | None = None,
+    title: str | None = None,
+    workers: Sequence[int] | None = None,
+) -> str:
     """A standalone SVG: a lane of operations per worker, and below it what the worker has in flight over time.
 
     Args:
       buffer_bytes: bytes that one chunk and microbatch keep; None labels counts instead.
+      title: the first line; by default the schedule with its bubble.
+      workers: their numbers, if the timeline does not have all workers.
     """
-    height = _ROW * schedule.stages + 60
+    if title is None:
+        sizes = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
+        title = f"{schedule.name}: {sizes}, bubble {timeline.bubble:.1%}"
+    names = range(len(timeline.workers)) if workers is None else workers
+    height = _ROW * len(names) + 60
     scale = _WIDTH / timeline.makespan
     most = max(count for worker in timeline.in_flight() for _, count in worker)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 110} {height}" '
-        f'font-family="sans-serif" font-size="12" role="img" aria-label="{html.escape(schedule.name)}">',
-        f'<text x="0" y="16" font-size="14">{html.escape(schedule.name)}: {schedule.stages} stages, '
-        f"{schedule.microbatches} microbatches, bubble {timeline.bubble:.1%}</text>",
+        f'font-family="sans-serif" font-size="12" role="img" aria-label="{html.escape(title)}">',
+        f'<text x="0" y="16" font-size="14">{html.escape(title)}</text>',
     ]
-    for worker, (spans, kept) in enumerate(zip(timeline.workers, timeline.in_flight(), strict=True)):
-        top = 30 + _ROW * worker
+    for lane, (worker, spans, kept) in enumerate(zip(names, timeline.workers, timeline.in_flight(), strict=True)):
+        top = 30 + _ROW * lane
         parts.append(f'<text x="0" y="{top + 17}">worker {worker}</text>')
         parts.append(f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_LANE}" fill="#eeeeee"/>')
         parts += [_box(schedule, span, top, scale) for span in spans]

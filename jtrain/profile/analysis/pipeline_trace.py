@@ -1,0 +1,325 @@
+"""Instructions of a pipelined step as they ran: begin and end of every F, I, W and B of each worker, from a trace.
+
+A compiled step is one loop over ticks (`jtrain.step.pipelined`). The trace has the ops that ran and when, but not the
+number of the tick; the schedule says what each tick holds. So:
+
+| fact | source |
+|---|---|
+| part of the step that an op belongs to | conditional around it in the compiled program, by its scope (`SCOPES`) |
+| begin of tick t on a device | t-th execution of the ops that stand directly in the loop: each runs once per tick |
+| virtual stage and microbatch | the schedule's tick t, for the worker of that device |
+
+An instruction lasts from the first to the last op of its conditional, collectives among them. Where layers permute they
+are in no conditional and compute in every tick; the ticks in which the schedule has nothing for them count as waiting.
+F and B of one tick then mix, and B counts from the end of F.
+What was found must be what the schedule has, tick by tick; otherwise there is a message and no picture.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jtrain.errors import UserError
+from jtrain.hlo.parser import Instruction, called, read
+from jtrain.pipeline.clocks import PipelineTimeline, Span, equal_costs, lockstep
+from jtrain.pipeline.schedule import PipelineSchedule, StageOp, parse_op
+from jtrain.pipeline.ticks import SCOPES, Ticks, make_ticks
+from jtrain.profile.analysis import intervals
+from jtrain.profile.analysis.hlo_ops import holds_others, run_by, scope_of
+from jtrain.profile.analysis.records import HloOp, OpEvent, PipelineShares, PipelineTrack, Trace
+from jtrain.profile.analysis.timeline import find_op, kernel_names
+
+type Part = Literal["forward", "backward", "weight", "ends"]
+"""Instructions by their place in `TickOps`, and `ends`: embedding, loss and the embedding's gradient."""
+
+_PARTS: tuple[Part, Part, Part] = ("forward", "backward", "weight")
+
+UNKNOWN = "The instructions of the pipeline are unknown: "
+"""Begin of the note in a breakdown whose trace does not show the schedule."""
+
+_AGAIN = "Trace again: profile.steps=(20,25), or kill -USR1 of the job."
+
+
+@dataclasses.dataclass(frozen=True)
+class TickLoop:
+    """The loop over ticks of a compiled step.
+
+    parts: op -> part of the step; other ops of the loop (permutes, slots) have none.
+    once: ops that run once in every tick.
+    always: True if layers compute in every tick of every worker.
+    """
+
+    parts: dict[str, Part]
+    once: frozenset[str]
+    always: bool
+
+
+def facts_of(ticks: Ticks, costs: tuple[float, float, float], workers: Sequence[int]) -> dict[str, Any]:
+    """Facts of a pipelined run that a trace lacks, as JSON.
+
+    Args:
+      costs: times of F, I and W that the packing was chosen for.
+      workers: worker of each device of this process, in the order of the devices' numbers.
+    """
+    schedule = dataclasses.asdict(ticks.schedule)
+    return {"schedule": schedule, "packing": ticks.packing, "costs": costs, "workers": list(workers)}
+
+
+def find(
+    trace: Trace, hlo: str, ops: Mapping[str, HloOp], facts: Mapping[str, Any] | None
+) -> tuple[PipelineTrack | None, list[str]]:
+    """`track`, or a note on why it is unknown; neither without stages."""
+    if facts is None:
+        return None, []
+    try:
+        return track(trace, hlo, ops, facts), []
+    except UserError as error:
+        return None, [f"{UNKNOWN}{error}"]
+
+
+def track(trace: Trace, hlo: str, ops: Mapping[str, HloOp], facts: Mapping[str, Any]) -> PipelineTrack:
+    """Finds the instructions of the window's median step, and the shares of every step.
+
+    Args:
+      hlo: text of the compiled step.
+      facts: `facts_of`.
+
+    Raises:
+      UserError: the trace does not show exactly the schedule's instructions.
+    """
+    ticks, workers = ticks_of_facts(facts), facts["workers"]
+    if trace.num_devices != len(workers):
+        raise UserError(f"the trace holds {trace.num_devices} of {len(workers)} devices. {_AGAIN}")
+    loop, kernels = tick_loop(hlo), kernel_names(ops)
+    by_place: dict[tuple[int, int], list[tuple[HloOp, OpEvent]]] = collections.defaultdict(list)
+    names = {name: find_op(ops, kernels, name) for name in {event.name for event in trace.events}}
+    for event in trace.events:
+        op = names[event.name]
+        if op.kind != "control" and (op.name in loop.parts or op.name in loop.once):
+            by_place[event.step, event.device].append((op, event))
+    steps: dict[int, list[_DeviceTicks]] = {}
+    for span in trace.steps:
+        at = f"step {span.step}, device"
+        steps[span.step] = [
+            _device_ticks(by_place[span.step, device], loop, ticks, worker, f"{at} {device}")
+            for device, worker in enumerate(workers)
+        ]
+    lasted = {step: _end_ns(devices) - _begin_ns(devices) for step, devices in steps.items()}
+    shown = sorted(lasted, key=lambda step: lasted[step])[(len(lasted) - 1) // 2]
+    own = sorted(set(workers))
+    schedule = ticks.schedule
+    plan = lockstep(ticks, equal_costs(schedule, *facts["costs"]))
+    makespan = ticks.num_ticks * sum(facts["costs"]) if loop.always else plan.makespan
+    return PipelineTrack(
+        schedule=schedule.name,
+        stages=schedule.stages,
+        microbatches=schedule.microbatches,
+        chunks=schedule.chunks,
+        placement=schedule.placement,
+        packing=ticks.packing,
+        workers=own,
+        step=shown,
+        measured=[_rows(steps[shown], worker, workers) for worker in own],
+        planned=[[(str(op), start, end) for op, start, end in plan.workers[worker]] for worker in own],
+        planned_bubble=1 - sum(plan.busy) / (schedule.stages * makespan),
+        steps=[_shares(step, steps[step], lasted[step]) for step in steps],
+    )
+
+
+def timeline_of(rows: Sequence[Sequence[Sequence[Any]]]) -> PipelineTimeline:
+    """`PipelineTrack.measured` or `.planned` as a timeline that can be drawn."""
+    return PipelineTimeline(tuple(tuple(Span(parse_op(op), start, end) for op, start, end in row) for row in rows))
+
+
+def tick_loop(hlo: str) -> TickLoop:
+    """Finds the loop over ticks in the text of a compiled step.
+
+    Raises:
+      UserError: there is none, or several: the compiler has unrolled it.
+    """
+    computations, entry = read(hlo)
+    bodies: list[str] = []
+    pending, seen = [entry], set[str]()
+    while pending:
+        for instruction in computations[pending.pop()]:
+            if not holds_others(instruction):
+                continue
+            body = re.search(r"\bbody=%([\w.-]+)", instruction.line)
+            if body and any(_part(inside) for inside in computations[body[1]]):
+                bodies.append(body[1])
+            else:
+                new = [name for name in run_by(instruction) if name not in seen]
+                seen.update(new)
+                pending += new
+    if len(bodies) != 1:
+        raise UserError(
+            f"the compiled step has {len(bodies)} loops over ticks instead of one: the compiler changed it."
+        )
+    body = computations[bodies[0]]
+    always = not any(_part(one) for one in body if one.opcode == "conditional")
+    parts: dict[str, Part] = {}
+    for one in body:
+        part = _part(one)
+        if one.opcode == "conditional":
+            # Only the branch with work counts; the other one makes zeros, and stands first.
+            _give(parts, computations, _branches(one)[-1], part or "ends")
+        elif always and part is not None:
+            parts[one.name] = part
+            if holds_others(one):
+                for name in run_by(one):
+                    _give(parts, computations, name, part)
+    return TickLoop(parts, frozenset(one.name for one in body), always)
+
+
+def _part(instruction: Instruction) -> Part | None:
+    """The part whose scope an instruction was traced in."""
+    scope = scope_of(instruction)
+    return next((part for part, name in zip(_PARTS, SCOPES, strict=True) if f"/{name}/" in scope), None)
+
+
+def _branches(conditional: Instruction) -> list[str]:
+    """Computations of a conditional, the one for true last."""
+    true = re.search(r"\btrue_computation=%([\w.-]+)", conditional.line)
+    return [true[1]] if true else list(called(conditional.line))
+
+
+def _give(parts: dict[str, Part], computations: Mapping[str, list[Instruction]], computation: str, part: Part) -> None:
+    """Gives all ops that a computation runs to a part."""
+    for one in computations[computation]:
+        parts[one.name] = part
+        if holds_others(one):
+            for name in run_by(one):
+                _give(parts, computations, name, part)
+
+
+@dataclasses.dataclass(frozen=True)
+class _DeviceTicks:
+    """One device in one step, in nanoseconds since the epoch.
+
+    instructions: (begin, end) of every instruction of its worker.
+    ends: times at which it computes embedding and loss.
+    """
+
+    begin_ns: int
+    end_ns: int
+    instructions: dict[StageOp, tuple[int, int]]
+    ends: intervals.Set
+
+
+def _device_ticks(
+    events: Sequence[tuple[HloOp, OpEvent]], loop: TickLoop, ticks: Ticks, worker: int, at: str
+) -> _DeviceTicks:
+    begins = _tick_begins(events, loop, ticks.num_ticks, at)
+    found: dict[tuple[int, Part], tuple[int, int]] = {}
+    ends: list[tuple[int, int]] = []
+    for op, event in events:
+        part, start, end = loop.parts.get(op.name), event.start_ns, event.start_ns + event.duration_ns
+        if part == "ends" and op.kind != "communication":
+            ends.append((start, end))
+        elif part is not None and part != "ends":
+            tick = int(np.searchsorted(begins, start, side="right")) - 1
+            before = found.get((tick, part), (start, end))
+            found[tick, part] = min(before[0], start), max(before[1], end)
+    of_schedule: dict[tuple[int, Part], StageOp] = {
+        (tick, part): op
+        for tick, row in enumerate(ticks.ops)
+        for part, op in zip(_PARTS, row[worker], strict=True)
+        if op is not None
+    }
+    if lacking := sorted(of_schedule.keys() - found.keys()):
+        tick, part = lacking[0]
+        raise UserError(
+            f"{at}: of {len(of_schedule)} instructions {len(lacking)} are not in the trace, first "
+            f"{of_schedule[tick, part]} in tick {tick}. {_AGAIN}"
+        )
+    if not loop.always and (more := sorted(found.keys() - of_schedule.keys())):
+        raise UserError(
+            f"{at}: in tick {more[0][0]} the trace has a {more[0][1]} pass, and worker {worker} has none in the "
+            f"schedule. {_AGAIN}"
+        )
+    instructions = {op: found[place] for place, op in of_schedule.items()}
+    edges = np.array(ends, np.int64).reshape(-1, 2)
+    return _DeviceTicks(
+        int(begins[0]),
+        max(event.start_ns + event.duration_ns for _, event in events),
+        _in_turn(instructions) if loop.always else instructions,
+        intervals.union(edges[:, 0], edges[:, 1]),
+    )
+
+
+def _in_turn(instructions: Mapping[StageOp, tuple[int, int]]) -> dict[StageOp, tuple[int, int]]:
+    """The same where each begins after the one before has ended; given in order of ticks, F before B before W."""
+    found: dict[StageOp, tuple[int, int]] = {}
+    after = 0
+    for op, (start, end) in instructions.items():
+        start, after = max(start, after), max(end, after)
+        found[op] = start, after
+    return found
+
+
+def _tick_begins(events: Sequence[tuple[HloOp, OpEvent]], loop: TickLoop, num_ticks: int, at: str) -> np.ndarray:
+    """Begin of every tick: the first of the ops that run once in it. Collectives are left out: they may run on."""
+    starts: dict[str, list[int]] = collections.defaultdict(list)
+    for op, event in events:
+        if op.name in loop.once and op.kind != "communication":
+            starts[op.name].append(event.start_ns)
+    if not starts:
+        raise UserError(f"{at}: the trace has no op of the loop over ticks. {_AGAIN}")
+    for name, times in starts.items():
+        if len(times) % num_ticks:
+            raise UserError(f"{at}: {name} ran {len(times)} times in {num_ticks} ticks: the trace is cut. {_AGAIN}")
+    # An op may be several kernels, as many in each tick.
+    table = np.array([sorted(times)[:: len(times) // num_ticks] for times in starts.values()], np.int64)
+    begins, last = table.min(axis=0), table.max(axis=0)
+    if (last[:-1] >= begins[1:]).any():
+        raise UserError(f"{at}: ticks of the trace overlap, so an op's tick is unknown.")
+    return begins
+
+
+def _begin_ns(devices: Sequence[_DeviceTicks]) -> int:
+    return min(device.begin_ns for device in devices)
+
+
+def _end_ns(devices: Sequence[_DeviceTicks]) -> int:
+    return max(device.end_ns for device in devices)
+
+
+def _rows(devices: Sequence[_DeviceTicks], worker: int, workers: Sequence[int]) -> list[tuple[str, float, float]]:
+    """A worker's instructions in order, in seconds from the step's first tick; means over its devices."""
+    mine = [device.instructions for device, of in zip(devices, workers, strict=True) if of == worker]
+    began = _begin_ns(devices)
+
+    def mean_s(op: StageOp, edge: int) -> float:
+        return float(np.mean([device[op][edge] - began for device in mine])) * 1e-9
+
+    rows = [(str(op), mean_s(op, 0), mean_s(op, 1)) for op in mine[0]]
+    return sorted(rows, key=lambda row: row[1])
+
+
+def _shares(step: int, devices: Sequence[_DeviceTicks], lasted_ns: int) -> PipelineShares:
+    """Shares of the devices' time between the first tick's begin and the last one's end."""
+    whole = lasted_ns * len(devices)
+    busy = [np.array(sorted(device.instructions.values()), np.int64) for device in devices]
+    computing = sum(intervals.total(times) for times in busy)
+    ends = sum(
+        intervals.total(intervals.subtract(device.ends, intervals.union(times[:, 0], times[:, 1])))
+        for device, times in zip(devices, busy, strict=True)
+    )
+    return PipelineShares(
+        step=step,
+        duration_s=lasted_ns * 1e-9,
+        instructions=computing / whole,
+        ends=ends / whole,
+        bubble=1 - (computing + ends) / whole,
+    )
+
+
+def ticks_of_facts(facts: Mapping[str, Any]) -> Ticks:
+    """The ticks of a run from `facts_of`, also after they were JSON."""
+    given = facts["schedule"]
+    streams = tuple(tuple(StageOp(*op) for op in stream) for stream in given["streams"])
+    return make_ticks(PipelineSchedule(**{**given, "streams": streams}), facts["packing"])

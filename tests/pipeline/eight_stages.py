@@ -1,0 +1,11 @@
+"""Program of `test_executor.test_eight_stages`: trains every schedule over eight stages with an option by name."""
+
+import sys
+
+from jtrain.pipeline.families import FAMILIES
+from tests.pipeline.pipelined_runs import assert_composes
+
+if __name__ == "__main__":
+    for name in FAMILIES:
+        assert_composes(8, name, sys.argv[1])
+        print(f"{name}: equal", flush=True)

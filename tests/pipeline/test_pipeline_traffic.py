@@ -1,0 +1,61 @@
+"""The collectives of compiled pipelined steps are those of the plan, array by array and byte by byte.
+
+A compiled program does not say how often a branch is taken: the schedule does.
+"""
+
+from typing import Any
+
+import pytest
+
+from jtrain.pipeline.spec import PipelineSpec
+from tests.step.test_collectives import SIZES, compiled, layout_of, predicted, slow_if
+
+FOUR = SIZES | dict(num_layers=4)
+DATA = dict(stage=2, data=2)
+ZB = PipelineSpec("zb-h1")
+
+
+@pytest.mark.parametrize(
+    ("axes", "pipeline", "sizes", "layout"),
+    [
+        (dict(stage=2, data=2, tensor=2), ZB, {}, dict(remat="full")),
+        slow_if(True, DATA, PipelineSpec(), {}, dict(remat="full")),
+        slow_if(True, DATA, PipelineSpec("interleaved", chunks=2), {}, {}),
+        slow_if(True, DATA, PipelineSpec("zbv"), {}, {}),
+        slow_if(True, DATA, PipelineSpec(), {}, dict(zero_stage=1)),
+        slow_if(True, DATA, PipelineSpec(), {}, dict(zero_stage=2)),
+        slow_if(True, DATA, PipelineSpec(), dict(tie_embeddings=True), {}),
+        slow_if(True, dict(stage=4, data=2), PipelineSpec(), dict(num_layers=5), {}),
+        slow_if(True, DATA, PipelineSpec(), dict(vocab_size=40_000), {}),
+        slow_if(True, dict(replica=2, stage=2, data=2), ZB, {}, {}),
+        slow_if(True, dict(stage=2, tensor=4), PipelineSpec(), {}, dict(remat="full")),
+        slow_if(True, DATA, PipelineSpec(gather="step"), {}, {}),
+        slow_if(True, DATA, PipelineSpec("zb-h1", gather="step"), {}, dict(zero_stage=2)),
+        slow_if(True, dict(stage=2, context=2), PipelineSpec(), {}, dict(context_attention="ulysses", remat="full")),
+        slow_if(True, dict(stage=2, data=2, context=2), ZB, {}, {}),
+        slow_if(True, dict(stage=2, data=2, context=2), PipelineSpec(), {}, dict(remat="full")),
+    ],
+    ids=str,
+)
+def test_compiled_collectives_are_the_plans(
+    axes: dict[str, int], pipeline: PipelineSpec, sizes: dict[str, Any], layout: dict[str, Any]
+) -> None:
+    """Kinds, axes, dtypes, number of arrays and bytes; layers that permute compute in every tick."""
+    settings = layout_of(**dict(zero_stage=3, microbatches=4) | layout)
+    got = compiled(axes, FOUR | sizes, pipeline=pipeline, **settings)
+    assert got == predicted(axes, FOUR | sizes, pipeline=pipeline, **settings)
+    assert got["collective-permute", ("stage",), 2, "f32"][1] > 0
+    assert any(used != ("stage",) and size > 1000 for (_, used, _, _), (_, size) in got.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", (PipelineSpec(), ZB), ids=str)
+def test_overlapped_projections_permute_in_every_tick(pipeline: PipelineSpec) -> None:
+    """Byte by byte; in how many pieces is the kernels' choice."""
+    axes, layout = dict(stage=2, tensor=2), layout_of(3, 4, tensor_overlap=True, remat="full")
+    got, want = (
+        {key: size for key, (_, size) in table(axes, FOUR, pipeline=pipeline, **layout).items()}
+        for table in (compiled, predicted)
+    )
+    assert got == want
+    assert ("collective-permute", ("tensor",), 2, "f32") in got
