@@ -8,14 +8,14 @@ from pathlib import Path
 from jtrain.config.load import for_devices, load_config, mesh_size, set_values
 from jtrain.config.run import Run, build_run
 from jtrain.errors import UserError
-from jtrain.mesh import AXES
+from jtrain.mesh import AXES, BATCH_AXES, shard_size
 from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.auto_layout import settle_loss_chunk
 from jtrain.plan.estimate.collectives import BETWEEN_STAGES, collectives
 from jtrain.plan.estimate.machine import Machine, make_machine
 from jtrain.plan.from_run import search_task
-from jtrain.plan.search import Point, SearchTask, evaluate, fits, meshes, resolve_as_needed, search
+from jtrain.plan.search import Point, SearchTask, divisors, evaluate, fits, meshes, resolve_as_needed, search
 from jtrain_kernels.device import DEVICES
 
 
@@ -152,7 +152,16 @@ def plan_stages(args: argparse.Namespace, stages: int | None, microbatches: int 
         )
     set_values(config, {"mesh.stage": stages})
     for_devices(config, count)
-    set_values(config, {"layout.microbatches": microbatches, "layout.auto": False})
+    set_values(config, {"layout.microbatches": 1, "layout.auto": False})
+    run = build_run(config)
+    rows = shard_size("data.global_batch", run.data.global_batch, run.mesh.shape, BATCH_AXES)
+    if microbatches < 1 or rows % microbatches:
+        raise UserError(
+            f"--microbatches {microbatches}: each device of a stage has {rows} of data.global_batch="
+            f"{run.data.global_batch} sequences. Give one of {', '.join(map(str, divisors(rows)))}, or set "
+            f"data.global_batch to a multiple of {run.data.global_batch // rows * max(1, microbatches)}."
+        )
+    set_values(config, {"layout.microbatches": microbatches})
     settle_loss_chunk(config, machine.device)
     run = build_run(config)
     mesh = " ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1)

@@ -173,7 +173,7 @@ def test_a_schedule_is_written_changed_and_read(output: Output, tmp_path: Path) 
         ),
         (
             (*TINY, "--stages", "2", "--microbatches", "3"),
-            "data.global_batch=16 over 4 devices is 4 sequences each, which layout.microbatches=3 does not divide",
+            "data.global_batch=16 sequences. Give one of 1, 2, 4, or set",
         ),
         ((*TINY, "--network", "0", *SMALL), "--network 0.0 must be a number above 0"),
     ],
