@@ -15,6 +15,7 @@ checkpoints do not depend on it. Norm scales stay on the device: the copies woul
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -130,14 +131,14 @@ class ParamLayout:
             axes[self.data_dim] = ZERO_AXES
         return P(*axes)
 
-    @property
+    @functools.cached_property
     def param(self) -> P:
         """Partition of the parameter between steps."""
         if self.shared_by > 1:
             return self.optimizer
         return self.spec(over_data=self.zero_stage >= 3)
 
-    @property
+    @functools.cached_property
     def optimizer(self) -> P:
         """Partition of the optimizer state, and of the gradient that the optimizer reads."""
         if self.shared_by > 1:
@@ -146,7 +147,7 @@ class ParamLayout:
             return P(*(of_letter.get(letter) for letter in self.info.dims))
         return self.spec(over_data=self.zero_stage >= 1)
 
-    @property
+    @functools.cached_property
     def accumulator(self) -> P:
         """Partition of the gradient while microbatches accumulate."""
         return self.spec(over_data=self.zero_stage >= 2)
@@ -271,8 +272,7 @@ def make_layout(
 
     Raises:
       UserError: a dimension does not split evenly over its axis; an unused axis is larger than 1; an option needs an
-        axis that is 1; attention cannot be split over `context` this way; there are more stages than layers; or a share
-        to offload is still `as_needed`.
+        axis that is 1; attention cannot be split over `context` so; more stages than layers; or a share is `as_needed`.
     """
     placed = _placed_layers(pipeline, mesh, infos) if mesh.stage > 1 else None
     if placed is not None:

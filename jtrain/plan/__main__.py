@@ -61,13 +61,22 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--device", metavar="NAME", help="h200, h100, b200, v5p, v5e, ...")
+    parser.add_argument(
+        "--machine", type=Path, metavar="FILE", help="TOML file of chips, links, hosts and prices, instead of --device"
+    )
     parser.add_argument("--count", type=int, metavar="N", help="devices (default: those of the config's mesh)")
     parser.add_argument(
-        "--host-memory", metavar="SIZE", help="memory of each host that offload may pin, such as 128GiB"
+        "--host-memory", metavar="SIZE", help="memory of each host, such as 128GiB; offload may pin 80 % of it"
     )
     parser.add_argument("--compile", action="store_true", help="compile the real step for that machine (minutes)")
     parser.add_argument(
-        "--measured", type=Path, metavar="WORKDIR", help="show the measurements of a run beside the plan"
+        "--calibrate",
+        type=Path,
+        metavar="WORKDIR",
+        help="show what a run measured beside its plan, and write what --measured reads into its workdir",
+    )
+    parser.add_argument(
+        "--measured", type=Path, metavar="WORKDIR", help="plan with the speed of a run on this chip, from --calibrate"
     )
     parser.add_argument("--search", action="store_true", help="find the fastest mesh, ZeRO stage, offload and remat")
     parser.add_argument("--top", type=int, metavar="K", help="layouts of a search to compile (default: 3)")
@@ -75,7 +84,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--price", type=float, metavar="USD", help="price of one device per hour")
     parser.add_argument("--network", type=float, metavar="GBIT", help="Gbit/s per device between hosts")
     parser.add_argument(
-        "--efficiency", type=float, metavar="SHARE", help="fraction of peak FLOP/s in matmuls (default: 0.65)"
+        "--efficiency",
+        type=float,
+        metavar="SHARE",
+        help="fraction of peak FLOP/s in matmuls (default: by chip and shape)",
     )
     parser.add_argument(
         "--goodput", type=float, metavar="SHARE", help="fraction of wall time that trains (default: 0.9)"
@@ -123,40 +135,28 @@ def machine_of(args: argparse.Namespace, default_count: int) -> "Machine":
       UserError: no device is named, or the device, the count or a size is wrong.
     """
     from jtrain.plan.estimate.machine import make_machine
+    from jtrain.plan.machine_file import load_machine
     from jtrain_kernels.device import DEVICES
 
+    if args.machine is not None:
+        for option in ("device", "network", "host_memory"):
+            if getattr(args, option) is not None:
+                name = f"--{option.replace('_', '-')}"
+                raise UserError(f"--machine {args.machine} with {name}: the file says it. Leave {name} out.")
+        machine, price = load_machine(args.machine, count=args.count)
+        args.price = price if args.price is None else args.price
+        return machine
     if args.device is None:
         names = [spec.name for spec in DEVICES.values() if spec.peak_bf16_flops]
-        raise UserError(f"a plan needs a machine. Give --device, one of {', '.join(names)}, and --count.")
+        raise UserError(
+            f"a plan needs a machine. Give --device, one of {', '.join(names)}, and --count, or --machine FILE."
+        )
     return make_machine(
         args.device,
         default_count if args.count is None else args.count,
         host_memory_bytes=None if args.host_memory is None else parse_bytes("--host-memory", args.host_memory),
         network_bytes_per_s=None if args.network is None else args.network * 1e9 / 8,
     )
-
-
-def largest_rows(task: "SearchTask", point: "Point") -> int:
-    """Most sequences per device that fit at a time, with the same number of microbatches; 0 if not even one fits."""
-    from jtrain.plan.search import evaluate, fits
-
-    task = dataclasses.replace(task, memory_share=1.0)
-    shards = point.mesh.replica * point.mesh.data * point.mesh.expert * point.spec.microbatches
-
-    def fit(rows: int) -> bool:
-        larger = task.changed(global_batch=rows * shards)
-        return fits(larger, evaluate(larger, point.spec, point.mesh, timed=False).plan, host_known=False)
-
-    if not fit(1):
-        return 0
-    high = 2
-    while fit(high) and high < 2**20:
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fit(middle) else (low, middle)
-    return low
 
 
 def compile_point(run: "Run", point: "Point") -> Any:
@@ -180,6 +180,7 @@ def sheet_of(
 ) -> "Sheet":
     """The sheet of one layout."""
     from jtrain.plan.estimate.step_time import cost
+    from jtrain.plan.plan_check import largest_rows
     from jtrain.plan.report.measured import measured
     from jtrain.plan.report.plan_sheet import Sheet
 
@@ -197,7 +198,7 @@ def sheet_of(
         goodput,
         largest_rows(task, point),
         compiled=compiled,
-        measured=None if args.measured is None else measured(args.measured, given),
+        measured=None if args.calibrate is None else measured(args.calibrate, given),
     )
 
 
@@ -215,44 +216,6 @@ def command(args: argparse.Namespace, given: dict[str, str], settings: dict[str,
     for text in [*args.sets, *decided]:
         words += ["--set", text]
     return shlex.join(words)
-
-
-def check_good(sheet: "Sheet") -> None:
-    """Refuses a plan that does not fit or that cannot be relied on.
-
-    Raises:
-      UserError: the plan does not fit, or formula and compiler are too far apart.
-    """
-    from jtrain.plan.fit_check import ways_out
-    from jtrain.plan.report.plan_sheet import TOLERANCE
-
-    difference = sheet.difference
-    if difference is not None and sheet.compiled is not None and abs(difference) > TOLERANCE:
-        raise UserError(
-            f"not a good plan: the formula says {sheet.plan.total_bytes / 2**30:.2f} GiB per device and the compiler "
-            f"{sheet.compiled.peak_bytes / 2**30:.2f}, {difference:+.0%}. They are more than {TOLERANCE:.0%} apart, so "
-            "neither can be relied on. Set layout.remat=full or more layout.microbatches for a margin, and report this."
-        )
-    takes = sheet.plan.total_bytes if sheet.compiled is None else sheet.compiled.peak_bytes
-    there = sheet.machine.host_bytes_per_device
-    if there is not None and sheet.plan.host_bytes > there:
-        needed = math.ceil(sheet.plan.host_bytes * sheet.machine.devices_per_host / 2**30)
-        raise UserError(
-            f"{sheet.config} does not fit {sheet.machine}: {sheet.plan.host_bytes / 2**30:.1f} GiB of host memory per "
-            f"device, but its share of the host is {there / 2**30:.1f}. Give --host-memory {needed}GiB if the host has "
-            "it, or set smaller shares of layout.offload."
-        )
-    if takes > sheet.machine.hbm_bytes:
-        ways = ways_out(sheet.job, limit=sheet.machine.hbm_bytes, host=there is not None)
-        # Here --count sets the devices, and the mesh follows.
-        mesh = sheet.job.layout.mesh
-        others = mesh.size // mesh.replica // mesh.data
-        ways = [re.sub(r"--set mesh\.data=(\d+)", lambda m: f"--count {int(m[1]) * others}", way) for way in ways]
-        listed = ", or any of:\n" + "\n".join(ways) if ways else ", --host-memory SIZE or a larger --count."
-        raise UserError(
-            f"{sheet.config} does not fit {sheet.machine}: {takes / 2**30:.1f} of "
-            f"{sheet.machine.hbm_bytes / 2**30:.1f} GiB per device. Add --search{listed}"
-        )
 
 
 def confirm(
@@ -290,12 +253,13 @@ def search_command(
     Raises:
       UserError: nothing fits; the message has the layout that comes closest.
     """
+    from jtrain.plan.nothing_fits import no_point
     from jtrain.plan.report.plan_sheet import search_table
-    from jtrain.plan.search import meshes, no_point, search
+    from jtrain.plan.search import meshes, search
     from jtrain.plan.staged_search import search_with_stages
 
     over = meshes if args.search else lambda _: [run.mesh]  # layout.auto without --search keeps the mesh
-    points = search(task, over(task))
+    points = search(task, over(task), keep=max(10, args.top or TOP))
     if args.search:
         staged = search_with_stages(task, points)
         points = sorted([*points, *staged], key=lambda point: (point.step_s, point.plan.total_bytes))
@@ -328,8 +292,10 @@ def execute(args: argparse.Namespace) -> int:
     from jtrain.config.load import for_devices, load_config, mesh_size, set_values
     from jtrain.config.run import build_run
     from jtrain.plan.auto_layout import settle_loss_chunk
+    from jtrain.plan.calibration import calibrate, measured_computation
     from jtrain.plan.estimate.attention_time import explained
     from jtrain.plan.from_run import search_task
+    from jtrain.plan.plan_check import check_good
     from jtrain.plan.report.plan_sheet import print_sheet, to_json
     from jtrain.plan.report.summary import new_console
     from jtrain.plan.search import SLACK, evaluate, resolve_as_needed
@@ -350,8 +316,14 @@ def execute(args: argparse.Namespace) -> int:
     of_loss = settle_loss_chunk(run_config, machine.device)
     run = build_run(run_config)
     if run.layout.offload.unified_memory:
-        use_unified_memory(os.environ, topology=f"{args.device}:{machine.count}")
+        use_unified_memory(os.environ, topology=f"{machine.device.name}:{machine.count}")
     assume = assumptions(args)
+    if args.measured is not None:
+        factor = measured_computation(
+            args.measured, device=machine.device.name, matmul_dtype=run.precision.matmul_dtype
+        )
+        assume = dataclasses.replace(assume, computation=factor)
+        of_loss = [*of_loss, f"computation takes {factor:.3g} times what is assumed, as measured in {args.measured}"]
     task = search_task(
         run,
         machine,
@@ -370,7 +342,10 @@ def execute(args: argparse.Namespace) -> int:
     if notes:
         notes = [f"for --count {machine.count}: {', '.join(notes)}"]
     sheet = sheet_of(args, run, task, point, compiled, given)
-    print_sheet(sheet, console, [*notes, *of_loss, str(assume), explained(sheet.job)])
+    print_sheet(sheet, console, [*notes, *of_loss, assume.of(machine.device), explained(sheet.job)])
+    if sheet.measured is not None and sheet.measured.step_s is not None:
+        file = calibrate(args.calibrate, sheet.job, sheet.plan, assume=assume, measured_s=sheet.measured.step_s)
+        console.print(f"wrote {file}: give --measured {args.calibrate} to plans on this chip", highlight=False)
     if args.json is not None:
         args.json.write_text(json.dumps(to_json(sheet), indent=1) + "\n")
     check_good(sheet)

@@ -27,12 +27,12 @@ from jtrain.plan.compile.compiled_step import topology_devices
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.fit_check import available_bytes, free_host_bytes
 from jtrain.plan.from_run import search_task
+from jtrain.plan.nothing_fits import no_point
 from jtrain.plan.search import (
     evaluate,
     fastest_miss,
     fits,
     layout_settings,
-    no_point,
     resolve_as_needed,
     search,
 )
@@ -45,9 +45,6 @@ _CPU = dataclasses.replace(
 )
 """Nominal figures of a CPU, whose peaks are not published: here only the order of the predictions counts. It has no
 link to host memory, because its memory is the host's."""
-
-_HOST_SHARE = 0.8
-"""Fraction of the host's free memory that offloading may use; the rest is left for data and checkpoints."""
 
 
 def devices_of(topology: str | None) -> list[jax.Device]:
@@ -129,7 +126,7 @@ def _settle(run_config: Any, devices: Sequence[jax.Device], workdir: Path | None
     set_values(run_config, layout_settings(best.spec))
     nominal = " (nominal: a CPU's peaks are not published)" if machine.device.platform == "cpu" else ""
     notes = [
-        f"{said}: {_text(best.settings)}: the fastest of {len(points)} layouts that fit, {best.step_s:.3g} s per "
+        f"{said}: {_text(best.settings)}: the fastest layout that fits, {best.step_s:.3g} s per "
         f"step predicted{nominal}, {best.plan.total_bytes / 2**30:.2f} of {task.budget_bytes / 2**30:.2f} GiB"
     ]
     if (miss := fastest_miss(task, [run.mesh])) is not None and miss.step_s < best.step_s:
@@ -167,7 +164,7 @@ def _machine(devices: Sequence[jax.Device], count: int) -> Machine:
     described: DeviceSpec = dataclasses.replace(
         known, hbm_bytes=hbm_bytes, host=host, linked=count if spec.platform == "cpu" else known.linked
     )
-    return Machine(described, count, int(host_bytes * _HOST_SHARE) or None)
+    return Machine(described, count, host_bytes or None)
 
 
 def _picked_before(

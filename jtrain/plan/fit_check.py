@@ -74,8 +74,8 @@ def check_fits(job: Job, *, available: int, asked: Layout | None = None) -> Memo
         "Any of these fits:\n" + "\n".join(ways)
         if ways
         else (
-            "No ZeRO stage, remat, accumulation, offload or mesh.data up to 4096 alone makes it fit: set a smaller "
-            "model or data.seq_len, or raise mesh.tensor."
+            "No ZeRO stage, remat, accumulation, offload, bfloat16 parameters with 8-bit moments or mesh.data up to "
+            "4096 alone makes it fit: set a smaller model or data.seq_len, or raise mesh.tensor or mesh.context."
         )
     )
     raise UserError(
@@ -110,7 +110,8 @@ def ways_out(job: Job, *, limit: int, asked: Layout | None = None, host: bool = 
     offloads &= not job.layout.spec.offload.unified_memory
     for change in _changes(job, asked or job.layout, offloads=offloads):
         try:
-            needed = memory(job.relaid(change.layout, change.mesh, global_batch=change.global_batch)).total_bytes
+            changed = with_state(job, change.state)
+            needed = memory(changed.relaid(change.layout, change.mesh, global_batch=change.global_batch)).total_bytes
         except ValueError:
             continue  # does not split evenly
         on_host = "as_needed" in change.text  # as_needed keeps SLACK free, and moves no more than it must
@@ -121,14 +122,50 @@ def ways_out(job: Job, *, limit: int, asked: Layout | None = None, host: bool = 
     return ways
 
 
+type StateFormats = tuple[tuple[str, str], ...]
+"""Config paths of the optimizer or of `precision`, with other values."""
+
+_INT8: StateFormats = (("optimizer.moment_dtype", "int8"),)
+_BF16: StateFormats = (("precision.param_dtype", "bfloat16"), ("optimizer.param_rounding", "stochastic"))
+
+
+def smaller_states(job: Job) -> list[StateFormats]:
+    """Formats of parameters and moments that take less memory, the smallest change first; they change the losses."""
+    optimizer, param_dtype = job.optimizer, job.layout.precision.param_dtype
+    if isinstance(optimizer, Muon):
+        return []
+    moments = _INT8 if optimizer.moment_dtype != "int8" else ()
+    params = _BF16 if param_dtype != "bfloat16" and optimizer.master_dtype == "none" else ()
+    return list(dict.fromkeys(state for state in (moments, params, params + moments) if state))
+
+
+def with_state(job: Job, state: StateFormats) -> Job:
+    """The same job with other formats of parameters and moments."""
+    if not state:
+        return job
+    values: dict[str, dict[str, Any]] = {"optimizer": {}, "precision": {}}
+    for path, value in state:
+        component, _, field = path.partition(".")
+        values[component][field] = value
+    precision = dataclasses.replace(job.layout.precision, **values["precision"])
+    optimizer = dataclasses.replace(job.optimizer, **values["optimizer"])
+    return dataclasses.replace(job, optimizer=optimizer, layout=dataclasses.replace(job.layout, precision=precision))
+
+
+def set_options(state: StateFormats) -> str:
+    """The `--set` options that select formats."""
+    return " ".join(f"--set {path}={value}" for path, value in state)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """Another layout and batch, with the `--set` options that select it."""
+    """Another layout, batch and formats of the state, with the `--set` options that select them."""
 
     text: str
     layout: LayoutSpec
     mesh: MeshSpec
     global_batch: int
+    state: StateFormats = ()
 
 
 def _changes(job: Job, asked: Layout, *, offloads: bool) -> Iterator[_Change]:
@@ -169,3 +206,13 @@ def _changes(job: Job, asked: Layout, *, offloads: bool) -> Iterator[_Change]:
             strongest = dataclasses.replace(spec, zero_stage=3, remat="full", remat_save=(), microbatches=1)
             text = f"--set data.global_batch={shards} --set layout.zero_stage=3 --set layout.remat=full"
             yield _Change(text + " --set layout.microbatches=1", strongest, mesh, shards)
+        if data == mesh.data:
+            for state in smaller_states(job):
+                yield _Change(set_options(state), spec, mesh, global_batch, state)
+            full = dataclasses.replace(
+                spec, zero_stage=3 if data > 1 else 0, remat="full", remat_save=(), microbatches=parts[-1]
+            )
+            text = f" --set layout.zero_stage={full.zero_stage} --set layout.remat=full"
+            text += f" --set layout.microbatches={full.microbatches}"
+            for state in smaller_states(job):
+                yield _Change(set_options(state) + text, full, mesh, global_batch, state)

@@ -1,18 +1,18 @@
 """Search for the layout that trains a model fastest on a machine, among the layouts that fit.
 
-The search enumerates every mesh of (replica, data, expert, tensor), ZeRO stage, remat and number of microbatches, and
-estimates each in closed form. A layout that does not fit is tried again with the smallest share on the host that makes
-it fit. Layouts are ranked by predicted step time. More microbatches are never faster, so of layouts that differ only in
-microbatches the first that fits is kept.
+The search enumerates every mesh of (replica, data, expert, context, tensor), ZeRO stage, remat and number of
+microbatches, and estimates them in closed form. A layout that does not fit is tried again with the smallest share on
+the host that makes it fit. Layouts are ranked by predicted step time. More microbatches are never faster, so of layouts
+that differ only in microbatches the first that fits is kept.
 """
 
 import dataclasses
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
-from jtrain.dims import splits_heads
 from jtrain.errors import UserError
 from jtrain.layout import LayoutSpec, OffloadSpec
 from jtrain.mesh import MeshSpec
@@ -23,7 +23,10 @@ from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.estimate.step_time import Assumptions, StepTime, step_time
 from jtrain.plan.job import Job
+from jtrain.plan.mesh_options import divisors, mesh_options
 
+type ZeroStages = tuple[Literal[0, 1, 2, 3], ...]
+EVERY: ZeroStages = (0, 1, 2, 3)
 SLACK = 0.15
 """Error margin of the closed form: the fraction of the memory that an estimate has to leave free."""
 
@@ -40,7 +43,7 @@ REMATS: tuple[tuple[str, ...] | None, ...] = (
 SHARES = tuple(k / 20 for k in range(1, 21))
 """Shares of offload to try; whole arrays are moved, so finer steps would give the same bytes."""
 
-_FIELDS: tuple[str, ...] = ("optimizer", "activations", "params")
+OFFLOADS: tuple[str, ...] = ("optimizer", "activations", "params")
 """Fields of layout.offload, from the least to the most often copied."""
 
 
@@ -71,13 +74,13 @@ class SearchTask:
         Muon's state stays on the device, because its update takes whole matrices. Activations and parameters need
         model.scan_layers: only a loop over layers fetches them one by one.
         """
-        can = _FIELDS if self.job.model.scan_layers else _FIELDS[:1]
+        can = OFFLOADS if self.job.model.scan_layers else OFFLOADS[:1]
         return tuple(name for name in can if name != "optimizer" or not isinstance(self.job.optimizer, Muon))
 
     @property
     def budget_bytes(self) -> int:
         """Bytes that a step may take on one device by the closed form."""
-        return int(self.machine.hbm_bytes * self.memory_share)
+        return int(self.machine.room_bytes(unified=self.asked.offload.unified_memory) * self.memory_share)
 
     def changed(self, **changes: Any) -> "SearchTask":
         """The same search of a job with other fields."""
@@ -109,9 +112,15 @@ class Point:
         return math.inf if self.timed is None else self.timed.step_s
 
     @property
+    def bubble_s(self) -> float:
+        """Predicted seconds per step of waiting for other pipeline stages."""
+        return 0.0 if self.timed is None else self.timed.bubble_s
+
+    @property
     def settings(self) -> dict[str, object]:
         """Config path -> value of every setting that the search decided."""
-        axes = ("replica", "data", "expert", "tensor", *(["stage"] if self.mesh.stage > 1 else []))
+        more = [axis for axis in ("stage", "context") if getattr(self.mesh, axis) > 1]
+        axes = ("replica", "data", "expert", "tensor", *more)
         found: dict[str, object] = {f"mesh.{axis}": getattr(self.mesh, axis) for axis in axes}
         if (pipeline := self.job.layout.pipeline) is not None:
             found |= {f"pipeline.{name}": getattr(pipeline.spec, name) for name in ("schedule", "chunks")}
@@ -122,7 +131,7 @@ def layout_settings(spec: LayoutSpec) -> dict[str, object]:
     """Config path -> value of every setting that `layout.auto` decides."""
     names = ("zero_stage", "remat", "remat_save", "microbatches")
     found: dict[str, object] = {f"layout.{name}": getattr(spec, name) for name in names}
-    return found | {f"layout.offload.{name}": getattr(spec.offload, name) for name in (*_FIELDS, "update")}
+    return found | {f"layout.offload.{name}": getattr(spec.offload, name) for name in (*OFFLOADS, "update")}
 
 
 def evaluate(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, *, timed: bool = True) -> Point:
@@ -155,131 +164,125 @@ def fits(task: SearchTask, plan: MemoryPlan, *, host_known: bool = True) -> bool
 
 
 def meshes(task: SearchTask) -> Iterator[MeshSpec]:
-    """Yields every (replica, data, expert, tensor) mesh of the machine that splits the model and the batch evenly."""
-    model, count = task.job.model, task.machine.count
-    for tensor in divisors(count):
-        if any(size % tensor for size in (model.d_ff, model.vocab_size, task.job.seq_len)):
-            continue
-        if not splits_heads(model.num_heads, model.num_kv_heads, tensor):
-            continue
-        if task.job.global_batch % (count // tensor):
-            continue
-        for data, expert in itertools.product(divisors(count // tensor), divisors(count // tensor)):
-            width = data * tensor if tensor > model.num_kv_heads else data  # D of shared key heads is split over both
-            if model.d_model % width or count // tensor % (data * expert):
-                continue
-            if expert == 1 or (model.moe is not None and model.moe.num_experts % expert == 0):
-                yield MeshSpec(replica=count // tensor // data // expert, data=data, expert=expert, tensor=tensor)
+    """Yields every mesh without stages that splits the model and the batch evenly."""
+    return mesh_options(task.job)
 
 
-def search(task: SearchTask, over: Iterable[MeshSpec]) -> list[Point]:
-    """Returns the layouts on these meshes that fit, the fastest first."""
+@dataclasses.dataclass(frozen=True)
+class _Series:
+    """Layouts of a mesh that differ only in microbatches, of which `parts` are possible, the fewest first."""
+
+    base: LayoutSpec
+    mesh: MeshSpec
+    parts: tuple[int, ...]
+
+    def at(self, task: SearchTask, index: int, *, timed: bool = True) -> Point:
+        """Estimates one of them; an unknown figure of the machine is an error here, not a layout that does not fit."""
+        return evaluate(task, dataclasses.replace(self.base, microbatches=self.parts[index]), self.mesh, timed=timed)
+
+
+def search(
+    task: SearchTask, over: Iterable[MeshSpec], *, keep: int = 10, limit_s: float = math.inf, zero: ZeroStages = EVERY
+) -> list[Point]:
+    """Returns layouts on these meshes that fit, the fastest first: the `keep` fastest ones, and others that were met.
+
+    Of a mesh and ZeRO stage the layout that keeps all activations and has the fewest microbatches is the fastest. Where
+    it is slower than the `keep` fastest so far, the others are not estimated; nor are they where the one that takes the
+    least memory does not fit.
+
+    Args:
+      limit_s: seconds per step from which on a layout is of no interest.
+      zero: ZeRO stages to try on meshes that can shard.
+    """
     found: list[Point] = []
-    misses: list[Point] = []
-    for series in _series(task, over):
-        for point in series:
-            if fits(task, point.plan):
-                found.append(point)
-                if point.mesh.stage == 1:  # with stages, more microbatches shorten the bubble
-                    break
+    missed: list[_Series] = []
+
+    def limit() -> float:
+        return limit_s if len(found) < keep else min(limit_s, sorted(p.step_s for p in found)[keep - 1])
+
+    helps = task.machine.host_bytes_per_device is not None
+    grouped = [(_least_s(task, every[0]), every) for mesh in over for every in _by_stage(task, mesh, zero)]
+    for least_s, every in sorted(grouped, key=lambda group: group[0]):
+        if least_s >= limit():
+            break
+        frugal, last = every[-1], len(every[-1].parts) - 1
+        any_fits = fits(task, frugal.at(task, last, timed=False).plan)
+        with_host = helps and frugal.mesh.stage == 1
+        if not any_fits and not (with_host and _fits_on_host(task, frugal, last)):
+            continue
+        for series in every:
+            first = series.at(task, 0)
+            if first.step_s - first.bubble_s >= limit():
                 continue
-            misses.append(point)
-    # Offloading only costs time, so only layouts that would be faster than the best without it are tried again.
-    best_s = min((point.step_s for point in found), default=math.inf)
-    if task.machine.host_bytes_per_device is not None:
-        for point in sorted(misses, key=lambda point: point.step_s):
-            if point.step_s >= best_s:
-                break
-            for helped in _with_host(task, point):
-                found.append(helped)
-                best_s = min(best_s, helped.step_s)
+            if with_host and not fits(task, first.plan):
+                missed.append(series)
+            if any_fits:
+                found += _that_fit(task, series, first)
+    if helps:
+        found += _helped_by_host(task, missed, min((point.step_s for point in found), default=math.inf))
     return sorted(found, key=lambda point: (point.step_s, point.plan.total_bytes))
+
+
+def _least_s(task: SearchTask, series: _Series) -> float:
+    """Seconds per step that no layout of the same mesh and ZeRO stage undercuts; `series` keeps all activations."""
+    first = series.at(task, 0)
+    return first.step_s - first.bubble_s
+
+
+def _that_fit(task: SearchTask, series: _Series, first: Point) -> list[Point]:
+    """The layout of the fewest microbatches that fits; with stages all that fit, because more shorten the bubble."""
+    if series.mesh.stage > 1:
+        points = [first, *(series.at(task, index) for index in range(1, len(series.parts)))]
+        return [point for point in points if fits(task, point.plan)]
+    if fits(task, first.plan):
+        return [first]
+    # Bytes fall with the microbatches, after the accumulator that two need.
+    index = _fewest(len(series.parts), lambda index: fits(task, series.at(task, index, timed=False).plan), 1)
+    return [series.at(task, index)] if index < len(series.parts) else []
+
+
+def _helped_by_host(task: SearchTask, missed: Iterable[_Series], best_s: float) -> Iterator[Point]:
+    """Yields layouts of `missed` that fit with host memory, from those alone that were faster without: copies cost."""
+    waiting: list[tuple[float, int, int, _Series, Point]] = []
+    number = itertools.count()  # decides between equal times
+
+    def push(series: _Series, index: int) -> None:
+        if index < len(series.parts) and not fits(task, (point := series.at(task, index)).plan):
+            heapq.heappush(waiting, (point.step_s, next(number), index, series, point))
+
+    for series in missed:
+        push(series, _fewest(len(series.parts), lambda index, series=series: _fits_on_host(task, series, index)))
+    while waiting:
+        step_s, _, index, series, miss = heapq.heappop(waiting)
+        if step_s >= best_s:
+            return
+        for helped in _with_host(task, miss):
+            best_s = min(best_s, helped.step_s)
+            yield helped
+        push(series, index + 1)
+
+
+def _fewest(count: int, fit: Callable[[int], bool], low: int = 0) -> int:
+    """The first index below `count` that fits, where all after one that fits do; `count` if none does."""
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fit(middle) else (middle + 1, high)
+    return low
+
+
+def _fits_on_host(task: SearchTask, series: _Series, index: int) -> bool:
+    """True if a layout's bytes on the device fit with all that can be on the host there."""
+    everything = offload_of(task, series.base, dict.fromkeys(task.offloadable, 1.0))
+    offloaded = dataclasses.replace(series, base=dataclasses.replace(series.base, offload=everything))
+    return offloaded.at(task, index, timed=False).plan.total_bytes <= task.budget_bytes
 
 
 def fastest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point | None:
     """The layout that would be fastest if memory did not matter; None if it fits."""
-    point = min((point for series in _series(task, over) for point in series), key=lambda p: p.step_s, default=None)
+    each = (series.at(task, 0) for mesh in over for every in _by_stage(task, mesh, EVERY) for series in every)
+    point = min(each, key=lambda point: point.step_s, default=None)
     return None if point is None or fits(task, point.plan) else point
-
-
-def nearest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point:
-    """The layout that comes closest to fitting, with as much on the host as the host can hold.
-
-    Raises:
-      UserError: no mesh of the machine splits the model and the batch evenly.
-    """
-    there = task.machine.host_bytes_per_device or 0
-    candidates = [point for point in _frugal(task, over) if point.plan.host_bytes <= there]
-    if not candidates:
-        raise UserError(
-            f"no mesh of {task.machine.count} devices splits data.global_batch={task.job.global_batch}, "
-            f"model.d_model={task.job.model.d_model} and data.seq_len={task.job.seq_len} evenly. "
-            f"Set data.global_batch to a multiple of {task.machine.count}, or change --count."
-        )
-    return min(candidates, key=lambda point: point.plan.total_bytes)
-
-
-def _frugal(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[Point]:
-    """Yields the layouts of least memory on each mesh: without offload, with the optimizer's state, with everything."""
-    for mesh in over:
-        stage = 3 if mesh.zero_shards > 1 else 0
-        base = dataclasses.replace(task.asked, zero_stage=stage, remat="full", remat_save=(), auto=False)
-        most = task.job.global_batch // (mesh.replica * mesh.data)
-        # One microbatch needs no accumulator; the largest number has the smallest activations.
-        for parts, fields in itertools.product({1, most}, ((), task.offloadable[:1], task.offloadable)):
-            shares = dict.fromkeys(_FIELDS, 0.0) | dict.fromkeys(fields, 1.0)
-            spec = dataclasses.replace(base, microbatches=parts, offload=_offload(task, base, shares))
-            try:
-                yield evaluate(task, spec, mesh, timed=False)
-            except ValueError:
-                break  # does not split evenly
-
-
-def what_would_fit(task: SearchTask, over: Callable[[SearchTask], Iterable[MeshSpec]]) -> list[str]:
-    """Changes of the machine or the sequence length that make some layout fit, as command-line options."""
-    ways: list[str] = []
-    if task.machine.device.host.link_bytes_per_s is not None:
-        enough = [point.plan for point in _frugal(task, over(task)) if point.plan.total_bytes <= task.budget_bytes]
-        if enough:
-            needed = min(plan.host_bytes for plan in enough) * task.machine.devices_per_host
-            ways.append(f"--host-memory {math.ceil(needed / 2**30)}GiB or more per host")
-    for factor in (2, 4, 8, 16, 32, 64):
-        count = task.machine.count * factor
-        if count > task.machine.device.host.devices and count % task.machine.device.host.devices:
-            continue
-        batch = -(-task.job.global_batch // count) * count
-        larger = task.changed(machine=dataclasses.replace(task.machine, count=count), global_batch=batch)
-        if any(fits(larger, point.plan) for point in _frugal(larger, meshes(larger))):
-            also = f" --set data.global_batch={batch}" if batch != task.job.global_batch else ""
-            ways.append(f"--count {count}{also}")
-            break
-    for part in (2, 4, 8):
-        length = task.job.seq_len // part
-        shorter = task.changed(seq_len=length)
-        if length and any(fits(shorter, point.plan) for point in _frugal(shorter, over(shorter))):
-            ways.append(f"--set data.seq_len={length}")
-            break
-    return ways
-
-
-def no_point(task: SearchTask, over: Callable[[SearchTask], Iterable[MeshSpec]], *, fixed: bool = False) -> UserError:
-    """The error for a search that finds nothing: the layout that comes closest, and changes that would make one fit.
-
-    Args:
-      fixed: True if the machine cannot be changed, because the run is on it.
-    """
-    miss = nearest_miss(task, over(task))
-    settings = " ".join(f"{path}={value}" for path, value in miss.settings.items())
-    largest = sorted(miss.plan.classes().items(), key=lambda item: -item[1])[:3]
-    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in largest)
-    ways = [way for way in what_would_fit(task, over) if way.startswith("--set") or not fixed]
-    otherwise = "Set a smaller model, or use more devices" if fixed else "Set a smaller model, or another --device"
-    out = "It would fit with any of: " + "; ".join(ways) if ways else otherwise
-    return UserError(
-        f"nothing fits into {task.machine}: the nearest miss takes {miss.plan.total_bytes / 2**30:.1f} GiB per device "
-        f"({parts}), but {task.budget_bytes / 2**30:.1f} of {task.machine.hbm_bytes / 2**30:.1f} GiB may be used "
-        f"({settings}). {out}."
-    )
 
 
 def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
@@ -290,8 +293,8 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
     Raises:
       UserError: the run does not fit even with all of them on the host.
     """
-    open_fields = [name for name in _FIELDS if getattr(task.asked.offload, name) == "as_needed"]
-    spec = dataclasses.replace(task.asked, offload=_offload(task, task.asked, dict.fromkeys(open_fields, 0.0)))
+    open_fields = [name for name in OFFLOADS if getattr(task.asked.offload, name) == "as_needed"]
+    spec = dataclasses.replace(task.asked, offload=offload_of(task, task.asked, dict.fromkeys(open_fields, 0.0)))
     if "activations" in open_fields or "params" in open_fields:
         check_scanned(task.job.model.scan_layers)
     if not open_fields or fits(task, evaluate(task, spec, mesh, timed=False).plan):
@@ -299,7 +302,7 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
     for name in open_fields:
         if (shared := _smallest_share(task, spec, mesh, name)) is not None:
             return shared
-        spec = dataclasses.replace(spec, offload=_offload(task, spec, {name: 1.0}))
+        spec = dataclasses.replace(spec, offload=offload_of(task, spec, {name: 1.0}))
     plan = evaluate(task, spec, mesh, timed=False).plan
     there = task.machine.host_bytes_per_device
     held = "an unknown size (give it with --host-memory)" if there is None else f"{there / 2**30:.1f}"
@@ -311,11 +314,11 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
     )
 
 
-def _series(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[list[Point]]:
-    """Yields lists of layouts that differ only in microbatches, the fewest first."""
-    for mesh in over:
-        stages = (0, 1, 2, 3) if mesh.zero_shards > 1 else (0,)
-        for stage, kept in itertools.product(stages, REMATS):
+def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[list[_Series]]:
+    """Yields the series of each ZeRO stage, the one that keeps all activations first."""
+    for stage in zero if mesh.zero_shards > 1 else (0,):
+        found: list[_Series] = []
+        for kept in REMATS:
             if kept == SAVEABLE and stage == 3 and mesh.zero_shards > 1:
                 continue  # remat=none keeps the same under stage 3
             remat = "none" if kept is None else "named" if kept else "full"
@@ -325,7 +328,7 @@ def _series(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[list[Point]]
                 remat=remat,
                 remat_save=kept or (),
                 microbatches=1,
-                offload=_offload(task, task.asked, dict.fromkeys(_FIELDS, 0.0)),
+                offload=offload_of(task, task.asked, dict.fromkeys(OFFLOADS, 0.0)),
                 auto=False,
             )
             try:
@@ -334,27 +337,26 @@ def _series(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[list[Point]]
                 check_layout(job.optimizer, job.layout)
             except ValueError:
                 continue  # does not split evenly
-            # Outside of the try: an unknown figure of the machine is an error, not a layout that does not fit.
-            specs = [dataclasses.replace(base, microbatches=parts) for parts in divisors(rows) if parts >= mesh.stage]
-            yield [evaluate(task, spec, mesh) for spec in specs]
+            if parts := tuple(n for n in divisors(rows) if n >= mesh.stage):
+                found.append(_Series(base, mesh, parts))
+        if found:
+            yield found
 
 
 def _with_host(task: SearchTask, miss: Point) -> Iterator[Point]:
     """Yields layouts that make a miss fit with host memory: per combination, the smallest share of its last field."""
-    if miss.mesh.stage > 1:
-        return
-    everything = _offload(task, miss.spec, dict.fromkeys(task.offloadable, 1.0))
+    everything = offload_of(task, miss.spec, dict.fromkeys(task.offloadable, 1.0))
     most = evaluate(task, dataclasses.replace(miss.spec, offload=everything), miss.mesh, timed=False).plan
     if most.total_bytes > task.budget_bytes:
         return
     each = (most.host_optimizer, most.host_activations, most.host_parameters)
-    saves: dict[str, int] = dict(zip(_FIELDS, each, strict=True))
+    saves: dict[str, int] = dict(zip(OFFLOADS, each, strict=True))
     for size in range(1, len(task.offloadable) + 1):
         for fields in itertools.combinations(task.offloadable, size):
             if miss.plan.total_bytes - sum(saves[name] for name in fields) > task.budget_bytes:
                 continue  # not enough, even with all of these on the host
             *whole, last = fields
-            spec = dataclasses.replace(miss.spec, offload=_offload(task, miss.spec, dict.fromkeys(whole, 1.0)))
+            spec = dataclasses.replace(miss.spec, offload=offload_of(task, miss.spec, dict.fromkeys(whole, 1.0)))
             if (shared := _smallest_share(task, spec, miss.mesh, last)) is not None:
                 yield evaluate(task, shared, miss.mesh)
 
@@ -363,7 +365,7 @@ def _smallest_share(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, field: s
     """`spec` with the smallest share of `field` on the host that fits; None if even all of it is not enough."""
 
     def with_share(share: float) -> LayoutSpec:
-        return dataclasses.replace(spec, offload=_offload(task, spec, {field: share}))
+        return dataclasses.replace(spec, offload=offload_of(task, spec, {field: share}))
 
     def fits_device(share: float) -> bool:
         try:
@@ -381,20 +383,15 @@ def _smallest_share(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, field: s
     return found if fits(task, evaluate(task, found, mesh, timed=False).plan) else None
 
 
-def _offload(task: SearchTask, spec: LayoutSpec, shares: dict[str, float]) -> OffloadSpec:
+def offload_of(task: SearchTask, spec: LayoutSpec, shares: dict[str, float]) -> OffloadSpec:
     """The offload of `spec` with these shares replaced; 0 means `none`.
 
     `update` is the asked one if any optimizer state is on the host; `unified_memory` if nothing is.
     """
     asked = task.asked.offload
-    named: dict[str, Any] = {name: shares.get(name, getattr(spec.offload, name)) or "none" for name in _FIELDS}
+    named: dict[str, Any] = {name: shares.get(name, getattr(spec.offload, name)) or "none" for name in OFFLOADS}
     return OffloadSpec(
         **named,
         update="device" if named["optimizer"] == "none" else asked.update,
         unified_memory=asked.unified_memory and set(named.values()) == {"none"},
     )
-
-
-def divisors(n: int) -> list[int]:
-    """Divisors of n, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -6,12 +6,14 @@ and where the fastest layout without them waits for the network.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from jtrain.dims import splits_heads
 from jtrain.mesh import MeshSpec
 from jtrain.pipeline.spec import PipelineSpec
-from jtrain.plan.search import Point, SearchTask, divisors, search
+from jtrain.plan.mesh_options import divisors
+from jtrain.plan.search import Point, SearchTask, search
 
 SCHEDULES = (PipelineSpec("1f1b"), PipelineSpec("interleaved", chunks=2), PipelineSpec("zb-h1"))
 """Schedules that are tried: the least memory, a smaller bubble, and gradients of weights in place of the bubble."""
@@ -22,6 +24,10 @@ WAITING = 0.05
 what they can save, and a bubble costs as much."""
 
 _MESHES = 8
+"""Meshes on which all schedules are tried."""
+
+_LAYOUTS = 10
+"""Layouts without stages that one with stages has to beat the last of, to be of interest."""
 
 
 def staged_meshes(task: SearchTask, *, chunks: int) -> Iterator[MeshSpec]:
@@ -58,17 +64,21 @@ def search_with_stages(task: SearchTask, alone: Sequence[Point]) -> list[Point]:
     """
     if alone and _waiting(alone[0]) < WAITING:
         return []
-    found = _with_schedule(task, SCHEDULES[0], None)
+    limit_s = alone[_LAYOUTS - 1].step_s if len(alone) >= _LAYOUTS else math.inf
+    found = _with_schedule(task, SCHEDULES[0], None, limit_s)
     promising = list(dict.fromkeys(point.mesh for point in found))[:_MESHES]
     for pipeline in SCHEDULES[1:]:
-        found += _with_schedule(task, pipeline, promising)
+        found += _with_schedule(task, pipeline, promising, limit_s)
     return sorted(found, key=lambda point: (point.step_s, point.plan.total_bytes))
 
 
-def _with_schedule(task: SearchTask, pipeline: PipelineSpec, only: Sequence[MeshSpec] | None) -> list[Point]:
+def _with_schedule(
+    task: SearchTask, pipeline: PipelineSpec, only: Sequence[MeshSpec] | None, limit_s: float
+) -> list[Point]:
     layout = dataclasses.replace(task.job.layout, pipeline_spec=pipeline)
     meshes = staged_meshes(task, chunks=pipeline.chunks)
-    return search(task.changed(layout=layout), (mesh for mesh in meshes if only is None or mesh in only))
+    wanted = (mesh for mesh in meshes if only is None or mesh in only)
+    return search(task.changed(layout=layout), wanted, limit_s=limit_s)
 
 
 def _waiting(point: Point) -> float:

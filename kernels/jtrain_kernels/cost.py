@@ -17,10 +17,10 @@ from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.registry import Avals
 
 MATMUL, MEMORY = 0.65, 0.8
-"""Fractions of the published FLOP/s and bytes/s that XLA's matmuls and passes over memory reach: those that the
-planner's `Assumptions` have. One H100 reached 0.81 in a matmul of 8192^3 with random bfloat16 inputs (2026-11-22, JAX
-0.11.2), and 0.86 in a copy of 0.5 GiB; matmuls of a step are smaller, and norms and casts beside them are not
-counted."""
+"""Fractions of the published FLOP/s and bytes/s that XLA's matmuls and passes over memory reach, with which
+implementations are ranked; the planner has fractions by chip and shape (`jtrain.plan.estimate.matmul_time`). One H100
+reached 0.81 in a matmul of 8192^3 with random bfloat16 inputs (2026-11-22, JAX 0.11.2), and 0.86 in a copy of 0.5
+GiB."""
 
 LAUNCH_S = {"gpu": 4e-6, "tpu": 1e-6, "cpu": 0.0}
 """Seconds of a launch by platform, an assumption: on a GPU a kernel launch, on a TPU the start of a fusion."""
@@ -91,7 +91,7 @@ BACKWARD_FLOPS = 2.5
 ATTENTION: Mapping[str, Mapping[int, tuple[float, float]]] = {
     "tokamax": {64: (0.39, 0.27), 128: (0.62, 0.415), 256: (0.59, 0.14)},
     "cudnn": {64: (0.24, 0.22), 128: (0.32, 0.22), 256: (0.41, 0.28)},
-    "splash": {64: (0.30, 0.25), 128: (0.50, 0.40), 256: (0.55, 0.45)},
+    "splash": {64: (0.30, 0.25), 128: (0.45, 0.36), 256: (0.55, 0.45)},
 }
 """Implementation -> head size -> fractions of the peak, forward and backward, of causal attention in long rows.
 
@@ -106,7 +106,8 @@ cuDNN: 229 and 217, 309 and 214 TFLOP/s with the additive mask that it needs for
 time to write it. Heads of 256 are an assumption: its authors' 601 TFLOP/s forward, as much slower backward as in
 Dao-AILab/flash-attention, pull request 1893, and the mask's 1.7 and 7.3 ms with heads of 128 on top.
 
-splash: assumptions.
+splash: assumptions, but for heads of 128: row 3 of `jtrain.bench.plan_seconds`, two thirds of which are attention,
+takes as long as published with these fractions of a tpu7x.
 """
 
 

@@ -85,6 +85,11 @@ _HOPPER_SHARED = 227 * 1024
 # sheets' maximum (of a GH200 with its CPU); TPU v4 192 W (arXiv:2304.01433, table 4). Scratch: the CUDA programming
 # guide's table of compute capabilities (opt-in, per block), AMD's CDNA 3 white paper (LDS), and for TPUs jax/_src/
 # tpu_info.py. Figures that are not published are None.
+# RTX 4090 and 5090: NVIDIA's Ada and RTX Blackwell architecture white papers (dense, float32 accumulation); L40S, B300,
+# GB200 and GB300 NVL72: NVIDIA data sheets, halves of the peaks with sparsity; their racks join 72 GPUs, hosts are
+# compute trays of 4 GPUs, whose C2C of 900 GB/s both ways two GPUs share; ConnectX-7 (GB200) and ConnectX-8 (B300,
+# GB300, 800 Gbit/s) per GPU. AMD Instinct MI325X and MI355X data sheets: seven links of 128 and 153.6 GB/s both ways.
+# trn2: AWS Neuron documentation, Trainium2, and EC2's figures of trn2.48xlarge (16 chips, 3.2 Tbit/s).
 _PCIE4, _PCIE5 = Host(8, 32e9, 25e9), Host(8, 64e9, 50e9)
 DEVICES = {
     spec.name: spec
@@ -111,8 +116,46 @@ DEVICES = {
             host=_PCIE5, linked=8, power_w=1000.0, scratch_bytes=_HOPPER_SHARED,
         ),
         DeviceSpec(
+            "b300", "gpu", "B300", 2250e12, 4500e12, 288 * _GB, 8e12, 900e9, 160, (10, 3),
+            host=Host(8, 64e9, 100e9), linked=8, power_w=1100.0, scratch_bytes=_HOPPER_SHARED,
+        ),
+        DeviceSpec(
+            "gb200", "gpu", "GB200", 2500e12, 5000e12, 186 * _GB, 8e12, 900e9, 148, (10, 0),
+            host=Host(4, 225e9, 50e9), linked=72, power_w=1200.0, scratch_bytes=_HOPPER_SHARED,
+        ),
+        DeviceSpec(
+            "gb300", "gpu", "GB300", 2500e12, 5000e12, 279 * _GB, 8e12, 900e9, 160, (10, 3),
+            host=Host(4, 225e9, 100e9), linked=72, power_w=1400.0, scratch_bytes=_HOPPER_SHARED,
+        ),
+        DeviceSpec(
+            "rtx4090", "gpu", "RTX 4090", 165.2e12, 330.3e12, 24 * _GB, 1.008e12, None, 128, (8, 9),
+            host=Host(8, 32e9), power_w=450.0, scratch_bytes=99 * 1024,
+        ),
+        DeviceSpec(
+            "rtx5090", "gpu", "RTX 5090", 209.5e12, 419e12, 32 * _GB, 1.792e12, None, 170, (12, 0),
+            host=Host(8, 64e9), power_w=575.0, scratch_bytes=99 * 1024,
+        ),
+        DeviceSpec(
+            "l40s", "gpu", "L40S", 362.05e12, 733e12, 48 * _GB, 8.64e11, None, 142, (8, 9),
+            host=Host(8, 32e9), power_w=350.0, scratch_bytes=99 * 1024,
+        ),
+        DeviceSpec(
             "mi300x", "gpu", "MI300X", 1307.4e12, 2614.9e12, 192 * _GB, 5.3e12, 448e9, 304,
             host=Host(8, 64e9), linked=8, power_w=750.0, scratch_bytes=64 * 1024,
+        ),
+        DeviceSpec(
+            "mi325x", "gpu", "MI325X", 1307.4e12, 2614.9e12, 256 * _GB, 6e12, 448e9, 304,
+            host=Host(8, 64e9), linked=8, power_w=1000.0, scratch_bytes=64 * 1024,
+        ),
+        DeviceSpec(
+            "mi355x", "gpu", "MI355X", 2516.6e12, 5033.2e12, 288 * _GB, 8e12, 537.6e9, 256,
+            host=Host(8, 64e9), linked=8, power_w=1400.0, scratch_bytes=160 * 1024,
+        ),
+        DeviceSpec(
+            # JAX counts pairs of the eight NeuronCores as devices. A chip has 667e12, 1299e12, 96 GiB, 2.9e12, 1.28e12
+            # both ways. Its programs are planned as those of a GPU: nothing of its compiler was read.
+            "trn2", "gpu", "trn2", 166.75e12, 324.75e12, 24 * _GIB, 7.25e11, 160e9,
+            host=Host(64, None, 6.25e9), linked=64, torus_dims=2,
         ),
         DeviceSpec(
             "v4", "tpu", "TPU v4", 275e12, None, 32 * _GIB, 1.2288e12, 6 * 4.5e10,
@@ -131,8 +174,9 @@ DEVICES = {
             host=Host(8, 32e9, 3.125e9), linked=256, torus_dims=2, num_cores=1, scratch_bytes=128 * _MIB,
         ),
         DeviceSpec(
-            # JAX counts each half of a chip as a device. A whole chip has 2307e12, 4614e12, 192 GB, 7.37e12, six links.
-            "tpu7x", "tpu", "TPU7x", 1153.5e12, 2307e12, 96 * _GB, 3.685e12, 3 * 9e10,
+            # JAX counts each half of a chip as a device. A whole chip has 2307e12, 4614e12, 192 GB, 7.37e12, six links
+            # of 1200 GB/s both ways together.
+            "tpu7x", "tpu", "TPU7x", 1153.5e12, 2307e12, 96 * _GB, 3.685e12, 3 * 1e11,
             host=Host(8), linked=2 * 9216, torus_dims=3, num_cores=1, scratch_bytes=64 * _MIB,
         ),
     )

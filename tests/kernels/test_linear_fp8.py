@@ -134,7 +134,8 @@ def test_dimensions_that_do_not_meet_are_refused() -> None:
 def test_devices_without_8_bit_matmuls_say_so() -> None:
     """A CPU computes the same numbers; an A100 or a v5p has no FP8 units; an MI300X has other formats."""
     able = {name for name, spec in device.DEVICES.items() if unsupported(spec) is None}
-    assert able == {"cpu", "h100", "h200", "gh200", "b200", "tpu7x"}
+    blackwell = {"b200", "b300", "gb200", "gb300", "rtx5090"}
+    assert able == {"cpu", "h100", "h200", "gh200", "tpu7x", "rtx4090", "l40s"} | blackwell
     assert "e4m3fnuz" in str(unsupported(device.from_name("mi300x")))
     assert "no 8-bit matmul units" in str(unsupported(device.from_name("v5p")))
 

@@ -30,7 +30,7 @@ def test_auto_puts_what_it_picks_into_the_config_and_says_why(emulated_devices: 
     spec = build_run(run_config).layout
     assert (spec.remat, spec.microbatches, spec.auto) == ("none", 1, True)
     assert notes[0].startswith("layout.auto on 8 x cpu: layout.zero_stage=")
-    assert "the fastest of" in notes[0]
+    assert "the fastest layout that fits" in notes[0]
     assert "nominal" in notes[0]
     assert "layout.remat: Literal['none', 'full', 'named'] = 'none'\n" in tree.flat(run_config)
 
@@ -71,7 +71,7 @@ def test_another_batch_mesh_schedule_or_dtype_is_picked_for_anew(
     in_workdir(tmp_path, tree.flat(first))
     again = load_config("tiny", (), (*SETS, changed))
     notes = settle(again, devices=emulated_devices, workdir=tmp_path)
-    assert "the fastest of" in notes[0]
+    assert "the fastest layout that fits" in notes[0]
     assert build_run(again).layout.remat == "none"
 
 

@@ -14,13 +14,14 @@ import pytest
 
 from jtrain.config.load import for_devices, load_config
 from jtrain.config.run import build_run
-from jtrain.plan.__main__ import check_good, main, parse_bytes
+from jtrain.plan.__main__ import main, parse_bytes
 from jtrain.plan.compile.compiled_step import CompiledStep
 from jtrain.plan.compile.topology import topology_of
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.estimate.step_time import cost, step_time
 from jtrain.plan.from_run import plan_job
+from jtrain.plan.plan_check import check_good
 from jtrain.plan.report.plan_sheet import Sheet, classes, to_json
 from jtrain_kernels.device import from_name
 
@@ -39,7 +40,7 @@ def test_a_plan_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     for part in (
         "tokens/s",
         "MFU",
-        "assumed: 65% of peak",
+        "assumed: up to 71% of peak",
         "attention by tokamax: the cost",
         "largest batch that fits",
         "1,000,000,000 tokens at a",
@@ -101,22 +102,32 @@ def test_a_config_that_does_not_fit_is_shown_and_refused(capsys: pytest.CaptureF
     assert "--count 4" in error
 
 
-def test_what_a_run_measured_is_beside_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The highest memory of any step, and the median step."""
+def test_what_a_run_measured_is_beside_the_plan_and_in_later_plans(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The highest memory of any step, and the median step, which the same plan then predicts."""
+    file = tmp_path / "plan.json"
+    assert main([*TINY, "--json", str(file)]) == 0
+    planned_ms = 1e3 * json.loads(file.read_text())["step"]["step_s"]
     lines = [
         {"step": step, "step_time_ms": ms, "tokens_per_s": 4096e3 / ms, "device_memory_peak_gib": gib}
-        for step, ms, gib in ((1, 900.0, 1.5), (2, 200.0, 2.5), (3, 210.0, 2.5))
+        for step, ms, gib in ((1, 9 * planned_ms, 1.5), (2, 2 * planned_ms, 2.5), (3, 3 * planned_ms, 2.5))
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [{"eval": 1}, *lines]))
-    file = tmp_path / "plan.json"
-    assert main([*TINY, "--measured", str(tmp_path), "--json", str(file)]) == 0
+    capsys.readouterr()
+    assert main([*TINY, "--calibrate", str(tmp_path), "--json", str(file)]) == 0
     out = capsys.readouterr().out
     assert "measured GiB" in out
     assert "2.50" in out
     assert "predicted/measured" in out
     measured = json.loads(file.read_text())["measured"]
     assert measured["peak_bytes"] == 2.5 * 2**30
-    assert measured["step_s"] == pytest.approx(0.210)
+    assert measured["step_s"] == pytest.approx(3e-3 * planned_ms)
+    assert main([*TINY, "--measured", str(tmp_path), "--json", str(file)]) == 0
+    assert "as measured in" in capsys.readouterr().out
+    assert json.loads(file.read_text())["step"]["step_s"] == pytest.approx(3e-3 * planned_ms, rel=1e-6)
+    assert main(["tiny", "--device", "v5p", "--count", "8", "--measured", str(tmp_path)]) == 2
+    assert "is of h200 with precision.matmul_dtype=compute, not of v5p" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -144,10 +155,12 @@ def test_what_a_run_measured_is_beside_the_plan(capsys: pytest.CaptureFixture[st
         ([*TINY, "--search", "--set", "precision.compute_dtype=float32"], r"its peak on h200 is not published"),
         (
             [*LLAMA8B, "--host-memory", "16GiB", "--set", "layout.offload.optimizer=1.0"],
-            r"59\.8 GiB of host memory per device, but its share of the host is 16\.0\. Give --host-memory 60GiB",
+            r"59\.8 GiB of host memory per device, but its share of the host is 12\.8, with 20%.*--host-memory 75GiB",
         ),
         ([*TINY, "--tokens", "0"], r"--tokens 0\.0 must be a number above 0"),
-        ([*TINY, "--measured", "/nowhere"], r"--measured /nowhere: there is no /nowhere/metrics\.jsonl"),
+        ([*TINY, "--calibrate", "/nowhere"], r"--calibrate /nowhere: there is no /nowhere/metrics\.jsonl"),
+        ([*TINY, "--measured", "/nowhere"], r"--measured /nowhere: No such file.*Write it with --calibrate WORKDIR"),
+        ([*TINY, "--measured", "README.md"], r"--measured README\.md: README\.md is not what --calibrate writes"),
         (["tiny", "--device", "h200", "--count", "12"], r"--count 12: a host has 8 x h200"),
         (["tiny", "--device", "h200", "--count", "32"], r"data\.global_batch=16 does not split evenly.*32 shards"),
         (

@@ -9,18 +9,19 @@ import pytest
 
 from jtrain.layout import LayoutSpec, OffloadSpec, make_layout
 from jtrain.mesh import MeshSpec
+from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
 from jtrain.plan.estimate.machine import make_machine
+from jtrain.plan.fit_check import smaller_states, with_state
 from jtrain.plan.job import Job
+from jtrain.plan.nothing_fits import nearest_miss, no_point
 from jtrain.plan.search import (
     REMATS,
     SearchTask,
     evaluate,
     fits,
     meshes,
-    nearest_miss,
-    no_point,
     resolve_as_needed,
     search,
 )
@@ -177,6 +178,47 @@ def test_where_a_host_would_do_its_size_is_said() -> None:
     assert size is not None
     helped = task("h200", 1, global_batch=1, host=int(size[1]) * GIB)
     assert search(helped, meshes(helped))
+
+
+def test_a_smaller_state_is_offered_and_fits() -> None:
+    """An 8B with float32 moments does not fit one H200 alone; with 8-bit moments, which are offered first, it does."""
+    it = task("h200", 1)
+    with pytest.raises(ValueError, match=r"any of: --set optimizer\.moment_dtype=int8; ") as error:
+        raise no_point(it, meshes)
+    assert "--set data.global_batch=1" not in str(error.value), "one sequence alone would not fit"
+    assert search(dataclasses.replace(it, job=with_state(it.job, smaller_states(it.job)[0])), meshes(it))
+
+
+def test_a_smaller_batch_is_offered_where_it_needs_no_accumulator() -> None:
+    """Sixteen sequences of an 8B in bfloat16 on one H100 need float32 sums of gradients; one sequence does not."""
+    small = with_state(task("h100", 1).job, (("precision.param_dtype", "bfloat16"), ("optimizer.moment_dtype", "int8")))
+    it = dataclasses.replace(task("h100", 1), job=small)
+    with pytest.raises(ValueError, match=r"--set data\.global_batch=1") as error:
+        raise no_point(it, meshes)
+    assert "moment_dtype" not in str(error.value), "it is in 8 bits already"
+    assert search(it.changed(global_batch=1), meshes(it.changed(global_batch=1)))
+
+
+def test_long_sequences_are_split_over_context() -> None:
+    """An 8B at 262,144 tokens on 8 H100: tensor parallelism over all 8 sends more; short sequences are never split."""
+    it = task("h100", 8, global_batch=8, seq_len=262_144)
+    best = search(it, meshes(it))[0]
+    assert best.settings["mesh.context"] == best.mesh.context > 1
+    assert {mesh.context for mesh in meshes(task())} == {1}
+
+
+def test_experts_are_split_where_gathering_all_of_them_takes_longer() -> None:
+    """Few tokens per device: Qwen3 30B-A3B over 16 H100 with one sequence each."""
+    sizes: dict[str, Any] = dict(
+        num_layers=48, d_model=2048, num_heads=32, num_kv_heads=4, head_dim=128, d_ff=768, vocab_size=151_936
+    )
+    it = task("h100", 16, sizes=sizes | dict(moe=MoESpec(num_experts=128, top_k=8)))
+    assert search(it, meshes(it))[0].mesh.expert > 1
+
+
+def test_a_host_keeps_a_part_of_its_memory() -> None:
+    """A fifth, for data, checkpoints and the system."""
+    assert make_machine("h100", 8, host_memory_bytes=1000 * GIB).host_bytes_per_device == 100 * GIB
 
 
 def test_a_batch_that_no_mesh_splits_is_refused() -> None:

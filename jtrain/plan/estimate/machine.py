@@ -8,12 +8,15 @@ import jax
 from jtrain.errors import UserError
 from jtrain_kernels.device import DEVICES, DeviceSpec, from_name, live
 
+HOST_RESERVE = 0.2
+"""Fraction of a host's memory that offloading leaves free, for the data pipeline, checkpoints and the system."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """`count` devices of one kind.
 
-    host_memory_bytes: memory of one host that a run may pin, shared by the host's devices; None if it is unknown.
+    host_memory_bytes: memory of one host, shared by the host's devices; None if it is unknown.
     """
 
     device: DeviceSpec
@@ -33,8 +36,14 @@ class Machine:
 
     @property
     def host_bytes_per_device(self) -> int | None:
-        """One device's share of its host's memory; None if the host's memory is unknown."""
-        return None if self.host_memory_bytes is None else self.host_memory_bytes // self.devices_per_host
+        """One device's share of what offloading may use of its host's memory; None if that memory is unknown."""
+        if self.host_memory_bytes is None:
+            return None
+        return int(self.host_memory_bytes * (1 - HOST_RESERVE)) // self.devices_per_host
+
+    def room_bytes(self, *, unified: bool) -> int:
+        """Bytes that a step may take on one device; with `layout.offload.unified_memory` also its share of the host."""
+        return self.hbm_bytes + ((self.host_bytes_per_device or 0) if unified else 0)
 
     def __str__(self) -> str:
         return f"{self.count} x {self.device.name}"
@@ -63,15 +72,25 @@ def make_machine(
             f"--device {name}: its peaks are not published, so no step time can be predicted. Choose one of: "
             f"{', '.join(known)}. For memory alone, run python -m jtrain.launch --config=... --dry-run."
         )
+    count = checked_count(spec, count)
+    if network_bytes_per_s is not None:
+        spec = dataclasses.replace(spec, host=dataclasses.replace(spec.host, network_bytes_per_s=network_bytes_per_s))
+    return Machine(spec, count, host_memory_bytes)
+
+
+def checked_count(spec: DeviceSpec, count: int) -> int:
+    """Returns a number of devices that is whole hosts, or a part of one.
+
+    Raises:
+      UserError: it is neither.
+    """
     if count < 1:
         raise UserError(f"--count {count} must be at least 1.")
     per_host = spec.host.devices
     if count > per_host and count % per_host:
         below = count - count % per_host
         raise UserError(
-            f"--count {count}: a host has {per_host} x {name}. Use {below}, {below + per_host}, or fewer than "
+            f"--count {count}: a host has {per_host} x {spec.name}. Use {below}, {below + per_host}, or fewer than "
             f"{per_host}."
         )
-    if network_bytes_per_s is not None:
-        spec = dataclasses.replace(spec, host=dataclasses.replace(spec.host, network_bytes_per_s=network_bytes_per_s))
-    return Machine(spec, count, host_memory_bytes)
+    return count

@@ -31,12 +31,14 @@ class Ring:
     devices: devices of the group; hosts: hosts, or TPU slices, that it spans.
     bytes_per_s: peak rate at which each device can send.
     torus_hops: hops of the group's ring on a torus of TPUs; None for GPUs.
+    exchanged_bytes_per_s: rate at which an all-to-all on a torus moves a device's whole array; None for GPUs.
     """
 
     devices: int
     hosts: int
     bytes_per_s: float
     torus_hops: float | None = None
+    exchanged_bytes_per_s: float | None = None
 
     def latency_s(self, kind: Kind) -> float:
         """Latency of one collective of zero bytes, in seconds."""
@@ -81,13 +83,14 @@ def ring(machine: Machine, mesh: Mapping[str, int], axes: tuple[str, ...], group
     linked = min(spec.linked, machine.count)
     inside = max(1, min(devices, linked // stride))
     hosts = -(-devices // inside)
-    hops = None
+    hops = exchanged = None
     speeds: list[float] = []
     if inside > 1:
         assert spec.link_bytes_per_s is not None, spec.name
         share = 1.0
         if spec.torus_dims is not None:
             share, hops = _torus(spec.torus_dims, linked, inside)
+            exchanged = spec.link_bytes_per_s * _exchange_share(spec.torus_dims, linked, inside)
         speeds.append(spec.link_bytes_per_s * share)
     elif spec.torus_dims is not None:
         hops = 0.0
@@ -98,7 +101,9 @@ def ring(machine: Machine, mesh: Mapping[str, int], axes: tuple[str, ...], group
                 "the speed of the network beyond them is not published. Give --network GBIT, per device."
             )
         speeds.append(inside * spec.host.network_bytes_per_s)
-    return Ring(devices, hosts, min(speeds, default=math.inf), hops)
+    if hosts > 1:
+        exchanged = None  # the network between slices is slower than the torus
+    return Ring(devices, hosts, min(speeds, default=math.inf), hops, exchanged)
 
 
 def _torus(dims: int, slice_devices: int, group: int) -> tuple[float, float]:
@@ -114,6 +119,19 @@ def _torus(dims: int, slice_devices: int, group: int) -> tuple[float, float]:
     return used / dims * (1.0 if wraps else 0.5), used * (side / 2 if wraps else side - 1)
 
 
+def _exchange_share(dims: int, slice_devices: int, group: int) -> float:
+    """Rate of an all-to-all, of each device's whole array, by the rate of all links of a device.
+
+    A group lies as a block along as many dimensions as it can. On a ring of s devices an array crosses s / 4 links on
+    average, both ways round; on a line s / 3, and its middle link limits it to half the ring's rate. Rings have at
+    least 4 devices, because slices with wrap-around are built of cubes of 4 x 4 x 4.
+    """
+    wraps = slice_devices >= (64 if dims == 3 else 256)
+    used = max(1, min(dims, int(math.log2(group))))
+    side = group ** (1 / used)
+    return 4 / max(4.0, side) / dims if wraps else 2 / side / dims
+
+
 def collective_s(kind: Kind, array_bytes: int, over: Ring, *, count: int = 1, efficiency: float = 1.0) -> float:
     """Seconds that `count` collectives of `array_bytes` in total take, one after another.
 
@@ -127,8 +145,8 @@ def collective_s(kind: Kind, array_bytes: int, over: Ring, *, count: int = 1, ef
         return array_bytes / (over.bytes_per_s * efficiency) + count * over.latency_s(kind)
     passes = 2 if kind == "all-reduce" else 1
     wire_bytes = passes * array_bytes * (over.devices - 1) / over.devices
-    if kind.endswith("all-to-all") and over.torus_hops is not None:
-        wire_bytes = max(wire_bytes, array_bytes * over.torus_hops / 2)  # the farthest device is half the ring away
+    if kind.endswith("all-to-all") and over.exchanged_bytes_per_s is not None:
+        return array_bytes / (over.exchanged_bytes_per_s * efficiency) + count * over.latency_s(kind)
     return wire_bytes / (over.bytes_per_s * efficiency) + count * over.latency_s(kind)
 
 

@@ -21,7 +21,7 @@ def measured(workdir: Path, given: Mapping[str, str]) -> Measured:
     """
     file = workdir / "metrics.jsonl"
     if not file.is_file():
-        raise UserError(f"--measured {workdir}: there is no {file}. Give the workdir of a run.")
+        raise UserError(f"--calibrate {workdir}: there is no {file}. Give the workdir of a run.")
     if (text := workdir / "config.txt").is_file():
         _check_same(workdir, tree.parse(text.read_text()), given)
     try:
@@ -31,10 +31,10 @@ def measured(workdir: Path, given: Mapping[str, str]) -> Measured:
         peaks = [peak for line in lines if (peak := line["device_memory_peak_gib"]) is not None]
     except (json.JSONDecodeError, KeyError) as error:
         raise UserError(
-            f"--measured {workdir}: {file} is not that of a run ({error!r}). Give another workdir."
+            f"--calibrate {workdir}: {file} is not that of a run ({error!r}). Give another workdir."
         ) from error
     if not lines:
-        raise UserError(f"--measured {workdir}: {file} holds no train step yet. Let the run log one.")
+        raise UserError(f"--calibrate {workdir}: {file} holds no train step yet. Let the run log one.")
     return Measured(
         str(workdir),
         peak_bytes=int(max(peaks) * 2**30) if peaks else None,
@@ -52,4 +52,4 @@ def _check_same(workdir: Path, there: Mapping[str, str], here: Mapping[str, str]
     paths = [path for path in here if path.startswith("model.") or path in ("data.global_batch", "data.seq_len")]
     other = [f"{path}={there.get(path)} there, {here[path]} here" for path in paths if there.get(path) != here[path]]
     if other:
-        raise UserError(f"--measured {workdir} is of another run: {'; '.join(other[:3])}. Plan that run's config.")
+        raise UserError(f"--calibrate {workdir} is of another run: {'; '.join(other[:3])}. Plan that run's config.")

@@ -240,8 +240,9 @@ def _bytes_table(sheet: Sheet) -> tuple[str, Table]:
     add(f"the survey's {SURVEY_BYTES_PER_PARAMETER} bytes a parameter", survey_bytes(sheet.params) // machine.count)
     takes = compiled.peak_bytes if compiled else plan.total_bytes
     there = machine.host_bytes_per_device
-    verdict = "fits" if takes <= machine.hbm_bytes and (there is None or plan.host_bytes <= there) else "DOES NOT FIT"
-    share = takes / machine.hbm_bytes
+    room = machine.room_bytes(unified=sheet.job.layout.spec.offload.unified_memory)
+    verdict = "fits" if takes <= room and (there is None or plan.host_bytes <= there) else "DOES NOT FIT"
+    share = takes / room
     return f"{verdict}: {share:.0%} of the memory at the peak, in the moment `{plan.moment}`", table
 
 

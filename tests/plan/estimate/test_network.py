@@ -63,6 +63,18 @@ def test_a_torus_gives_an_axis_its_dimensions() -> None:
     assert ring(make_machine("v5p", 4), MeshSpec(data=4).shape, ("data",)).bytes_per_s == pytest.approx(1.8e11)
 
 
+def test_an_exchange_on_a_torus_goes_as_far_as_its_block_is_wide() -> None:
+    """v5p: on rings of 4 half of an array goes each way: 1.8e11 bytes/s of it; in 8 x 8 x 8 half, as much in 2 x 2."""
+    cube, large = make_machine("v5p", 64), make_machine("v5p", 512)
+    assert ring(cube, MeshSpec(data=16, expert=4).shape, ("expert",)).exchanged_bytes_per_s == pytest.approx(1.8e11)
+    whole = ring(large, MeshSpec(data=512).shape, ("data",))
+    assert whole.exchanged_bytes_per_s == pytest.approx(0.9e11)
+    assert collective_s("all-to-all", 9 * 10**9, whole) == pytest.approx(0.1, rel=1e-3)
+    small = make_machine("v5p", 4)
+    assert ring(small, MeshSpec(expert=4).shape, ("expert",)).exchanged_bytes_per_s == pytest.approx(1.8e11)
+    assert ring(make_machine("h200", 8), MeshSpec(expert=8).shape, ("expert",)).exchanged_bytes_per_s is None
+
+
 def test_slices_of_tpus_are_joined_by_the_network() -> None:
     """Two v5e pods: a replica each, over 3.1 GB/s a chip; within them the torus."""
     machine = make_machine("v5e", 512)

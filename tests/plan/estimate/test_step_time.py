@@ -14,6 +14,7 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.estimate.flops import flops_per_token, mfu
 from jtrain.plan.estimate.machine import make_machine
+from jtrain.plan.estimate.matmul_time import rate_of
 from jtrain.plan.estimate.memory import memory
 from jtrain.plan.estimate.step_time import CPU_ADAM_S_PER_PARAM, Assumptions, StepTime, cost, step_time
 from jtrain.plan.job import Job
@@ -26,6 +27,8 @@ LLAMA8B: dict[str, Any] = dict(
     num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14336, vocab_size=128256
 )
 BATCH: dict[str, Any] = dict(global_batch=16, seq_len=4096)
+FLAT = Assumptions(matmul=0.65, memory=1e9)
+"""One rate for matmuls of every shape and precision, and no time for memory, so that seconds are FLOPs."""
 
 
 def predicted(
@@ -107,7 +110,7 @@ def test_attention_of_split_heads_and_rows_is_that_of_one_devices_blocks() -> No
 
 def test_devices_that_share_a_key_head_repeat_its_projections() -> None:
     """Sixteen devices of 8 key heads compute 16; the MFU counts 8, and the exchange of kernels is on the network."""
-    eight, sixteen = predicted(dict(tensor=8)), predicted(dict(tensor=16))
+    eight, sixteen = predicted(dict(tensor=8), assume=FLAT), predicted(dict(tensor=16), assume=FLAT)
     repeated = 3 * 32 * 2 * (2 * 4096 * 8 * 128)
     extra = 16 * 4096 * repeated / 16 / (989.4e12 * 0.65)
     assert sixteen.matmul_s - eight.matmul_s / 2 == pytest.approx(extra, rel=1e-6)
@@ -117,7 +120,7 @@ def test_devices_that_share_a_key_head_repeat_its_projections() -> None:
 def test_recomputing_costs_what_is_not_kept() -> None:
     """Full remat repeats a forward pass but for the last product; keeping every name repeats nothing."""
     none, full, named = (
-        predicted({}, remat=remat, remat_save=SAVEABLE if remat == "named" else ()).matmul_s
+        predicted({}, assume=FLAT, remat=remat, remat_save=SAVEABLE if remat == "named" else ()).matmul_s
         for remat in ("none", "full", "named")
     )
     assert named == none
@@ -129,7 +132,9 @@ def test_recomputing_costs_what_is_not_kept() -> None:
 @pytest.mark.parametrize("remat", ("none", "full"))
 def test_8_bit_matmuls_halve_what_the_layers_weights_take(remat: str) -> None:
     """Attention and the unembedding take what they took; a chip without them is refused."""
-    plain, eight = (predicted({}, remat=remat, matmul_dtype=m).matmul_s for m in ("compute", "fp8_delayed"))
+    plain, eight = (
+        predicted({}, assume=FLAT, remat=remat, matmul_dtype=m).matmul_s for m in ("compute", "fp8_delayed")
+    )
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     products = 3 * layer + (layer - 4096 * 14336 if remat == "full" else 0)
     saved = 2 * 32 * products * (1 / 989.4e12 - 1 / 1978.9e12)
@@ -140,9 +145,9 @@ def test_8_bit_matmuls_halve_what_the_layers_weights_take(remat: str) -> None:
 
 def test_twice_the_devices_take_half_the_compute() -> None:
     """Over data and over tensor alike."""
-    one = predicted({}).matmul_s
-    assert predicted(dict(data=8), zero_stage=3).matmul_s == pytest.approx(one / 8)
-    assert predicted(dict(tensor=8)).matmul_s == pytest.approx(one / 8)
+    one = predicted({}, assume=FLAT).matmul_s
+    assert predicted(dict(data=8), assume=FLAT, zero_stage=3).matmul_s == pytest.approx(one / 8)
+    assert predicted(dict(tensor=8), assume=FLAT).matmul_s == pytest.approx(one / 8)
 
 
 def test_gathers_hide_behind_the_layers_and_the_rest_does_not() -> None:
@@ -237,5 +242,25 @@ def test_cost_counts_goodput_devices_money_and_energy() -> None:
 
 
 def test_the_sheet_states_what_is_assumed() -> None:
-    """Shares are in the text that is printed, whatever they are."""
-    assert "assumed: 50% of peak" in str(dataclasses.replace(Assumptions(), matmul=0.5))
+    """Shares are in the text that is printed: those of the chip, or the one that was given."""
+    h100 = from_name("h100")
+    assert f"up to {rate_of(h100).bf16:.0%} of peak" in Assumptions().of(h100)
+    assert "assumed: 50% of peak" in Assumptions(matmul=0.5).of(h100)
+    assert "90% of the network's" in Assumptions().of(from_name("v5p"))
+
+
+def test_several_gpus_wait_for_the_slowest() -> None:
+    """One GPU and a slice of TPUs wait for nobody; the part of eight GPUs is in the step."""
+    alone, eight, slice_ = predicted({}), predicted(dict(data=8)), predicted(dict(data=8), device="v5p")
+    assert alone.slowest_s == slice_.slowest_s == 0
+    assert eight.parts["slowest device"] == pytest.approx(
+        (eight.matmul_s + eight.attention_s + eight.passes_s) * 6 / 94
+    )
+
+
+def test_fetches_of_activations_are_waited_for() -> None:
+    """Their stores hide behind the layers; a plan that hid the fetches as well would offload for nothing."""
+    spec: dict[str, Any] = dict(remat="named", remat_save=SAVEABLE)
+    plain, offloaded = predicted({}, **spec), predicted({}, **spec, offload=OffloadSpec(activations=1.0))
+    assert offloaded.step_s - plain.step_s == pytest.approx(offloaded.host_copy_s / 2)
+    assert offloaded.host_copy_s > 0.1

@@ -1,0 +1,41 @@
+"""Meshes of a machine that split a model and its batch evenly."""
+
+import itertools
+from collections.abc import Iterator
+
+from jtrain.dims import splits_heads
+from jtrain.mesh import MeshSpec
+from jtrain.plan.job import Job
+
+LONG = 32_768
+"""Tokens of a sequence from which on a search splits sequences over `context`."""
+
+
+def mesh_options(job: Job) -> Iterator[MeshSpec]:
+    """Yields every (replica, data, expert, context, tensor) mesh that splits the model and the batch evenly.
+
+    Sequences are split over `context` from `LONG` tokens on: shorter ones fit, and batches split for nothing.
+    """
+    assert job.machine is not None, "meshes are of a machine"
+    model, count, seq_len = job.model, job.machine.count, job.seq_len
+    for tensor, context in itertools.product(divisors(count), divisors(count)):
+        if context > 1 and (seq_len < LONG or seq_len % (2 * context * tensor)):
+            continue
+        if count % (tensor * context) or any(size % tensor for size in (model.d_ff, model.vocab_size, seq_len)):
+            continue
+        if not splits_heads(model.num_heads, model.num_kv_heads, tensor):
+            continue
+        left = count // tensor // context
+        if job.global_batch % left:
+            continue
+        for data, expert in itertools.product(divisors(left), divisors(left)):
+            width = data * tensor if tensor > model.num_kv_heads else data  # D of shared key heads is split over both
+            if model.d_model % width or left % (data * expert):
+                continue
+            if expert == 1 or (model.moe is not None and model.moe.num_experts % expert == 0):
+                yield MeshSpec(replica=left // data // expert, data=data, expert=expert, context=context, tensor=tensor)
+
+
+def divisors(n: int) -> list[int]:
+    """Divisors of n, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,79 @@
+"""Seconds of the network that a step waits for."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from jtrain.mesh import MeshSpec
+from jtrain.model.router import MoESpec
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW
+from jtrain.plan.estimate.collectives import Collective, collectives
+from jtrain.plan.estimate.exposed_network import EXCHANGE, Hiding, NetworkTime, by_axes, exposed_network, hideable
+from jtrain.plan.estimate.machine import make_machine
+from jtrain.plan.estimate.network import seconds
+from jtrain.plan.job import Job
+from tests.layouts import layout_from
+
+SIZES: dict[str, Any] = dict(num_layers=2, d_model=1024, num_heads=8, num_kv_heads=8, head_dim=128, vocab_size=32768)
+
+
+def job_of(axes: dict[str, int], *, seq_len: int = 4096, moe: MoESpec | None = None, **spec: Any) -> Job:
+    model, mesh = Transformer(**SIZES, d_ff=4096, moe=moe), MeshSpec(**axes)
+    layout = layout_from(spec, mesh, model.param_infos())
+    return Job(model, layout, AdamW(peak_lr=1e-4), mesh.size, seq_len, make_machine("h200", mesh.size))
+
+
+def exposed(job: Job, behind: Hiding, *, beside: float = 0.0) -> dict[tuple[str, ...], NetworkTime]:
+    assert job.machine is not None
+    return {row.axes: row for row in by_axes(exposed_network(job, job.machine, behind, efficiency=1.0, beside=beside))}
+
+
+def of_purpose(job: Job, purpose: str) -> Collective:
+    return next(one for one in collectives(job) if one.purpose == purpose)
+
+
+def test_gathers_of_the_forward_pass_hide_behind_the_forward_pass_only() -> None:
+    """However long the backward pass is."""
+    job = job_of(dict(data=8), zero_stage=3)
+    both, none = exposed(job, Hiding(1.0, 1.0)), exposed(job, Hiding(0.0, 0.0))
+    late = exposed(job, Hiding(0.0, 1.0))
+    total_s = none["data",].total_s
+    assert none["data",].exposed_s == total_s
+    assert both["data",].exposed_s < late["data",].exposed_s < total_s
+    gathered_s = late["data",].exposed_s - both["data",].exposed_s
+    assert gathered_s == pytest.approx(total_s / 5, rel=0.4)  # bf16 twice gathered, float32 once reduced
+
+
+def test_a_hidden_collective_is_not_free() -> None:
+    """The step is longer by a fraction of it."""
+    job = job_of(dict(data=8), zero_stage=3)
+    free, costly = exposed(job, Hiding(1.0, 1.0))["data",], exposed(job, Hiding(1.0, 1.0), beside=0.4)["data",]
+    hidden_s = free.total_s - free.exposed_s
+    assert hidden_s > 0
+    assert costly.exposed_s - free.exposed_s == pytest.approx(0.4 * hidden_s)
+
+
+def test_an_exchange_hides_behind_the_experts_but_for_one_piece() -> None:
+    """Four pieces of 32,768 rows: three quarters; a single piece waits, and other layers hide nothing of it."""
+    moe = MoESpec(num_experts=16, top_k=8)
+    long, short = (job_of(dict(expert=4), seq_len=n, moe=moe) for n in (4096, 1024))
+    assert long.machine is not None
+    device = long.machine.device
+    assert hideable(of_purpose(long, EXCHANGE), long, device) == 0.75
+    assert hideable(of_purpose(short, EXCHANGE), short, device) == 0
+    by_layers, by_experts = (exposed(long, b)["expert",] for b in (Hiding(1.0, 1.0), Hiding(0.0, 0.0, 1.0)))
+    assert by_layers.exposed_s == by_layers.total_s
+    exchange_s = seconds(of_purpose(long, EXCHANGE), long.machine, long.layout.mesh.shape)
+    assert by_experts.total_s - by_experts.exposed_s == pytest.approx(0.75 * exchange_s)
+
+
+def test_a_second_of_computation_hides_one_second() -> None:
+    """Taken by one collective, it is no longer there for the next."""
+    job = job_of(dict(data=8), zero_stage=3)
+    gather = of_purpose(job, "parameters, backward")
+    behind = Hiding(0.0, 3.0)
+    assert [behind.take(gather, 2.0) for _ in range(3)] == [2.0, 1.0, 0.0]
+    ring = dataclasses.replace(gather, kind="collective-permute", purpose="keys and values")
+    assert Hiding(1.0, 1.0).take(ring, 3.0) == 2.0

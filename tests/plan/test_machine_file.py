@@ -1,0 +1,114 @@
+"""Machines from a TOML file, and its refusals."""
+
+from pathlib import Path
+
+import pytest
+
+from jtrain.plan import __main__ as plan
+from jtrain.plan.machine_file import load_machine
+from jtrain_kernels.device import from_name
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "my.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_chip_of_the_table_keeps_what_the_file_does_not_say(tmp_path: Path) -> None:
+    """Half the network's rate where two devices share it, a price, a power limit; the rest is the data sheet's."""
+    text = """
+    count = 16
+    usd_per_hour = 2.5
+    [chip]
+    name = "h100"
+    power_w = 500
+    [host]
+    memory_gb = 1000
+    network_gbit_per_s = 400
+    oversubscription = 2
+    """
+    machine, price = load_machine(written(tmp_path, text), count=None)
+    spec = machine.device
+    assert (machine.count, price, spec.power_w) == (16, 2.5, 500)
+    assert spec.host.network_bytes_per_s == 25e9
+    assert (spec.peak_bf16_flops, spec.linked) == (from_name("h100").peak_bf16_flops, 8)
+    assert machine.host_bytes_per_device == 100 * 10**9
+    assert load_machine(written(tmp_path, text), count=32)[0].count == 32
+
+
+def test_a_new_chip_is_what_the_file_says(tmp_path: Path) -> None:
+    """Peaks, memory and links of a chip that nobody has yet."""
+    text = """
+    count = 8
+    [chip]
+    name = "x100"
+    bf16_tflops = 500.0
+    memory_gb = 64
+    memory_gb_per_s = 2000
+    [links]
+    devices = 4
+    gb_per_s = 100
+    [host]
+    devices = 4
+    pcie_gb_per_s = 32
+    """
+    spec = load_machine(written(tmp_path, text), count=None)[0].device
+    assert (spec.name, spec.peak_bf16_flops, spec.hbm_bytes) == ("x100", 500e12, 64 * 10**9)
+    assert (spec.hbm_bytes_per_s, spec.linked, spec.link_bytes_per_s) == (2e12, 4, 1e11)
+    assert (spec.host.devices, spec.host.link_bytes_per_s, spec.host.network_bytes_per_s) == (4, 32e9, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("count = 8", r"my\.toml: chip\.name is missing\. Set it to one of cpu, a100"),
+        ('[chip]\nname = "h1000"', r"bf16_tflops, chip\.memory_gb, chip\.memory_gb_per_s missing.*Did you mean h100"),
+        ('[chip]\nname = "h100"', r"my\.toml: count is missing\. Set it, or give --count"),
+        ('[chip]\nname = "h100"\nmemory_gbs = 1', r"unknown key chip\.memory_gbs\. Did you mean chip\.memory_gb"),
+        ('[chip]\nname = "h100"\npower_w = "500"', r"chip\.power_w='500' must be a number above 0"),
+        ('count = 1.5\n[chip]\nname = "h100"', r"count=1\.5 must be a whole number above 0"),
+        ('count = 12\n[chip]\nname = "h100"', r"--count 12: a host has 8 x h100"),
+        ("[chip]\nname = 3", r"chip\.name=3 must be a name"),
+        ("count = = 8", r"my\.toml: it is not TOML: Invalid value"),
+        ('count = 8\n[chip]\nname = "cpu"', r"cpu has no published peak\. Set chip\.bf16_tflops"),
+    ],
+)
+def test_a_file_that_is_wrong_is_one_message(text: str, message: str, tmp_path: Path) -> None:
+    """Names the file and the key."""
+    with pytest.raises(ValueError, match=message):
+        load_machine(written(tmp_path, text), count=None)
+
+
+def test_a_file_that_is_not_there_is_one_message(tmp_path: Path) -> None:
+    """As for a folder or a file without permission."""
+    with pytest.raises(ValueError, match=r"none\.toml: No such file or directory\. Give a TOML file"):
+        load_machine(tmp_path / "none.toml", count=None)
+
+
+def test_options_that_the_file_decides_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two answers to one question would leave it open which counts."""
+    path = written(tmp_path, 'count = 1\n[chip]\nname = "h200"')
+    assert plan.main(["tiny", "--machine", str(path), "--device", "h100"]) == 2
+    assert "with --device: the file says it. Leave --device out" in capsys.readouterr().err
+
+
+def test_a_plan_on_a_machine_of_ones_own_has_its_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file's price per device and hour is in the money, and its memory in the verdict."""
+    text = 'count = 1\nusd_per_hour = 2.5\n[chip]\nname = "h200"\nmemory_gb = 100'
+    assert plan.main(["tiny", "--machine", str(written(tmp_path, text)), "--set", "mesh.data=1"]) == 0
+    text = capsys.readouterr().out
+    assert "device hours; $" in text
+    assert "93.13" in text
+
+
+def test_unified_memory_holds_what_the_device_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """An 8B with float32 moments on one GH200 of 96 GB: pages move over C2C once a step; without, it does not fit."""
+    words = ["llama8b", "--device", "gh200", "--count", "1", "--set", "data.global_batch=8", "--host-memory", "480GB"]
+    unified = ["--set", "layout.offload.unified_memory=True"]
+    assert plan.main(words) == 2
+    assert "llama8b does not fit 1 x gh200" in capsys.readouterr().err
+    assert plan.main([*words, *unified]) == 0
+    found = capsys.readouterr().out
+    assert "fits: " in found
+    assert "host copies" in found
