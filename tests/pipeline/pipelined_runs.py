@@ -46,6 +46,7 @@ OPTIONS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "zero 1": (dict(data=2), {}, dict(zero_stage=1)),
     "zero 2": (dict(data=2), {}, dict(zero_stage=2)),
     "zero 3": (dict(data=2), {}, dict(zero_stage=3)),
+    "zero 3 over context": (dict(context=2), {}, dict(zero_stage=3)),
     "remat full": ({}, {}, dict(remat="full")),
     "remat named": ({}, {}, dict(remat="named", remat_save=("attention_out", "mlp_up"))),
     "tied": ({}, SIZES | dict(tie_embeddings=True), {}),

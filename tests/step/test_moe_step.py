@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jtrain.dims import Batch, ParamInfo
 from jtrain.layout import LayoutSpec, OffloadSpec, make_layout
-from jtrain.mesh import MeshSpec
+from jtrain.mesh import ZERO_AXES, MeshSpec
 from jtrain.model import expert_dispatch
 from jtrain.model.kv_cache_decode import empty_cache, extend
 from jtrain.model.param import map_params
@@ -86,15 +86,15 @@ def test_axes_that_do_not_split_the_experts_are_refused() -> None:
 
 
 def test_a_router_is_whole_and_its_experts_are_split() -> None:
-    """Over `expert` before anything else; `data` still shards the width, `tensor` the hidden width."""
+    """Over `expert` before anything else; `data` and `context` still shard the width, `tensor` the hidden width."""
     model = Transformer(**EXPERTS)
     axes: Any = dict(data=2, expert=2, tensor=2)
     layout = make_layout(LayoutSpec(zero_stage=3), MeshSpec(**axes), model.param_infos())
     of = {p.info.path: p.param for p in layout.params}
-    assert of["layers.mlp.gate_XDF"] == P(None, "expert", "data", "tensor")
-    assert of["layers.mlp.down_XFD"] == P(None, "expert", "tensor", "data")
-    assert of["layers.mlp.router_DX"] == P(None, "data", None)
-    assert of["layers.mlp.shared.gate_DF"] == P(None, "data", "tensor")
+    assert of["layers.mlp.gate_XDF"] == P(None, "expert", ZERO_AXES, "tensor")
+    assert of["layers.mlp.down_XFD"] == P(None, "expert", "tensor", ZERO_AXES)
+    assert of["layers.mlp.router_DX"] == P(None, ZERO_AXES, None)
+    assert of["layers.mlp.shared.gate_DF"] == P(None, ZERO_AXES, "tensor")
 
 
 def test_cached_logits_of_a_mixture_are_those_of_the_full_forward() -> None:
