@@ -178,5 +178,5 @@ def _alone(args: argparse.Namespace, machine: Machine) -> Point | None:
     set_values(config, {"layout.sequence_groups": 1})
     settle_loss_chunk(config, machine.device)
     task = search_task(build_run(config), machine)
-    points = search(task, (mesh for mesh in meshes(task) if mesh.replica == 1))
-    return next((point for point in points if point.spec.zero_stage == 3), None)
+    points = search(task, (mesh for mesh in meshes(task) if mesh.replica == 1), keep=1, zero_stages=(3,))
+    return points[0] if points else None

@@ -10,7 +10,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jtrain.errors import UserError
@@ -23,7 +23,7 @@ from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.estimate.step_time import Assumptions, StepTime, step_time
 from jtrain.plan.job import Job
-from jtrain.plan.mesh_options import divisors, mesh_options
+from jtrain.plan.mesh_options import mesh_options, microbatch_options
 
 SLACK = 0.15
 """Error margin of the closed form: the fraction of the memory that an estimate has to leave free."""
@@ -179,15 +179,19 @@ class _Series:
         return evaluate(task, dataclasses.replace(self.base, microbatches=self.parts[index]), self.mesh, timed=timed)
 
 
-def search(task: SearchTask, over: Iterable[MeshSpec], *, keep: int = 10, limit_s: float = math.inf) -> list[Point]:
+def search(
+    task: SearchTask,
+    over: Iterable[MeshSpec],
+    *,
+    keep: int = 10,
+    limit_s: float = math.inf,
+    zero_stages: Sequence[int] = (0, 1, 2, 3),
+) -> list[Point]:
     """Returns layouts on these meshes that fit, the fastest first: the `keep` fastest ones, and others that were met.
 
     Of a mesh and ZeRO stage the layout that keeps all activations and has the fewest microbatches is the fastest. Where
-    it is slower than the `keep` fastest so far, the others are not estimated; nor are they where the one that takes the
-    least memory does not fit.
-
-    Args:
-      limit_s: seconds per step from which on a layout is of no interest.
+    it is slower than the `keep` fastest so far, or than `limit_s`, the others are not estimated; nor are they where the
+    one that takes the least memory does not fit.
     """
     found: list[Point] = []
     missed: list[_Series] = []
@@ -196,7 +200,7 @@ def search(task: SearchTask, over: Iterable[MeshSpec], *, keep: int = 10, limit_
         return limit_s if len(found) < keep else min(limit_s, sorted(p.step_s for p in found)[keep - 1])
 
     helps = task.machine.host_bytes_per_device is not None
-    grouped = [(_least_s(task, every[0]), every) for mesh in over for every in _by_stage(task, mesh)]
+    grouped = [(_least_s(task, every[0]), every) for mesh in over for every in _by_stage(task, mesh, zero_stages)]
     for least_s, every in sorted(grouped, key=lambda group: group[0]):
         if least_s >= limit():
             break
@@ -227,8 +231,8 @@ def _least_s(task: SearchTask, series: _Series) -> float:
 def _that_fit(task: SearchTask, series: _Series, first: Point) -> list[Point]:
     """The layout of the fewest microbatches that fits; with stages all that fit, because more shorten the bubble."""
     if series.mesh.stage > 1:
-        points = [first, *(series.at(task, index) for index in range(1, len(series.parts)))]
-        return [point for point in points if fits(task, point.plan)]
+        fitting = [i for i in range(len(series.parts)) if fits(task, series.at(task, i, timed=False).plan)]
+        return [series.at(task, index) for index in fitting]
     if fits(task, first.plan):
         return [first]
     # Bytes fall with the microbatches, after the accumulator that two need.
@@ -279,7 +283,7 @@ def _fits_on_host(task: SearchTask, series: _Series, index: int) -> bool:
 
 def fastest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point | None:
     """The layout that would be fastest if memory did not matter; None if it fits."""
-    each = (series.at(task, 0) for mesh in over for every in _by_stage(task, mesh) for series in every)
+    each = (series.at(task, 0) for mesh in over for every in _by_stage(task, mesh, (0, 1, 2, 3)) for series in every)
     point = min(each, key=lambda point: point.step_s, default=None)
     return None if point is None or fits(task, point.plan) else point
 
@@ -313,9 +317,11 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
     )
 
 
-def _by_stage(task: SearchTask, mesh: MeshSpec) -> Iterator[list[_Series]]:
+def _by_stage(task: SearchTask, mesh: MeshSpec, zero_stages: Sequence[int] = (0, 1, 2, 3)) -> Iterator[list[_Series]]:
     """Yields the series of each ZeRO stage, the one that keeps all activations first."""
-    for stage in (0, 1, 2, 3) if mesh.zero_shards > 1 else (0,):
+    for stage in zero_stages:
+        if stage and mesh.zero_shards == 1:
+            continue
         found: list[_Series] = []
         for kept in REMATS:
             if kept == SAVEABLE and stage == 3 and mesh.zero_shards > 1:
@@ -336,7 +342,7 @@ def _by_stage(task: SearchTask, mesh: MeshSpec) -> Iterator[list[_Series]]:
                 check_layout(job.optimizer, job.layout)
             except ValueError:
                 continue  # does not split evenly
-            if parts := tuple(n for n in divisors(rows) if n >= mesh.stage):
+            if parts := microbatch_options(rows, mesh.stage):
                 found.append(_Series(base, mesh, parts))
         if found:
             yield found
