@@ -15,7 +15,8 @@ from jtrain.plan.auto_layout import settle_loss_chunk
 from jtrain.plan.estimate.collectives import BETWEEN_STAGES, collectives
 from jtrain.plan.estimate.machine import Machine, make_machine
 from jtrain.plan.from_run import search_task
-from jtrain.plan.search import Point, SearchTask, divisors, evaluate, fits, meshes, resolve_as_needed, search
+from jtrain.plan.mesh_options import divisors
+from jtrain.plan.search import Point, SearchTask, evaluate, fits, meshes, resolve_as_needed, search
 from jtrain_kernels.device import DEVICES
 
 
@@ -178,5 +179,5 @@ def _alone(args: argparse.Namespace, machine: Machine) -> Point | None:
     set_values(config, {"layout.sequence_groups": 1})
     settle_loss_chunk(config, machine.device)
     task = search_task(build_run(config), machine)
-    points = search(task, (mesh for mesh in meshes(task) if mesh.replica == 1), keep=1, zero_stages=(3,))
-    return points[0] if points else None
+    sharded = (mesh for mesh in meshes(task) if mesh.replica == 1 and mesh.zero_shards > 1)
+    return next(iter(search(task, sharded, keep=1, zero=(3,))), None)

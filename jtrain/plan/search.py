@@ -10,8 +10,8 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 from jtrain.errors import UserError
 from jtrain.layout import LayoutSpec, OffloadSpec
@@ -25,6 +25,8 @@ from jtrain.plan.estimate.step_time import Assumptions, StepTime, step_time
 from jtrain.plan.job import Job
 from jtrain.plan.mesh_options import mesh_options, microbatch_options
 
+type ZeroStages = tuple[Literal[0, 1, 2, 3], ...]
+EVERY: ZeroStages = (0, 1, 2, 3)
 SLACK = 0.15
 """Error margin of the closed form: the fraction of the memory that an estimate has to leave free."""
 
@@ -180,18 +182,17 @@ class _Series:
 
 
 def search(
-    task: SearchTask,
-    over: Iterable[MeshSpec],
-    *,
-    keep: int = 10,
-    limit_s: float = math.inf,
-    zero_stages: Sequence[int] = (0, 1, 2, 3),
+    task: SearchTask, over: Iterable[MeshSpec], *, keep: int = 10, limit_s: float = math.inf, zero: ZeroStages = EVERY
 ) -> list[Point]:
     """Returns layouts on these meshes that fit, the fastest first: the `keep` fastest ones, and others that were met.
 
     Of a mesh and ZeRO stage the layout that keeps all activations and has the fewest microbatches is the fastest. Where
-    it is slower than the `keep` fastest so far, or than `limit_s`, the others are not estimated; nor are they where the
-    one that takes the least memory does not fit.
+    it is slower than the `keep` fastest so far, the others are not estimated; nor are they where the one that takes the
+    least memory does not fit.
+
+    Args:
+      limit_s: seconds per step from which on a layout is of no interest.
+      zero: ZeRO stages to try on meshes that can shard.
     """
     found: list[Point] = []
     missed: list[_Series] = []
@@ -200,7 +201,7 @@ def search(
         return limit_s if len(found) < keep else min(limit_s, sorted(p.step_s for p in found)[keep - 1])
 
     helps = task.machine.host_bytes_per_device is not None
-    grouped = [(_least_s(task, every[0]), every) for mesh in over for every in _by_stage(task, mesh, zero_stages)]
+    grouped = [(_least_s(task, every[0]), every) for mesh in over for every in _by_stage(task, mesh, zero)]
     for least_s, every in sorted(grouped, key=lambda group: group[0]):
         if least_s >= limit():
             break
@@ -241,11 +242,7 @@ def _that_fit(task: SearchTask, series: _Series, first: Point) -> list[Point]:
 
 
 def _helped_by_host(task: SearchTask, missed: Iterable[_Series], best_s: float) -> Iterator[Point]:
-    """Yields layouts that fit with host memory. Offloading costs time, so only misses faster than the best are tried.
-
-    Args:
-      missed: series whose first layout does not fit.
-    """
+    """Yields layouts of `missed` that fit with host memory, from those alone that were faster without: copies cost."""
     waiting: list[tuple[float, int, int, _Series, Point]] = []
     number = itertools.count()  # decides between equal times
 
@@ -283,7 +280,7 @@ def _fits_on_host(task: SearchTask, series: _Series, index: int) -> bool:
 
 def fastest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point | None:
     """The layout that would be fastest if memory did not matter; None if it fits."""
-    each = (series.at(task, 0) for mesh in over for every in _by_stage(task, mesh, (0, 1, 2, 3)) for series in every)
+    each = (series.at(task, 0) for mesh in over for every in _by_stage(task, mesh, EVERY) for series in every)
     point = min(each, key=lambda point: point.step_s, default=None)
     return None if point is None or fits(task, point.plan) else point
 
@@ -317,11 +314,9 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
     )
 
 
-def _by_stage(task: SearchTask, mesh: MeshSpec, zero_stages: Sequence[int] = (0, 1, 2, 3)) -> Iterator[list[_Series]]:
+def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[list[_Series]]:
     """Yields the series of each ZeRO stage, the one that keeps all activations first."""
-    for stage in zero_stages:
-        if stage and mesh.zero_shards == 1:
-            continue
+    for stage in zero if mesh.zero_shards > 1 else (0,):
         found: list[_Series] = []
         for kept in REMATS:
             if kept == SAVEABLE and stage == 3 and mesh.zero_shards > 1:

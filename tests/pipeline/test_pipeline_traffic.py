@@ -51,8 +51,11 @@ def test_compiled_collectives_are_the_plans(
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", (PipelineSpec(), ZB), ids=str)
 def test_overlapped_projections_permute_in_every_tick(pipeline: PipelineSpec) -> None:
-    """Byte by byte; in how many pieces is the kernels' choice."""
-    axes, layout = dict(stage=2, tensor=2), layout_of(3, 4, tensor_overlap=True, remat="full")
+    """Byte by byte; in how many pieces is the kernels' choice.
+
+    Of two devices along `tensor` XLA joins what two turns of the ring send.
+    """
+    axes, layout = dict(stage=2, tensor=4), layout_of(3, 4, tensor_overlap=True, remat="full")
     got, want = (
         {key: size for key, (_, size) in table(axes, FOUR, pipeline=pipeline, **layout).items()}
         for table in (compiled, predicted)

@@ -276,8 +276,8 @@ def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] 
     are not kept are recomputed.
 
     With 8-bit matmuls gathered arrays travel in 8 bits, with the same scale on all devices. If the backward pass is
-    split, the gradients of weights gather what the gradient of the input has gathered already. If a stage computes it
-    whole, the gather that recomputes a projection serves its gradient too.
+    split, the gradients of weights gather what the gradient of the input has gathered already. Of two devices XLA may
+    join the gather that recomputes a projection with that of its gradient, which is not counted.
     """
     again = [0, 0, 0]
     if kept is not None:
@@ -286,8 +286,7 @@ def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] 
             not {"mlp_gate", "mlp_up"} <= set(kept),
             "attention_out" not in kept,
         ]
-    whole = layout.pipeline is not None and not splits_backward(layout)
-    gathers, sums = 4 + (0 if whole else again[0] + again[1]), 4 + again[2]
+    gathers, sums = 4 + again[0] + again[1], 4 + again[2]
     gradients = 4 if splits_backward(layout) else 2
     mode, dtype, n = layout.precision.matmul_dtype, layout.precision.compute_dtype, layout.mesh.tensor
     forward, gradient = (dtype, dtype) if mode == "compute" else ("float8_e4m3fn", "float8_e5m2")
