@@ -1,4 +1,4 @@
-"""Meshes of a machine that split a model and its batch evenly."""
+"""Meshes and numbers of microbatches that split a model and its batch evenly."""
 
 import itertools
 from collections.abc import Iterator
@@ -34,6 +34,16 @@ def mesh_options(job: Job) -> Iterator[MeshSpec]:
                 continue
             if expert == 1 or (model.moe is not None and model.moe.num_experts % expert == 0):
                 yield MeshSpec(replica=left // data // expert, data=data, expert=expert, context=context, tensor=tensor)
+
+
+_FULL = 16
+"""Microbatches per stage from which on more hardly shorten the bubble: at most 1 / 16 of a step."""
+
+
+def microbatch_options(rows: int, stages: int) -> tuple[int, ...]:
+    """Numbers of microbatches that split a device's sequences evenly; with stages, those that a pipeline can use."""
+    most = rows if stages == 1 else _FULL * stages
+    return tuple(n for n in divisors(rows) if stages <= n <= most)
 
 
 def divisors(n: int) -> list[int]:

@@ -15,7 +15,8 @@ from jtrain.plan.auto_layout import settle_loss_chunk
 from jtrain.plan.estimate.collectives import BETWEEN_STAGES, collectives
 from jtrain.plan.estimate.machine import Machine, make_machine
 from jtrain.plan.from_run import search_task
-from jtrain.plan.search import Point, SearchTask, divisors, evaluate, fits, meshes, resolve_as_needed, search
+from jtrain.plan.mesh_options import divisors
+from jtrain.plan.search import Point, SearchTask, evaluate, fits, meshes, resolve_as_needed, search
 from jtrain_kernels.device import DEVICES
 
 

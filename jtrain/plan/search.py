@@ -23,7 +23,7 @@ from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.estimate.step_time import Assumptions, StepTime, step_time
 from jtrain.plan.job import Job
-from jtrain.plan.mesh_options import divisors, mesh_options
+from jtrain.plan.mesh_options import mesh_options, microbatch_options
 
 type ZeroStages = tuple[Literal[0, 1, 2, 3], ...]
 EVERY: ZeroStages = (0, 1, 2, 3)
@@ -232,8 +232,8 @@ def _least_s(task: SearchTask, series: _Series) -> float:
 def _that_fit(task: SearchTask, series: _Series, first: Point) -> list[Point]:
     """The layout of the fewest microbatches that fits; with stages all that fit, because more shorten the bubble."""
     if series.mesh.stage > 1:
-        points = [first, *(series.at(task, index) for index in range(1, len(series.parts)))]
-        return [point for point in points if fits(task, point.plan)]
+        fitting = [i for i in range(len(series.parts)) if fits(task, series.at(task, i, timed=False).plan)]
+        return [series.at(task, index) for index in fitting]
     if fits(task, first.plan):
         return [first]
     # Bytes fall with the microbatches, after the accumulator that two need.
@@ -337,7 +337,7 @@ def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[li
                 check_layout(job.optimizer, job.layout)
             except ValueError:
                 continue  # does not split evenly
-            if parts := tuple(n for n in divisors(rows) if n >= mesh.stage):
+            if parts := microbatch_options(rows, mesh.stage):
                 found.append(_Series(base, mesh, parts))
         if found:
             yield found

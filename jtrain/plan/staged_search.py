@@ -26,9 +26,6 @@ what they can save, and a bubble costs as much."""
 _MESHES = 8
 """Meshes on which all schedules are tried."""
 
-_LAYOUTS = 10
-"""Layouts without stages that one with stages has to beat the last of, to be of interest."""
-
 
 def staged_meshes(task: SearchTask, *, chunks: int) -> Iterator[MeshSpec]:
     """Yields the (stage, replica, data, tensor) meshes of the machine with several stages.
@@ -57,14 +54,15 @@ def search_with_stages(task: SearchTask, alone: Sequence[Point]) -> list[Point]:
     """Returns the layouts with stages that fit, the fastest first.
 
     The first schedule is tried on all meshes, the others on the best of them: it needs the least memory, and a schedule
-    hardly changes which mesh is the best.
+    hardly changes which mesh is the best. Left out is what would be slower than the fastest layout without stages even
+    if no stage waited for another.
 
     Args:
       alone: layouts without stages that fit, the fastest first.
     """
     if alone and _waiting(alone[0]) < WAITING:
         return []
-    limit_s = alone[_LAYOUTS - 1].step_s if len(alone) >= _LAYOUTS else math.inf
+    limit_s = alone[0].step_s if alone else math.inf
     found = _with_schedule(task, SCHEDULES[0], None, limit_s)
     promising = list(dict.fromkeys(point.mesh for point in found))[:_MESHES]
     for pipeline in SCHEDULES[1:]:
