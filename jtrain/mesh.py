@@ -50,7 +50,7 @@ class MeshSpec:
 
     @property
     def zero_axes(self) -> tuple[str, ...]:
-        """Those of `ZERO_AXES` with several devices."""
+        """Returns the axes of `ZERO_AXES` that have several devices."""
         return tuple(axis for axis in ZERO_AXES if self.shape[axis] > 1)
 
     @property

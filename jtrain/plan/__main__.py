@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--count", type=int, metavar="N", help="devices (default: those of the config's mesh)")
     parser.add_argument(
-        "--host-memory", metavar="SIZE", help="memory of each host, such as 128GiB; offload may pin 80 % of it"
+        "--host-memory", metavar="SIZE", help="memory of each host, such as 128GiB; offload may pin 80 %% of it"
     )
     parser.add_argument("--compile", action="store_true", help="compile the real step for that machine (minutes)")
     parser.add_argument(
