@@ -10,7 +10,12 @@ from jtrain.config.run import Run, build_run
 from jtrain.errors import UserError, did_you_mean
 from jtrain.runtime.secrets import shown_lines
 
-ADDED = {"model.moe": "None", "optimizer.master_dtype": "'none'", "optimizer.param_rounding": "'nearest'"}
+ADDED = {
+    "model.moe": "None",
+    "optimizer.master_dtype": "'none'",
+    "optimizer.param_rounding": "'nearest'",
+    "precision.grad_accum_dtype": "'float32'",
+}
 """Fields that older runs lack -> the value, as text, that reproduces their behaviour."""
 
 
