@@ -167,8 +167,9 @@ def assert_composes(stages: int, schedule: str, option: str) -> None:
     There are as many microbatches as DualPipeV needs, and at least eight layers, so that options share references.
 
     A difference in the last bit of float32 may round to another 8-bit number, and in eight layers it does: runs without
-    stages then differ by 5 % of a gradient from one number of microbatches to another. So 8-bit cases have few layers,
-    and the axes and microbatches of their reference are those of the run.
+    stages then differ by 5 % of a gradient from one number of microbatches to another, and by 19 % if a norm's epsilon
+    is 2 % larger. So 8-bit cases have few layers, and the axes and microbatches of their reference are those of the
+    run; where two chunks on four stages need eight layers, the reference is GPipe over the same stages.
     """
     axes, sizes, layout = OPTIONS[option]
     chunks = 2 if schedule == "interleaved" or schedule in V_SHAPED else 1
@@ -177,8 +178,15 @@ def assert_composes(stages: int, schedule: str, option: str) -> None:
     got = trained(
         dict(stage=stages, **axes), sizes=sizes, pipeline=settings(schedule), microbatches=2 * stages, **layout
     )
-    want = unpipelined(sizes, axes, microbatches=2 * stages, **layout) if in_8_bits else unpipelined(sizes)
-    assert_same(got, want)
+    if not in_8_bits:
+        assert_same(got, unpipelined(sizes))
+    elif stages * chunks < 8:
+        assert_same(got, unpipelined(sizes, axes, microbatches=2 * stages, **layout))
+    else:
+        gpipe = trained(
+            dict(stage=stages, **axes), sizes=sizes, pipeline=settings("gpipe"), microbatches=2 * stages, **layout
+        )
+        assert_same(got, gpipe)
 
 
 def assert_same(got: Run, want: Run) -> None:
