@@ -56,7 +56,7 @@ class MeshSpec:
     @property
     def zero_shards(self) -> int:
         """Number of shards into which ZeRO splits an array: the devices along `ZERO_AXES`."""
-        return self.data * self.context
+        return math.prod(self.shape[axis] for axis in ZERO_AXES)
 
     @property
     def size(self) -> int:

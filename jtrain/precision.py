@@ -24,7 +24,8 @@ class PrecisionSpec:
     compute_dtype: format of matmuls and activations; softmax, norms and the loss are always float32.
     reduce_dtype: format in which gradients are summed over devices.
     grad_accum_dtype: format in which a device sums the gradients of microbatches. bfloat16 takes 2 bytes per parameter
-      instead of 4; each addition is float32 and rounded stochastically, so that the sum is right on average.
+      instead of 4, also with one microbatch; each addition is float32 and rounded stochastically, so that the sum is
+      right on average.
     matmul_dtype: format of the operands of the layers' weight matmuls in training. `compute` is compute_dtype;
       `fp8_current` and `fp8_delayed` round them to 8-bit floats (e4m3, gradients e5m2), each tensor scaled by its own
       maximum or by that of earlier steps. Evaluation and exports use compute_dtype.

@@ -29,9 +29,9 @@ def webhook_server() -> Iterator[Server]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             assert (self.path, self.headers["Content-Type"]) == ("/hook/5ec7e7", "application/json")
+            posted.put(json.loads(body))  # before the answer: the client's next post has a thread of its own
             self.send_response(codes.pop(0) if codes else 200)
             self.end_headers()
-            posted.put(json.loads(body))
 
         def log_message(self, format: str, *args: object) -> None:
             pass

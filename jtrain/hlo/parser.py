@@ -19,8 +19,6 @@ _ITEMSIZE |= dict.fromkeys(("f8e4m3", "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m
 
 _KERNEL = re.compile(r'custom_call_target="[^"]*(gemm|matmul|mosaic|tpu_custom_call|triton|fmha)')
 
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|branch_computations|(?:true|false)_computation|called_computations)=(?:%([\w.-]+)|\{([^}]*)\})"
 )
@@ -40,6 +38,12 @@ class Instruction:
         """Names of its operands."""
         _, _, rest = self.line.partition(f" {self.opcode}(")
         return re.findall(r"%([\w.-]+)", rest.partition("), ")[0])
+
+    @property
+    def op_name(self) -> str:
+        """Path of named scopes in its metadata; "" if it has none."""
+        found = re.search(r'op_name="([^"]*)"', self.line)
+        return found[1] if found else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +98,8 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
             if opcode == "while":
                 trips = trip_count(instruction.line, computations)
                 inner = None if times is None or trips is None else times * trips
-            elif opcode == "conditional" and branch_times is not None and (named := _OP_NAME.search(instruction.line)):
-                taken = branch_times(named[1])
+            elif opcode == "conditional" and branch_times is not None:
+                taken = branch_times(instruction.op_name)
                 inner = times if taken is None else taken
             # The computation of a reduction (to_apply) is visited too; its arithmetic is ignored by all callers.
             for inside in called(instruction.line):

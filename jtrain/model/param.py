@@ -108,6 +108,7 @@ def _draw_keys(info: ParamInfo, seed: int, *, layers: int | None) -> UInt32[np.n
     """Random keys of a parameter's draws, two words each; with `layers`, of each layer.
 
     They are folded here and not in the program: with four generators a parameter it compiles 1.4 to 1.9 times as long.
+    In numpy, because jax's own function outside of a program has to be compiled as well, for half a second.
     """
     key = _fold_in(np.array([0, seed], np.uint32), zlib.crc32(info.path.encode()))
     if layers is not None:
@@ -151,8 +152,8 @@ def _normal(keys: UInt32[Array, "4 2"], shape: Sequence[int]) -> Float[Array, ".
 
     # A loop: XLA:CPU takes half a second to compile one generator, and unrolled there would be four per parameter.
     total = jax.lax.fori_loop(0, DRAWS, add, jnp.zeros(shape, jnp.int32))
-    centred = 2 * total - 8 * 0xFFFF
+    centred = 2 * total - 2 * DRAWS * 0xFFFF
     deviation = math.sqrt(
-        8 * (2.0**32 - 1) / 3
+        2 * DRAWS * (2.0**32 - 1) / 3
     )  # of `centred`: a uniform over 2^16 integers has variance (2^32 - 1) / 12
     return centred.astype(jnp.float32) * (1.0 / deviation)

@@ -3,8 +3,8 @@
 A zero-bubble pipeline fills its gaps with gradients of weights (arXiv:2401.10241). A weight's gradient needs only the
 input of its product and the gradient of its result. Where a weight is a `SplitKernel`, the backward pass computes the
 gradient of the input alone, and hands out those two arrays as the gradients of two arguments that the forward pass does
-not read (`Taps`). `jtrain.step.pipeline_chunks` later makes the weight's
-gradient of them: it differentiates `Site.again` by the kernels.
+not read (`Taps`). `jtrain.step.pipeline_chunks` later makes the weight's gradient of them: it differentiates
+`Site.again` by the kernels.
 """
 
 import contextlib

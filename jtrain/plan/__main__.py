@@ -62,7 +62,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--device", metavar="NAME", help="h200, h100, b200, v5p, v5e, ...")
     parser.add_argument(
-        "--machine", type=Path, metavar="FILE", help="TOML file of chips, links, hosts and prices, instead of --device"
+        "--machine",
+        type=Path,
+        metavar="FILE",
+        help="TOML file of chips, links, hosts and prices, instead of --device; other options replace what it says",
     )
     parser.add_argument("--count", type=int, metavar="N", help="devices (default: those of the config's mesh)")
     parser.add_argument(
@@ -114,9 +117,8 @@ def assumptions(args: argparse.Namespace) -> "Assumptions":
     Raises:
       UserError: a fraction or a number is out of range.
     """
-    from jtrain.plan.estimate.step_time import (
-        Assumptions,
-    )  # imported here because it imports jax, like the imports below
+    # Imported here because it imports jax, like the imports below.
+    from jtrain.plan.estimate.step_time import Assumptions
 
     given = {"matmul": args.efficiency, "goodput": args.goodput}
     for option, value in (("--efficiency", args.efficiency), ("--goodput", args.goodput)):
@@ -138,14 +140,14 @@ def machine_of(args: argparse.Namespace, default_count: int) -> "Machine":
     from jtrain.plan.machine_file import load_machine
     from jtrain_kernels.device import DEVICES
 
+    host_memory_bytes = None if args.host_memory is None else parse_bytes("--host-memory", args.host_memory)
+    network_bytes_per_s = None if args.network is None else args.network * 1e9 / 8
     if args.machine is not None:
-        for option in ("device", "network", "host_memory"):
-            if getattr(args, option) is not None:
-                name = f"--{option.replace('_', '-')}"
-                raise UserError(f"--machine {args.machine} with {name}: the file says it. Leave {name} out.")
+        if args.device is not None:
+            raise UserError(f"--machine {args.machine} with --device: the file says it. Leave --device out.")
         machine, price = load_machine(args.machine, count=args.count)
         args.price = price if args.price is None else args.price
-        return machine
+        return machine.changed(host_memory_bytes=host_memory_bytes, network_bytes_per_s=network_bytes_per_s)
     if args.device is None:
         names = [spec.name for spec in DEVICES.values() if spec.peak_bf16_flops]
         raise UserError(
@@ -154,8 +156,8 @@ def machine_of(args: argparse.Namespace, default_count: int) -> "Machine":
     return make_machine(
         args.device,
         default_count if args.count is None else args.count,
-        host_memory_bytes=None if args.host_memory is None else parse_bytes("--host-memory", args.host_memory),
-        network_bytes_per_s=None if args.network is None else args.network * 1e9 / 8,
+        host_memory_bytes=host_memory_bytes,
+        network_bytes_per_s=network_bytes_per_s,
     )
 
 
@@ -176,7 +178,7 @@ def compile_point(run: "Run", point: "Point") -> Any:
 
 
 def sheet_of(
-    args: argparse.Namespace, run: "Run", task: "SearchTask", point: "Point", compiled: Any, given: dict[str, str]
+    args: argparse.Namespace, run: "Run", task: "SearchTask", point: "Point", compiled: Any, planned: dict[str, str]
 ) -> "Sheet":
     """The sheet of one layout."""
     from jtrain.plan.estimate.step_time import cost
@@ -198,7 +200,7 @@ def sheet_of(
         goodput,
         largest_rows(task, point),
         compiled=compiled,
-        measured=None if args.calibrate is None else measured(args.calibrate, given),
+        measured=None if args.calibrate is None else measured(args.calibrate, planned, task.machine),
     )
 
 
@@ -304,6 +306,13 @@ def execute(args: argparse.Namespace) -> int:
         raise UserError(f"--top {args.top} is the number of layouts of a search to compile. Add --search --compile.")
     if args.top is not None and args.top < 1:
         raise UserError(f"--top {args.top} must be at least 1.")
+    if args.calibrate is not None and args.search:
+        raise UserError("--calibrate is of the layout that a run had, and --search finds another. Leave one out.")
+    if args.efficiency is not None and (args.calibrate is not None or args.measured is not None):
+        raise UserError(
+            "--efficiency with --calibrate or --measured: what a run measured is in units of each chip's own. Leave "
+            "--efficiency out."
+        )
     run_config = load_config(args.config, args.fiddlers, args.sets)
     given = tree.parse(tree.flat(run_config))
     machine = machine_of(args, mesh_size(run_config))
@@ -341,9 +350,13 @@ def execute(args: argparse.Namespace) -> int:
         compiled = compile_point(run, point) if args.compile else None
     if notes:
         notes = [f"for --count {machine.count}: {', '.join(notes)}"]
-    sheet = sheet_of(args, run, task, point, compiled, given)
-    print_sheet(sheet, console, [*notes, *of_loss, assume.of(machine.device), explained(sheet.job)])
-    if sheet.measured is not None and sheet.measured.step_s is not None:
+    # The run's config.txt has the mesh and layout as they were settled, and the model as it was asked for.
+    asked = {path: text for path, text in given.items() if path.startswith("model.")}
+    planned = tree.parse(tree.flat(run_config)) | asked
+    sheet = sheet_of(args, run, task, point, compiled, planned)
+    assumed = assume.of(machine.device, devices=machine.count, in_8_bits=run.precision.matmul_dtype != "compute")
+    print_sheet(sheet, console, [*notes, *of_loss, assumed, explained(sheet.job)])
+    if args.calibrate is not None and sheet.measured is not None and sheet.measured.step_s is not None:
         file = calibrate(args.calibrate, sheet.job, sheet.plan, assume=assume, measured_s=sheet.measured.step_s)
         console.print(f"wrote {file}: give --measured {args.calibrate} to plans on this chip", highlight=False)
     if args.json is not None:

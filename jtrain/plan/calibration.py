@@ -38,13 +38,11 @@ def calibrate(workdir: Path, job: Job, plan: MemoryPlan, *, assume: Assumptions,
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if planned_s(middle) < measured_s else (low, middle)
-    parts = step_time(job, plan, assume=assume).parts
     found: dict[str, Any] = dict(
         device=job.machine.device.name,
         matmul_dtype=job.layout.precision.matmul_dtype,
         computation=high,
         measured_s=measured_s,
-        planned_parts_s=parts,
     )
     file = workdir / FILE
     file.write_text(json.dumps(found, indent=1) + "\n")

@@ -74,8 +74,9 @@ def check_fits(job: Job, *, available: int, asked: Layout | None = None) -> Memo
         "Any of these fits:\n" + "\n".join(ways)
         if ways
         else (
-            "No ZeRO stage, remat, accumulation, offload, bfloat16 parameters with 8-bit moments or mesh.data up to "
-            "4096 alone makes it fit: set a smaller model or data.seq_len, or raise mesh.tensor or mesh.context."
+            f"No ZeRO stage, remat, accumulation, offload{', smaller state' if smaller_states(job) else ''} or "
+            "mesh.data up to 4096 alone makes it fit: set a smaller model or data.seq_len, or raise mesh.tensor or "
+            "mesh.context."
         )
     )
     raise UserError(
@@ -106,6 +107,7 @@ def ways_out(job: Job, *, limit: int, asked: Layout | None = None, host: bool = 
       host: True if offloading may be offered, that is, if the host's memory is known.
     """
     ways: list[str] = []
+    offered: set[str] = set()
     offloads = host and job.platform != "cpu" and not isinstance(job.optimizer, Muon)
     offloads &= not job.layout.spec.offload.unified_memory
     for change in _changes(job, asked or job.layout, offloads=offloads):
@@ -115,7 +117,8 @@ def ways_out(job: Job, *, limit: int, asked: Layout | None = None, host: bool = 
         except ValueError:
             continue  # does not split evenly
         on_host = "as_needed" in change.text  # as_needed keeps SLACK free, and moves no more than it must
-        if needed <= limit * (1 - SLACK if on_host else 1):
+        if needed <= limit * (1 - SLACK if on_host else 1) and change.text and change.text not in offered:
+            offered.add(change.text)
             ways.append(f"  {change.text}  ({'down to ' if on_host else ''}{needed / GIB:.1f} GiB)")
         if len(ways) == 4:
             break
@@ -174,15 +177,35 @@ def _changes(job: Job, asked: Layout, *, offloads: bool) -> Iterator[_Change]:
     Args:
       offloads: True if the optimizer's state can be kept in host memory.
     """
-    spec, mesh, global_batch = job.layout.spec, job.layout.mesh, job.global_batch
+    spec, global_batch = job.layout.spec, job.global_batch
+
+    def change(
+        new: LayoutSpec, mesh: MeshSpec, batch: int, *, on_host: tuple[str, ...] = (), state: StateFormats = ()
+    ) -> _Change:
+        changes = {
+            "mesh.replica": (asked.mesh.replica, mesh.replica),
+            "mesh.data": (asked.mesh.data, mesh.data),
+            "layout.zero_stage": (asked.spec.zero_stage, new.zero_stage),
+            "layout.remat": (asked.spec.remat, new.remat),
+            "layout.microbatches": (asked.spec.microbatches, new.microbatches),
+            "data.global_batch": (global_batch, batch),
+            **{f"layout.offload.{name}": (getattr(asked.spec.offload, name), "as_needed") for name in on_host},
+            **{path: (None, value) for path, value in state},
+        }
+        return _Change(
+            " ".join(f"--set {path}={to}" for path, (was, to) in changes.items() if was != to), new, mesh, batch, state
+        )
+
     stages = [stage for stage in (0, 1, 2, 3) if stage >= spec.zero_stage]
     remats = ["none", "full"] if spec.remat == "none" else ["full"] if spec.remat == "full" else [spec.remat, "full"]
-    for data in (mesh.data, *(mesh.data * 2**k for k in range(1, 13) if mesh.data * 2**k <= 4096)):
-        shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES) // mesh.data * data
+    now = job.layout.mesh
+    for data in (now.data, *(now.data * 2**k for k in range(1, 13) if now.data * 2**k <= 4096)):
+        mesh = dataclasses.replace(now, data=data)
+        shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         batch = max(global_batch, shards)
         parts = sorted({spec.microbatches, max(1, batch // shards)})
         on_host: list[tuple[str, ...]] = [()]
-        if offloads and data == mesh.data:
+        if offloads and mesh == now:
             on_host += [("optimizer",), *([("optimizer", "params")] if job.model.scan_layers else [])]
         for names, stage, remat, microbatches in itertools.product(on_host, stages, remats, parts):
             save = spec.remat_save if remat == "named" else ()
@@ -190,29 +213,14 @@ def _changes(job: Job, asked: Layout, *, offloads: bool) -> Iterator[_Change]:
             new = dataclasses.replace(
                 spec, zero_stage=stage, remat=remat, remat_save=save, microbatches=microbatches, offload=offload
             )
-            changes = {
-                "mesh.replica": (asked.mesh.replica, mesh.replica),
-                "mesh.data": (asked.mesh.data, data),
-                "layout.zero_stage": (asked.spec.zero_stage, stage),
-                "layout.remat": (asked.spec.remat, remat),
-                "layout.microbatches": (asked.spec.microbatches, microbatches),
-                "data.global_batch": (global_batch, batch),
-                **{f"layout.offload.{name}": (getattr(asked.spec.offload, name), "as_needed") for name in names},
-            }
-            text = " ".join(f"--set {path}={to}" for path, (was, to) in changes.items() if was != to)
-            if text:
-                yield _Change(text, new, dataclasses.replace(mesh, data=data), batch)
-        if shards < global_batch and data == mesh.data:
-            strongest = dataclasses.replace(spec, zero_stage=3, remat="full", remat_save=(), microbatches=1)
-            text = f"--set data.global_batch={shards} --set layout.zero_stage=3 --set layout.remat=full"
-            yield _Change(text + " --set layout.microbatches=1", strongest, mesh, shards)
-        if data == mesh.data:
+            yield change(new, mesh, batch, on_host=names)
+        if mesh != now:
+            continue
+        full = dataclasses.replace(
+            spec, zero_stage=3 if mesh.zero_shards > 1 else spec.zero_stage, remat="full", remat_save=(), microbatches=1
+        )
+        if shards < global_batch:
+            yield change(full, mesh, shards)
+        for of_layers in (spec, dataclasses.replace(full, microbatches=parts[-1])):
             for state in smaller_states(job):
-                yield _Change(set_options(state), spec, mesh, global_batch, state)
-            full = dataclasses.replace(
-                spec, zero_stage=3 if data > 1 else 0, remat="full", remat_save=(), microbatches=parts[-1]
-            )
-            text = f" --set layout.zero_stage={full.zero_stage} --set layout.remat=full"
-            text += f" --set layout.microbatches={full.microbatches}"
-            for state in smaller_states(job):
-                yield _Change(set_options(state) + text, full, mesh, global_batch, state)
+                yield change(of_layers, mesh, global_batch, state=state)

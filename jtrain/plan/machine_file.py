@@ -20,7 +20,7 @@
     memory_gb = 2000.0
     pcie_gb_per_s = 64.0           # of each device, one direction
     network_gbit_per_s = 400.0     # of each device
-    oversubscription = 2.0         # of the network: at once, devices get this fraction of their rate
+    oversubscription = 2.0         # of the network: all at once, devices get half of their rate
 
 A chip of the table keeps its own figures where the file has none. A new chip needs bf16_tflops, memory_gb and
 memory_gb_per_s, and is planned as an NVIDIA GPU.
@@ -82,6 +82,14 @@ def load_machine(path: Path, *, count: int | None) -> tuple[Machine, float | Non
     if number is None:
         raise UserError(f"--machine {path}: count is missing. Set it, or give --count.")
     spec = _changed(spec, fields)
+    if spec.linked > 1 and spec.link_bytes_per_s is None:
+        raise UserError(f"--machine {path}: links.gb_per_s is missing for links.devices={spec.linked}. Set it.")
+    if spec.linked == 1 and "links.gb_per_s" in fields:
+        raise UserError(f"--machine {path}: links.devices is missing, which links.gb_per_s is between. Set it.")
+    if "host.oversubscription" in fields and spec.host.network_bytes_per_s is None:
+        raise UserError(
+            f"--machine {path}: host.network_gbit_per_s is missing, which host.oversubscription divides. Set it."
+        )
     memory_gb = fields.get("host.memory_gb")
     memory_bytes = None if memory_gb is None else int(memory_gb * 1e9)
     return Machine(spec, checked_count(spec, number), memory_bytes), fields.get("usd_per_hour")

@@ -29,7 +29,8 @@ def mesh_options(job: Job) -> Iterator[MeshSpec]:
         if job.global_batch % left:
             continue
         for data, expert in itertools.product(divisors(left), divisors(left)):
-            width = data * tensor if tensor > model.num_kv_heads else data  # D of shared key heads is split over both
+            # ZeRO splits D over data and context, and that of shared key heads over tensor as well.
+            width = data * context * (tensor if tensor > model.num_kv_heads else 1)
             if model.d_model % width or left % (data * expert):
                 continue
             if expert == 1 or (model.moe is not None and model.moe.num_experts % expert == 0):

@@ -164,6 +164,8 @@ class StreamedParam:
         here = [name for name in self.arrays if name not in self.on_host]
         pieces = {name: self.slices.take(x, index) for name, x in self.constant.items()}
         pieces |= {name: self.slices.take(state[name], index) for name in here}
+        # A pass of its own: XLA:TPU would count what is not finite from the old parameters once more, and copy all of
+        # them first, because they are updated in place.
         new = jax.lax.optimization_barrier(self.update(index, pieces | fetched))
         state = state | {name: self.slices.put(state[name], new[name], index) for name in here}
         return state, {name: new[name] for name in self.on_host}
@@ -204,6 +206,7 @@ def streamed(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[A
             rest, fetched = jax.lax.optimization_barrier((old.written(rest, 1, new, old.slices.count - 1), fetched))
             done.append(old.written(rest, 0, new, old.slices.count - 1))
         fetched |= leaf.fetched(state, 1, first)
+        # Fetch before the loop writes the same array, as in `advanced`: `first` is a number only when the program runs.
         state, fetched = jax.lax.optimization_barrier((state, fetched))
         state, new = leaf.computed(state, fetched, 0)
         first = 0

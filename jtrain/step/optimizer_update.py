@@ -184,7 +184,7 @@ def _streamed_update(
         cores = [p for p in layouts if layout.spec.offload.update == "host" and on_host[p.info.path] - {"param"}]
         found = {p.info.path: by_host(p, scalars, grads[p.info.path], states[p.info.path]) for p in cores}
         # Stacks first: an array of one slice needs no index that the first fetch could wait for.
-        others = sorted((p for p in layouts if p not in cores), key=lambda p: not p.info.dims.startswith("Y"))
+        others = sorted((p for p in layouts if p not in cores), key=lambda p: not p.info.is_stacked)
         leaves = [leaf(p, scalars, grads[p.info.path], states[p.info.path]) for p in others]
         found |= {p.info.path: new for p, new in zip(others, streamed(leaves, scalars.grad_norm), strict=True)}
         count = sum((jnp.sum(new.pop(_COUNT)) for new in found.values()), jnp.zeros((), jnp.int32))

@@ -309,26 +309,30 @@ class BadSteps:
         return HardwareFault(
             f"step {now.step}, run twice from the checkpoint of step {self._origin} with the same batches, gave two "
             f"results: first {first}; then {again}. Data and arithmetic repeat bit for bit, so a device or its memory "
-            f"failed. {place}. Nothing of it was saved{aside}. Replace that host; the same command goes on from the "
+            f"failed. {place}. {aside}. Replace that host; the same command goes on from the "
             f"last checkpoint."
         )
 
     def _set_aside(self, step: int) -> str:
-        """Renames checkpoints whose state this attempt's faulty first pass has computed: from `step` - 1 on."""
+        """Renames checkpoints whose state the faulty first pass computed, from `step` - 1 on. Returns what to say."""
         doubtful = [one for one in self._checkpoints.steps() if one >= max(step - 1, 1) and one > self._origin]
         if not doubtful:
-            return ""
-        what = f"; what its first pass saved (step {', '.join(map(str, doubtful))})"
-        folder = self._checkpoints.folder
-        if jax.process_index() == 0:
-            try:
-                for one in doubtful:
-                    files.set_aside(folder, one)
-            except OSError as error:
-                return f"{what} cannot be set aside ({error.strerror}): move it away"
-            with contextlib.suppress(OSError):  # a full disk; a stale note only makes the next start warn
-                files.note_commit(folder, max(files.steps(folder), default=None))
-        return f"{what} was set aside as damaged"
+            return "Nothing of it was saved"
+        saved = "What its first pass saved (step {})"
+        folder, trouble, left = self._checkpoints.folder, "", list(doubtful)
+        if jax.process_index() != 0:
+            return f"{saved.format(', '.join(map(str, doubtful)))} is set aside by process 0"
+        try:
+            while left:
+                files.set_aside(folder, left[0])
+                del left[0]
+        except OSError as error:
+            trouble = str(error.strerror)
+        with contextlib.suppress(OSError):  # a full disk; a stale note only makes the next start warn
+            files.note_commit(folder, max(files.steps(folder), default=None))
+        if left:
+            return f"{saved.format(', '.join(map(str, left)))} cannot be set aside ({trouble}): move it away"
+        return f"{saved.format(', '.join(map(str, doubtful)))} was set aside as damaged"
 
     def _stopped(self, numbers: Numbers, why: str) -> BadNumbers:
         return BadNumbers(

@@ -16,7 +16,7 @@ from jtrain.model.param import map_params
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, build
-from jtrain.pipeline.spec import V_SHAPED, PipelineSpec
+from jtrain.pipeline.spec import PipelineSpec
 from jtrain.step.pipeline_ticks import ticks_of
 from jtrain.step.state import TrainState, abstract_state, init_state, shardings_of
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
@@ -172,7 +172,7 @@ def assert_composes(stages: int, schedule: str, option: str) -> None:
     run; where two chunks on four stages need eight layers, the reference is GPipe over the same stages.
     """
     axes, sizes, layout = OPTIONS[option]
-    chunks = 2 if schedule == "interleaved" or schedule in V_SHAPED else 1
+    chunks = PipelineSpec(**settings(schedule)).chunks_per_worker
     in_8_bits = "matmul_dtype" in layout
     sizes = (sizes or SIZES) | dict(num_layers=max(0 if in_8_bits else 8, stages * chunks))
     got = trained(

@@ -23,7 +23,7 @@ SEEDS = st.integers(0, 2**32)
 NAMED = re.compile(r"^schedule \w+, worker \d+, \d+[A-Z_]+\d*: \S")
 
 
-@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(SEEDS)
 def test_random_valid_schedules_pass_and_compute_the_gradients(seed: int) -> None:
     """With the channels that they need, in a random interleaving, gathered either way."""
@@ -66,7 +66,7 @@ def refuses_or_proves(
     """Makes random attempts, each a check and a proof of what the check lets through; refusals name their reason."""
     passed = refused = unnamed = 0
 
-    @hypothesis.settings(max_examples=examples, deadline=None)
+    @hypothesis.settings(max_examples=examples)
     @hypothesis.given(SEEDS)
     def run(seed: int) -> None:
         nonlocal passed, refused, unnamed

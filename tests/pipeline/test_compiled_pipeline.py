@@ -56,8 +56,7 @@ def collectives(hlo: str, mesh: dict[str, int]) -> list[Collective]:
                 yield Collective(kind, groups_of(instruction, mesh), conditional, instruction.line)
             inside = conditional
             if instruction.opcode == "conditional" and conditional is None:
-                found = re.search(r'op_name="([^"]*)"', instruction.line)
-                inside = found[1] if found else ""
+                inside = instruction.op_name
             for callee in called(instruction.line):
                 yield from walk(callee, inside)
 

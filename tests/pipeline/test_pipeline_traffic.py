@@ -8,32 +8,36 @@ from typing import Any
 import pytest
 
 from jtrain.pipeline.spec import PipelineSpec
-from tests.step.test_collectives import SIZES, compiled, layout_of, predicted, slow_if
+from tests.step.test_collectives import SIZES, compiled, layout_of, predicted
 
 FOUR = SIZES | dict(num_layers=4)
 DATA = dict(stage=2, data=2)
 ZB = PipelineSpec("zb-h1")
 
 
+def _slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("axes", "pipeline", "sizes", "layout"),
     [
         (dict(stage=2, data=2, tensor=2), ZB, {}, dict(remat="full")),
-        slow_if(True, DATA, PipelineSpec(), {}, dict(remat="full")),
-        slow_if(True, DATA, PipelineSpec("interleaved", chunks=2), {}, {}),
-        slow_if(True, DATA, PipelineSpec("zbv"), {}, {}),
-        slow_if(True, DATA, PipelineSpec(), {}, dict(zero_stage=1)),
-        slow_if(True, DATA, PipelineSpec(), {}, dict(zero_stage=2)),
-        slow_if(True, DATA, PipelineSpec(), dict(tie_embeddings=True), {}),
-        slow_if(True, dict(stage=4, data=2), PipelineSpec(), dict(num_layers=5), {}),
-        slow_if(True, DATA, PipelineSpec(), dict(vocab_size=40_000), {}),
-        slow_if(True, dict(replica=2, stage=2, data=2), ZB, {}, {}),
-        slow_if(True, dict(stage=2, tensor=4), PipelineSpec(), {}, dict(remat="full")),
-        slow_if(True, DATA, PipelineSpec(gather="step"), {}, {}),
-        slow_if(True, DATA, PipelineSpec("zb-h1", gather="step"), {}, dict(zero_stage=2)),
-        slow_if(True, dict(stage=2, context=2), PipelineSpec(), {}, dict(context_attention="ulysses", remat="full")),
-        slow_if(True, dict(stage=2, data=2, context=2), ZB, {}, {}),
-        slow_if(True, dict(stage=2, data=2, context=2), PipelineSpec(), {}, dict(remat="full")),
+        _slow(DATA, PipelineSpec(), {}, dict(remat="full")),
+        _slow(DATA, PipelineSpec("interleaved", chunks=2), {}, {}),
+        _slow(DATA, PipelineSpec("zbv"), {}, {}),
+        _slow(DATA, PipelineSpec(), {}, dict(zero_stage=1)),
+        _slow(DATA, PipelineSpec(), {}, dict(zero_stage=2)),
+        _slow(DATA, PipelineSpec(), dict(tie_embeddings=True), {}),
+        _slow(dict(stage=4, data=2), PipelineSpec(), dict(num_layers=5), {}),
+        _slow(DATA, PipelineSpec(), dict(vocab_size=40_000), {}),
+        _slow(dict(replica=2, stage=2, data=2), ZB, {}, {}),
+        _slow(dict(stage=2, tensor=4), PipelineSpec(), {}, dict(remat="full")),
+        _slow(DATA, PipelineSpec(gather="step"), {}, {}),
+        _slow(DATA, PipelineSpec("zb-h1", gather="step"), {}, dict(zero_stage=2)),
+        _slow(dict(stage=2, context=2), PipelineSpec(), {}, dict(context_attention="ulysses", remat="full")),
+        _slow(dict(stage=2, data=2, context=2), ZB, {}, {}),
+        _slow(dict(stage=2, data=2, context=2), PipelineSpec(), {}, dict(remat="full")),
     ],
     ids=str,
 )

@@ -35,7 +35,7 @@ def test_every_schedule_in_every_packing_is_the_unpipelined_run(name: str, packi
         check_table(make_schedule(name, stages, microbatches), packing)
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(st.integers(0, 2**32), st.sampled_from(PACKINGS))
 def test_random_schedules_in_any_packing_are_the_unpipelined_run(seed: int, packing: Packing) -> None:
     """Any valid order, also with chunks, a V, and backward passes of which only some are split."""

@@ -1,5 +1,6 @@
 """Machines from a TOML file, and its refusals."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,9 @@ def test_a_new_chip_is_what_the_file_says(tmp_path: Path) -> None:
     assert (spec.host.devices, spec.host.link_bytes_per_s, spec.host.network_bytes_per_s) == (4, 32e9, None)
 
 
+NEW = 'count = 8\n[chip]\nname = "x100"\nbf16_tflops = 500.0\nmemory_gb = 64\nmemory_gb_per_s = 2000\n'
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -71,6 +75,9 @@ def test_a_new_chip_is_what_the_file_says(tmp_path: Path) -> None:
         ('count = 12\n[chip]\nname = "h100"', r"--count 12: a host has 8 x h100"),
         ("[chip]\nname = 3", r"chip\.name=3 must be a name"),
         ("count = = 8", r"my\.toml: it is not TOML: Invalid value"),
+        (f"{NEW}[links]\ndevices = 8", r"links\.gb_per_s is missing for links\.devices=8\. Set it"),
+        (f"{NEW}[links]\ngb_per_s = 100", r"links\.devices is missing, which links\.gb_per_s is between"),
+        (f"{NEW}[host]\noversubscription = 2", r"host\.network_gbit_per_s is missing, which host\.oversubscription"),
         ('count = 8\n[chip]\nname = "cpu"', r"cpu has no published peak\. Set chip\.bf16_tflops"),
     ],
 )
@@ -86,11 +93,24 @@ def test_a_file_that_is_not_there_is_one_message(tmp_path: Path) -> None:
         load_machine(tmp_path / "none.toml", count=None)
 
 
-def test_options_that_the_file_decides_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_chip_than_the_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two answers to one question would leave it open which counts."""
     path = written(tmp_path, 'count = 1\n[chip]\nname = "h200"')
     assert plan.main(["tiny", "--machine", str(path), "--device", "h100"]) == 2
     assert "with --device: the file says it. Leave --device out" in capsys.readouterr().err
+
+
+def test_what_a_plan_on_such_a_machine_offers_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options replace what the file says: more memory of a host, and another network."""
+    path = written(tmp_path, 'count = 1\n[chip]\nname = "h200"\n[host]\nmemory_gb = 16')
+    words = ["llama8b", "--machine", str(path), "--set", "layout.offload.optimizer=1.0"]
+    assert plan.main(words) == 2
+    [more] = re.findall(r"--host-memory \w+", capsys.readouterr().err)
+    assert plan.main([*words, *more.split()]) == 0
+    path = written(tmp_path, f"{NEW}[host]\ndevices = 4")
+    assert plan.main(["tiny", "--machine", str(path)]) == 2
+    assert "--network" in capsys.readouterr().err
+    assert plan.main(["tiny", "--machine", str(path), "--network", "100"]) == 0
 
 
 def test_a_plan_on_a_machine_of_ones_own_has_its_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

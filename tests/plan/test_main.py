@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from jtrain.config import tree
 from jtrain.config.load import for_devices, load_config
 from jtrain.config.run import build_run
 from jtrain.plan.__main__ import main, parse_bytes
@@ -126,8 +127,34 @@ def test_what_a_run_measured_is_beside_the_plan_and_in_later_plans(
     assert main([*TINY, "--measured", str(tmp_path), "--json", str(file)]) == 0
     assert "as measured in" in capsys.readouterr().out
     assert json.loads(file.read_text())["step"]["step_s"] == pytest.approx(3e-3 * planned_ms, rel=1e-6)
+    for option in (["--calibrate", str(tmp_path)], ["--measured", str(tmp_path)]):
+        assert main([*TINY, "--efficiency", "0.5", *option]) == 2
+        assert "Leave --efficiency out" in capsys.readouterr().err
     assert main(["tiny", "--device", "v5p", "--count", "8", "--measured", str(tmp_path)]) == 2
     assert "is of h200 with precision.matmul_dtype=compute, not of v5p" in capsys.readouterr().err
+
+
+def test_a_run_of_another_layout_or_machine_calibrates_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its seconds would be taken for another machine's: nothing is written; the run's own layout and machine do."""
+    line = {"step": 1, "step_time_ms": 20.0, "tokens_per_s": 1.0, "device_memory_peak_gib": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    config = load_config("tiny", sets=("layout.zero_stage=3", "mesh.data=8"))
+    (tmp_path / "config.txt").write_text(tree.flat(config))
+    for kind, count, words, said in (
+        ("cpu", 8, ["--set", "layout.zero_stage=3"], "that run was on 8 x cpu, and 8 x h200 are planned"),
+        ("NVIDIA H200", 1, ["--set", "layout.zero_stage=3"], "that run was on 1 x NVIDIA H200, and 8 x h200"),
+        ("NVIDIA H200", 8, [], "layout.zero_stage=3 there, 0 here. Plan that run's config"),
+        ("NVIDIA H200", 8, ["--search"], "--search finds another. Leave one out"),
+    ):
+        (tmp_path / "run.json").write_text(json.dumps({"devices": {"kind": kind, "count": count}}))
+        assert main([*TINY, "--calibrate", str(tmp_path), *words]) == 2
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "calibration.json").exists()
+    (tmp_path / "run.json").write_text(json.dumps({"devices": {"kind": "NVIDIA H200", "count": 8}}))
+    assert main([*TINY, "--calibrate", str(tmp_path), "--set", "layout.zero_stage=3"]) == 0
+    assert (tmp_path / "calibration.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from jtrain.hlo.parser import (
     wire_bytes,
 )
 from jtrain.profile.analysis.hlo_flops import bytes_accessed, flops
-from jtrain.profile.analysis.hlo_ops import scope_mark, scope_of
+from jtrain.profile.analysis.hlo_ops import scope_mark
 from jtrain_kernels.cost import MATMUL, MEMORY, matmul_rate
 from jtrain_kernels.device import DeviceSpec
 
@@ -252,7 +252,7 @@ class _Program:
             sent += size
             seconds += size / (self._rates.permute if permutes else self._rates.collective)
         return _Transfer(
-            i.name, collectives[0].opcode.removesuffix("-start"), scope_of(collectives[0]), link, sent, seconds
+            i.name, collectives[0].opcode.removesuffix("-start"), collectives[0].op_name, link, sent, seconds
         )
 
     def _compute_s(self, i: Instruction) -> float:
@@ -293,7 +293,7 @@ class _Program:
                     yield from self._all_kernels(inside)
 
     def _mark(self, kernel: Instruction) -> tuple[str, str]:
-        return scope_mark(scope_of(kernel))
+        return scope_mark(kernel.op_name)
 
 
 class _Clock:

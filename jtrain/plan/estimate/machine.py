@@ -45,6 +45,16 @@ class Machine:
         """Bytes that a step may take on one device; with `layout.offload.unified_memory` also its share of the host."""
         return self.hbm_bytes + ((self.host_bytes_per_device or 0) if unified else 0)
 
+    def changed(self, *, host_memory_bytes: int | None, network_bytes_per_s: float | None) -> "Machine":
+        """The machine with other figures, where they are given: memory of a host, one device's share of the network."""
+        device = self.device
+        if network_bytes_per_s is not None:
+            device = dataclasses.replace(
+                device, host=dataclasses.replace(device.host, network_bytes_per_s=network_bytes_per_s)
+            )
+        memory_bytes = self.host_memory_bytes if host_memory_bytes is None else host_memory_bytes
+        return Machine(device, self.count, memory_bytes)
+
     def __str__(self) -> str:
         return f"{self.count} x {self.device.name}"
 
@@ -72,10 +82,8 @@ def make_machine(
             f"--device {name}: its peaks are not published, so no step time can be predicted. Choose one of: "
             f"{', '.join(known)}. For memory alone, run python -m jtrain.launch --config=... --dry-run."
         )
-    count = checked_count(spec, count)
-    if network_bytes_per_s is not None:
-        spec = dataclasses.replace(spec, host=dataclasses.replace(spec.host, network_bytes_per_s=network_bytes_per_s))
-    return Machine(spec, count, host_memory_bytes)
+    machine = Machine(spec, checked_count(spec, count))
+    return machine.changed(host_memory_bytes=host_memory_bytes, network_bytes_per_s=network_bytes_per_s)
 
 
 def checked_count(spec: DeviceSpec, count: int) -> int:

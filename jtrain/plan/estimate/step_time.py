@@ -73,16 +73,17 @@ class Assumptions:
         """Speed of the slowest of several devices; TPUs of a slice have one clock."""
         return self.slowest if device.platform == "gpu" and devices > 1 else 1.0
 
-    def of(self, device: DeviceSpec) -> str:
-        """The assumptions for a device in one line."""
-        rate = rate_of(device)
-        matmul = f"up to {rate.bf16:.0%}" if self.matmul is None else f"{self.matmul:.0%}"
+    def of(self, device: DeviceSpec, *, devices: int, in_8_bits: bool) -> str:
+        """The assumptions for a step on `devices` of a kind, with the layers' matmuls in 8 bits or not, in one line."""
+        rate = rate_of(device).fp8 if in_8_bits else rate_of(device).bf16
+        matmul = f"up to {rate:.0%}" if self.matmul is None else f"{self.matmul:.0%}"
+        slowest = self.slowest_of(device, devices)
         return (
-            f"assumed: {matmul} of peak in matrix products, {self.memory:.0%} of memory bandwidth, "
-            f"{self.network_of(device):.0%} of the network's, {self.host_link:.0%} of the host link's; gathers of "
-            f"weights overlap with compute but for {self.beside_of(device):.0%}, copies of parameters to and from the "
-            "host wholly, tensor-parallel and end-of-step collectives not"
-            + (f"; computation takes {self.computation:.2f} of that" if self.computation != 1 else "")
+            f"assumed: {matmul} of peak in {'8-bit ' if in_8_bits else ''}matrix products, {self.memory:.0%} of memory "
+            f"bandwidth, {self.network_of(device):.0%} of the network's, {self.host_link:.0%} of the host link's; "
+            f"gathers of weights overlap with compute but for {self.beside_of(device):.0%}, copies of parameters to "
+            "and from the host wholly, tensor-parallel and end-of-step collectives not"
+            + (f"; the slowest device has {slowest:.0%} of the others' speed" if slowest < 1 else "")
         )
 
 

@@ -4,26 +4,34 @@ import json
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jtrain.config import tree
 from jtrain.errors import UserError
+from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.report.plan_sheet import Measured
+from jtrain_kernels.device import known
+
+_SAME = ("model.", "mesh.", "layout.", "pipeline.", "precision.", "kernels", "data.global_batch", "data.seq_len")
+"""Beginnings of the config fields that decide how long a step takes."""
 
 
-def measured(workdir: Path, given: Mapping[str, str]) -> Measured:
+def measured(workdir: Path, planned: Mapping[str, str], machine: Machine) -> Measured:
     """Measurements of the run in a workdir: its peak memory and its median step.
 
     Args:
-      given: path -> value as text, of the config that is planned.
+      planned: path -> value as text, of the config that is planned, its mesh and layout settled.
 
     Raises:
-      UserError: there is no metrics.jsonl with train steps, or the run has another model or batch.
+      UserError: there is no metrics.jsonl with train steps, or the run had another model, batch, layout or machine.
     """
     file = workdir / "metrics.jsonl"
     if not file.is_file():
         raise UserError(f"--calibrate {workdir}: there is no {file}. Give the workdir of a run.")
     if (text := workdir / "config.txt").is_file():
-        _check_same(workdir, tree.parse(text.read_text()), given)
+        _check_same(workdir, tree.parse(text.read_text()), planned)
+    if (facts := workdir / "run.json").is_file():
+        _check_machine(workdir, json.loads(facts.read_text())["devices"], machine)
     try:
         # A line without a newline is still being written.
         whole = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -44,12 +52,24 @@ def measured(workdir: Path, given: Mapping[str, str]) -> Measured:
 
 
 def _check_same(workdir: Path, there: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Refuses a workdir whose run has another model or batch.
+    """Refuses a workdir whose run has another model, batch or layout.
 
     Raises:
       UserError: names up to three of the fields that differ.
     """
-    paths = [path for path in here if path.startswith("model.") or path in ("data.global_batch", "data.seq_len")]
+    chosen = ("layout.auto", *(path for path, text in here.items() if "as_needed" in text))  # settled by the plan
+    paths = [path for path in here if path.startswith(_SAME) and path not in chosen]
     other = [f"{path}={there.get(path)} there, {here[path]} here" for path in paths if there.get(path) != here[path]]
     if other:
         raise UserError(f"--calibrate {workdir} is of another run: {'; '.join(other[:3])}. Plan that run's config.")
+
+
+def _check_machine(workdir: Path, there: Mapping[str, Any], machine: Machine) -> None:
+    """Refuses a run on other devices; a chip that only a --machine file knows is not compared, but its number is."""
+    chip = machine.device
+    other = chip.name in known() and chip.kind not in there["kind"]
+    if other or there["count"] != machine.count:
+        raise UserError(
+            f"--calibrate {workdir}: that run was on {there['count']} x {there['kind']}, and {machine} are planned. "
+            "Give the run's --device and --count."
+        )

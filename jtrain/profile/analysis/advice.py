@@ -67,7 +67,7 @@ def _less_communication(row: CommRow, settings: Mapping[str, str | int]) -> str:
     """Suggests a setting that reduces a collective of this kind over these axes and is not set yet."""
     if "tensor" in row.axes:
         return "every layer sends activations over this axis; try half of mesh.tensor and twice mesh.data"
-    if "context" in row.axes:
+    if "context" in row.axes and row.kind in ("collective-permute", "all-to-all"):  # ZeRO gathers over it too
         return "try half of mesh.context and twice mesh.data, if a sequence still fits on a device"
     microbatches = settings.get("layout.microbatches", 1)
     if row.kind == "all-gather" and settings.get("layout.zero_stage") == 3:

@@ -95,12 +95,6 @@ def is_recomputed(op: HloOp) -> bool:
     return "rematted_computation" in op.scope
 
 
-def scope_of(instruction: Instruction) -> str:
-    """Path of named scopes in the instruction's metadata; "" if it has none."""
-    found = re.search(r'op_name="([^"]*)"', instruction.line)
-    return found[1] if found else ""
-
-
 def _vote(marks: Iterator[_Mark]) -> _Mark:
     counted = collections.Counter(mark for mark in marks if mark != _NOWHERE)
     return counted.most_common(1)[0][0] if counted else _NOWHERE
@@ -111,16 +105,16 @@ def _own(instruction: Instruction, computations: Mapping[str, list[Instruction]]
 
     A collective that the compiler combined from several has the paths of all: `jit(f)/(a/psum:b/psum)`.
     """
-    scope = scope_of(instruction)
+    scope = instruction.op_name
     head, several, rest = scope.partition("/(")
     mark = _vote(map(scope_mark, rest.split(":"))) if several and ":" in rest else scope_mark(scope)
     if mark != _NOWHERE or holds_others(instruction):
         return mark, scope
     inside = [i for name in called(instruction.line) for i in computations[name]]
     for root in (i for i in inside if i.line.lstrip().startswith("ROOT ")):
-        if (of_root := scope_mark(scope_of(root))) != _NOWHERE:
-            return of_root, scope_of(root)
-    return _vote(scope_mark(scope_of(i)) for i in inside), scope or head
+        if (of_root := scope_mark(root.op_name)) != _NOWHERE:
+            return of_root, root.op_name
+    return _vote(scope_mark(i.op_name) for i in inside), scope or head
 
 
 def _marks(body: list[Instruction], computations: Mapping[str, list[Instruction]], around: _Mark) -> dict[str, _Mark]:
@@ -151,8 +145,7 @@ def holds_others(instruction: Instruction) -> bool:
 
 def run_by(instruction: Instruction) -> list[str]:
     """Names of the computations that a loop, a conditional or a call runs."""
-    condition = re.findall(r"\b(?:condition|true_computation|false_computation)=%([\w.-]+)", instruction.line)
-    return [*called(instruction.line), *condition]
+    return [*called(instruction.line), *re.findall(r"\bcondition=%([\w.-]+)", instruction.line)]
 
 
 def _op(

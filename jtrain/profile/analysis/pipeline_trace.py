@@ -29,7 +29,7 @@ from jtrain.pipeline.clocks import PipelineTimeline, Span, equal_costs, lockstep
 from jtrain.pipeline.schedule import PipelineSchedule, StageOp, parse_op
 from jtrain.pipeline.ticks import SCOPES, Ticks, make_ticks
 from jtrain.profile.analysis import intervals
-from jtrain.profile.analysis.hlo_ops import holds_others, run_by, scope_of
+from jtrain.profile.analysis.hlo_ops import holds_others, run_by
 from jtrain.profile.analysis.records import HloOp, OpEvent, PipelineShares, PipelineTrack, Trace
 from jtrain.profile.analysis.timeline import find_op, kernel_names
 
@@ -177,7 +177,7 @@ def tick_loop(hlo: str) -> TickLoop:
 
 def _part(instruction: Instruction) -> Part | None:
     """The part whose scope an instruction was traced in."""
-    scope = scope_of(instruction)
+    scope = instruction.op_name
     return next((part for part, name in zip(_PARTS, SCOPES, strict=True) if f"/{name}/" in scope), None)
 
 

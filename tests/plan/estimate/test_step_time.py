@@ -244,9 +244,12 @@ def test_cost_counts_goodput_devices_money_and_energy() -> None:
 def test_the_sheet_states_what_is_assumed() -> None:
     """Shares are in the text that is printed: those of the chip, or the one that was given."""
     h100 = from_name("h100")
-    assert f"up to {rate_of(h100).bf16:.0%} of peak" in Assumptions().of(h100)
-    assert "assumed: 50% of peak" in Assumptions(matmul=0.5).of(h100)
-    assert "90% of the network's" in Assumptions().of(from_name("v5p"))
+    assert f"up to {rate_of(h100).bf16:.0%} of peak" in Assumptions().of(h100, devices=1, in_8_bits=False)
+    assert "assumed: 50% of peak" in Assumptions(matmul=0.5).of(h100, devices=1, in_8_bits=False)
+    of_several = Assumptions().of(h100, devices=8, in_8_bits=True)
+    assert f"up to {rate_of(h100).fp8:.0%} of peak in 8-bit matrix products" in of_several
+    assert "the slowest device has 94% of the others' speed" in of_several
+    assert "90% of the network's" in Assumptions().of(from_name("v5p"), devices=8, in_8_bits=False)
 
 
 def test_several_gpus_wait_for_the_slowest() -> None:

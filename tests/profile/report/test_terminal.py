@@ -125,6 +125,19 @@ def test_advice_does_not_name_what_is_set_already() -> None:
     assert "layout.microbatches=4" in advice.advise(_gathering(breakdown))[0]
 
 
+def test_advice_tells_zeros_traffic_over_context_from_that_of_attention() -> None:
+    """Half of mesh.context and twice mesh.data would gather as much; it is less that a ring sends."""
+    breakdown = _gathering(example.breakdown())
+    [row] = breakdown.communication
+    for kind, axes, said in (
+        ("all-gather", ("data", "context"), "layout.zero_stage=2"),
+        ("reduce-scatter", ("context",), "precision.reduce_dtype=bfloat16"),
+        ("collective-permute", ("context",), "try half of mesh.context"),
+    ):
+        other = dataclasses.replace(row, kind=kind, axes=axes)
+        assert said in advice.advise(dataclasses.replace(breakdown, communication=[other]))[0]
+
+
 def _gathering(breakdown: Breakdown) -> Breakdown:
     return dataclasses.replace(breakdown, communication=breakdown.communication[:1])
 
