@@ -7,7 +7,6 @@ import pytest
 
 from jtrain_kernels.linear.api import linear
 from jtrain_kernels.linear.reference import linear_reference
-from jtrain_kernels.linear.tpu import dkernel_tpu, dx_tpu
 from tests.kernels.gradients import agree_with, dtypes, normal
 
 shapes = pytest.mark.parametrize(
@@ -51,19 +50,14 @@ def test_the_kernel_gradient_is_exact_through_the_cpus_transpose() -> None:
 
 @shapes
 def test_a_tpu_multiplies_arrays_as_they_are(x: tuple[int, ...], kernel: tuple[int, ...], num_in: int) -> None:
-    """The same gradients; and no reshape in what a TPU compiles, which would copy the activations, as a GPU's has."""
-    given, weight = jnp.asarray(normal(0, *x)), jnp.asarray(normal(1, *kernel))
-    y, vjp = jax.vjp(lambda x, w: linear_reference(x, w, num_in), given, weight)
-    dy = jnp.asarray(normal(2, *y.shape))
-    dx, dkernel = vjp(dy)
-    np.testing.assert_allclose(dx_tpu(dy, weight, num_in=num_in, dtype=dy.dtype), dx, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(dkernel_tpu(given, dy, num_in=num_in, dtype=dy.dtype), dkernel, rtol=1e-5, atol=1e-6)
+    """There is no reshape in what a TPU compiles, which would copy the activations. A GPU's program has some."""
+    given, weight = normal(0, *x), normal(1, *kernel)
 
-    def both(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+    def both(x: jax.Array, w: jax.Array) -> Any:
         y, vjp = jax.vjp(lambda x, w: linear(x, w, num_in), x, w)
-        return y, vjp(dy)
+        return vjp(y)
 
-    traced = jax.jit(both).trace(given, weight, dy)
+    traced = jax.jit(both).trace(given, weight)
     count = {p: traced.lower(lowering_platforms=(p,)).as_text().count("stablehlo.reshape") for p in ("cuda", "tpu")}
     assert count["tpu"] == 0 < count["cuda"], count
 

@@ -49,29 +49,33 @@ def _forward(x: Array, kernel: Array, num_in: int) -> tuple[Array, tuple[Array, 
 
 def _backward(num_in: int, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, kernel = saved
-
-    def merged_dx(dy: Array, kernel: Array) -> Array:
-        x_TI, kernel_IO = _matrices(x, kernel, num_in)
-        return contract(dy.reshape(len(x_TI), -1), kernel_IO, 1, 1, x.dtype).reshape(x.shape)
-
-    def merged_dkernel(x: Array, dy: Array, product: Callable[[Array, Array, Any], Array]) -> Array:
-        x_TI, _ = _matrices(x, kernel, num_in)
-        return product(x_TI, dy.reshape(len(x_TI), -1), kernel.dtype).reshape(kernel.shape)
-
-    dx = jax.lax.platform_dependent(
-        dy, kernel.astype(x.dtype), tpu=partial(dx_tpu, num_in=num_in, dtype=x.dtype), default=merged_dx
-    )
-    dkernel = jax.lax.platform_dependent(
-        x,
-        dy,
-        cpu=partial(merged_dkernel, product=kernel_gradient_cpu),
-        tpu=partial(dkernel_tpu, num_in=num_in, dtype=kernel.dtype),
-        default=partial(merged_dkernel, product=lambda x, dy, dtype: contract(x, dy, 0, 0, dtype)),
-    )
-    return dx, dkernel
+    return _dx(dy, x, kernel, num_in), _dkernel(x, dy, kernel, num_in)
 
 
 _xla.defvjp(_forward, _backward)
+
+
+def _dx(dy: Array, x: Array, kernel: Array, num_in: int) -> Float[Array, "..."]:
+    def merged(dy: Array, kernel: Array) -> Array:
+        x_TI, kernel_IO = _matrices(x, kernel, num_in)
+        return contract(dy.reshape(len(x_TI), -1), kernel_IO, 1, 1, x.dtype).reshape(x.shape)
+
+    tpu = partial(dx_tpu, num_in=num_in, dtype=x.dtype)
+    return jax.lax.platform_dependent(dy, kernel.astype(x.dtype), tpu=tpu, default=merged)
+
+
+def _dkernel(x: Array, dy: Array, kernel: Array, num_in: int) -> Float[Array, "..."]:
+    def merged(x: Array, dy: Array, product: Callable[[Array, Array, Any], Array]) -> Array:
+        x_TI, _ = _matrices(x, kernel, num_in)
+        return product(x_TI, dy.reshape(len(x_TI), -1), kernel.dtype).reshape(kernel.shape)
+
+    return jax.lax.platform_dependent(
+        x,
+        dy,
+        cpu=partial(merged, product=kernel_gradient_cpu),
+        tpu=partial(dkernel_tpu, num_in=num_in, dtype=kernel.dtype),
+        default=partial(merged, product=lambda x, dy, dtype: contract(x, dy, 0, 0, dtype)),
+    )
 
 
 def _matrices(x: Array, kernel: Array, num_in: int) -> tuple[Float[Array, "T I"], Float[Array, "I O"]]:
