@@ -39,7 +39,8 @@ INSTALL = "python3.12 -m venv M && M/bin/pip install 'maxtext[tpu]==0.2.5'"
 
 RECORDED = {"temporaries": 7.59, "arguments": 0.756, "process": 105.0, "network": 58.7, "estimate": 1.40}
 """MaxText 0.2.5's llama3.1-8b on v5p-256 by JAX 0.11.2 and libtpu 0.0.48.1, two idle cores, its default flags: GB per
-device, seconds of the whole process, GB on the wire per device and step, the compiler's estimate in seconds."""
+device, seconds of the whole process, GB on the wire per device and step, the compiler's estimate
+in seconds (whether its attention kernels are in it was not recorded)."""
 
 UNKNOWN_CYCLES = 10**12
 """Estimates from here on say that there is none."""

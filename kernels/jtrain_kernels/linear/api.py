@@ -13,7 +13,7 @@ from jtrain_kernels import cost, registry
 from jtrain_kernels.errors import UserError
 from jtrain_kernels.linear.cpu import kernel_gradient_cpu
 from jtrain_kernels.linear.reference import contract, linear_reference
-from jtrain_kernels.linear.tpu import dkernel_tpu, dx_tpu
+from jtrain_kernels.linear.unmerged import dkernel_tpu, dx_tpu
 
 
 def linear(x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1) -> Float[Array, "..."]:
