@@ -109,15 +109,19 @@ def load_fabric(path: Path, *, count: int | None) -> Fabric:
     """
     fields = _fields(path)
     spec, number = _device_and_count(path, fields, count)
-    keys = ("rails", "hosts_per_leaf", "uplinks", "routing", "efficiency", "latency_us", "sharp", "traffic_class")
+    keys = ("rails", "hosts_per_leaf", "uplinks", "routing", "sharp", "traffic_class")
     changes: dict[str, Any] = {key: fields[f"network.{key}"] for key in keys if f"network.{key}" in fields}
-    if "network.buffer_mb" in fields:
-        changes["buffer_bytes"] = fields["network.buffer_mb"] * 1e6
+    scales = {
+        "oversubscription": ("host.oversubscription", 1.0),
+        "efficiency": ("network.efficiency", 1.0),
+        "latency_us": ("network.latency_us", 1.0),
+        "buffer_bytes": ("network.buffer_mb", 1e6),
+    }
+    changes |= {to: fields[key] * scale for to, (key, scale) in scales.items() if key in fields}
     if "host.cpu" in fields:
         changes["cpu"] = fields["host.cpu"]
-    network = Network(oversubscription=fields.get("host.oversubscription", 1.0), **changes)
     try:
-        return make_fabric(spec, number, network)
+        return make_fabric(spec, number, Network(**changes))
     except UserError as error:
         raise UserError(f"--machine {path}: {error}") from error
 

@@ -20,7 +20,7 @@ def parse_bytes(option: str, text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
-def show_bytes(count: float) -> str:
+def show_bytes(count: int | float) -> str:
     """A size for a reader, such as `1 GiB` or `4 KiB`."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if count >= 1024**power:

@@ -64,7 +64,7 @@ class _Levels:
         return min(self.link, self.fabric.domain * self.network)
 
 
-def ways(fabric: Fabric, kind: Collective, array_bytes: float, *, share: float) -> list[Way]:
+def ways(fabric: Fabric, kind: Collective, array_bytes: int, *, share: float) -> list[Way]:
     """The algorithms for a collective, fastest first.
 
     Args:
@@ -109,7 +109,7 @@ def _base_us(fabric: Fabric) -> float:
     return 0.0 if fabric.device.torus_dims is not None else published.BASE_US["Ring"][SIMPLE]
 
 
-def _one_ring(levels: _Levels, kind: Collective, array_bytes: float) -> Way:
+def _one_ring(levels: _Levels, kind: Collective, array_bytes: int) -> Way:
     """Rings over all devices: every device sends (n - 1) / n of the array, twice for an all-reduce."""
     fabric, passes = levels.fabric, _passes(kind)
     within = _inside_us(fabric, fabric.count - fabric.domains) if fabric.domain > 1 else 0.0
@@ -120,19 +120,19 @@ def _one_ring(levels: _Levels, kind: Collective, array_bytes: float) -> Way:
     return Way(name, (Phase(f"{kind} over all devices", where, latency, sent, levels.ring),))
 
 
-def _double_tree(levels: _Levels, array_bytes: float) -> Way:
+def _double_tree(levels: _Levels, array_bytes: int) -> Way:
     """NCCL's double binary tree over domains, a chain within: each half of the array up and down another tree."""
     fabric = levels.fabric
     hop = published.NETWORK_US["Tree"][SIMPLE] + 2 * fabric.network.latency_us
     latency = published.BASE_US["Tree"][SIMPLE]
     latency += 2 * (fabric.domain - 1) * published.LINK_US["Tree"][SIMPLE] + 2 * int(math.log2(fabric.domains)) * hop
     over_network = 2 * (fabric.domains - 1) / fabric.domains * array_bytes / fabric.domain
-    if 2 * array_bytes / levels.link >= over_network / levels.network:
-        return Way("double tree", (Phase("up and down", "links", latency, 2 * array_bytes, levels.link),))
+    if 2.0 * array_bytes / levels.link >= over_network / levels.network:
+        return Way("double tree", (Phase("up and down", "links", latency, 2.0 * array_bytes, levels.link),))
     return Way("double tree", (Phase("up and down", "network", latency, over_network, levels.network),))
 
 
-def _hierarchical(levels: _Levels, kind: Collective, array_bytes: float) -> Way:
+def _hierarchical(levels: _Levels, kind: Collective, array_bytes: int) -> Way:
     """Within the domains first, then the same parts of all domains over the network, then within again."""
     fabric = levels.fabric
     inside, between = fabric.domain, fabric.domains
@@ -147,7 +147,7 @@ def _hierarchical(levels: _Levels, kind: Collective, array_bytes: float) -> Way:
     return Way("hierarchical", phases.get(kind, (scatter, middle)))
 
 
-def _direct(levels: _Levels, array_bytes: float) -> Way:
+def _direct(levels: _Levels, array_bytes: int) -> Way:
     """Every device sends each of the others its part; within and between domains at the same time."""
     fabric = levels.fabric
     inside = (fabric.domain - 1) / fabric.count * array_bytes

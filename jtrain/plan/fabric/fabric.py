@@ -131,9 +131,9 @@ def make_fabric(device: DeviceSpec, count: int, network: Network | None = None) 
             f"divisor, such as {device.host.devices}."
         )
     if fabric.domains > 1 and device.host.network_bytes_per_s is None:
+        smaller = f"Use --count {fabric.domain} at most, or set" if fabric.domain > 1 else "Set"
         raise UserError(
             f"{count} x {device.name} span {fabric.domains} domains of {fabric.domain}, and the speed of the network "
-            f"between them is not published. Use --count {fabric.domain} at most, or set host.network_gbit_per_s in a "
-            "file for --machine."
+            f"between them is not published. {smaller} host.network_gbit_per_s in a file for --machine."
         )
     return fabric

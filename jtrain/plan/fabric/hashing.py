@@ -9,6 +9,9 @@ import math
 
 import numpy as np
 
+NOTHING = 1e-30
+"""Probability that is left out."""
+
 
 def expected_max_load(flows: int, links: int, queue_pairs: int = 1) -> float:
     """Expected load of the fullest link, in flows; exact.
@@ -23,11 +26,12 @@ def expected_max_load(flows: int, links: int, queue_pairs: int = 1) -> float:
     mean = balls / links
     log_mass = np.arange(balls + 1) * math.log(mean) - mean - _log_factorials(balls)
     mass = np.exp(log_mass)
+    least = int(np.argmax(mass > NOTHING))  # loads below have no part of the sum
     total = math.exp(balls * math.log(balls) - balls - math.lgamma(balls + 1))
     most = math.ceil(mean)
     expected = float(most)  # some link has at least the mean
     for limit in range(most, balls + 1):
-        at_most = _coefficient(mass[: limit + 1], links, balls) / total
+        at_most = _coefficient(mass[least : limit + 1], links, balls - links * least) / total
         if at_most > 1 - 1e-9:
             break
         expected += 1 - max(0.0, at_most)
@@ -58,9 +62,16 @@ def _log_factorials(most: int) -> np.ndarray:
     return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, most + 1)))])
 
 
-def _coefficient(mass: np.ndarray, power: int, index: int) -> float:
-    """Coefficient of x^index of the polynomial `mass` to a power, by Fourier transforms."""
-    size = 1 << (power * (len(mass) - 1)).bit_length()
-    if index > power * (len(mass) - 1):
+def _coefficient(polynomial: np.ndarray, power: int, index: int) -> float:
+    """Coefficient of x^index of a polynomial to a power, by Fourier transforms."""
+    degree = power * (len(polynomial) - 1)
+    if not 0 <= index <= degree:
         return 0.0
-    return float(np.fft.irfft(np.fft.rfft(mass, size) ** power, size)[index])
+    size = 1 << degree.bit_length()
+    base = np.fft.rfft(polynomial, size)
+    raised = np.ones_like(base)
+    while power:  # several times faster than the power of complex numbers
+        if power % 2:
+            raised = raised * base
+        base, power = base * base, power // 2
+    return float(np.fft.irfft(raised, size)[index])

@@ -69,10 +69,13 @@ class Node:
         return self._doubled(self._search(self.link * self.gpus / max(1, self.gpus - 1)))
 
     def nvls(self) -> Channels:
-        """Channels of NVLS: each has a head, which sends and receives twice what the other GPUs do."""
+        """Channels of NVLS: each has a head, which sends and receives twice what the other GPUs do.
+
+        A single GPU has none, and gets `SLOWEST`.
+        """
 
         def heads(step: float) -> int:
-            fits = self.adapter is None or step <= self.adapter
+            fits = self.gpus > 1 and (self.adapter is None or step <= self.adapter)
             return min(math.floor(self.link / step) - 1, self.gpus, MAX_HEADS) if fits else 0
 
         return _most(self._steps, heads)
@@ -95,7 +98,11 @@ class Node:
         return Channels(min(2 * found.count, MAX_SEARCHED), found.gb_per_s / 2)
 
 
+SLOWEST = Channels(1, 0.1)
+"""What NCCL goes on with where its search finds nothing: a network below 1 Gbit/s per GPU."""
+
+
 def _most(steps: Sequence[float], count: Callable[[float], int]) -> Channels:
     """The fastest step of those whose channels have the most bandwidth together."""
-    found = [Channels(max(0, count(step)), step) for step in steps]
-    return max(found, key=lambda channels: channels.total)
+    found = [Channels(count(step), step) for step in steps if count(step) > 0]
+    return max(found, key=lambda channels: channels.total, default=SLOWEST)

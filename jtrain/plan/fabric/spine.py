@@ -66,12 +66,12 @@ def spine_traffic(fabric: Fabric, kind: Collective, *, connections: int, scatter
 SETTINGS = (1, 2, 4, 8, 16, 32)
 """Values of `NCCL_IB_QPS_PER_CONNECTION` that are compared; NCCL takes 1 to 128."""
 
-WORTH = 0.05
+WORTH = 0.1
 """Gain by which twice as many queue pairs must be faster to be advised: each takes memory and time of its adapter."""
 
 
 def advised_queue_pairs(traffic: SpineTraffic, *, most: int) -> int:
-    """The fewest queue pairs per connection after which doubling them gains less than 5 %, at most `most`."""
+    """The fewest queue pairs per connection after which doubling them gains less than 10 %, at most `most`."""
     for fewer, more in itertools.pairwise(SETTINGS):
         if more > most or traffic.slowdown(fewer) / traffic.slowdown(more) < 1 + WORTH:
             return fewer
@@ -95,14 +95,14 @@ class Incast:
     overflows: bool | None
 
 
-NCCL_WINDOW = 4 * 1024 * 1024
+NCCL_WINDOW = 4.0 * 1024**2
 """Bytes that one NCCL connection has under way at most: `NCCL_BUFFSIZE`. The receiver's clear-to-send admits them."""
 
 
-def incast(senders: int, message_bytes: float, buffer_bytes: float | None, window_bytes: float = NCCL_WINDOW) -> Incast:
+def incast(senders: int, message_bytes: float, buffer_bytes: float | None) -> Incast:
     """Backlog where `senders` send a message each to one port at its line rate, at the same moment."""
     waiting = max(0, senders - 1)
-    admitted = waiting * min(message_bytes, window_bytes)
+    admitted = waiting * min(message_bytes, NCCL_WINDOW)
     window = None if buffer_bytes is None else buffer_bytes / waiting if waiting else math.inf
     overflows = None if buffer_bytes is None else admitted > buffer_bytes
     return Incast(senders, waiting * message_bytes, admitted, window, overflows)

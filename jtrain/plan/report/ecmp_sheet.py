@@ -14,6 +14,26 @@ PUBLISHED_GAIN = "up to 40 %"
 
 
 @dataclasses.dataclass(frozen=True)
+class LinkLoad:
+    """Load of the fullest link with a number of queue pairs per connection.
+
+    used: queue pairs that carry messages.
+    simulated, exact: the load in flows, drawn at random and expected.
+    of_even: rate of the flows, by that of an even spread; speed: by that with one queue pair.
+    us, faster: time of the all-reduce that sends the flows, and how many times faster it is; None without a machine.
+    """
+
+    queue_pairs: int
+    used: int
+    simulated: float
+    exact: float
+    of_even: float
+    speed: float
+    us: float | None
+    faster: float | None
+
+
+@dataclasses.dataclass(frozen=True)
 class EcmpSheet:
     """Loads of links with each number of queue pairs; `timed` is the all-reduce that sends the flows, if one does."""
 
@@ -22,27 +42,25 @@ class EcmpSheet:
     trials: int
     seed: int
 
-    def rows(self) -> list[dict[str, float]]:
-        """A row per number of queue pairs; loads in flows, times in microseconds."""
-        found = []
-        for queue_pairs in SETTINGS:
-            used = queue_pairs if self.timed is None else min(queue_pairs, self.timed.messages)
-            exact = self.traffic.max_load(used)
-            row = {
-                "queue_pairs": queue_pairs,
-                "used": used,
-                "simulated": simulated_max_load(
-                    self.traffic.flows, self.traffic.links, used, trials=self.trials, seed=self.seed
-                ),
-                "exact": exact,
-                "of_ideal": self.traffic.flows / self.traffic.links / exact,
-                "speed": self.traffic.max_load() / exact,
-            }
-            if self.timed is not None:
-                us = self.timed.us(queue_pairs)
-                row |= {"us": us, "faster": self.timed.us() / us}
-            found.append(row)
-        return found
+    def rows(self) -> list[LinkLoad]:
+        """A row per number of queue pairs."""
+        return [self._row(queue_pairs) for queue_pairs in SETTINGS]
+
+    def _row(self, queue_pairs: int) -> LinkLoad:
+        flows, links, timed = self.traffic.flows, self.traffic.links, self.timed
+        used = queue_pairs if timed is None else min(queue_pairs, timed.messages)
+        exact = self.traffic.max_load(used)
+        us = None if timed is None else timed.us(queue_pairs)
+        return LinkLoad(
+            queue_pairs,
+            used,
+            simulated_max_load(flows, links, used, trials=self.trials, seed=self.seed),
+            exact,
+            flows / links / exact,
+            self.traffic.max_load() / exact,
+            us,
+            None if timed is None or us is None else timed.us() / us,
+        )
 
 
 def topology_of(flows: int, links: int) -> SpineTraffic:
@@ -63,11 +81,10 @@ def print_ecmp(sheet: EcmpSheet) -> None:
     right += [] if sheet.timed is None else ["all-reduce ms", "x 1 QP"]
     found = table(["queue pairs"], right)
     for row in sheet.rows():
-        cells = [f"{row['used']:.0f}", f"{row['simulated']:.3f}", f"{row['exact']:.3f}", f"{row['of_ideal']:.0%}"]
-        cells.append(f"{row['speed']:.2f}")
-        if sheet.timed is not None:
-            cells += [f"{row['us'] / 1000:,.4g}", f"{row['faster']:.2f}"]
-        found.add_row(f"{row['queue_pairs']:.0f}", *cells)
+        cells = [str(row.used), f"{row.simulated:.3f}", f"{row.exact:.3f}", f"{row.of_even:.0%}", f"{row.speed:.2f}"]
+        if row.us is not None:
+            cells += [f"{row.us / 1000:,.4g}", f"{row.faster:.2f}"]
+        found.add_row(str(row.queue_pairs), *cells)
     console.print(found)
     console.print(
         "Without hashing queue pairs (plain ECMP) every row is as the first: a connection's queue pairs share a link. "
@@ -90,7 +107,7 @@ def to_json(sheet: EcmpSheet) -> dict[str, Any]:
         "traffic": dataclasses.asdict(sheet.traffic),
         "trials": sheet.trials,
         "seed": sheet.seed,
-        "rows": sheet.rows(),
+        "rows": [dataclasses.asdict(row) for row in sheet.rows()],
         "queue_pairs": None if sheet.timed is None else sheet.timed.queue_pairs,
         "shell": [] if sheet.timed is None else shell_text(sheet.timed).splitlines(),
     }

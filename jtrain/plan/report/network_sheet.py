@@ -168,10 +168,10 @@ def print_sheet(sheet: NetworkSheet) -> None:
     if rows:
         assert sheet.group is not None
         node = sheet.group.node
-        channels = ", ".join(
-            f"{name} {found.count} x {found.gb_per_s:g}"
-            for name, found in (("ring", node.ring()), ("tree", node.tree()), ("NVLS", node.nvls()))
-        )
+        searched = {"ring": node.ring(), "tree": node.tree()}
+        if any(row.estimate.algorithm.startswith("NVLS") for row in rows):
+            searched["NVLS"] = node.nvls()
+        channels = ", ".join(f"{name} {found.count} x {found.gb_per_s:g}" for name, found in searched.items())
         console.print(f"\nNCCL {NCCL_VERSION}'s own model, channels in GB/s: {channels}", highlight=False)
         found = table(["algorithm", "protocol"], ["latency us", "GB/s", "NCCL's us", "us here", "bus GB/s here"])
         for row in rows:
@@ -197,10 +197,10 @@ def print_sheet(sheet: NetworkSheet) -> None:
     console.print(found)
     if sheet.fabric.domains > 1:
         console.print(incast_line(sheet), highlight=False)
-    if sheet.queue_pairs is not None:
+    if sheet.queue_pairs is not None and sheet.queue_pairs > 1:
         console.print(
-            f"queue pairs per connection, {sheet.queue_pairs}: {sheet.us(sheet.queue_pairs) / 1000:,.4g} ms in place of "
-            f"{sheet.us() / 1000:,.4g}; `jtrain plan ecmp` has the table",
+            f"with {sheet.queue_pairs} queue pairs per connection: {sheet.us(sheet.queue_pairs) / 1000:,.4g} ms in "
+            f"place of {sheet.us() / 1000:,.4g}; `jtrain plan ecmp` has the table",
             highlight=False,
         )
     console.print(shell_text(sheet), end="", highlight=False, markup=False, soft_wrap=True)
