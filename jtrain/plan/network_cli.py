@@ -7,13 +7,13 @@ from pathlib import Path
 
 from jtrain.errors import UserError
 from jtrain.plan.fabric.fabric import Fabric, make_fabric
-from jtrain.plan.fabric.spine import Collective
+from jtrain.plan.fabric.spine import CollectiveKind
 from jtrain.plan.machine_file import load_fabric
 from jtrain.plan.sizes import parse_bytes
 from jtrain.runtime import cli
 from jtrain_kernels.device import DEVICES, from_name
 
-COLLECTIVES: tuple[Collective, ...] = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+COLLECTIVES: tuple[CollectiveKind, ...] = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def add_fabric_arguments(parser: argparse.ArgumentParser) -> None:

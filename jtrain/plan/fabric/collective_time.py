@@ -12,12 +12,12 @@ from jtrain.plan.fabric import nccl_constants as published
 from jtrain.plan.fabric.fabric import Fabric
 from jtrain.plan.fabric.nccl_channels import generation_of
 from jtrain.plan.fabric.nccl_constants import SIMPLE
-from jtrain.plan.fabric.spine import Collective
+from jtrain.plan.fabric.spine import CollectiveKind
 from jtrain.plan.fabric.torus import TORUS_HOP_S, exchange_share, torus_ring
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
+class NetworkPhase:
     """One step of an algorithm, in which all devices send alike.
 
     where: `links` or `network`. sent_bytes: by one device. bytes_per_s: its rate there.
@@ -40,7 +40,7 @@ class Way:
     """An algorithm for a collective; its phases run one after another, or side by side."""
 
     name: str
-    phases: tuple[Phase, ...]
+    phases: tuple[NetworkPhase, ...]
     side_by_side: bool = False
 
     @property
@@ -64,7 +64,7 @@ class _Levels:
         return min(self.link, self.fabric.domain * self.network)
 
 
-def ways(fabric: Fabric, kind: Collective, array_bytes: int, *, share: float) -> list[Way]:
+def ways(fabric: Fabric, kind: CollectiveKind, array_bytes: int, *, share: float) -> list[Way]:
     """The algorithms for a collective, fastest first.
 
     Args:
@@ -88,7 +88,7 @@ def ways(fabric: Fabric, kind: Collective, array_bytes: int, *, share: float) ->
     return sorted(found, key=lambda way: way.us)
 
 
-def _passes(kind: Collective) -> int:
+def _passes(kind: CollectiveKind) -> int:
     return 2 if kind == "all-reduce" else 1
 
 
@@ -109,7 +109,7 @@ def _base_us(fabric: Fabric) -> float:
     return 0.0 if fabric.device.torus_dims is not None else published.BASE_US["Ring"][SIMPLE]
 
 
-def _one_ring(levels: _Levels, kind: Collective, array_bytes: int) -> Way:
+def _one_ring(levels: _Levels, kind: CollectiveKind, array_bytes: int) -> Way:
     """Rings over all devices: every device sends (n - 1) / n of the array, twice for an all-reduce."""
     fabric, passes = levels.fabric, _passes(kind)
     within = _inside_us(fabric, fabric.count - fabric.domains) if fabric.domain > 1 else 0.0
@@ -117,7 +117,7 @@ def _one_ring(levels: _Levels, kind: Collective, array_bytes: int) -> Way:
     sent = passes * (fabric.count - 1) / fabric.count * array_bytes
     where = "links" if fabric.domains == 1 or levels.link < fabric.domain * levels.network else "network"
     name = "rings of the torus" if fabric.device.torus_dims is not None else "ring"
-    return Way(name, (Phase(f"{kind} over all devices", where, latency, sent, levels.ring),))
+    return Way(name, (NetworkPhase(f"{kind} over all devices", where, latency, sent, levels.ring),))
 
 
 def _double_tree(levels: _Levels, array_bytes: int) -> Way:
@@ -128,21 +128,21 @@ def _double_tree(levels: _Levels, array_bytes: int) -> Way:
     latency += 2 * (fabric.domain - 1) * published.LINK_US["Tree"][SIMPLE] + 2 * int(math.log2(fabric.domains)) * hop
     over_network = 2 * (fabric.domains - 1) / fabric.domains * array_bytes / fabric.domain
     if 2.0 * array_bytes / levels.link >= over_network / levels.network:
-        return Way("double tree", (Phase("up and down", "links", latency, 2.0 * array_bytes, levels.link),))
-    return Way("double tree", (Phase("up and down", "network", latency, over_network, levels.network),))
+        return Way("double tree", (NetworkPhase("up and down", "links", latency, 2.0 * array_bytes, levels.link),))
+    return Way("double tree", (NetworkPhase("up and down", "network", latency, over_network, levels.network),))
 
 
-def _hierarchical(levels: _Levels, kind: Collective, array_bytes: int) -> Way:
+def _hierarchical(levels: _Levels, kind: CollectiveKind, array_bytes: int) -> Way:
     """Within the domains first, then the same parts of all domains over the network, then within again."""
     fabric = levels.fabric
     inside, between = fabric.domain, fabric.domains
     step_us, parts = _inside_us(fabric, inside - 1), (inside - 1) / inside * array_bytes
-    scatter = Phase("reduce-scatter in each domain", "links", step_us, parts, levels.link)
-    gather = Phase("all-gather in each domain", "links", step_us, parts, levels.link)
+    scatter = NetworkPhase("reduce-scatter in each domain", "links", step_us, parts, levels.link)
+    gather = NetworkPhase("all-gather in each domain", "links", step_us, parts, levels.link)
     passes = _passes(kind)
     latency = _base_us(fabric) + _between_us(fabric, passes * (between - 1))
     sent = passes * (between - 1) / between * array_bytes / inside
-    middle = Phase(f"{kind} between domains", "network", latency, sent, levels.network)
+    middle = NetworkPhase(f"{kind} between domains", "network", latency, sent, levels.network)
     phases = {"all-reduce": (scatter, middle, gather), "all-gather": (middle, gather)}
     return Way("hierarchical", phases.get(kind, (scatter, middle)))
 
@@ -155,9 +155,9 @@ def _direct(levels: _Levels, array_bytes: int) -> Way:
     if fabric.device.torus_dims is not None and fabric.domain > 1:
         inside = fabric.domain / fabric.count * array_bytes
         link = fabric.link_bytes_per_s * exchange_share(fabric.device.torus_dims, fabric.domain, fabric.domain)
-    phases = [Phase("within each domain", "links", _base_us(fabric) + hop, inside, link)]
+    phases = [NetworkPhase("within each domain", "links", _base_us(fabric) + hop, inside, link)]
     if fabric.domains > 1:
         outside = (fabric.count - fabric.domain) / fabric.count * array_bytes
         latency = _base_us(fabric) + _between_us(fabric, 1)
-        phases.append(Phase("between domains", "network", latency, outside, levels.network))
+        phases.append(NetworkPhase("between domains", "network", latency, outside, levels.network))
     return Way("direct", tuple(phases), side_by_side=True)

@@ -7,7 +7,7 @@ from typing import Literal
 from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.errors import UserError
 
-type Routing = Literal["adaptive", "hashed"]
+type SpreadOfFlows = Literal["adaptive", "hashed"]
 type Processor = Literal["intel", "amd"]
 
 
@@ -36,7 +36,7 @@ class Network:
     oversubscription: float = 1.0
     efficiency: float = 0.92
     latency_us: float = 0.0
-    routing: Routing = "adaptive"
+    routing: SpreadOfFlows = "adaptive"
     buffer_bytes: float | None = None
     cpu: Processor = "intel"
     sharp: bool = False

@@ -11,10 +11,10 @@ from typing import Literal
 
 from jtrain.plan.fabric import nccl_constants as published
 
-type Generation = Literal["volta", "ampere", "hopper", "blackwell"]
+type GpuGeneration = Literal["volta", "ampere", "hopper", "blackwell"]
 
 
-def generation_of(capability: tuple[int, int] | None) -> Generation | None:
+def generation_of(capability: tuple[int, int] | None) -> GpuGeneration | None:
     """The constants' name of a GPU's generation; None for other makers and before Volta."""
     if capability is None or capability < (7, 0):
         return None
@@ -51,7 +51,7 @@ class Node:
     """
 
     gpus: int
-    generation: Generation
+    generation: GpuGeneration
     link: float
     adapter: float | None
 

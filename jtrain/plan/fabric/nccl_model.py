@@ -99,7 +99,7 @@ def nccl_group(fabric: Fabric) -> Group | None:
 
 @functools.cache
 def estimates(group: Group, kind: Reduction) -> tuple[Estimate, ...]:
-    """What NCCL may choose from; without the correction for a size, which `time_us` adds."""
+    """Algorithms and protocols that NCCL may choose from, without the corrections for a size, which `time_us` adds."""
     found = [*_ring(group, kind)]
     if kind == "all-reduce":
         found += _tree(group)

@@ -1,4 +1,4 @@
-"""What the spine leaves of the adapters' rate: oversubscription, and hash collisions on a leaf's uplinks.
+"""Share of the adapters' rate that the spine leaves: oversubscription, and hash collisions on a leaf's uplinks.
 
 The slowest flow decides: every device waits for the last. Flows are the connections of one leaf's adapters that leave
 it. A ring whose hosts come leaf by leaf leaves a leaf once per adapter of one host; hosts in any order (`scattered`)
@@ -13,7 +13,7 @@ from typing import Literal
 from jtrain.plan.fabric.fabric import Fabric
 from jtrain.plan.fabric.hashing import expected_max_load
 
-type Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
+type CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SpineTraffic:
         return max(1.0, self.max_load(queue_pairs) * self.demand)
 
 
-def spine_traffic(fabric: Fabric, kind: Collective, *, connections: int, scattered: bool) -> SpineTraffic:
+def spine_traffic(fabric: Fabric, kind: CollectiveKind, *, connections: int, scattered: bool) -> SpineTraffic:
     """Flows that leave one leaf switch.
 
     Args:
@@ -108,7 +108,7 @@ def incast(senders: int, message_bytes: float, buffer_bytes: float | None) -> In
     return Incast(senders, waiting * message_bytes, admitted, window, overflows)
 
 
-def senders_to_one(kind: Collective, algorithm: str, domains: int) -> int:
+def senders_to_one(kind: CollectiveKind, algorithm: str, domains: int) -> int:
     """Adapters that send to one adapter at the same time.
 
     One in a ring, two children in a tree, and in an all-to-all all others.

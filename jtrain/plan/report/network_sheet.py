@@ -16,7 +16,7 @@ from jtrain.plan.fabric.nccl_constants import NCCL_VERSION
 from jtrain.plan.fabric.nccl_model import Group, Timed, bus_bandwidth, nccl_group, timed
 from jtrain.plan.fabric.spine import (
     SETTINGS,
-    Collective,
+    CollectiveKind,
     Incast,
     SpineTraffic,
     advised_queue_pairs,
@@ -37,7 +37,7 @@ class NetworkSheet:
     """
 
     fabric: Fabric
-    kind: Collective
+    kind: CollectiveKind
     array_bytes: int
     traffic: SpineTraffic
     messages: int
@@ -79,7 +79,7 @@ class NetworkSheet:
         return incast(senders, self.array_bytes / parts, self.fabric.network.buffer_bytes)
 
 
-def time_collective(fabric: Fabric, kind: Collective, array_bytes: int, *, scattered: bool) -> NetworkSheet:
+def time_collective(fabric: Fabric, kind: CollectiveKind, array_bytes: int, *, scattered: bool) -> NetworkSheet:
     """Times a collective; `scattered` as in `spine_traffic`."""
     group = nccl_group(fabric)
     connections = 1
@@ -91,7 +91,7 @@ def time_collective(fabric: Fabric, kind: Collective, array_bytes: int, *, scatt
     return NetworkSheet(fabric, kind, array_bytes, traffic, messages, group)
 
 
-def _sent_by_adapter(fabric: Fabric, kind: Collective, array_bytes: int) -> float:
+def _sent_by_adapter(fabric: Fabric, kind: CollectiveKind, array_bytes: int) -> float:
     """Bytes that one adapter sends in a ring over all devices."""
     passes = 2 if kind == "all-reduce" else 1
     return passes * (fabric.count - 1) / fabric.count * array_bytes / fabric.domain
