@@ -1,12 +1,14 @@
 """Interconnects of a machine, and the time that a collective takes over them.
 
-The model of a collective is a ring: every device sends (n - 1) / n of the array, an all-reduce twice that, at the speed
-of the slowest link of the ring, and every hop adds a latency. Inside a host of GPUs, or a slice of TPUs, these are the
-direct links; beyond, all of the group's devices in one host share their network adapters. Source of the GPU latencies:
-NCCL's tuning.cc, Simple protocol; of the bandwidths: `jtrain_kernels.device`.
+On NVIDIA's GPUs sums and gathers take what NCCL's own model says (`jtrain.plan.fabric.nccl_model`). Elsewhere, and for
+other collectives, the model is a ring: every device sends (n - 1) / n of the array, an all-reduce twice that, at the
+speed of the slowest link of the ring, and every hop adds a latency. Inside a host of GPUs, or a slice of TPUs, these
+are the direct links; beyond, all of the group's devices in one host share their network adapters. Source of the GPU
+latencies: NCCL's tuning.cc, Simple protocol; of the bandwidths: `jtrain_kernels.device`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Literal
@@ -14,7 +16,10 @@ from typing import Literal
 from jtrain.errors import UserError
 from jtrain.plan.estimate.collectives import Collective, Kind
 from jtrain.plan.estimate.machine import Machine
+from jtrain.plan.fabric.fabric import Fabric
+from jtrain.plan.fabric.nccl_model import Group, chosen_us, nccl_group
 from jtrain.plan.fabric.torus import TORUS_HOP_S, exchange_share, torus_ring
+from jtrain_kernels.device import DeviceSpec
 
 RING_BASE_S, TREE_BASE_S = 8.4e-6, 8.4e-6
 LINK_HOP_S = {"ring": 3.4e-6, "tree": 4.0e-6}
@@ -122,9 +127,20 @@ def collective_s(kind: Kind, array_bytes: int, over: Ring, *, count: int = 1, ef
     return wire_bytes / (over.bytes_per_s * efficiency) + count * over.latency_s(kind)
 
 
+@functools.cache
+def _nccl_group(device: DeviceSpec, inside: int, hosts: int) -> Group | None:
+    """Devices of a collective, `inside` of each of `hosts` hosts, as NCCL sees them; None for other libraries."""
+    return nccl_group(Fabric(dataclasses.replace(device, linked=inside), inside * hosts))
+
+
 def seconds(sent: Collective, machine: Machine, mesh: Mapping[str, int], *, efficiency: float = 1.0) -> float:
     """Seconds that all collectives of one purpose take per step."""
     # A permute's group is a pair of devices, but all pairs of the ring send at once.
     group = None if sent.kind == "collective-permute" else sent.group
     over = ring(machine, mesh, sent.axes, group)
+    if sent.kind in ("all-reduce", "all-gather", "reduce-scatter") and over.devices > 1:
+        nccl = _nccl_group(machine.device, over.devices // over.hosts, over.hosts)
+        if nccl is not None:
+            array_bytes = sent.array_bytes // sent.count
+            return sent.count * chosen_us(nccl, sent.kind, array_bytes, share=efficiency) / 1e6
     return collective_s(sent.kind, sent.array_bytes, over, count=sent.count, efficiency=efficiency)

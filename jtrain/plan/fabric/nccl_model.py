@@ -49,7 +49,7 @@ class Group:
         """GPUs of the collective."""
         return self.node.gpus * self.nodes
 
-    @property
+    @functools.cached_property
     def channels(self) -> int:
         """Channels of a ring as NCCL runs them: each channel of the search is used twice."""
         return 2 * self.node.ring().count
@@ -140,6 +140,12 @@ def on_network(estimate: Estimate, group: Group, kind: Reduction, array_bytes: i
     passes = 2 if kind == "all-reduce" else 1
     sent = passes * (parts - 1) / parts * array_bytes / group.node.gpus  # by one adapter
     return max(nccl_us, estimate.latency_us + sent / (1000 * group.adapter_gb_per_s * share))
+
+
+def chosen_us(group: Group, kind: Reduction, array_bytes: int, *, share: float) -> float:
+    """Time on the network of the algorithm and protocol that NCCL chooses."""
+    best = min(estimates(group, kind), key=lambda estimate: time_us(estimate, group, kind, array_bytes))
+    return on_network(best, group, kind, array_bytes, share=share)
 
 
 def timed(group: Group, kind: Reduction, array_bytes: int, *, share: float = 1.0) -> list[Timed]:
