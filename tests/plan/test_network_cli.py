@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -172,6 +173,20 @@ def test_each_mistake_is_one_message(output: Output, words: tuple[str, ...], mes
     assert message in printed
     assert printed.startswith("error: ")
     assert "Traceback" not in printed
+
+
+def test_the_pages_output_is_what_the_commands_print(
+    output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/network.md, with its own machine: every command whose output follows it."""
+    page = (Path(__file__).parents[2] / "docs" / "network.md").read_text()
+    (tmp_path / "racks.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
+    monkeypatch.chdir(tmp_path)
+    shown = re.findall(r"```bash\njtrain plan (.*?)\n```\n\n```\n(.*?)```", page, re.DOTALL)
+    assert len(shown) == 2
+    for command, text in shown:
+        printed = [line.rstrip() for line in output(*command.split()).splitlines()]
+        assert printed == text.splitlines()
 
 
 def test_hosts_under_one_leaf_have_no_collisions(output: Output, racks: Path) -> None:

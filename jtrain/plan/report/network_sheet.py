@@ -74,8 +74,8 @@ class NetworkSheet:
         """Senders to one adapter at the same time, and what waits for it."""
         rows = self.rows()
         senders = senders_to_one(self.kind, rows[0].estimate.algorithm if rows else "Ring", self.fabric.domains)
-        # To one adapter: a part of an all-to-all's operand, or what a tree's child sends of its part of the array.
-        parts = self.fabric.count if self.kind == "all-to-all" else self.fabric.domain
+        # Of an all-to-all a domain's GPUs send over the adapter on the receiver's rail; a tree's child sends its part.
+        parts = self.fabric.domains if self.kind == "all-to-all" else self.fabric.domain
         return incast(senders, self.array_bytes / parts, self.fabric.network.buffer_bytes)
 
 
@@ -118,11 +118,10 @@ def describe(sheet: NetworkSheet) -> list[str]:
     if not traffic.flows:
         lines.append("spine: nothing crosses it, all hosts are under one leaf of each rail")
         return lines
-    how = "by a hash" if traffic.hashed else "by load"
+    how = "by load; each" if not traffic.hashed else "by a hash; with 1 queue pair per connection the fullest"
     lines.append(
-        f"spine: {traffic.flows} flows of a leaf over {traffic.links} uplinks, spread {how}; with 1 queue pair per "
-        f"connection the fullest carries {traffic.max_load():.2f} flows, and adapters get {sheet.share():.0%} of "
-        "their rate"
+        f"spine: {traffic.flows} flows of a leaf over {traffic.links} uplinks, spread {how} carries "
+        f"{traffic.max_load():.2f} flows, and adapters get {sheet.share():.0%} of their rate"
     )
     return lines
 
