@@ -7,7 +7,7 @@ from rich.console import Console
 
 from jtrain.plan.fabric.hashing import simulated_max_load
 from jtrain.plan.fabric.spine import SETTINGS, SpineTraffic
-from jtrain.plan.report.network_sheet import NetworkSheet, describe, incast_line, shell_text, table, title
+from jtrain.plan.report.network_sheet import NetworkSheet, describe, incast_line, milliseconds, shell_text, table, title
 
 PUBLISHED_GAIN = "up to 40 %"
 """What queue pairs and hashing them gained an all-reduce at Meta (SIGCOMM 2024), against ECMP without."""
@@ -83,7 +83,7 @@ def print_ecmp(sheet: EcmpSheet) -> None:
     for row in sheet.rows():
         cells = [str(row.used), f"{row.simulated:.3f}", f"{row.exact:.3f}", f"{row.of_even:.0%}", f"{row.speed:.2f}"]
         if row.us is not None:
-            cells += [f"{row.us / 1000:,.4g}", f"{row.faster:.2f}"]
+            cells += [milliseconds(row.us), f"{row.faster:.2f}"]
         found.add_row(str(row.queue_pairs), *cells)
     console.print(found)
     console.print(

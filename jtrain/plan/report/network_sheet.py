@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from rich import box
@@ -147,6 +148,12 @@ def incast_line(sheet: NetworkSheet) -> str:
     return f"{text}, more than a port's {buffer}: it pauses or drops. A window of {show_bytes(found.window_bytes)} fits"
 
 
+def milliseconds(us: float) -> str:
+    """Microseconds as milliseconds with four digits, such as `6.691` or `38,710`."""
+    value = us / 1000
+    return f"{value:,.{max(0, 3 - math.floor(math.log10(value)))}f}"
+
+
 def table(left: list[str], right: list[str]) -> Table:
     """An empty table with columns aligned to the left, then to the right."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
@@ -181,8 +188,8 @@ def print_sheet(sheet: NetworkSheet) -> None:
         console.print(found)
         best = rows[0]
         console.print(
-            f"NCCL chooses {best.estimate.algorithm} with {best.estimate.protocol}: {best.nccl_us / 1000:,.4g} ms by "
-            f"its model, {best.network_us / 1000:,.4g} ms on this network",
+            f"NCCL chooses {best.estimate.algorithm} with {best.estimate.protocol}: {milliseconds(best.nccl_us)} ms by "
+            f"its model, {milliseconds(best.network_us)} ms on this network",
             highlight=False,
         )
     elif sheet.kind == "all-to-all" and sheet.group is not None:
@@ -191,15 +198,15 @@ def print_sheet(sheet: NetworkSheet) -> None:
     found = table(["way", "phase", "over"], ["us", "ms in all"])
     for way in sheet.ways():
         for index, phase in enumerate(way.phases):
-            name, total = (way.name, f"{way.us / 1000:,.4g}") if not index else ("", "")
+            name, total = (way.name, milliseconds(way.us)) if not index else ("", "")
             found.add_row(name, phase.what, phase.where, f"{phase.us:,.1f}", total)
     console.print(found)
     if sheet.fabric.domains > 1:
         console.print(incast_line(sheet), highlight=False)
     if sheet.queue_pairs is not None and sheet.queue_pairs > 1:
         console.print(
-            f"with {sheet.queue_pairs} queue pairs per connection: {sheet.us(sheet.queue_pairs) / 1000:,.4g} ms in "
-            f"place of {sheet.us() / 1000:,.4g}; `jtrain plan ecmp` has the table",
+            f"with {sheet.queue_pairs} queue pairs per connection: {milliseconds(sheet.us(sheet.queue_pairs))} ms in "
+            f"place of {milliseconds(sheet.us())}; `jtrain plan ecmp` has the table",
             highlight=False,
         )
     console.print(shell_text(sheet), end="", highlight=False, markup=False, soft_wrap=True)
