@@ -39,8 +39,9 @@ def load_config(name: str, fiddlers: Sequence[str] = (), sets: Sequence[str] = (
             f"--config={name}: {function}() must return a fdl.Config(Run, ...), not {type(config).__name__}."
         )
     tree.expand(config)
-    if isinstance(config.mesh, fdl.Config) and "data" not in config.mesh.__arguments__:
-        config.mesh.data = "auto"
+    mesh = config.__arguments__.get("mesh")
+    if isinstance(mesh, fdl.Config) and "data" not in mesh.__arguments__:
+        mesh.data = "auto"
     for fiddler in fiddlers:
         _call(module, fiddler, "fiddler", 1, config)
         tree.expand(config)

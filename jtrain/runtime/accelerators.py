@@ -21,6 +21,8 @@ _FILES = {
 vfio files count beside a PCI device of Google, because other devices have them too."""
 
 _TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES")
+"""Set on TPU hosts. Where libtpu finds no TPU, it writes a sentence into them."""
+
 _GOOGLE = "0x1ae0"
 """Vendor of TPUs on the PCI bus."""
 
@@ -42,7 +44,8 @@ def found(kind: Kind, environ: Mapping[str, str], *, root: Path = Path("/")) -> 
         if files and counts:
             return f"/{files[0].relative_to(root)}"
     if kind == "tpu":
-        return next((f"{name}={environ[name]}" for name in _TPU_VARIABLES if environ.get(name)), None)
+        told = {name: environ.get(name, "") for name in _TPU_VARIABLES}
+        return next((f"{name}={value}" for name, value in told.items() if value and " " not in value), None)
     return None
 
 
@@ -80,10 +83,10 @@ def unused(environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
         if hidden or (path := found(kind, environ, root=root)) is None:
             continue
         why = _lacks(kind)
-        way = f"run {_install(kind)}" if why else f"python -c \"import jax; jax.devices('{kind}')\" says why"
+        way = f"run {_install(kind)}" if why else f"run python -c \"import jax; jax.devices('{kind}')\", which says why"
         return (
-            f"WARNING: a {kind.upper()} is here ({path}), but this run computes on the CPU: {why or 'jax cannot start it'}. To "
-            f"use it, {way}; --device cpu says that the CPU is meant."
+            f"WARNING: a {kind.upper()} is here ({path}), but this run computes on the CPU: {why or 'jax found none'}. "
+            f"To use it, {way}; --device cpu says that the CPU is meant."
         )
     return None
 
@@ -107,14 +110,14 @@ def _is_installed(prefix: str) -> bool:
 
 
 def _has_cuda() -> bool:
-    """True if CUDA's libraries are there, as packages or in the system's folder."""
+    """True if CUDA's libraries are there, as packages or in their usual folder."""
     for name in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
         try:
             distribution(name)
         except PackageNotFoundError:
             continue
         return True
-    return Path("/usr/local/cuda/lib64").is_dir()
+    return any(Path("/usr/local/cuda/lib64").glob("libcublas.so*"))
 
 
 def _install(kind: Kind) -> str:

@@ -99,7 +99,8 @@ def present_devices() -> "list[jax.Device]":
     except (RuntimeError, AssertionError) as error:  # a driver that does not answer, a TPU that another process has
         chosen = jax.config.jax_platforms or "any device"
         raise UserError(
-            f"jax cannot start on {chosen}: {error}. Mend that, or choose another device (--device cpu|gpu|tpu)."
+            f"jax cannot start on {chosen}: {str(error) or 'it finds none'}. Mend that, or choose another device "
+            "(--device cpu|gpu|tpu)."
         ) from error
     numbers = [device.process_index for device in devices]
     counts = {number: numbers.count(number) for number in dict.fromkeys(numbers)}
