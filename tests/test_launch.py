@@ -288,9 +288,11 @@ def test_processes_train_as_one(layout: tuple[str, ...], tmp_path: Path) -> None
     done = local_sh(2, *arguments, *window, "--emulate-devices", "4", "--workdir", str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("results in") == 1, "process 0 speaks for all"
+    assert "[0] cpu: 8 x cpu, 2 processes on 1 host (" in done.stdout
     assert_each_traced_its_own(tmp_path / "two", processes=2, devices=4)
     done = local_sh(1, *arguments, "--emulate-devices", "8", "--workdir", str(tmp_path / "one"))
     assert done.returncode == 0, done.stderr
+    assert_starts_in_ten_lines(done.stdout, tmp_path / "one")
     two, one = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("two", "one")
@@ -300,6 +302,20 @@ def test_processes_train_as_one(layout: tuple[str, ...], tmp_path: Path) -> None
     assert [line["loss_nats"] for line in two if "loss_nats" in line] == pytest.approx(losses, rel=1e-5)
     assert [line.get("batch_hash") for line in two] == [line.get("batch_hash") for line in one]
     assert (tmp_path / "two" / "checkpoints" / "5").is_dir()
+
+
+def assert_starts_in_ten_lines(output: str, workdir: Path) -> None:
+    """What is here comes first, then how it is used, and where the whole plan is."""
+    start, _, _ = output.partition("\nstep 1/5 ")
+    first, second, *more = start.splitlines()
+    assert first.startswith("cpu: 8 x cpu, 1 process on 1 host (")
+    assert second.startswith("mesh.data=auto: ")
+    assert f"the whole plan: {workdir}/plan.txt" in more
+    assert 5 <= len(more) <= 8
+    plan = (workdir / "plan.txt").read_text()
+    assert plan.startswith("164,160 parameters over data=")
+    assert "attention.k_DKH" in plan
+    assert "collectives per device and step" in plan
 
 
 def assert_each_traced_its_own(workdir: Path, *, processes: int, devices: int) -> None:

@@ -126,7 +126,7 @@ def join_processes(environ: Mapping[str, str], *, peer_s: float = 30.0) -> None:
             raise UserError(f"JTRAIN_COORDINATOR={coordinator} needs two numbers too, but {said}. Set both.")
         address, count, number = coordinator, int(values[0]), int(values[1])
     bind = environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-    addresses = _coordinator_addresses(address)
+    addresses = _coordinator_addresses(address, wait_s=NAME_S if number > 0 else 0.0)
     if number > 0:
         _wait_for_coordinator(address, addresses, wait_s=float(JOIN_S))
     elif bind is None:
@@ -206,23 +206,32 @@ def _found_bind_address(coordinator: str, addresses: Sequence[str]) -> str | Non
     return None
 
 
+NAME_S = 60.0
+"""Time in which the name of process 0's host must be known to the others: Kubernetes publishes it when its pod runs."""
+
+
 JOIN_S = 300
 """Time in which all processes must have joined, and at the end have left."""
 
 
-def _coordinator_addresses(coordinator: str) -> list[tuple[Any, Any]]:
-    """Returns (family, address) for each address that `host:port` stands for on this host."""
+def _coordinator_addresses(coordinator: str, *, wait_s: float) -> list[tuple[Any, Any]]:
+    """Returns (family, address) for each address that `host:port` stands for on this host, once its name is known."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UserError(f"JTRAIN_COORDINATOR={coordinator} must be host:port, with a port from 1 to 65535, or auto.")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise UserError(
-            f"JTRAIN_COORDINATOR={coordinator}: this host does not know the name {host} ({error.strerror}). Set the "
-            "name or address by which all hosts reach process 0."
-        ) from error
-    return [(family, address) for family, _, _, _, address in found]
+    until = time.monotonic() + wait_s
+    while True:
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            if time.monotonic() > until:
+                raise UserError(
+                    f"JTRAIN_COORDINATOR={coordinator}: this host does not know the name {host} ({error.strerror}), "
+                    f"after asking for {wait_s:g} s. Set the name or address by which all hosts reach process 0."
+                ) from error
+            time.sleep(1.0)  # a name server does not tell when a name appears
+        else:
+            return [(family, address) for family, _, _, _, address in found]
 
 
 def _check_can_listen(coordinator: str, addresses: Sequence[tuple[Any, Any]]) -> None:

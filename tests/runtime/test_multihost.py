@@ -46,7 +46,10 @@ def test_nothing_is_joined_where_nothing_is_said() -> None:
         ("192.0.2.77:1234", 0, r"process 0 runs on this host, which has no address 192\.0\.2\.77"),
     ],
 )
-def test_a_wrong_address_is_refused(coordinator: str, process: int, message: str) -> None:
+def test_a_wrong_address_is_refused(
+    coordinator: str, process: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multihost, "NAME_S", 0.1)
     environ = {"JTRAIN_COORDINATOR": coordinator, "JTRAIN_NUM_PROCESSES": "2", "JTRAIN_PROCESS_ID": str(process)}
     with pytest.raises(UserError, match=message):
         join_processes(environ)
