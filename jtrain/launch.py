@@ -80,9 +80,8 @@ def launch(args: argparse.Namespace) -> int:
             print(line)
         dry_run(build_run(run_config), topology=args.topology, devices=devices)
         return 0
-    home = workdir_path(args.workdir or str(default_workdir(args.config)))
     meant = dict(allow_change=args.allow_change, from_scratch=args.from_scratch)
-    return start(run_config, run, home=home, environ=os.environ, heart=heart, **meant)
+    return start(run_config, run, home=workdir_path(args.workdir), environ=os.environ, heart=heart, **meant)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,11 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse_alone(args)
         if args.dry_run or args.print_config:  # which only print, and end
             return launch(args)
-        workdir = str(default_workdir(args.config)) if args.workdir is None else args.workdir
-        check_workdir(workdir)
-        if args.supervise:
-            return supervise(args, argv, os.environ, workdir=Path(workdir))
-        return launch(args)
+        if args.workdir is None:
+            args.workdir = str(default_workdir(args.config))
+        check_workdir(args.workdir)
+        return supervise(args, argv, os.environ, workdir=Path(args.workdir)) if args.supervise else launch(args)
 
     return cli.run(run)
 

@@ -85,9 +85,9 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
     if spec.size != len(devices):
         product = " * ".join(f"{axis}={size}" for axis, size in spec.shape.items() if size > 1) or "1"
         raise UserError(
-            f"{len(devices)} device{' is' if len(devices) == 1 else 's are'} here ({devices[0].platform}), but the mesh "
-            f"{product} has {spec.size}. Set mesh.data so that the product is {len(devices)}, or to auto, which takes "
-            f"what is here; or add --emulate-devices {spec.size} to try the layout on this CPU."
+            f"{len(devices)} {'device is' if len(devices) == 1 else 'devices are'} here ({devices[0].platform}), but "
+            f"mesh {product} = {spec.size} devices. Set mesh.data so that the product is {len(devices)}, or to auto, "
+            f"which takes what is here; or add --emulate-devices {spec.size} to try the layout on this CPU."
         )
     shape = tuple(spec.shape.values())
     if devices[0].platform == "tpu":

@@ -141,7 +141,7 @@ def test_a_finished_run_is_left_alone(unbroken: Path) -> None:
 
 
 def test_a_run_goes_on_over_another_layout(unbroken: Path, stopped: Path, tmp_path: Path) -> None:
-    """Stopped on one device, resumed by the same command on four, with ZeRO 3: the same data and, to rounding, losses."""
+    """Stopped on one device, resumed on four by the same command with ZeRO 3: the same data, and losses to rounding."""
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     assert "mesh.data=auto: 4, on all 4 devices" in finish(
         tmp_path, "--set", "layout.zero_stage=3", "--emulate-devices", "4"
