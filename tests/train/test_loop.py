@@ -97,9 +97,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> N
 
 def test_too_few_devices_are_counted(tmp_path: Path) -> None:
     """The mesh and what is here, with both ways out."""
-    with pytest.raises(
-        ValueError, match=r"^8 devices are here \(cpu\), but the mesh data=2 \* tensor=2 has 4\. .* 4 to"
-    ):
+    with pytest.raises(ValueError, match=r"^8 devices are here \(cpu\), but mesh data=2 \* tensor=2 = 4 devices\. "):
         train(tmp_path, "mesh.data=2", "mesh.tensor=2")
 
 
