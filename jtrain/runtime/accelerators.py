@@ -8,10 +8,10 @@ from typing import Literal
 
 from jtrain.errors import UserError
 
-type Kind = Literal["gpu", "tpu"]
-type Device = Literal["cpu", "gpu", "tpu"]
+type Accelerator = Literal["gpu", "tpu"]
+type DeviceChoice = Literal["cpu", "gpu", "tpu"]
 
-DEVICES: tuple[Device, ...] = ("cpu", "gpu", "tpu")
+DEVICES: tuple[DeviceChoice, ...] = ("cpu", "gpu", "tpu")
 
 _FILES = {
     "gpu": ("dev/nvidia[0-9]*", "usr/lib/wsl/lib/nvidia-smi", "dev/kfd"),
@@ -30,7 +30,7 @@ HIDDEN = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES under which CUDA sees no GPU."""
 
 
-def found(kind: Kind, environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
+def found(kind: Accelerator, environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
     """Returns the file or variable that shows a GPU or TPU of this host; None if there is none.
 
     Args:
@@ -49,7 +49,7 @@ def found(kind: Kind, environ: Mapping[str, str], *, root: Path = Path("/")) -> 
     return None
 
 
-def platform_of(device: Device, environ: Mapping[str, str], *, root: Path = Path("/")) -> str:
+def platform_of(device: DeviceChoice, environ: Mapping[str, str], *, root: Path = Path("/")) -> str:
     """Returns jax's name of the platform that `--device` forces.
 
     Raises:
@@ -77,7 +77,7 @@ def unused(environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
       environ: os.environ.
       root: the root of the file system.
     """
-    kinds: tuple[Kind, ...] = ("gpu", "tpu")
+    kinds: tuple[Accelerator, ...] = ("gpu", "tpu")
     for kind in kinds:
         hidden = kind == "gpu" and environ.get("CUDA_VISIBLE_DEVICES", "all") in HIDDEN
         if hidden or (path := found(kind, environ, root=root)) is None:
@@ -91,7 +91,7 @@ def unused(environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
     return None
 
 
-def _lacks(kind: Kind) -> str:
+def _lacks(kind: Accelerator) -> str:
     """Says what jax lacks for a kind of device; "" if it lacks nothing."""
     if kind == "tpu":
         return "" if importlib.util.find_spec("libtpu") else "libtpu is not installed"
@@ -120,7 +120,7 @@ def _has_cuda() -> bool:
     return any(Path("/usr/local/cuda/lib64").glob("libcublas.so*"))
 
 
-def _install(kind: Kind) -> str:
+def _install(kind: Accelerator) -> str:
     """Returns the command that installs what jax needs for a kind of device: from this checkout, if it is one."""
     extra = {"gpu": "cuda", "tpu": "tpu"}[kind]
     checkout = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jtrain.errors import UserError
-from jtrain.runtime.accelerators import Device, platform_of
+from jtrain.runtime.accelerators import DeviceChoice, platform_of
 
 if TYPE_CHECKING:
     import jax
@@ -33,7 +33,7 @@ def start_jax(
     environ: MutableMapping[str, str],
     *,
     emulate_devices: int | None = None,
-    device: Device | None = None,
+    device: DeviceChoice | None = None,
     root: Path = Path("/"),
 ) -> None:
     """Chooses jax's platform and its compile cache; call it before anything computes.

@@ -14,8 +14,8 @@ from jtrain.config.run import Run, build_run
 from jtrain.plan import auto_layout
 from jtrain.runtime import accelerators
 from jtrain.runtime.multihost import join_processes
-from jtrain.runtime.peers import compare_processes
 from jtrain.runtime.platform import compile_collectives_anew, devices_line, present_devices
+from jtrain.runtime.process_comparison import compare_processes
 from jtrain.runtime.store_paths import in_store
 from jtrain.supervise.heart import Heart
 from jtrain.telemetry.goodput import process_start_s

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jtrain.runtime.peers import Peer, clock_line, compare_processes, difference, this_process
+from jtrain.runtime.process_comparison import Peer, clock_line, compare_processes, difference, this_process
 
 FIRST = Peer("a", {"jax": "0.12.0", "jtrain": "0.2.0 (11)", "libtpu": None}, {"seed": "0", "num_steps": "5"})
 
@@ -61,10 +61,10 @@ def test_one_process_is_alone() -> None:
 
 COMPARE = """
 import json, os, sys
-from jtrain.runtime import cli, multihost, peers
+from jtrain.runtime import cli, multihost, process_comparison
 def main():
     multihost.join_processes(os.environ)
-    print(json.dumps(peers.compare_processes(json.loads(sys.argv[1]))))
+    print(json.dumps(process_comparison.compare_processes(json.loads(sys.argv[1]))))
     return 0
 sys.exit(cli.run(main))
 """
