@@ -1,4 +1,4 @@
-"""Comparison of all processes of a run at its start, before their devices are used: versions, config, clocks.
+"""Comparison of all processes of a run at its start, before their devices are used: versions and configs.
 
 It goes through jax's coordination service: collectives between different versions could fail or wait for each other.
 """
@@ -8,17 +8,12 @@ import hashlib
 import json
 import platform
 import socket
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jtrain.errors import UserError
 from jtrain.runtime.run_files import versions
-
-CLOCKS_S = 5.0
-"""Difference between the clocks of two hosts that is said."""
 
 _WAIT_MS = 300_000
 _COMPARED = ("jtrain", "jax", "jaxlib", "jax-cuda13-plugin", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -61,17 +56,9 @@ def compare_processes(config: Mapping[str, str]) -> list[str]:
     client.key_value_set(f"jtrain/peer/{own}", json.dumps(dataclasses.asdict(this_process(config))))
     if own == 0:
         peers = [Peer(**json.loads(_told(client, f"peer/{number}"))) for number in range(count)]
-        asked_s = time.time()
-        client.key_value_set("jtrain/clock", "")
-        clocks = [(float(_told(client, f"clock/{number}")), time.time()) for number in range(1, count)]
-        for number, (told_s, now_s) in enumerate(clocks, 1):
-            if line := clock_line(peers[number].host, peers[0].host, told_s - now_s, told_s - asked_s):
-                print(line, file=sys.stderr, flush=True)
         verdict = {"hosts": [peer.host for peer in peers], "refusal": difference(peers)}
         client.key_value_set("jtrain/verdict", json.dumps(verdict))
     else:
-        _told(client, "clock")
-        client.key_value_set(f"jtrain/clock/{own}", repr(time.time()))
         verdict = json.loads(_told(client, "verdict"))
     if verdict["refusal"]:
         raise UserError(verdict["refusal"])
@@ -96,17 +83,6 @@ def difference(peers: Sequence[Peer]) -> str:
                     f"{number}):{listed}{more}\n{way}"
                 )
     return ""
-
-
-def clock_line(host: str, first: str, least_s: float, most_s: float) -> str:
-    """Returns a line about a clock that differs by between least_s and most_s seconds; "" if it may be right."""
-    if least_s <= CLOCKS_S and most_s >= -CLOCKS_S:
-        return ""
-    by_s = min(abs(least_s), abs(most_s))
-    return (
-        f"warning: the clock of host {host} is {by_s:.0f} s {'ahead of' if least_s > 0 else 'behind'} that of {first}: "
-        "times in logs and profiles of the two do not agree. Synchronise them (chronyd, systemd-timesyncd)."
-    )
 
 
 def _told(client: Any, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Processes compare versions, configs and clocks at the start of a run."""
+"""Processes compare versions and configs at the start of a run."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jtrain.runtime.process_comparison import Peer, clock_line, compare_processes, difference, this_process
+from jtrain.runtime.process_comparison import Peer, compare_processes, difference, this_process
 
 FIRST = Peer("a", {"jax": "0.12.0", "jtrain": "0.2.0 (11)", "libtpu": None}, {"seed": "0", "num_steps": "5"})
 
@@ -45,14 +45,6 @@ def test_equal_processes_have_no_difference() -> None:
 )
 def test_the_first_process_that_differs_is_named(peer: Peer, message: str) -> None:
     assert re.search(message, difference([FIRST, other(), peer]))
-
-
-def test_clocks_that_are_apart_are_said() -> None:
-    """The answer took between the two bounds, so only what is outside of both is certain."""
-    assert clock_line("b", "a", -0.2, 0.3) == ""
-    assert clock_line("b", "a", -4.0, 9.0) == "", "a slow answer says nothing"
-    assert "the clock of host b is 60 s ahead of that of a" in clock_line("b", "a", 60.0, 61.0)
-    assert "the clock of host b is 30 s behind that of a" in clock_line("b", "a", -31.0, -30.0)
 
 
 def test_one_process_is_alone() -> None:
