@@ -50,9 +50,8 @@ JOIN = """
 import json, os
 from jtrain.runtime import multihost
 multihost.join_processes(os.environ)
-import jax
-from jax._src import distributed
-print(json.dumps([jax.config.jax_cuda_visible_devices, distributed.global_state.num_processes]))
+from jax._src import distributed, xla_bridge
+print(json.dumps([xla_bridge.CUDA_VISIBLE_DEVICES.value, distributed.global_state.num_processes]))
 """
 
 

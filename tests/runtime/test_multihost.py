@@ -104,8 +104,8 @@ def test_a_coordinator_that_jax_finds_listens_there_only() -> None:
         + """
 from jtrain.runtime import multihost
 multihost.join_processes(os.environ)
-import jax
-print(jax.config.jax_cuda_visible_devices)
+from jax._src import xla_bridge
+print(xla_bridge.CUDA_VISIBLE_DEVICES.value)
 print(json.dumps(listening()))
 """
     )
