@@ -64,7 +64,7 @@ def test_auto_takes_as_many_as_the_config_divides(here: int, sets: tuple[str, ..
     ("here", "sets", "way"),
     [
         (3, (), "Nearest sizes that do: 15, 18. Set data.global_batch"),
-        (8, ("layout.microbatches=4",), "or change layout.microbatches"),
+        (8, ("layout.microbatches=4",), "or layout.microbatches to a divisor of 2."),
         (6, ("mesh.tensor=4",), "mesh.tensor=4 takes 4 devices at a time"),
     ],
 )
