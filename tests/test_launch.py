@@ -227,7 +227,7 @@ def test_every_script_ends_in_the_one_command() -> None:
     for script in (*scripts, ROOT / ".ci" / "run"):
         subprocess.run(["bash", "-n", str(script)], check=True)
     for script in scripts:
-        assert '-m jtrain.launch --supervise "$@"' in script.read_text()
+        assert 'jtrain.launch --supervise "$@"' in script.read_text()
         assert len(script.read_text().splitlines()) <= 60
 
 
