@@ -29,7 +29,7 @@ for name in "$@"; do
   number=$((number + 1))
   unshare --net --mount --uts bash -c '
     set -euo pipefail
-    hostname "$1"
+    hostname "${1%%.*}"
     mount --bind "$2/hosts" /etc/hosts
     mount --bind "$2/disk-$1" "$2/disk"
     ip link set lo up
@@ -139,9 +139,14 @@ def descendants(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
-    """Context with `count` test hosts; `folder` is on a disk that all share."""
-    names = [f"node{number}" for number in range(count)]
+def hosts(count: int, folder: Path, *, names: Sequence[str] | None = None) -> Iterator[list[Host]]:
+    """Context with `count` test hosts.
+
+    Args:
+      folder: on a disk that all hosts share.
+      names: by which they know each other, node0, node1, ... without it; only namespaces have names.
+    """
+    names = names or [f"node{number}" for number in range(count)]
     if (command := unshare()) is None:
         for name in names:
             (folder / f"disk-{name}").mkdir()
@@ -151,7 +156,8 @@ def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
         ]
         return
     addresses = [f"10.77.0.{number + 1}" for number in range(count)]
-    lines = ["127.0.0.1 localhost", *(f"{address} {name}" for address, name in zip(addresses, names, strict=True))]
+    known = zip(addresses, names, strict=True)
+    lines = ["127.0.0.1 localhost", *(f"{address} {name} {name.partition('.')[0]}" for address, name in known)]
     (folder / "hosts").write_text("\n".join(lines) + "\n")
     for name in ("disk", *(f"disk-{name}" for name in names)):
         (folder / name).mkdir()
