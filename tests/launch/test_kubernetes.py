@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,20 +18,26 @@ import yaml
 
 from tests.launch.hosts import ROOT, Host, Running, environment, hosts
 
-FOLDER = ROOT / "launch" / "k8s"
-RUNS = ("job", "job-tpu", "jobset", "jobset-tpu")
+RUNS = ("k8s/job", "k8s/job-tpu", "k8s/jobset", "k8s/jobset-tpu")
+WITH_RAY = "ray/kuberay"
 SCHEMA = json.loads((Path(__file__).parent / "kubernetes_schema.json").read_text())
 KINDS = {
     "Service": "core.v1.Service",
     "ConfigMap": "core.v1.ConfigMap",
     "Job": "batch.v1.Job",
     "JobSet": "jobset.v1alpha2.JobSet",
+    "RayCluster": "ray.v1.RayCluster",
 }
 
 
+def text_of(name: str) -> str:
+    """Text of a manifest of launch/."""
+    return (ROOT / "launch" / f"{name}.yaml").read_text()
+
+
 def documents(name: str) -> dict[str, Any]:
-    """Objects of a manifest by kind."""
-    found = {one["kind"]: one for one in yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text())}
+    """Objects of a manifest of launch/ by kind."""
+    found = {one["kind"]: one for one in yaml.safe_load_all(text_of(name))}
     assert set(found) <= set(KINDS)
     return found
 
@@ -47,7 +55,7 @@ def check(document: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator(SCHEMA | {"$ref": f"#/$defs/{KINDS[document['kind']]}"}).validate(document)
 
 
-@pytest.mark.parametrize("name", ["settings", *RUNS])
+@pytest.mark.parametrize("name", ["k8s/settings", *RUNS, WITH_RAY])
 def test_a_manifest_is_valid_and_short(name: str) -> None:
     for document in documents(name).values():
         check(document)
@@ -55,10 +63,10 @@ def test_a_manifest_is_valid_and_short(name: str) -> None:
         (wrong["data"] if "data" in wrong else wrong["spec"])["misspelt"] = {"a": 1}
         with pytest.raises(jsonschema.ValidationError, match=r"misspelt|not of type"):
             check(wrong)
-    assert len((FOLDER / f"{name}.yaml").read_text().splitlines()) <= 60
+    assert len(text_of(name).splitlines()) <= 60
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, WITH_RAY])
 def test_numbers_and_names_of_a_manifest_fit_together(name: str) -> None:
     """As many pods as processes, the first of them the coordinator, a service with that name, and room in /dev/shm."""
     job, _, jobs = job_of(name)
@@ -96,7 +104,7 @@ def verdict(job: dict[str, Any], code: int, *, disrupted: bool = False) -> str:
     return "Count"
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, WITH_RAY])
 def test_a_pod_that_saved_comes_again_and_others_count(name: str) -> None:
     """75 and 143 never count. In a JobSet 2 is final, and every other end starts all pods anew."""
     job, _, _ = job_of(name)
@@ -127,7 +135,7 @@ class Pod:
         self.name, self.container, self.command = name, container, container["command"]
         self.environ: dict[str, str] = {}
         for source in container["envFrom"]:
-            settings = documents("settings")["ConfigMap"]
+            settings = documents("k8s/settings")["ConfigMap"]
             assert source["configMapRef"]["name"] == settings["metadata"]["name"]
             self.environ |= settings["data"]
         for one in container["env"]:
@@ -196,9 +204,9 @@ def probe(pod: Pod, environ: dict[str, str]) -> int:
 def test_pods_join_and_a_mesh_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     """Two processes of one device each find each other by the names of their pods, and count two devices, not four."""
     arguments = ("--config=tiny", "--emulate-devices", "1", "--set", "mesh.data=4")
-    with running("job", tmp_path, *arguments, "--workdir", str(tmp_path / "run")) as started:
+    with running("k8s/job", tmp_path, *arguments, "--workdir", str(tmp_path / "run")) as started:
         codes = [run.end() for run, _, _ in started]
-        for (run, _, environ), pod in zip(started, pods("job"), strict=True):
+        for (run, _, environ), pod in zip(started, pods("k8s/job"), strict=True):
             assert "2 are here" in run.output
             assert probe(pod, environ) == 0, "the supervisor has touched the file"
             assert probe(pod, environ | {"JTRAIN_HEARTBEAT_FILE": str(tmp_path / "none")}) == 1
@@ -226,3 +234,50 @@ def test_pods_train(name: str, tmp_path: Path) -> None:
         codes = [run.end() for run, _, _ in started]
         assert codes == [0] * len(started), [run.output for run, _, _ in started]
     assert (tmp_path / "run" / "checkpoints" / "5").is_dir()
+
+
+def test_the_trainers_find_the_ray_cluster_and_have_its_version() -> None:
+    """KubeRay names the head's service after the cluster; Ray refuses nodes of another version."""
+    cluster = documents(WITH_RAY)["RayCluster"]
+    assert pods(WITH_RAY)[0].environ["RAY_ADDRESS"] == f"{cluster['metadata']['name']}-head-svc:6379"
+    assert f"ray=={cluster['spec']['rayVersion']}\n" in (ROOT / "constraints.txt").read_text()
+
+
+@pytest.mark.slow
+def test_pods_train_on_a_ray_cluster(tmp_path: Path) -> None:
+    """A head on a host of its own; the pods join it, and its loaders feed them."""
+    mine = pods(WITH_RAY)
+    arguments = ("--config=tiny", "--with", "debug", "--emulate-devices", "1", "--set", "mesh.data=2")
+    with hosts(3, tmp_path, names=[*(pod.name for pod in mine), "jtrain-head-svc"]) as (*nodes, head):
+        if not head.enter:
+            return  # without namespaces one machine would be three nodes of one name: tests/data/ray has such clusters
+        environ = environment()
+        environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
+        ray = head.start(
+            [str(ROOT / "launch" / "ray" / "start.sh"), "head", "--block", f"--node-ip-address={head.address}"], environ
+        )
+        runs = [
+            host.start([*pod.command, *arguments, "--workdir", str(tmp_path / "run")], environ | pod.environ)
+            for pod, host in zip(mine, nodes, strict=True)
+        ]
+        try:
+            codes = [run.end() for run in runs]
+            assert codes == [0, 0], [run.output for run in runs]
+            assert "Ray" in ray.output
+        finally:
+            for run in (*runs, ray):
+                run.close()
+            for pid in leftovers(head.address):
+                os.kill(pid, signal.SIGKILL)
+    assert (tmp_path / "run" / "checkpoints" / "5").is_dir()
+
+
+def leftovers(address: str) -> list[int]:
+    """Processes of a Ray cluster whose head had this address, which only test hosts have."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = file.read_bytes().decode(errors="replace")
+            if f"{address}:6379" in line and "ray" in line:
+                found.append(int(file.parent.name))
+    return found
