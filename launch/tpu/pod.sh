@@ -4,7 +4,7 @@
 #   ZONE=us-east5-a NAMES=mine launch/tpu/pod.sh --config=llama8b --workdir=gs://bucket/run
 #   ZONE=us-east5-a NAMES="mine-0 mine-1" launch/tpu/pod.sh --config=llama8b --set mesh.replica=2 --workdir=gs://bucket/run
 #
-# PYTHON is a Python of the workers with jtrain[tpu] (default: jtrain/bin/python in the home folder). Ctrl-C or SIGTERM
+# PYTHON is a Python of the workers with jtrain[tpu] (default: .venv/bin/python in the home folder). Ctrl-C or SIGTERM
 # stops the run with a save (75); where the connection is lost, it goes on, and the same command is refused until it ends.
 set -euo pipefail
 read -ra names <<<"${NAMES:?set NAMES to the TPUs, as gcloud compute tpus tpu-vm list prints them}"
@@ -19,7 +19,7 @@ done
 
 # A worker finds its number by its address. The first one is the coordinator, of jax and of the slices.
 arguments="$(printf ' %q' "$@")"
-remote="addresses='${addresses[*]}' slices=${#names[@]} python=${PYTHON:-jtrain/bin/python}"'
+remote="addresses='${addresses[*]}' slices=${#names[@]} python=${PYTHON:-.venv/bin/python}"'
 number=0
 for address in $addresses; do
   case " $(hostname -I) " in *" $address "*) break ;; esac

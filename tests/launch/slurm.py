@@ -75,7 +75,8 @@ class Slurm:
         for words in asked:
             for nodes in (word.partition("=")[2] for word in words if word.startswith("ExcNodeList=")):
                 self.excluded = set(nodes.split(","))
-        again = ["requeue", str(self.job)] in asked
+        again = ["release", str(self.job)] in asked
+        assert again == (["requeuehold", str(self.job)] in asked), "a job that is held waits for ever"
         self._restarts += again
         return again
 

@@ -35,10 +35,14 @@ def cluster(tmp_path: Path) -> Iterator[Slurm]:
 
 
 def submit(
-    cluster: Slurm, *arguments: str, nodes: int = 2, options: dict[str, str] | None = None, **codes: int
+    cluster: Slurm,
+    *arguments: str,
+    nodes: int = 2,
+    options: dict[str, str] | None = None,
+    codes: dict[str, int] | None = None,
 ) -> tuple[Running, int]:
     """Runs the script to its end; returns the job and its exit code."""
-    variables = {name: str(code) for name, code in codes.items()} | {"RECORDS": str(cluster.folder)}
+    variables = {name: str(code) for name, code in (codes or {}).items()} | {"RECORDS": str(cluster.folder)}
     python = str(cluster.folder / "python")
     job = cluster.sbatch(SLURM_SCRIPT, *arguments, nodes=nodes, options=options, **variables | {"PYTHON": python})
     return job, job.end()
@@ -56,7 +60,7 @@ def test_each_node_has_its_processes_and_the_arguments_arrive(cluster: Slurm, pe
         assert said == "-m jtrain.launch --supervise --config=tiny --set data.path='a b'\n"
         assert (cluster.folder / f"check-{rank}.args").read_text().startswith("-m jtrain.node_check --config=tiny")
         lines = (cluster.folder / f"train-{rank}.env").read_text().splitlines()
-        environ = dict(line.partition("=")[::2] for line in lines if "=" in line)
+        environ = {name: value for name, _, value in (line.partition("=") for line in lines)}
         assert environ["JTRAIN_COORDINATOR"] == "auto"
         assert (environ["SLURM_PROCID"], environ["SLURM_LOCALID"]) == (str(rank), str(rank % per_node))
         assert environ["SLURM_CPUS_PER_TASK"] == "7"
@@ -81,7 +85,7 @@ def test_a_job_is_queued_again_where_that_helps(
     cluster: Slurm, codes: dict[str, int], code: int, again: bool, without: list[int]
 ) -> None:
     """On 75, 76 and 143, and on 76 without the node; all else would only repeat itself."""
-    job, ended = submit(cluster, "--config=tiny", **codes)
+    job, ended = submit(cluster, "--config=tiny", codes=codes)
     assert ended == code, job.output
     assert (cluster.folder / "train-0.args").exists() == ("train_0" in codes), "nothing trains on a faulty node"
     assert f"error: {min(codes)[:5]}" in job.output, "the reason stands in the job's own output"
