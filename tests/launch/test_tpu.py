@@ -107,6 +107,7 @@ def test_a_slice_that_is_not_there_and_a_missing_name_are_said(tpus: Tpus) -> No
     assert "set NAMES to the TPUs" in run.output
 
 
+@pytest.mark.slow
 def test_workers_join_and_a_mesh_that_does_not_fit_is_refused(tpus: Tpus) -> None:
     """Two real processes of one device each, which count two devices, not four; the exit code comes through gcloud."""
     options = ["--config=tiny", "--emulate-devices", "1", "--set", "mesh.data=4", "--workdir", str(tpus.folder / "run")]
