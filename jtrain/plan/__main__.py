@@ -193,7 +193,8 @@ def sheet_of(
     if tokens < 1:
         raise UserError(f"--tokens {args.tokens} must be at least 1.")
     save_s = save_seconds(point.plan, task.machine, task.assume)
-    up = uptime(Failures(), devices=task.machine.count, step_s=point.step_s, save_s=save_s)
+    steps = tokens // point.job.tokens
+    up = uptime(Failures(), devices=task.machine.count, steps=steps, step_s=point.step_s, save_s=save_s)
     goodput = up.goodput if args.goodput is None else args.goodput
     return Sheet(
         args.config,

@@ -76,7 +76,8 @@ def cost_row(
     point = points[0]
     assert point.timed is not None
     save_s = save_seconds(point.plan, machine, task.assume)
-    up = uptime(failures, devices=machine.count, step_s=point.step_s, save_s=save_s)
+    steps = tokens // point.job.tokens
+    up = uptime(failures, devices=machine.count, steps=steps, step_s=point.step_s, save_s=save_s)
     if not up.goodput:
         return CostRow(machine.count)
     spent = cost(point.timed, machine, tokens=tokens, goodput=up.goodput, usd_per_hour=usd_per_hour)

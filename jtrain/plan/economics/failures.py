@@ -107,14 +107,14 @@ def best_interval_s(save_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * save_s * mtbf_s) * (1 + root / 3 + root**2 / 9) - save_s
 
 
-def uptime(failures: Failures, *, devices: int, step_s: float, save_s: float) -> Uptime:
-    """Goodput of a run that saves as often as is best, in whole steps.
+def uptime(failures: Failures, *, devices: int, steps: int, step_s: float, save_s: float) -> Uptime:
+    """Goodput of a run of so many steps that saves as often as is best, in whole steps.
 
     Args:
       save_s: seconds of a save where `failures` says none.
     """
     save_s = save_s if failures.save_s is None else failures.save_s
     mtbf_s = failures.mtbf_hours * 3600 / devices
-    every = max(1, round(best_interval_s(save_s, mtbf_s) / step_s))
+    every = min(max(1, steps), max(1, round(best_interval_s(save_s, mtbf_s) / step_s)))
     trains = goodput(interval_s=every * step_s, save_s=save_s, restart_s=failures.restart_s, mtbf_s=mtbf_s)
     return Uptime(trains, every, mtbf_s, save_s, failures.restart_s)

@@ -40,8 +40,8 @@ LINEAR = 0.8
 """Share of a device's own matmul rate from which on a run still scales linearly."""
 
 _BF16 = 2
-_TENSOR, _STAGES, _CHUNKS = 2.0 ** np.arange(11), 2.0 ** np.arange(13), 2.0 ** np.arange(6)
-_DATA, _TOKENS = 2.0 ** np.arange(24), 2.0 ** np.arange(17)
+_TENSOR, _STAGES, _CHUNKS = 2.0 ** np.arange(11), 2.0 ** np.arange(13), 4.0 ** np.arange(3)
+_DATA, _TOKENS = 2.0 ** np.arange(24), 4.0 ** np.arange(9)
 
 type Times = Float[np.ndarray, "t d p v b"]
 """One number per layout: tensor, data and pipeline axes, chunks of a stage, tokens of a microbatch."""
@@ -147,7 +147,8 @@ def _bandwidths(device: DeviceSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
     tensor = [along("tensor", {"tensor": int(t)}) for t in _TENSOR]
     data = [[along("data", {"data": int(d), "tensor": int(t)}) for d in _DATA] for t in _TENSOR]
-    stage = [[along("stage", {"stage": 2, "data": int(d), "tensor": int(t)}) for d in _DATA] for t in _TENSOR]
+    inner = {n: along("stage", {"stage": 2, "tensor": n}) for n in {int(t * d) for t in _TENSOR for d in _DATA}}
+    stage = [[inner[int(t * d)] for d in _DATA] for t in _TENSOR]
     return np.array(tensor), np.array(data), np.array(stage)
 
 

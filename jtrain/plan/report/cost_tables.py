@@ -11,6 +11,7 @@ from jtrain.plan.economics.cost_curve import (
     mesh_text,
 )
 from jtrain.plan.economics.failures import Failures, duration
+from jtrain.plan.report.plan_charts import short
 from jtrain.plan.report.summary import new_console, new_table
 from jtrain_kernels.device import DeviceSpec
 
@@ -28,7 +29,7 @@ def print_curve(
         table.add_row(*_cells(row, device, carbon_g_per_kwh))
     console.print(title, style="bold", highlight=False)
     console.print(table)
-    for line in (*_best(rows), *_assumed(rows, device, failures, carbon_g_per_kwh, priced)):
+    for line in (*_best(rows, device), *_assumed(rows, device, failures, carbon_g_per_kwh, priced)):
         console.print(line, highlight=False)
 
 
@@ -42,31 +43,23 @@ def _cells(row: CostRow, device: DeviceSpec, carbon: float) -> list[str]:
         f"{row.timed.mfu:.1%}",
         f"{row.uptime.goodput:.1%}",
         f"{row.uptime.every_steps:,}",
-        _number(row.cost.days),
-        _number(row.cost.device_hours if row.cost.usd is None else row.cost.usd),
+        f"{row.cost.days:,.0f}" if row.cost.days >= 100 else f"{row.cost.days:.3g}",
+        short(row.cost.device_hours if row.cost.usd is None else row.cost.usd),
     ]
     if device.power_w and row.cost.energy_j is not None:
         kwh = row.cost.energy_j / J_PER_KWH
-        cells += [_number(kwh / 1000), f"{row.cost.energy_j / row.cost.tokens:.2g}", _number(kwh * carbon / 1e6)]
+        cells += [short(kwh / 1000), f"{row.cost.energy_j / row.cost.tokens:.2g}", short(kwh * carbon / 1e6)]
     return cells
 
 
-def _number(value: float) -> str:
-    """Three digits, with k or M: `1.06M`, `423k`, `71.6`."""
-    for factor, suffix in ((1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.3g}{suffix}" if value < 1000 * factor else f"{value / factor:,.0f}{suffix}"
-    return f"{value:.3g}"
-
-
-def _best(rows: Sequence[CostRow]) -> list[str]:
+def _best(rows: Sequence[CostRow], device: DeviceSpec) -> list[str]:
     """The cheapest and the fastest size, and the interval between saves of each."""
     lines: list[str] = []
     for name, row in (("cheapest", cheapest(rows)), ("fastest", fastest(rows))):
         if row is not None and row.cost is not None and row.uptime is not None:
             money = "" if row.cost.usd is None else f", ${row.cost.usd:,.0f}"
             lines.append(
-                f"{name}: {row.count:,} devices, {row.cost.days:,.3g} days, {row.cost.device_hours:,.0f} device "
+                f"{name}: {row.count:,} x {device.name}, {row.cost.days:,.1f} days, {row.cost.device_hours:,.0f} device "
                 f"hours{money}; a failure every {duration(row.uptime.mtbf_s)}, saves of {row.uptime.save_s:.2g} s: set "
                 f"checkpoint.every_steps={row.uptime.every_steps}"
             )
@@ -115,5 +108,6 @@ def print_comparison(
     console.print(f"{other} at {price_ratio:g} times the price of {name}, by {name}", style="bold", highlight=False)
     console.print(table)
     pays = [one.count for one in compared if one.cost < 1]
-    verdict = f"cheaper per token on {', '.join(f'{n:,}' for n in pays)} devices" if pays else "never cheaper per token"
+    listed = ", ".join(f"{n:,}" for n in pays)
+    verdict = f"cheaper per token on {listed} x {other}" if pays else "never cheaper per token"
     console.print(f"{other} pays where it is over {price_ratio:g} times as fast: {verdict}", highlight=False)

@@ -11,7 +11,7 @@ from jtrain.profile.report.page.markup import WIDTH, rect, svg, text
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8822ee", "#8a7a00")
 
 STYLE = "".join(f".c{index} {{ fill: {colour}; background: {colour}; }}\n" for index, colour in enumerate(_COLOURS)) + (
-    ".fabric { display: block; min-width: 36rem; width: 100%; }\n"
+    ".fabric { display: block; min-width: 36rem; max-width: 50rem; width: 100%; }\n"
     ".fabric text { fill: var(--ink); font: 13px system-ui, sans-serif; }\n"
     ".fabric .box { fill: var(--shade); stroke: var(--soft); }\n"
     ".fabric line { stroke: var(--line); } .fabric line.unused { stroke: var(--rule); stroke-dasharray: 4 3; }\n"
@@ -39,34 +39,32 @@ def legend(names: Sequence[str]) -> str:
 
 
 def fabric_picture(machine: Machine, levels: Sequence[Load], step_s: float) -> str:
-    """One host's devices on their links, its memory above and the network below, with their loads.
+    """The devices that links join, the memory of their hosts above and the network below, with their loads.
 
     Args:
       levels: loads of the links, the network and the links to the host.
     """
     links, network, to_host = levels
-    devices = min(machine.devices_per_host, machine.count)
+    linked = min(machine.device.linked, machine.count)
+    groups = -(-machine.count // linked)
+    devices = linked if linked > 1 else machine.count
     shown = min(devices, _MOST_BOXES)
-    hosts = -(-machine.count // machine.device.host.devices)
-    parts = [
-        _box(20, 10, 560, f"memory of the host; {_said(to_host, step_s)}"),
-        _box(20, 200, 560, f"network to {hosts - 1:,} other hosts; {_said(network, step_s)}")
-        if hosts > 1
-        else '<text x="20" y="220">no other host</text>',
-    ]
+    parts = [_box(20.0, 10, 560.0, f"host memory; {_said(to_host, step_s)}")]
+    if linked > 1:
+        parts.append(_box(20.0, 140, 560.0, f"links between {linked:,} devices; {_said(links, step_s)}"))
+    beyond = f"network to {groups - 1:,} more such groups" if linked > 1 else "network between devices"
+    words = f"{beyond}; {_said(network, step_s)}" if groups > 1 else "no network: all devices are linked"
+    parts.append(_box(20.0, 200, 560.0, words))
     gap = 560 / shown
     for index in range(shown):
         middle = 20 + gap * (index + 0.5)
-        parts.append(_line(middle, 40, middle, 80, to_host, step_s))
-        name = f"{machine.device.name}" if index < shown - 1 or shown == devices else f"... {devices}"
-        parts.append(_box(middle - gap / 2 + 4, 80, gap - 8, name))
-        if shown > 1:
-            parts.append(_line(middle, 110, middle, 140, links, step_s))
-        if hosts > 1:
-            parts.append(_line(middle, 140 if shown > 1 else 110, middle, 200, network, step_s))
-    if shown > 1:
-        parts.append(_line(20 + gap / 2, 140, 580 - gap / 2, 140, links, step_s))
-        parts.append(f'<text x="24" y="165">links between devices; {text(_said(links, step_s))}</text>')
+        name = machine.device.name if index < shown - 1 or shown == devices else f"... {devices:,}"
+        parts.append(_box(middle - gap / 2 + 4, 75, gap - 8, name))
+        parts.append(_line(middle, 40, 75, to_host, step_s))
+        if linked > 1:
+            parts.append(_line(middle, 105, 140, links, step_s))
+        if groups > 1:
+            parts.append(_line(middle, 170 if linked > 1 else 105, 200, network, step_s))
     label = f"fabric of {machine} with the loads of a step"
     return f'<svg class="fabric" viewBox="0 0 600 240" role="img" aria-label="{text(label)}">{"".join(parts)}</svg>'
 
@@ -78,18 +76,26 @@ def _said(load: Load, step_s: float) -> str:
     return f"busy {seconds(load.busy_s)}, {load.busy_s / step_s:.0%} of the step{peak}"
 
 
-def _box(x: float, y: float, width: float, words: str) -> str:
+def _box(x: float, y: int, width: float, words: str) -> str:
     return (
         f'<rect class="box" x="{x:.1f}" y="{y}" width="{width:.1f}" height="30" rx="4"/>'
         f'<text x="{x + width / 2:.1f}" y="{y + 20}" text-anchor="middle">{text(words)}</text>'
     )
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, load: Load, step_s: float) -> str:
-    """Line as wide as the load's part of the step."""
+def _line(x: float, top: int, bottom: int, load: Load, step_s: float) -> str:
+    """Vertical line as wide as the load's part of the step."""
     busy = min(1.0, load.busy_s / step_s)
     css = f'stroke-width="{1.5 + 10 * busy:.2f}"' if busy else 'class="unused"'
-    return f'<line x1="{x1:.1f}" y1="{y1}" x2="{x2:.1f}" y2="{y2}" data-level="{load.level}" {css}/>'
+    return f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" data-level="{load.level}" {css}/>'
+
+
+def short(value: int | float) -> str:
+    """Three or four digits, with k, M, B or T: `1.06M`, `423k`, `71.6`."""
+    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * factor:
+            return f"{value / factor:.4g}{suffix}" if value < 1000 * factor else f"{value / factor:,.0f}{suffix}"
+    return f"{value:.3g}"
 
 
 def line_chart(points: Sequence[tuple[int, float]], name: str) -> str:
@@ -106,7 +112,7 @@ def line_chart(points: Sequence[tuple[int, float]], name: str) -> str:
     chart = svg(
         f'{marks}<path class="line front" d="{path}"/>', f"{name} over the number of devices", css="plot", height=_PLOT
     )
-    side = f'<span class="side"><span>{high:,.4g}</span><b>{text(name)}</b><span>{low:,.4g}</span></span>'
+    side = f'<span class="side"><span>{short(high)}</span><b>{text(name)}</b><span>{short(low)}</span></span>'
     ends = f'<span class="ends"><span>{first:,}</span><span>{last:,}</span></span>'
     return (
         f'<div class="lane">{side}{chart}</div><div class="lane"><span class="side">devices</span>{ends}</div>'

@@ -13,7 +13,7 @@ from jtrain.config.run import Run
 from jtrain.plan.economics.cost_curve import CARBON_G_PER_KWH, CostRow, cheapest, cost_row, mesh_text
 from jtrain.plan.economics.failures import Failures
 from jtrain.plan.report.fabric_loads import Load, loads
-from jtrain.plan.report.plan_charts import STYLE, fabric_picture, legend, line_chart, stacked
+from jtrain.plan.report.plan_charts import STYLE, fabric_picture, legend, line_chart, short, stacked
 from jtrain.plan.report.plan_sheet import Sheet, classes, layout_line, to_json
 from jtrain.profile.analysis.figures import rate, seconds, share, size
 from jtrain.profile.report.page.markup import cell, data, document, embedded, rect, row, section, svg, table, text
@@ -72,7 +72,7 @@ def _figures(sheet: Sheet) -> str:
         ("MFU", data("step.mfu", timed.mfu, share(timed.mfu, 1.0))),
         ("peak memory", data("formula.peak_bytes", sheet.plan.total_bytes, size(sheet.plan.total_bytes))),
         ("goodput", data("cost.goodput", sheet.goodput, share(sheet.goodput, 1.0))),
-        ("tokens", data("cost.tokens", spent.tokens, f"{spent.tokens:,}")),
+        ("tokens", data("cost.tokens", spent.tokens, short(spent.tokens))),
         ("device hours", data("cost.device_hours", spent.device_hours, f"{spent.device_hours:,.0f}")),
     ]
     if sheet.uptime is not None:
@@ -122,7 +122,7 @@ def _memory(sheet: Sheet) -> list[str]:
             cell(text(name), header=True),
             cell(svg(rect(0.0, amount / scale, f"c{index % 8}"), f"{name}: {size(amount)}"), css="bar"),
             cell(data(f"formula.{name}", amount, size(amount)), css="number"),
-            cell(share(amount, there), css="number"),
+            cell(share(amount / there, 1.0), css="number"),
         )
         for index, (name, amount) in enumerate(found.items())
     ]

@@ -48,7 +48,7 @@ def test_no_other_interval_is_better(save_s: float) -> None:
 
 def test_llama_3_405b_lost_less_than_a_tenth() -> None:
     """16,384 H100 fail every 3.1 hours (54 days by 419 interruptions), and over 90 % of the time trained."""
-    found = uptime(Failures(), devices=16_384, step_s=25.0, save_s=1.0)
+    found = uptime(Failures(), devices=16_384, steps=10**9, step_s=25.0, save_s=1.0)
     assert found.mtbf_s == pytest.approx(54 * 24 * HOUR / 419, rel=1e-3)
     assert 0.90 < found.goodput < 0.97
     assert found.every_steps * 25.0 == pytest.approx(best_interval_s(1.0, found.mtbf_s), rel=0.1)
@@ -57,14 +57,15 @@ def test_llama_3_405b_lost_less_than_a_tenth() -> None:
 
 def test_more_devices_and_longer_restarts_and_saves_cost_goodput() -> None:
     """One device hardly loses anything; where a failure comes before any interval ends, nothing trains."""
-    base = uptime(Failures(save_s=10.0), devices=1024, step_s=5.0, save_s=1.0)
+    base = uptime(Failures(save_s=10.0), devices=1024, steps=10**9, step_s=5.0, save_s=1.0)
     assert base.save_s == 10.0
-    assert uptime(Failures(save_s=10.0), devices=1, step_s=5.0, save_s=1.0).goodput > 0.999
+    assert uptime(Failures(save_s=10.0), devices=1, steps=10**9, step_s=5.0, save_s=1.0).goodput > 0.999
     for worse in (Failures(save_s=100.0), Failures(save_s=10.0, restart_s=3600.0), Failures(5_000.0, save_s=10.0)):
-        assert uptime(worse, devices=1024, step_s=5.0, save_s=1.0).goodput < base.goodput - 1e-3
-    more = uptime(Failures(save_s=10.0), devices=8192, step_s=5.0, save_s=1.0)
+        assert uptime(worse, devices=1024, steps=10**9, step_s=5.0, save_s=1.0).goodput < base.goodput - 1e-3
+    more = uptime(Failures(save_s=10.0), devices=8192, steps=10**9, step_s=5.0, save_s=1.0)
     assert more.goodput < base.goodput
     assert more.every_steps < base.every_steps
+    assert uptime(Failures(save_s=10.0), devices=8, steps=200, step_s=5.0, save_s=1.0).every_steps == 200
     assert goodput(interval_s=HOUR, save_s=1.0, restart_s=1.0, mtbf_s=1.0) == 0.0
     assert best_interval_s(10.0, 4.0) == 4.0
 
