@@ -1,4 +1,4 @@
-"""Command line of plans: `python -m jtrain.plan CONFIG --device h200 --count 8`, `... table`, `... pipeline`, `... cost` or `... walls`."""
+"""Command line of plans: `python -m jtrain.plan CONFIG --device h200 --count 8`, and the verbs of `VERBS`."""
 
 import argparse
 import dataclasses
@@ -31,6 +31,9 @@ _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}iB": 1024**k for k, p in enumerate("KMGT", 1)}
 
 
+VERBS = {"pipeline": pipeline_cli.main, "cost": cost_cli.main, "walls": walls_cli.main}
+"""Commands with options of their own, by their first word."""
+
 TOP = 3
 """Layouts of a search that are compiled."""
 
@@ -58,7 +61,9 @@ def parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 the plan fits; 2 it does not, or an option is wrong: the message says what to change.",
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG", help="as for jtrain.launch --config; or table, pipeline, cost, walls")
+    parser.add_argument(
+        "config", metavar="CONFIG", help="as for jtrain.launch --config; or table, pipeline, cost, walls"
+    )
     parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--device", metavar="NAME", help="h200, h100, b200, v5p, v5e, ...")
@@ -379,9 +384,8 @@ def execute(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    verbs = {"pipeline": pipeline_cli.main, "cost": cost_cli.main, "walls": walls_cli.main}
-    if words and words[0] in verbs:
-        return verbs[words[0]](words[1:])
+    if words and words[0] in VERBS:
+        return VERBS[words[0]](words[1:])
     args = parser().parse_args(argv)
     return cli.run(lambda: execute(args))
 

@@ -47,7 +47,14 @@ def test_a_plan_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         "1,000,000,000 tokens at a",
     ):
         assert part in text, part
-    for part in ("goodput of 100.0%", "checkpoint.every_steps=", "$", "J per token", "40 bytes a parameter", "mesh.data=8 (the config: 1)"):
+    for part in (
+        "goodput of 100.0%",
+        "checkpoint.every_steps=",
+        "$",
+        "J per token",
+        "40 bytes a parameter",
+        "mesh.data=8 (the config: 1)",
+    ):
         assert part in text, part
 
     found = json.loads(file.read_text())

@@ -162,9 +162,7 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_any(
-    args: argparse.Namespace, run: "Run", rows: "Sequence[CostRow]", machines: Sequence["Machine"]
-) -> None:
+def _check_any(args: argparse.Namespace, run: "Run", rows: "Sequence[CostRow]", machines: Sequence["Machine"]) -> None:
     """Refuses a curve without a point.
 
     Raises:

@@ -40,15 +40,15 @@ LINEAR = 0.8
 """Share of a device's own matmul rate from which on a run still scales linearly."""
 
 _BF16 = 2
-_TENSOR, _STAGES, _CHUNKS = 2.0 ** np.arange(11), 2.0 ** np.arange(13), 4.0 ** np.arange(3)
-_DATA, _TOKENS = 2.0 ** np.arange(24), 4.0 ** np.arange(9)
+_TENSOR, _STAGES, _CHUNKS = 2.0 ** np.arange(11), 2.0 ** np.arange(13), 2.0 ** np.arange(5)
+_DATA, _TOKENS = 2.0 ** np.arange(24), 2.0 ** np.arange(4, 15)
 
 type Times = Float[np.ndarray, "t d p v b"]
 """One number per layout: tensor, data and pipeline axes, chunks of a stage, tokens of a microbatch."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class RunSize:
     """A dense transformer of `flop` FLOP of training; layers and width are not rounded."""
 
     flop: float
@@ -95,9 +95,7 @@ class Cluster:
 
     def changed(self, *, batch: float = 1.0, latency: float = 1.0) -> "Cluster":
         """The same with the batch and the latency multiplied."""
-        return dataclasses.replace(
-            self, batch_tokens=self.batch_tokens * batch, latency_s=self.latency_s * latency
-        )
+        return dataclasses.replace(self, batch_tokens=self.batch_tokens * batch, latency_s=self.latency_s * latency)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +106,7 @@ class Best:
     times_s: seconds of a step by cause; all but the pipeline bubble and the latency run side by side.
     """
 
-    shape: Shape
+    shape: RunSize
     tensor: int
     data: int
     stages: int
@@ -161,7 +159,7 @@ def best_layout(flop: float, cluster: Cluster, *, most_devices: int | None = Non
     Raises:
       UserError: the speed of the network between hosts is not published.
     """
-    shape = Shape(flop)
+    shape = RunSize(flop)
     t, d, p, v, b = np.ix_(_TENSOR, _DATA, _STAGES, _CHUNKS, _TOKENS)
     tensor_w, data_w, stage_w = _bandwidths(cluster.device)
     assert cluster.device.hbm_bytes_per_s is not None
@@ -244,7 +242,7 @@ def _largest(cluster: Cluster, least_share: float, devices: int | None) -> Best 
     return found
 
 
-def latency_wall(cluster: Cluster) -> Shape:
+def latency_wall(cluster: Cluster) -> RunSize:
     """The largest run that can end in time on any number of devices: every layer waits for its collectives.
 
     Steps take at least layers * SERIAL * latency, and there are tokens / batch of them.
@@ -252,4 +250,4 @@ def latency_wall(cluster: Cluster) -> Shape:
     # seconds = 20 N / batch * (N / 12 / ASPECT^2)^(1/3) * SERIAL * latency
     per_parameter = TOKENS_PER_PARAMETER / cluster.batch_tokens * SERIAL * cluster.latency_s
     parameters = (cluster.seconds / per_parameter * (12 * ASPECT**2) ** (1 / 3)) ** (3 / 4)
-    return Shape(6 * TOKENS_PER_PARAMETER * parameters**2)
+    return RunSize(6 * TOKENS_PER_PARAMETER * parameters**2)

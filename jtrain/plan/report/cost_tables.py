@@ -59,16 +59,14 @@ def _best(rows: Sequence[CostRow], device: DeviceSpec) -> list[str]:
         if row is not None and row.cost is not None and row.uptime is not None:
             money = "" if row.cost.usd is None else f", ${row.cost.usd:,.0f}"
             lines.append(
-                f"{name}: {row.count:,} x {device.name}, {row.cost.days:,.1f} days, {row.cost.device_hours:,.0f} device "
-                f"hours{money}; a failure every {duration(row.uptime.mtbf_s)}, saves of {row.uptime.save_s:.2g} s: set "
-                f"checkpoint.every_steps={row.uptime.every_steps}"
+                f"{name}: {row.count:,} x {device.name}, {row.cost.days:,.1f} days, {row.cost.device_hours:,.0f} "
+                f"device hours{money}; a failure every {duration(row.uptime.mtbf_s)}, saves of {row.uptime.save_s:.2g} "
+                f"s: set checkpoint.every_steps={row.uptime.every_steps}"
             )
     return lines
 
 
-def _assumed(
-    rows: Sequence[CostRow], device: DeviceSpec, failures: Failures, carbon: float, priced: bool
-) -> list[str]:
+def _assumed(rows: Sequence[CostRow], device: DeviceSpec, failures: Failures, carbon: float, priced: bool) -> list[str]:
     lines = [
         f"assumed: a device fails every {failures.mtbf_hours:,.0f} hours with its share of the host and network, a "
         f"restart takes {failures.restart_s:,.0f} s; no other lost time (data, evaluation, maintenance)"

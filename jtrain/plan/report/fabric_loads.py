@@ -1,4 +1,4 @@
-"""Loads of a step on the machine's interconnects: links between devices, network between hosts, links to host memory."""
+"""Loads of a step on a machine's interconnects: links between devices, the network beyond, links to host memory."""
 
 import dataclasses
 
@@ -26,10 +26,10 @@ class Load:
     busy_s: float
 
 
-def loads(job: Job, timed: StepTime, *, assume: Assumptions = Assumptions()) -> tuple[Load, Load, Load]:
+def loads(job: Job, timed: StepTime) -> tuple[Load, Load, Load]:
     """Loads of the three levels for one step, as the planner times it: collectives are flat rings."""
     assert job.machine is not None, "loads are of a machine"
-    machine, mesh = job.machine, job.layout.mesh.shape
+    machine, mesh, assume = job.machine, job.layout.mesh.shape, Assumptions()
     spec, efficiency = machine.device, assume.network_of(machine.device)
     sent = {LINKS: 0.0, NETWORK: 0.0}
     busy = {LINKS: 0.0, NETWORK: 0.0}

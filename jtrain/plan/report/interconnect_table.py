@@ -7,10 +7,10 @@ strategy (FSDP, full shards again after the forward pass, gathers and reductions
 pad them. `SEQ_LEN` is the one assumption; it decides the step over InfiniBand, and a tenth of that over 10 GbE.
 
 Whether collectives are flat rings or hierarchical is not given either. A flat ring sends 15/16 of every array through
-the hosts' adapters, a hierarchical collective the half that the other host lacks. The source shows one reduce-scatter of
-a layer's 0.45 GB over 10 GbE: 258 ms. That is 7 Gbit/s if it was hierarchical, and 13 Gbit/s if it was a flat ring, which
-an adapter of 10 Gbit/s cannot do: the stated configuration is hierarchical. The published seconds of a step are used for
-nothing but the errors.
+the hosts' adapters, a hierarchical collective the half that the other host lacks. The source shows one reduce-scatter
+of a layer's 0.45 GB over 10 GbE: 258 ms. That is 7 Gbit/s if it was hierarchical, and 13 Gbit/s if it was a flat ring,
+which an adapter of 10 Gbit/s cannot do: the stated configuration is hierarchical. The published seconds of a step are
+used for nothing but the errors.
 """
 
 import dataclasses
@@ -47,8 +47,8 @@ _GPUS = HOSTS * PER_HOST
 _CROSSES = {"flat": (_GPUS - 1) / _GPUS, "hierarchical": (HOSTS - 1) / HOSTS}
 """Share of an array that a collective sends through a host's adapters, each way."""
 
-type Dtype = Literal["bfloat16", "float32"]
-type Shape = Literal["flat", "hierarchical"]
+type ReduceDtype = Literal["bfloat16", "float32"]
+type Crossing = Literal["flat", "hierarchical"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Configuration:
     """One way to run the fine-tune; the default is the stated one."""
 
     zero_stage: Literal[1, 2, 3] = 3
-    reductions: Dtype = "bfloat16"
-    collectives: Shape = "hierarchical"
+    reductions: ReduceDtype = "bfloat16"
+    collectives: Crossing = "hierarchical"
     seq_len: int = SEQ_LEN
 
 
@@ -66,8 +66,8 @@ STATED = Configuration()
 
 def configurations() -> list[Configuration]:
     """The stated configuration first, then the other strategies, then other lengths."""
-    dtypes: tuple[Dtype, ...] = ("bfloat16", "float32")
-    shapes: tuple[Shape, ...] = ("hierarchical", "flat")
+    dtypes: tuple[ReduceDtype, ...] = ("bfloat16", "float32")
+    shapes: tuple[Crossing, ...] = ("hierarchical", "flat")
     stages: tuple[Literal[1, 2, 3], ...] = (3, 2, 1)
     strategies = [Configuration(stage, dtype, shape) for stage in stages for dtype in dtypes for shape in shapes]
     assert strategies[0] == STATED
@@ -138,9 +138,10 @@ def printed(rows: Sequence[dict[str, Any]]) -> tuple[str, Table]:
         style = "bold" if row["stated"] else None
         names = f"ZeRO-{row['zero_stage']}", row["reductions"], row["collectives"], tokens
         table.add_row(*names, *cells, style=style)
+    published = ", ".join(f"{seconds:g} s" for seconds in PUBLISHED_S.values())
     return (
-        f"III. A 12B fine-tune on {HOSTS} hosts of {PER_HOST} x {DEVICE}, predicted, over one adapter of 10 Gbit/s a host "
-        f"and over eight of 400: published {', '.join(f'{s:g} s' for s in PUBLISHED_S.values())}. The first row is the "
+        f"III. A 12B fine-tune on {HOSTS} hosts of {PER_HOST} x {DEVICE}, predicted, over one adapter of 10 Gbit/s a "
+        f"host and over eight of 400: published {published}. The first row is the "
         "configuration as the source gives it, with the length of its sequences assumed; the others say how far a step "
         "depends on it"
     ), table

@@ -114,6 +114,4 @@ def line_chart(points: Sequence[tuple[int, float]], name: str) -> str:
     )
     side = f'<span class="side"><span>{short(high)}</span><b>{text(name)}</b><span>{short(low)}</span></span>'
     ends = f'<span class="ends"><span>{first:,}</span><span>{last:,}</span></span>'
-    return (
-        f'<div class="lane">{side}{chart}</div><div class="lane"><span class="side">devices</span>{ends}</div>'
-    )
+    return f'<div class="lane">{side}{chart}</div><div class="lane"><span class="side">devices</span>{ends}</div>'

@@ -35,7 +35,9 @@ def curve(sheet: Sheet, run: Run) -> list[CostRow]:
     whole = machine.device.host.devices
     counts = [round(machine.count * factor) for factor in FACTORS if machine.count * factor >= 1]
     return [
-        cost_row(run, dataclasses.replace(machine, count=n), tokens=spent.tokens, failures=Failures(), usd_per_hour=price)
+        cost_row(
+            run, dataclasses.replace(machine, count=n), tokens=spent.tokens, failures=Failures(), usd_per_hour=price
+        )
         for n in counts
         if n <= whole or n % whole == 0
     ]
@@ -158,8 +160,8 @@ def _fabric(sheet: Sheet, levels: Sequence[Load]) -> list[str]:
     )  # fmt: skip
     drawn = fabric_picture(machine, levels, step_s)
     note = (
-        "The wider a line, the larger the part of the step in which it is busy. Collectives are planned as rings; a ring "
-        "over several hosts uses links and network at once."
+        "The wider a line, the larger the part of the step in which it is busy. Collectives are planned as rings; a "
+        "ring over several hosts uses links and network at once."
     )
     listed = table(columns, rows, "loads of the interconnects", css="many")
     return [f'<div class="frame" role="region" tabindex="0" aria-label="fabric">{drawn}</div>', listed, _soft(note)]
@@ -192,7 +194,10 @@ def _cost(rows: Sequence[CostRow]) -> list[str]:
             cell(text(mesh_text(one.point.settings))),
             cell(data(f"{at}.step_s", one.timed.step_s, seconds(one.timed.step_s)), css="number"),
             cell(data(f"{at}.goodput", one.uptime.goodput, share(one.uptime.goodput, 1.0)), css="number"),
-            cell(data(f"{at}.checkpoint_every_steps", one.uptime.every_steps, f"{one.uptime.every_steps:,}"), css="number"),
+            cell(
+                data(f"{at}.checkpoint_every_steps", one.uptime.every_steps, f"{one.uptime.every_steps:,}"),
+                css="number",
+            ),
             cell(data(f"{at}.days", one.cost.days, f"{one.cost.days:,.4g}"), css="number"),
             cell(data(f"{at}.{'usd' if priced else 'device_hours'}", spent, amount), css="number"),
             cell(energy, css="number"),

@@ -7,7 +7,7 @@ from jtrain.plan.economics.walls import (
     PUBLISHED_FLOP,
     Best,
     Cluster,
-    Shape,
+    RunSize,
     best_layout,
     data_wall,
     latency_wall,
@@ -41,7 +41,7 @@ def moved(cluster: Cluster) -> list[Moved]:
 
 
 def print_walls(
-    cluster: Cluster, wall: Best, last: Shape, rows: list[Moved], *, own: Best | None, count: int | None
+    cluster: Cluster, wall: Best, last: RunSize, rows: list[Moved], *, own: Best | None, count: int | None
 ) -> None:
     """Prints both walls, what binds at the first, how they move, and how far the user's own cluster gets."""
     console, name = new_console(), cluster.device.name

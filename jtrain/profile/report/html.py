@@ -38,6 +38,7 @@ FIRST_OPS = 25
 
 _FILES = Path(__file__).parent / "page"
 
+
 def write(breakdown: Breakdown, file: Path) -> None:
     """Writes the page atomically."""
     write_whole(file, page(breakdown))

@@ -42,7 +42,9 @@ def test_every_size_has_time_money_energy_and_carbon(curve: dict[str, Any]) -> N
         assert row["co2_tonnes"] == pytest.approx(0.473 * row["mwh"])
 
 
-def test_goodput_is_that_of_the_failures(curve: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_goodput_is_that_of_the_failures(
+    curve: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Saves come at Daly's interval in whole steps; a tenth of the time between failures loses much more."""
     worse, printed = written(capsys, tmp_path / "c.json", "--counts", "1,4,8", "--tokens", "1T", "--mtbf", "5")
     for row, other in zip(curve["rows"], worse["rows"], strict=True):

