@@ -133,7 +133,7 @@ def execute(args: argparse.Namespace) -> int:
         return [cost_row(run, one, tokens=tokens, failures=failures, usd_per_hour=usd_per_hour) for one in each]
 
     rows = curve([machine for machine, _ in machines], price)
-    _check_any(args, run, rows, [machine for machine, _ in machines])
+    _check_any(run, rows, [machine for machine, _ in machines])
     title = f"{args.config} on {first.device.name}: {tokens:,} tokens"
     print_curve(title, rows, first.device, failures=failures, carbon_g_per_kwh=carbon)
     found: dict[str, Any] = {
@@ -162,7 +162,7 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_any(args: argparse.Namespace, run: "Run", rows: "Sequence[CostRow]", machines: Sequence["Machine"]) -> None:
+def _check_any(run: "Run", rows: "Sequence[CostRow]", machines: Sequence["Machine"]) -> None:
     """Refuses a curve without a point.
 
     Raises:
@@ -170,17 +170,18 @@ def _check_any(args: argparse.Namespace, run: "Run", rows: "Sequence[CostRow]", 
     """
     from jtrain.plan.from_run import search_task
     from jtrain.plan.nothing_fits import no_point
-    from jtrain.plan.search import meshes, search
+    from jtrain.plan.search import meshes
 
     if any(row.cost is not None for row in rows):
         return
-    task = search_task(run, machines[-1])
-    if search(task, meshes(task), keep=1):
-        raise UserError(
-            f"{machines[-1]} with a failure every {args.mtbf} hours of a device: no interval between saves ever ends. "
-            "Raise --mtbf, or lower --restart and --save."
-        )
-    raise no_point(task, meshes)
+    for row in rows:
+        if row.uptime is not None:
+            raise UserError(
+                f"on {row.count} devices a failure comes every {row.uptime.mtbf_s:.3g} s, and a restart takes "
+                f"{row.uptime.restart_s:g} s: hardly any interval between saves ends. Raise --mtbf, or lower --restart "
+                "and --save."
+            )
+    raise no_point(search_task(run, machines[-1]), meshes)
 
 
 def main(argv: Sequence[str]) -> int:

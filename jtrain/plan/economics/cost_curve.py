@@ -20,10 +20,17 @@ CARBON_G_PER_KWH = 473.0
 
 J_PER_KWH = 3.6e6
 
+LEAST_GOODPUT = 0.01
+"""Goodput below which a run counts as never ending."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CostRow:
-    """One size of the cluster; `point`, `uptime` and `cost` are None where no layout fits."""
+    """One size of the cluster.
+
+    point: fastest layout; None where none fits, as are `uptime` and `cost`.
+    cost: None also where failures come so often that hardly any interval between saves ends.
+    """
 
     count: int
     point: Point | None = None
@@ -38,9 +45,9 @@ class CostRow:
         return self.point.timed
 
     def to_json(self, carbon_g_per_kwh: float) -> dict[str, Any]:
-        """The row as `--json` writes it; `fits` alone where no layout does."""
+        """The row as `--json` writes it; without figures where there is no cost."""
         if self.point is None or self.uptime is None or self.cost is None:
-            return {"count": self.count, "fits": False}
+            return {"count": self.count, "fits": self.point is not None}
         energy = self.cost.energy_j
         return {
             "count": self.count,
@@ -78,8 +85,8 @@ def cost_row(
     save_s = save_seconds(point.plan, machine, task.assume)
     steps = tokens // point.job.tokens
     up = uptime(failures, devices=machine.count, steps=steps, step_s=point.step_s, save_s=save_s)
-    if not up.goodput:
-        return CostRow(machine.count)
+    if up.goodput < LEAST_GOODPUT:
+        return CostRow(machine.count, point, up)
     spent = cost(point.timed, machine, tokens=tokens, goodput=up.goodput, usd_per_hour=usd_per_hour)
     return CostRow(machine.count, point, up, spent)
 
@@ -116,12 +123,12 @@ def compare(rows: Sequence[CostRow], others: Sequence[CostRow], *, price_ratio: 
 
 
 def cheapest(rows: Sequence[CostRow]) -> CostRow | None:
-    """The size with the fewest device hours; None if nothing fits on any."""
+    """The size with the fewest device hours; None if none has a cost."""
     return min((row for row in rows if row.cost is not None), key=_device_hours, default=None)
 
 
 def fastest(rows: Sequence[CostRow]) -> CostRow | None:
-    """The size that finishes first; None if nothing fits on any."""
+    """The size that finishes first; None if none has a cost."""
     return min((row for row in rows if row.cost is not None), key=_days, default=None)
 
 

@@ -14,6 +14,7 @@ import math
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.memory import MemoryPlan
 from jtrain.plan.estimate.step_time import Assumptions
+from jtrain_kernels.device import DeviceSpec
 
 MTBF_HOURS = 50_700.0
 """Mean time between failures of one device, with its share of the host and the network: 419 unexpected interruptions in
@@ -44,7 +45,7 @@ class Failures:
 
 @dataclasses.dataclass(frozen=True)
 class Uptime:
-    """What failures leave of a run's wall time.
+    """Share of a run's wall time that failures leave, and the interval between saves behind it.
 
     goodput: fraction of wall time that trains, in expectation.
     every_steps: steps between saves; the value for `checkpoint.every_steps`.
@@ -81,6 +82,14 @@ def save_seconds(plan: MemoryPlan, machine: Machine, assume: Assumptions) -> flo
     """
     link = machine.device.host.link_bytes_per_s or SLOWEST_HOST_LINK
     return (plan.parameters + plan.optimizer) / (link * assume.host_link)
+
+
+def assumed_link(device: DeviceSpec) -> str:
+    """Sentence for a device whose link to the host is not published."""
+    return (
+        f"a save copies the state to the host at an assumed {SLOWEST_HOST_LINK / 1e9:g} GB/s: that link of a "
+        f"{device.name} is not published"
+    )
 
 
 def goodput(*, interval_s: float, save_s: float, restart_s: float, mtbf_s: float) -> float:

@@ -10,7 +10,7 @@ from jtrain.plan.economics.cost_curve import (
     fastest,
     mesh_text,
 )
-from jtrain.plan.economics.failures import Failures, duration
+from jtrain.plan.economics.failures import Failures, assumed_link, duration
 from jtrain.plan.report.plan_charts import short
 from jtrain.plan.report.summary import new_console, new_table
 from jtrain_kernels.device import DeviceSpec
@@ -35,7 +35,7 @@ def print_curve(
 
 def _cells(row: CostRow, device: DeviceSpec, carbon: float) -> list[str]:
     if row.point is None or row.uptime is None or row.cost is None:
-        return [f"{row.count:,}", "nothing fits"]
+        return [f"{row.count:,}", "nothing fits" if row.point is None else "fails too often"]
     cells = [
         f"{row.count:,}",
         mesh_text(row.point.settings),
@@ -71,6 +71,8 @@ def _assumed(rows: Sequence[CostRow], device: DeviceSpec, failures: Failures, ca
         f"assumed: a device fails every {failures.mtbf_hours:,.0f} hours with its share of the host and network, a "
         f"restart takes {failures.restart_s:,.0f} s; no other lost time (data, evaluation, maintenance)"
     ]
+    if failures.save_s is None and device.host.link_bytes_per_s is None:
+        lines.append(assumed_link(device))
     if not priced:
         lines.append("for the cost in money, give --price USD (per device and hour)")
     if device.power_w:
@@ -83,7 +85,7 @@ def _assumed(rows: Sequence[CostRow], device: DeviceSpec, failures: Failures, ca
             f"energy and CO2 unknown: the power of a {device.name} is not published. Set chip.power_w in a --machine "
             "FILE"
         )
-    if any(row.cost is None for row in rows):
+    if any(row.point is None for row in rows):
         lines.append(
             "nothing fits: `python -m jtrain.plan CONFIG --count N --search` says by how much, and what would fit"
         )

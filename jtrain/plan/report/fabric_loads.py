@@ -12,7 +12,7 @@ LINKS, NETWORK, TO_HOST = "links", "network", "host"
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What one device's share of an interconnect carries in a step.
+    """Load of one device's share of an interconnect in a step.
 
     level: `LINKS` between devices of a host or slice, `NETWORK` beyond, `TO_HOST` between a device and host memory.
     bytes_per_s: the maker's rate of one device, one direction; None if it is not published or the level is not there.

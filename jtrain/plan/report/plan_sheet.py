@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jtrain.plan.compile.compiled_step import CompiledStep
-from jtrain.plan.economics.failures import Uptime
+from jtrain.plan.economics.failures import Uptime, assumed_link
 from jtrain.plan.estimate.attention_time import implementation
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.estimate.flops import MFU_DEFINITION, flops_per_token
@@ -283,5 +283,6 @@ def _cost_lines(sheet: Sheet) -> list[str]:
         f"{cost.tokens:,} tokens at a goodput of {sheet.goodput:.1%}: {cost.days:,.2f} days, "
         f"{cost.device_hours:,.0f} device hours; {money}",
         *([] if sheet.uptime is None else [sheet.uptime.line()]),
+        *([] if sheet.uptime is None or machine.device.host.link_bytes_per_s else [assumed_link(machine.device)]),
         energy,
     ]

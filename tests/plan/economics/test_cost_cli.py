@@ -51,9 +51,11 @@ def test_goodput_is_that_of_the_failures(
         assert row["mtbf_s"] == pytest.approx(50_700 * 3600 / row["count"])
         assert other["goodput"] < row["goodput"] < 1
         assert other["checkpoint_every_steps"] < row["checkpoint_every_steps"]
-    last = worse["rows"][-1]
-    assert last["goodput"] < 0.85
-    assert f"set checkpoint.every_steps={last['checkpoint_every_steps']}" in printed
+    assert worse["rows"][-1]["goodput"] < 0.85
+    assert f"set checkpoint.every_steps={worse['rows'][0]['checkpoint_every_steps']}" in printed, "one is the cheapest"
+    none, printed = written(capsys, tmp_path / "c.json", "--counts", "1,8", "--mtbf", "1", "--restart", "3600")
+    assert [(row["fits"], "goodput" in row) for row in none["rows"]] == [(True, True), (True, False)]
+    assert "8 fails too often" in printed
     given, _ = written(capsys, tmp_path / "c.json", "--counts", "4", "--tokens", "1T", "--restart", "60", "--save", "5")
     [row] = given["rows"]
     best_s, step_s = best_interval_s(5.0, row["mtbf_s"]), row["step_s"]
@@ -91,6 +93,8 @@ def test_energy_of_tpus_only_where_it_is_published(capsys: pytest.CaptureFixture
     assert "energy and CO2 unknown: the power of a v5p is not published" in capsys.readouterr().out
     assert main(["cost", "tiny", "--device", "v5p", "--counts", "4", "--carbon", "100"]) == 2
     assert "--carbon 100: the power of a v5p is not published" in capsys.readouterr().err
+    assert main(["cost", "tiny", "--device", "tpu7x", "--counts", "4"]) == 0
+    assert "at an assumed 15 GB/s: that link of a tpu7x is not published" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_machine_file_has_the_price(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -145,7 +149,7 @@ def test_gb200_is_worth_its_price_for_llama_8b(capsys: pytest.CaptureFixture[str
         ([*COST, "--against", "gb2000=2"], "No device is called 'gb2000'. Did you mean gb200"),
         ([*COST, "--json", "/nowhere/c.json"], "--json /nowhere/c.json: there is no folder /nowhere. Make it first"),
         ([*COST, "--machine", "my.toml"], "--machine my.toml with --device h100: both name a machine. Leave one out"),
-        ([*COST, "--counts", "1", "--mtbf", "1e-9"], "no interval between saves ever ends. Raise --mtbf"),
+        ([*COST, "--counts", "1", "--mtbf", "1e-9"], "hardly any interval between saves ends. Raise --mtbf"),
     ],
 )
 def test_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
