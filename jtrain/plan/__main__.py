@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jtrain.errors import UserError
-from jtrain.plan import AOT_ENVIRONMENT, pipeline_cli
+from jtrain.plan import AOT_ENVIRONMENT, ecmp_cli, network_cli, pipeline_cli
 from jtrain.plan.economics import cost_cli, walls_cli
+from jtrain.plan.sizes import parse_bytes
 from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax, use_unified_memory
 
@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from jtrain.plan.report.plan_sheet import Sheet
     from jtrain.plan.search import Point, SearchTask
 
-_UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)}
-_UNITS |= {f"{p}iB": 1024**k for k, p in enumerate("KMGT", 1)}
-
-
-VERBS = {"pipeline": pipeline_cli.main, "cost": cost_cli.main, "walls": walls_cli.main}
+VERBS = {
+    "pipeline": pipeline_cli.main,
+    "network": network_cli.main,
+    "ecmp": ecmp_cli.main,
+    "cost": cost_cli.main,
+    "walls": walls_cli.main,
+}
 """Commands with options of their own, by their first word."""
 
 TOP = 3
@@ -57,13 +59,12 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m jtrain.plan",
         description="Plans a config on a machine that need not be here: bytes, seconds, money. `table` instead of a "
         "config prints the memory that each strategy saves and the time that it costs. `pipeline` compares pipeline "
-        "schedules, `cost` sizes of the cluster, `walls` says how large a run can be: each has its own --help.",
+        "schedules, `network` times collectives, `ecmp` hash collisions, `cost` sizes of the cluster, `walls` says how "
+        "large a run can be: each has its own --help.",
         epilog="Exit codes: 0 the plan fits; 2 it does not, or an option is wrong: the message says what to change.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "config", metavar="CONFIG", help="as for jtrain.launch --config; or table, pipeline, cost, walls"
-    )
+    parser.add_argument("config", metavar="CONFIG", help="as for jtrain.launch --config, or one of these words")
     parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--device", metavar="NAME", help="h200, h100, b200, v5p, v5e, ...")
@@ -104,18 +105,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE; bytes per device")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page of pictures to FILE")
     return parser
-
-
-def parse_bytes(option: str, text: str) -> int:
-    """Bytes of a size such as `128GiB`, `2TB` or `1000000`.
-
-    Raises:
-      UserError: the text is not a size.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B)?", text.strip())
-    if found is None or not float(found[1]):
-        raise UserError(f"{option} {text}: expected a size such as 128GiB or 2TB.")
-    return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
 def assumptions(args: argparse.Namespace) -> "Assumptions":

@@ -27,7 +27,7 @@ class Load:
 
 
 def loads(job: Job, timed: StepTime) -> tuple[Load, Load, Load]:
-    """Loads of the three levels for one step, as the planner times it: collectives are flat rings."""
+    """Loads of the three levels for one step, as the planner times it, with the bytes of flat rings."""
     assert job.machine is not None, "loads are of a machine"
     machine, mesh, assume = job.machine, job.layout.mesh.shape, Assumptions()
     spec, efficiency = machine.device, assume.network_of(machine.device)

@@ -160,8 +160,8 @@ def _fabric(sheet: Sheet, levels: Sequence[Load]) -> list[str]:
     )  # fmt: skip
     drawn = fabric_picture(machine, levels, step_s)
     note = (
-        "The wider a line, the larger the part of the step in which it is busy. Collectives are planned as rings; a "
-        "ring over several hosts uses links and network at once."
+        "The wider a line, the larger the part of the step in which it is busy. A collective over several hosts uses "
+        "links and network at once; bytes are those of rings. python -m jtrain.plan network has the network itself."
     )
     listed = table(columns, rows, "loads of the interconnects", css="many")
     return [f'<div class="frame" role="region" tabindex="0" aria-label="fabric">{drawn}</div>', listed, _soft(note)]
