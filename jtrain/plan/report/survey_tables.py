@@ -115,7 +115,7 @@ def point_of(
 ) -> Point:
     """Estimates one step of one sequence per device under a strategy."""
     machine = make_machine(device, count, host_memory_bytes=HOST_BYTES)
-    rows = strategy.mesh.replica * strategy.mesh.shape["data"]
+    rows = strategy.mesh.batch_shards
     layout = make_layout(strategy.spec, strategy.mesh, model.param_infos(), precision=strategy.precision)
     job = Job(model, layout, strategy.optimizer, rows, SEQ_LEN, machine)
     return evaluate(SearchTask(job, strategy.spec), strategy.spec, strategy.mesh, timed=timed)
