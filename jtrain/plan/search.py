@@ -112,9 +112,9 @@ class Point:
         return math.inf if self.timed is None else self.timed.step_s
 
     @property
-    def bubble_s(self) -> float:
-        """Predicted seconds per step of waiting for other pipeline stages."""
-        return 0.0 if self.timed is None else self.timed.bubble_s
+    def working_s(self) -> float:
+        """Predicted step time without waiting for other pipeline stages, which more microbatches shorten."""
+        return math.inf if self.timed is None else self.timed.step_s - self.timed.bubble_s
 
     @property
     def settings(self) -> dict[str, object]:
@@ -145,6 +145,10 @@ def evaluate(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, *, timed: bool 
     """
     job = task.job.relaid(spec, mesh)
     check_layout(job.optimizer, job.layout)
+    return _estimate(task, job, timed=timed)
+
+
+def _estimate(task: SearchTask, job: Job, *, timed: bool) -> Point:
     plan = memory(job)
     return Point(job, plan, step_time(job, plan, assume=task.assume) if timed else None)
 
@@ -170,15 +174,26 @@ def meshes(task: SearchTask) -> Iterator[MeshSpec]:
 
 @dataclasses.dataclass(frozen=True)
 class _Series:
-    """Layouts of a mesh that differ only in microbatches, of which `parts` are possible, the fewest first."""
+    """Layouts of a mesh that differ only in microbatches, of which `parts` are possible, the fewest first.
 
-    base: LayoutSpec
-    mesh: MeshSpec
+    job: the job with one microbatch. No other number lays out the parameters anew, which takes as long as an estimate.
+    """
+
+    job: Job
     parts: tuple[int, ...]
+
+    @property
+    def mesh(self) -> MeshSpec:
+        return self.job.layout.mesh
+
+    def spec(self, index: int) -> LayoutSpec:
+        """The options of one of them."""
+        return dataclasses.replace(self.job.layout.spec, microbatches=self.parts[index])
 
     def at(self, task: SearchTask, index: int, *, timed: bool = True) -> Point:
         """Estimates one of them; an unknown figure of the machine is an error here, not a layout that does not fit."""
-        return evaluate(task, dataclasses.replace(self.base, microbatches=self.parts[index]), self.mesh, timed=timed)
+        layout = dataclasses.replace(self.job.layout, spec=self.spec(index))
+        return _estimate(task, dataclasses.replace(self.job, layout=layout), timed=timed)
 
 
 def search(
@@ -201,7 +216,7 @@ def search(
         return limit_s if len(found) < keep else min(limit_s, sorted(p.step_s for p in found)[keep - 1])
 
     helps = task.machine.host_bytes_per_device is not None
-    grouped = [(_least_s(task, every[0]), every) for mesh in over for every in _by_stage(task, mesh, zero)]
+    grouped = [(every[0].at(task, 0).working_s, every) for mesh in over for every in _by_stage(task, mesh, zero)]
     for least_s, every in sorted(grouped, key=lambda group: group[0]):
         if least_s >= limit():
             break
@@ -212,7 +227,7 @@ def search(
             continue
         for series in every:
             first = series.at(task, 0)
-            if first.step_s - first.bubble_s >= limit():
+            if first.working_s >= limit():
                 continue
             if with_host and not fits(task, first.plan):
                 missed.append(series)
@@ -221,12 +236,6 @@ def search(
     if helps:
         found += _helped_by_host(task, missed, min((point.step_s for point in found), default=math.inf))
     return sorted(found, key=lambda point: (point.step_s, point.plan.total_bytes))
-
-
-def _least_s(task: SearchTask, series: _Series) -> float:
-    """Seconds per step that no layout of the same mesh and ZeRO stage undercuts; `series` keeps all activations."""
-    first = series.at(task, 0)
-    return first.step_s - first.bubble_s
 
 
 def _that_fit(task: SearchTask, series: _Series, first: Point) -> list[Point]:
@@ -273,9 +282,9 @@ def _fewest(count: int, fit: Callable[[int], bool], low: int = 0) -> int:
 
 def _fits_on_host(task: SearchTask, series: _Series, index: int) -> bool:
     """True if a layout's bytes on the device fit with all that can be on the host there."""
-    everything = offload_of(task, series.base, dict.fromkeys(task.offloadable, 1.0))
-    offloaded = dataclasses.replace(series, base=dataclasses.replace(series.base, offload=everything))
-    return offloaded.at(task, index, timed=False).plan.total_bytes <= task.budget_bytes
+    spec = series.spec(index)
+    spec = dataclasses.replace(spec, offload=offload_of(task, spec, dict.fromkeys(task.offloadable, 1.0)))
+    return evaluate(task, spec, series.mesh, timed=False).plan.total_bytes <= task.budget_bytes
 
 
 def fastest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point | None:
@@ -316,29 +325,23 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
 
 def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[list[_Series]]:
     """Yields the series of each ZeRO stage, the one that keeps all activations first."""
+    offload = offload_of(task, task.asked, dict.fromkeys(OFFLOADS, 0.0))
+    plain = dict[str, Any](remat="none", remat_save=(), microbatches=1, offload=offload, auto=False)
     for stage in zero if mesh.zero_shards > 1 else (0,):
+        try:
+            job = task.job.relaid(dataclasses.replace(task.asked, zero_stage=stage, **plain), mesh)
+            parts = microbatch_options(job.rows(), mesh.stage)
+            check_layout(job.optimizer, job.layout)
+        except ValueError:
+            continue  # does not split evenly
         found: list[_Series] = []
-        for kept in REMATS:
+        for kept in REMATS if parts else ():
             if kept == SAVEABLE and stage == 3 and mesh.zero_shards > 1:
                 continue  # remat=none keeps the same under stage 3
             remat = "none" if kept is None else "named" if kept else "full"
-            base = dataclasses.replace(
-                task.asked,
-                zero_stage=stage,
-                remat=remat,
-                remat_save=kept or (),
-                microbatches=1,
-                offload=offload_of(task, task.asked, dict.fromkeys(OFFLOADS, 0.0)),
-                auto=False,
-            )
-            try:
-                job = task.job.relaid(base, mesh)
-                rows = job.rows()
-                check_layout(job.optimizer, job.layout)
-            except ValueError:
-                continue  # does not split evenly
-            if parts := microbatch_options(rows, mesh.stage):
-                found.append(_Series(base, mesh, parts))
+            spec = dataclasses.replace(job.layout.spec, remat=remat, remat_save=kept or ())
+            layout = dataclasses.replace(job.layout, spec=spec)
+            found.append(_Series(dataclasses.replace(job, layout=layout), parts))
         if found:
             yield found
 

@@ -12,7 +12,8 @@ from jtrain.pipeline.clocks import (
     unit_costs,
 )
 from jtrain.pipeline.families import FAMILIES, make_schedule
-from jtrain.pipeline.ticks import PACKINGS, make_ticks
+from jtrain.pipeline.packing import PACKINGS
+from jtrain.pipeline.ticks import make_ticks
 
 
 def test_a_tick_takes_as_long_as_its_slowest_worker() -> None:

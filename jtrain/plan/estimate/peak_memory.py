@@ -68,7 +68,7 @@ def slot_bytes(job: Job) -> int:
     """Bytes that a chunk of a pipeline keeps of one microbatch between its forward and its backward pass."""
     step = _Step(job)
     assert step.ticks is not None
-    return step.layers // step.ticks.schedule.chunks * step._kept() + step.x
+    return step.layers // step.ticks.chunks * step._kept() + step.x
 
 
 class _Step:
@@ -203,7 +203,7 @@ class _Step:
         """
         if self.ticks is None:
             return self.layers * self._kept()
-        per_chunk = self.layers // self.ticks.schedule.chunks
+        per_chunk = self.layers // self.ticks.chunks
         passing = (self.ticks.num_inputs + self.ticks.num_cotangents + 2) * self.x
         stashed = self.ticks.num_stashes * per_chunk * (4 * self.h + 2 * self.q + 2 * self.k + 3 * self.f)
         return kept_layers(self.layout, self.layers) * self._kept() + passing + stashed
