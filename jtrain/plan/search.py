@@ -7,6 +7,7 @@ that differ only in microbatches the first that fits is kept.
 """
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -106,7 +107,7 @@ class Point:
     def mesh(self) -> MeshSpec:
         return self.job.layout.mesh
 
-    @property
+    @functools.cached_property
     def step_s(self) -> float:
         """Predicted step time in seconds; infinite if it was not asked for."""
         return math.inf if self.timed is None else self.timed.step_s
@@ -114,7 +115,7 @@ class Point:
     @property
     def working_s(self) -> float:
         """Predicted step time without waiting for other pipeline stages, which more microbatches shorten."""
-        return math.inf if self.timed is None else self.timed.step_s - self.timed.bubble_s
+        return self.step_s - (0.0 if self.timed is None else self.timed.bubble_s)
 
     @property
     def settings(self) -> dict[str, object]:
@@ -149,8 +150,13 @@ def evaluate(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, *, timed: bool 
 
 
 def _estimate(task: SearchTask, job: Job, *, timed: bool) -> Point:
-    plan = memory(job)
-    return Point(job, plan, step_time(job, plan, assume=task.assume) if timed else None)
+    point = Point(job, memory(job), None)
+    return _timed(task, point) if timed else point
+
+
+def _timed(task: SearchTask, point: Point) -> Point:
+    """The point with its step time."""
+    return dataclasses.replace(point, timed=step_time(point.job, point.plan, assume=task.assume))
 
 
 def fits(task: SearchTask, plan: MemoryPlan, *, host_known: bool = True) -> bool:
@@ -162,9 +168,7 @@ def fits(task: SearchTask, plan: MemoryPlan, *, host_known: bool = True) -> bool
     if plan.total_bytes > task.budget_bytes:
         return False
     there = task.machine.host_bytes_per_device
-    if there is None:
-        return not (plan.host_bytes and host_known)
-    return plan.host_bytes <= there
+    return not (plan.host_bytes and host_known) if there is None else plan.host_bytes <= there
 
 
 def meshes(task: SearchTask) -> Iterator[MeshSpec]:
@@ -182,17 +186,10 @@ class _Series:
     job: Job
     parts: tuple[int, ...]
 
-    @property
-    def mesh(self) -> MeshSpec:
-        return self.job.layout.mesh
-
-    def spec(self, index: int) -> LayoutSpec:
-        """The options of one of them."""
-        return dataclasses.replace(self.job.layout.spec, microbatches=self.parts[index])
-
     def at(self, task: SearchTask, index: int, *, timed: bool = True) -> Point:
         """Estimates one of them; an unknown figure of the machine is an error here, not a layout that does not fit."""
-        layout = dataclasses.replace(self.job.layout, spec=self.spec(index))
+        spec = dataclasses.replace(self.job.layout.spec, microbatches=self.parts[index])
+        layout = dataclasses.replace(self.job.layout, spec=spec)
         return _estimate(task, dataclasses.replace(self.job, layout=layout), timed=timed)
 
 
@@ -216,17 +213,17 @@ def search(
         return limit_s if len(found) < keep else min(limit_s, sorted(p.step_s for p in found)[keep - 1])
 
     helps = task.machine.host_bytes_per_device is not None
-    grouped = [(every[0].at(task, 0).working_s, every) for mesh in over for every in _by_stage(task, mesh, zero)]
-    for least_s, every in sorted(grouped, key=lambda group: group[0]):
-        if least_s >= limit():
+    grouped = [(every[0].at(task, 0), every) for mesh in over for every in _by_stage(task, mesh, zero)]
+    for fastest, every in sorted(grouped, key=lambda group: group[0].working_s):
+        if fastest.working_s >= limit():
             break
         frugal, last = every[-1], len(every[-1].parts) - 1
         any_fits = fits(task, frugal.at(task, last, timed=False).plan)
-        with_host = helps and frugal.mesh.stage == 1
+        with_host = helps and frugal.job.layout.mesh.stage == 1
         if not any_fits and not (with_host and _fits_on_host(task, frugal, last)):
             continue
         for series in every:
-            first = series.at(task, 0)
+            first = fastest if series is every[0] else series.at(task, 0)
             if first.working_s >= limit():
                 continue
             if with_host and not fits(task, first.plan):
@@ -240,9 +237,10 @@ def search(
 
 def _that_fit(task: SearchTask, series: _Series, first: Point) -> list[Point]:
     """The layout of the fewest microbatches that fits; with stages all that fit, because more shorten the bubble."""
-    if series.mesh.stage > 1:
-        fitting = [i for i in range(len(series.parts)) if fits(task, series.at(task, i, timed=False).plan)]
-        return [series.at(task, index) for index in fitting]
+    if series.job.layout.mesh.stage > 1:
+        more = (series.at(task, index, timed=False) for index in range(1, len(series.parts)))
+        fitting = [point for point in itertools.chain([first], more) if fits(task, point.plan)]
+        return [point if point is first else _timed(task, point) for point in fitting]
     if fits(task, first.plan):
         return [first]
     # Bytes fall with the microbatches, after the accumulator that two need.
@@ -282,9 +280,10 @@ def _fewest(count: int, fit: Callable[[int], bool], low: int = 0) -> int:
 
 def _fits_on_host(task: SearchTask, series: _Series, index: int) -> bool:
     """True if a layout's bytes on the device fit with all that can be on the host there."""
-    spec = series.spec(index)
-    spec = dataclasses.replace(spec, offload=offload_of(task, spec, dict.fromkeys(task.offloadable, 1.0)))
-    return evaluate(task, spec, series.mesh, timed=False).plan.total_bytes <= task.budget_bytes
+    spec = series.job.layout.spec
+    everything = offload_of(task, spec, dict.fromkeys(task.offloadable, 1.0))
+    spec = dataclasses.replace(spec, microbatches=series.parts[index], offload=everything)
+    return evaluate(task, spec, series.job.layout.mesh, timed=False).plan.total_bytes <= task.budget_bytes
 
 
 def fastest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point | None:
