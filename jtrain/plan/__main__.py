@@ -266,7 +266,7 @@ def search_command(
         staged = search_with_stages(task, points)
         points = sorted([*points, *staged], key=lambda point: (point.step_s, point.plan.total_bytes))
     if not points:
-        raise no_point(task, over)
+        raise no_point(task, None if args.search else run.mesh)
     said, best = confirm(args, run, task, points, console) if args.compile else ({}, 0)
     title, table = search_table(task, points[: max(10, args.top or TOP)], said)
     console.print(title, style="bold", highlight=False)
@@ -361,7 +361,7 @@ def execute(args: argparse.Namespace) -> int:
         console.print(f"wrote {file}: give --measured {args.calibrate} to plans on this chip", highlight=False)
     if args.json is not None:
         args.json.write_text(json.dumps(to_json(sheet), indent=1) + "\n")
-    check_good(sheet)
+    check_good(sheet, given)
     return 0
 
 

@@ -217,10 +217,10 @@ def search(
     for fastest, every in sorted(grouped, key=lambda group: group[0].working_s):
         if fastest.working_s >= limit():
             break
-        frugal, last = every[-1], len(every[-1].parts) - 1
-        any_fits = fits(task, frugal.at(task, last, timed=False).plan)
+        frugal, ends = every[-1], (len(every[-1].parts) - 1, 0)  # one microbatch needs no accumulator
+        any_fits = any(fits(task, frugal.at(task, index, timed=False).plan) for index in ends)
         with_host = helps and frugal.job.layout.mesh.stage == 1
-        if not any_fits and not (with_host and _fits_on_host(task, frugal, last)):
+        if not any_fits and not (with_host and any(_fits_on_host(task, frugal, index) for index in ends)):
             continue
         for series in every:
             first = fastest if series is every[0] else series.at(task, 0)
@@ -258,7 +258,8 @@ def _helped_by_host(task: SearchTask, missed: Iterable[_Series], best_s: float) 
             heapq.heappush(waiting, (point.step_s, next(number), index, series, point))
 
     for series in missed:
-        push(series, _fewest(len(series.parts), lambda index, series=series: _fits_on_host(task, series, index)))
+        fit = functools.partial(_fits_on_host, task, series)
+        push(series, 0 if fit(0) else _fewest(len(series.parts), fit, 1))
     while waiting:
         step_s, _, index, series, miss = heapq.heappop(waiting)
         if step_s >= best_s:
@@ -269,8 +270,8 @@ def _helped_by_host(task: SearchTask, missed: Iterable[_Series], best_s: float) 
         push(series, index + 1)
 
 
-def _fewest(count: int, fit: Callable[[int], bool], low: int = 0) -> int:
-    """The first index below `count` that fits, where all after one that fits do; `count` if none does."""
+def _fewest(count: int, fit: Callable[[int], bool], low: int) -> int:
+    """The first index from `low` to `count` that fits, where all after one that fits do; `count` if none does."""
     high = count
     while low < high:
         middle = (low + high) // 2

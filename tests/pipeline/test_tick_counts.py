@@ -62,7 +62,7 @@ def test_sizes_are_straight_lines_from_two_microbatches_per_stage_on() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [*range(4, 13), 16])
+@pytest.mark.parametrize("stages", range(4, 11))
 def test_sizes_of_longer_pipelines_are_straight_lines_too(stages: int) -> None:
     """Up to 8 microbatches per stage: all multiples of the stages, and numbers between."""
     between = range(2 * stages + 2, 8 * stages, 7)
@@ -74,10 +74,8 @@ def test_sizes_of_longer_pipelines_are_straight_lines_too(stages: int) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_sizes_of_the_longest_pipelines_of_a_search_are_straight_lines_too(name: str, packing: Packing) -> None:
     """64 stages, 16 microbatches in each."""
-    for stages, microbatches in ((32, 512), (64, 1024)):
-        for chunks in chunks_of(name):
-            schedule = make_schedule(name, stages, microbatches, chunks)
-            assert family_counts(name, stages, microbatches, chunks, packing) == count_ticks(pack(schedule, packing))
+    shape = name, 64, 1024, chunks_of(name)[0]
+    assert family_counts(*shape, packing) == count_ticks(pack(make_schedule(*shape), packing))
 
 
 def test_a_hundred_thousand_microbatches_are_counted() -> None:

@@ -275,10 +275,10 @@ def test_a_plan_that_the_compiler_contradicts_is_not_called_good(peak_over_formu
         "argument_bytes", "temp_bytes", "host_argument_bytes", "peak_bytes", "compile_s",
     ]  # fmt: skip
     if good:
-        check_good(sheet)
+        check_good(sheet, {})
     else:
         with pytest.raises(ValueError, match=r"not a good plan: the formula says [\d.]+ GiB .* more than 10% apart"):
-            check_good(sheet)
+            check_good(sheet, {})
 
 
 @pytest.mark.aot
