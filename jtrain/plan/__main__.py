@@ -170,9 +170,15 @@ def compile_point(run: "Run", point: "Point") -> Any:
     from jtrain.plan.compile.compiled_step import compile_step, topology_devices
     from jtrain.plan.compile.topology import topology_of
     from jtrain.plan.from_run import make_optimizer
+    from jtrain_kernels.compile_only.targets import TARGETS, TPUS
 
     machine = point.job.machine
     assert machine is not None
+    if machine.device.name not in (*TARGETS, *TPUS):
+        raise UserError(
+            f"--compile: no compiler for {machine.device.name} is known, only for {', '.join((*TARGETS, *TPUS))}. "
+            "Leave --compile out."
+        )
     devices = topology_devices(topology_of(machine.device, machine.count))
     return compile_step(point.job, make_optimizer(run), devices=devices)
 

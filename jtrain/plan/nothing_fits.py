@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 
 from jtrain.errors import UserError
 from jtrain.mesh import MeshSpec
-from jtrain.plan.estimate.machine import HOST_RESERVE
 from jtrain.plan.estimate.memory import MemoryPlan
 from jtrain.plan.search import OFFLOADS, Point, SearchTask, evaluate, fits, meshes, offload_of
 from jtrain.plan.smaller_settings import GIB, set_options, smaller_states, with_state
+from jtrain.runtime.platform import HOST_SHARE
 
 MOST = 4096
 """Devices up to which a layout is looked for."""
@@ -105,7 +105,7 @@ def what_would_fit(task: SearchTask, mesh: MeshSpec | None, *, fixed: bool) -> l
         ample = task.changed(machine=dataclasses.replace(task.machine, host_memory_bytes=2**60))
         enough = [point.plan.host_bytes for point in _frugal(ample, _over(ample, mesh)) if fits(ample, point.plan)]
         if enough:
-            needed = min(enough) * task.machine.devices_per_host / (1 - HOST_RESERVE)
+            needed = min(enough) * task.machine.devices_per_host / HOST_SHARE
             ways.append(f"--host-memory {math.ceil(needed / GIB)}GiB (or more, per host)")
     if (found := first_fit(task, mesh)) is not None:
         ways.append(_on_more(task, found, mesh, fixed=fixed))

@@ -5,11 +5,11 @@ import math
 from collections.abc import Mapping
 
 from jtrain.errors import UserError
-from jtrain.plan.estimate.machine import HOST_RESERVE
 from jtrain.plan.nothing_fits import first_fit, what_would_fit
 from jtrain.plan.report.plan_sheet import TOLERANCE, Sheet
 from jtrain.plan.search import Point, SearchTask, evaluate, fits
 from jtrain.plan.smaller_settings import listed, ways_out
+from jtrain.runtime.platform import HOST_SHARE
 
 
 def largest_rows(task: SearchTask, point: Point) -> int:
@@ -52,10 +52,10 @@ def check_good(sheet: Sheet, asked: Mapping[str, str]) -> None:
     takes = sheet.plan.total_bytes if sheet.compiled is None else sheet.compiled.peak_bytes
     there = sheet.machine.host_bytes_per_device
     if there is not None and sheet.plan.host_bytes > there:
-        needed = math.ceil(sheet.plan.host_bytes * sheet.machine.devices_per_host / (1 - HOST_RESERVE) / 2**30)
+        needed = math.ceil(sheet.plan.host_bytes * sheet.machine.devices_per_host / HOST_SHARE / 2**30)
         raise UserError(
             f"{sheet.config} does not fit {sheet.machine}: {sheet.plan.host_bytes / 2**30:.1f} GiB of host memory per "
-            f"device, but its share of the host is {there / 2**30:.1f}, with {HOST_RESERVE:.0%} left free. Give "
+            f"device, but its share of the host is {there / 2**30:.1f}, with {1 - HOST_SHARE:.0%} left free. Give "
             f"--host-memory {needed}GiB if the host has it, or set smaller shares of layout.offload."
         )
     room = sheet.machine.room_bytes(unified=sheet.job.layout.spec.offload.unified_memory)

@@ -1,14 +1,8 @@
 """Sizes of a pipelined step that follow from its schedule alone."""
 
-import re
-
 from jtrain.layout import Layout
 from jtrain.pipeline.tick_counts import TickCounts
-from jtrain.pipeline.ticks import SCOPES
 from jtrain.step.pipeline_ticks import counts_of, layers_permute
-
-_OF_TICKS = re.compile(rf"^[^/]*/shard_map/while/body/(?:[^/]*/)?(layers/(?:{'|'.join(SCOPES)})/)?cond$")
-"""Names of the conditionals in the loop over ticks, but not of those inside them."""
 
 
 def layers_here(layout: Layout, num_layers: int) -> int:
@@ -55,15 +49,3 @@ def splits_backward(layout: Layout) -> bool:
     """True if a pipeline computes gradients of weights later than those of the layers' inputs."""
     steps = ticks(layout)
     return steps is not None and steps.splits_backward
-
-
-def branch_times(layout: Layout, op_name: str) -> int | None:
-    """Executions per step of what a conditional of `jtrain.step.pipelined` computes; None for other conditionals.
-
-    Args:
-      op_name: the conditional's, of the compiled program.
-    """
-    found = _OF_TICKS.search(op_name)
-    if layout.pipeline is None or found is None:
-        return None
-    return chunk_passes(layout) if found[1] else layout.spec.microbatches

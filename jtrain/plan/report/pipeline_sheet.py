@@ -198,7 +198,7 @@ def _advice(ranked: Sequence[Shown], planned: "Planned | None") -> str:
     if not planned.fits(best.point):
         return (
             f"no schedule fits: {name} needs {_gib(best.point.plan.total_bytes)} GiB per device of "
-            f"{_gib(planned.budget_bytes)} that a plan may take. Raise --stages or --count, or set layout.remat=full. "
-            f"{planned.alone_line(None)}"
+            f"{_gib(planned.task.budget_bytes)} that a plan may take. Raise --stages or --count, or set "
+            f"layout.remat=full. {planned.alone_line(None)}"
         )
     return f"take {name} of the pipelines. {planned.alone_line(best.point)}"
