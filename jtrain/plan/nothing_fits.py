@@ -131,7 +131,7 @@ def _on_more(task: SearchTask, found: Point, mesh: MeshSpec | None, *, fixed: bo
     words += [set_options(more)] if more else []
     device = task.machine.device
     if count > device.linked and device.host.network_bytes_per_s is None:
-        words += ["--network 25 (your network's Gbit/s per device)"]
+        words += ["--network 25 (Gbit/s of your network, per device)"]
     return " ".join(words)
 
 

@@ -3,11 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-import jax
-
 from jtrain.errors import UserError
 from jtrain.runtime.platform import HOST_SHARE
-from jtrain_kernels.device import DEVICES, DeviceSpec, from_name, live
+from jtrain_kernels.device import DEVICES, Device, DeviceSpec, from_name, live
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Machine:
         return f"{self.count} x {self.device.name}"
 
 
-def machine_of(devices: Sequence[jax.Device]) -> Machine:
+def machine_of(devices: Sequence[Device]) -> Machine:
     """The machine that `devices` make up, live or compile-only; its peaks may be unknown."""
     return Machine(live(devices[0]), len(devices))
 
