@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 
 from jtrain.pipeline.families import make_schedule
-from jtrain.pipeline.packing import BACKWARD, FORWARD, MOMENTS, NONE, WEIGHT, Lives, Packing, TickGrid, pack
 from jtrain.pipeline.schedule import PipelineSchedule, StageHop
+from jtrain.pipeline.tick_grid import BACKWARD, FORWARD, MOMENTS, NONE, WEIGHT, Lives, Packing, TickGrid, pack
 
 type TickWork = frozenset[tuple[int, int, int]]
 """What the workers do in one tick: of each that works the number of F, of I and of W, where B is an I and a W."""

@@ -1,4 +1,4 @@
-"""Schedules lowered to one table of integers that a single SPMD program scans; `packing.py` says what is in a tick.
+"""Schedules lowered to one table of integers that a single SPMD program scans; `tick_grid.py` says what is in a tick.
 
 `Ticks.table` is int32 [T, P, len(Field)]; worker p scans table[:, p]. NONE (-1) means that there is nothing to do.
 Each worker has three arrays of slots, `num_inputs`, `num_cotangents` and `num_stashes` long, the same on all workers.
@@ -38,8 +38,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jtrain.pipeline.packing import BACKWARD, FORWARD, NONE, WEIGHT, Lives, Numbers, Packing, TickGrid, pack
 from jtrain.pipeline.schedule import PipelineSchedule, StageHop, StageOp
+from jtrain.pipeline.tick_grid import BACKWARD, FORWARD, NONE, WEIGHT, Lives, OpNumbers, Packing, TickGrid, pack
 
 SCOPES = ("tick_forward", "tick_backward", "tick_weight")
 """Named scopes of a compiled step, one for each of `TickOps`: a profile tells by them what an op belongs to."""
@@ -115,7 +115,7 @@ class Ticks:
 
     @property
     def packing(self) -> Packing:
-        """What a tick holds."""
+        """The rule by which operations are put into ticks."""
         return self.grid.packing
 
     @functools.cached_property
@@ -179,7 +179,7 @@ def make_ticks(schedule: PipelineSchedule, packing: Packing = "fused") -> Ticks:
 class _Slots(NamedTuple):
     """Slots of one array: of each value, [virtual stages, microbatches]; and their number on each worker."""
 
-    slots: Numbers
+    slots: OpNumbers
     counts: tuple[int, ...]
 
 
@@ -202,14 +202,14 @@ def _assign(schedule: PipelineSchedule, lives: Lives) -> _Slots:
     return _Slots(slots, tuple(counts))
 
 
-def _of_kind(grid: TickGrid, kind: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+def _of_kind(grid: TickGrid, kind: int) -> tuple[OpNumbers, OpNumbers, OpNumbers, OpNumbers]:
     """Tick, worker, virtual stage and microbatch of all operations of one kind."""
     tick, worker = np.nonzero(grid.numbers[:, :, kind] != NONE)
     stage, microbatch = np.divmod(grid.numbers[tick, worker, kind], grid.schedule.microbatches)
     return tick, worker, stage, microbatch
 
 
-def _fill_forward(grid: TickGrid, table: npt.NDArray[np.int32], inputs: Numbers, cotangents: Numbers) -> None:
+def _fill_forward(grid: TickGrid, table: npt.NDArray[np.int32], inputs: OpNumbers, cotangents: OpNumbers) -> None:
     """Writes forward passes, embeddings, losses and what arrives of activations."""
     schedule = grid.schedule
     tick, worker, stage, microbatch = _of_kind(grid, FORWARD)
@@ -230,7 +230,7 @@ def _fill_forward(grid: TickGrid, table: npt.NDArray[np.int32], inputs: Numbers,
 
 
 def _fill_backward(
-    grid: TickGrid, table: npt.NDArray[np.int32], inputs: Numbers, cotangents: Numbers, stashes: Numbers
+    grid: TickGrid, table: npt.NDArray[np.int32], inputs: OpNumbers, cotangents: OpNumbers, stashes: OpNumbers
 ) -> None:
     """Writes backward passes, gradients of embeddings and what arrives of cotangents."""
     schedule = grid.schedule

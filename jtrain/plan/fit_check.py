@@ -13,7 +13,7 @@ from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.job import Job
 from jtrain.plan.nothing_fits import MOST, devices_here, first_fit, largest_parts
 from jtrain.plan.search import SearchTask
-from jtrain.plan.smaller_settings import GIB, Way, as_text, listed, settings_of, ways_out
+from jtrain.plan.smaller_settings import GIB, FittingSettings, as_text, listed, settings_of, ways_out
 from jtrain_kernels.device import DEVICES, from_device
 
 MARGIN = {"gpu": 1.15, "tpu": 1.15, "cpu": 1.5}
@@ -82,7 +82,7 @@ def _what_fits(job: Job, available: int, asked: Mapping[str, str]) -> str:
     if (found := first_fit(task, mesh)) is None:
         return f"Nothing fits, nor on up to {MOST} such devices: set a smaller model or data.seq_len."
     settings = found.settings | settings_of(found.job.layout, found.job.global_batch)
-    way = Way(settings, found.plan.total_bytes)
+    way = FittingSettings(settings, found.plan.total_bytes)
     count = found.mesh.size
     said = "This fits" if count == mesh.size else f"Nothing fits on {mesh.size} of them; on {count} this does"
     return f"{said}:\n{'\n'.join(listed([way], asked))}"

@@ -32,7 +32,7 @@ _SUMS: StateFormats = (("precision.grad_accum_dtype", "bfloat16"),)
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class FittingSettings:
     """Settings of a job that fits, by config path, and the bytes that it takes on a device.
 
     on_host: True if what does not fit lies in host memory.
@@ -64,7 +64,7 @@ def changed_options(settings: Mapping[str, object], asked: Mapping[str, str]) ->
     return set_options((path, value) for path, value in settings.items() if asked.get(path) != repr(value))
 
 
-def listed(ways: Iterable[Way], asked: Mapping[str, str]) -> list[str]:
+def listed(ways: Iterable[FittingSettings], asked: Mapping[str, str]) -> list[str]:
     """Up to `SHOWN` lines of settings, without those that the config has already."""
     lines: dict[str, str] = {}
     for way in ways:
@@ -106,7 +106,7 @@ def with_state(job: Job, state: StateFormats) -> Job:
     return dataclasses.replace(job, optimizer=optimizer, layout=layout).relaid(layout.spec, layout.mesh)
 
 
-def ways_out(job: Job, *, limit: int, share: Literal["as_needed"] | float = "as_needed") -> Iterator[Way]:
+def ways_out(job: Job, *, limit: int, share: Literal["as_needed"] | float = "as_needed") -> Iterator[FittingSettings]:
     """Yields settings of the same devices that need at most `limit` bytes on each, the smallest change first.
 
     Host memory is offered if the machine's is known.
@@ -125,7 +125,7 @@ def ways_out(job: Job, *, limit: int, share: Literal["as_needed"] | float = "as_
         if plan.total_bytes <= limit and (not plan.host_bytes or _host_holds(job, plan.host_bytes)):
             layout = dataclasses.replace(changed.layout, spec=spec)
             on_host = spec.offload != job.layout.spec.offload
-            yield Way(settings_of(layout, global_batch) | dict(state), plan.total_bytes, on_host)
+            yield FittingSettings(settings_of(layout, global_batch) | dict(state), plan.total_bytes, on_host)
 
 
 def _candidates(job: Job, share: Any) -> Iterator[tuple[LayoutSpec, int, StateFormats]]:

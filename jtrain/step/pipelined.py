@@ -26,8 +26,8 @@ from jtrain.model.fp8_scaling import fp8_weights, unseen, with_fp8
 from jtrain.model.param import Params
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
-from jtrain.pipeline.packing import NONE
 from jtrain.pipeline.schedule import StageHop
+from jtrain.pipeline.tick_grid import NONE
 from jtrain.pipeline.ticks import SCOPES, Field, Ticks, arriving_cotangent, arriving_input
 from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks, by_rows
 from jtrain.step.pipeline_ends import Ends

@@ -11,7 +11,7 @@ from jtrain.pipeline.clocks import (
     unit_costs,
 )
 from jtrain.pipeline.families import FAMILIES, make_schedule
-from jtrain.pipeline.packing import PACKINGS
+from jtrain.pipeline.tick_grid import PACKINGS
 from jtrain.pipeline.ticks import make_ticks
 
 

@@ -7,9 +7,9 @@ import pytest
 from jtrain.errors import UserError
 from jtrain.pipeline.clocks import equal_costs, lockstep
 from jtrain.pipeline.families import FAMILIES, make_schedule
-from jtrain.pipeline.packing import PACKINGS, Packing, pack
 from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.tick_counts import count_ticks, family_counts, shortest
+from jtrain.pipeline.tick_grid import PACKINGS, Packing, pack
 from jtrain.pipeline.ticks import make_ticks
 
 COSTS = ((1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (1.0, 2.0, 1.0))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import strategies as st
 
 from jtrain.pipeline.families import FAMILIES, make_schedule
-from jtrain.pipeline.packing import PACKINGS, Packing
 from jtrain.pipeline.schedule import PipelineSchedule, StageHop
+from jtrain.pipeline.tick_grid import PACKINGS, Packing
 from jtrain.pipeline.ticks import Field, make_ticks
 from tests.pipeline.toy import make_toy, random_schedule, run_table, unpipelined
 

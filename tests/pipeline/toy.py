@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from jtrain.pipeline.instructions import Program
-from jtrain.pipeline.packing import NONE
 from jtrain.pipeline.schedule import PipelineSchedule, StageHop, StageOp
+from jtrain.pipeline.tick_grid import NONE
 from jtrain.pipeline.ticks import Field, Ticks, arriving_cotangent, arriving_input
 
 type Array = np.ndarray[Any, np.dtype[np.int64]]

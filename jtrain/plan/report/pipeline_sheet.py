@@ -11,10 +11,10 @@ from rich.table import Table
 from jtrain.pipeline.checker import check, needed_capacity
 from jtrain.pipeline.clocks import Costs, PipelineTimeline, dataflow, equal_costs, messages
 from jtrain.pipeline.instructions import Program
-from jtrain.pipeline.packing import pack
 from jtrain.pipeline.picture import MEANINGS, memory_rows, text_rows
 from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.tick_counts import count_ticks, shortest
+from jtrain.pipeline.tick_grid import pack
 from jtrain.pipeline.ticks import Ticks, make_ticks
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from jtrain.pipeline.schedule import PipelineSchedule
 type Packing = Literal["single", "fused", "aligned"]
 PACKINGS: tuple[Packing, ...] = ("single", "fused", "aligned")
 
-type Numbers = npt.NDArray[np.int64]
+type OpNumbers = npt.NDArray[np.int64]
 
 NONE = -1
 """Number of an operation or a slot where there is none."""
@@ -52,10 +52,10 @@ class Lives:
     start, end: first and last moment, both included.
     """
 
-    stage: Numbers
-    microbatch: Numbers
-    start: Numbers
-    end: Numbers
+    stage: OpNumbers
+    microbatch: OpNumbers
+    start: OpNumbers
+    end: OpNumbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class TickGrid:
 
     schedule: PipelineSchedule
     packing: Packing
-    numbers: Numbers
+    numbers: OpNumbers
     whole: npt.NDArray[np.bool_]
 
     @property
@@ -77,7 +77,7 @@ class TickGrid:
         return len(self.numbers)
 
     @functools.cached_property
-    def when(self) -> Numbers:
+    def when(self) -> OpNumbers:
         """Tick of each operation, [kinds, virtual stages, microbatches]; NONE if it does not exist."""
         return _when(self.numbers, self.whole.size).reshape(3, *self.whole.shape)
 
@@ -98,7 +98,7 @@ class TickGrid:
         )
 
 
-def _when(grid: Numbers, size: int) -> Numbers:
+def _when(grid: OpNumbers, size: int) -> OpNumbers:
     """Tick of each operation, [kinds, virtual stages * microbatches]."""
     found = np.full((3, size), NONE)
     tick, _, kind = np.nonzero(grid != NONE)
@@ -106,7 +106,7 @@ def _when(grid: Numbers, size: int) -> Numbers:
     return found
 
 
-def _lives(there: npt.NDArray[np.bool_], start: Numbers, end: Numbers) -> Lives:
+def _lives(there: npt.NDArray[np.bool_], start: OpNumbers, end: OpNumbers) -> Lives:
     stage, microbatch = np.nonzero(there)
     return Lives(stage, microbatch, start[there], end[there])
 
@@ -132,7 +132,7 @@ class _Streams:
         shape = schedule.virtual_stages, schedule.microbatches
         size = schedule.virtual_stages * schedule.microbatches
         self.schedule, self.size, self.never, self.always = schedule, size, 3 * size, 3 * size + 1
-        self.streams: list[Numbers] = [
+        self.streams: list[OpNumbers] = [
             np.array([_KINDS[kind] * size + stage * shape[1] + m for kind, stage, m in stream], np.int64)
             for stream in schedule.streams
         ]
@@ -156,18 +156,18 @@ class _Streams:
         found[self.never] = False
         return found
 
-    def of_kind(self, kind: int) -> list[Numbers]:
+    def of_kind(self, kind: int) -> list[OpNumbers]:
         """For each worker its operations of one kind, in order."""
         return [stream[stream // self.size == kind] for stream in self.streams]
 
-    def padded(self, streams: list[Numbers], end: int | None = None) -> Numbers:
+    def padded(self, streams: list[OpNumbers], end: int | None = None) -> OpNumbers:
         """Rows of equal length, each with at least one `end` (default: `never`) after its last number."""
         rows = np.full((len(streams), 1 + max(map(len, streams))), self.never if end is None else end)
         for row, stream in zip(rows, streams, strict=True):
             row[: len(stream)] = stream
         return rows
 
-    def in_grid(self, ticks: list[Numbers]) -> Numbers:
+    def in_grid(self, ticks: list[OpNumbers]) -> OpNumbers:
         """The grid of a packing, from the numbers of the operations in each tick, [workers] or [workers, kinds]."""
         found = np.stack(ticks).reshape(len(ticks), len(self.streams), -1)
         grid = np.full((len(ticks), len(self.streams), 3), NONE)
@@ -177,11 +177,11 @@ class _Streams:
         return grid
 
 
-def _single(streams: _Streams) -> list[Numbers]:
+def _single(streams: _Streams) -> list[OpNumbers]:
     """The next operation of each stream, if it is ready."""
     rows, done, workers = streams.padded(streams.streams), streams.done(), np.arange(len(streams.streams))
     place = np.zeros_like(workers)
-    ticks: list[Numbers] = []
+    ticks: list[OpNumbers] = []
     while True:
         ops = rows[workers, place]
         ready = done[streams.first[ops]] & done[streams.second[ops]]
@@ -194,7 +194,7 @@ def _single(streams: _Streams) -> list[Numbers]:
     return ticks
 
 
-def _fused(streams: _Streams, *, weights: bool) -> list[Numbers]:
+def _fused(streams: _Streams, *, weights: bool) -> list[OpNumbers]:
     """The next forward pass, backward pass and W that are ready; a pass may use what was just computed there."""
     done, workers = streams.done(), np.arange(len(streams.streams))
     by_kind = [streams.of_kind(kind) for kind in (FORWARD, BACKWARD, WEIGHT)]
@@ -205,7 +205,7 @@ def _fused(streams: _Streams, *, weights: bool) -> list[Numbers]:
     # For each backward pass the number of forward passes that come before it in the stream.
     after = streams.padded([np.cumsum(s < streams.size)[s // streams.size == BACKWARD] for s in streams.streams], 0)
     f, b, w = (np.zeros_like(workers) for _ in range(3))
-    ticks: list[Numbers] = []
+    ticks: list[OpNumbers] = []
     while True:
         ops = np.stack([forward[workers, f], backward[workers, b], weight[workers, w]], 1)
         of_forward, of_backward, _ = ops.T
@@ -231,7 +231,7 @@ def _check_all_done(streams: _Streams, num_ticks: int, done: npt.NDArray[np.bool
     assert done[: streams.never].all(), f"{streams.schedule.name} cannot go on after tick {num_ticks}: check it first"
 
 
-def _aligned(streams: _Streams) -> Numbers:
+def _aligned(streams: _Streams) -> OpNumbers:
     """Fused ticks in which all workers do their k-th W at once, as early as the last of them can."""
     grid = streams.in_grid(_fused(streams, weights=False))
     weights = streams.padded(streams.of_kind(WEIGHT))[:, :-1]
