@@ -114,7 +114,7 @@ def what_would_fit(task: SearchTask, mesh: MeshSpec | None, *, fixed: bool) -> l
         if length and any_fits(task.changed(seq_len=length)):
             ways.append(set_options([("data.seq_len", length)]))
             break
-    return ways
+    return [way for way in ways if way]
 
 
 def _on_more(task: SearchTask, found: Point, mesh: MeshSpec | None, *, fixed: bool) -> str:
