@@ -120,7 +120,7 @@ def planned_job(step: Published) -> "Job":
         offload=OffloadSpec(optimizer=1.0) if step.offloads else OffloadSpec(),
     )
     rounding: Any = {}
-    if step.precision == BF16_STATE:
+    if step.precision.get("param_dtype") == "bfloat16":
         rounding = dict(moment_dtype="bfloat16_sr", param_rounding="stochastic")
     layout = make_layout(spec, mesh, model.param_infos(), precision=PrecisionSpec(**step.precision))
     machine = make_machine(step.device, mesh.size, host_memory_bytes=2 * 10**12)

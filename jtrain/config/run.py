@@ -29,7 +29,7 @@ from jtrain.pipeline.spec import PipelineSpec
 from jtrain.precision import PrecisionSpec
 from jtrain.profile.spec import ProfileSpec
 from jtrain.step.guard import GuardSpec
-from jtrain.step.pipeline_ticks import ticks_of
+from jtrain.step.pipeline_ticks import counts_of
 from jtrain.supervise.spec import SuperviseSpec
 from jtrain.telemetry.alerts import AlertsSpec
 from jtrain.telemetry.metrics import MetricsSpec
@@ -164,7 +164,7 @@ def validate(run: Run) -> None:
     )
     check_batch(run.layout, run.mesh, global_batch=run.data.global_batch, seq_len=run.data.seq_len)
     if layout.pipeline is not None:
-        ticks_of(layout)  # refuses numbers that the schedule cannot have
+        counts_of(layout)  # refuses numbers that the schedule cannot have
     if unknown := [name for name in run.layout.remat_save if name not in SAVEABLE]:
         raise UserError(
             f"layout.remat_save names {', '.join(unknown)}, which no layer computes. There are: {', '.join(SAVEABLE)}."

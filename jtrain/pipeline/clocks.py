@@ -15,7 +15,7 @@ import dataclasses
 from typing import Literal, NamedTuple
 
 from jtrain.pipeline.schedule import PipelineSchedule, StageOp
-from jtrain.pipeline.ticks import PACKINGS, Packing, TickOps, Ticks, make_ticks
+from jtrain.pipeline.ticks import TickOps, Ticks
 
 type Meeting = Literal["neighbours", "all"]
 
@@ -164,17 +164,6 @@ def _run_tick(ops: TickOps, start: float, costs: Costs, spans: list[Span]) -> fl
             spans.append(Span(op, start, start + costs.of(op)))
             start = spans[-1].end
     return start
-
-
-def best_ticks(schedule: PipelineSchedule, costs: Costs, *, meeting: Meeting = "all") -> Ticks:
-    """The packing with the shortest lockstep timeline; among equals the one with the fewest slots, then ticks."""
-
-    def rank(ticks: Ticks) -> tuple[float, int, int]:
-        slots = ticks.num_inputs + ticks.num_cotangents + ticks.num_stashes
-        return lockstep(ticks, costs, meeting=meeting).makespan, slots, ticks.num_ticks
-
-    packings: tuple[Packing, ...] = PACKINGS if schedule.splits_backward else ("single", "fused")
-    return min((make_ticks(schedule, packing) for packing in packings), key=rank)
 
 
 def messages(schedule: PipelineSchedule) -> dict[tuple[int, int], int]:

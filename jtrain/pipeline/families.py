@@ -239,7 +239,7 @@ FAMILIES: dict[str, Callable[..., PipelineSchedule]] = {
 
 
 def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> PipelineSchedule:
-    """The schedule of a name; upper case and hyphens do not matter, so `ZBH1` is `zb-h1`.
+    """The schedule of a name in `FAMILIES`, spelt as in a config.
 
     Args:
       chunks: virtual stages per worker; None takes those of the schedule (2 for interleaved, zbv and dualpipev).
@@ -247,8 +247,7 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None 
     Raises:
       UserError: the name is unknown, or the schedule does not exist for these numbers; the message has some that do.
     """
-    plain = name.lower().replace("-", "").replace("_", "")
-    family = next((make for known, make in FAMILIES.items() if known.replace("-", "") == plain), None)
+    family = FAMILIES.get(name)
     if family is None:
         raise UserError(f"schedule {name} is unknown. {did_you_mean(name, FAMILIES)}Choose of: {', '.join(FAMILIES)}.")
     return family(stages, microbatches) if chunks is None else family(stages, microbatches, chunks)

@@ -26,6 +26,7 @@ import dataclasses
 import enum
 import functools
 import re
+from collections.abc import Callable
 from typing import Literal, NamedTuple, cast
 
 from jtrain.errors import UserError
@@ -121,7 +122,21 @@ class PipelineSchedule:
         """Way of the cotangent that virtual stage `stage` computes; None for the first one."""
         return None if stage == 0 else self._hop(stage, stage - 1)
 
-    @property
+    @functools.cached_property
+    def activation_hops(self) -> tuple[StageHop, ...]:
+        """Ways that activations take."""
+        return self._ways(self.activation_hop)
+
+    @functools.cached_property
+    def cotangent_hops(self) -> tuple[StageHop, ...]:
+        """Ways that cotangents take; none if there are forward passes only."""
+        return self._ways(self.cotangent_hop) if self.trains else ()
+
+    def _ways(self, hop_of: Callable[[int], StageHop | None]) -> tuple[StageHop, ...]:
+        found = {hop_of(stage) for stage in range(self.virtual_stages)}
+        return tuple(hop for hop in StageHop if hop in found)
+
+    @functools.cached_property
     def trains(self) -> bool:
         """False if there are forward passes only."""
         return any(op.kind != "F" for stream in self.streams for op in stream)
@@ -132,7 +147,7 @@ class PipelineSchedule:
         streams = tuple(tuple(op for op in stream if op.kind == "F") for stream in self.streams)
         return dataclasses.replace(self, streams=streams)
 
-    @property
+    @functools.cached_property
     def splits_backward(self) -> bool:
         """True if some backward passes are split into I and W."""
         return any(op.kind == "W" for stream in self.streams for op in stream)

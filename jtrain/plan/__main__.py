@@ -165,9 +165,15 @@ def compile_point(run: "Run", point: "Point") -> Any:
     from jtrain.plan.compile.compiled_step import compile_step, topology_devices
     from jtrain.plan.compile.topology import topology_of
     from jtrain.plan.from_run import make_optimizer
+    from jtrain_kernels.compile_only.targets import TARGETS, TPUS
 
     machine = point.job.machine
     assert machine is not None
+    if machine.device.name not in (*TARGETS, *TPUS):
+        raise UserError(
+            f"--compile: no compiler for {machine.device.name} is known, only for {', '.join((*TARGETS, *TPUS))}. "
+            "Leave --compile out."
+        )
     devices = topology_devices(topology_of(machine.device, machine.count))
     return compile_step(point.job, make_optimizer(run), devices=devices)
 
@@ -266,7 +272,7 @@ def search_command(
         staged = search_with_stages(task, points)
         points = sorted([*points, *staged], key=lambda point: (point.step_s, point.plan.total_bytes))
     if not points:
-        raise no_point(task, over)
+        raise no_point(task, None if args.search else run.mesh)
     said, best = confirm(args, run, task, points, console) if args.compile else ({}, 0)
     title, table = search_table(task, points[: max(10, args.top or TOP)], said)
     console.print(title, style="bold", highlight=False)
@@ -366,7 +372,7 @@ def execute(args: argparse.Namespace) -> int:
         from jtrain.plan.report.plan_page import write_page
 
         write_page(args.html, sheet, run)
-    check_good(sheet)
+    check_good(sheet, given)
     return 0
 
 

@@ -121,7 +121,7 @@ def _settle(run_config: Any, devices: Sequence[jax.Device], workdir: Path | None
         return [f"{said}: the smallest that fits, {_text(picked)}"]
     points = search(task, [run.mesh])
     if not points:
-        raise no_point(task, lambda _: [run.mesh], fixed=True)
+        raise no_point(task, run.mesh, fixed=True, here=not _compile_only(devices))
     best = points[0]
     set_values(run_config, layout_settings(best.spec))
     nominal = " (nominal: a CPU's peaks are not published)" if machine.device.platform == "cpu" else ""
@@ -155,7 +155,7 @@ def _machine(devices: Sequence[jax.Device], count: int) -> Machine:
             f"layout.auto and as_needed compare predicted times, but the peaks of {first.device_kind!r} are not "
             "published. Set layout.auto=False, and layout.offload.* to numbers or none."
         )
-    compile_only = first.platform != "cpu" and first.client is not jax.local_devices()[0].client
+    compile_only = _compile_only(devices)
     per_host = sum(device.process_index == jax.process_index() for device in devices)
     here = np.asarray([available, 0 if compile_only or spec.platform == "cpu" else free_host_bytes() or 0], np.int64)
     hbm_bytes, host_bytes = (int(size) for size in from_process_zero(here))
@@ -165,6 +165,11 @@ def _machine(devices: Sequence[jax.Device], count: int) -> Machine:
         known, hbm_bytes=hbm_bytes, host=host, linked=count if spec.platform == "cpu" else known.linked
     )
     return Machine(described, count, host_bytes or None)
+
+
+def _compile_only(devices: Sequence[jax.Device]) -> bool:
+    """True if the devices are not here, only their compiler is."""
+    return devices[0].platform != "cpu" and devices[0].client is not jax.local_devices()[0].client
 
 
 def _picked_before(

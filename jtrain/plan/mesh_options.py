@@ -11,17 +11,18 @@ LONG = 32_768
 """Tokens of a sequence from which on a search splits sequences over `context`."""
 
 
-def mesh_options(job: Job) -> Iterator[MeshSpec]:
+def mesh_options(job: Job, *, stage: int = 1) -> Iterator[MeshSpec]:
     """Yields every (replica, data, expert, context, tensor) mesh that splits the model and the batch evenly.
 
-    Sequences are split over `context` from `LONG` tokens on: shorter ones fit, and batches split for nothing.
+    Sequences are split over `context` from `LONG` tokens on: shorter ones fit, and batches split for nothing. With
+    stages neither experts nor sequences are split: docs/pipelines.md says why.
     """
     assert job.machine is not None, "meshes are of a machine"
-    model, count, seq_len = job.model, job.machine.count, job.seq_len
+    model, count, seq_len = job.model, job.machine.count // stage, job.seq_len
     for tensor, context in itertools.product(divisors(count), divisors(count)):
-        if context > 1 and (seq_len < LONG or seq_len % (2 * context * tensor)):
+        if context > 1 and (stage > 1 or seq_len < LONG or seq_len % (2 * context * tensor)):
             continue
-        if count % (tensor * context) or any(size % tensor for size in (model.d_ff, model.vocab_size, seq_len)):
+        if count % (tensor * context) or model.d_ff % tensor or model.vocab_size % (tensor * stage) or seq_len % tensor:
             continue
         if not splits_heads(model.num_heads, model.num_kv_heads, tensor):
             continue
@@ -33,8 +34,8 @@ def mesh_options(job: Job) -> Iterator[MeshSpec]:
             width = data * context * (tensor if tensor > model.num_kv_heads else 1)
             if model.d_model % width or left % (data * expert):
                 continue
-            if expert == 1 or (model.moe is not None and model.moe.num_experts % expert == 0):
-                yield MeshSpec(replica=left // data // expert, data=data, expert=expert, context=context, tensor=tensor)
+            if expert == 1 or (stage == 1 and model.moe is not None and model.moe.num_experts % expert == 0):
+                yield MeshSpec(left // data // expert, stage, data, expert, context, tensor)
 
 
 _FULL = 16

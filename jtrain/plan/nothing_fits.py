@@ -1,15 +1,20 @@
 """The answer where no layout fits: the one that comes closest, and changes that would make one fit."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from jtrain.errors import UserError
 from jtrain.mesh import MeshSpec
-from jtrain.plan.estimate.machine import HOST_RESERVE
-from jtrain.plan.fit_check import set_options, smaller_states, with_state
+from jtrain.plan.estimate.memory import MemoryPlan
 from jtrain.plan.search import OFFLOADS, Point, SearchTask, evaluate, fits, meshes, offload_of
+from jtrain.plan.smaller_settings import GIB, set_options, smaller_states, with_state
+from jtrain.runtime.platform import HOST_SHARE
+
+MOST = 4096
+"""Devices up to which a layout is looked for."""
 
 
 def nearest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point:
@@ -29,15 +34,20 @@ def nearest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point:
     return min(candidates, key=lambda point: point.plan.total_bytes)
 
 
+def _over(task: SearchTask, mesh: MeshSpec | None) -> Iterable[MeshSpec]:
+    return meshes(task) if mesh is None else [mesh]
+
+
 def _frugal(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[Point]:
     """Yields the layouts of least memory on each mesh: without offload, with the optimizer's state, with everything."""
+    fields = ((), task.offloadable[:1], task.offloadable) if task.machine.host_bytes_per_device is not None else ((),)
     for mesh in over:
         stage = 3 if mesh.zero_shards > 1 else 0
         base = dataclasses.replace(task.asked, zero_stage=stage, remat="full", remat_save=(), auto=False)
         most = task.job.global_batch // mesh.batch_shards
         # One microbatch needs no accumulator; the largest number has the smallest activations.
-        for parts, fields in itertools.product({1, most}, ((), task.offloadable[:1], task.offloadable)):
-            shares = dict.fromkeys(OFFLOADS, 0.0) | dict.fromkeys(fields, 1.0)
+        for parts, on_host in itertools.product(sorted({1, most}), fields):
+            shares = dict.fromkeys(OFFLOADS, 0.0) | dict.fromkeys(on_host, 1.0)
             spec = dataclasses.replace(base, microbatches=parts, offload=offload_of(task, base, shares))
             try:
                 yield evaluate(task, spec, mesh, timed=False)
@@ -45,57 +55,115 @@ def _frugal(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[Point]:
                 break  # does not split evenly
 
 
-def what_would_fit(task: SearchTask, over: Callable[[SearchTask], Iterable[MeshSpec]]) -> list[str]:
-    """Changes of the machine, the state, the batch or the length that make some layout fit, as command-line options."""
+def first_fit(task: SearchTask, mesh: MeshSpec | None = None) -> Point | None:
+    """A layout that fits on as many devices as the machine has, or else on the fewest times 2, 4, 8 ... as many.
+
+    With more devices than sequences the batch grows to one sequence per device.
+
+    Args:
+      mesh: tried first, on more devices with a longer `data` axis; None for any mesh of the machine.
+    """
+    here, host = task.machine.count, task.machine.device.host.devices
+    for count in (here * 2**k for k in range(MOST.bit_length())):
+        if count > max(here, MOST) or (count > host and count % host):
+            continue
+        batch = task.job.global_batch if count == here else -(-task.job.global_batch // count) * count
+        larger = task.changed(machine=dataclasses.replace(task.machine, count=count), global_batch=batch)
+        # A replica holds all that the mesh without it splits.
+        over = itertools.chain(_scaled(mesh, count), (one for one in meshes(larger) if one.replica == 1))
+        if point := next((point for point in _frugal(larger, over) if fits(larger, point.plan)), None):
+            return point
+    return None
+
+
+def _scaled(mesh: MeshSpec | None, count: int) -> list[MeshSpec]:
+    """The mesh on `count` devices, with all axes but `replica` and `data` as they are."""
+    others = 0 if mesh is None else mesh.size // mesh.replica // mesh.shape["data"]
+    return [dataclasses.replace(mesh, replica=1, data=count // others)] if mesh and count % others == 0 else []
+
+
+def what_would_fit(task: SearchTask, mesh: MeshSpec | None, *, fixed: bool) -> list[str]:
+    """Changes of the state, the batch, the machine or the length that make some layout fit, as command-line options.
+
+    Args:
+      mesh, fixed: as in `no_point`.
+    """
+
+    def any_fits(changed: SearchTask) -> bool:
+        return any(fits(changed, point.plan) for point in _frugal(changed, _over(changed, mesh)))
+
     ways: list[str] = []
     for state in smaller_states(task.job):
-        smaller = dataclasses.replace(task, job=with_state(task.job, state))
-        if any(fits(smaller, point.plan) for point in _frugal(smaller, over(smaller))):
-            ways.append(set_options(state))
-            break
-    if (batch := task.machine.count) < task.job.global_batch:  # one microbatch has no accumulator
-        fewer = task.changed(global_batch=batch)
-        if any(fits(fewer, point.plan) for point in _frugal(fewer, over(fewer))):
-            ways.append(f"--set data.global_batch={batch}")
-    if task.machine.device.host.link_bytes_per_s is not None:
-        enough = [point.plan for point in _frugal(task, over(task)) if point.plan.total_bytes <= task.budget_bytes]
+        with contextlib.suppress(ValueError):  # a layout that cannot have these formats
+            if any_fits(dataclasses.replace(task, job=with_state(task.job, state))):
+                ways.append(set_options(state))
+                break
+    batch = task.machine.count  # one microbatch, which has no accumulator
+    if batch < task.job.global_batch and any_fits(task.changed(global_batch=batch)):
+        ways.append(set_options([("data.global_batch", batch)]))
+    if not fixed and task.machine.device.host.link_bytes_per_s is not None:
+        ample = task.changed(machine=dataclasses.replace(task.machine, host_memory_bytes=2**60))
+        enough = [point.plan.host_bytes for point in _frugal(ample, _over(ample, mesh)) if fits(ample, point.plan)]
         if enough:
-            needed = min(plan.host_bytes for plan in enough) * task.machine.devices_per_host / (1 - HOST_RESERVE)
-            ways.append(f"--host-memory {math.ceil(needed / 2**30)}GiB or more per host")
-    for factor in (2, 4, 8, 16, 32, 64):
-        count = task.machine.count * factor
-        if count > task.machine.device.host.devices and count % task.machine.device.host.devices:
-            continue
-        batch = -(-task.job.global_batch // count) * count
-        larger = task.changed(machine=dataclasses.replace(task.machine, count=count), global_batch=batch)
-        if any(fits(larger, point.plan) for point in _frugal(larger, meshes(larger))):
-            also = f" --set data.global_batch={batch}" if batch != task.job.global_batch else ""
-            ways.append(f"--count {count}{also}")
-            break
+            needed = min(enough) * task.machine.devices_per_host / HOST_SHARE
+            ways.append(f"--host-memory {math.ceil(needed / GIB)}GiB (or more, per host)")
+    if (found := first_fit(task, mesh)) is not None:
+        ways.append(_on_more(task, found, mesh, fixed=fixed))
     for part in (2, 4, 8):
         length = task.job.seq_len // part
-        shorter = task.changed(seq_len=length)
-        if length and any(fits(shorter, point.plan) for point in _frugal(shorter, over(shorter))):
-            ways.append(f"--set data.seq_len={length}")
+        if length and any_fits(task.changed(seq_len=length)):
+            ways.append(set_options([("data.seq_len", length)]))
             break
-    return ways
+    return [way for way in ways if way]
 
 
-def no_point(task: SearchTask, over: Callable[[SearchTask], Iterable[MeshSpec]], *, fixed: bool = False) -> UserError:
+def _on_more(task: SearchTask, found: Point, mesh: MeshSpec | None, *, fixed: bool) -> str:
+    """Options for the mesh and the devices of a layout that fits."""
+    count, more = found.mesh.size, []
+    if found.job.global_batch != task.job.global_batch:
+        more = [("data.global_batch", found.job.global_batch)]
+    if fixed:
+        was = MeshSpec() if mesh is None else mesh
+        axes = [(f"mesh.{axis}", size) for axis, size in found.mesh.shape.items() if size != was.shape[axis]]
+        return set_options([*axes, *more]) + (f" on {count} devices" if count > task.machine.count else "")
+    words = ["--search"] if mesh is not None else []
+    words += [f"--count {count}"] if count > task.machine.count else []
+    words += [set_options(more)] if more else []
+    device = task.machine.device
+    if count > device.linked and device.host.network_bytes_per_s is None:
+        words += ["--network 25 (Gbit/s of your network, per device)"]
+    return " ".join(words)
+
+
+def no_point(task: SearchTask, mesh: MeshSpec | None = None, *, fixed: bool = False, here: bool = False) -> UserError:
     """The error for a search that finds nothing: the layout that comes closest, and changes that would make one fit.
 
     Args:
+      mesh: the mesh that the search keeps; None if it tries all.
       fixed: True if the machine cannot be changed, because the run is on it.
+      here: True if its devices are here.
     """
-    miss = nearest_miss(task, over(task))
+    miss = nearest_miss(task, _over(task, mesh))
     settings = " ".join(f"{path}={value}" for path, value in miss.settings.items())
-    largest = sorted(miss.plan.classes().items(), key=lambda item: -item[1])[:3]
-    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in largest)
-    ways = [way for way in what_would_fit(task, over) if way.startswith("--set") or not fixed]
-    otherwise = "Set a smaller model, or use more devices" if fixed else "Set a smaller model, or another --device"
+    ways = what_would_fit(task, mesh, fixed=fixed)
+    otherwise = "Set a smaller model or data.seq_len" + ("" if fixed else ", or another --device")
     out = "It would fit with any of: " + "; ".join(ways) if ways else otherwise
+    machine, budget = task.machine, task.budget_bytes
+    begin = f"{devices_here(machine.count, machine.device.name, machine.hbm_bytes)}; " if here else ""
     return UserError(
-        f"nothing fits into {task.machine}: the nearest miss takes {miss.plan.total_bytes / 2**30:.1f} GiB per device "
-        f"({parts}), but {task.budget_bytes / 2**30:.1f} of {task.machine.hbm_bytes / 2**30:.1f} GiB may be used "
+        f"{begin}nothing fits into {machine}: the nearest miss takes {miss.plan.total_bytes / GIB:.1f} GiB per device "
+        f"({largest_parts(miss.plan)}), but {budget / GIB:.1f} of {machine.hbm_bytes / GIB:.1f} GiB may be used "
         f"({settings}). {out}."
     )
+
+
+def devices_here(count: int, kind: str, available: int) -> str:
+    """Says what a run is on, such as `1 device is here: cpu, 23.0 GiB`."""
+    each = f"{kind}, {available / GIB:.1f} GiB"
+    return f"1 device is here: {each}" if count == 1 else f"{count} devices are here: {each} each"
+
+
+def largest_parts(plan: MemoryPlan) -> str:
+    """The three largest classes of a plan."""
+    largest = sorted(plan.classes().items(), key=lambda item: -item[1])[:3]
+    return f"{', '.join(f'{name} {size / GIB:.1f}' for name, size in largest)} GiB"

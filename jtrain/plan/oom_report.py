@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jtrain.errors import UserError
 from jtrain.optim import Optimizer
 from jtrain.plan.estimate.memory import MemoryPlan, memory
-from jtrain.plan.fit_check import GIB, ways_out
 from jtrain.plan.job import Job
+from jtrain.plan.smaller_settings import GIB, as_text, listed, settings_of, ways_out
 from jtrain.step.state import TrainState, abstract_state
 from jtrain.step.train_step import BATCH_SPEC
 
@@ -49,7 +49,8 @@ def explained(job: Job, optimizer: Optimizer, mesh: Mesh, *, available: int | No
         batch = jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
         plan = memory(job)
         limit = int(LESS * min(plan.total_bytes, available or plan.total_bytes))
-        ways = ways_out(job, limit=limit)
+        # Numbers, because `as_needed` would keep everything on the device: by the plan it fits.
+        ways = listed(ways_out(job, limit=limit, share=1.0), as_text(settings_of(job.layout, job.global_batch)))
         raise MemoryExhausted(
             "\n".join(
                 [

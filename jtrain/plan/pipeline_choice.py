@@ -70,11 +70,6 @@ class Planned:
         task = self.task.changed(layout=layout)
         return evaluate(task, resolve_as_needed(task, self.run.mesh), self.run.mesh)
 
-    @property
-    def budget_bytes(self) -> int:
-        """Bytes that the plan of a device may take."""
-        return self.task.budget_bytes
-
     def fits(self, point: Point) -> bool:
         """True if a device has the memory."""
         return fits(self.task, point.plan, host_known=False)

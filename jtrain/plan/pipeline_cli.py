@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from jtrain.plan.report.pipeline_sheet import Shown
 
 
+MOST_PASSES = 16_384
+"""Forward passes of all stages up to which a schedule is shown: it takes about 10 s, and a picture has 110 columns."""
+
+
 def parser() -> argparse.ArgumentParser:
     """The command-line parser; it needs no jax, so --help answers at once."""
     parser = argparse.ArgumentParser(
@@ -119,6 +123,12 @@ def schedules(args: argparse.Namespace, stages: int | None, microbatches: int | 
             raise UserError(f"a pipeline needs a number of {name}. Give --{name}, or a CONFIG with --device.")
     assert stages is not None
     assert microbatches is not None
+    if stages * microbatches > MOST_PASSES >= stages > 0:
+        raise UserError(
+            f"--microbatches {microbatches} over {stages} stages: schedules are simulated and drawn pass by pass, "
+            f"up to {MOST_PASSES:,}. Give --microbatches {MOST_PASSES // stages} or fewer: from 2 per stage on only "
+            "the middle of the schedule grows, and the bubble shrinks in proportion. `jtrain plan CONFIG` has no limit."
+        )
     if args.schedule is not None:
         return [make_schedule(args.schedule, stages, microbatches, args.chunks)]
     make_schedule("gpipe", stages, microbatches)  # it exists for all numbers that are at least 1

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-import re
+from collections.abc import Mapping
 
 from jtrain.errors import UserError
-from jtrain.plan.estimate.machine import HOST_RESERVE
-from jtrain.plan.fit_check import ways_out
+from jtrain.plan.nothing_fits import first_fit, what_would_fit
 from jtrain.plan.report.plan_sheet import TOLERANCE, Sheet
 from jtrain.plan.search import Point, SearchTask, evaluate, fits
+from jtrain.plan.smaller_settings import listed, ways_out
+from jtrain.runtime.platform import HOST_SHARE
 
 
 def largest_rows(task: SearchTask, point: Point) -> int:
@@ -32,8 +33,11 @@ def largest_rows(task: SearchTask, point: Point) -> int:
     return low
 
 
-def check_good(sheet: Sheet) -> None:
+def check_good(sheet: Sheet, asked: Mapping[str, str]) -> None:
     """Refuses a plan that does not fit or that cannot be relied on.
+
+    Args:
+      asked: path -> value as text, of the config.
 
     Raises:
       UserError: the plan does not fit, or formula and compiler are too far apart.
@@ -48,21 +52,29 @@ def check_good(sheet: Sheet) -> None:
     takes = sheet.plan.total_bytes if sheet.compiled is None else sheet.compiled.peak_bytes
     there = sheet.machine.host_bytes_per_device
     if there is not None and sheet.plan.host_bytes > there:
-        needed = math.ceil(sheet.plan.host_bytes * sheet.machine.devices_per_host / (1 - HOST_RESERVE) / 2**30)
+        needed = math.ceil(sheet.plan.host_bytes * sheet.machine.devices_per_host / HOST_SHARE / 2**30)
         raise UserError(
             f"{sheet.config} does not fit {sheet.machine}: {sheet.plan.host_bytes / 2**30:.1f} GiB of host memory per "
-            f"device, but its share of the host is {there / 2**30:.1f}, with {HOST_RESERVE:.0%} left free. Give "
+            f"device, but its share of the host is {there / 2**30:.1f}, with {1 - HOST_SHARE:.0%} left free. Give "
             f"--host-memory {needed}GiB if the host has it, or set smaller shares of layout.offload."
         )
     room = sheet.machine.room_bytes(unified=sheet.job.layout.spec.offload.unified_memory)
     if takes > room:
-        ways = ways_out(sheet.job, limit=room, host=there is not None)
-        # Here --count sets the devices, and the mesh follows.
-        mesh = sheet.job.layout.mesh
-        others = mesh.size // mesh.replica // mesh.shape["data"]
-        ways = [re.sub(r"--set mesh\.data=(\d+)", lambda m: f"--count {int(m[1]) * others}", way) for way in ways]
-        listed = ", or any of:\n" + "\n".join(ways) if ways else ", --host-memory SIZE or a larger --count."
         raise UserError(
-            f"{sheet.config} does not fit {sheet.machine}: {takes / 2**30:.1f} of "
-            f"{room / 2**30:.1f} GiB per device. Add --search{listed}"
+            f"{sheet.config} does not fit {sheet.machine}: {takes / 2**30:.1f} of {room / 2**30:.1f} GiB per device. "
+            f"{_what_fits(sheet, int(room * sheet.plan.total_bytes / takes), asked)}"
         )
+
+
+def _what_fits(sheet: Sheet, limit: int, asked: Mapping[str, str]) -> str:
+    """Options that make the plan fit: settings of these devices, a search, or another machine."""
+    task = SearchTask(sheet.job, sheet.job.layout.spec)
+    found = first_fit(task)
+    # The mesh is part of the settings, so that --count leaves it as it is.
+    lines = listed(ways_out(sheet.job, limit=limit), asked)
+    if found is not None and found.mesh.size == sheet.machine.count:
+        lines.insert(0, "  --search")
+    else:
+        others = what_would_fit(task, None, fixed=False)
+        lines += [f"  --search {way}" for way in others if not (lines and way.startswith("--set"))]
+    return "Any of these fits:\n" + "\n".join(lines) if lines else "Set a smaller model."

@@ -7,6 +7,7 @@ that differ only in microbatches the first that fits is kept.
 """
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -106,15 +107,15 @@ class Point:
     def mesh(self) -> MeshSpec:
         return self.job.layout.mesh
 
-    @property
+    @functools.cached_property
     def step_s(self) -> float:
         """Predicted step time in seconds; infinite if it was not asked for."""
         return math.inf if self.timed is None else self.timed.step_s
 
     @property
-    def bubble_s(self) -> float:
-        """Predicted seconds per step of waiting for other pipeline stages."""
-        return 0.0 if self.timed is None else self.timed.bubble_s
+    def working_s(self) -> float:
+        """Predicted step time without waiting for other pipeline stages, which more microbatches shorten."""
+        return self.step_s - (0.0 if self.timed is None else self.timed.bubble_s)
 
     @property
     def settings(self) -> dict[str, object]:
@@ -145,8 +146,17 @@ def evaluate(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, *, timed: bool 
     """
     job = task.job.relaid(spec, mesh)
     check_layout(job.optimizer, job.layout)
-    plan = memory(job)
-    return Point(job, plan, step_time(job, plan, assume=task.assume) if timed else None)
+    return _estimate(task, job, timed=timed)
+
+
+def _estimate(task: SearchTask, job: Job, *, timed: bool) -> Point:
+    point = Point(job, memory(job), None)
+    return _timed(task, point) if timed else point
+
+
+def _timed(task: SearchTask, point: Point) -> Point:
+    """The point with its step time."""
+    return dataclasses.replace(point, timed=step_time(point.job, point.plan, assume=task.assume))
 
 
 def fits(task: SearchTask, plan: MemoryPlan, *, host_known: bool = True) -> bool:
@@ -158,9 +168,7 @@ def fits(task: SearchTask, plan: MemoryPlan, *, host_known: bool = True) -> bool
     if plan.total_bytes > task.budget_bytes:
         return False
     there = task.machine.host_bytes_per_device
-    if there is None:
-        return not (plan.host_bytes and host_known)
-    return plan.host_bytes <= there
+    return not (plan.host_bytes and host_known) if there is None else plan.host_bytes <= there
 
 
 def meshes(task: SearchTask) -> Iterator[MeshSpec]:
@@ -170,15 +178,19 @@ def meshes(task: SearchTask) -> Iterator[MeshSpec]:
 
 @dataclasses.dataclass(frozen=True)
 class _Series:
-    """Layouts of a mesh that differ only in microbatches, of which `parts` are possible, the fewest first."""
+    """Layouts of a mesh that differ only in microbatches, of which `parts` are possible, the fewest first.
 
-    base: LayoutSpec
-    mesh: MeshSpec
+    job: the job with one microbatch. No other number lays out the parameters anew, which takes as long as an estimate.
+    """
+
+    job: Job
     parts: tuple[int, ...]
 
     def at(self, task: SearchTask, index: int, *, timed: bool = True) -> Point:
         """Estimates one of them; an unknown figure of the machine is an error here, not a layout that does not fit."""
-        return evaluate(task, dataclasses.replace(self.base, microbatches=self.parts[index]), self.mesh, timed=timed)
+        spec = dataclasses.replace(self.job.layout.spec, microbatches=self.parts[index])
+        layout = dataclasses.replace(self.job.layout, spec=spec)
+        return _estimate(task, dataclasses.replace(self.job, layout=layout), timed=timed)
 
 
 def search(
@@ -201,18 +213,18 @@ def search(
         return limit_s if len(found) < keep else min(limit_s, sorted(p.step_s for p in found)[keep - 1])
 
     helps = task.machine.host_bytes_per_device is not None
-    grouped = [(_least_s(task, every[0]), every) for mesh in over for every in _by_stage(task, mesh, zero)]
-    for least_s, every in sorted(grouped, key=lambda group: group[0]):
-        if least_s >= limit():
+    grouped = [(every[0].at(task, 0), every) for mesh in over for every in _by_stage(task, mesh, zero)]
+    for fastest, every in sorted(grouped, key=lambda group: group[0].working_s):
+        if fastest.working_s >= limit():
             break
-        frugal, last = every[-1], len(every[-1].parts) - 1
-        any_fits = fits(task, frugal.at(task, last, timed=False).plan)
-        with_host = helps and frugal.mesh.stage == 1
-        if not any_fits and not (with_host and _fits_on_host(task, frugal, last)):
+        frugal, ends = every[-1], (len(every[-1].parts) - 1, 0)  # one microbatch needs no accumulator
+        any_fits = any(fits(task, frugal.at(task, index, timed=False).plan) for index in ends)
+        with_host = helps and frugal.job.layout.mesh.stage == 1
+        if not any_fits and not (with_host and any(_fits_on_host(task, frugal, index) for index in ends)):
             continue
         for series in every:
-            first = series.at(task, 0)
-            if first.step_s - first.bubble_s >= limit():
+            first = fastest if series is every[0] else series.at(task, 0)
+            if first.working_s >= limit():
                 continue
             if with_host and not fits(task, first.plan):
                 missed.append(series)
@@ -223,17 +235,12 @@ def search(
     return sorted(found, key=lambda point: (point.step_s, point.plan.total_bytes))
 
 
-def _least_s(task: SearchTask, series: _Series) -> float:
-    """Seconds per step that no layout of the same mesh and ZeRO stage undercuts; `series` keeps all activations."""
-    first = series.at(task, 0)
-    return first.step_s - first.bubble_s
-
-
 def _that_fit(task: SearchTask, series: _Series, first: Point) -> list[Point]:
     """The layout of the fewest microbatches that fits; with stages all that fit, because more shorten the bubble."""
-    if series.mesh.stage > 1:
-        fitting = [i for i in range(len(series.parts)) if fits(task, series.at(task, i, timed=False).plan)]
-        return [series.at(task, index) for index in fitting]
+    if series.job.layout.mesh.stage > 1:
+        more = (series.at(task, index, timed=False) for index in range(1, len(series.parts)))
+        fitting = [point for point in itertools.chain([first], more) if fits(task, point.plan)]
+        return [point if point is first else _timed(task, point) for point in fitting]
     if fits(task, first.plan):
         return [first]
     # Bytes fall with the microbatches, after the accumulator that two need.
@@ -251,7 +258,8 @@ def _helped_by_host(task: SearchTask, missed: Iterable[_Series], best_s: float) 
             heapq.heappush(waiting, (point.step_s, next(number), index, series, point))
 
     for series in missed:
-        push(series, _fewest(len(series.parts), lambda index, series=series: _fits_on_host(task, series, index)))
+        fit = functools.partial(_fits_on_host, task, series)
+        push(series, 0 if fit(0) else _fewest(len(series.parts), fit, 1))
     while waiting:
         step_s, _, index, series, miss = heapq.heappop(waiting)
         if step_s >= best_s:
@@ -262,8 +270,8 @@ def _helped_by_host(task: SearchTask, missed: Iterable[_Series], best_s: float) 
         push(series, index + 1)
 
 
-def _fewest(count: int, fit: Callable[[int], bool], low: int = 0) -> int:
-    """The first index below `count` that fits, where all after one that fits do; `count` if none does."""
+def _fewest(count: int, fit: Callable[[int], bool], low: int) -> int:
+    """The first index from `low` to `count` that fits, where all after one that fits do; `count` if none does."""
     high = count
     while low < high:
         middle = (low + high) // 2
@@ -273,9 +281,10 @@ def _fewest(count: int, fit: Callable[[int], bool], low: int = 0) -> int:
 
 def _fits_on_host(task: SearchTask, series: _Series, index: int) -> bool:
     """True if a layout's bytes on the device fit with all that can be on the host there."""
-    everything = offload_of(task, series.base, dict.fromkeys(task.offloadable, 1.0))
-    offloaded = dataclasses.replace(series, base=dataclasses.replace(series.base, offload=everything))
-    return offloaded.at(task, index, timed=False).plan.total_bytes <= task.budget_bytes
+    spec = series.job.layout.spec
+    everything = offload_of(task, spec, dict.fromkeys(task.offloadable, 1.0))
+    spec = dataclasses.replace(spec, microbatches=series.parts[index], offload=everything)
+    return evaluate(task, spec, series.job.layout.mesh, timed=False).plan.total_bytes <= task.budget_bytes
 
 
 def fastest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point | None:
@@ -316,29 +325,23 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
 
 def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[list[_Series]]:
     """Yields the series of each ZeRO stage, the one that keeps all activations first."""
+    offload = offload_of(task, task.asked, dict.fromkeys(OFFLOADS, 0.0))
+    plain = dict[str, Any](remat="none", remat_save=(), microbatches=1, offload=offload, auto=False)
     for stage in zero if mesh.zero_shards > 1 else (0,):
+        try:
+            job = task.job.relaid(dataclasses.replace(task.asked, zero_stage=stage, **plain), mesh)
+            parts = microbatch_options(job.rows(), mesh.stage)
+            check_layout(job.optimizer, job.layout)
+        except ValueError:
+            continue  # does not split evenly
         found: list[_Series] = []
-        for kept in REMATS:
+        for kept in REMATS if parts else ():
             if kept == SAVEABLE and stage == 3 and mesh.zero_shards > 1:
                 continue  # remat=none keeps the same under stage 3
             remat = "none" if kept is None else "named" if kept else "full"
-            base = dataclasses.replace(
-                task.asked,
-                zero_stage=stage,
-                remat=remat,
-                remat_save=kept or (),
-                microbatches=1,
-                offload=offload_of(task, task.asked, dict.fromkeys(OFFLOADS, 0.0)),
-                auto=False,
-            )
-            try:
-                job = task.job.relaid(base, mesh)
-                rows = job.rows()
-                check_layout(job.optimizer, job.layout)
-            except ValueError:
-                continue  # does not split evenly
-            if parts := microbatch_options(rows, mesh.stage):
-                found.append(_Series(base, mesh, parts))
+            spec = dataclasses.replace(job.layout.spec, remat=remat, remat_save=kept or ())
+            layout = dataclasses.replace(job.layout, spec=spec)
+            found.append(_Series(dataclasses.replace(job, layout=layout), parts))
         if found:
             yield found
 

@@ -9,10 +9,9 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from jtrain.dims import splits_heads
 from jtrain.mesh import MeshSpec
 from jtrain.pipeline.spec import PipelineSpec
-from jtrain.plan.mesh_options import divisors
+from jtrain.plan.mesh_options import divisors, mesh_options
 from jtrain.plan.search import Point, SearchTask, search
 
 SCHEDULES = (PipelineSpec("1f1b"), PipelineSpec("interleaved", chunks=2), PipelineSpec("zb-h1"))
@@ -30,24 +29,15 @@ _MESHES = 8
 def staged_meshes(task: SearchTask, *, chunks: int) -> Iterator[MeshSpec]:
     """Yields the (stage, replica, data, tensor) meshes of the machine with several stages.
 
-    Each stage has whole hosts, or a whole number of stages is in each. Experts stay on one axis of one device.
+    Each stage has whole hosts, or a whole number of stages is in each; `tensor` stays within the links.
     """
-    model, machine, job = task.job.model, task.machine, task.job
+    machine = task.machine
     if machine.count <= machine.device.linked:
         return
     for stage in divisors(machine.count)[1:]:
-        if stage * chunks > model.num_layers:
+        if stage * chunks > task.job.model.num_layers:
             break
-        inside = machine.count // stage
-        for tensor in divisors(min(inside, machine.device.linked)):
-            if inside % tensor or model.d_ff % tensor or model.vocab_size % (tensor * stage) or job.seq_len % tensor:
-                continue
-            if not splits_heads(model.num_heads, model.num_kv_heads, tensor) or job.global_batch % (inside // tensor):
-                continue
-            for data in divisors(inside // tensor):
-                width = data * tensor if tensor > model.num_kv_heads else data
-                if model.d_model % width == 0:
-                    yield MeshSpec(replica=inside // tensor // data, stage=stage, data=data, tensor=tensor)
+        yield from (mesh for mesh in mesh_options(task.job, stage=stage) if mesh.tensor <= machine.device.linked)
 
 
 def search_with_stages(task: SearchTask, alone: Sequence[Point]) -> list[Point]:

@@ -26,7 +26,8 @@ NUMA_NODES = Path("/sys/devices/system/node")
 
 
 HOST_SHARE = 0.8
-"""Share of the host's memory that unified memory may use; the data plane and the system need the rest."""
+"""Share of a host's memory for arrays of the run, offloaded or in unified memory; the data plane, checkpoints and the
+system need the rest."""
 
 
 def start_jax(

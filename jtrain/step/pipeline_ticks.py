@@ -4,9 +4,9 @@ import functools
 
 from jtrain.errors import UserError
 from jtrain.layout import Layout
-from jtrain.pipeline.clocks import best_ticks, equal_costs
-from jtrain.pipeline.pipeline_layout import schedule_of
-from jtrain.pipeline.schedule import PipelineSchedule
+from jtrain.pipeline.pipeline_layout import PipelineLayout, schedule_of
+from jtrain.pipeline.tick_counts import TickCounts, count_ticks, family_counts, shortest
+from jtrain.pipeline.tick_grid import Packing, pack
 from jtrain.pipeline.ticks import Ticks, make_ticks
 
 
@@ -20,26 +20,35 @@ def layers_permute(layout: Layout) -> bool:
     return layout.spec.tensor_overlap or ring
 
 
-def ticks_of(layout: Layout, *, trains: bool = True) -> Ticks:
-    """The ticks of a pipelined step; its forward passes alone unless it trains.
+def counts_of(layout: Layout) -> TickCounts:
+    """Sizes of the ticks of a pipelined step, without their table.
 
     Raises:
       UserError: the schedule cannot have this number of microbatches, or splits the backward pass where layers compute
         groups of sequences.
     """
     assert layout.pipeline is not None
-    schedule = schedule_of(layout.pipeline, layout.spec.microbatches)
-    if schedule.splits_backward and layout.spec.sequence_groups > 1:
+    # If layers permute, all ticks take as long, and the fewest are the shortest.
+    times = None if layers_permute(layout) else relative_costs(layout)
+    counts = _counts(layout.pipeline, layout.spec.microbatches, times)
+    if counts.splits_backward and layout.spec.sequence_groups > 1:
         raise UserError(
             f"layout.sequence_groups={layout.spec.sequence_groups} with pipeline.schedule="
             f"{layout.pipeline.spec.schedule}, which splits the backward pass: each weight is then used once. Set "
             "layout.sequence_groups=1, or pipeline.schedule=1f1b."
         )
-    if not trains:
-        return _fewest(schedule.forward_only)
-    if layers_permute(layout):
-        return _fewest(schedule)  # all ticks take as long
-    return _shortest(schedule, relative_costs(layout))
+    return counts
+
+
+def ticks_of(layout: Layout, *, trains: bool = True) -> Ticks:
+    """The ticks of a pipelined step; its forward passes alone unless it trains.
+
+    Raises:
+      UserError: as `counts_of`.
+    """
+    assert layout.pipeline is not None
+    packing = counts_of(layout).packing if trains else "fused"
+    return _lowered(layout.pipeline, layout.spec.microbatches, packing, trains)
 
 
 def relative_costs(layout: Layout) -> tuple[float, float, float]:
@@ -48,11 +57,19 @@ def relative_costs(layout: Layout) -> tuple[float, float, float]:
 
 
 @functools.cache
-def _fewest(schedule: PipelineSchedule) -> Ticks:
-    return make_ticks(schedule)
+def _counts(pipeline: PipelineLayout, microbatches: int, times: tuple[float, float, float] | None) -> TickCounts:
+    """Sizes of the packing that takes the least time, by those of F, I and W of every chunk; None: the fused one."""
+    spec = pipeline.spec
+
+    def of(packing: Packing) -> TickCounts:
+        if spec.is_file:
+            return count_ticks(pack(schedule_of(pipeline, microbatches), packing))
+        return family_counts(spec.schedule, pipeline.stages, microbatches, pipeline.chunks, packing)
+
+    return of("fused") if times is None else shortest(of, *times)
 
 
 @functools.cache
-def _shortest(schedule: PipelineSchedule, times: tuple[float, float, float]) -> Ticks:
-    """The packing that takes the least time, where F, I and W of every chunk take these."""
-    return best_ticks(schedule, equal_costs(schedule, *times))
+def _lowered(pipeline: PipelineLayout, microbatches: int, packing: Packing, trains: bool) -> Ticks:
+    schedule = schedule_of(pipeline, microbatches)
+    return make_ticks(schedule if trains else schedule.forward_only, packing)

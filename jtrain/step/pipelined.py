@@ -27,7 +27,8 @@ from jtrain.model.param import Params
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
-from jtrain.pipeline.ticks import NONE, SCOPES, Field, Ticks, arriving_cotangent, arriving_input
+from jtrain.pipeline.tick_grid import NONE
+from jtrain.pipeline.ticks import SCOPES, Field, Ticks, arriving_cotangent, arriving_input
 from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
@@ -184,7 +185,7 @@ class _Worker:
             inputs = self._embedded(inputs, row_F, trained, parts)
             y_BLD = self._applied(inputs, row_F, parts)
             nats_MBL = self._evaluated(nats_MBL, y_BLD, row_F, trained, parts)
-            for hop in self.ticks.activation_hops:
+            for hop in self.ticks.schedule.activation_hops:
                 inputs = _stored(inputs, row_F[arriving_input(hop)], self._sent(y_BLD, hop, back=False))
             return (inputs, nats_MBL), None
 
@@ -217,9 +218,9 @@ class _Worker:
             total = self._loss(total, y_BLD, row_F, trained, parts, unit)
         cotangents, ends, nats = total
         ends = self._embedding_gradient(ends, dx_BLD, row_F, trained, parts)
-        for hop in self.ticks.activation_hops:
+        for hop in self.ticks.schedule.activation_hops:
             inputs = _stored(inputs, row_F[arriving_input(hop)], self._sent(y_BLD, hop, back=False))
-        for hop in self.ticks.cotangent_hops:
+        for hop in self.ticks.schedule.cotangent_hops:
             cotangents = _stored(cotangents, row_F[arriving_cotangent(hop)], self._sent(dx_BLD, hop, back=True))
         return _Carry(inputs, cotangents, kept, stashes, layers, ends, nats)
 

@@ -37,7 +37,7 @@ from jtrain.step.checksums import StateSums
 from jtrain.step.gradient_sums import GradientSums, no_sums, sums_gradients
 from jtrain.step.guard import GuardState, judged, not_finite
 from jtrain.step.optimizer_update import make_update
-from jtrain.step.pipeline_ticks import ticks_of
+from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.pipelined import pipelined_gradients, pipelined_nats
 from jtrain.step.state import TrainState, abstract_state, shardings_of
 from jtrain.step.xla_options import compiler_options, kernels_for
@@ -81,13 +81,13 @@ def make_train_step(
       checksums: the step also returns the metric `checksums.METRIC`, the sums of the state's bits on every device.
 
     Raises:
-      UserError: these devices do not support precision.matmul_dtype; or as `ticks_of`.
+      UserError: these devices do not support precision.matmul_dtype; or as `counts_of`.
     """
     check_matmul_dtype(layout.precision, mesh)
     layout = along_torus(layout, mesh)
     optimizer = optimizer.placed(layout)
     if layout.pipeline is not None:
-        ticks_of(layout)  # refuses what no pipelined step can do
+        counts_of(layout)  # refuses what no pipelined step can do
     gradients = jax.shard_map(
         lambda params, scaling, batch, step: _local_gradients(model, layout, params, scaling, batch, step),
         mesh=mesh,

@@ -20,7 +20,7 @@ from jtrain.errors import UserError
 from jtrain.mesh import make_mesh
 from jtrain.plan.estimate.flops import flops_per_token
 from jtrain.plan.estimate.machine import machine_of
-from jtrain.plan.fit_check import available_bytes, check_fits_devices
+from jtrain.plan.fit_check import available_bytes, check_fits_devices, with_host_memory
 from jtrain.plan.from_run import make_optimizer, plan_job
 from jtrain.plan.oom_report import explained
 from jtrain.plan.report.summary import brief_lines, plan_text
@@ -89,7 +89,7 @@ def train(
     changes = check_same_run(workdir, config_text, allow=allow_change)
     step_there = max(files.steps(home / "checkpoints"), default=0)
     config_text = with_history(workdir, config_text, step=step_there, changes=changes)
-    job = plan_job(run, machine_of(devices))
+    job = with_host_memory(plan_job(run, machine_of(devices)))
     available = available_bytes(devices)
     if available is not None:
         check_fits_devices(job, devices, available=available)

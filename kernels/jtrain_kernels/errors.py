@@ -17,6 +17,7 @@ class FileError(UserError, OSError):
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """`"Did you mean tiny? "` if some of `names` are close to `name`, else an empty string."""
-    near = difflib.get_close_matches(name, list(names))
+    """`"Did you mean tiny? "` if some of `names` are close to `name`, in any case, else an empty string."""
+    by_lower = {each.lower(): each for each in names}
+    near = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower)]
     return f"Did you mean {', '.join(near)}? " if near else ""

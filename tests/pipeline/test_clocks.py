@@ -4,7 +4,6 @@ import pytest
 
 from jtrain.pipeline.checker import check
 from jtrain.pipeline.clocks import (
-    best_ticks,
     dataflow,
     equal_costs,
     lockstep,
@@ -12,7 +11,8 @@ from jtrain.pipeline.clocks import (
     unit_costs,
 )
 from jtrain.pipeline.families import FAMILIES, make_schedule
-from jtrain.pipeline.ticks import PACKINGS, make_ticks
+from jtrain.pipeline.tick_grid import PACKINGS
+from jtrain.pipeline.ticks import make_ticks
 
 
 def test_a_tick_takes_as_long_as_its_slowest_worker() -> None:
@@ -65,14 +65,6 @@ def test_memory_over_time_has_the_peak_of_the_instructions(name: str) -> None:
     over_time = dataflow(schedule, unit_costs(schedule)).in_flight()
     assert tuple(max(count for _, count in worker) for worker in over_time) == check(schedule).in_flight
     assert all(worker[-1][1] == 0 for worker in over_time)
-
-
-def test_the_best_packing_depends_on_the_costs() -> None:
-    """ZB-H1: ticks of one operation if F = I = W; with a recomputed forward pass, aligned W."""
-    schedule = make_schedule("zb-h1", 4, 8)
-    assert best_ticks(schedule, unit_costs(schedule)).packing == "single"
-    assert best_ticks(schedule, equal_costs(schedule, 1.0, 2.0, 1.0)).packing == "aligned"
-    assert best_ticks(make_schedule("1f1b", 4, 8), equal_costs(schedule, 1.0, 1.0, 1.0)).packing == "fused"
 
 
 def test_messages_are_counted_per_pair_of_workers() -> None:

@@ -11,6 +11,7 @@ from jtrain.pipeline.checker import check
 from jtrain.pipeline.clocks import dataflow, equal_costs, lockstep, unit_costs
 from jtrain.pipeline.families import FAMILIES, make_schedule
 from jtrain.pipeline.schedule import PipelineSchedule, StageOp
+from jtrain.pipeline.spec import PipelineSpec
 from jtrain.pipeline.ticks import make_ticks
 
 SIZES = ((1, 4), (2, 4), (3, 9), (4, 8), (4, 16), (8, 32))
@@ -170,4 +171,12 @@ def test_the_ways_out_of_refusals_are_schedules() -> None:
     """What the messages above name."""
     for name, stages, microbatches in (("zbv", 8, 15), ("dualpipev", 4, 8), ("interleaved", 4, 4), ("1f1b", 8, 1)):
         check(make_schedule(name, stages, microbatches))
-    assert make_schedule("ZB-H1", 2, 4).streams == make_schedule("zb_h1", 2, 4).streams
+
+
+@pytest.mark.parametrize(("name", "meant"), [("ZBV", "zbv"), ("ZBH1", "zb-h1"), ("zb_h1", "zb-h1"), ("1F1B", "1f1b")])
+def test_a_schedule_has_one_spelling_in_a_config_and_on_the_command_line(name: str, meant: str) -> None:
+    """Both refuse others with the same hint."""
+    with pytest.raises(UserError, match=f"schedule {name} is unknown. Did you mean {meant}"):
+        make_schedule(name, 4, 8)
+    with pytest.raises(UserError, match=f"pipeline.schedule='{name}' is not a schedule: Did you mean {meant}"):
+        PipelineSpec(name)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from jtrain.pipeline.families import FAMILIES, make_schedule
 from jtrain.pipeline.schedule import PipelineSchedule, StageHop
-from jtrain.pipeline.ticks import PACKINGS, Field, Packing, make_ticks
+from jtrain.pipeline.tick_grid import PACKINGS, Packing
+from jtrain.pipeline.ticks import Field, make_ticks
 from tests.pipeline.toy import make_toy, random_schedule, run_table, unpipelined
 
 SIZES = ((1, 2), (2, 4), (3, 6), (4, 12))
@@ -99,9 +100,9 @@ def test_gpipe_stays_gpipe() -> None:
 def test_only_chains_and_a_single_pair_are_needed(name: str, hops: tuple[StageHop, ...]) -> None:
     """No schedule needs a cyclic permute; cotangents go the opposite ways."""
     ticks = make_ticks(make_schedule(name, 4, 8))
-    assert ticks.activation_hops == hops
+    assert ticks.schedule.activation_hops == hops
     opposite = {StageHop.DOWN: StageHop.UP, StageHop.UP: StageHop.DOWN}
-    assert set(ticks.cotangent_hops) == {opposite.get(hop, hop) for hop in hops}
+    assert set(ticks.schedule.cotangent_hops) == {opposite.get(hop, hop) for hop in hops}
 
 
 def test_aligned_weights_shorten_the_lockstep() -> None:

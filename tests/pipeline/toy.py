@@ -12,7 +12,8 @@ import numpy as np
 
 from jtrain.pipeline.instructions import Program
 from jtrain.pipeline.schedule import PipelineSchedule, StageHop, StageOp
-from jtrain.pipeline.ticks import NONE, Field, Ticks, arriving_cotangent, arriving_input
+from jtrain.pipeline.tick_grid import NONE
+from jtrain.pipeline.ticks import Field, Ticks, arriving_cotangent, arriving_input
 
 type Array = np.ndarray[Any, np.dtype[np.int64]]
 BATCH, WIDTH = 2, 3
@@ -131,9 +132,9 @@ def run_table(ticks: Ticks, toy: Toy) -> tuple[Gradients, dict[str, tuple[int, .
                 found.weights[schedule.stage(p, here[Field.WEIGHT_CHUNK])] += x.T @ dy
         if (m := int(row[0, Field.EMBED_GRADIENT_MICROBATCH])) != NONE:
             found.embedding[m] += dxs[ticks.embed_worker]
-        for hop in ticks.activation_hops:
+        for hop in ticks.schedule.activation_hops:
             _move(hop, (stages - 1, 0), ys, row[:, arriving_input(hop)], inputs)
-        for hop in ticks.cotangent_hops:
+        for hop in ticks.schedule.cotangent_hops:
             _move(hop, (0, stages - 1), dxs, row[:, arriving_cotangent(hop)], cotangents)
     assert all(pool.slots == [None] * len(pool.slots) for pool in inputs + cotangents + stashes), "a value is left"
     pools = {"inputs": inputs, "cotangents": cotangents, "stashes": stashes}

@@ -88,7 +88,8 @@ def test_as_needed_is_nothing_where_all_fits(emulated_devices: list[jax.Device])
 def test_a_model_that_fits_nowhere_is_refused_before_anything_is_allocated(emulated_devices: list[jax.Device]) -> None:
     """With the nearest miss."""
     run_config = load_config("llama70b", (), ("mesh.data=8", "layout.auto=True", "layout.microbatches=64"))
-    with pytest.raises(ValueError, match=r"nothing fits into 8 x cpu: the nearest miss takes"):
+    refusal = r"8 devices are here: cpu, [\d.]+ GiB each; nothing fits into 8 x cpu: the nearest miss takes"
+    with pytest.raises(ValueError, match=refusal):
         settle(run_config, devices=emulated_devices, workdir=None)
 
 

@@ -65,7 +65,7 @@ def test_json_has_bubble_peaks_and_instructions_in_unit_costs(
 def test_json_goes_to_a_file_beside_the_picture(output: Output, tmp_path: Path) -> None:
     """And with --costs the bubble is that of the costs: (F + I - W) of F = 2, I = 3, W = 1."""
     path = tmp_path / "plan.json"
-    printed = output("--schedule", "ZB-H1", *SMALL, "--costs", "2,3,1", "--json", str(path))
+    printed = output("--schedule", "zb-h1", *SMALL, "--costs", "2,3,1", "--json", str(path))
     assert json.loads(path.read_text())["bubble"] == float(Fraction(3 * 4, 8 * 6 + 3 * 4))
     assert "bubble, stages on their own: 0.2" in printed
 
@@ -143,6 +143,13 @@ def test_a_schedule_is_written_changed_and_read(output: Output, tmp_path: Path) 
     ("words", "message"),
     [
         (("--schedule", "zbx", *SMALL), "schedule zbx is unknown. Did you mean zbv"),
+        (("--schedule", "ZBV", *SMALL), "schedule ZBV is unknown. Did you mean zbv"),
+        (
+            ("--schedule", "1f1b", "--stages", "8", "--microbatches", "100000"),
+            "--microbatches 100000 over 8 stages: schedules are simulated and drawn pass by pass, up to 16,384. "
+            "Give --microbatches 2048 or fewer",
+        ),
+        (("--stages", "8", "--microbatches", "100000"), "Give --microbatches 2048 or fewer"),
         (("--schedule", "zbv", "--stages", "8", "--microbatches", "4"), "microbatches=4: schedule zbv over stages=8 "),
         (("--schedule", "zbv"), "a pipeline needs a number of stages. Give --stages, or a CONFIG with --device"),
         (("--stages", "4"), "a pipeline needs a number of microbatches. Give --microbatches"),

@@ -13,7 +13,6 @@ from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
 from jtrain.plan.estimate.machine import make_machine
-from jtrain.plan.fit_check import smaller_states, with_state
 from jtrain.plan.job import Job
 from jtrain.plan.nothing_fits import nearest_miss, no_point
 from jtrain.plan.search import (
@@ -25,6 +24,7 @@ from jtrain.plan.search import (
     resolve_as_needed,
     search,
 )
+from jtrain.plan.smaller_settings import smaller_states, with_state
 
 LLAMA8B: dict[str, Any] = dict(
     num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14336, vocab_size=128256
@@ -160,7 +160,7 @@ def test_where_nothing_fits_the_nearest_miss_says_what_would() -> None:
     """The count that is offered does fit."""
     it = task("h100", 8, sizes=LLAMA70B)
     with pytest.raises(ValueError, match=r"nothing fits into 8 x h100: the nearest miss takes [\d.]+ GiB") as error:
-        raise no_point(it, meshes)
+        raise no_point(it)
     count = re.search(r"--count (\d+)", str(error.value))
     assert count is not None
     larger = task("h100", int(count[1]), sizes=LLAMA70B, global_batch=max(16, int(count[1])))
@@ -173,7 +173,7 @@ def test_where_a_host_would_do_its_size_is_said() -> None:
     """And with a host of that size something fits."""
     it = task("h200", 1, global_batch=1)
     with pytest.raises(ValueError, match="--host-memory") as error:
-        raise no_point(it, meshes)
+        raise no_point(it)
     size = re.search(r"--host-memory (\d+)GiB", str(error.value))
     assert size is not None
     helped = task("h200", 1, global_batch=1, host=int(size[1]) * GIB)
@@ -184,7 +184,7 @@ def test_a_smaller_state_is_offered_and_fits() -> None:
     """An 8B with float32 moments does not fit one H200 alone; with 8-bit moments, which are offered first, it does."""
     it = task("h200", 1)
     with pytest.raises(ValueError, match=r"any of: --set optimizer\.moment_dtype=int8; ") as error:
-        raise no_point(it, meshes)
+        raise no_point(it)
     assert "--set data.global_batch=1" not in str(error.value), "one sequence alone would not fit"
     assert search(dataclasses.replace(it, job=with_state(it.job, smaller_states(it.job)[0])), meshes(it))
 
@@ -194,7 +194,7 @@ def test_a_smaller_batch_is_offered_where_it_needs_no_accumulator() -> None:
     small = with_state(task("h100", 1).job, (("precision.param_dtype", "bfloat16"), ("optimizer.moment_dtype", "int8")))
     it = dataclasses.replace(task("h100", 1), job=small)
     with pytest.raises(ValueError, match=r"--set data\.global_batch=1") as error:
-        raise no_point(it, meshes)
+        raise no_point(it)
     assert "moment_dtype" not in str(error.value), "it is in 8 bits already"
     assert search(it.changed(global_batch=1), meshes(it.changed(global_batch=1)))
 
@@ -225,4 +225,4 @@ def test_a_batch_that_no_mesh_splits_is_refused() -> None:
     """Seven sequences over eight devices, with two key heads."""
     it = task("h100", 8, sizes=LLAMA8B | dict(num_kv_heads=2, num_heads=2), global_batch=7)
     with pytest.raises(ValueError, match=r"no mesh of 8 devices splits data.global_batch=7"):
-        raise no_point(it, meshes)
+        raise no_point(it)

@@ -18,8 +18,8 @@ from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
 from jtrain.pipeline.spec import PipelineSpec
+from jtrain.plan.compile.compiled_step import branch_times
 from jtrain.plan.estimate.collectives import collectives
-from jtrain.plan.estimate.pipeline import branch_times
 from jtrain.plan.job import Job
 from jtrain.step.state import abstract_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step

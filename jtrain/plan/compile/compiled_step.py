@@ -6,6 +6,7 @@ compilers tune only on the hardware.
 
 import dataclasses
 import functools
+import re
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,9 +18,11 @@ from jax.sharding import NamedSharding
 
 from jtrain.dims import Batch
 from jtrain.hlo.traffic import HostCopies, Traffic, host_copies, traffic
+from jtrain.layout import Layout
 from jtrain.mesh import make_mesh
 from jtrain.optim import Optimizer
-from jtrain.plan.estimate.pipeline import branch_times
+from jtrain.pipeline.ticks import SCOPES
+from jtrain.plan.estimate.pipeline import chunk_passes
 from jtrain.plan.job import Job
 from jtrain.step.state import abstract_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
@@ -29,6 +32,9 @@ from jtrain_kernels.compile_only.targets import topology_devices
 from jtrain_kernels.device import live
 
 __all__ = ["CompiledStep", "compile_step", "no_compile_cache", "topology_devices"]
+
+_OF_TICKS = re.compile(rf"^[^/]*/shard_map/while/body/(?:[^/]*/)?(layers/(?:{'|'.join(SCOPES)})/)?cond$")
+"""Names of the conditionals in the loop over ticks, but not of those inside them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,3 +112,15 @@ def compile_step(
         compile_s=compiled_at - lowered_at,
         hlo=text,
     )
+
+
+def branch_times(layout: Layout, op_name: str) -> int | None:
+    """Executions per step of what a conditional of `jtrain.step.pipelined` computes; None for other conditionals.
+
+    Args:
+      op_name: the conditional's, of the compiled program.
+    """
+    found = _OF_TICKS.search(op_name)
+    if layout.pipeline is None or found is None:
+        return None
+    return chunk_passes(layout) if found[1] else layout.spec.microbatches

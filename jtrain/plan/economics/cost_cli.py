@@ -170,7 +170,6 @@ def _check_any(run: "Run", rows: "Sequence[CostRow]", machines: Sequence["Machin
     """
     from jtrain.plan.from_run import search_task
     from jtrain.plan.nothing_fits import no_point
-    from jtrain.plan.search import meshes
 
     if any(row.cost is not None for row in rows):
         return
@@ -181,7 +180,8 @@ def _check_any(run: "Run", rows: "Sequence[CostRow]", machines: Sequence["Machin
                 f"{row.uptime.restart_s:g} s: hardly any interval between saves ends. Raise --mtbf, or lower --restart "
                 "and --save."
             )
-    raise no_point(search_task(run, machines[-1]), meshes)
+    refusal = no_point(search_task(run, machines[-1]))
+    raise UserError(str(refusal).replace("--count ", "--counts "))  # here several are compared
 
 
 def main(argv: Sequence[str]) -> int:

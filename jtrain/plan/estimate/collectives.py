@@ -230,13 +230,11 @@ def _between_stages(found: _Found, job: Job, *, tokens: int) -> None:
       tokens: of one microbatch on one device.
     """
     layout, dtype = job.layout, job.layout.precision.compute_dtype
-    schedule = ticks(layout)
-    assert schedule is not None
-    hops = [hop for hop in (*schedule.activation_hops, *schedule.cotangent_hops) if hop != StageHop.LOCAL]
+    steps = ticks(layout)
+    assert steps is not None
+    hops = [hop for hop in (*steps.activation_hops, *steps.cotangent_hops) if hop != StageHop.LOCAL]
     elements, times = tokens * job.model.d_model, layout.spec.microbatches
-    found.add(
-        BETWEEN_STAGES, "collective-permute", ("stage",), dtype, elements, len(hops) * schedule.num_ticks, group=2
-    )
+    found.add(BETWEEN_STAGES, "collective-permute", ("stage",), dtype, elements, len(hops) * steps.num_ticks, group=2)
     found.add("embedding", "all-reduce", ("stage",), dtype, elements, 2 * times)
     for kind in ("reduce-scatter", "all-gather"):
         found.add("last layer", kind, ("stage",), dtype, elements, times)

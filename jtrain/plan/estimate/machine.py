@@ -4,10 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from jtrain.errors import UserError
+from jtrain.runtime.platform import HOST_SHARE
 from jtrain_kernels.device import DEVICES, Device, DeviceSpec, from_name, live
-
-HOST_RESERVE = 0.2
-"""Fraction of a host's memory that offloading leaves free, for the data pipeline, checkpoints and the system."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Machine:
         """One device's share of what offloading may use of its host's memory; None if that memory is unknown."""
         if self.host_memory_bytes is None:
             return None
-        return int(self.host_memory_bytes * (1 - HOST_RESERVE)) // self.devices_per_host
+        return int(self.host_memory_bytes * HOST_SHARE) // self.devices_per_host
 
     def room_bytes(self, *, unified: bool) -> int:
         """Bytes that a step may take on one device; with `layout.offload.unified_memory` also its share of the host."""

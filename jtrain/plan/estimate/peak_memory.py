@@ -68,7 +68,7 @@ def slot_bytes(job: Job) -> int:
     """Bytes that a chunk of a pipeline keeps of one microbatch between its forward and its backward pass."""
     step = _Step(job)
     assert step.ticks is not None
-    return step.layers // step.ticks.schedule.chunks * step._kept() + step.x
+    return step.layers // step.ticks.chunks * step._kept() + step.x
 
 
 class _Step:
@@ -77,7 +77,7 @@ class _Step:
     x: residual stream, split by sequence over `tensor`; h: the same, gathered, as matmuls read it.
     q: queries, or attention's output; k: keys, or values; lse: attention's log-partition.
     f: one of the MLP's wide arrays.
-    attention: name of the implementation of attention.
+    attention: implementation of attention; per_token: bytes of each named activation; carried: see `_carried`.
     pairs, rows_x: rows of tokens before and after they are sent to their experts; 0 for a dense model.
     """
 
@@ -110,6 +110,7 @@ class _Step:
         self.stacked = [p for p in layout.params if p.info.is_matrix and p.info.dims.startswith("Y")]
         self.names = kept_names(layout)
         self.attention = implementation(job)
+        self.per_token, self.carried = named_bytes(layout), self._carried()
 
     # Gradients ---------------------------------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class _Step:
         """
         if self.ticks is None:
             return self.layers * self._kept()
-        per_chunk = self.layers // self.ticks.schedule.chunks
+        per_chunk = self.layers // self.ticks.chunks
         passing = (self.ticks.num_inputs + self.ticks.num_cotangents + 2) * self.x
         stashed = self.ticks.num_stashes * per_chunk * (4 * self.h + 2 * self.q + 2 * self.k + 3 * self.f)
         return kept_layers(self.layout, self.layers) * self._kept() + passing + stashed
@@ -223,7 +224,7 @@ class _Step:
 
     def _named(self, name: str) -> int:
         """Bytes of one layer's activation of this name on one device."""
-        return self.tokens // self.layout.mesh.tensor * named_bytes(self.layout)[name]
+        return self.tokens // self.layout.mesh.tensor * self.per_token[name]
 
     def _back_from_host(self) -> int:
         """Offloaded activations of the current layer, and those of the next on their way."""
@@ -253,7 +254,7 @@ class _Step:
             loss += 2 * (self.h if parts > 1 else chunk * tensor * model.d_model * self.compute)
         return Moment(
             "loss",
-            gradients=self._carried(),
+            gradients=self.carried,
             weights=self._before_loops() + self._kept_weights() + self._streamed(),
             activations=self._all_kept(),
             loss=loss,
@@ -271,7 +272,7 @@ class _Step:
             weights += self.reduce * (max(sizes) if self.platform == "tpu" else sum(sizes))
         return Moment(
             "layer",
-            gradients=self._carried() + self._found(layers=True),
+            gradients=self.carried + self._found(layers=True),
             weights=weights,
             activations=self._all_kept() + self._back_from_host(),
             loss=self._unembedding_gradient(),
@@ -371,7 +372,7 @@ class _Step:
             workspace = table // mesh.zero_shards * _F32 + self.x * (1 + _F32 // self.compute)
         return Moment(
             "embedding",
-            gradients=self._carried() + self._found(layers=True),
+            gradients=self.carried + self._found(layers=True),
             weights=self._before_loops(),
             loss=self._unembedding_gradient(),
             workspace=workspace,
@@ -383,7 +384,7 @@ class _Step:
         Under stages 1 and 2 the new parameters are gathered before they replace the old ones.
         """
         spec = self.layout.spec
-        gradients = self._carried() or self._found(layers=True) + self._found(layers=False)
+        gradients = self.carried or self._found(layers=True) + self._found(layers=False)
         weights = 0
         if spec.zero_stage in (1, 2) and self.layout.mesh.zero_shards > 1:
             shards = _F32 * sum(self.layout.local_size(p.optimizer, p.info.shape) for p in self.layout.params)

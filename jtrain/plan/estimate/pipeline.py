@@ -1,13 +1,8 @@
 """Sizes of a pipelined step that follow from its schedule alone."""
 
-import re
-
 from jtrain.layout import Layout
-from jtrain.pipeline.ticks import SCOPES, Ticks
-from jtrain.step.pipeline_ticks import layers_permute, ticks_of
-
-_OF_TICKS = re.compile(rf"^[^/]*/shard_map/while/body/(?:[^/]*/)?(layers/(?:{'|'.join(SCOPES)})/)?cond$")
-"""Names of the conditionals in the loop over ticks, but not of those inside them."""
+from jtrain.pipeline.tick_counts import TickCounts
+from jtrain.step.pipeline_ticks import counts_of, layers_permute
 
 
 def layers_here(layout: Layout, num_layers: int) -> int:
@@ -15,13 +10,13 @@ def layers_here(layout: Layout, num_layers: int) -> int:
     return num_layers if layout.pipeline is None else layout.pipeline.places // layout.pipeline.stages
 
 
-def ticks(layout: Layout) -> Ticks | None:
-    """Returns the ticks of a pipelined step; None without stages.
+def ticks(layout: Layout) -> TickCounts | None:
+    """Returns the sizes of a pipelined step's ticks; None without stages.
 
     Raises:
       UserError: the schedule cannot have this number of microbatches.
     """
-    return None if layout.pipeline is None else ticks_of(layout)
+    return None if layout.pipeline is None else counts_of(layout)
 
 
 def kept_layers(layout: Layout, num_layers: int) -> int:
@@ -40,7 +35,7 @@ def chunk_passes(layout: Layout) -> int:
     """
     steps = ticks(layout)
     assert steps is not None
-    return steps.num_ticks if layers_permute(layout) else steps.schedule.microbatches * steps.schedule.chunks
+    return steps.num_ticks if layers_permute(layout) else steps.microbatches * steps.chunks
 
 
 def layer_passes(layout: Layout, num_layers: int) -> int:
@@ -53,16 +48,4 @@ def layer_passes(layout: Layout, num_layers: int) -> int:
 def splits_backward(layout: Layout) -> bool:
     """True if a pipeline computes gradients of weights later than those of the layers' inputs."""
     steps = ticks(layout)
-    return steps is not None and steps.schedule.splits_backward
-
-
-def branch_times(layout: Layout, op_name: str) -> int | None:
-    """Executions per step of what a conditional of `jtrain.step.pipelined` computes; None for other conditionals.
-
-    Args:
-      op_name: the conditional's, of the compiled program.
-    """
-    found = _OF_TICKS.search(op_name)
-    if layout.pipeline is None or found is None:
-        return None
-    return chunk_passes(layout) if found[1] else layout.spec.microbatches
+    return steps is not None and steps.splits_backward

@@ -8,7 +8,7 @@ stages, which compute them at the same time: they are no part of an operation, a
 import dataclasses
 
 from jtrain.layout import Layout
-from jtrain.pipeline.clocks import Costs, equal_costs, lockstep
+from jtrain.pipeline.clocks import Costs
 from jtrain.plan.estimate.collectives import Collective
 from jtrain.plan.estimate.pipeline import chunk_passes, ticks
 from jtrain.step.pipeline_ticks import layers_permute
@@ -58,11 +58,12 @@ def operation_costs(layout: Layout, spent: StageSeconds, *, message_s: float) ->
     """
     steps = ticks(layout)
     assert steps is not None
-    n = steps.schedule.microbatches * steps.schedule.chunks
+    n = steps.microbatches * steps.chunks
     # What permuting layers send in ticks in which they have nothing to do is counted with the rest.
     wait_s = spent.waits_s / 2 / chunk_passes(layout)
     forward_s, by_input_s, by_weight_s = spent.forward_s / n, spent.by_input_s / n, spent.by_weight_s / n
-    return equal_costs(steps.schedule, forward_s + wait_s, by_input_s + wait_s, by_weight_s, message_s)
+    virtual = steps.stages * steps.chunks
+    return Costs((forward_s + wait_s,) * virtual, (by_input_s + wait_s,) * virtual, (by_weight_s,) * virtual, message_s)
 
 
 def bubble_s(layout: Layout, spent: StageSeconds, costs: Costs) -> float:
@@ -72,10 +73,10 @@ def bubble_s(layout: Layout, spent: StageSeconds, costs: Costs) -> float:
     """
     steps = ticks(layout)
     assert steps is not None
-    n = steps.schedule.microbatches * steps.schedule.chunks
+    n = steps.microbatches * steps.chunks
     if layers_permute(layout):  # every stage computes in every tick, and `collectives` counts what it sends in all
         return (steps.num_ticks - n) / n * (spent.busy_s - spent.waits_s)
-    return lockstep(steps, dataclasses.replace(costs, message=0.0)).makespan - spent.busy_s
+    return steps.makespan(costs.forward[0], costs.by_input[0], costs.by_weight[0]) - spent.busy_s
 
 
 def in_layers(one: Collective, layout: Layout) -> bool:

@@ -9,11 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 from jtrain.pipeline.checker import check, needed_capacity
-from jtrain.pipeline.clocks import Costs, PipelineTimeline, best_ticks, dataflow, equal_costs, lockstep, messages
+from jtrain.pipeline.clocks import Costs, PipelineTimeline, dataflow, equal_costs, messages
 from jtrain.pipeline.instructions import Program
 from jtrain.pipeline.picture import MEANINGS, memory_rows, text_rows
 from jtrain.pipeline.schedule import PipelineSchedule
-from jtrain.pipeline.ticks import Ticks
+from jtrain.pipeline.tick_counts import count_ticks, shortest
+from jtrain.pipeline.tick_grid import pack
+from jtrain.pipeline.ticks import Ticks, make_ticks
 
 if TYPE_CHECKING:
     from jtrain.plan.pipeline_choice import Planned  # it imports jax, which takes seconds
@@ -49,8 +51,9 @@ def show(schedule: PipelineSchedule, times: tuple[float, float, float]) -> Shown
     """
     program = check(schedule)
     costs = equal_costs(schedule, *times)
-    ticks = best_ticks(schedule, costs)
-    return Shown(schedule, program, costs, dataflow(schedule, costs), ticks, lockstep(ticks, costs).bubble)
+    counts = shortest(lambda packing: count_ticks(pack(schedule, packing)), *times)
+    ticks = make_ticks(schedule, counts.packing)
+    return Shown(schedule, program, costs, dataflow(schedule, costs), ticks, counts.bubble(*times))
 
 
 def show_planned(schedule: PipelineSchedule, planned: "Planned") -> Shown:
@@ -59,13 +62,12 @@ def show_planned(schedule: PipelineSchedule, planned: "Planned") -> Shown:
     Raises:
       UserError: the schedule is invalid, or the config cannot run under it.
     """
-    from jtrain.plan.estimate.pipeline import ticks as ticks_of  # imported here because it imports jax
+    from jtrain.step.pipeline_ticks import ticks_of  # imported here because it imports jax
 
     program, point = check(schedule), planned.point(schedule)
     assert point.timed is not None
     costs, ticks = point.timed.costs, ticks_of(point.job.layout)
     assert costs is not None
-    assert ticks is not None
     busy_s = schedule.microbatches * schedule.chunks * (costs.forward[0] + costs.by_input[0] + costs.by_weight[0])
     bubble = point.timed.bubble_s / (point.timed.bubble_s + busy_s)
     return Shown(schedule, program, costs, dataflow(schedule, costs), ticks, bubble, point)
@@ -196,7 +198,7 @@ def _advice(ranked: Sequence[Shown], planned: "Planned | None") -> str:
     if not planned.fits(best.point):
         return (
             f"no schedule fits: {name} needs {_gib(best.point.plan.total_bytes)} GiB per device of "
-            f"{_gib(planned.budget_bytes)} that a plan may take. Raise --stages or --count, or set layout.remat=full. "
-            f"{planned.alone_line(None)}"
+            f"{_gib(planned.task.budget_bytes)} that a plan may take. Raise --stages or --count, or set "
+            f"layout.remat=full. {planned.alone_line(None)}"
         )
     return f"take {name} of the pipelines. {planned.alone_line(best.point)}"

@@ -12,7 +12,6 @@ from rich.table import Table
 from jtrain.layout import Layout
 from jtrain.mesh import axis_names
 from jtrain.optim import Optimizer, state_bytes
-from jtrain.pipeline.clocks import equal_costs, lockstep
 from jtrain.plan.compile.compiled_step import CompiledStep, compile_step
 from jtrain.plan.estimate.collectives import Collective, collectives
 from jtrain.plan.estimate.flops import MFU_DEFINITION, flops_per_token
@@ -97,16 +96,14 @@ def pipeline_lines(job: Job) -> list[str]:
     pipeline, steps = job.layout.pipeline, ticks(job.layout)
     if pipeline is None or steps is None:
         return []
-    schedule = steps.schedule
     stages = [
         "+".join(f"{first}-{first + count - 1}" if count > 1 else f"{first}" for first, count in of_worker)
         for of_worker in ([pipeline.layers_of(virtual) for virtual in worker] for worker in pipeline.virtual)
     ]
-    bubble = lockstep(steps, equal_costs(schedule, 1.0, 1.0, 1.0)).bubble
     lines = [
-        f"{pipeline.spec.schedule} over mesh.stage={pipeline.stages}: {schedule.microbatches} microbatches in "
-        f"{steps.num_ticks} ticks, {bubble:.1%} of the time waiting if the forward and both parts of the backward pass "
-        "take equally long",
+        f"{pipeline.spec.schedule} over mesh.stage={pipeline.stages}: {steps.microbatches} microbatches in "
+        f"{steps.num_ticks} ticks, {steps.bubble(1.0, 1.0, 1.0):.1%} of the time waiting if the forward and both parts "
+        "of the backward pass take equally long",
         f"layers by stage: {', '.join(stages)}; every stage keeps {steps.num_inputs} inputs of "
         f"{pipeline.layers_per_chunk} layers each and has 1/{pipeline.stages} of the vocabulary, so that all need the "
         "same memory",

@@ -1,6 +1,7 @@
 """What a run is given is known to the byte; what cannot fit is refused with a way out."""
 
 import dataclasses
+import shlex
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, build
 from jtrain.plan.compile.compiled_step import compile_step, topology_devices
-from jtrain.plan.estimate.machine import Machine, machine_of
+from jtrain.plan.estimate.machine import Machine, machine_of, make_machine
 from jtrain.plan.estimate.memory import memory
 from jtrain.plan.estimate.tpu_padding import tiled
 from jtrain.plan.fit_check import available_bytes, check_fits
@@ -154,7 +155,7 @@ def test_a_run_that_cannot_fit_is_refused_with_settings_that_would() -> None:
     ) as error:
         check_fits(Job(model, lay, optimizer, 32, 4096), available=available)
     way = next(line for line in str(error.value).splitlines() if "--set" in line)
-    sets = dict(part.removeprefix("--set ").split("=") for part in way.split("  ")[1].split(" --set "))
+    sets = dict(word.split("=") for word in shlex.split(way.split("  (")[0])[1::2])
     spec: dict[str, Any] = dict(zero_stage=0, remat="none", microbatches=1)
     for path, value in sets.items():
         assert path.startswith("layout."), "on these devices first"
@@ -167,8 +168,9 @@ def test_host_memory_is_a_way_out() -> None:
     """One H200 holds the state of an 8B model only with its moments elsewhere; a CPU has no elsewhere."""
     model = Transformer(**LLAMA8B)
     lay = layout_of(model, {}, remat="full")
-    gpu = Job(model, lay, AdamW(peak_lr=1e-3), global_batch=1, seq_len=4096)
-    cpu = dataclasses.replace(gpu, machine=Machine(DEVICES["cpu"], 1))
+    machine = make_machine("h200", 1, host_memory_bytes=128 * 2**30)
+    gpu = Job(model, lay, AdamW(peak_lr=1e-3), global_batch=1, seq_len=4096, machine=machine)
+    cpu = dataclasses.replace(gpu, machine=Machine(DEVICES["cpu"], 1, 128 * 2**30))
     with pytest.raises(ValueError, match=r"\n  --set layout\.offload\.optimizer=as_needed +\(down to \d"):
         check_fits(gpu, available=80 * 10**9)
     with pytest.raises(ValueError, match="Any of these") as error:
@@ -180,7 +182,7 @@ def test_nothing_fits_into_nothing() -> None:
     """Where no layout helps, the message says so."""
     model = Transformer(**LLAMA8B)
     job = Job(model, layout_of(model, {}), AdamW(peak_lr=1e-3), global_batch=1, seq_len=4096)
-    with pytest.raises(ValueError, match="alone makes it fit: set a smaller model"):
+    with pytest.raises(ValueError, match="Nothing fits, nor on up to 4096 such devices: set a smaller model"):
         check_fits(job, available=10**6)
 
 

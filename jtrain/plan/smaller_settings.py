@@ -1,0 +1,188 @@
+"""Settings with which a job takes less memory on the same devices, each of them checked.
+
+Candidates come in the order of how little they change: sharding, recomputation, more microbatches, host memory, a
+smaller batch, smaller formats of the state (which change the losses), and at last all of it together.
+"""
+
+import dataclasses
+import itertools
+import math
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+from jtrain.layout import Layout, LayoutSpec
+from jtrain.mesh import BATCH_AXES
+from jtrain.optim import Muon, check_layout
+from jtrain.plan.estimate.memory import memory
+from jtrain.plan.job import Job
+from jtrain.plan.search import SearchTask, layout_settings, resolve_as_needed
+
+GIB = 2**30
+
+SHOWN = 4
+"""Settings that a message lists."""
+
+type StateFormats = tuple[tuple[str, str], ...]
+"""Config paths of the optimizer or of `precision`, with other values."""
+
+_INT8: StateFormats = (("optimizer.moment_dtype", "int8"),)
+_BF16: StateFormats = (("precision.param_dtype", "bfloat16"), ("optimizer.param_rounding", "stochastic"))
+_SUMS: StateFormats = (("precision.grad_accum_dtype", "bfloat16"),)
+
+
+@dataclasses.dataclass(frozen=True)
+class FittingSettings:
+    """Settings of a job that fits, by config path, and the bytes that it takes on a device.
+
+    on_host: True if what does not fit lies in host memory.
+    """
+
+    settings: dict[str, object]
+    needed_bytes: int
+    on_host: bool = False
+
+
+def set_options(settings: Iterable[tuple[str, object]]) -> str:
+    """The `--set` options that select these values."""
+    return " ".join(f"--set {shlex.quote(f'{path}={value}')}" for path, value in settings)
+
+
+def settings_of(layout: Layout, global_batch: int) -> dict[str, object]:
+    """Config path -> value of what this module, or a search, changes of a job without its formats."""
+    axes = {f"mesh.{axis}": size for axis, size in layout.mesh.shape.items()}
+    return axes | layout_settings(layout.spec) | {"data.global_batch": global_batch}
+
+
+def as_text(settings: Mapping[str, object]) -> dict[str, str]:
+    """Values as a config prints them."""
+    return {path: repr(value) for path, value in settings.items()}
+
+
+def changed_options(settings: Mapping[str, object], asked: Mapping[str, str]) -> str:
+    """The `--set` options of the settings that the config `asked` has otherwise, or does not say."""
+    return set_options((path, value) for path, value in settings.items() if asked.get(path) != repr(value))
+
+
+def listed(ways: Iterable[FittingSettings], asked: Mapping[str, str]) -> list[str]:
+    """Up to `SHOWN` lines of settings, without those that the config has already."""
+    lines: dict[str, str] = {}
+    for way in ways:
+        if text := changed_options(way.settings, asked):
+            down = "down to " if way.on_host else ""
+            lines.setdefault(text, f"  {text}  ({down}{way.needed_bytes / GIB:.1f} GiB)")
+        if len(lines) == SHOWN:
+            break
+    return list(lines.values())
+
+
+def smaller_states(job: Job) -> list[StateFormats]:
+    """Formats of moments, parameters and gradient sums that take less memory, the smallest change first."""
+    optimizer, precision = job.optimizer, job.layout.precision
+    if isinstance(optimizer, Muon):
+        return []
+    moments = _INT8 if optimizer.moment_dtype != "int8" else ()
+    params = _BF16 if precision.param_dtype != "bfloat16" and optimizer.master_dtype == "none" else ()
+    sums = _SUMS if precision.grad_accum_dtype != "bfloat16" else ()
+    found = (moments, sums, params, moments + params, moments + params + sums)
+    return list(dict.fromkeys(state for state in found if state))
+
+
+def with_state(job: Job, state: StateFormats) -> Job:
+    """The same job with other formats of parameters, moments and sums.
+
+    Raises:
+      UserError: its layout cannot have them.
+    """
+    if not state:
+        return job
+    values: dict[str, dict[str, Any]] = {"optimizer": {}, "precision": {}}
+    for path, value in state:
+        component, _, field = path.partition(".")
+        values[component][field] = value
+    precision = dataclasses.replace(job.layout.precision, **values["precision"])
+    optimizer = dataclasses.replace(job.optimizer, **values["optimizer"])
+    layout = dataclasses.replace(job.layout, precision=precision)
+    return dataclasses.replace(job, optimizer=optimizer, layout=layout).relaid(layout.spec, layout.mesh)
+
+
+def ways_out(job: Job, *, limit: int, share: Literal["as_needed"] | float = "as_needed") -> Iterator[FittingSettings]:
+    """Yields settings of the same devices that need at most `limit` bytes on each, the smallest change first.
+
+    Host memory is offered if the machine's is known.
+
+    Args:
+      share: share of the optimizer's state and of the parameters to offer for host memory.
+    """
+    for spec, global_batch, state in _candidates(job, share):
+        try:
+            changed = with_state(job, state).relaid(_plain(spec), job.layout.mesh, global_batch=global_batch)
+            check_layout(changed.optimizer, changed.layout)
+            resolved = _resolved(changed, spec, limit)
+            plan = memory(changed.relaid(resolved, job.layout.mesh))
+        except ValueError:
+            continue  # does not split evenly, or host memory is too small
+        if plan.total_bytes <= limit and (not plan.host_bytes or _host_holds(job, plan.host_bytes)):
+            layout = dataclasses.replace(changed.layout, spec=spec)
+            on_host = spec.offload != job.layout.spec.offload
+            yield FittingSettings(settings_of(layout, global_batch) | dict(state), plan.total_bytes, on_host)
+
+
+def _candidates(job: Job, share: Any) -> Iterator[tuple[LayoutSpec, int, StateFormats]]:
+    """Yields options of the layout, sequences per step, and formats of the state."""
+    spec, mesh, batch = job.layout.spec, job.layout.mesh, job.global_batch
+    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    stages = [stage for stage in (0, 1, 2, 3) if stage >= spec.zero_stage]
+    remats = list(dict.fromkeys((spec, dataclasses.replace(spec, remat="full", remat_save=()))))
+    parts = sorted({spec.microbatches, max(1, batch // shards)})
+    hosts = [spec.offload]
+    if _offloads(job):
+        hosts += [dataclasses.replace(spec.offload, optimizer=share)]
+        hosts += [dataclasses.replace(spec.offload, optimizer=share, params=share)] if job.model.scan_layers else []
+    for offload, stage, base, microbatches in itertools.product(hosts, stages, remats, parts):
+        yield dataclasses.replace(base, zero_stage=stage, microbatches=microbatches, offload=offload), batch, ()
+    least = dataclasses.replace(remats[-1], zero_stage=3 if mesh.zero_shards > 1 else spec.zero_stage)
+    one = dataclasses.replace(least, microbatches=1)
+    if shards < batch:
+        yield one, shards, ()
+    for base in (spec, dataclasses.replace(least, microbatches=parts[-1])):
+        for state in smaller_states(job):
+            yield base, batch, state
+    for state, offload in itertools.product(smaller_states(job)[-1:], hosts):
+        yield dataclasses.replace(one, offload=offload), shards, state
+
+
+def _offloads(job: Job) -> bool:
+    """True if optimizer state can be kept in the machine's host memory, which must be known, like its link."""
+    machine = job.machine
+    if machine is None or machine.host_memory_bytes is None or isinstance(job.optimizer, Muon):
+        return False
+    linked = job.platform != "cpu" and machine.device.host.link_bytes_per_s is not None
+    return linked and not job.layout.spec.offload.unified_memory
+
+
+def _plain(spec: LayoutSpec) -> LayoutSpec:
+    """The options with nothing left to resolve."""
+    offload = spec.offload
+    open_fields = {name: "none" for name in ("optimizer", "params") if getattr(offload, name) == "as_needed"}
+    if open_fields.get("optimizer"):
+        open_fields["update"] = "device"
+    return dataclasses.replace(spec, offload=dataclasses.replace(offload, **open_fields))
+
+
+def _resolved(job: Job, spec: LayoutSpec, limit: int) -> LayoutSpec:
+    """The options with every `as_needed` share resolved, as a run with `limit` bytes per device resolves them.
+
+    Raises:
+      UserError: the run does not fit even with all of them on the host.
+    """
+    if "as_needed" not in (spec.offload.optimizer, spec.offload.params):
+        return spec
+    assert job.machine is not None
+    machine = dataclasses.replace(job.machine, device=dataclasses.replace(job.machine.device, hbm_bytes=limit))
+    return resolve_as_needed(SearchTask(dataclasses.replace(job, machine=machine), spec), job.layout.mesh)
+
+
+def _host_holds(job: Job, host_bytes: int) -> bool:
+    there = None if job.machine is None else job.machine.host_bytes_per_device
+    return there is None or host_bytes <= there
