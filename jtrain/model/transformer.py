@@ -224,7 +224,10 @@ class Transformer(nnx.Module):
         shared = self.shared(batch)
         with jax.named_scope("layers"):
             losses = None if self.moe is None else RouterLosses(*jnp.zeros((2,)))
-            x_BLD, losses = scan_layers(layer, (x_BLD, losses), params["layers"], shared, unroll=unroll)
+            carry = x_BLD, losses
+            x_BLD, losses = scan_layers(
+                layer, carry, params["layers"], shared, unroll=unroll, offload=placement.offload
+            )
         return self.normed(params, x_BLD, placement), losses
 
     def embed(self, params: Params, token_BL: Int[Array, "B L"], placement: Placement) -> Float[Array, "B _ D"]:
