@@ -192,8 +192,8 @@ def _names(fn: Callable[..., list[Array]], *args: Any) -> list[str | None]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
             names[eqn.outvars[0]] = eqn.params["name"]
-        elif eqn.primitive.name == "reduce_precision":  # `jax.checkpoint` rounds what it saves
-            names |= {eqn.outvars[0]: names[var] for var in eqn.invars if var in names}
+        elif eqn.primitive.name == "reduce_precision" and eqn.invars[0] in names:
+            names[eqn.outvars[0]] = names[eqn.invars[0]]  # `jax.checkpoint` rounds what it saves
     return [names.get(var) for var in jaxpr.outvars]
 
 

@@ -258,9 +258,8 @@ class _Program:
             return self._sent(i, collectives)
         if copies := list(self._host_copies(i, body)):
             if self._rates.host is None:
-                raise UserError(
-                    f"the program copies to or from host memory, but the speed of that link is not published: {i.line[:200]}"
-                )
+                what = "the program copies to or from host memory, but the speed of that link is not published"
+                raise UserError(f"{what}: {i.line[:200]}")
             (direction, _), size = copies[0], sum(size for _, size in copies)
             return _Transfer(i.name, direction, i.op_name, direction, size, size / self._rates.host)
         return None

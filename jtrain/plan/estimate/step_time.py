@@ -275,9 +275,7 @@ def _update(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumpti
     return device_s * (1 - share) + on_host_s, copies_s
 
 
-def _loop_copies(
-    layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions
-) -> tuple[float, float, float]:
+def _loop_copies(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions) -> tuple[float, float, float]:
     """Seconds of copies beside the layers' forward pass, beside their backward pass, and of all copies.
 
     Both passes fetch parameters, and the backward pass activations, one layer ahead. The forward pass stores
