@@ -14,6 +14,7 @@ arrays of two layers are on the device at a time.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,9 @@ from jaxtyping import Array
 
 from jtrain.errors import UserError
 from jtrain.model.param import Params
+
+LAYER_INPUT = "layer_input"
+"""The residual stream that enters a layer: always saved for the backward pass, on the device or in host memory."""
 
 type LayerCarry = Any
 """Pytree carried from layer to layer: the residual stream, and sums that layers add to (router losses)."""
@@ -72,7 +76,8 @@ def scan_layers(
         added to its sum.
       shared: values passed to every layer; not differentiated.
       unroll: layers per iteration of the compiled loop.
-      offload: names of saved activations that are in host memory between the passes.
+      offload: names of saved activations that are in host memory between the passes: LAYER_INPUT, and those of
+        `checkpoint_name`.
     """
     leaves = jax.tree.leaves(weights, is_leaf=_is_leaf)
     streams = offload or any(map(_streams, leaves))
@@ -143,13 +148,14 @@ def _looped(
 
         def compute(*args: Any) -> tuple[LayerCarry, Any]:
             x, vjp = differentiate(*args)
-            saved = vjp.opaque_residuals
-            names = [None for _ in saved]
+            # The layer's input is an argument and has no name: for a name `jax.checkpoint` would save a copy of it.
+            saved: list[Any] = [vjp.args_res[0], *vjp.opaque_residuals]
+            names: list[str | None] = [LAYER_INPUT]
             if offload:
-                names = _names(lambda *args: differentiate(*args)[1].opaque_residuals, *args)
-            found = list(zip(names, saved, strict=True))
-            vjp.opaque_residuals = [None if name in offload else value for name, value in found]
-            on_host = [value if name in offload else None for name, value in found]
+                names += _names(lambda *args: differentiate(*args)[1].opaque_residuals, *args)
+            goes = [name in offload for name, _ in itertools.zip_longest(names, saved)]
+            vjp.args_res[0], *vjp.opaque_residuals = (None if go else x for go, x in zip(goes, saved, strict=True))
+            on_host = [x if go else None for go, x in zip(goes, saved, strict=True)]
             return x, (vjp, jax.device_put(on_host, jax.memory.Space.Host))
 
         (x, held), (vjps, saved) = loop(compute, x, trained, near, far)
@@ -163,8 +169,8 @@ def _looped(
         def body(carry: Any, now: Any) -> Any:
             (grad, held, back, totals), (y, vjp, trained, near) = carry, now
             ahead = fetch((far, saved), jnp.maximum(y - 1, 0))
-            vjp.args_res[1:] = [trained, _either(near, held), shared]
-            vjp.opaque_residuals = _either(vjp.opaque_residuals, back)
+            x, *vjp.opaque_residuals = _either([vjp.args_res[0], *vjp.opaque_residuals], back)
+            vjp.args_res[:] = [x, trained, _either(near, held), shared]
             grad, trained_grad, _, _ = vjp(grad)
             found = zip(given, totals, trained_grad, strict=True)
             totals = [_added(leaf, total, g, y) if isinstance(leaf, Summed) else None for leaf, total, g in found]
@@ -197,7 +203,7 @@ def _names(fn: Callable[..., list[Array]], *args: Any) -> list[str | None]:
     return [names.get(var) for var in jaxpr.outvars]
 
 
-def _either(near: list[Array | None], held: list[Array | None]) -> list[Array | None]:
+def _either(near: list[Any], held: list[Any]) -> list[Any]:
     return [b if a is None else a for a, b in zip(near, held, strict=True)]
 
 

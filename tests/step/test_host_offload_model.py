@@ -16,7 +16,8 @@ from jtrain.dims import Batch
 from jtrain.hlo.traffic import HostCopies
 from jtrain.layout import Layout, OffloadSpec
 from jtrain.mesh import MeshSpec, make_mesh
-from jtrain.model.forward_placement import LAYER_INPUT, SAVEABLE
+from jtrain.model.forward_placement import SAVEABLE
+from jtrain.model.layer_scan import LAYER_INPUT
 from jtrain.model.param import init_params, map_params
 from jtrain.model.saved_activations import kept_names, named_bytes, offloaded_names
 from jtrain.model.transformer import Transformer

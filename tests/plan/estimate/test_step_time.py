@@ -262,9 +262,9 @@ def test_several_gpus_wait_for_the_slowest() -> None:
 
 
 def test_activations_on_the_host_cost_what_the_layers_cannot_hide() -> None:
-    """The layers' inputs alone cost nothing. All that layers keep costs less than its copies, for half are beside them.
+    """Copies of the layers' inputs hide. Those of everything that layers keep hide in part.
 
-    With 2 FLOP/s nothing is left to wait for, and with infinitely many everything.
+    All hide on a chip of a thousandth of the FLOP/s, and none if computation takes no time.
     """
 
     def added(assume: Assumptions, **spec: Any) -> tuple[float, float]:
