@@ -231,8 +231,9 @@ def copied(step: CompiledStep, direction: str) -> HostCopies:
 def test_activations_really_leave_the_device(topology: str, remat: str) -> None:
     """Under scan XLA may drop such an offload without a word (openxla/xla#17541): bytes and copies say it did not.
 
-    The device gives up what the host takes, but for two layers' worth in flight; every copy is asynchronous, and those
-    to the host run beside matmuls. Under full remat an H200 waits for a layer's input: its backward pass begins there.
+    The device gives up what the host takes, but for three layers' worth: one computes, one is on its way, and the
+    compilers hold a third. Every copy is asynchronous, and but for one layer's all run beside matmuls. The first
+    layer's are fetched a second time at the end.
     """
     plain, _ = compiled(topology, remat, OffloadSpec())
     step, lay = compiled(topology, remat, OffloadSpec(activations=1.0))
@@ -241,12 +242,12 @@ def test_activations_really_leave_the_device(topology: str, remat: str) -> None:
     assert plain.host_temp_bytes == 0
     assert step.host_temp_bytes == num_layers * per_layer
     assert step.argument_bytes == plain.argument_bytes
-    assert (num_layers - 2) * per_layer <= plain.temp_bytes - step.temp_bytes
+    assert (num_layers - 3) * per_layer <= plain.temp_bytes - step.temp_bytes
     peeled = 2 * per_layer * topology.startswith("v5p")  # XLA:TPU pulls iterations out of the loop
-    for copies in (copied(step, "to host"), copied(step, "to device")):
-        assert num_layers * per_layer <= copies.bytes <= num_layers * per_layer + peeled
+    for layers, copies in ((num_layers, copied(step, "to host")), (num_layers + 1, copied(step, "to device"))):
+        assert layers * per_layer <= copies.bytes <= layers * per_layer + peeled
         assert copies.async_bytes == copies.bytes
-        assert copies.hidden_bytes >= (num_layers - 1) * per_layer or copies.direction == "to device"
+        assert copies.hidden_bytes >= (layers - 1) * per_layer
 
 
 @pytest.mark.aot
