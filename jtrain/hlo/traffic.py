@@ -144,7 +144,7 @@ def host_copies(hlo: str, branch_times: BranchTimes | None = None) -> list[HostC
     total: collections.Counter[tuple[Any, ...]] = collections.Counter()
     counted: set[str] = set()  # computations inside a start that is counted already
     for visit in visits(hlo, branch_times):
-        copy = None if visit.computation in counted else _host_copy(visit.instruction, visit.around)
+        copy = None if visit.computation in counted else host_copy(visit.instruction, visit.around)
         if copy is not None:
             direction, size = copy
             counted.update(called(visit.instruction.line))
@@ -158,7 +158,7 @@ def host_copies(hlo: str, branch_times: BranchTimes | None = None) -> list[HostC
 def _meets_opposite(visit: Visit, direction: _Direction) -> bool:
     """True if an asynchronous copy is in flight at the same time as a copy in the other direction."""
     for index, other in enumerate(visit.around if visit.asynchronous else ()):
-        copy = _host_copy(other, visit.around)
+        copy = host_copy(other, visit.around)
         if copy is not None and copy[0] != direction and index < visit.stop:
             stop = done_of(visit.around, index) if other.opcode.endswith("-start") else index
             if stop is not None and stop > visit.start:
@@ -184,7 +184,7 @@ def _known(visit: Visit, what: str) -> int:
     return visit.times
 
 
-def _host_copy(instruction: Instruction, around: list[Instruction]) -> tuple[_Direction, int] | None:
+def host_copy(instruction: Instruction, around: list[Instruction]) -> tuple[_Direction, int] | None:
     """Direction and bytes of an instruction's copy between host and device memory; None if it copies nothing.
 
     The type of a start names the types of operands and result, whether it starts a slice or a fusion around one.

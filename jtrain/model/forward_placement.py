@@ -15,9 +15,6 @@ from jtrain.model.sequence_groups import GROUP_ORDER
 SAVEABLE = ("attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_gate", "mlp_up")
 """Activations of a block that `layout.remat=named` may save for the backward pass instead of recomputing."""
 
-LAYER_INPUT = "layer_input"
-"""The residual stream that enters a block: always saved for the backward pass, on the device or in host memory."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -74,21 +71,12 @@ def single_device(dtype: str) -> Placement:
 
 
 def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
-    """`layer` under `jax.checkpoint`, saving and offloading the activations that the placement names."""
+    """`layer` under `jax.checkpoint`, saving the activations that the placement names; `scan_layers` offloads them."""
     if placement.remat == "none" and not (placement.regather or placement.streams or placement.offload):
         return layer
     # With remat=none, a policy that refuses only the weights would still save values one step away from them (results
     # of the gather, reshapes), which are all layers' whole weights. Save the results of matmuls instead.
-    kept = (*(SAVEABLE if placement.remat == "none" else placement.remat_save), GROUP_ORDER, ops.AMAX)
-    policies = jax.checkpoint_policies
-    if placement.offload:
-        policy = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[name for name in kept if name not in placement.offload],
-            names_which_can_be_offloaded=list(placement.offload),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    else:
-        policy = policies.save_only_these_names(*kept)
+    kept = SAVEABLE if placement.remat == "none" else placement.remat_save
+    policy = jax.checkpoint_policies.save_only_these_names(*kept, GROUP_ORDER, ops.AMAX)
     # Inside a loop XLA cannot merge the recomputation with the forward pass; unrolled it would, which undoes remat.
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)

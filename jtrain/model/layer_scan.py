@@ -1,19 +1,20 @@
-"""Loop over layers, with prefetch of weights that live in host memory, and with sums of gradients in place.
+"""Loop over layers, with prefetch of what lives in host memory, and with sums of gradients in place.
 
-The plain loop is one `jax.lax.scan`. With weights in host memory, a plain scan would start each copy when its layer
-starts and wait for it, and it would save the copies of all layers for the backward pass. Where the gradients of several
-microbatches are summed, it would hold the gradients of all layers beside their sums. For both there is a loop with its
-own forward and backward pass, which adds each layer's gradients to their sums in place. A layer computes with weights
-that arrived during the previous layer, while the weights of the next layer are being copied: those of two layers are on
-the device at a time.
+The plain loop is one `jax.lax.scan`. With weights or saved activations in host memory, a plain scan would start each
+copy when its layer starts and wait for it, and it would save the weights of all layers for the backward pass. Where the
+gradients of several microbatches are summed, it would hold the gradients of all layers beside their sums. For all three
+there is a loop with its own forward and backward pass, which adds each layer's gradients to their sums in place. A
+layer computes with arrays that arrived during the previous layer, while those of the next layer are being copied: the
+arrays of two layers are on the device at a time.
 
-| per microbatch, of Y layers | weights copied to the device |
-|---|---|
-| forward | Y + 1: each layer once, and the last layer a second time, for the backward pass |
-| backward | Y: the previous layer each time, and the first layer a second time, unused |
+| per microbatch, of Y layers | weights copied to the device | activations |
+|---|---|---|
+| forward | Y + 1: each layer once, and the last layer a second time, for the backward pass | 1: the last layer's |
+| backward | Y: the previous layer each time, and the first layer a second time, unused | Y, the same |
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,9 @@ from jaxtyping import Array
 
 from jtrain.errors import UserError
 from jtrain.model.param import Params
+
+LAYER_INPUT = "layer_input"
+"""The residual stream that enters a layer: always saved for the backward pass, on the device or in host memory."""
 
 type LayerCarry = Any
 """Pytree carried from layer to layer: the residual stream, and sums that layers add to (router losses)."""
@@ -61,7 +65,9 @@ class Summed:
     add: Callable[[Array, Array, Array], Array] = dataclasses.field(metadata=dict(static=True))
 
 
-def scan_layers(layer: Layer, x: LayerCarry, weights: Params, shared: Any, *, unroll: int) -> LayerCarry:
+def scan_layers(
+    layer: Layer, x: LayerCarry, weights: Params, shared: Any, *, unroll: int, offload: tuple[str, ...] = ()
+) -> LayerCarry:
     """`x = layer(x, weights[y], shared)` for every y of the stacked weights, differentiable in x and weights.
 
     Args:
@@ -70,11 +76,14 @@ def scan_layers(layer: Layer, x: LayerCarry, weights: Params, shared: Any, *, un
         added to its sum.
       shared: values passed to every layer; not differentiated.
       unroll: layers per iteration of the compiled loop.
+      offload: names of saved activations that are in host memory between the passes: LAYER_INPUT, and those of
+        `checkpoint_name`.
     """
     leaves = jax.tree.leaves(weights, is_leaf=_is_leaf)
-    if any(isinstance(leaf, Summed) or _streams(leaf) for leaf in leaves):
-        assert unroll == 1 or not any(map(_streams, leaves)), "check_scanned refuses it"
-        return _looped(layer, x, weights, shared, unroll=unroll)
+    streams = offload or any(map(_streams, leaves))
+    if streams or any(isinstance(leaf, Summed) for leaf in leaves):
+        assert unroll == 1 or not streams, "check_scanned refuses it"
+        return _looped(layer, x, weights, shared, unroll=unroll, offload=offload)
     return jax.lax.scan(lambda x, w: (layer(x, w, shared), None), x, weights, unroll=unroll)[0]
 
 
@@ -92,7 +101,9 @@ def check_scanned(scan_layers: bool) -> None:
         )
 
 
-def _looped(layer: Layer, x: LayerCarry, weights: Params, shared: Any, *, unroll: int) -> LayerCarry:
+def _looped(
+    layer: Layer, x: LayerCarry, weights: Params, shared: Any, *, unroll: int, offload: tuple[str, ...]
+) -> LayerCarry:
     given, tree = jax.tree.flatten(weights, is_leaf=_is_leaf)
     num_layers = jax.tree.leaves(weights)[0].shape[0]
     steps = jnp.arange(num_layers)
@@ -132,27 +143,42 @@ def _looped(layer: Layer, x: LayerCarry, weights: Params, shared: Any, *, unroll
         # Only the layer's input is saved; the backward pass gets weights and shared values again.
         keep = (True, False, False, False)
 
-        def compute(x: LayerCarry, trained: Any, values: Any) -> tuple[LayerCarry, Any]:
-            return jax.vjp(one, x, trained, values, shared, saveable_args=keep)
+        def differentiate(*args: Any) -> tuple[LayerCarry, Any]:
+            return jax.vjp(one, *args, shared, saveable_args=keep)
 
-        (x, held), vjps = loop(compute, x, trained, near, far)
-        return x, (vjps, held, trained, near, far, shared, totals)
+        def compute(*args: Any) -> tuple[LayerCarry, Any]:
+            x, vjp = differentiate(*args)
+            # The layer's input is an argument and has no name: for a name `jax.checkpoint` would save a copy of it.
+            saved: list[Any] = [vjp.args_res[0], *vjp.opaque_residuals]
+            names: list[str | None] = [LAYER_INPUT]
+            if offload:
+                names += _names(lambda *args: differentiate(*args)[1].opaque_residuals, *args)
+            goes = [name in offload for name, _ in itertools.zip_longest(names, saved)]
+            vjp.args_res[0], *vjp.opaque_residuals = (None if go else x for go, x in zip(goes, saved, strict=True))
+            on_host = [x if go else None for go, x in zip(goes, saved, strict=True)]
+            return x, (vjp, jax.device_put(on_host, jax.memory.Space.Host))
+
+        (x, held), (vjps, saved) = loop(compute, x, trained, near, far)
+        # Of the last layer, while the loss computes.
+        back = fetch(saved, num_layers - 1)
+        return x, (vjps, saved, held, back, trained, near, far, shared, totals)
 
     def backward(kept: Any, grad: LayerCarry) -> Any:
-        vjps, held, trained, near, far, shared, totals = kept
+        vjps, saved, held, back, trained, near, far, shared, totals = kept
 
         def body(carry: Any, now: Any) -> Any:
-            (grad, held, totals), (y, vjp, trained, near) = carry, now
-            ahead = fetch(far, jnp.maximum(y - 1, 0))
-            vjp.args_res[1:] = [trained, _either(near, held), shared]
+            (grad, held, back, totals), (y, vjp, trained, near) = carry, now
+            ahead = fetch((far, saved), jnp.maximum(y - 1, 0))
+            x, *vjp.opaque_residuals = _either([vjp.args_res[0], *vjp.opaque_residuals], back)
+            vjp.args_res[:] = [x, trained, _either(near, held), shared]
             grad, trained_grad, _, _ = vjp(grad)
             found = zip(given, totals, trained_grad, strict=True)
             totals = [_added(leaf, total, g, y) if isinstance(leaf, Summed) else None for leaf, total, g in found]
             rest = [None if isinstance(leaf, Summed) else g for leaf, g in zip(given, trained_grad, strict=True)]
-            return (grad, ahead, totals), rest
+            return (grad, *ahead, totals), rest
 
-        xs = (steps, vjps, trained, near)
-        (grad, _, totals), trained_grad = jax.lax.scan(body, (grad, held, totals), xs, reverse=True, unroll=unroll)
+        xs, first = (steps, vjps, trained, near), (grad, held, back, totals)
+        (grad, _, _, totals), trained_grad = jax.lax.scan(body, first, xs, reverse=True, unroll=unroll)
         return grad, trained_grad, None, None, None, totals
 
     run.defvjp(forward, backward)
@@ -165,7 +191,19 @@ def _added(summed: Summed, total: Array, grad: Array, y: Array) -> Array:
     return jax.lax.dynamic_update_index_in_dim(total, new, y, 0)
 
 
-def _either(near: list[Array | None], held: list[Array | None]) -> list[Array | None]:
+def _names(fn: Callable[..., list[Array]], *args: Any) -> list[str | None]:
+    """Returns the `checkpoint_name` of each array that `fn` returns; None for one without."""
+    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    names: dict[Any, str] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            names[eqn.outvars[0]] = eqn.params["name"]
+        elif eqn.primitive.name == "reduce_precision" and eqn.invars[0] in names:
+            names[eqn.outvars[0]] = names[eqn.invars[0]]  # `jax.checkpoint` rounds what it saves
+    return [names.get(var) for var in jaxpr.outvars]
+
+
+def _either(near: list[Any], held: list[Any]) -> list[Any]:
     return [b if a is None else a for a, b in zip(near, held, strict=True)]
 
 

@@ -4,7 +4,8 @@ from jtrain.dims import kv_heads_in_use
 from jtrain.errors import UserError
 from jtrain.layout import Layout, largest_first
 from jtrain.model.expert_dispatch import buffer_rows
-from jtrain.model.forward_placement import LAYER_INPUT, SAVEABLE
+from jtrain.model.forward_placement import SAVEABLE
+from jtrain.model.layer_scan import LAYER_INPUT
 from jtrain.precision import itemsize
 
 _F32 = 4

@@ -18,7 +18,7 @@ from jtrain.dims import Batch, ParamInfo
 from jtrain.errors import UserError
 from jtrain.model import ops
 from jtrain.model.attention import Attention
-from jtrain.model.forward_placement import LAYER_INPUT, Placement, by_rows, checkpointed, single_device
+from jtrain.model.forward_placement import Placement, by_rows, checkpointed, single_device
 from jtrain.model.layer_scan import Layer, LayerCarry, check_scanned, scan_layers
 from jtrain.model.mlp import SwiGLU
 from jtrain.model.moe import MoE
@@ -224,7 +224,10 @@ class Transformer(nnx.Module):
         shared = self.shared(batch)
         with jax.named_scope("layers"):
             losses = None if self.moe is None else RouterLosses(*jnp.zeros((2,)))
-            x_BLD, losses = scan_layers(layer, (x_BLD, losses), params["layers"], shared, unroll=unroll)
+            carry = x_BLD, losses
+            x_BLD, losses = scan_layers(
+                layer, carry, params["layers"], shared, unroll=unroll, offload=placement.offload
+            )
         return self.normed(params, x_BLD, placement), losses
 
     def embed(self, params: Params, token_BL: Int[Array, "B L"], placement: Placement) -> Float[Array, "B _ D"]:
@@ -247,7 +250,7 @@ class Transformer(nnx.Module):
         def layer(carry: LayerCarry, weights: Params, shared: tuple[Array, Array, Array]) -> LayerCarry:
             x_BLD, before = carry
             block = nnx.merge(block_def, placement.fetch("layers", weights))
-            x_BLD = checkpoint_name(by_rows(x_BLD) if placement.on_torus else x_BLD, LAYER_INPUT)
+            x_BLD = by_rows(x_BLD) if placement.on_torus else x_BLD
             if (groups := placement.sequence_groups) > 1:
                 split: Any = dict(groups=groups, tensor=placement.tensor, context=placement.context)
                 return layer_in_groups(block, x_BLD, *shared, **split), before

@@ -130,7 +130,12 @@ def make_train_step(
         donate_argnums=0,
         out_shardings=(state_shardings, NamedSharding(mesh, P())),
         compiler_options=compiler_options(
-            mesh, layout.precision.matmul_dtype, layout.kernels, layout.spec.sequence_groups, traced=traced
+            mesh,
+            layout.precision.matmul_dtype,
+            layout.kernels,
+            layout.spec.sequence_groups,
+            traced=traced,
+            fetches=layout.spec.offload.share("activations") > 0,
         ),
     )
 

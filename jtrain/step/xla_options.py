@@ -48,6 +48,10 @@ _GROUPS_OVERLAP = {
 which waits for all of them, and it would have one collective under way at a time, so that a group's reduce-scatter
 holds up the all-gather of the next."""
 
+_FETCH_TOGETHER = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
+"""Option for GPUs that fetch activations from host memory. XLA:GPU has two such copies under way by default and waits
+for one before it starts the third: a third of the bytes of four names' fetches were beside no matmul, and are now."""
+
 _SCHEDULE_EXCHANGES = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 3,
@@ -66,6 +70,7 @@ def compiler_options(
     sequence_groups: int = 1,
     *,
     traced: bool = False,
+    fetches: bool = False,
 ) -> dict[str, Any]:
     """Returns `compiler_options` for `jax.jit`; empty except for several TPUs, and for GPUs in the cases above.
 
@@ -74,6 +79,7 @@ def compiler_options(
     Args:
       kernels: (op, implementation) that is forced. Some kernels need options of their own, wherever they may run.
       traced: the step is for a profile window.
+      fetches: the backward pass fetches activations from host memory.
     """
     device = mesh.devices.flat[0]
     of_kernels = registry.compiler_options(live(device), dict(kernels))
@@ -81,7 +87,8 @@ def compiler_options(
         in_8_bits = _IN_8_BITS if matmul_dtype != "compute" else {}
         in_groups = _GROUPS_OVERLAP if sequence_groups > 1 else {}
         experts = _SCHEDULE_EXCHANGES if mesh.shape["expert"] > 1 else {}
-        return experts | in_groups | in_8_bits | (_LAUNCH_EACH if traced else {}) | of_kernels
+        together = _FETCH_TOGETHER if fetches else {}
+        return experts | in_groups | together | in_8_bits | (_LAUNCH_EACH if traced else {}) | of_kernels
     if device.platform != "tpu" or mesh.size == 1:
         return of_kernels
     spec = from_device(device)

@@ -1,4 +1,4 @@
-"""Two-stream model of a compiled program: which seconds of the network pass while the device computes.
+"""Two-stream model of a compiled program: which seconds of network and host link pass while the device computes.
 
 Walks the scheduled HLO in order, with every iteration of its loops. Nothing runs and nothing is measured.
 
@@ -10,7 +10,8 @@ Walks the scheduled HLO in order, with every iteration of its loops. Nothing run
 - Behind a switch a device has one link each way, and all its transfers queue for it. On a torus, permutes between
   other pairs use other links, each one direction of one dimension; every other collective uses both directions of its
   dimension, and permutes wait for it. Every permute is taken for one between neighbours.
-- Copies within the device or to the host that have a start and a done take no time.
+- Copies between device and host memory have a link of their own each way. Copies within the device that have a start
+  and a done take no time.
 
 A second of a transfer is hidden if the compute stream does not wait in it, for this or for another transfer.
 """
@@ -18,7 +19,7 @@ A second of a transfer is hidden if the compute stream does not wait in it, for 
 import collections
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import numpy as np
@@ -37,12 +38,14 @@ from jtrain.hlo.parser import (
     whole_arrays,
     wire_bytes,
 )
+from jtrain.hlo.traffic import host_copy
 from jtrain.profile.analysis.hlo_flops import bytes_accessed, flops
 from jtrain.profile.analysis.hlo_ops import scope_mark
 from jtrain_kernels.cost import MATMUL, MEMORY, matmul_rate
 from jtrain_kernels.device import DeviceSpec
 
 _COLLECTIVES = (*KINDS, "ragged-all-to-all")
+_HOST = ("to device", "to host")
 _NO_TIME = {*NO_ACCESS, "opt-barrier", "iota"}
 
 
@@ -53,6 +56,7 @@ class Rates:
     flops_16, flops_8, flops_32: FLOP/s of matmuls by the bits of their operands.
     memory: bytes/s of the device's memory.
     collective, permute: bytes/s that a device sends in a permute, and in every other collective.
+    host: bytes/s each way between the memories of device and host; None if it is not published.
     links: `switch` if all transfers share one link, `torus` if permutes between other pairs use other links.
     """
 
@@ -62,6 +66,7 @@ class Rates:
     memory: float
     collective: float
     permute: float
+    host: float | None
     links: Literal["switch", "torus"]
 
 
@@ -86,6 +91,7 @@ def rates_of(device: DeviceSpec, devices: int) -> Rates:
         memory=MEMORY * memory,
         collective=both_ways,
         permute=both_ways if device.torus_dims is None else both_ways / 2,
+        host=device.host.link_bytes_per_s,
         links="switch" if device.torus_dims is None else "torus",
     )
 
@@ -94,6 +100,7 @@ def rates_of(device: DeviceSpec, devices: int) -> Rates:
 class Hop:
     """All executions of one transfer: of one instruction of the program at one place.
 
+    kind: a collective's, or the direction of a copy between device and host memory, `to device` or `to host`.
     scope: path of named scopes that it was traced from.
     count: executions per run of the program.
     bytes, seconds, hidden_s: sent by one device in all executions, their time on the link, and the hidden part of it.
@@ -128,7 +135,14 @@ class Timeline:
     @property
     def hidden_share(self) -> float:
         """Hidden fraction of all transfers' seconds; 1 if there is no transfer."""
-        return sum(hop.hidden_s for hop in self.hops) / self.wire_s if self.wire_s else 1.0
+        return hidden_share(self.hops)
+
+
+def hidden_share(hops: Iterable[Hop]) -> float:
+    """Hidden fraction of the seconds of some transfers; 1 if there is none."""
+    rows = list(hops)
+    seconds = sum(hop.seconds for hop in rows)
+    return sum(hop.hidden_s for hop in rows) / seconds if seconds else 1.0
 
 
 def two_streams(
@@ -143,7 +157,8 @@ def two_streams(
         one iteration of the loop around them; they are divided equally among these kernels.
 
     Raises:
-      UserError: the trip count of a loop is unknown.
+      UserError: the trip count of a loop is unknown; the program copies to or from host memory, but the speed of that
+        link is not published.
     """
     program = _Program(hlo, mesh_shape, rates, kernels or {})
     clock = _Clock(program, rates.links)
@@ -164,7 +179,7 @@ class _Loop:
 
 @dataclasses.dataclass(frozen=True)
 class _Transfer:
-    """A transfer; its link is "" if it uses all of the device's links."""
+    """A transfer; its link is "" if it uses all of the device's links to other devices."""
 
     name: str
     kind: str
@@ -216,8 +231,8 @@ class _Program:
                 yield _Loop(found[1], trips)
             elif i.opcode in ("call", "conditional"):
                 yield from (_Loop(name, 1) for name in called(i.line))
-            elif collectives := list(self._collectives(i)):
-                yield self._transfer(i, collectives)
+            elif transfer := self._transfer(i, body):
+                yield transfer
                 done = done_of(body, index) if i.opcode.endswith("-start") else None
                 if not i.opcode.endswith("-start") or '"is_sync":true' in i.line:
                     yield _Wait(i.name)
@@ -238,7 +253,27 @@ class _Program:
                 for inside in self.computations[name]:
                     yield from self._collectives(inside)
 
-    def _transfer(self, i: Instruction, collectives: list[Instruction]) -> _Transfer:
+    def _transfer(self, i: Instruction, body: list[Instruction]) -> _Transfer | None:
+        if collectives := list(self._collectives(i)):
+            return self._sent(i, collectives)
+        if copies := list(self._host_copies(i, body)):
+            if self._rates.host is None:
+                what = "the program copies to or from host memory, but the speed of that link is not published"
+                raise UserError(f"{what}: {i.line[:200]}")
+            (direction, _), size = copies[0], sum(size for _, size in copies)
+            return _Transfer(i.name, direction, i.op_name, direction, size, size / self._rates.host)
+        return None
+
+    def _host_copies(self, i: Instruction, body: list[Instruction]) -> Iterator[tuple[str, int]]:
+        """Directions and bytes of the copies between device and host memory in an instruction."""
+        if copy := host_copy(i, body):
+            yield copy
+        elif i.opcode == "fusion" or i.opcode.endswith("-start"):
+            for name in called(i.line):
+                for inside in self.computations[name]:
+                    yield from self._host_copies(inside, self.computations[name])
+
+    def _sent(self, i: Instruction, collectives: list[Instruction]) -> _Transfer:
         sent, seconds, link = 0, 0.0, ""
         for one in collectives:
             kind = one.opcode.removesuffix("-start")
@@ -324,10 +359,12 @@ class _Clock:
 
     def _send(self, transfer: _Transfer) -> float:
         """Queues a transfer; returns when it ends."""
-        link = "" if self._shared else transfer.link
-        # A collective on all links ("") waits for every permute, and permutes wait for it.
-        taken = self._free.values() if link == "" else (self._free[""], self._free[link])
-        begin = max([self._now, *taken])
+        link = "" if self._shared and transfer.kind not in _HOST else transfer.link
+        begin = max(self._now, self._free[link])
+        if transfer.kind not in _HOST:
+            # A collective on all links ("") waits for every permute, and permutes wait for it.
+            others = [name for name in self._free if name not in _HOST] if link == "" else [""]
+            begin = max([begin, *(self._free[name] for name in others)])
         end = begin + transfer.seconds
         self._free[link] = end
         _, begins, ends = self._sent.setdefault(transfer.name, (transfer, [], []))

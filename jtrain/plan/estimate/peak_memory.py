@@ -10,7 +10,7 @@ from typing import Literal
 
 from jtrain.dims import kv_heads_in_use
 from jtrain.layout import ParamLayout
-from jtrain.model.forward_placement import LAYER_INPUT
+from jtrain.model.layer_scan import LAYER_INPUT
 from jtrain.model.saved_activations import (
     copies_weights,
     kept_names,
@@ -256,7 +256,7 @@ class _Step:
             "loss",
             gradients=self.carried,
             weights=self._before_loops() + self._kept_weights() + self._streamed(),
-            activations=self._all_kept(),
+            activations=self._all_kept() + self._back_from_host() // 2,  # the last layer's, on their way
             loss=loss,
         )
 

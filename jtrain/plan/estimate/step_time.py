@@ -79,8 +79,8 @@ class Assumptions:
         return (
             f"assumed: {matmul} of peak in {'8-bit ' if in_8_bits else ''}matrix products, {self.memory:.0%} of memory "
             f"bandwidth, {self.network_of(device):.0%} of the network's, {self.host_link:.0%} of the host link's; "
-            f"gathers of weights overlap with compute but for {self.beside_of(device):.0%}, copies of parameters to "
-            "and from the host wholly, tensor-parallel and end-of-step collectives not"
+            f"gathers of weights overlap with compute but for {self.beside_of(device):.0%}, copies to and from "
+            "the host in the layers wholly, tensor-parallel and end-of-step collectives not"
             + (f"; the slowest device has {slowest:.0%} of the others' speed" if slowest < 1 else "")
         )
 
@@ -195,12 +195,12 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
         behind = Hiding(forward_s * rest, (by_input_s + by_weight_s) * rest, experts_s)
     efficiency, beside = assume.network_of(device), assume.beside_of(device)
     sent = exposed_network(job, job.machine, behind, efficiency=efficiency, beside=beside)
-    fetch_s, other_copy_s = _loop_copies(layout, plan, job.machine, assume)
-    loop_s = max(0.0, other_copy_s - compute_s) + fetch_s
+    forward_copy_s, backward_copy_s, copy_s = _loop_copies(layout, plan, job.machine, assume)
+    loop_s = max(0.0, forward_copy_s - forward_s) + max(0.0, backward_copy_s - by_input_s - by_weight_s)
     if spec.offload.unified_memory and plan.total_bytes > job.machine.hbm_bytes:
         # Pages that do not fit, the optimizer's first, move to the device and back once per step.
-        fetch_s += (pages_s := 2 * (plan.total_bytes - job.machine.hbm_bytes) / _host_link(job.machine, assume))
-        loop_s += pages_s
+        pages_s = 2 * (plan.total_bytes - job.machine.hbm_bytes) / _host_link(job.machine, assume)
+        copy_s, loop_s = copy_s + pages_s, loop_s + pages_s
     timed = StepTime(
         multiply.all_s,
         all_attention_s,
@@ -208,7 +208,7 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
         accumulate_s,
         optimizer_s,
         by_axes(sent),
-        fetch_s + other_copy_s + state_copy_s,
+        copy_s + state_copy_s,
         loop_s + max(0.0, state_copy_s - optimizer_s),
         tokens=job.tokens,
         mfu=0.0,
@@ -273,16 +273,17 @@ def _update(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumpti
     return device_s * (1 - share) + on_host_s, copies_s
 
 
-def _loop_copies(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions) -> tuple[float, float]:
-    """Seconds of copies in the layers that the step waits for, and of those beside the layers.
+def _loop_copies(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions) -> tuple[float, float, float]:
+    """Seconds of copies beside the layers' forward pass, beside their backward pass, and of all copies.
 
-    Parameters are fetched for both passes, one layer ahead, and activations are stored beside the layers. Activations
-    are fetched where they are used: compiled programs have no matmul between the start and the end of that copy.
+    Both passes fetch parameters, and the backward pass activations, one layer ahead. The forward pass stores
+    activations while it fetches: the link runs both ways at once.
     """
     if not (plan.host_parameters or plan.host_activations):
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     times = layout.spec.microbatches / _host_link(machine, assume)
-    return times * plan.host_activations, times * (2 * plan.host_parameters + plan.host_activations)
+    fetched, saved = times * plan.host_parameters, times * plan.host_activations
+    return max(fetched, saved), fetched + saved, 2 * (fetched + saved)
 
 
 def _host_link(machine: Machine, assume: Assumptions) -> float:

@@ -9,12 +9,14 @@ from jtrain.bench import overlap
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.plan.compile.compiled_step import compile_step, topology_devices
-from jtrain.plan.compile.two_streams import Rates, Timeline, rates_of, two_streams
+from jtrain.plan.compile.two_streams import Rates, Timeline, hidden_share, rates_of, two_streams
 from jtrain.plan.from_run import make_optimizer, plan_job
 from jtrain_kernels.device import from_name
 
 # Memory is so fast that a matmul of 2 * 10 * 10 * 10 FLOPs takes 2000 s, and an elementwise operation nothing.
-RATES = Rates(flops_16=1.0, flops_8=2.0, flops_32=0.5, memory=1e12, collective=1.0, permute=1.0, links="switch")
+RATES = Rates(
+    flops_16=1.0, flops_8=2.0, flops_32=0.5, memory=1e12, collective=1.0, permute=1.0, host=1.0, links="switch"
+)
 MESH = {"tensor": 2}
 
 MATMUL = "bf16[10,10]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
@@ -22,6 +24,8 @@ TO = "source_target_pairs={{0,1},{1,0}}"
 BACK = "source_target_pairs={{1,0},{0,1}}"
 SEND = "(bf16[1000]{0}, bf16[1000]{0}) collective-permute-start(%x), "
 ARRIVED = "bf16[1000]{0} collective-permute-done"
+FETCH = "%h = (bf16[1000]{0}, bf16[1000]{0:S(5)}, u32[]) copy-start(%far)", "%hd = bf16[1000]{0} copy-done(%h)"
+STORE = "%t = (bf16[1000]{0:S(5)}, bf16[1000]{0}, u32[]) copy-start(%x)", "%td = bf16[1000]{0:S(5)} copy-done(%t)"
 
 
 def model(*schedule: str, rates: Rates = RATES, kernels: dict[tuple[str, str], float] | None = None) -> Timeline:
@@ -55,6 +59,7 @@ ENTRY %main (a: bf16[10,10]) -> bf16[10,10] {{
   %a = bf16[10,10]{{1,0}} parameter(0)
   %f = f32[10,10]{{1,0}} parameter(1)
   %x = bf16[1000]{{0}} parameter(2)
+  %far = bf16[1000]{{0:S(5)}} parameter(3)
 {body}
 }}
 """,
@@ -102,6 +107,22 @@ def test_transfers_queue_for_the_link_that_they_share(links: Literal["switch", "
     assert found.hidden_share == pytest.approx(1 - waiting / 4000)
 
 
+def test_copies_of_host_memory_have_a_link_each_way_besides_the_network() -> None:
+    """All three at once beside one matmul; two fetches queue, and one that is no pair is waited for."""
+    together = model(start("s"), FETCH[0], STORE[0], f"%m = {MATMUL}", done("s"), FETCH[1], STORE[1])
+    assert (together.waiting_s, together.hidden_share) == (0, 1.0)
+    assert [(hop.kind, hop.bytes) for hop in together.hops[1:]] == [("to device", 2000), ("to host", 2000)]
+    again = [line.replace("%h", "%g") for line in FETCH]
+    assert model(FETCH[0], again[0], f"%m = {MATMUL}", FETCH[1], again[1]).waiting_s == 2000
+    at_once = model("%c = bf16[1000]{0} copy(%far)", f"%m = {MATMUL}")
+    assert (at_once.waiting_s, hidden_share(at_once.hops)) == (2000, 0.0)
+
+
+def test_copies_over_a_link_of_unknown_speed_are_refused() -> None:
+    with pytest.raises(ValueError, match="copies to or from host memory, but the speed of that link is not published"):
+        model(*FETCH, rates=dataclasses.replace(RATES, host=None))
+
+
 def test_a_collective_that_is_not_in_flight_hides_nothing() -> None:
     """Synchronous: an instruction of its own, or a pair that the compiler says is none."""
     gather = "bf16[2000]{0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}"
@@ -141,6 +162,7 @@ def test_rates_are_those_of_the_device_table() -> None:
     h200, v5p = (rates_of(from_name(name), 8) for name in ("h200", "v5p"))
     assert (h200.collective, h200.permute, h200.links) == (450e9, 450e9, "switch")
     assert (v5p.collective, v5p.permute, v5p.links) == (180e9, 90e9, "torus")
+    assert (h200.host, v5p.host) == (64e9, 15e9)
     assert h200.flops_8 == pytest.approx(2 * h200.flops_16, rel=1e-3)
 
 
