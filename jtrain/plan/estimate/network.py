@@ -20,6 +20,9 @@ LINK_HOP_S = {"ring": 3.4e-6, "tree": 4.0e-6}
 NETWORK_HOP_S = 14e-6
 """NCCL's constants for NVLink and for the network between hosts (tuning.cc, 2026-06)."""
 
+_CUBE = 64
+"""Chips of the smallest slice of a torus of three dimensions that has wrap-around."""
+
 TORUS_HOP_S = 1e-6
 """Latency from one TPU to its neighbour. Source: scaling book, part 3."""
 
@@ -32,6 +35,8 @@ class Ring:
     bytes_per_s: peak rate at which each device can send.
     torus_hops: hops of the group's ring on a torus of TPUs; None for GPUs.
     exchanged_bytes_per_s: rate at which an all-to-all on a torus moves a device's whole array; None for GPUs.
+    sums_whole: True if a reduce-scatter is compiled to an all-reduce and a slice: XLA:TPU does so over all of a slice
+      of 8 and of 16 chips of a v5p. From a cube of 64 chips on, jtrain scatters along one dimension after the other.
     """
 
     devices: int
@@ -39,6 +44,7 @@ class Ring:
     bytes_per_s: float
     torus_hops: float | None = None
     exchanged_bytes_per_s: float | None = None
+    sums_whole: bool = False
 
     def latency_s(self, kind: Kind) -> float:
         """Latency of one collective of zero bytes, in seconds."""
@@ -103,7 +109,8 @@ def ring(machine: Machine, mesh: Mapping[str, int], axes: tuple[str, ...], group
         speeds.append(inside * spec.host.network_bytes_per_s)
     if hosts > 1:
         exchanged = None  # the network between slices is slower than the torus
-    return Ring(devices, hosts, min(speeds, default=math.inf), hops, exchanged)
+    sums_whole = spec.torus_dims == 3 and linked < _CUBE and inside > 4
+    return Ring(devices, hosts, min(speeds, default=math.inf), hops, exchanged, sums_whole)
 
 
 def _torus(dims: int, slice_devices: int, group: int) -> tuple[float, float]:
@@ -114,7 +121,7 @@ def _torus(dims: int, slice_devices: int, group: int) -> tuple[float, float]:
     """
     there = max(1, min(dims, int(math.log2(slice_devices))))
     used = max(1.0, there * math.log(group) / math.log(slice_devices))
-    wraps = slice_devices >= (64 if dims == 3 else 256)
+    wraps = slice_devices >= (_CUBE if dims == 3 else 256)
     side = group ** (1 / used)
     return used / dims * (1.0 if wraps else 0.5), used * (side / 2 if wraps else side - 1)
 
@@ -126,7 +133,7 @@ def _exchange_share(dims: int, slice_devices: int, group: int) -> float:
     average, both ways round; on a line s / 3, and its middle link limits it to half the ring's rate. Rings have at
     least 4 devices, because slices with wrap-around are built of cubes of 4 x 4 x 4.
     """
-    wraps = slice_devices >= (64 if dims == 3 else 256)
+    wraps = slice_devices >= (_CUBE if dims == 3 else 256)
     used = max(1, min(dims, int(math.log2(group))))
     side = group ** (1 / used)
     return 4 / max(4.0, side) / dims if wraps else 2 / side / dims
@@ -155,4 +162,5 @@ def seconds(sent: Collective, machine: Machine, mesh: Mapping[str, int], *, effi
     # A permute's group is a pair of devices, but all pairs of the ring send at once.
     group = None if sent.kind == "collective-permute" else sent.group
     over = ring(machine, mesh, sent.axes, group)
-    return collective_s(sent.kind, sent.array_bytes, over, count=sent.count, efficiency=efficiency)
+    kind = "all-reduce" if sent.kind == "reduce-scatter" and over.sums_whole else sent.kind
+    return collective_s(kind, sent.array_bytes, over, count=sent.count, efficiency=efficiency)

@@ -131,6 +131,11 @@ class StepTime:
         return named | {"host copies": self.exposed_host_s}
 
     @property
+    def waits_s(self) -> float:
+        """Seconds of collectives in which the device computes nothing."""
+        return sum(row.waits_s for row in self.network)
+
+    @property
     def step_s(self) -> float:
         """Seconds of the whole step."""
         return sum(self.parts.values())
@@ -217,9 +222,9 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
         slowest_s=compute_s * (1 / assume.slowest_of(device, mesh.size) - 1),
     )
     if layout.pipeline is not None:
-        waits_s = sum((exposed for one, _, exposed in sent if in_layers(one, layout)), 0.0)
+        waits_s = sum((one.exposed_s for one in sent if in_layers(one.what, layout)), 0.0)
         spent = StageSeconds(forward_s, by_input_s, by_weight_s + accumulate_s, waits_s)
-        [message_s] = [took / one.count for one, took, _ in sent if one.purpose == BETWEEN_STAGES]
+        [message_s] = [one.total_s / one.what.count for one in sent if one.what.purpose == BETWEEN_STAGES]
         costs = operation_costs(layout, spent, message_s=message_s)
         timed = dataclasses.replace(timed, costs=costs, bubble_s=bubble_s(layout, spent, costs))
     # The same count as `flops.py`, but without a loop over all parameters: a search needs it thousands of times.
