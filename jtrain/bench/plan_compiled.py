@@ -93,7 +93,9 @@ PROGRAMS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--only", metavar="TEXT", default="", help="programs whose name has this text")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="compiled figures, kept there and not compiled again")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="compiled figures, kept there and not compiled again"
+    )
     os.environ.update(AOT_ENVIRONMENT)  # jax reads it when it is imported, which no import above does
 
 

@@ -11,13 +11,12 @@ from jtrain.plan.estimate.attention_time import attention_s
 from jtrain.plan.estimate.collectives import Kind
 from jtrain.plan.estimate.matmul_time import bf16_peak, matmuls, rate_of
 from jtrain.plan.estimate.network import collective_s, ring
-from jtrain.plan.estimate.pipeline import layers_here
 from jtrain.plan.estimate.step_time import Assumptions
 from jtrain.plan.job import Job
 from jtrain_kernels.cost import matmul_rate
 
 
-def compiled_timeline(hlo: str, job: Job, assume: Assumptions = Assumptions()) -> Timeline:
+def compiled_timeline(hlo: str, job: Job) -> Timeline:
     """One run of a job's compiled step.
 
     Args:
@@ -27,7 +26,7 @@ def compiled_timeline(hlo: str, job: Job, assume: Assumptions = Assumptions()) -
       UserError: a peak or the speed of a network is not published, or the trip count of a loop is unknown.
     """
     assert job.machine is not None, "rates are those of a machine"
-    machine, mesh = job.machine, job.layout.mesh.shape
+    assume, machine, mesh = Assumptions(), job.machine, job.layout.mesh.shape
     device, rate = machine.device, rate_of(machine.device)
     peak, efficiency = bf16_peak(job), assume.network_of(device)
     assert device.hbm_bytes_per_s is not None
@@ -65,17 +64,15 @@ def schedule_waits_s(hlo: str, job: Job) -> float | None:
 
 
 def _kernel_s(job: Job, assume: Assumptions) -> dict[tuple[str, str], float]:
-    """Seconds of the kernels of one layer's attention and experts in each phase."""
-    times = layers_here(job.layout, job.model.num_layers) * job.layout.spec.microbatches
+    """Seconds of the kernels of a step's attention and experts in each phase."""
     forward_s, backward_s = attention_s(job)
     kept = kept_names(job.layout)
     again_s = forward_s if kept is not None and "attention" not in kept else 0.0
     found = matmuls(job, memory=assume.memory, fraction=assume.matmul)
     experts = found.experts
-    of_step = {
+    return {
         ("forward", "layers/attention"): forward_s,
         ("backward", "layers/attention"): backward_s + again_s,
         ("forward", "layers/mlp"): experts.forward_s,
         ("backward", "layers/mlp"): experts.by_input_s + experts.by_weight_s + found.experts_again_s,
     }
-    return {mark: took / times for mark, took in of_step.items()}

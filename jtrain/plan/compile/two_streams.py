@@ -148,7 +148,7 @@ def two_streams(
       hlo: `Compiled.as_text()`.
       mesh_shape: devices along each axis of the mesh that it was compiled for, in the order of `AXES`.
       kernels: (phase, layer) as of `scope_mark` -> seconds of all kernels there whose FLOPs are not in the program, in
-        one iteration of the loop around them; they are divided equally among these kernels.
+        one run of it; they are divided equally among the executions of these kernels.
 
     Raises:
       UserError: the trip count of a loop is unknown.
@@ -201,7 +201,10 @@ class _Program:
         self._mesh_shape = mesh_shape
         self._rates = rates
         self._known: dict[str, tuple[_Action, ...]] = {}
-        found = collections.Counter(self._mark(kernel) for kernel in self._all_kernels(self.entry))
+        found = collections.Counter[tuple[str, str]]()
+        if kernels:
+            for kernel, times in self._all_kernels(self.entry, 1):
+                found[self._mark(kernel)] += times
         self._kernel_s = {mark: seconds / found[mark] for mark, seconds in kernels.items() if found[mark]}
 
     def actions(self, name: str) -> tuple[_Action, ...]:
@@ -309,12 +312,15 @@ class _Program:
                 for inside in self.computations[name]:
                     yield from self._kernels(inside)
 
-    def _all_kernels(self, name: str) -> Iterator[Instruction]:
+    def _all_kernels(self, name: str, times: int) -> Iterator[tuple[Instruction, int]]:
+        """Kernels of a computation that runs `times` times, with their executions."""
         for i in self.computations[name]:
-            yield from self._kernels(i)
+            for kernel in self._kernels(i):
+                yield kernel, times
             if i.opcode in ("while", "call", "conditional"):
+                turns = trip_count(i.line, self.computations) or 1 if i.opcode == "while" else 1
                 for inside in called(i.line):
-                    yield from self._all_kernels(inside)
+                    yield from self._all_kernels(inside, times * turns)
 
     def _mark(self, kernel: Instruction) -> tuple[str, str]:
         return scope_mark(kernel.op_name)

@@ -161,7 +161,11 @@ def print_sheet(sheet: Sheet, console: Console, notes: Sequence[str]) -> None:
         if rows
         else "no batch fits: not one sequence per device"
     )
-    console.print("\n".join([_waits_line(sheet), largest, *_cost_lines(sheet), f"{flops / 1e9:,.2f} GFLOP per token: {MFU_DEFINITION}"]))
+    console.print(
+        "\n".join(
+            [_waits_line(sheet), largest, *_cost_lines(sheet), f"{flops / 1e9:,.2f} GFLOP per token: {MFU_DEFINITION}"]
+        )
+    )
 
 
 def layout_line(sheet: Sheet) -> str:
