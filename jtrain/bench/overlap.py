@@ -163,7 +163,9 @@ def attention_s(device: str) -> dict[tuple[str, str], float]:
     peak = spec.peak_bf16_flops
     assert peak is not None, "both devices have one"
     forward, backward = ATTENTION[KERNEL[spec.platform]][model.head_dim]
-    flops = model.num_layers * 4 * SEQUENCES * model.num_heads / DEVICES * SEQ_LEN**2 / 2 * model.head_dim  # half of it is masked
+    flops = (
+        model.num_layers * 4 * SEQUENCES * model.num_heads / DEVICES * SEQ_LEN**2 / 2 * model.head_dim
+    )  # half of it is masked
     return {
         ("forward", "layers/attention"): flops / (peak * forward),
         ("backward", "layers/attention"): BACKWARD_FLOPS * flops / (peak * backward),

@@ -16,15 +16,17 @@ from jtrain.model.saved_activations import kept_names
 from jtrain.plan.estimate.collectives import BESIDE_WEIGHTS, GATHERED_AGAIN, Collective, collectives
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.network import seconds
-from jtrain.plan.estimate.pipeline import layers_here
+from jtrain.plan.estimate.pipeline import layer_passes, layers_here
 from jtrain.plan.job import Job
+from jtrain.precision import itemsize
+from jtrain.step.gradient_sums import sums_gradients
 from jtrain_kernels import registry
 from jtrain_kernels.device import DeviceSpec
 
 LAST_REDUCTION = 0.6
 """Fraction of a layer's largest reduction that a TPU has nothing to compute beside. XLA:TPU ends each turn of the loop
 over layers with the reductions that are left: 0.66 and 0.61 of one feed-forward matrix in two programs for a v5p. XLA:
-GPU moves all of them to the next turn, so only those of the last layer wait."""
+GPU moves all of them to the next turn, so only those of the last layer wait, and where gradients are summed none."""
 
 EXCHANGE = "rows to experts"
 """Purpose of the exchange of tokens with the devices of their experts."""
@@ -140,13 +142,15 @@ def hideable(one: Collective, job: Job, device: DeviceSpec) -> float:
         return float(on_tpu)
     if one.purpose == "keys and values" and not on_tpu:
         return 1 - _ring_waits(one, layout)
+    if one.purpose == "heads for positions" and not on_tpu:
+        return 1 - _exchange_waits(one, job)
     if one.purpose.startswith("parameters") or (one.kind == "collective-permute" and "stage" not in one.axes):
         return 1.0
     if set(one.axes) <= set(ZERO_AXES) and one.kind == "reduce-scatter" and layout.spec.zero_stage >= 2:
+        if one.purpose == "gradients" and on_tpu:
+            return 1 - LAST_REDUCTION * _largest_share(layout)
         if one.purpose == "gradients":
-            return 1 - (
-                LAST_REDUCTION * _largest_share(layout) if on_tpu else 1 / layers_here(layout, job.model.num_layers)
-            )
+            return 1.0 if sums_gradients(layout) else 1 - 1 / layers_here(layout, job.model.num_layers)
         if one.purpose == "unembedding":
             return 0.0 if on_tpu else 1 - layout.spec.microbatches / one.count
     return 0.0
@@ -167,6 +171,18 @@ def _ring_waits(one: Collective, layout: Layout) -> float:
     devices = layout.mesh.context
     turns = devices - 2
     return turns / devices if one.dtype == "float32" else turns / (devices - 1) / 2
+
+
+def _exchange_waits(one: Collective, job: Job) -> float:
+    """Fraction of attention's exchanges of heads on GPUs that nothing hides.
+
+    Queries and outputs of the forward pass, and the gradient of the output, have nothing but attention to follow them.
+    Keys and values travel beside the products of queries, and those of the backward pass beside gradients of weights.
+    """
+    model, layout = job.model, job.layout
+    elements = job.rows() * job.seq_len // layout.mesh.context * model.num_heads // layout.mesh.tensor * model.head_dim
+    waits = 3 * layer_passes(layout, model.num_layers) * elements * itemsize(layout.precision.compute_dtype)
+    return min(1.0, waits / one.array_bytes)
 
 
 def _largest_share(layout: Layout) -> float:

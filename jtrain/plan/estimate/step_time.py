@@ -198,9 +198,7 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     behind = Hiding(forward_s, by_input_s + by_weight_s, experts_s, multiply.projections_s)
     if experts_s:  # forward and backward pass have them in proportion
         rest = 1 - experts_s / (forward_s + by_input_s + by_weight_s)
-        behind = dataclasses.replace(
-            behind, forward_s=forward_s * rest, backward_s=(by_input_s + by_weight_s) * rest
-        )
+        behind = dataclasses.replace(behind, forward_s=forward_s * rest, backward_s=(by_input_s + by_weight_s) * rest)
     efficiency, beside = assume.network_of(device), assume.beside_of(device)
     sent = exposed_network(job, job.machine, behind, efficiency=efficiency, beside=beside)
     fetch_s, other_copy_s = _loop_copies(layout, plan, job.machine, assume)
