@@ -5,9 +5,9 @@ Walks the scheduled HLO in order, with every iteration of its loops. Nothing run
 - The compute stream runs one instruction after the other. Each takes the longer of its FLOPs at the rate of their
   dtype and of its bytes at the memory's bandwidth; launches take no time, which can only make the hidden share smaller.
 - A transfer begins when the compute stream reaches its start (of a TPU's sparse cores: the update that hands over the
-  data) and the links are free, and takes its bytes over the
-  link's bandwidth; no latency is known. At its done the compute stream waits for it. A collective that is not a pair
-  of start and done is waited for at once.
+  data) and the links are free, and takes its bytes over the link's bandwidth; no latency is known, unless the rates
+  have seconds of their own. At its done the compute stream waits for it. A collective that is not a pair of start and
+  done is waited for at once.
 - Behind a switch a device has one link each way, and all its transfers queue for it. On a torus, permutes between
   other pairs use other links, each one direction of one dimension; every other collective uses both directions of its
   dimension, and permutes wait for it. Every permute is taken for one between neighbours.
@@ -20,7 +20,7 @@ import collections
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from jtrain.hlo.parser import (
     whole_arrays,
     wire_bytes,
 )
+from jtrain.plan.estimate.collectives import Kind
 from jtrain.profile.analysis.hlo_flops import bytes_accessed, flops
 from jtrain.profile.analysis.hlo_ops import scope_mark
 from jtrain_kernels.cost import MATMUL, MEMORY, matmul_rate
@@ -48,7 +49,7 @@ from jtrain_kernels.device import DeviceSpec
 _COLLECTIVES = (*KINDS, "ragged-all-to-all")
 _NO_TIME = {*NO_ACCESS, "opt-barrier", "iota"}
 
-type Network = Callable[[str, tuple[str, ...], int, int], float]
+type Network = Callable[[Kind, tuple[str, ...], int, int], float]
 """Seconds of a collective of a kind, over mesh axes, of a number of bytes of the whole array, by groups of a size."""
 
 
@@ -270,7 +271,7 @@ class _Program:
             if self._rates.network is None:
                 seconds += size / (self._rates.permute if permutes else self._rates.collective)
             else:
-                seconds += self._rates.network(kind, axes_of(groups, self._mesh_shape), whole, group)
+                seconds += self._rates.network(cast(Kind, kind), axes_of(groups, self._mesh_shape), whole, group)
         return _Transfer(
             i.name, collectives[0].opcode.removesuffix("-start"), collectives[0].op_name, link, sent, seconds
         )
