@@ -112,20 +112,22 @@ def test_every_option_of_a_command_is_in_its_help(verb: str) -> None:
         options = {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
         key = (words[1],) if verb in SUBVERBS and words[1] in {"compare", "export", "import"} | DATA_VERBS else ()
         key = (words[1],) if verb == "bench" and len(words) > 1 and options - {"--json"} else key
-        key = ("pipeline",) if words[:2] == ["plan", "pipeline"] else key
+        key = (words[1],) if verb == "plan" and words[1] in PLAN_VERBS else key
         if key not in helps:
             asked = [sys.executable, "-m", f"jtrain.{verb}", *key, "--help"]
             helps[key] = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         assert [option for option in options if option not in helps[key]] == [], words
 
 
+PLAN_VERBS = {"pipeline", "network", "ecmp"}
 DATA_VERBS = {"adopt", "inspect", "plan", "prepare", "verify", "bench", "sample"}
 
 
 def configured(words: list[str]) -> tuple[str | None, list[str], list[str]]:
     """The config, fiddlers and sets of a command; no config where it has none."""
     after = words[2:] if words[1:2] == ["pipeline"] else words[1:]  # what follows the verb
-    name = after[0] if words[0] == "plan" and after[0] != "table" and not after[0].startswith("-") else None
+    others = PLAN_VERBS | {"table"}
+    name = after[0] if words[0] == "plan" and after[0] not in others and not after[0].startswith("-") else None
     taken: dict[str, list[str]] = {"--config": [], "--with": [], "--set": []}
     for at, word in enumerate(words):
         option, _, value = word.partition("=")

@@ -1,11 +1,10 @@
-"""Command line of plans: `python -m jtrain.plan CONFIG --device h200 --count 8`, `... table` or `... pipeline`."""
+"""Command line of plans: `python -m jtrain.plan CONFIG --device h200 --count 8`, or `table`, `pipeline`, `network`."""
 
 import argparse
 import dataclasses
 import json
 import math
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jtrain.errors import UserError
-from jtrain.plan import AOT_ENVIRONMENT, pipeline_cli
+from jtrain.plan import AOT_ENVIRONMENT, ecmp_cli, network_cli, pipeline_cli
+from jtrain.plan.sizes import parse_bytes
 from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax, use_unified_memory
 
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from jtrain.plan.estimate.step_time import Assumptions
     from jtrain.plan.report.plan_sheet import Sheet
     from jtrain.plan.search import Point, SearchTask
-
-_UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)}
-_UNITS |= {f"{p}iB": 1024**k for k, p in enumerate("KMGT", 1)}
-
 
 TOP = 3
 """Layouts of a search that are compiled."""
@@ -53,11 +49,11 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m jtrain.plan",
         description="Plans a config on a machine that need not be here: bytes, seconds, money. `table` instead of a "
         "config prints the memory that each strategy saves and the time that it costs. `pipeline` shows and compares "
-        "pipeline schedules: see `pipeline --help`.",
+        "pipeline schedules, `network` times collectives, `ecmp` hash collisions: see `pipeline --help` and so on.",
         epilog="Exit codes: 0 the plan fits; 2 it does not, or an option is wrong: the message says what to change.",
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG", help="as for jtrain.launch --config, or `table`, or `pipeline`")
+    parser.add_argument("config", metavar="CONFIG", help="as for jtrain.launch --config, or one of these words")
     parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--device", metavar="NAME", help="h200, h100, b200, v5p, v5e, ...")
@@ -97,18 +93,6 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE; bytes per device")
     return parser
-
-
-def parse_bytes(option: str, text: str) -> int:
-    """Bytes of a size such as `128GiB`, `2TB` or `1000000`.
-
-    Raises:
-      UserError: the text is not a size.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B)?", text.strip())
-    if found is None or not float(found[1]):
-        raise UserError(f"{option} {text}: expected a size such as 128GiB or 2TB.")
-    return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
 def assumptions(args: argparse.Namespace) -> "Assumptions":
@@ -368,8 +352,9 @@ def execute(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    if words[:1] == ["pipeline"]:
-        return pipeline_cli.main(words[1:])
+    others = {"pipeline": pipeline_cli, "network": network_cli, "ecmp": ecmp_cli}
+    if words and words[0] in others:
+        return others[words[0]].main(words[1:])
     args = parser().parse_args(argv)
     return cli.run(lambda: execute(args))
 

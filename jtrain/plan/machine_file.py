@@ -21,6 +21,18 @@
     pcie_gb_per_s = 64.0           # of each device, one direction
     network_gbit_per_s = 400.0     # of each device
     oversubscription = 2.0         # of the network: all at once, devices get half of their rate
+    cpu = "intel"                  # or "amd"
+
+    [network]                      # read by `jtrain plan network` and `jtrain plan ecmp` alone
+    rails = 8                      # leaf switches that a host is connected to
+    hosts_per_leaf = 32
+    uplinks = 32                   # links of equal cost from a leaf to the spine
+    routing = "hashed"             # ECMP; or "adaptive"
+    efficiency = 0.92              # of the line rate that long messages reach
+    latency_us = 75.0              # as the network's plugin tells NCCL; AWS EFA: 75
+    buffer_mb = 16.0               # of one switch port
+    sharp = true                   # switches reduce (NVIDIA SHARP)
+    traffic_class = 106            # of NCCL's messages, NCCL_IB_TC
 
 A chip of the table keeps its own figures where the file has none. A new chip needs bf16_tflops, memory_gb and
 memory_gb_per_s, and is planned as an NVIDIA GPU.
@@ -33,6 +45,7 @@ from typing import Any
 
 from jtrain.errors import UserError
 from jtrain.plan.estimate.machine import Machine, checked_count
+from jtrain.plan.fabric.fabric import Fabric, Network, make_fabric
 from jtrain_kernels.device import DeviceSpec, Host, known
 from jtrain_kernels.errors import did_you_mean
 
@@ -48,8 +61,22 @@ _NUMBERS = (
     "host.pcie_gb_per_s",
     "host.network_gbit_per_s",
     "host.oversubscription",
+    "network.efficiency",
+    "network.latency_us",
+    "network.buffer_mb",
 )
-_KEYS = ("count", "chip.name", "links.devices", "host.devices", *_NUMBERS)
+_WHOLE = (
+    "count",
+    "links.devices",
+    "host.devices",
+    "network.rails",
+    "network.hosts_per_leaf",
+    "network.uplinks",
+    "network.traffic_class",
+)
+_CHOICES = {"host.cpu": ("intel", "amd"), "network.routing": ("adaptive", "hashed")}
+_MOST = {"network.efficiency": 1, "network.traffic_class": 255}
+_KEYS = ("chip.name", "network.sharp", *_WHOLE, *_CHOICES, *_NUMBERS)
 _NEEDED = ("chip.bf16_tflops", "chip.memory_gb", "chip.memory_gb_per_s")
 
 
@@ -64,6 +91,43 @@ def load_machine(path: Path, *, count: int | None) -> tuple[Machine, float | Non
         and key.
     """
     fields = _fields(path)
+    spec, number = _device_and_count(path, fields, count)
+    network = spec.host.network_bytes_per_s
+    if network is not None:  # all at once, devices get their share of the uplinks
+        host = dataclasses.replace(spec.host, network_bytes_per_s=network / fields.get("host.oversubscription", 1.0))
+        spec = dataclasses.replace(spec, host=host)
+    memory_gb = fields.get("host.memory_gb")
+    memory_bytes = None if memory_gb is None else int(memory_gb * 1e9)
+    return Machine(spec, number, memory_bytes), fields.get("usd_per_hour")
+
+
+def load_fabric(path: Path, *, count: int | None) -> Fabric:
+    """The network of a file's machine, for `plan network` and `plan ecmp`; `count` as in `load_machine`.
+
+    Raises:
+      UserError: as `load_machine`, or the devices are no whole domains or hosts, or reach no network.
+    """
+    fields = _fields(path)
+    spec, number = _device_and_count(path, fields, count)
+    keys = ("rails", "hosts_per_leaf", "uplinks", "routing", "sharp", "traffic_class")
+    changes: dict[str, Any] = {key: fields[f"network.{key}"] for key in keys if f"network.{key}" in fields}
+    scales = {
+        "oversubscription": ("host.oversubscription", 1.0),
+        "efficiency": ("network.efficiency", 1.0),
+        "latency_us": ("network.latency_us", 1.0),
+        "buffer_bytes": ("network.buffer_mb", 1e6),
+    }
+    changes |= {to: fields[key] * scale for to, (key, scale) in scales.items() if key in fields}
+    if "host.cpu" in fields:
+        changes["cpu"] = fields["host.cpu"]
+    try:
+        return make_fabric(spec, number, Network(**changes))
+    except UserError as error:
+        raise UserError(f"--machine {path}: {error}") from error
+
+
+def _device_and_count(path: Path, fields: dict[str, Any], count: int | None) -> tuple[DeviceSpec, int]:
+    """The chip of a file with its links and its host, whose network is at line rate, and the number of devices."""
     name = fields.get("chip.name")
     if name is None:
         raise UserError(
@@ -90,9 +154,7 @@ def load_machine(path: Path, *, count: int | None) -> tuple[Machine, float | Non
         raise UserError(
             f"--machine {path}: host.network_gbit_per_s is missing, which host.oversubscription divides. Set it."
         )
-    memory_gb = fields.get("host.memory_gb")
-    memory_bytes = None if memory_gb is None else int(memory_gb * 1e9)
-    return Machine(spec, checked_count(spec, number), memory_bytes), fields.get("usd_per_hour")
+    return spec, checked_count(spec, number)
 
 
 def _changed(spec: DeviceSpec, fields: dict[str, Any]) -> DeviceSpec:
@@ -113,11 +175,8 @@ def _changed(spec: DeviceSpec, fields: dict[str, Any]) -> DeviceSpec:
     host: dict[str, Any] = {"devices": fields["host.devices"]} if "host.devices" in fields else {}
     if "host.pcie_gb_per_s" in fields:
         host["link_bytes_per_s"] = fields["host.pcie_gb_per_s"] * 1e9
-    network = spec.host.network_bytes_per_s
     if "host.network_gbit_per_s" in fields:
-        network = fields["host.network_gbit_per_s"] * 1e9 / 8
-    if network is not None:
-        host["network_bytes_per_s"] = network / fields.get("host.oversubscription", 1.0)
+        host["network_bytes_per_s"] = fields["host.network_gbit_per_s"] * 1e9 / 8
     of_host: Host = dataclasses.replace(spec.host, **host)
     return dataclasses.replace(spec, **changes, host=of_host)
 
@@ -141,6 +200,10 @@ def _fields(path: Path) -> dict[str, Any]:
             )
         if key == "chip.name":
             good, wanted = isinstance(value, str), "a name"
+        elif key == "network.sharp":
+            good, wanted = isinstance(value, bool), "true or false"
+        elif key in _CHOICES:
+            good, wanted = value in _CHOICES[key], " or ".join(_CHOICES[key])
         elif key in _NUMBERS:
             good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
             wanted = "a number above 0"
@@ -149,6 +212,8 @@ def _fields(path: Path) -> dict[str, Any]:
                 isinstance(value, int) and not isinstance(value, bool) and value > 0,
                 "a whole number above 0",
             )
+        if good and value > _MOST.get(key, value):
+            good, wanted = False, f"at most {_MOST[key]}"
         if not good:
             raise UserError(f"--machine {path}: {key}={value!r} must be {wanted}.")
     return fields

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from jtrain.errors import UserError
 from jtrain.plan import __main__ as plan
-from jtrain.plan.machine_file import load_machine
+from jtrain.plan.machine_file import load_fabric, load_machine
 from jtrain_kernels.device import from_name
 
 
@@ -36,6 +37,35 @@ def test_a_chip_of_the_table_keeps_what_the_file_does_not_say(tmp_path: Path) ->
     assert (spec.peak_bf16_flops, spec.linked) == (from_name("h100").peak_bf16_flops, 8)
     assert machine.host_bytes_per_device == 100 * 10**9
     assert load_machine(written(tmp_path, text), count=32)[0].count == 32
+
+
+def test_the_network_of_a_file_is_at_line_rate_and_knows_its_oversubscription(tmp_path: Path) -> None:
+    """A plan divides the rate; a fabric has the rate and the switches' figures, the rest by default."""
+    text = """
+    count = 16
+    [chip]
+    name = "h100"
+    [host]
+    network_gbit_per_s = 800
+    oversubscription = 2
+    cpu = "amd"
+    [network]
+    rails = 4
+    uplinks = 12
+    latency_us = 75
+    buffer_mb = 32
+    sharp = true
+    """
+    fabric = load_fabric(written(tmp_path, text), count=64)
+    network = fabric.network
+    assert (fabric.count, fabric.adapter_bytes_per_s, network.oversubscription) == (64, 100e9, 2.0)
+    assert (fabric.rails, fabric.uplinks, fabric.adapters_per_leaf) == (4, 12, 64)
+    assert fabric.uplink_bytes_per_s == pytest.approx(64 * 100e9 / 2 / 12)
+    assert (network.cpu, network.latency_us, network.buffer_bytes, network.sharp) == ("amd", 75.0, 32e6, True)
+    assert (network.routing, network.hosts_per_leaf) == ("adaptive", 32)
+    assert load_machine(written(tmp_path, text), count=64)[0].device.host.network_bytes_per_s == 50e9
+    with pytest.raises(UserError, match=r"my\.toml: network\.rails=3 does not divide the 8 adapters of a host"):
+        load_fabric(written(tmp_path, text.replace("rails = 4", "rails = 3")), count=None)
 
 
 def test_a_new_chip_is_what_the_file_says(tmp_path: Path) -> None:
@@ -75,6 +105,10 @@ NEW = 'count = 8\n[chip]\nname = "x100"\nbf16_tflops = 500.0\nmemory_gb = 64\nme
         ('count = 12\n[chip]\nname = "h100"', r"--count 12: a host has 8 x h100"),
         ("[chip]\nname = 3", r"chip\.name=3 must be a name"),
         ("count = = 8", r"my\.toml: it is not TOML: Invalid value"),
+        ('[chip]\nname = "h100"\n[network]\nrouting = "ecmp"', r"network\.routing='ecmp' must be adaptive or hashed"),
+        ('[chip]\nname = "h100"\n[network]\nefficiency = 1.5', r"network\.efficiency=1\.5 must be at most 1"),
+        ('[chip]\nname = "h100"\n[network]\nsharp = 1', r"network\.sharp=1 must be true or false"),
+        ('[chip]\nname = "h100"\n[host]\ncpu = "arm"', r"host\.cpu='arm' must be intel or amd"),
         (f"{NEW}[links]\ndevices = 8", r"links\.gb_per_s is missing for links\.devices=8\. Set it"),
         (f"{NEW}[links]\ngb_per_s = 100", r"links\.devices is missing, which links\.gb_per_s is between"),
         (f"{NEW}[host]\noversubscription = 2", r"host\.network_gbit_per_s is missing, which host\.oversubscription"),

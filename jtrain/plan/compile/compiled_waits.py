@@ -8,9 +8,9 @@ from jtrain.errors import UserError
 from jtrain.model.saved_activations import kept_names
 from jtrain.plan.compile.two_streams import Rates, Timeline, two_streams
 from jtrain.plan.estimate.attention_time import attention_s
-from jtrain.plan.estimate.collectives import Kind
+from jtrain.plan.estimate.collectives import Collective, Kind
 from jtrain.plan.estimate.matmul_time import bf16_peak, matmuls, rate_of
-from jtrain.plan.estimate.network import collective_s, ring
+from jtrain.plan.estimate.network import seconds
 from jtrain.plan.estimate.step_time import Assumptions
 from jtrain.plan.job import Job
 from jtrain_kernels.cost import matmul_rate
@@ -34,8 +34,7 @@ def compiled_timeline(hlo: str, job: Job) -> Timeline:
     def network(kind: Kind, axes: tuple[str, ...], array_bytes: int, group: int) -> float:
         if not axes:
             return 0.0
-        over = ring(machine, mesh, axes, None if kind == "collective-permute" else group)
-        return collective_s(kind, array_bytes, over, efficiency=efficiency)
+        return seconds(Collective("", kind, axes, group, "", 1, array_bytes), machine, mesh, efficiency=efficiency)
 
     rates = Rates(
         flops_16=rate.bf16 * peak,

@@ -3,10 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-import jax
-
 from jtrain.errors import UserError
-from jtrain_kernels.device import DEVICES, DeviceSpec, from_name, live
+from jtrain_kernels.device import DEVICES, Device, DeviceSpec, from_name, live
 
 HOST_RESERVE = 0.2
 """Fraction of a host's memory that offloading leaves free, for the data pipeline, checkpoints and the system."""
@@ -59,7 +57,7 @@ class Machine:
         return f"{self.count} x {self.device.name}"
 
 
-def machine_of(devices: Sequence[jax.Device]) -> Machine:
+def machine_of(devices: Sequence[Device]) -> Machine:
     """The machine that `devices` make up, live or compile-only; its peaks may be unknown."""
     return Machine(live(devices[0]), len(devices))
 

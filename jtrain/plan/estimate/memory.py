@@ -11,7 +11,7 @@ import math
 
 from jtrain.layout import Layout
 from jtrain.mesh import BATCH_AXES
-from jtrain.model.fp8_scaling import fp8_weights
+from jtrain.model.fp8_scaling import fp8_weights, history_shape
 from jtrain.model.saved_activations import named_bytes, offloaded_names
 from jtrain.optim import AdamW, Muon
 from jtrain.optim.state import arrays
@@ -22,7 +22,6 @@ from jtrain.plan.job import Job
 from jtrain.precision import itemsize
 from jtrain.step.guard import LEFT_OUT, WINDOW
 from jtrain_kernels.device import Platform
-from jtrain_kernels.fp8.history import ROLES, STEPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +133,7 @@ def _scaling(layout: Layout, platform: Platform) -> int:
     if layout.precision.matmul_dtype != "fp8_delayed":
         return 0
     infos = fp8_weights([p.info for p in layout.params])
-    return 4 * sum(
-        local_elements(layout, layout.per_layer, (info.shape[0], len(ROLES), STEPS), platform) for info in infos
-    )
+    return 4 * sum(local_elements(layout, layout.per_layer, history_shape(info.shape[0]), platform) for info in infos)
 
 
 def _parameters(layout: Layout, platform: Platform) -> tuple[int, int]:

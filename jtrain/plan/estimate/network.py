@@ -1,12 +1,14 @@
 """Interconnects of a machine, and the time that a collective takes over them.
 
-The model of a collective is a ring: every device sends (n - 1) / n of the array, an all-reduce twice that, at the speed
-of the slowest link of the ring, and every hop adds a latency. Inside a host of GPUs, or a slice of TPUs, these are the
-direct links; beyond, all of the group's devices in one host share their network adapters. Source of the GPU latencies:
-NCCL's tuning.cc, Simple protocol; of the bandwidths: `jtrain_kernels.device`.
+On NVIDIA's GPUs sums and gathers take what NCCL's own model says (`jtrain.plan.fabric.nccl_model`). Elsewhere, and for
+other collectives, the model is a ring: every device sends (n - 1) / n of the array, an all-reduce twice that, at the
+speed of the slowest link of the ring, and every hop adds a latency. Inside a host of GPUs, or a slice of TPUs, these
+are the direct links; beyond, all of the group's devices in one host share their network adapters. Source of the GPU
+latencies: NCCL's tuning.cc, Simple protocol; of the bandwidths: `jtrain_kernels.device`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Literal
@@ -14,6 +16,10 @@ from typing import Literal
 from jtrain.errors import UserError
 from jtrain.plan.estimate.collectives import Collective, Kind
 from jtrain.plan.estimate.machine import Machine
+from jtrain.plan.fabric.fabric import Fabric
+from jtrain.plan.fabric.nccl_model import Group, chosen_us, nccl_group
+from jtrain.plan.fabric.torus import TORUS_HOP_S, exchange_share, torus_ring
+from jtrain_kernels.device import DeviceSpec
 
 RING_BASE_S, TREE_BASE_S = 8.4e-6, 8.4e-6
 LINK_HOP_S = {"ring": 3.4e-6, "tree": 4.0e-6}
@@ -22,9 +28,6 @@ NETWORK_HOP_S = 14e-6
 
 _CUBE = 64
 """Chips of the smallest slice of a torus of three dimensions that has wrap-around."""
-
-TORUS_HOP_S = 1e-6
-"""Latency from one TPU to its neighbour. Source: scaling book, part 3."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +98,8 @@ def ring(machine: Machine, mesh: Mapping[str, int], axes: tuple[str, ...], group
         assert spec.link_bytes_per_s is not None, spec.name
         share = 1.0
         if spec.torus_dims is not None:
-            share, hops = _torus(spec.torus_dims, linked, inside)
-            exchanged = spec.link_bytes_per_s * _exchange_share(spec.torus_dims, linked, inside)
+            share, hops = torus_ring(spec.torus_dims, linked, inside)
+            exchanged = spec.link_bytes_per_s * exchange_share(spec.torus_dims, linked, inside)
         speeds.append(spec.link_bytes_per_s * share)
     elif spec.torus_dims is not None:
         hops = 0.0
@@ -111,32 +114,6 @@ def ring(machine: Machine, mesh: Mapping[str, int], axes: tuple[str, ...], group
         exchanged = None  # the network between slices is slower than the torus
     sums_whole = spec.torus_dims == 3 and linked < _CUBE and inside > 4
     return Ring(devices, hosts, min(speeds, default=math.inf), hops, exchanged, sums_whole)
-
-
-def _torus(dims: int, slice_devices: int, group: int) -> tuple[float, float]:
-    """Fraction of a chip's links that a group of a slice uses, and the number of hops of its rings.
-
-    A group lies along some of the slice's dimensions, at least one. Slices below a cube of 4 x 4 x 4, or 16 x 16, have
-    no wrap-around, which halves a ring's bandwidth. Source: scaling book, part 2.
-    """
-    there = max(1, min(dims, int(math.log2(slice_devices))))
-    used = max(1.0, there * math.log(group) / math.log(slice_devices))
-    wraps = slice_devices >= (_CUBE if dims == 3 else 256)
-    side = group ** (1 / used)
-    return used / dims * (1.0 if wraps else 0.5), used * (side / 2 if wraps else side - 1)
-
-
-def _exchange_share(dims: int, slice_devices: int, group: int) -> float:
-    """Rate of an all-to-all, of each device's whole array, by the rate of all links of a device.
-
-    A group lies as a block along as many dimensions as it can. On a ring of s devices an array crosses s / 4 links on
-    average, both ways round; on a line s / 3, and its middle link limits it to half the ring's rate. Rings have at
-    least 4 devices, because slices with wrap-around are built of cubes of 4 x 4 x 4.
-    """
-    wraps = slice_devices >= (_CUBE if dims == 3 else 256)
-    used = max(1, min(dims, int(math.log2(group))))
-    side = group ** (1 / used)
-    return 4 / max(4.0, side) / dims if wraps else 2 / side / dims
 
 
 def collective_s(kind: Kind, array_bytes: int, over: Ring, *, count: int = 1, efficiency: float = 1.0) -> float:
@@ -157,6 +134,12 @@ def collective_s(kind: Kind, array_bytes: int, over: Ring, *, count: int = 1, ef
     return wire_bytes / (over.bytes_per_s * efficiency) + count * over.latency_s(kind)
 
 
+@functools.cache
+def _nccl_group(device: DeviceSpec, inside: int, hosts: int) -> Group | None:
+    """Devices of a collective, `inside` of each of `hosts` hosts, as NCCL sees them; None for other libraries."""
+    return nccl_group(Fabric(dataclasses.replace(device, linked=inside), inside * hosts))
+
+
 def seconds(sent: Collective, machine: Machine, mesh: Mapping[str, int], *, efficiency: float = 1.0) -> float:
     """Seconds that all collectives of one purpose take per step."""
     # A permute's group is a pair of devices, but all pairs of the ring send at once.
@@ -164,4 +147,8 @@ def seconds(sent: Collective, machine: Machine, mesh: Mapping[str, int], *, effi
     over = ring(machine, mesh, sent.axes, group)
     kind = "all-reduce" if sent.kind == "reduce-scatter" and over.sums_whole else sent.kind
     count = 1 if sent.purpose == "gradient norm" else sent.count  # a few bytes each, which compilers join
+    if kind in ("all-reduce", "all-gather", "reduce-scatter") and over.devices > 1:
+        nccl = _nccl_group(machine.device, over.devices // over.hosts, over.hosts)
+        if nccl is not None:
+            return count * chosen_us(nccl, kind, sent.array_bytes // count, share=efficiency) / 1e6
     return collective_s(kind, sent.array_bytes, over, count=count, efficiency=efficiency)

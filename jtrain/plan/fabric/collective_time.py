@@ -1,0 +1,163 @@
+"""Time of a collective over the levels of a fabric: latency + bytes / bandwidth, phase by phase, for any library.
+
+Levels are the links of a domain and the network between domains. NVLink counts with the part of its line rate that NCCL
+counts with, a torus with all of it. Latencies of GPUs are NCCL's of the Simple protocol, of TPUs those of the torus; a
+host's adapters work side by side, each for its own device.
+"""
+
+import dataclasses
+import math
+
+from jtrain.plan.fabric import nccl_constants as published
+from jtrain.plan.fabric.fabric import Fabric
+from jtrain.plan.fabric.nccl_channels import generation_of
+from jtrain.plan.fabric.nccl_constants import SIMPLE
+from jtrain.plan.fabric.spine import CollectiveKind
+from jtrain.plan.fabric.torus import TORUS_HOP_S, exchange_share, torus_ring
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkPhase:
+    """One step of an algorithm, in which all devices send alike.
+
+    where: `links` or `network`. sent_bytes: by one device. bytes_per_s: its rate there.
+    """
+
+    what: str
+    where: str
+    latency_us: float
+    sent_bytes: float
+    bytes_per_s: float
+
+    @property
+    def us(self) -> float:
+        """Microseconds that the phase takes."""
+        return self.latency_us + 1e6 * self.sent_bytes / self.bytes_per_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """An algorithm for a collective; its phases run one after another, or side by side."""
+
+    name: str
+    phases: tuple[NetworkPhase, ...]
+    side_by_side: bool = False
+
+    @property
+    def us(self) -> float:
+        """Microseconds that the collective takes."""
+        each = [phase.us for phase in self.phases]
+        return max(each) if self.side_by_side else sum(each)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Levels:
+    """Sizes and rates of a fabric's two levels; `network` counts what the spine leaves of one adapter's rate."""
+
+    fabric: Fabric
+    link: float
+    network: float
+
+    @property
+    def ring(self) -> float:
+        """Rate of a ring over all devices: a domain's adapters share what each device sends."""
+        return min(self.link, self.fabric.domain * self.network)
+
+
+def ways(fabric: Fabric, kind: CollectiveKind, array_bytes: int, *, share: float) -> list[Way]:
+    """The algorithms for a collective, fastest first.
+
+    Args:
+      array_bytes: the whole array; of an all-to-all, one device's operand.
+      share: fraction of the adapters' line rate that the network carries.
+    """
+    link = fabric.link_bytes_per_s
+    generation = generation_of(fabric.device.compute_capability)
+    if generation is not None:
+        link *= published.COUNTED_LINK[generation]
+    if fabric.device.torus_dims is not None and fabric.domain > 1:
+        link *= torus_ring(fabric.device.torus_dims, fabric.domain, fabric.domain)[0]
+    levels = _Levels(fabric, link, fabric.adapter_bytes_per_s * share)
+    if kind == "all-to-all":
+        return [_direct(levels, array_bytes)]
+    found = [_one_ring(levels, kind, array_bytes)]
+    if fabric.device.torus_dims is None and kind == "all-reduce":
+        found.append(_double_tree(levels, array_bytes))
+    if fabric.domains > 1 and fabric.domain > 1:
+        found.append(_hierarchical(levels, kind, array_bytes))
+    return sorted(found, key=lambda way: way.us)
+
+
+def _passes(kind: CollectiveKind) -> int:
+    return 2 if kind == "all-reduce" else 1
+
+
+def _inside_us(fabric: Fabric, hops: int) -> float:
+    """Latency of `hops` steps of a ring within one domain; a torus runs its rings both ways round."""
+    if fabric.device.torus_dims is None:
+        return hops * published.LINK_US["Ring"][SIMPLE]
+    return 1e6 * TORUS_HOP_S * torus_ring(fabric.device.torus_dims, fabric.domain, fabric.domain)[1]
+
+
+def _between_us(fabric: Fabric, hops: int) -> float:
+    """Latency of `hops` steps over the network."""
+    return hops * (published.NETWORK_US["Ring"][SIMPLE] + 2 * fabric.network.latency_us)
+
+
+def _base_us(fabric: Fabric) -> float:
+    """Latency of a collective before its first hop: that of a GPU's kernel."""
+    return 0.0 if fabric.device.torus_dims is not None else published.BASE_US["Ring"][SIMPLE]
+
+
+def _one_ring(levels: _Levels, kind: CollectiveKind, array_bytes: int) -> Way:
+    """Rings over all devices: every device sends (n - 1) / n of the array, twice for an all-reduce."""
+    fabric, passes = levels.fabric, _passes(kind)
+    within = _inside_us(fabric, fabric.count - fabric.domains) if fabric.domain > 1 else 0.0
+    latency = _base_us(fabric) + passes * (within + _between_us(fabric, fabric.domains - 1))
+    sent = passes * (fabric.count - 1) / fabric.count * array_bytes
+    where = "links" if fabric.domains == 1 or levels.link < fabric.domain * levels.network else "network"
+    name = "rings of the torus" if fabric.device.torus_dims is not None else "ring"
+    return Way(name, (NetworkPhase(f"{kind} over all devices", where, latency, sent, levels.ring),))
+
+
+def _double_tree(levels: _Levels, array_bytes: int) -> Way:
+    """NCCL's double binary tree over domains, a chain within: each half of the array up and down another tree."""
+    fabric = levels.fabric
+    hop = published.NETWORK_US["Tree"][SIMPLE] + 2 * fabric.network.latency_us
+    latency = published.BASE_US["Tree"][SIMPLE]
+    latency += 2 * (fabric.domain - 1) * published.LINK_US["Tree"][SIMPLE] + 2 * int(math.log2(fabric.domains)) * hop
+    over_network = 2 * (fabric.domains - 1) / fabric.domains * array_bytes / fabric.domain
+    if 2.0 * array_bytes / levels.link >= over_network / levels.network:
+        return Way("double tree", (NetworkPhase("up and down", "links", latency, 2.0 * array_bytes, levels.link),))
+    return Way("double tree", (NetworkPhase("up and down", "network", latency, over_network, levels.network),))
+
+
+def _hierarchical(levels: _Levels, kind: CollectiveKind, array_bytes: int) -> Way:
+    """Within the domains first, then the same parts of all domains over the network, then within again."""
+    fabric = levels.fabric
+    inside, between = fabric.domain, fabric.domains
+    step_us, parts = _inside_us(fabric, inside - 1), (inside - 1) / inside * array_bytes
+    scatter = NetworkPhase("reduce-scatter in each domain", "links", step_us, parts, levels.link)
+    gather = NetworkPhase("all-gather in each domain", "links", step_us, parts, levels.link)
+    passes = _passes(kind)
+    latency = _base_us(fabric) + _between_us(fabric, passes * (between - 1))
+    sent = passes * (between - 1) / between * array_bytes / inside
+    middle = NetworkPhase(f"{kind} between domains", "network", latency, sent, levels.network)
+    phases = {"all-reduce": (scatter, middle, gather), "all-gather": (middle, gather)}
+    return Way("hierarchical", phases.get(kind, (scatter, middle)))
+
+
+def _direct(levels: _Levels, array_bytes: int) -> Way:
+    """Every device sends each of the others its part; within and between domains at the same time."""
+    fabric = levels.fabric
+    inside = (fabric.domain - 1) / fabric.count * array_bytes
+    link, hop = levels.link, _inside_us(fabric, 1)
+    if fabric.device.torus_dims is not None and fabric.domain > 1:
+        inside = fabric.domain / fabric.count * array_bytes
+        link = fabric.link_bytes_per_s * exchange_share(fabric.device.torus_dims, fabric.domain, fabric.domain)
+    phases = [NetworkPhase("within each domain", "links", _base_us(fabric) + hop, inside, link)]
+    if fabric.domains > 1:
+        outside = (fabric.count - fabric.domain) / fabric.count * array_bytes
+        latency = _base_us(fabric) + _between_us(fabric, 1)
+        phases.append(NetworkPhase("between domains", "network", latency, outside, levels.network))
+    return Way("direct", tuple(phases), side_by_side=True)

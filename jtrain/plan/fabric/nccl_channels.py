@@ -1,0 +1,108 @@
+"""Channels that NCCL's search finds on hosts whose GPUs a switch of NVLink joins: how many, and how fast each is.
+
+NCCL tries bandwidths of a channel in a fixed order and keeps those that give the most in total. GPU i's adapter is
+taken to be next to GPU i, as in DGX, HGX and NVL72 machines.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from jtrain.plan.fabric import nccl_constants as published
+
+type GpuGeneration = Literal["volta", "ampere", "hopper", "blackwell"]
+
+
+def generation_of(capability: tuple[int, int] | None) -> GpuGeneration | None:
+    """The constants' name of a GPU's generation; None for other makers and before Volta."""
+    if capability is None or capability < (7, 0):
+        return None
+    if capability >= (10, 0):
+        return "blackwell"
+    return "hopper" if capability >= (9, 0) else "ampere" if capability >= (8, 0) else "volta"
+
+
+MAX_SEARCHED = 16
+"""Channels that the search finds at most, also after it has split them."""
+
+MAX_HEADS = 32
+"""GPUs of a domain that may lead a channel of NVLS."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Channels:
+    """Channels of one algorithm; `gb_per_s` is the bandwidth of each."""
+
+    count: int
+    gb_per_s: float
+
+    @property
+    def total(self) -> float:
+        """Bandwidth of all channels, in GB/s."""
+        return self.count * self.gb_per_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One NVLink domain as NCCL counts it; bandwidths of one GPU, one direction, in GB/s.
+
+    link: all of the GPU's NVLinks. adapter: path from the GPU into the network; None for a job of one domain.
+    """
+
+    gpus: int
+    generation: GpuGeneration
+    link: float
+    adapter: float | None
+
+    @property
+    def _steps(self) -> tuple[float, ...]:
+        table = published.STEPS_INSIDE if self.adapter is None else published.STEPS_BETWEEN
+        return table.get(self.generation, table["volta"])
+
+    def ring(self) -> Channels:
+        """Channels of rings, and of trees between hosts but for the bandwidth of NVLink."""
+        return self._doubled(self._search(self.link))
+
+    def tree(self) -> Channels:
+        """Channels of trees: a chain through the GPUs leaves one hop out, so NVLink carries more of them."""
+        return self._doubled(self._search(self.link * self.gpus / max(1, self.gpus - 1)))
+
+    def nvls(self) -> Channels:
+        """Channels of NVLS: each has a head, which sends and receives twice what the other GPUs do.
+
+        A single GPU has none, and gets `SLOWEST`.
+        """
+
+        def heads(step: float) -> int:
+            fits = self.gpus > 1 and (self.adapter is None or step <= self.adapter)
+            return min(math.floor(self.link / step) - 1, self.gpus, MAX_HEADS) if fits else 0
+
+        return _most(self._steps, heads)
+
+    def _search(self, link: float) -> Channels:
+        def channels(step: float) -> int:
+            over_links = math.floor(link / step)
+            over_adapters = MAX_SEARCHED if self.adapter is None else self.gpus * math.floor(self.adapter / step)
+            return min(over_links, over_adapters, MAX_SEARCHED)
+
+        if self.gpus == 1:  # every byte goes over the adapter
+            link = math.inf if self.adapter is None else self.adapter
+        return _most(self._steps, channels)
+
+    def _doubled(self, found: Channels) -> Channels:
+        """Splits fast channels in two, as NCCL does, but on Hopper and later only those of 50 GB/s, or few."""
+        late = self.generation in ("hopper", "blackwell")
+        if found.gb_per_s < 25 or (late and found.gb_per_s < 50 and found.count > 4):
+            return found
+        return Channels(min(2 * found.count, MAX_SEARCHED), found.gb_per_s / 2)
+
+
+SLOWEST = Channels(1, 0.1)
+"""What NCCL goes on with where its search finds nothing: a network below 1 Gbit/s per GPU."""
+
+
+def _most(steps: Sequence[float], count: Callable[[float], int]) -> Channels:
+    """The fastest step of those whose channels have the most bandwidth together."""
+    found = [Channels(count(step), step) for step in steps if count(step) > 0]
+    return max(found, key=lambda channels: channels.total, default=SLOWEST)

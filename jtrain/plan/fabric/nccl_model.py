@@ -1,0 +1,266 @@
+"""NCCL's own estimate of a collective's time, by which it chooses algorithm and protocol.
+
+    time = latency + bytes / bandwidth,    both by algorithm, protocol, hosts and GPUs per host
+
+This is the model of NCCL's sources (`jtrain.plan.fabric.nccl_constants`), for domains of equally many GPUs. NCCL knows
+nothing of oversubscription, of hash collisions and of what an adapter reaches: `on_network` adds them.
+
+Not here: CollNet, which NVLS takes the place of where GPUs are joined by an NVSwitch; broadcast and reduce; the
+corrections of NVLSTree for Grace hosts; the kernels for symmetric memory.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+from jtrain.plan.fabric import nccl_constants as published
+from jtrain.plan.fabric.fabric import Fabric, Processor
+from jtrain.plan.fabric.nccl_channels import Node, generation_of
+from jtrain.plan.fabric.nccl_constants import PROTOCOLS, SIMPLE, Algorithm, Protocol
+
+type Reduction = Literal["all-reduce", "all-gather", "reduce-scatter"]
+"""Collectives that NCCL has a model of; an all-to-all is sends and receives, which it has none of."""
+
+
+MAX_GATHERED = 32
+"""GPUs of a domain up to which NVLS gathers and scatters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """GPUs of one collective, as NCCL sees them.
+
+    node: one NVLink domain; nodes: their number.
+    adapter_gb_per_s: line rate of one GPU's adapter.
+    latency_us, cpu, sharp: as in `jtrain.plan.fabric.fabric.Network`.
+    """
+
+    node: Node
+    nodes: int
+    adapter_gb_per_s: float
+    latency_us: float = 0.0
+    cpu: Processor = "intel"
+    sharp: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of the collective."""
+        return self.node.gpus * self.nodes
+
+    @functools.cached_property
+    def channels(self) -> int:
+        """Channels of a ring as NCCL runs them: each channel of the search is used twice."""
+        return 2 * self.node.ring().count
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """NCCL's model of one algorithm and protocol: `bandwidth` is bytes of the array by time, in GB/s."""
+
+    algorithm: Algorithm
+    protocol: Protocol
+    latency_us: float
+    bandwidth: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """Time of one collective by one algorithm and protocol.
+
+    nccl_us: NCCL's estimate, by which it chooses. network_us: the same with what the network carries.
+    """
+
+    estimate: Estimate
+    nccl_us: float
+    network_us: float
+
+
+def nccl_group(fabric: Fabric) -> Group | None:
+    """The devices of a fabric as NCCL sees them; None if NCCL is not their library, or no NVLink joins them."""
+    device = fabric.device
+    generation = generation_of(device.compute_capability)
+    if generation is None or (fabric.domain == 1 and fabric.domains == 1):
+        return None
+    link = math.inf
+    if fabric.domain > 1:
+        link = fabric.link_bytes_per_s / 1e9 * published.COUNTED_LINK[generation]
+    adapter = None
+    if fabric.domains > 1:
+        to_host = device.host.link_bytes_per_s
+        limit = math.inf if to_host is None else to_host / 1e9 * published.COUNTED_PCIE
+        adapter = min(fabric.adapter_bytes_per_s / 1e9, limit)
+    network = fabric.network
+    node = Node(fabric.domain, generation, link, adapter)
+    line = 0.0 if adapter is None else fabric.adapter_bytes_per_s / 1e9
+    return Group(node, fabric.domains, line, network.latency_us, network.cpu, network.sharp)
+
+
+@functools.cache
+def estimates(group: Group, kind: Reduction) -> tuple[Estimate, ...]:
+    """Algorithms and protocols that NCCL may choose from, without the corrections for a size, which `time_us` adds."""
+    found = [*_ring(group, kind)]
+    if kind == "all-reduce":
+        found += _tree(group)
+    if published.NVLS_EFFICIENCY[group.node.generation]:
+        found += _nvls(group, kind)
+    if kind != "all-reduce" and group.node.gpus == 1:
+        found.append(_pat(group))
+    return tuple(found)
+
+
+def time_us(estimate: Estimate, group: Group, kind: Reduction, array_bytes: int) -> float:
+    """NCCL's estimate for an array.
+
+    Args:
+      array_bytes: the whole array: operand of an all-reduce or reduce-scatter, result of an all-gather.
+    """
+    latency, bandwidth = estimate.latency_us, estimate.bandwidth
+    late_nvls = estimate.algorithm == "NVLSTree" and group.node.generation == "blackwell"
+    if (estimate.algorithm == "Tree" or late_nvls) and array_bytes >= 64:
+        factors = published.TREE_CORRECTION[PROTOCOLS.index(estimate.protocol)]
+        index = int(math.log2(array_bytes // 64))
+        bandwidth *= factors[index] if index < len(factors) else 1.0
+    if estimate.algorithm == "Ring" and estimate.protocol == "Simple":
+        latency *= _plateau(group, kind, array_bytes)
+    return latency + array_bytes / (1000 * bandwidth)
+
+
+def on_network(estimate: Estimate, group: Group, kind: Reduction, array_bytes: int, *, share: float) -> float:
+    """NCCL's estimate, or what the adapters take if that is longer.
+
+    Args:
+      share: fraction of the adapters' line rate that the network carries.
+    """
+    nccl_us = time_us(estimate, group, kind, array_bytes)
+    if group.nodes == 1:
+        return nccl_us
+    parts = group.ranks if estimate.algorithm == "Ring" else group.nodes
+    passes = 2 if kind == "all-reduce" else 1
+    sent = passes * (parts - 1) / parts * array_bytes / group.node.gpus  # by one adapter
+    return max(nccl_us, estimate.latency_us + sent / (1000 * group.adapter_gb_per_s * share))
+
+
+def chosen_us(group: Group, kind: Reduction, array_bytes: int, *, share: float) -> float:
+    """Time on the network of the algorithm and protocol that NCCL chooses."""
+    best = min(estimates(group, kind), key=lambda estimate: time_us(estimate, group, kind, array_bytes))
+    return on_network(best, group, kind, array_bytes, share=share)
+
+
+def timed(group: Group, kind: Reduction, array_bytes: int, *, share: float = 1.0) -> list[Timed]:
+    """Every algorithm and protocol with its times; the first is what NCCL chooses."""
+    found = [
+        Timed(
+            estimate,
+            time_us(estimate, group, kind, array_bytes),
+            on_network(estimate, group, kind, array_bytes, share=share),
+        )
+        for estimate in estimates(group, kind)
+    ]
+    return sorted(found, key=lambda row: row.nccl_us)
+
+
+def bus_bandwidth(kind: str, ranks: int, array_bytes: int, us: float) -> float:
+    """Bus bandwidth in GB/s, as nccl-tests defines it: what each GPU would send if all sent equally."""
+    return array_bytes / (1000 * us) * (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks
+
+
+def _by_nodes(group: Group, table: dict[str, tuple[float, float, float]], name: str | None = None) -> float:
+    """The entry of a table for one, two or more domains."""
+    return table[name or group.node.generation][min(group.nodes, 3) - 1]
+
+
+def _hop_us(group: Group, algorithm: Algorithm, protocol: int) -> float:
+    """Latency of one hop over the network, with the plugin's, which Simple waits for twice."""
+    return published.NETWORK_US[algorithm][protocol] + group.latency_us * (2 if protocol == SIMPLE else 1)
+
+
+def _ll_gb_per_s(group: Group) -> float:
+    """Largest bandwidth of LL: by the GPU within a domain, by the host's processor between domains."""
+    by_cpu = "volta" if group.cpu == "intel" else "ampere"
+    return _by_nodes(group, published.LL_GB_PER_S, None if group.nodes == 1 else by_cpu)
+
+
+def _ring(group: Group, kind: Reduction) -> Iterator[Estimate]:
+    """Ring: n - 1 steps, twice for an all-reduce, of which one per domain goes over the network."""
+    passes = 2 if kind == "all-reduce" else 1
+    steps, between = passes * (group.ranks - 1), passes * (group.nodes - 1)
+    found = group.node.ring()
+    for index, protocol in enumerate(PROTOCOLS):
+        bus = found.total
+        if protocol == "LL":
+            bus = min(_ll_gb_per_s(group), bus * 0.5)
+        if protocol == "LL128":
+            bus = min(bus * 0.92, found.count * _by_nodes(group, published.RING_LL128_GB_PER_S))
+        posts = 0.0 if group.nodes == 1 else published.POST_US[group.cpu] * (3 if index == SIMPLE else 1)
+        inside_us = max(published.LINK_US["Ring"][index], posts)
+        exposed: Algorithm = "Tree" if group.node.gpus == 1 else "Ring"
+        latency = published.BASE_US["Ring"][index] + (steps - between) * inside_us
+        latency += between * _hop_us(group, exposed, index)
+        yield Estimate("Ring", protocol, latency, bus * group.ranks / steps)
+
+
+def _tree(group: Group) -> Iterator[Estimate]:
+    """Double binary tree over domains, a chain within: log2 of the domains up and down."""
+    found = group.node.tree()
+    for index, protocol in enumerate(PROTOCOLS):
+        bus = min(found.total * 0.92, found.count * _by_nodes(group, published.TREE_GB_PER_S))
+        if protocol == "LL":
+            bus = min(bus / 3.8, _ll_gb_per_s(group))
+        if protocol == "LL128":
+            most = found.count * _by_nodes(group, published.TREE_LL128_GB_PER_S)
+            bus = min(bus * (7 / 9 if group.nodes == 1 else 120 / 128), most)
+        if group.node.generation in ("hopper", "blackwell"):  # the search finds plain trees only
+            bus *= 0.85
+        hops = int(math.log2(group.nodes)) * _hop_us(group, "Tree", index)
+        latency = (
+            published.BASE_US["Tree"][index] + 2 * (group.node.gpus - 1) * published.LINK_US["Tree"][index] + 2 * hops
+        )
+        yield Estimate("Tree", protocol, latency, bus * 0.5)
+
+
+def _nvls(group: Group, kind: Reduction) -> Iterator[Estimate]:
+    """Reduction in the NVSwitch; between domains a tree, or SHARP."""
+    node, found = group.node, group.node.nvls()
+    if found.count < 2 or (kind != "all-reduce" and (group.nodes > 1 or node.gpus > MAX_GATHERED)):
+        return
+    inside = found.gb_per_s * published.NVLS_EFFICIENCY[node.generation] * (found.count - 1) / found.count
+    inside *= 2 if kind == "all-reduce" else (node.gpus - 1) / node.gpus
+    inside_us = published.LINK_US["NVLS"][SIMPLE]
+    to_bandwidth = group.ranks / (2 * (group.ranks - 1)) if kind == "all-reduce" else 1.0
+    if group.nodes == 1:
+        yield Estimate("NVLS", "Simple", inside_us, found.count * inside * to_bandwidth)
+        return
+    between = found.gb_per_s * (2 if group.nodes == 2 else 1)
+    of_tree = min(inside, between, _by_nodes(group, published.NVLS_TREE_GB_PER_S))
+    hops = 2 * int(math.log2(group.nodes)) * _hop_us(group, "NVLSTree", SIMPLE)
+    yield Estimate("NVLSTree", "Simple", inside_us + hops, found.count * of_tree * to_bandwidth)
+    if group.sharp:
+        of_sharp = min(inside, found.gb_per_s)
+        latency = inside_us + _hop_us(group, "NVLS", SIMPLE)
+        yield Estimate("NVLS", "Simple", latency, found.count * of_sharp * to_bandwidth)
+
+
+def _pat(group: Group) -> Estimate:
+    """Parallel aggregated trees, for hosts of one GPU."""
+    hops = int(math.log2(group.nodes)) * _hop_us(group, "PAT", SIMPLE) / 3.5
+    latency = published.BASE_US["PAT"][SIMPLE] + hops + group.ranks * 2.8
+    return Estimate("PAT", "Simple", latency, group.node.ring().total * 0.75)
+
+
+def _plateau(group: Group, kind: Reduction, array_bytes: int) -> float:
+    """Factor of a ring's latency with Simple, once channels have enough to send."""
+    late = group.node.generation == "blackwell"
+    applies = kind == "all-reduce" if group.nodes > 1 else late
+    each = array_bytes // (group.channels * group.ranks)  # per rank and channel
+    if not applies or each < 64:
+        return 1.0
+    factor = published.PLATEAU[group.node.generation]
+    if group.nodes > 1:
+        return factor
+    steps = (2 if kind == "all-reduce" else 1) * (group.ranks - 1)
+    most, less = factor - 1, 0.1
+    rises = 1 - (less / most) ** max(0, steps - 1)
+    falls = less * min(1.0, max(0.0, (each - 256 * 1024) / (256 * 1024)))
+    return 1 + rises * (most - falls)

@@ -1,0 +1,263 @@
+"""Time of one collective over a fabric: on the terminal, as JSON, and as a launch script's variables."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jtrain.plan.fabric.collective_time import Way, ways
+from jtrain.plan.fabric.fabric import Fabric
+from jtrain.plan.fabric.hashing import effective_queue_pairs
+from jtrain.plan.fabric.launch_variables import choice_lines, network_lines
+from jtrain.plan.fabric.nccl_constants import NCCL_VERSION
+from jtrain.plan.fabric.nccl_model import Group, Timed, bus_bandwidth, nccl_group, timed
+from jtrain.plan.fabric.spine import (
+    SETTINGS,
+    CollectiveKind,
+    Incast,
+    SpineTraffic,
+    advised_queue_pairs,
+    incast,
+    senders_to_one,
+    spine_traffic,
+)
+from jtrain.plan.sizes import show_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkSheet:
+    """One collective over one fabric.
+
+    array_bytes: the whole array; of an all-to-all, one device's operand.
+    messages: NCCL's messages on one connection; more queue pairs than these carry nothing.
+    group: the devices as NCCL sees them; None where NCCL is not the library.
+    """
+
+    fabric: Fabric
+    kind: CollectiveKind
+    array_bytes: int
+    traffic: SpineTraffic
+    messages: int
+    group: Group | None
+
+    def share(self, queue_pairs: int = 1) -> float:
+        """Fraction of the adapters' line rate that the network carries."""
+        return self.fabric.network.efficiency / self.traffic.slowdown(min(queue_pairs, self.messages))
+
+    def rows(self, queue_pairs: int = 1) -> list[Timed]:
+        """NCCL's algorithms and protocols, its choice first; empty where it has no model."""
+        if self.group is None or self.kind == "all-to-all":
+            return []
+        return timed(self.group, self.kind, self.array_bytes, share=self.share(queue_pairs))
+
+    def ways(self, queue_pairs: int = 1) -> list[Way]:
+        """Algorithms level by level, fastest first."""
+        return ways(self.fabric, self.kind, self.array_bytes, share=self.share(queue_pairs))
+
+    def us(self, queue_pairs: int = 1) -> float:
+        """Microseconds of the collective: of NCCL's choice, or of the fastest way where NCCL has no model."""
+        rows = self.rows(queue_pairs)
+        return rows[0].network_us if rows else self.ways(queue_pairs)[0].us
+
+    @functools.cached_property
+    def queue_pairs(self) -> int | None:
+        """Queue pairs per connection to set; None if no hash is involved."""
+        if not self.traffic.hashed or not self.traffic.flows:
+            return None
+        return advised_queue_pairs(self.traffic, most=self.messages)
+
+    @property
+    def incast(self) -> Incast:
+        """Senders to one adapter at the same time, and what waits for it."""
+        rows = self.rows()
+        senders = senders_to_one(self.kind, rows[0].estimate.algorithm if rows else "Ring", self.fabric.domains)
+        # Of an all-to-all a domain's GPUs send over the adapter on the receiver's rail; a tree's child sends its part.
+        parts = self.fabric.domains if self.kind == "all-to-all" else self.fabric.domain
+        return incast(senders, self.array_bytes / parts, self.fabric.network.buffer_bytes)
+
+
+def time_collective(fabric: Fabric, kind: CollectiveKind, array_bytes: int, *, scattered: bool) -> NetworkSheet:
+    """Times a collective; `scattered` as in `spine_traffic`."""
+    group = nccl_group(fabric)
+    connections = 1
+    if group is not None and fabric.domains > 1 and kind != "all-to-all":
+        connections = max(1, group.channels // fabric.domain)
+    traffic = spine_traffic(fabric, kind, connections=connections, scattered=scattered)
+    sent = array_bytes / fabric.count if kind == "all-to-all" else _sent_by_adapter(fabric, kind, array_bytes)
+    messages = effective_queue_pairs(SETTINGS[-1], sent, connections)
+    return NetworkSheet(fabric, kind, array_bytes, traffic, messages, group)
+
+
+def _sent_by_adapter(fabric: Fabric, kind: CollectiveKind, array_bytes: int) -> float:
+    """Bytes that one adapter sends in a ring over all devices."""
+    passes = 2 if kind == "all-reduce" else 1
+    return passes * (fabric.count - 1) / fabric.count * array_bytes / fabric.domain
+
+
+def title(sheet: NetworkSheet) -> str:
+    """One line: what is sent over which devices."""
+    return f"{sheet.kind} of {show_bytes(sheet.array_bytes)} over {sheet.fabric}"
+
+
+def describe(sheet: NetworkSheet) -> list[str]:
+    """Lines about the fabric and what its spine leaves."""
+    fabric, network, traffic = sheet.fabric, sheet.fabric.network, sheet.traffic
+    lines = [
+        f"{fabric.hosts} hosts; links join {fabric.domain} devices" + _rate(fabric.link_bytes_per_s, fabric.domain > 1)
+    ]
+    if fabric.domains == 1:
+        return lines
+    lines.append(
+        f"network: {fabric.adapter_bytes_per_s * 8e-9:g} Gbit/s per device, {network.efficiency:.0%} of it reached; "
+        f"rails: {fabric.rails}, {network.hosts_per_leaf} hosts per leaf, {fabric.uplinks} uplinks of "
+        f"{fabric.uplink_bytes_per_s * 8e-9:.4g} Gbit/s, {network.routing} routing"
+    )
+    if not traffic.flows:
+        lines.append("spine: nothing crosses it, all hosts are under one leaf of each rail")
+        return lines
+    how = "by load; each" if not traffic.hashed else "by a hash; with 1 queue pair per connection the fullest"
+    lines.append(
+        f"spine: {traffic.flows} flows of a leaf over {traffic.links} uplinks, spread {how} carries "
+        f"{traffic.max_load():.2f} flows, and adapters get {sheet.share():.0%} of their rate"
+    )
+    return lines
+
+
+def _rate(bytes_per_s: float, known: bool) -> str:
+    return f" with {bytes_per_s / 1e9:g} GB/s each" if known else ""
+
+
+def incast_line(sheet: NetworkSheet) -> str:
+    """One sentence about receivers: how many send to one, and what a switch must hold."""
+    found = sheet.incast
+    if found.senders < 2:
+        return "incast: none, one adapter sends to one"
+    text = (
+        f"incast: {found.senders} senders to one adapter: {show_bytes(found.backlog_bytes)} would wait in the switch; "
+        f"receivers admit a window of 4 MiB each (NCCL_BUFFSIZE), so {show_bytes(found.admitted_bytes)} at most"
+    )
+    if found.window_bytes is None:
+        return f"{text}; network.buffer_mb says what a port holds"
+    buffer = show_bytes(sheet.fabric.network.buffer_bytes or 0)
+    if not found.overflows:
+        return f"{text}, which a port's {buffer} hold"
+    return f"{text}, more than a port's {buffer}: it pauses or drops. A window of {show_bytes(found.window_bytes)} fits"
+
+
+def milliseconds(us: float) -> str:
+    """Microseconds as milliseconds with four digits, such as `6.691` or `38,710`."""
+    value = us / 1000
+    return f"{value:,.{max(0, 3 - math.floor(math.log10(value)))}f}"
+
+
+def table(left: list[str], right: list[str]) -> Table:
+    """An empty table with columns aligned to the left, then to the right."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for name in left:
+        made.add_column(name, no_wrap=True)
+    for name in right:
+        made.add_column(name, justify="right")
+    return made
+
+
+def print_sheet(sheet: NetworkSheet) -> None:
+    """Prints the fabric, NCCL's table and choice, the levels, and the variables."""
+    console = Console(width=None if Console().is_terminal else 110)
+    console.print(title(sheet), style="bold", highlight=False)
+    for line in describe(sheet):
+        console.print(line, highlight=False)
+    rows, ranks = sheet.rows(), sheet.fabric.count
+    if rows:
+        assert sheet.group is not None
+        node = sheet.group.node
+        searched = {"ring": node.ring(), "tree": node.tree()}
+        if any(row.estimate.algorithm.startswith("NVLS") for row in rows):
+            searched["NVLS"] = node.nvls()
+        channels = ", ".join(f"{name} {found.count} x {found.gb_per_s:g}" for name, found in searched.items())
+        console.print(f"\nNCCL {NCCL_VERSION}'s own model, channels in GB/s: {channels}", highlight=False)
+        found = table(["algorithm", "protocol"], ["latency us", "GB/s", "NCCL's us", "us here", "bus GB/s here"])
+        for row in rows:
+            bus = bus_bandwidth(sheet.kind, ranks, sheet.array_bytes, row.network_us)
+            one = row.estimate
+            numbers = [one.latency_us, one.bandwidth, row.nccl_us, row.network_us]
+            found.add_row(one.algorithm, one.protocol, *(f"{number:,.1f}" for number in numbers), f"{bus:.1f}")
+        console.print(found)
+        best = rows[0]
+        console.print(
+            f"NCCL chooses {best.estimate.algorithm} with {best.estimate.protocol}: {milliseconds(best.nccl_us)} ms by "
+            f"its model, {milliseconds(best.network_us)} ms on this network",
+            highlight=False,
+        )
+    elif sheet.kind == "all-to-all" and sheet.group is not None:
+        console.print("\nNCCL has no model of an all-to-all: it is sends and receives", highlight=False)
+    console.print("\nany library, level by level", highlight=False)
+    found = table(["way", "phase", "over"], ["us", "ms in all"])
+    for way in sheet.ways():
+        for index, phase in enumerate(way.phases):
+            name, total = (way.name, milliseconds(way.us)) if not index else ("", "")
+            found.add_row(name, phase.what, phase.where, f"{phase.us:,.1f}", total)
+    console.print(found)
+    if sheet.fabric.domains > 1:
+        console.print(incast_line(sheet), highlight=False)
+    if sheet.queue_pairs is not None and sheet.queue_pairs > 1:
+        console.print(
+            f"with {sheet.queue_pairs} queue pairs per connection: {milliseconds(sheet.us(sheet.queue_pairs))} ms in "
+            f"place of {milliseconds(sheet.us())}; `jtrain plan ecmp` has the table",
+            highlight=False,
+        )
+    console.print(shell_text(sheet), end="", highlight=False, markup=False, soft_wrap=True)
+
+
+def shell_text(sheet: NetworkSheet) -> str:
+    """NCCL's variables for this collective and network, as a shell script to be sourced."""
+    rows = sheet.rows()
+    lines = [f"# {title(sheet)}"]
+    if rows:
+        assert sheet.kind != "all-to-all"
+        lines += choice_lines(sheet.kind, rows[0].estimate, show_bytes(sheet.array_bytes))
+    if sheet.group is not None:
+        lines += network_lines(sheet.fabric.network, sheet.queue_pairs)
+    if len(lines) == 1:
+        lines.append("# No variables of NCCL follow from it.")
+    return "\n".join(lines) + "\n"
+
+
+def to_json(sheet: NetworkSheet) -> dict[str, Any]:
+    """The figures of the sheet; microseconds, bytes and bytes per second."""
+    found = sheet.incast
+    return {
+        "device": sheet.fabric.device.name,
+        "count": sheet.fabric.count,
+        "collective": sheet.kind,
+        "bytes": sheet.array_bytes,
+        "us": sheet.us(),
+        "nccl_version": NCCL_VERSION,
+        "nccl": [
+            {
+                "algorithm": row.estimate.algorithm,
+                "protocol": row.estimate.protocol,
+                "latency_us": row.estimate.latency_us,
+                "gb_per_s": row.estimate.bandwidth,
+                "nccl_us": row.nccl_us,
+                "us": row.network_us,
+                "bus_gb_per_s": bus_bandwidth(sheet.kind, sheet.fabric.count, sheet.array_bytes, row.network_us),
+            }
+            for row in sheet.rows()
+        ],
+        "ways": [
+            {
+                "name": way.name,
+                "us": way.us,
+                "phases": [dataclasses.asdict(phase) | {"us": phase.us} for phase in way.phases],
+            }
+            for way in sheet.ways()
+        ],
+        "spine": dataclasses.asdict(sheet.traffic) | {"share": sheet.share()},
+        "queue_pairs": sheet.queue_pairs,
+        "incast": dataclasses.asdict(found),
+        "shell": shell_text(sheet).splitlines(),
+    }
