@@ -87,11 +87,8 @@ PROGRAMS = (
     Program("activations on the host", "h200", "llama8b", f"{_ZERO} layout.offload.activations=1.0"),
     Program("sums in bfloat16", "h200", "llama8b", _IN_16_BITS),
     Program("ZeRO-3", "v5p", "llama8b", _ZERO, waits=True),
-    Program("expert=4, 24 layers", "v5p", "qwen3_30b_a3b", f"{_EXPERTS} model.num_layers=24"),
     Program("context=4, ring", "v5p", "llama8b", _LONG, waits=True),
     Program("data=4, tensor=2", "v5p", "llama8b", _HYBRID, waits=True),
-    Program("optimizer on the host", "v5p", "llama8b", f"{_ZERO} layout.offload.optimizer=1.0"),
-    Program("sums in bfloat16", "v5p", "llama8b", _IN_16_BITS),
 )
 
 
