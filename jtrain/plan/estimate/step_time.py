@@ -132,7 +132,7 @@ class StepTime:
     @property
     def waits_s(self) -> float:
         """Seconds of collectives in which the device computes nothing."""
-        return sum(row.waits_s for row in self.network)
+        return sum((row.waits_s for row in self.network), 0.0)
 
     @property
     def step_s(self) -> float:
