@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from tests.kernels import test_attention, test_grouped_matmul, test_linear, test_linear_cross_entropy, test_linear_fp8
+from tests.kernels import (
+    test_attention,
+    test_elementwise,
+    test_grouped_matmul,
+    test_linear,
+    test_linear_cross_entropy,
+    test_linear_fp8,
+)
 from tests.kernels.overlap import test_fp8
 from tests.model import test_moe
 
@@ -63,6 +70,10 @@ def sites() -> list[Site]:
 
 
 KERNELS = "kernels/jtrain_kernels/"
+TO_AND_FROM_HEADS = tuple(
+    functools.partial(test_linear.test_linear_contracts_the_last_dimensions, "float32", *shape)
+    for shape in (((2, 8, 4), (4, 6), 1), ((2, 8, 4), (4, 3, 5), 1), ((2, 8, 3, 5), (3, 5, 4), 2))
+)
 CHECKS: dict[str, tuple[Callable[[], None], ...]] = {
     "jtrain/model/expert_dispatch.py:_ragged": (
         functools.partial(test_moe.test_rows_reach_their_experts_and_come_back, test_moe.COUNTS["anything"]),
@@ -85,9 +96,14 @@ CHECKS: dict[str, tuple[Callable[[], None], ...]] = {
             *test_linear_fp8.SHAPES[0],
         ),
     ),
-    KERNELS + "linear/api.py:_backward": (
-        functools.partial(test_linear.test_linear_contracts_the_last_dimensions, "float32", (2, 8, 4), (4, 6), 1),
+    KERNELS + "linear/api.py:_xla": TO_AND_FROM_HEADS,
+    KERNELS + "linear/api.py:_dx": TO_AND_FROM_HEADS,
+    KERNELS + "linear/api.py:_dkernel": (
+        *TO_AND_FROM_HEADS,
         test_linear.test_a_float32_kernel_under_bfloat16_activations_gets_a_float32_gradient,
+    ),
+    KERNELS + "rms_norm/api.py:_gradients": (
+        functools.partial(test_elementwise.test_rms_norm_is_its_formula, "float32"),
     ),
     KERNELS + "linear_cross_entropy/api.py:_forward": (
         functools.partial(

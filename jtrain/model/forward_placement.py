@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 from jtrain.model import ops
@@ -35,6 +36,9 @@ class Placement:
     offload: saved activations that go to host memory, a subset of LAYER_INPUT and SAVEABLE.
     lookup: embedding lookup in a table split by columns, returning [B, L, D] in the compute dtype, so that neither
       embedding nor unembedding is ever whole; None if `fetch` gathers them.
+    on_torus: True if the devices form a TPU torus. Layers then keep the residual stream contiguous by rows: XLA:TPU
+      would give it the layout of `lookup`, whose narrow columns are its slowest dimension, and every layer would
+      transpose it.
     """
 
     fetch: Callable[[str, Any], Any]
@@ -50,12 +54,18 @@ class Placement:
     lookup: Callable[[Array, Array], Array] | None = None
     expert: int = 1
     stage: int = 1
+    on_torus: bool = False
 
     @property
     def vocabulary(self) -> dict[str, Any]:
         """Axes that split the vocabulary, the outermost first, and the number of devices along them."""
         axis = ("stage", "tensor") if self.stage > 1 else "tensor"
         return dict(axis=axis, shards=self.stage * self.tensor)
+
+
+def by_rows(x: Array) -> Array:
+    """The same array, contiguous by rows."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def single_device(dtype: str) -> Placement:

@@ -18,7 +18,7 @@ from jtrain.dims import Batch, ParamInfo
 from jtrain.errors import UserError
 from jtrain.model import ops
 from jtrain.model.attention import Attention
-from jtrain.model.forward_placement import LAYER_INPUT, Placement, checkpointed, single_device
+from jtrain.model.forward_placement import LAYER_INPUT, Placement, by_rows, checkpointed, single_device
 from jtrain.model.layer_scan import Layer, LayerCarry, check_scanned, scan_layers
 from jtrain.model.mlp import SwiGLU
 from jtrain.model.moe import MoE
@@ -247,7 +247,7 @@ class Transformer(nnx.Module):
         def layer(carry: LayerCarry, weights: Params, shared: tuple[Array, Array, Array]) -> LayerCarry:
             x_BLD, before = carry
             block = nnx.merge(block_def, placement.fetch("layers", weights))
-            x_BLD = checkpoint_name(x_BLD, LAYER_INPUT)
+            x_BLD = checkpoint_name(by_rows(x_BLD) if placement.on_torus else x_BLD, LAYER_INPUT)
             if (groups := placement.sequence_groups) > 1:
                 split: Any = dict(groups=groups, tensor=placement.tensor, context=placement.context)
                 return layer_in_groups(block, x_BLD, *shared, **split), before

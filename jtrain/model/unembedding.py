@@ -64,15 +64,15 @@ def loss_in_parts(
       target_BL: targets at all positions.
       fetch: gathers columns (tied: rows) of all shards, in the compute dtype.
     """
-    shard_Wd, whole = _columns(shard, fetch, tied=tied)
-    if num_parts(len(shard_Wd) * shards, shards) == 1:
+    shard_dW, whole = _columns(shard, fetch, tied=tied)
+    if num_parts(shard_dW.shape[1] * shards, shards) == 1:
         return unembedding_loss(
-            x_BLD, whole(shard_Wd), target_BL, axis=axis, shards=shards, chunk_tokens=chunk_tokens, z_loss=z_loss
+            x_BLD, whole(shard_dW), target_BL, axis=axis, shards=shards, chunk_tokens=chunk_tokens, z_loss=z_loss
         )
-    part_Zwd, column_Zw = _in_parts(shard_Wd, axis, shards)
+    part_Zdw, column_Zw = _in_parts(shard_dW, axis, shards)
     return ops.linear_cross_entropy_in_parts(
         x_BLD,
-        part_Zwd,
+        part_Zdw,
         column_Zw,
         target_BL,
         fetch=whole,
@@ -97,35 +97,38 @@ def token_nats_in_parts(
 
     Arguments are those of `loss_in_parts`.
     """
-    shard_Wd, whole = _columns(shard, fetch, tied=tied)
+    shard_dW, whole = _columns(shard, fetch, tied=tied)
     split = axis if shards > 1 else None
-    if num_parts(len(shard_Wd) * shards, shards) == 1:
-        return ops.token_cross_entropy(x_BLD, whole(shard_Wd), target_BL, chunk_tokens=chunk_tokens, axis=split)
-    part_Zwd, column_Zw = _in_parts(shard_Wd, axis, shards)
+    if num_parts(shard_dW.shape[1] * shards, shards) == 1:
+        return ops.token_cross_entropy(x_BLD, whole(shard_dW), target_BL, chunk_tokens=chunk_tokens, axis=split)
+    part_Zdw, column_Zw = _in_parts(shard_dW, axis, shards)
     return ops.token_cross_entropy_in_parts(
-        x_BLD, part_Zwd, column_Zw, target_BL, fetch=whole, chunk_tokens=chunk_tokens, axis=split
+        x_BLD, part_Zdw, column_Zw, target_BL, fetch=whole, chunk_tokens=chunk_tokens, axis=split
     )
 
 
 def _columns(
     shard: Float[Array, "_ _"], fetch: Callable[[Array], Array], *, tied: bool
-) -> tuple[Float[Array, "W d"], Callable[[Array], Float[Array, "D _"]]]:
-    """Returns this device's block with columns of the unembedding as rows, and the function that gathers some."""
+) -> tuple[Float[Array, "d W"], Callable[[Array], Float[Array, "D _"]]]:
+    """Returns this device's block of the unembedding, and the function that gathers some of its columns."""
 
-    def whole(part_wd: Array) -> Float[Array, "D W"]:
-        return fetch(part_wd).T if tied else fetch(part_wd.T)
+    def whole(part_dw: Array) -> Float[Array, "D W"]:
+        return fetch(part_dw.T).T if tied else fetch(part_dw)
 
-    return (shard if tied else shard.T), whole
+    return (shard.T if tied else shard), whole
 
 
 def _in_parts(
-    shard_Wd: Float[Array, "W d"], axis: ops.VocabAxis, shards: int
-) -> tuple[Float[Array, "Z w d"], Int[Array, "Z w"]]:
-    """Returns the parts of this device's block, padded to equal sizes, and the ids of their columns."""
-    local, d = shard_Wd.shape
+    shard_dW: Float[Array, "d W"], axis: ops.VocabAxis, shards: int
+) -> tuple[Float[Array, "Z d w"], Int[Array, "Z w"]]:
+    """Returns the parts of this device's block, padded to equal sizes, and the ids of their columns.
+
+    Columns come last: the few rows of a shard would be padded to a TPU's 128 lanes.
+    """
+    d, local = shard_dW.shape
     parts = num_parts(local * shards, shards)
     missing = -local % parts
-    part_Zwd = jnp.pad(shard_Wd, ((0, missing), (0, 0))).reshape(parts, -1, d)
+    part_dZw = jnp.pad(shard_dW, ((0, 0), (0, missing))).reshape(d, parts, -1)
     first = jax.lax.axis_index(axis) * local if shards > 1 else 0
     column_W = jnp.pad(first + jnp.arange(local), (0, missing), constant_values=ops.NO_COLUMN)
-    return part_Zwd, column_W.reshape(parts, -1)
+    return jnp.moveaxis(part_dZw, 1, 0), column_W.reshape(parts, -1)

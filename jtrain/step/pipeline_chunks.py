@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from jtrain.model import ops
+from jtrain.model.forward_placement import by_rows
 from jtrain.model.layer_scan import Detached, Layer
 from jtrain.model.param import Params
 from jtrain.model.router import RouterLosses
@@ -239,14 +239,6 @@ class StageChunks:
         return x_BLD, vjp
 
 
-def by_rows(x: Array) -> Array:
-    """The same array, contiguous by rows.
-
-    Without this XLA:TPU copies all slots in every tick, into the layout that a matmul of one of them prefers.
-    """
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-
-
 def _parts(weights: dict[str, Any]) -> Gradients:
     """Arrays that JAX differentiates, and the inputs whose gradients are largest absolute values."""
 
@@ -262,7 +254,11 @@ def _parts(weights: dict[str, Any]) -> Gradients:
 
 
 def _take(all_: Array, slot: Any, place: Array) -> Array:
-    """Value of one layer, from [slots, k, ...]."""
+    """Value of one layer, from [slots, k, ...].
+
+    Contiguous by rows: without it XLA:TPU copies all slots in every tick, into the layout that a matmul of one of them
+    prefers.
+    """
     sizes = (1, 1, *all_.shape[2:])
     return by_rows(jax.lax.dynamic_slice(all_, (slot, place, *[0] * (all_.ndim - 2)), sizes)).reshape(all_.shape[2:])
 

@@ -21,14 +21,14 @@ from jaxtyping import Array, Float, Int
 
 from jtrain.dims import Batch
 from jtrain.layout import Layout
-from jtrain.model.forward_placement import Placement
+from jtrain.model.forward_placement import Placement, by_rows
 from jtrain.model.fp8_scaling import fp8_weights, unseen, with_fp8
 from jtrain.model.param import Params
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
 from jtrain.pipeline.ticks import NONE, SCOPES, Field, Ticks, arriving_cotangent, arriving_input
-from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks, by_rows
+from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
 from jtrain.step.zero import gathered_once, gathers_once, placement_of, scattered_once, trained_part, with_whole

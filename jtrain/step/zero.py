@@ -64,6 +64,7 @@ def placement_of(layout: Layout) -> Placement:
         streams=any(p.param_memory == "pinned_host" for p in layout.params),
         offload=offloaded_names(layout),
         lookup=functools.partial(_lookup, layout) if layout.gathers_weights else None,
+        on_torus=bool(layout.rings),
     )
 
 
@@ -279,18 +280,29 @@ def _lookup(layout: Layout, table_Vd: Array, token_BL: Array) -> Array:
 
 def gather_shards(layout: Layout, shard: Array, dim: int) -> Array:
     """Gathers the shards of all devices along `ZERO_AXES` along `dim`, in device order."""
-    axes = layout.mesh.zero_axes
+    axes, lead = layout.mesh.zero_axes, _lead(layout, dim)
+    shard = jnp.moveaxis(shard, dim, lead)
     for groups in reversed(_ring_groups(layout.rings)):  # fastest dimension first: each step joins adjacent parts
-        shard = jax.lax.all_gather(shard, axes, axis=dim, tiled=True, axis_index_groups=groups)
-    return shard
+        shard = jax.lax.all_gather(shard, axes, axis=lead, tiled=True, axis_index_groups=groups)
+    return jnp.moveaxis(shard, lead, dim)
 
 
 def scatter_shards(layout: Layout, whole: Array, dim: int) -> Array:
     """Returns this device's shard of the sum over `ZERO_AXES`, in the input dtype; transpose of `gather_shards`."""
-    axes = layout.mesh.zero_axes
+    axes, lead = layout.mesh.zero_axes, _lead(layout, dim)
+    whole = jnp.moveaxis(whole, dim, lead)
     for groups in _ring_groups(layout.rings):
-        whole = jax.lax.psum_scatter(whole, axes, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
-    return whole
+        whole = jax.lax.psum_scatter(whole, axes, scatter_dimension=lead, tiled=True, axis_index_groups=groups)
+    return jnp.moveaxis(whole, lead, dim)
+
+
+def _lead(layout: Layout, dim: int) -> int:
+    """Returns the position of `dim` during a collective: in front on a TPU torus.
+
+    XLA:TPU gathers and scatters along the slowest dimension in memory. Asked for another, it keeps the shards with that
+    dimension last, where 32 elements take a tile's 128 lanes; and it copies what it has gathered.
+    """
+    return 0 if layout.rings else dim
 
 
 def _ring_groups(rings: tuple[int, ...]) -> list[list[list[int]] | None]:

@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,14 +9,16 @@ from jtrain_kernels.linear.api import linear
 from jtrain_kernels.linear.reference import linear_reference
 from tests.kernels.gradients import agree_with, dtypes, normal
 
-
-@pytest.mark.smoke
-@dtypes
-@pytest.mark.parametrize(
+shapes = pytest.mark.parametrize(
     ("x", "kernel", "num_in"),
     [((2, 8, 4), (4, 6), 1), ((2, 8, 6), (6, 4), 1), ((2, 8, 4), (4, 3, 5), 1), ((2, 8, 3, 5), (3, 5, 4), 2)],
     ids=["widens", "narrows", "to heads", "from heads"],
 )
+
+
+@pytest.mark.smoke
+@dtypes
+@shapes
 def test_linear_contracts_the_last_dimensions(
     dtype: str, x: tuple[int, ...], kernel: tuple[int, ...], num_in: int
 ) -> None:
@@ -42,6 +46,20 @@ def test_the_kernel_gradient_is_exact_through_the_cpus_transpose() -> None:
     dy = np.random.default_rng(1).integers(-8, 8, (64, 24))
     _, vjp = jax.vjp(linear, jnp.asarray(x, jnp.bfloat16), jnp.zeros((16, 24), jnp.float32))
     np.testing.assert_array_equal(vjp(jnp.asarray(dy, jnp.bfloat16))[1], x.T @ dy)
+
+
+@shapes
+def test_a_tpu_multiplies_arrays_as_they_are(x: tuple[int, ...], kernel: tuple[int, ...], num_in: int) -> None:
+    """There is no reshape in what a TPU compiles, which would copy the activations. A GPU's program has some."""
+    given, weight = normal(0, *x), normal(1, *kernel)
+
+    def both(x: jax.Array, w: jax.Array) -> Any:
+        y, vjp = jax.vjp(lambda x, w: linear(x, w, num_in), x, w)
+        return vjp(y)
+
+    traced = jax.jit(both).trace(given, weight)
+    count = {p: traced.lower(lowering_platforms=(p,)).as_text().count("stablehlo.reshape") for p in ("cuda", "tpu")}
+    assert count["tpu"] == 0 < count["cuda"], count
 
 
 def test_only_the_cpu_multiplies_by_the_identity() -> None:

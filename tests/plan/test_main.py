@@ -49,7 +49,7 @@ def test_a_plan_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         "1,000,000,000 tokens at a",
     ):
         assert part in text, part
-    for part in ("goodput of 90%", "$", "J per token", "40 bytes a parameter", "mesh.data=8 (the config: 1)"):
+    for part in ("goodput of 90%", "$", "J per token", "40 bytes a parameter", "mesh.data=8 (the config: auto)"):
         assert part in text, part
 
     found = json.loads(file.read_text())
@@ -257,7 +257,7 @@ PROGRAM = "ENTRY %main () -> s32[] {\n  ROOT %z = s32[] constant(0)\n}\n"
 
 def compiled_sheet(**said: Any) -> Sheet:
     """The tiny config on one H200, with a compiler that says these bytes."""
-    run = build_run(load_config("tiny"))
+    run = build_run(load_config("tiny", sets=("mesh.data=1",)))
     machine = make_machine("h200", 1)
     job = plan_job(run, machine)
     plan = memory(job)

@@ -216,7 +216,7 @@ def search_table(
 def _largest_batch(sheet: Sheet) -> int:
     """Sequences per step of the largest batch that fits."""
     spec, mesh = sheet.job.layout.spec, sheet.job.layout.mesh
-    return sheet.largest_rows * spec.microbatches * mesh.replica * mesh.data * mesh.expert
+    return sheet.largest_rows * spec.microbatches * mesh.replica * mesh.shape["data"] * mesh.expert
 
 
 def _bytes_table(sheet: Sheet) -> tuple[str, Table]:

@@ -114,7 +114,7 @@ def point_of(
 ) -> Point:
     """Estimates one step of one sequence per device under a strategy."""
     machine = make_machine(device, count, host_memory_bytes=HOST_BYTES)
-    rows = strategy.mesh.replica * strategy.mesh.data
+    rows = strategy.mesh.replica * strategy.mesh.shape["data"]
     layout = make_layout(strategy.spec, strategy.mesh, model.param_infos(), precision=strategy.precision)
     job = Job(model, layout, strategy.optimizer, rows, SEQ_LEN, machine)
     return evaluate(SearchTask(job, strategy.spec), strategy.spec, strategy.mesh, timed=timed)

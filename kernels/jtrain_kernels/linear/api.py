@@ -1,6 +1,9 @@
 """Contraction of the last dimensions with a weight, with a backward pass that suits each back end."""
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,8 @@ from jaxtyping import Array, Float
 from jtrain_kernels import cost, registry
 from jtrain_kernels.errors import UserError
 from jtrain_kernels.linear.cpu import kernel_gradient_cpu
-from jtrain_kernels.linear.reference import contract
+from jtrain_kernels.linear.reference import contract, linear_reference
+from jtrain_kernels.linear.unmerged import dkernel_tpu, dx_tpu
 
 
 def linear(x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1) -> Float[Array, "..."]:
@@ -29,35 +33,56 @@ def linear(x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1)
     return registry.call(LINEAR, x=x, kernel=kernel, num_in=num_in)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _xla(x: Array, kernel: Array, num_in: int) -> Float[Array, "..."]:
-    in_dims, out_dims = kernel.shape[:num_in], kernel.shape[num_in:]
-    lead = x.shape[: x.ndim - num_in]
-    y_TO = _matmul(x.reshape(-1, math.prod(in_dims)), kernel.reshape(math.prod(in_dims), math.prod(out_dims)))
-    return y_TO.reshape(*lead, *out_dims)
+    def merged(x: Array, kernel: Array) -> Array:
+        y_TO = contract(*_matrices(x, kernel, num_in), 1, 0, x.dtype)
+        return y_TO.reshape(*x.shape[: x.ndim - num_in], *kernel.shape[num_in:])
+
+    tpu = partial(linear_reference, num_in=num_in)
+    return jax.lax.platform_dependent(x, kernel.astype(x.dtype), tpu=tpu, default=merged)
 
 
-@jax.custom_vjp
-def _matmul(x_TI: Float[Array, "T I"], kernel_IO: Float[Array, "I O"]) -> Float[Array, "T O"]:
-    return contract(x_TI, kernel_IO.astype(x_TI.dtype), 1, 0, x_TI.dtype)
+def _forward(x: Array, kernel: Array, num_in: int) -> tuple[Array, tuple[Array, Array]]:
+    return _xla(x, kernel, num_in), (x, kernel)
 
 
-def _forward(x_TI: Array, kernel_IO: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _matmul(x_TI, kernel_IO), (x_TI, kernel_IO)
+def _backward(num_in: int, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, kernel = saved
+    return _dx(dy, x, kernel, num_in), _dkernel(x, dy, kernel, num_in)
 
 
-def _backward(saved: tuple[Array, Array], dy_TO: Array) -> tuple[Array, Array]:
-    x_TI, kernel_IO = saved
-    dx_TI = contract(dy_TO, kernel_IO.astype(x_TI.dtype), 1, 1, x_TI.dtype)
-    dkernel_IO = jax.lax.platform_dependent(
-        x_TI,
-        dy_TO,
-        cpu=lambda x, dy: kernel_gradient_cpu(x, dy, kernel_IO.dtype),
-        default=lambda x, dy: contract(x, dy, 0, 0, kernel_IO.dtype),
+_xla.defvjp(_forward, _backward)
+
+
+def _dx(dy: Array, x: Array, kernel: Array, num_in: int) -> Float[Array, "..."]:
+    def merged(dy: Array, kernel: Array) -> Array:
+        x_TI, kernel_IO = _matrices(x, kernel, num_in)
+        return contract(dy.reshape(len(x_TI), -1), kernel_IO, 1, 1, x.dtype).reshape(x.shape)
+
+    tpu = partial(dx_tpu, num_in=num_in, dtype=x.dtype)
+    return jax.lax.platform_dependent(dy, kernel.astype(x.dtype), tpu=tpu, default=merged)
+
+
+def _dkernel(x: Array, dy: Array, kernel: Array, num_in: int) -> Float[Array, "..."]:
+    def merged(x: Array, dy: Array, product: Callable[[Array, Array, Any], Array]) -> Array:
+        x_TI, _ = _matrices(x, kernel, num_in)
+        return product(x_TI, dy.reshape(len(x_TI), -1), kernel.dtype).reshape(kernel.shape)
+
+    return jax.lax.platform_dependent(
+        x,
+        dy,
+        cpu=partial(merged, product=kernel_gradient_cpu),
+        tpu=partial(dkernel_tpu, num_in=num_in, dtype=kernel.dtype),
+        default=partial(merged, product=lambda x, dy, dtype: contract(x, dy, 0, 0, dtype)),
     )
-    return dx_TI, dkernel_IO
 
 
-_matmul.defvjp(_forward, _backward)
+def _matrices(x: Array, kernel: Array, num_in: int) -> tuple[Float[Array, "T I"], Float[Array, "I O"]]:
+    """Both with all contracted dimensions merged into one, and all others."""
+    inputs = math.prod(kernel.shape[:num_in])
+    return x.reshape(-1, inputs), kernel.reshape(inputs, -1)
+
 
 LINEAR = registry.Op(
     "linear",
