@@ -71,6 +71,11 @@ class MeshSpec:
         return math.prod(self.shape[axis] for axis in ZERO_AXES)
 
     @property
+    def batch_shards(self) -> int:
+        """Number of parts into which the sequences of a batch are split."""
+        return math.prod(self.shape[axis] for axis in BATCH_AXES)
+
+    @property
     def size(self) -> int:
         """Number of devices."""
         return math.prod(self.shape.values())

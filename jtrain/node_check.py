@@ -19,6 +19,7 @@ import numpy as np
 
 from jtrain.errors import HardwareFault, UserError
 from jtrain.runtime import cli, exit_codes, multihost
+from jtrain.runtime.accelerators import DEVICES, DeviceChoice
 from jtrain.runtime.exchange import ProcessExchange
 from jtrain.runtime.platform import start_jax
 
@@ -42,12 +43,13 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jtrain.node_check",
         description="Checks each device, each node's disk and one sum over all devices. Takes the arguments of the "
-        "training command and reads --emulate-devices alone.",
+        "training command and reads --emulate-devices and --device.",
         epilog="Exit codes: 0 fine; 76 this node fails, as named; 75 another node does; 2 the sum over all devices "
         "is wrong or does not end.",
         allow_abbrev=False,
     )
     parser.add_argument("--emulate-devices", type=int, metavar="N", help="check N CPU devices")
+    parser.add_argument("--device", choices=DEVICES, help="check this kind of device (default: the fastest here)")
     return parser
 
 
@@ -193,9 +195,9 @@ def check_all_reduce(*, wait_s: float) -> None:
         raise UserError(f"{where}: {fault}. {advice}")
 
 
-def check(emulate_devices: int | None) -> int:
+def check(emulate_devices: int | None, device: DeviceChoice | None) -> int:
     """Runs the whole check in this process; returns the exit code."""
-    start_jax(os.environ, emulate_devices=emulate_devices)
+    start_jax(os.environ, emulate_devices=emulate_devices, device=device)
     multihost.join_processes(os.environ)
     import jax
 
@@ -216,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         args, _ = parser().parse_known_args(argv)
-        return check(args.emulate_devices)
+        return check(args.emulate_devices, args.device)
 
     return cli.run(run)
 

@@ -83,7 +83,7 @@ def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
     mesh = dataclasses.replace(was, replica=1, data=count // others)
     batch = config.data.global_batch
     rows = shard_size("data.global_batch", batch, mesh.shape, BATCH_AXES)
-    at_a_time = max(1, batch // (was.replica * was.shape["data"] * was.expert) // layout.microbatches)
+    at_a_time = max(1, batch // was.batch_shards // layout.microbatches)
     parts = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= at_a_time)
     changes = {"mesh.replica": 1, "mesh.data": count // others, "layout.microbatches": parts}
     before = {"mesh.replica": was.replica, "mesh.data": was.shape["data"], "layout.microbatches": layout.microbatches}

@@ -14,7 +14,7 @@ from jtrain.plan.search import Point, SearchTask, evaluate, fits
 def largest_rows(task: SearchTask, point: Point) -> int:
     """Most sequences per device that fit at a time, with the same number of microbatches; 0 if not even one fits."""
     task = dataclasses.replace(task, memory_share=1.0)
-    shards = point.mesh.replica * point.mesh.shape["data"] * point.mesh.expert * point.spec.microbatches
+    shards = point.mesh.batch_shards * point.spec.microbatches
 
     def fit(rows: int) -> bool:
         larger = task.changed(global_batch=rows * shards)
