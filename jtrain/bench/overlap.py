@@ -149,7 +149,7 @@ def compiled(device: str, form: str, sets: tuple[str, ...]) -> Iterator[Row]:
 
 
 def attention_s(device: str) -> dict[tuple[str, str], float]:
-    """Seconds of one layer's attention kernels in each phase, as the kernels' cost model has them.
+    """Seconds of a step's attention kernels in each phase, as the kernels' cost model has them.
 
     Args:
       device: name in `TOPOLOGIES`.
@@ -163,7 +163,9 @@ def attention_s(device: str) -> dict[tuple[str, str], float]:
     peak = spec.peak_bf16_flops
     assert peak is not None, "both devices have one"
     forward, backward = ATTENTION[KERNEL[spec.platform]][model.head_dim]
-    flops = 4 * SEQUENCES * model.num_heads / DEVICES * SEQ_LEN**2 / 2 * model.head_dim  # half of it is masked
+    flops = (
+        model.num_layers * 4 * SEQUENCES * model.num_heads / DEVICES * SEQ_LEN**2 / 2 * model.head_dim
+    )  # half of it is masked
     return {
         ("forward", "layers/attention"): flops / (peak * forward),
         ("backward", "layers/attention"): BACKWARD_FLOPS * flops / (peak * backward),

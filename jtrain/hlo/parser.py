@@ -84,16 +84,17 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
             opcode = instruction.opcode
             if opcode.endswith(("-done", "-update")):
                 continue
-            beside, under, stop = asynchronous, hidden, index
+            beside, under, begin, stop = asynchronous, hidden, index, index
             if opcode.endswith("-start") and '"is_sync":true' not in instruction.line:
-                beside, stop = True, done_of(instructions, index) or len(instructions)
-                between = instructions[index + 1 : stop]
+                beside, begin, stop = True, begin_of(instructions, index), done_of(instructions, index)
+                stop = stop or len(instructions)
+                between = instructions[begin + 1 : stop]
                 under |= any(
                     _multiplies(i, computations, multiplies)
                     for i in between
                     if not i.opcode.endswith(("-start", "-update", "-done"))
                 )
-            yield Visit(name, instruction, times, beside, under, instructions, index, stop)
+            yield Visit(name, instruction, times, beside, under, instructions, begin, stop)
             inner = times
             if opcode == "while":
                 trips = trip_count(instruction.line, computations)
@@ -106,6 +107,20 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
                 yield from visit(inside, inner, beside, under)
 
     yield from visit(entry, 1, False, False)
+
+
+def begin_of(instructions: list[Instruction], start: int) -> int:
+    """Index at which the start at `start` has its data: that of its first update, if the start has no operands.
+
+    A TPU's sparse cores are started before the data exist that they will send.
+    """
+    if instructions[start].operands:
+        return start
+    name = instructions[start].name
+    for index in range(start + 1, len(instructions)):
+        if instructions[index].opcode.endswith("-update") and name in instructions[index].operands:
+            return index
+    return start
 
 
 def done_of(instructions: list[Instruction], start: int) -> int | None:
@@ -167,6 +182,8 @@ def read(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
             type_, rest = _split_type(line[start + 3 :])
             name = line[:start].split()[-1].removeprefix("%")
             current.append(Instruction(name, type_, rest.partition("(")[0].strip(), line))
+        elif current and line.strip() not in ("", "}"):  # metadata of a TPU kernel has lines of its own
+            current[-1] = dataclasses.replace(current[-1], line=f"{current[-1].line} {line}")
     return found, entry
 
 

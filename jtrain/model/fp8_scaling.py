@@ -5,6 +5,7 @@ unembedding with its loss, the router and routed experts keep the compute dtype.
 cases: an `ops.Fp8Kernel` takes the place of the weight's array.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -48,6 +49,12 @@ def check_matmul_dtype(precision: PrecisionSpec, mesh: Mesh) -> None:
 def fp8_weights(infos: Sequence[ParamInfo]) -> tuple[ParamInfo, ...]:
     """The parameters that multiply in 8 bits: the layers' matrices, except routers and routed experts."""
     return tuple(info for info in infos if info.is_matrix and info.dims.startswith("Y") and "X" not in info.dims)
+
+
+@functools.cache
+def history_shape(num_layers: int) -> tuple[int, ...]:
+    """Shape of the amax histories of one 8-bit weight, [Y, 3, S]."""
+    return jax.eval_shape(functools.partial(ops.no_amax, num_layers)).shape
 
 
 def first_scaling(infos: Sequence[ParamInfo], params: Params | None = None) -> Tree:

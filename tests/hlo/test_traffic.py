@@ -122,6 +122,14 @@ def test_a_pair_is_asynchronous_and_hidden_if_a_matmul_lies_between() -> None:
     assert pairs(MATMUL, sync=True)["all-reduce", 256] == (0, 0)
 
 
+def test_nothing_is_hidden_before_a_sparse_core_has_the_data() -> None:
+    """A start without operands only wakes it: the update brings the data, here after the matmul."""
+    update = "%up = ((bf16[8]{0}), bf16[64]{0}) call-update(%sc), to_apply=%sparse"
+    late = PAIRS.replace(f"  {update}\n  MATMUL", f"  {MATMUL}\n  {update}").replace("SYNC", "to_apply=%add")
+    gathered = next(t for t in traffic(late, SHAPE) if t.kind == "all-gather")
+    assert (gathered.async_bytes, gathered.hidden_bytes) == (128, 0)
+
+
 def test_overlap_is_in_bytes_on_the_wire() -> None:
     """An all-reduce counts twice."""
     rows = [

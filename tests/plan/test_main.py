@@ -1,6 +1,7 @@
 """`python -m jtrain.plan`: what it prints and writes, the command that it offers, and every refusal."""
 
 import dataclasses
+import io
 import itertools
 import json
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from jtrain.config import tree
 from jtrain.config.load import for_devices, load_config
@@ -23,7 +25,7 @@ from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.estimate.step_time import cost, step_time
 from jtrain.plan.from_run import plan_job
 from jtrain.plan.plan_check import check_good
-from jtrain.plan.report.plan_sheet import Sheet, classes, to_json
+from jtrain.plan.report.plan_sheet import Sheet, classes, print_sheet, to_json
 from jtrain_kernels.device import from_name
 
 TINY = ("tiny", "--device", "h200", "--count", "8")
@@ -267,6 +269,10 @@ def test_a_machine_has_the_name_that_its_compiler_knows(device: str, count: int,
     assert topology_of(from_name(device), count) == name
 
 
+PROGRAM = "ENTRY %main () -> s32[] {\n  ROOT %z = s32[] constant(0)\n}\n"
+"""A compiled program that computes nothing."""
+
+
 def compiled_sheet(**said: Any) -> Sheet:
     """The tiny config on one H200, with a compiler that says these bytes."""
     run = build_run(load_config("tiny", sets=("mesh.data=1",)))
@@ -278,10 +284,26 @@ def compiled_sheet(**said: Any) -> Sheet:
     said["peak_bytes"] = int(plan.total_bytes * said.pop("peak_over_formula"))
     for field in dataclasses.fields(CompiledStep):
         said.setdefault(field.name, nothing.get(getattr(field.type, "__name__", ""), ()))
-    said["hlo"] = ""
+    said["hlo"] = said["hlo"] or PROGRAM
     compiled = CompiledStep(**said)
     spent = cost(timed, machine, tokens=10**6, goodput=0.9)
     return Sheet("tiny", job, plan, timed, spent, 0.9, largest_rows=1, compiled=compiled)
+
+
+@pytest.mark.parametrize(("turns", "waits_s"), [(3, 0.0), (None, None)])
+def test_a_plan_says_what_the_compiled_schedule_waits_for(turns: int | None, waits_s: float | None) -> None:
+    """Nothing, on one device; of a loop whose length is not in the program it is not known."""
+    loop = "%w = (s32[]) while(%z), condition=%turn, body=%body"
+    known = f', backend_config={{"known_trip_count":{{"n":"{turns}"}}}}' if turns else ""
+    body = "%body (p: (s32[])) -> (s32[]) {\n  ROOT %p = (s32[]) parameter(0)\n}\n"
+    condition = "%turn (q: (s32[])) -> pred[] {\n  ROOT %q = (s32[]) parameter(0)\n}\n"
+    hlo = f"{body}\n{condition}\n{PROGRAM.replace('ROOT', f'{loop}{known}{chr(10)}  ROOT')}"
+    sheet = compiled_sheet(peak_over_formula=1.0, hlo=hlo)
+    assert to_json(sheet)["step"]["compiled_waits_s"] == waits_s
+    out = io.StringIO()
+    print_sheet(sheet, Console(file=out, width=110), [])
+    said = "unknown" if waits_s is None else "0 s"
+    assert f"waits for the network: 0 s by the formula, {said} in the compiled schedule" in out.getvalue()
 
 
 @pytest.mark.parametrize(("peak_over_formula", "good"), [(0.92, True), (1.08, True), (0.88, False), (1.2, False)])

@@ -4,9 +4,10 @@ Walks the scheduled HLO in order, with every iteration of its loops. Nothing run
 
 - The compute stream runs one instruction after the other. Each takes the longer of its FLOPs at the rate of their
   dtype and of its bytes at the memory's bandwidth; launches take no time, which can only make the hidden share smaller.
-- A transfer begins when the compute stream reaches its start and the links are free, and takes its bytes over the
-  link's bandwidth; no latency is known. At its done the compute stream waits for it. A collective that is not a pair
-  of start and done is waited for at once.
+- A transfer begins when the compute stream reaches its start (of a TPU's sparse cores: the update that hands over the
+  data) and the links are free, and takes its bytes over the link's bandwidth; no latency is known, unless the rates
+  have seconds of their own. At its done the compute stream waits for it. A collective that is not a pair of start and
+  done is waited for at once.
 - Behind a switch a device has one link each way, and all its transfers queue for it. On a torus, permutes between
   other pairs use other links, each one direction of one dimension; every other collective uses both directions of its
   dimension, and permutes wait for it. Every permute is taken for one between neighbours.
@@ -19,8 +20,8 @@ A second of a transfer is hidden if the compute stream does not wait in it, for 
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal, cast
 
 import numpy as np
 
@@ -30,6 +31,8 @@ from jtrain.hlo.parser import (
     KINDS,
     Instruction,
     array_bytes,
+    axes_of,
+    begin_of,
     called,
     done_of,
     groups_of,
@@ -39,6 +42,7 @@ from jtrain.hlo.parser import (
     wire_bytes,
 )
 from jtrain.hlo.traffic import host_copy
+from jtrain.plan.estimate.collectives import Kind
 from jtrain.profile.analysis.hlo_flops import bytes_accessed, flops
 from jtrain.profile.analysis.hlo_ops import scope_mark
 from jtrain_kernels.cost import MATMUL, MEMORY, matmul_rate
@@ -47,6 +51,9 @@ from jtrain_kernels.device import DeviceSpec
 _COLLECTIVES = (*KINDS, "ragged-all-to-all")
 _HOST = ("to device", "to host")
 _NO_TIME = {*NO_ACCESS, "opt-barrier", "iota"}
+
+type Network = Callable[[Kind, tuple[str, ...], int, int], float]
+"""Seconds of a collective of a kind, over mesh axes, of a number of bytes of the whole array, by groups of a size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Rates:
     collective, permute: bytes/s that a device sends in a permute, and in every other collective.
     host: bytes/s each way between the memories of device and host; None if it is not published.
     links: `switch` if all transfers share one link, `torus` if permutes between other pairs use other links.
+    network: seconds of each collective, in place of its bytes at `collective` or `permute`.
     """
 
     flops_16: float
@@ -68,6 +76,7 @@ class Rates:
     permute: float
     host: float | None
     links: Literal["switch", "torus"]
+    network: Network | None = None
 
 
 def rates_of(device: DeviceSpec, devices: int) -> Rates:
@@ -154,7 +163,7 @@ def two_streams(
       hlo: `Compiled.as_text()`.
       mesh_shape: devices along each axis of the mesh that it was compiled for, in the order of `AXES`.
       kernels: (phase, layer) as of `scope_mark` -> seconds of all kernels there whose FLOPs are not in the program, in
-        one iteration of the loop around them; they are divided equally among these kernels.
+        one run of it; they are divided equally among the executions of these kernels.
 
     Raises:
       UserError: the trip count of a loop is unknown; the program copies to or from host memory, but the speed of that
@@ -208,7 +217,10 @@ class _Program:
         self._mesh_shape = mesh_shape
         self._rates = rates
         self._known: dict[str, tuple[_Action, ...]] = {}
-        found = collections.Counter(self._mark(kernel) for kernel in self._all_kernels(self.entry))
+        found = collections.Counter[tuple[str, str]]()
+        if kernels:
+            for kernel, times in self._all_kernels(self.entry, 1):
+                found[self._mark(kernel)] += times
         self._kernel_s = {mark: seconds / found[mark] for mark, seconds in kernels.items() if found[mark]}
 
     def actions(self, name: str) -> tuple[_Action, ...]:
@@ -219,10 +231,13 @@ class _Program:
 
     def _actions(self, body: list[Instruction]) -> Iterator[_Action]:
         waits: dict[str, str] = {}  # done -> the start that it waits for
+        late: dict[str, _Transfer] = {}  # update -> the transfer that begins with it
         left: list[str] = []
         for index, i in enumerate(body):
             if i.name in waits:
                 yield _Wait(waits[i.name])
+            elif i.name in late:
+                yield late[i.name]
             elif i.opcode == "while":
                 found = re.search(r"body=%([\w.-]+)", i.line)
                 trips = trip_count(i.line, self.computations)
@@ -232,7 +247,11 @@ class _Program:
             elif i.opcode in ("call", "conditional"):
                 yield from (_Loop(name, 1) for name in called(i.line))
             elif transfer := self._transfer(i, body):
-                yield transfer
+                begin = begin_of(body, index) if i.opcode.endswith("-start") else index
+                if begin == index:
+                    yield transfer
+                else:
+                    late[body[begin].name] = transfer
                 done = done_of(body, index) if i.opcode.endswith("-start") else None
                 if not i.opcode.endswith("-start") or '"is_sync":true' in i.line:
                     yield _Wait(i.name)
@@ -279,23 +298,32 @@ class _Program:
             kind = one.opcode.removesuffix("-start")
             groups = groups_of(one, self._mesh_shape)
             group = max(map(len, groups), default=1)
-            size = sum(wire_bytes(kind, whole, group) for _, whole in whole_arrays(one, kind, group))
-            if kind == "ragged-all-to-all":
-                size = min(size, array_bytes(self._types[one.operands[0]]))
+            whole = self._whole_bytes(one, kind, group)
+            size = wire_bytes(kind, whole, group)
             permutes = kind == "collective-permute"
             link = str(groups) if permutes else ""
             sent += size
-            seconds += size / (self._rates.permute if permutes else self._rates.collective)
+            if self._rates.network is None:
+                seconds += size / (self._rates.permute if permutes else self._rates.collective)
+            else:
+                seconds += self._rates.network(cast(Kind, kind), axes_of(groups, self._mesh_shape), whole, group)
         return _Transfer(
             i.name, collectives[0].opcode.removesuffix("-start"), collectives[0].op_name, link, sent, seconds
         )
 
+    def _whole_bytes(self, one: Instruction, kind: str, group: int) -> int:
+        """Bytes of a collective's whole arrays; of a ragged all-to-all those that are sent if all send equally much."""
+        whole = sum(size for _, size in whole_arrays(one, kind, group))
+        return min(whole, array_bytes(self._types[one.operands[0]])) if kind == "ragged-all-to-all" else whole
+
     def _compute_s(self, i: Instruction) -> float:
         if i.opcode in _NO_TIME or re.search(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"', i.line):
             return 0.0
-        moving = bytes_accessed(i, self._types, self.computations) / self._rates.memory
         kernels = sum(self._kernel_s.get(self._mark(kernel), 0.0) for kernel in self._kernels(i))
-        return max(moving, kernels + self._matmul_s(i))
+        if kernels:  # kernels of experts leave most of their buffers unread
+            return kernels + self._matmul_s(i)
+        moving = bytes_accessed(i, self._types, self.computations) / self._rates.memory
+        return max(moving, self._matmul_s(i))
 
     def _matmul_s(self, i: Instruction) -> float:
         """Seconds of the matmuls of an instruction, each at the rate of its first operand's dtype."""
@@ -320,12 +348,15 @@ class _Program:
                 for inside in self.computations[name]:
                     yield from self._kernels(inside)
 
-    def _all_kernels(self, name: str) -> Iterator[Instruction]:
+    def _all_kernels(self, name: str, times: int) -> Iterator[tuple[Instruction, int]]:
+        """Kernels of a computation that runs `times` times, with their executions."""
         for i in self.computations[name]:
-            yield from self._kernels(i)
+            for kernel in self._kernels(i):
+                yield kernel, times
             if i.opcode in ("while", "call", "conditional"):
+                turns = trip_count(i.line, self.computations) or 1 if i.opcode == "while" else 1
                 for inside in called(i.line):
-                    yield from self._all_kernels(inside)
+                    yield from self._all_kernels(inside, times * turns)
 
     def _mark(self, kernel: Instruction) -> tuple[str, str]:
         return scope_mark(kernel.op_name)

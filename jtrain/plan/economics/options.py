@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jtrain.errors import UserError
+from jtrain.plan.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from jtrain.plan.estimate.machine import Machine  # it imports jax, which takes seconds
@@ -15,10 +16,11 @@ _SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --device, --machine and --network."""
+    """Adds --device, --machine, --network and --host-memory."""
     parser.add_argument("--device", metavar="NAME", help="h200, h100, b200, gb200, v5p, ...")
     parser.add_argument("--machine", type=Path, metavar="FILE", help="TOML file of a machine, instead of --device")
     parser.add_argument("--network", metavar="GBIT", help="Gbit/s per device between hosts")
+    parser.add_argument("--host-memory", metavar="SIZE", help="memory per host, such as 2TiB")
 
 
 def machine_and_price(args: argparse.Namespace, count: int | None) -> "tuple[Machine, float | None]":
@@ -35,16 +37,17 @@ def machine_and_price(args: argparse.Namespace, count: int | None) -> "tuple[Mac
     from jtrain_kernels.device import DEVICES, from_name
 
     network = None if args.network is None else number("--network", args.network) * 1e9 / 8
+    host_memory = None if args.host_memory is None else parse_bytes("--host-memory", args.host_memory)
     if args.machine is not None and args.device is not None:
         raise UserError(f"--machine {args.machine} with --device {args.device}: both name a machine. Leave one out.")
     if args.machine is not None:
         machine, price = load_machine(args.machine, count=count)
-        return machine.changed(host_memory_bytes=None, network_bytes_per_s=network), price
+        return machine.changed(host_memory_bytes=host_memory, network_bytes_per_s=network), price
     if args.device is None:
         names = [spec.name for spec in DEVICES.values() if spec.peak_bf16_flops]
         raise UserError(f"no machine is named. Give --device, one of {', '.join(names)}, or --machine FILE.")
     count = from_name(args.device).host.devices if count is None else count
-    return make_machine(args.device, count, network_bytes_per_s=network), None
+    return make_machine(args.device, count, host_memory_bytes=host_memory, network_bytes_per_s=network), None
 
 
 def number(option: str, text: str) -> float:

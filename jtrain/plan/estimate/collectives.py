@@ -34,6 +34,13 @@ type Kind = Literal[
 BETWEEN_STAGES = "stage to stage"
 """Purpose of the permutes of activations and cotangents at the end of each tick."""
 
+BESIDE_WEIGHTS = "activations, backward"
+"""Purpose of the sums of gradients of activations, and of the gather of attention's: what the layer's gradients of
+weights, or those of its feed-forward part, do not wait for."""
+
+GATHERED_AGAIN = "activations, again"
+"""Purpose of the gathers of activations that the backward pass repeats, because a layer keeps no gathered input."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
@@ -252,18 +259,23 @@ def _activations(found: _Found, job: Job, *, elements: int) -> None:
     if spec.tensor_overlap:
         _permutes(found, layout, layers, kept, elements=elements)
         gathers, scatters, kept = spec.microbatches, spec.microbatches, None
+    again = 0
     if kept is not None:
-        gathers += 2 * layers
+        again = 2 * layers
         if "attention_out" not in kept:  # the MLP's scatter is the last operation of a layer, and never recomputed
             scatters += layers
     if splits_backward(layout) and not spec.tensor_overlap:
         gathers += 4 * layers  # gradients of weights gather both inputs and both gradients of results again
     groups = spec.sequence_groups
+    backward: dict[Kind, int] = {"all-gather": layers, "reduce-scatter": 2 * layers}
     counts: dict[Kind, int] = {"all-gather": gathers, "reduce-scatter": scatters}
     for kind, times in counts.items():
-        of_layers = times - spec.microbatches  # the embedding's are not in groups
+        beside = 0 if spec.tensor_overlap else backward[kind]
+        of_layers = times - beside - spec.microbatches  # the embedding's are not in groups
         found.add("activations", kind, ("tensor",), dtype, elements // groups, of_layers * groups)
         found.add("activations", kind, ("tensor",), dtype, elements, spec.microbatches)
+        found.add(BESIDE_WEIGHTS, kind, ("tensor",), dtype, elements // groups, beside * groups)
+    found.add(GATHERED_AGAIN, "all-gather", ("tensor",), dtype, elements // groups, again * groups)
 
 
 def _permutes(found: _Found, layout: Layout, layers: int, kept: tuple[str, ...] | None, *, elements: int) -> None:

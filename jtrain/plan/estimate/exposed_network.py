@@ -7,16 +7,26 @@ matmuls beside it, and schedulers leave some of it beside nothing.
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 from jtrain.layout import Layout
 from jtrain.mesh import ZERO_AXES
 from jtrain.model.expert_dispatch import num_pieces
-from jtrain.plan.estimate.collectives import Collective, collectives
+from jtrain.model.saved_activations import kept_names
+from jtrain.plan.estimate.collectives import BESIDE_WEIGHTS, GATHERED_AGAIN, Collective, collectives
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.network import seconds
+from jtrain.plan.estimate.pipeline import layer_passes, layers_here
 from jtrain.plan.job import Job
+from jtrain.precision import itemsize
+from jtrain.step.gradient_sums import sums_gradients
 from jtrain_kernels import registry
 from jtrain_kernels.device import DeviceSpec
+
+LAST_REDUCTION = 0.6
+"""Fraction of a layer's largest reduction that a TPU has nothing to compute beside. XLA:TPU ends each turn of the loop
+over layers with the reductions that are left: 0.66 and 0.61 of one feed-forward matrix in two programs for a v5p. XLA:
+GPU moves all of them to the next turn, so only those of the last layer wait, and where gradients are summed none."""
 
 EXCHANGE = "rows to experts"
 """Purpose of the exchange of tokens with the devices of their experts."""
@@ -24,11 +34,16 @@ EXCHANGE = "rows to experts"
 
 @dataclasses.dataclass(frozen=True)
 class NetworkTime:
-    """Seconds per step of all collectives over the same axes: in total, and exposed (the step is longer by these)."""
+    """Seconds per step of all collectives over the same axes: in total, and exposed (the step is longer by these).
+
+    waits_s: part of exposed_s in which the step waits, because nothing is computed beside the collective; the rest is
+      by what hidden collectives slow the computation beside them down.
+    """
 
     axes: tuple[str, ...]
     total_s: float
     exposed_s: float
+    waits_s: float
 
 
 @dataclasses.dataclass
@@ -36,11 +51,13 @@ class Hiding:
     """Seconds of computation that collectives can still hide behind; each second hides one second of the network.
 
     forward_s, backward_s: the layers without the experts; experts_s: the experts' matmuls, in both passes.
+    projections_s: the part of backward_s after attention.
     """
 
     forward_s: float
     backward_s: float
     experts_s: float = 0.0
+    projections_s: float = 0.0
 
     def take(self, one: Collective, wanted_s: float) -> float:
         """Returns the seconds of `wanted_s` that are hidden, and takes them."""
@@ -63,11 +80,17 @@ class Hiding:
         return of_experts + hidden
 
 
-type Sent = list[tuple[Collective, float, float]]
-"""Collectives with their seconds per step: in total, and exposed."""
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """Seconds per step of the collectives of one purpose, as in `NetworkTime`."""
+
+    what: Collective
+    total_s: float
+    exposed_s: float
+    waits_s: float
 
 
-def exposed_network(job: Job, machine: Machine, behind: Hiding, *, efficiency: float, beside: float) -> Sent:
+def exposed_network(job: Job, machine: Machine, behind: Hiding, *, efficiency: float, beside: float) -> list[Sent]:
     """Time of each collective of a step.
 
     Args:
@@ -75,42 +98,94 @@ def exposed_network(job: Job, machine: Machine, behind: Hiding, *, efficiency: f
       efficiency: fraction of the links' bandwidth.
       beside: fraction of hidden seconds by which the step is longer nevertheless.
     """
-    sent: Sent = []
+    sent: list[Sent] = []
     # Only experts hide their exchange, so it comes first.
     for one in sorted(collectives(job), key=lambda one: one.purpose != EXCHANGE):
         took = seconds(one, machine, job.layout.mesh.shape, efficiency=efficiency)
-        hidden = behind.take(one, took * hideable(one, job, machine.device)) * (1 - beside)
-        sent.append((one, took, took - hidden))
+        wanted = took * hideable(one, job, machine.device)
+        if one.purpose == "gradients" and _after_ring(job, machine.device):
+            wanted = min(wanted, behind.projections_s)
+        hidden = behind.take(one, wanted)
+        sent.append(Sent(one, took, took - hidden * (1 - beside), took - hidden))
     return sent
 
 
-def by_axes(sent: Sent) -> tuple[NetworkTime, ...]:
+def by_axes(sent: Iterable[Sent]) -> tuple[NetworkTime, ...]:
     """Time over each set of axes, the most exposed first."""
     rows: dict[tuple[str, ...], list[float]] = {}
-    for one, took, exposed in sent:
-        row = rows.setdefault(one.axes, [0.0, 0.0])
-        row[0] += took
-        row[1] += exposed
+    for one in sent:
+        row = rows.setdefault(one.what.axes, [0.0, 0.0, 0.0])
+        row[0] += one.total_s
+        row[1] += one.exposed_s
+        row[2] += one.waits_s
     return tuple(NetworkTime(axes, *row) for axes, row in sorted(rows.items(), key=lambda item: -item[1][1]))
 
 
 def hideable(one: Collective, job: Job, device: DeviceSpec) -> float:
-    """Fraction of a collective that can run at the same time as matmuls."""
-    if one.purpose == EXCHANGE and job.model.moe is not None:
-        pieces = num_pieces(job.rows() * job.seq_len // job.layout.mesh.context, job.model.moe.top_k)
-        return (pieces - 1) / pieces
-    return float(beside_the_layers(one, job.layout, device))
+    """Fraction of a collective that can run at the same time as matmuls, in programs that XLA schedules.
 
-
-def beside_the_layers(one: Collective, layout: Layout, device: DeviceSpec) -> bool:
-    """True if the layers' matmuls can run at the same time.
-
-    Weights are fetched for the next layer, gradients of the layer before are reduced, and a ring sends the next keys
-    while the current ones are used. Beside fused kernels that need collectives in order, only their own copies run.
+    Weights are fetched for the next matmul, and a ring sends the next keys while the current ones are used. Inputs that
+    are gathered again wait for nothing but gradients of weights, if queries, keys and values are kept; else a layer is
+    recomputed step by step, and beside that only the gradient of its output is gathered. XLA:TPU also computes
+    gradients of weights while gradients of activations are sent. Beside fused kernels that need collectives in order,
+    only their own copies run.
     """
+    layout, on_tpu = job.layout, device.platform == "tpu"
     if "xla_gpu_disable_async_collectives" in registry.compiler_options(device, dict(layout.kernels)):
-        return one.purpose == "activations" and one.kind == "collective-permute"
+        return float(one.purpose == "activations" and one.kind == "collective-permute")
+    if one.purpose == EXCHANGE and job.model.moe is not None:
+        pieces = num_pieces(job.rows() * job.seq_len // layout.mesh.context, job.model.moe.top_k)
+        return (pieces - 1) / pieces
+    if one.purpose == GATHERED_AGAIN:
+        return 1.0 if {"attention_q", "attention_k", "attention_v"} <= set(kept_names(layout) or ()) else 0.5
+    if one.purpose == BESIDE_WEIGHTS:
+        return float(on_tpu)
+    if one.purpose == "keys and values" and not on_tpu:
+        return 1 - _ring_waits(one, layout)
+    if one.purpose == "heads for positions" and not on_tpu:
+        return 1 - _exchange_waits(one, job)
     if one.purpose.startswith("parameters") or (one.kind == "collective-permute" and "stage" not in one.axes):
-        return True
-    over_data = set(one.axes) <= set(ZERO_AXES) and one.kind == "reduce-scatter"
-    return over_data and one.purpose in ("gradients", "unembedding") and layout.spec.zero_stage >= 2
+        return 1.0
+    if set(one.axes) <= set(ZERO_AXES) and one.kind == "reduce-scatter" and layout.spec.zero_stage >= 2:
+        if one.purpose == "gradients" and on_tpu:
+            return 1 - LAST_REDUCTION * _largest_share(layout)
+        if one.purpose == "gradients":
+            return 1.0 if sums_gradients(layout) else 1 - 1 / layers_here(layout, job.model.num_layers)
+        if one.purpose == "unembedding":
+            return 0.0 if on_tpu else 1 - layout.spec.microbatches / one.count
+    return 0.0
+
+
+def _after_ring(job: Job, device: DeviceSpec) -> bool:
+    """True if all reductions of a layer come after attention: XLA:TPU sends none before a loop over a ring's hops."""
+    layout = job.layout
+    return device.platform == "tpu" and layout.mesh.context > 2 and layout.spec.context_attention == "ring"
+
+
+def _ring_waits(one: Collective, layout: Layout) -> float:
+    """Fraction of a ring's permutes on GPUs that nothing hides.
+
+    The first and the last hop are beside the layer's matmuls; the others are in a loop with one kernel. XLA:GPU has one
+    permute under way at a time, so that kernel hides one array of a turn: keys or values, and no gradient of them.
+    """
+    devices = layout.mesh.context
+    turns = devices - 2
+    return turns / devices if one.dtype == "float32" else turns / (devices - 1) / 2
+
+
+def _exchange_waits(one: Collective, job: Job) -> float:
+    """Fraction of attention's exchanges of heads on GPUs that nothing hides.
+
+    Queries and outputs of the forward pass, and the gradient of the output, have nothing but attention to follow them.
+    Keys and values travel beside the products of queries, and those of the backward pass beside gradients of weights.
+    """
+    model, layout = job.model, job.layout
+    elements = job.rows() * job.seq_len // layout.mesh.context * model.num_heads // layout.mesh.tensor * model.head_dim
+    waits = 3 * layer_passes(layout, model.num_layers) * elements * itemsize(layout.precision.compute_dtype)
+    return min(1.0, waits / one.array_bytes)
+
+
+def _largest_share(layout: Layout) -> float:
+    """Share of a layer's largest matrix in the layer's reductions over data."""
+    sizes = [p.info.size for p in layout.params if p.info.is_stacked and p.data_dim is not None]
+    return max(sizes) / sum(sizes)

@@ -87,15 +87,23 @@ class StepMatmuls:
     """Seconds of a step's matmuls on one device.
 
     layers: the layers' weights.
-    experts_s: the part of `layers` and `recomputed_s` that is of the experts of a mixture.
+    experts, experts_again_s: the parts of `layers` and `recomputed_s` that are of the experts of a mixture.
     recomputed_s: products that the backward pass repeats.
+    projections_s: gradients of the input of attention's queries, keys and values, the last products of a layer.
     unembedding: logits and their gradients.
     """
 
     layers: MatmulPasses
-    experts_s: float
+    experts: MatmulPasses
+    experts_again_s: float
     recomputed_s: float
+    projections_s: float
     unembedding: MatmulPasses
+
+    @property
+    def experts_s(self) -> float:
+        """Seconds of all products of experts."""
+        return self.experts.all_s + self.experts_again_s
 
     @property
     def all_s(self) -> float:
@@ -106,8 +114,10 @@ class StepMatmuls:
         """All seconds times a factor."""
         return StepMatmuls(
             self.layers.times(factor),
-            self.experts_s * factor,
+            self.experts.times(factor),
+            self.experts_again_s * factor,
             self.recomputed_s * factor,
+            self.projections_s * factor,
             self.unembedding.times(factor),
         )
 
@@ -166,10 +176,15 @@ def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMa
     layer = functools.reduce(MatmulPasses.__add__, named.values(), down + router)
     again = {} if kept is None else {name: took.forward_s for name, took in named.items() if name not in kept}
     recomputed_s = sum(again.values(), 0.0)
-    experts_s = 0.0 if moe is None else experts.all_s + again.get("mlp_gate", 0.0) + again.get("mlp_up", 0.0)
+    experts_again_s = 0.0 if moe is None else again.get("mlp_gate", 0.0) + again.get("mlp_up", 0.0)
     unembedding = one(width, model.vocab_size // tensor // mesh.stage, in_8_bits=False)
     return StepMatmuls(
-        layer.times(times), experts_s * times, recomputed_s * times, unembedding.times(layout.spec.microbatches)
+        layer.times(times),
+        experts.times(times),
+        experts_again_s * times,
+        recomputed_s * times,
+        sum(named[name].by_input_s for name in ("attention_q", "attention_k", "attention_v")) * times,
+        unembedding.times(layout.spec.microbatches),
     )
 
 

@@ -11,6 +11,7 @@ import math
 
 from jtrain.layout import Layout
 from jtrain.mesh import BATCH_AXES
+from jtrain.model.fp8_scaling import fp8_weights, history_shape
 from jtrain.model.saved_activations import named_bytes, offloaded_names
 from jtrain.optim import AdamW, Muon
 from jtrain.optim.state import arrays
@@ -27,7 +28,8 @@ from jtrain_kernels.device import Platform
 class MemoryPlan:
     """Bytes on one device at the peak of a step.
 
-    parameters, optimizer, batch: arguments of the step; exact.
+    parameters, optimizer, batch: arguments of the step; exact. The batch includes counters, and the amax histories of
+      8-bit matmuls.
     gradients: gradients of all parameters, as they accumulate.
     weights: copies of weights for matmuls, gathered or in the compute dtype, and layer gradients not yet reduced.
     activations: arrays that the forward pass keeps for the backward pass.
@@ -103,6 +105,7 @@ def memory(job: Job) -> MemoryPlan:
     state, host_state, host_copies = _state(layout, job.optimizer, platform)
     shards = math.prod(mesh.shape[axis] for axis in (*BATCH_AXES, "context"))
     batch = 4 * 4 * job.tokens // shards + _COUNTERS_BYTES.get(platform, _COUNTERS_BYTES["gpu"])  # four int32 arrays
+    batch += _scaling(layout, platform)
 
     worst = worst_moment(job)
     tokens, per_token = rows * job.seq_len // mesh.context // mesh.tensor, named_bytes(layout)
@@ -123,6 +126,14 @@ def memory(job: Job) -> MemoryPlan:
         * tokens
         * sum(per_token[name] for name in offloaded_names(layout)),
     )
+
+
+def _scaling(layout: Layout, platform: Platform) -> int:
+    """Bytes of one device's amax histories, [Y, 3, S] in float32 for each 8-bit weight; 0 without delayed scaling."""
+    if layout.precision.matmul_dtype != "fp8_delayed":
+        return 0
+    infos = fp8_weights([p.info for p in layout.params])
+    return 4 * sum(local_elements(layout, layout.per_layer, history_shape(info.shape[0]), platform) for info in infos)
 
 
 def _parameters(layout: Layout, platform: Platform) -> tuple[int, int]:

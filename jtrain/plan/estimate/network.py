@@ -26,6 +26,9 @@ LINK_HOP_S = {"ring": 3.4e-6, "tree": 4.0e-6}
 NETWORK_HOP_S = 14e-6
 """NCCL's constants for NVLink and for the network between hosts (tuning.cc, 2026-06)."""
 
+_CUBE = 64
+"""Chips of the smallest slice of a torus of three dimensions that has wrap-around."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
@@ -35,6 +38,8 @@ class Ring:
     bytes_per_s: peak rate at which each device can send.
     torus_hops: hops of the group's ring on a torus of TPUs; None for GPUs.
     exchanged_bytes_per_s: rate at which an all-to-all on a torus moves a device's whole array; None for GPUs.
+    sums_whole: True if a reduce-scatter is compiled to an all-reduce and a slice: XLA:TPU does so over all of a slice
+      of 8 and of 16 chips of a v5p. From a cube of 64 chips on, jtrain scatters along one dimension after the other.
     """
 
     devices: int
@@ -42,6 +47,7 @@ class Ring:
     bytes_per_s: float
     torus_hops: float | None = None
     exchanged_bytes_per_s: float | None = None
+    sums_whole: bool = False
 
     def latency_s(self, kind: Kind) -> float:
         """Latency of one collective of zero bytes, in seconds."""
@@ -106,7 +112,8 @@ def ring(machine: Machine, mesh: Mapping[str, int], axes: tuple[str, ...], group
         speeds.append(inside * spec.host.network_bytes_per_s)
     if hosts > 1:
         exchanged = None  # the network between slices is slower than the torus
-    return Ring(devices, hosts, min(speeds, default=math.inf), hops, exchanged)
+    sums_whole = spec.torus_dims == 3 and linked < _CUBE and inside > 4
+    return Ring(devices, hosts, min(speeds, default=math.inf), hops, exchanged, sums_whole)
 
 
 def collective_s(kind: Kind, array_bytes: int, over: Ring, *, count: int = 1, efficiency: float = 1.0) -> float:
@@ -138,9 +145,10 @@ def seconds(sent: Collective, machine: Machine, mesh: Mapping[str, int], *, effi
     # A permute's group is a pair of devices, but all pairs of the ring send at once.
     group = None if sent.kind == "collective-permute" else sent.group
     over = ring(machine, mesh, sent.axes, group)
-    if sent.kind in ("all-reduce", "all-gather", "reduce-scatter") and over.devices > 1:
+    kind = "all-reduce" if sent.kind == "reduce-scatter" and over.sums_whole else sent.kind
+    count = 1 if sent.purpose == "gradient norm" else sent.count  # a few bytes each, which compilers join
+    if kind in ("all-reduce", "all-gather", "reduce-scatter") and over.devices > 1:
         nccl = _nccl_group(machine.device, over.devices // over.hosts, over.hosts)
         if nccl is not None:
-            array_bytes = sent.array_bytes // sent.count
-            return sent.count * chosen_us(nccl, sent.kind, array_bytes, share=efficiency) / 1e6
-    return collective_s(sent.kind, sent.array_bytes, over, count=sent.count, efficiency=efficiency)
+            return count * chosen_us(nccl, kind, sent.array_bytes // count, share=efficiency) / 1e6
+    return collective_s(kind, sent.array_bytes, over, count=count, efficiency=efficiency)

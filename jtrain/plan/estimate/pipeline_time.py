@@ -9,7 +9,7 @@ import dataclasses
 
 from jtrain.layout import Layout
 from jtrain.pipeline.clocks import Costs
-from jtrain.plan.estimate.collectives import Collective
+from jtrain.plan.estimate.collectives import BESIDE_WEIGHTS, GATHERED_AGAIN, Collective
 from jtrain.plan.estimate.pipeline import chunk_passes, ticks
 from jtrain.step.pipeline_ticks import layers_permute
 from jtrain.step.zero import gathers_once
@@ -19,6 +19,8 @@ _IN_LAYERS = frozenset(
         "parameters, forward",
         "parameters, backward",
         "activations",
+        BESIDE_WEIGHTS,
+        GATHERED_AGAIN,
         "keys and values",
         "heads for positions",
         "segments",

@@ -41,9 +41,8 @@ class Assumptions:
       (`jtrain.plan.estimate.matmul_time`). Attention has fractions of its own: `jtrain_kernels.cost`.
     memory, network, torus, host_link: fractions of the bandwidths; `torus` of the links between TPUs.
     beside, beside_on_torus: fraction of the seconds of a collective beside matmuls by which the step is longer
-      nevertheless. Of the seconds on the wire of llama8b over 8 devices with ZeRO-3, 0.13 are beside nothing in the
-      program compiled for H100 and 0.03 in that for a v5p; the rest is the memory, the power and on GPUs the
-      multiprocessors that a collective takes from the matmuls.
+      nevertheless: what the collective takes of the memory, of the power and on GPUs of the multiprocessors. What has
+      nothing beside it counts whole (`jtrain.plan.estimate.exposed_network`).
     slowest: speed of the slowest of several GPUs, for which all others wait at every collective, by the speed of one
       alone; their clocks differ with power and heat. Up to 6 % are reported (arXiv:2511.09861).
     computation: seconds of matmuls, attention and passes over memory by those predicted, as a run measured.
@@ -55,7 +54,7 @@ class Assumptions:
     torus: float = 0.9
     host_link: float = 0.8
     beside: float = 0.4
-    beside_on_torus: float = 0.15
+    beside_on_torus: float = 0.1
     slowest: float = 0.94
     computation: float = 1.0
 
@@ -129,6 +128,11 @@ class StepTime:
         return named | {"host copies": self.exposed_host_s}
 
     @property
+    def waits_s(self) -> float:
+        """Seconds of collectives in which the device computes nothing."""
+        return sum((row.waits_s for row in self.network), 0.0)
+
+    @property
     def step_s(self) -> float:
         """Seconds of the whole step."""
         return sum(self.parts.values())
@@ -189,10 +193,10 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     all_attention_s = attention_forward_s + attention_backward_s
     compute_s = multiply.all_s + all_attention_s + passes.all_s + accumulate_s
     experts_s = multiply.experts_s + passes.experts_s
-    behind = Hiding(forward_s, by_input_s + by_weight_s, experts_s)
+    behind = Hiding(forward_s, by_input_s + by_weight_s, experts_s, multiply.projections_s)
     if experts_s:  # forward and backward pass have them in proportion
         rest = 1 - experts_s / (forward_s + by_input_s + by_weight_s)
-        behind = Hiding(forward_s * rest, (by_input_s + by_weight_s) * rest, experts_s)
+        behind = dataclasses.replace(behind, forward_s=forward_s * rest, backward_s=(by_input_s + by_weight_s) * rest)
     efficiency, beside = assume.network_of(device), assume.beside_of(device)
     sent = exposed_network(job, job.machine, behind, efficiency=efficiency, beside=beside)
     forward_copy_s, backward_copy_s, copy_s = _loop_copies(layout, plan, job.machine, assume)
@@ -215,9 +219,9 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
         slowest_s=compute_s * (1 / assume.slowest_of(device, mesh.size) - 1),
     )
     if layout.pipeline is not None:
-        waits_s = sum((exposed for one, _, exposed in sent if in_layers(one, layout)), 0.0)
+        waits_s = sum((one.exposed_s for one in sent if in_layers(one.what, layout)), 0.0)
         spent = StageSeconds(forward_s, by_input_s, by_weight_s + accumulate_s, waits_s)
-        [message_s] = [took / one.count for one, took, _ in sent if one.purpose == BETWEEN_STAGES]
+        [message_s] = [one.total_s / one.what.count for one in sent if one.what.purpose == BETWEEN_STAGES]
         costs = operation_costs(layout, spent, message_s=message_s)
         timed = dataclasses.replace(timed, costs=costs, bubble_s=bubble_s(layout, spent, costs))
     # The same count as `flops.py`, but without a loop over all parameters: a search needs it thousands of times.

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jtrain.plan.compile.compiled_step import CompiledStep
+from jtrain.plan.compile.compiled_waits import schedule_waits_s
 from jtrain.plan.economics.failures import Uptime, assumed_link
 from jtrain.plan.estimate.attention_time import implementation
 from jtrain.plan.estimate.collectives import collectives
@@ -125,6 +126,8 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
         "step": {
             "step_s": timed.step_s,
             "parts_s": timed.parts,
+            "waits_s": timed.waits_s,
+            "compiled_waits_s": None if compiled is None else schedule_waits_s(compiled.hlo, sheet.job),
             "attention": implementation(sheet.job),
             "tokens": timed.tokens,
             "tokens_per_s": timed.tokens_per_s,
@@ -164,7 +167,11 @@ def print_sheet(sheet: Sheet, console: Console, notes: Sequence[str]) -> None:
         if rows
         else "no batch fits: not one sequence per device"
     )
-    console.print("\n".join([largest, *_cost_lines(sheet), f"{flops / 1e9:,.2f} GFLOP per token: {MFU_DEFINITION}"]))
+    console.print(
+        "\n".join(
+            [_waits_line(sheet), largest, *_cost_lines(sheet), f"{flops / 1e9:,.2f} GFLOP per token: {MFU_DEFINITION}"]
+        )
+    )
 
 
 def layout_line(sheet: Sheet) -> str:
@@ -265,6 +272,15 @@ def _time_table(sheet: Sheet) -> tuple[str, Table]:
         ratio = f"predicted/measured {timed.step_s / measured.step_s:.2f}"
         table.add_row("measured", f"{measured.step_s:,.4g}", ratio, "")
     return f"{timed.tokens_per_s:,.0f} tokens/s, MFU {timed.mfu:.1%}, predicted, not measured", table
+
+
+def _waits_line(sheet: Sheet) -> str:
+    """Seconds of collectives with nothing computed beside them, by the formula and by the compiled schedule."""
+    line = f"waits for the network: {sheet.timed.waits_s:,.3g} s by the formula"
+    if sheet.compiled is None:
+        return line
+    found = schedule_waits_s(sheet.compiled.hlo, sheet.job)
+    return f"{line}, {'unknown' if found is None else f'{found:,.3g} s'} in the compiled schedule"
 
 
 def _cost_lines(sheet: Sheet) -> list[str]:

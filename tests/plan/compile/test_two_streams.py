@@ -1,7 +1,7 @@
 """The two-stream model, on schedules short enough to work out by hand: a FLOP and a byte on the wire a second."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -142,6 +142,34 @@ def test_a_collective_inside_a_call_counts_where_the_call_starts() -> None:
     assert [(hop.kind, hop.bytes, hop.hidden_s) for hop in found.hops] == [("all-reduce", 2000, 2000)]
 
 
+@pytest.mark.parametrize(("matmul_first", "waiting"), [(True, 2000), (False, 0)])
+def test_a_sparse_core_sends_when_it_is_given_the_data(matmul_first: bool, waiting: float) -> None:
+    """Its start has no operands: what is computed before the update hides nothing."""
+    begin = "%c = ((), (), (s32[1]{0})) call-start(), to_apply=%wrapped"
+    update = "%cu = ((bf16[1000]{0}), bf16[1000]{0}, (s32[1]{0})) call-update(%c, %x), to_apply=%wrapped"
+    end = "%cd = bf16[1000]{0} call-done(%cu), to_apply=%wrapped"
+    matmul = f"%m = {MATMUL}"
+    found = model(begin, *((matmul, update) if matmul_first else (update, matmul)), end)
+    assert found.waiting_s == waiting
+    assert found.hidden_share == 1 - waiting / 2000
+
+
+def test_seconds_of_the_network_may_be_given() -> None:
+    """By kind, mesh axes, bytes of the whole array and size of a group; without them bytes over the link's rate."""
+    asked: list[tuple[str, tuple[str, ...], int, int]] = []
+
+    def network(*what: Any) -> float:
+        asked.append(what)
+        return 7.0
+
+    found = model(
+        "%g = bf16[2000]{0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}",
+        rates=dataclasses.replace(RATES, network=network),
+    )
+    assert asked == [("all-gather", ("tensor",), 4000, 2)]
+    assert found.waiting_s == 7
+
+
 def test_each_dtype_has_its_rate_and_kernels_share_their_seconds() -> None:
     """float32 operands at half of bfloat16's FLOP/s; two kernels of one place have 300 s together."""
     assert model(f"%m = {MATMUL.replace('%a', '%f')}").compute_s == pytest.approx(4000)
@@ -149,6 +177,10 @@ def test_each_dtype_has_its_rate_and_kernels_share_their_seconds() -> None:
     kernel = f'bf16[10]{{0}} custom-call(%a), custom_call_target="mosaic_gpu_v2", {scope}'
     twice = f"%k = {kernel}", f"%l = {kernel}"
     assert model(*twice, kernels={("forward", "layers/attention"): 300.0}).compute_s == pytest.approx(300)
+    slow = dataclasses.replace(RATES, memory=0.001)
+    assert model(*twice, kernels={("forward", "layers/attention"): 300.0}, rates=slow).compute_s == pytest.approx(300)
+    lines = kernel.replace(", metadata", ', frontend_attributes={kernel_metadata={\n"a":1\n}}, metadata')
+    assert model(f"%k = {lines}", kernels={("forward", "layers/attention"): 300.0}).compute_s == pytest.approx(300)
     assert model(*twice).compute_s < 1, "without their seconds, their bytes"
 
 

@@ -9,7 +9,7 @@ from jtrain.mesh import MeshSpec
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
-from jtrain.plan.estimate.collectives import Collective, collectives
+from jtrain.plan.estimate.collectives import BESIDE_WEIGHTS, GATHERED_AGAIN, Collective, collectives
 from jtrain.plan.estimate.exposed_network import EXCHANGE, Hiding, NetworkTime, by_axes, exposed_network, hideable
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.estimate.network import seconds
@@ -19,10 +19,12 @@ from tests.layouts import layout_from
 SIZES: dict[str, Any] = dict(num_layers=2, d_model=1024, num_heads=8, num_kv_heads=8, head_dim=128, vocab_size=32768)
 
 
-def job_of(axes: dict[str, int], *, seq_len: int = 4096, moe: MoESpec | None = None, **spec: Any) -> Job:
+def job_of(
+    axes: dict[str, int], *, seq_len: int = 4096, moe: MoESpec | None = None, chip: str = "h200", **spec: Any
+) -> Job:
     model, mesh = Transformer(**SIZES, d_ff=4096, moe=moe), MeshSpec(**axes)
     layout = layout_from(spec, mesh, model.param_infos())
-    return Job(model, layout, AdamW(peak_lr=1e-4), mesh.size, seq_len, make_machine("h200", mesh.size))
+    return Job(model, layout, AdamW(peak_lr=1e-4), mesh.size, seq_len, make_machine(chip, mesh.size))
 
 
 def exposed(job: Job, behind: Hiding, *, beside: float = 0.0) -> dict[tuple[str, ...], NetworkTime]:
@@ -77,3 +79,48 @@ def test_a_second_of_computation_hides_one_second() -> None:
     assert [behind.take(gather, 2.0) for _ in range(3)] == [2.0, 1.0, 0.0]
     ring = dataclasses.replace(gather, kind="collective-permute", purpose="keys and values")
     assert Hiding(1.0, 1.0).take(ring, 3.0) == 2.0
+
+
+def test_on_gpus_only_the_last_reductions_have_nothing_beside_them() -> None:
+    """Those of the last of two layers, and of the last of two parts of the unembedding."""
+    job = job_of(dict(data=8), zero_stage=3)
+    assert job.machine is not None
+    shares = {
+        one: hideable(of_purpose(job, one), job, job.machine.device) for one in ("parameters, forward", "unembedding")
+    }
+    assert shares == {"parameters, forward": 1.0, "unembedding": 0.0}
+    reductions = [one for one in collectives(job) if one.kind == "reduce-scatter"]
+    found = {one.purpose: hideable(one, job, job.machine.device) for one in reductions}
+    assert found == {"gradients": 0.5, "unembedding": 0.5}
+
+
+def test_a_tpu_ends_each_layer_with_a_reduction_and_hides_sums_behind_gradients_of_weights() -> None:
+    """0.6 of one feed-forward matrix of 4 x 1 + 3 x 4 parts of the layer's weights; a GPU hides no sums."""
+    sharded = job_of(dict(data=4, tensor=2), zero_stage=3, chip="v5p")
+    assert sharded.machine is not None
+    gradients = next(one for one in collectives(sharded) if one.kind == "reduce-scatter" and one.purpose == "gradients")
+    assert hideable(gradients, sharded, sharded.machine.device) == pytest.approx(1 - 0.6 * 4 / 16)
+    sums = of_purpose(sharded, BESIDE_WEIGHTS)
+    assert hideable(sums, sharded, sharded.machine.device) == 1
+    on_gpu = job_of(dict(data=4, tensor=2), zero_stage=3)
+    assert on_gpu.machine is not None
+    assert hideable(sums, on_gpu, on_gpu.machine.device) == 0
+
+
+@pytest.mark.parametrize(
+    ("save", "share"), [(("attention_q", "attention_k", "attention_v"), 1.0), (("attention",), 0.5)]
+)
+def test_inputs_are_gathered_again_beside_gradients_of_weights(save: tuple[str, ...], share: float) -> None:
+    """If attention's input is needed for nothing else; else a layer is recomputed step by step."""
+    job = job_of(dict(tensor=8), remat="named", remat_save=save)
+    assert job.machine is not None
+    assert hideable(of_purpose(job, GATHERED_AGAIN), job, job.machine.device) == share
+
+
+def test_a_gpus_kernel_hides_one_array_of_a_turn_of_the_ring() -> None:
+    """Two of three hops are in the loop, with keys or values exposed; of four sends of gradients two are, exposed."""
+    job = job_of(dict(context=4))
+    assert job.machine is not None
+    sent = {one.dtype: one for one in collectives(job) if one.purpose == "keys and values"}
+    assert hideable(sent["bfloat16"], job, job.machine.device) == pytest.approx(2 / 3)
+    assert hideable(sent["float32"], job, job.machine.device) == pytest.approx(1 / 2)

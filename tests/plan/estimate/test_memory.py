@@ -62,6 +62,17 @@ def test_argument_bytes_are_those_of_the_shards(axes: dict[str, int], zero_stage
     assert plan.batch == 4 * 4 * 16 * 32 // shards + state.step.dtype.itemsize + shard_bytes(state.guard)
 
 
+def test_amax_histories_are_arguments() -> None:
+    """Of delayed scaling: three rows of 16 steps for each layer of seven weights, whole on every device."""
+    model = Transformer(**SIZES)
+    plain, delayed = (layout_of(model, dict(data=8), zero_stage=3, matmul_dtype=m) for m in ("compute", "fp8_delayed"))
+    optimizer = AdamW(peak_lr=1e-3)
+    built = build(optimizer, num_steps=100, params=map_params(lambda info: info, model.param_infos()))
+    scaling = abstract_state(delayed, built, make_mesh(delayed.mesh, jax.devices())).scaling
+    found = [memory(Job(model, lay, optimizer, global_batch=16, seq_len=32)).batch for lay in (plain, delayed)]
+    assert found[1] - found[0] == shard_bytes(scaling) == 7 * 3 * 3 * 16 * 4
+
+
 @pytest.mark.parametrize("moment_dtype", ("float32", "int8"))
 @pytest.mark.parametrize(
     "offload", (dict(optimizer=1.0), dict(optimizer=0.4, params=0.5), dict(params=1.0, activations=1.0)), ids=str

@@ -5,9 +5,10 @@ import math
 
 import pytest
 
-from jtrain.mesh import MeshSpec
+from jtrain.mesh import AXES, MeshSpec
+from jtrain.plan.estimate.collectives import Collective
 from jtrain.plan.estimate.machine import make_machine
-from jtrain.plan.estimate.network import Ring, collective_s, nccl_latency_s, ring
+from jtrain.plan.estimate.network import Ring, collective_s, nccl_latency_s, ring, seconds
 
 
 @pytest.mark.parametrize(
@@ -99,3 +100,15 @@ def test_a_network_that_nobody_publishes_is_asked_for() -> None:
         ring(make_machine("mi300x", 16), MeshSpec(data=16).shape, ("data",))
     machine = make_machine("mi300x", 16, network_bytes_per_s=50e9)
     assert ring(machine, MeshSpec(data=16).shape, ("data",)).bytes_per_s == 400e9
+
+
+@pytest.mark.parametrize(("chip", "axes", "passes"), [("v5p", 8, 2), ("v5p", 4, 1), ("v5p", 64, 1), ("h200", 8, 1)])
+def test_a_reduce_scatter_over_a_slice_below_a_cube_is_an_all_reduce(chip: str, axes: int, passes: int) -> None:
+    """As XLA:TPU compiles it for 8 chips; half a slice's worth, a cube and GPUs scatter."""
+    machine, mesh = (
+        make_machine(chip, max(axes, 8)),
+        {**dict.fromkeys(AXES, 1), "data": axes, "replica": max(1, 8 // axes)},
+    )
+    sent = Collective("gradients", "reduce-scatter", ("data",), axes, "float32", 1, 10**12)
+    gathered = dataclasses.replace(sent, kind="all-gather")
+    assert seconds(sent, machine, mesh) == pytest.approx(passes * seconds(gathered, machine, mesh), rel=1e-3)

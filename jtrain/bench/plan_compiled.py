@@ -1,0 +1,212 @@
+"""The plan's bytes, and the seconds that it waits for the network, against compiled programs of every kind.
+
+    python -m jtrain.bench plan_compiled [--only cuDNN] [--keep FOLDER]
+
+Dense layers with ZeRO-3, attention by cuDNN, 8-bit matmuls, experts, sequences over `context`, `tensor`, state, weights
+and activations in host memory, sums in bfloat16: compiled for 8 x H200 and 8 x v5p that are not there, at the widths of
+llama8b and qwen3_30b_a3b. Nothing runs. Bytes are the compiler's. Seconds are those that the compute stream of
+`jtrain.plan.compile.two_streams` waits in the compiled schedule, at the rates of the plan beside it, so that the
+schedule alone makes the difference.
+
+Each program takes one to five minutes of a core. `--keep` keeps them all.
+"""
+
+import argparse
+import dataclasses
+import gzip
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from jtrain.bench import Row, row
+from jtrain.plan import AOT_ENVIRONMENT
+
+if TYPE_CHECKING:  # full names in annotations, so that runtime type checks can resolve them
+    from jtrain.plan.job import Job
+
+type Chip = Literal["h200", "v5p"]
+
+GIB = 2**30
+
+SIZES = ("argument_bytes", "host_argument_bytes", "peak_bytes")
+
+COMPILER_OPTIONS: dict[Chip, dict[str, int]] = {"h200": {"xla_gpu_autotune_level": 0}, "v5p": {}}
+"""Options beside those of the train step. XLA:GPU tries no kernels of matmuls, which changes no bytes and takes a third
+of a compilation where there is no GPU to try them on."""
+
+TOPOLOGIES: dict[Chip, str] = {"h200": "h200:8", "v5p": "v5p:2x2x2"}
+
+_KEPT = "layout.remat=named layout.remat_save=('attention_q','attention_k','attention_v','attention')"
+_ZERO = f"layout.microbatches=1 data.global_batch=16 {_KEPT}"
+_LONG = f"mesh.data=2 mesh.context=4 layout.microbatches=1 data.seq_len=32768 data.global_batch=4 {_KEPT}"
+_EXPERTS = "layout.microbatches=4 data.global_batch=128"
+_HYBRID = f"mesh.data=4 mesh.tensor=2 {_ZERO}"
+_TENSOR = f"mesh.data=1 mesh.tensor=8 layout.zero_stage=0 layout.microbatches=1 data.global_batch=4 {_KEPT}"
+_IN_16_BITS = (
+    "layout.microbatches=4 data.global_batch=64 layout.remat=full precision.param_dtype=bfloat16 "
+    "precision.grad_accum_dtype=bfloat16"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program to compile.
+
+    what: what sets it apart from the others.
+    sets: settings of the config.
+    waits: True if the bar of the seconds holds for it: eight programs.
+    """
+
+    what: str
+    chip: Chip
+    config: str
+    sets: str
+    waits: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name in the table."""
+        return f"{self.config}, 8 x {self.chip}, {self.what}"
+
+
+PROGRAMS = (
+    Program("ZeRO-3", "h200", "llama8b", _ZERO, waits=True),
+    Program("cuDNN attention", "h200", "llama8b", f"{_ZERO} kernels=(('attention','cudnn'),)"),
+    Program("8 bits, delayed scaling", "h200", "llama8b", f"{_ZERO} precision.matmul_dtype=fp8_delayed"),
+    Program("8 bits, current scaling", "h200", "llama8b", f"{_ZERO} precision.matmul_dtype=fp8_current"),
+    Program("expert=4", "h200", "qwen3_30b_a3b", _EXPERTS, waits=True),
+    Program("context=4, ring", "h200", "llama8b", _LONG, waits=True),
+    Program("context=4, ulysses", "h200", "llama8b", f"{_LONG} layout.context_attention=ulysses", waits=True),
+    Program("tensor=8", "h200", "llama8b", _TENSOR, waits=True),
+    Program("data=4, tensor=2", "h200", "llama8b", _HYBRID),
+    Program("optimizer on the host", "h200", "llama8b", f"{_ZERO} layout.offload.optimizer=1.0"),
+    Program("parameters on the host", "h200", "llama8b", f"{_ZERO} layout.offload.params=1.0"),
+    Program("activations on the host", "h200", "llama8b", f"{_ZERO} layout.offload.activations=1.0"),
+    Program("sums in bfloat16", "h200", "llama8b", _IN_16_BITS),
+    Program("ZeRO-3", "v5p", "llama8b", _ZERO, waits=True),
+    Program("context=4, ring", "v5p", "llama8b", _LONG, waits=True),
+    Program("data=4, tensor=2", "v5p", "llama8b", _HYBRID, waits=True),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--only", metavar="TEXT", default="", help="programs whose name has this text")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="compiled figures, kept there and not compiled again"
+    )
+    os.environ.update(AOT_ENVIRONMENT)  # jax reads it when it is imported, which no import above does
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """Figures of the plan of one program, as in `Compiled`."""
+
+    argument_bytes: int
+    host_argument_bytes: int
+    peak_bytes: int
+    waits_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Figures of one compiled program: bytes on a device and in host memory; seconds of its schedule."""
+
+    argument_bytes: int
+    host_argument_bytes: int
+    peak_bytes: int
+    waits_s: float
+    wire_s: float
+    compute_s: float
+
+
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    """Rows of each program as it is compiled, then the mean and the largest error of all."""
+    errors: list[float] = []
+    for program in PROGRAMS:
+        if args.only in program.name:
+            found = compiled(program, args.keep)
+            errors.append(_error(planned(program).peak_bytes, found.peak_bytes))
+            yield from rows(program, found)
+    if errors:
+        yield row("peak: mean error", sum(errors) / len(errors), "%", bar="<= 5")
+        yield row("peak: largest error", max(errors), "%", bar="<= 10")
+
+
+def rows(program: Program, found: Compiled) -> Iterator[Row]:
+    """The plan's figures of one program beside the compiled ones."""
+    plan, name = planned(program), program.name
+    off = abs(plan.argument_bytes - found.argument_bytes) + abs(plan.host_argument_bytes - found.host_argument_bytes)
+    yield row(f"{name}: arguments", plan.argument_bytes, "B", baseline=found.argument_bytes)
+    yield row("  off by", off, "B", bar="<= 0")
+    yield row(f"{name}: peak", plan.peak_bytes / GIB, "GiB", baseline=found.peak_bytes / GIB)
+    yield row("  off by", _error(plan.peak_bytes, found.peak_bytes), "%", bar="<= 10")
+    yield row(f"{name}: waits for the network", 1e3 * plan.waits_s, "ms", baseline=1e3 * found.waits_s)
+    yield row("  off by", _error(plan.waits_s, found.waits_s), "%", bar="<= 25" if program.waits else None)
+
+
+def _error(planned: float, found: float) -> float:
+    """Distance from what was found, in per cent of it."""
+    return 100 * abs(planned / found - 1)
+
+
+def program_job(program: Program) -> "Job":
+    """The job of a program on its machine."""
+    from jtrain.config.load import load_config
+    from jtrain.config.run import build_run
+    from jtrain.plan.estimate.machine import make_machine
+    from jtrain.plan.from_run import plan_job
+
+    run = build_run(load_config(program.config, (), program.sets.split()))
+    return plan_job(run, make_machine(program.chip, run.mesh.size, host_memory_bytes=2 * 10**12))
+
+
+def planned(program: Program) -> Planned:
+    """The plan of a program."""
+    from jtrain.plan.estimate.memory import memory
+    from jtrain.plan.estimate.step_time import step_time
+
+    job = program_job(program)
+    plan = memory(job)
+    return Planned(plan.argument_bytes, plan.host_argument_bytes, plan.total_bytes, step_time(job, plan).waits_s)
+
+
+def compiled(program: Program, keep: Path | None) -> Compiled:
+    """What the compiler makes of a program, and what its schedule waits for.
+
+    Args:
+      keep: folder with programs that were compiled before; this one is added.
+
+    Raises:
+      UserError: the compiler is not installed.
+    """
+    from jtrain.plan.compile.compiled_waits import compiled_timeline
+
+    size, hlo = _sizes_and_text(program, keep)
+    timeline = compiled_timeline(hlo, program_job(program))
+    return Compiled(**size, waits_s=timeline.waiting_s, wire_s=timeline.wire_s, compute_s=timeline.compute_s)
+
+
+def _sizes_and_text(program: Program, keep: Path | None) -> tuple[dict[str, int], str]:
+    """Bytes of a compiled program by the fields of `Compiled`, and its text."""
+    from jtrain.config.load import load_config
+    from jtrain.config.run import build_run
+    from jtrain.plan.compile.compiled_step import compile_step, topology_devices
+    from jtrain.plan.from_run import make_optimizer
+
+    name = re.sub(r"[^a-z0-9]+", "_", program.name.lower())
+    file, text = (None, None) if keep is None else (keep / f"{name}.json", keep / f"{name}.hlo.gz")
+    if file is not None and text is not None and file.exists():
+        return json.loads(file.read_text()), gzip.decompress(text.read_bytes()).decode()
+    optimizer = make_optimizer(build_run(load_config(program.config, (), program.sets.split())))
+    devices, options = topology_devices(TOPOLOGIES[program.chip]), COMPILER_OPTIONS[program.chip]
+    step = compile_step(program_job(program), optimizer, devices=devices, compiler_options=options)
+    size = {field: getattr(step, field) for field in SIZES}
+    if file is not None and text is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text.write_bytes(gzip.compress(step.hlo.encode(), compresslevel=1))
+        file.write_text(json.dumps(size) + "\n")
+    return size, step.hlo
