@@ -31,7 +31,7 @@ def mixture() -> fdl.Config[Run]:
         Run,
         seed=0,
         num_steps=300,
-        mesh=fdl.Config(MeshSpec, data=1),
+        mesh=fdl.Config(MeshSpec),
         layout=fdl.Config(LayoutSpec, zero_stage=0, remat="none"),
         model=fdl.Config(
             Transformer,

@@ -25,7 +25,7 @@ def tiny() -> fdl.Config[Run]:
         Run,
         seed=0,
         num_steps=300,  # the learning-rate schedule reads this field too
-        mesh=fdl.Config(MeshSpec, data=1),
+        mesh=fdl.Config(MeshSpec),
         layout=fdl.Config(LayoutSpec, zero_stage=0, remat="none"),
         model=fdl.Config(
             Transformer,
@@ -54,12 +54,10 @@ def tiny() -> fdl.Config[Run]:
 
 
 def zero3(run: fdl.Config[Run]) -> None:
-    """Shards parameters, gradients and optimizer state over 8 devices; --emulate-devices 8 emulates them on one CPU."""
-    run.mesh.data = 8
+    """Shards parameters, gradients and optimizer state over all devices; --emulate-devices 8 emulates 8 on one CPU."""
     run.layout.zero_stage = 3
 
 
 def tensor(run: fdl.Config[Run]) -> None:
-    """Splits heads, feed-forward and vocabulary over 4 devices, and the batch over 2."""
-    run.mesh.data = 2
+    """Splits heads, feed-forward and vocabulary over 4 devices, and the batch over what is left of them."""
     run.mesh.tensor = 4

@@ -25,7 +25,7 @@ def tiny_moe() -> fdl.Config[Run]:
         Run,
         seed=0,
         num_steps=300,  # the learning-rate schedule reads this field too
-        mesh=fdl.Config(MeshSpec, data=1),
+        mesh=fdl.Config(MeshSpec),
         layout=fdl.Config(LayoutSpec, zero_stage=0, remat="none"),
         model=fdl.Config(
             Transformer,
@@ -55,7 +55,6 @@ def tiny_moe() -> fdl.Config[Run]:
 
 
 def experts(run: fdl.Config[Run]) -> None:
-    """Splits experts over 4 devices and shards the rest over 2; --emulate-devices 8 emulates them on one CPU."""
-    run.mesh.data = 2
+    """Splits experts over 4 devices and shards the rest over all; --emulate-devices 8 emulates 8 on one CPU."""
     run.mesh.expert = 4
     run.layout.zero_stage = 3

@@ -10,8 +10,9 @@ from pathlib import Path
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
 from jtrain.runtime import cli
+from jtrain.runtime.accelerators import DEVICES
 from jtrain.runtime.platform import start_jax, use_unified_memory
-from jtrain.runtime.store_paths import default_workdir, workdir_path
+from jtrain.runtime.store_paths import check_workdir, default_workdir, workdir_path
 from jtrain.supervise.command import add_arguments, refuse_alone, supervise
 from jtrain.supervise.heart import start_heart
 
@@ -27,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     )
     cli.add_config_arguments(parser)
     parser.add_argument("--workdir", metavar="DIR", help="folder, gs:// or s3:// (default: runs/<config>)")
+    parser.add_argument("--device", choices=DEVICES, help="run on this kind of device (default: the fastest here)")
     parser.add_argument("--emulate-devices", type=int, metavar="N", help="run on N CPU devices")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--topology", metavar="T", help="with --dry-run: compile for this machine (v5p:4x4x8, h200:8)")
@@ -53,7 +55,7 @@ def launch(args: argparse.Namespace) -> int:
         os.environ.update(AOT_ENVIRONMENT)
     # Ignore trace requests until the loop handles them: by default SIGUSR1 would end the process.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    start_jax(os.environ, emulate_devices=args.emulate_devices)
+    start_jax(os.environ, emulate_devices=args.emulate_devices, device=args.device)
 
     from jtrain.config import tree  # lazy, as the imports below: together over a second
     from jtrain.config.load import load_config
@@ -67,18 +69,19 @@ def launch(args: argparse.Namespace) -> int:
     if run.layout.offload.unified_memory:
         use_unified_memory(os.environ, topology=args.topology)
 
+    from jtrain.config.devices import settle_mesh
     from jtrain.plan import auto_layout
     from jtrain.plan.from_run import dry_run
     from jtrain.train.start import start
 
-    home = workdir_path(args.workdir or str(default_workdir(args.config)))
     if args.dry_run:
-        for line in auto_layout.settle(run_config, devices=auto_layout.devices_of(args.topology), workdir=None):
+        devices, lines = settle_mesh(run_config, auto_layout.devices_of(args.topology))
+        for line in (*lines, *auto_layout.settle(run_config, devices=devices, workdir=None)):
             print(line)
-        dry_run(build_run(run_config), topology=args.topology)
+        dry_run(build_run(run_config), topology=args.topology, devices=devices)
         return 0
     meant = dict(allow_change=args.allow_change, from_scratch=args.from_scratch)
-    return start(run_config, run, home=home, environ=os.environ, heart=heart, **meant)
+    return start(run_config, run, home=workdir_path(args.workdir), environ=os.environ, heart=heart, **meant)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,9 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         args = parser().parse_args(argv)
         refuse_alone(args)
-        if args.supervise and not (args.dry_run or args.print_config):  # which only print, and end
-            return supervise(args, argv, os.environ, workdir=Path(args.workdir or default_workdir(args.config)))
-        return launch(args)
+        if args.dry_run or args.print_config:  # which only print, and end
+            return launch(args)
+        if args.workdir is None:
+            args.workdir = str(default_workdir(args.config))
+        check_workdir(args.workdir)
+        return supervise(args, argv, os.environ, workdir=Path(args.workdir)) if args.supervise else launch(args)
 
     return cli.run(run)
 

@@ -389,7 +389,7 @@ def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len:
         raise UserError(
             f"data.global_batch={global_batch} over {shards} devices is {rows} sequences each, which "
             f"layout.microbatches={spec.microbatches} does not divide. Set data.global_batch to a multiple of "
-            f"{shards * spec.microbatches}, or change layout.microbatches."
+            f"{shards * spec.microbatches}, or layout.microbatches to a divisor of {rows}."
         )
     each = rows // spec.microbatches
     if each % spec.sequence_groups:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import jax
 import numpy as np
@@ -25,7 +26,8 @@ class MeshSpec:
 
     replica: data parallelism without sharding, across slices or pods.
     stage: pipeline stages.
-    data: data parallelism; ZeRO shards state over `data` and `context` together.
+    data: data parallelism; ZeRO shards state over `data` and `context` together. `auto`, which a config has that does
+      not say it, is what is left of the devices that are here (`config.devices.settle_mesh`); all else takes a number.
     expert: experts of MoE layers; data parallelism for all other parameters.
     context: positions of a sequence; ZeRO shards state over it too.
     tensor: heads, feed-forward hidden and vocabulary; activations between layers are split by position.
@@ -33,19 +35,29 @@ class MeshSpec:
 
     replica: int = 1
     stage: int = 1
-    data: int = 1
+    data: int | Literal["auto"] = 1
     expert: int = 1
     context: int = 1
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in self.shape.items():
+        for axis, size in self.settled(1).shape.items() if self.data == "auto" else self.shape.items():
             if size < 1:
                 raise UserError(f"mesh.{axis}={size} must be at least 1. Set mesh.{axis}=1 to leave the axis unused.")
 
+    def settled(self, data: int) -> "MeshSpec":
+        """Returns the mesh with `data` devices along that axis if it is `auto`; else the mesh as it is."""
+        return dataclasses.replace(self, data=data) if self.data == "auto" else self
+
     @functools.cached_property
     def shape(self) -> dict[str, int]:
-        """Number of devices along each axis, in the order of `AXES`; kept, because a search reads it 100,000 times."""
+        """Number of devices along each axis, in the order of `AXES`; kept, because a search reads it 100,000 times.
+
+        Raises:
+          UserError: `data` is still `auto`.
+        """
+        if self.data == "auto":
+            raise UserError("mesh.data=auto has to be settled first: it depends on the devices. Set it to a number.")
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
@@ -57,6 +69,11 @@ class MeshSpec:
     def zero_shards(self) -> int:
         """Number of shards into which ZeRO splits an array: the devices along `ZERO_AXES`."""
         return math.prod(self.shape[axis] for axis in ZERO_AXES)
+
+    @property
+    def batch_shards(self) -> int:
+        """Number of parts into which the sequences of a batch are split."""
+        return math.prod(self.shape[axis] for axis in BATCH_AXES)
 
     @property
     def size(self) -> int:
@@ -73,9 +90,9 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
     if spec.size != len(devices):
         product = " * ".join(f"{axis}={size}" for axis, size in spec.shape.items() if size > 1) or "1"
         raise UserError(
-            f"mesh {product} = {spec.size} devices, but {len(devices)} are here. "
-            f"Set mesh.data so that the product is {len(devices)}, or add --emulate-devices {spec.size} to try "
-            "the layout on this CPU."
+            f"{len(devices)} {'device is' if len(devices) == 1 else 'devices are'} here ({devices[0].platform}), but "
+            f"mesh {product} = {spec.size} devices. Set mesh.data so that the product is {len(devices)}, or to auto, "
+            f"which takes what is here; or add --emulate-devices {spec.size} to try the layout on this CPU."
         )
     shape = tuple(spec.shape.values())
     if devices[0].platform == "tpu":

@@ -131,6 +131,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.isdisjoint(item.path.parts))
 
 
+def pytest_report_header() -> str:
+    """Says what the hosts of tests of several hosts are: a machine may forbid network namespaces."""
+    from tests.launch.hosts import kind  # lazy: it starts a process
+
+    return f"several hosts: {kind()}"
+
+
 def _note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

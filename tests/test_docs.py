@@ -14,6 +14,7 @@ import pytest
 
 from jtrain.__main__ import VERBS
 from jtrain.config.load import load_config
+from jtrain.plan.__main__ import VERBS as PLAN_VERBS
 from jtrain.train.callbacks import load_callbacks
 
 ROOT = Path(__file__).parents[1]
@@ -119,15 +120,13 @@ def test_every_option_of_a_command_is_in_its_help(verb: str) -> None:
         assert [option for option in options if option not in helps[key]] == [], words
 
 
-PLAN_VERBS = {"pipeline", "network", "ecmp"}
 DATA_VERBS = {"adopt", "inspect", "plan", "prepare", "verify", "bench", "sample"}
 
 
 def configured(words: list[str]) -> tuple[str | None, list[str], list[str]]:
     """The config, fiddlers and sets of a command; no config where it has none."""
-    after = words[2:] if words[1:2] == ["pipeline"] else words[1:]  # what follows the verb
-    others = PLAN_VERBS | {"table"}
-    name = after[0] if words[0] == "plan" and after[0] not in others and not after[0].startswith("-") else None
+    after = words[2:] if words[0] == "plan" and words[1] in PLAN_VERBS else words[1:]  # what follows the verb
+    name = after[0] if words[0] == "plan" and after[0] != "table" and not after[0].startswith("-") else None
     taken: dict[str, list[str]] = {"--config": [], "--with": [], "--set": []}
     for at, word in enumerate(words):
         option, _, value = word.partition("=")

@@ -15,7 +15,7 @@ from jtrain import launch
 from jtrain.profile.analysis.breakdown import read_json
 from jtrain.runtime import cli
 from jtrain.runtime.multihost import join_processes
-from jtrain.runtime.store_paths import default_workdir
+from jtrain.runtime.store_paths import check_workdir, default_workdir
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,7 +43,7 @@ def test_the_command_line_is_frozen() -> None:
     assert options() == {
         *("--help", "--config", "--with", "--set", "--workdir"),
         *("--emulate-devices", "--dry-run", "--topology", "--print-config", "--allow-change", "--from-scratch"),
-        *("--supervise", "--processes", "-n"),
+        *("--supervise", "--processes", "-n", "--device"),
     }
 
 
@@ -104,6 +104,7 @@ def test_the_workdir_is_named_after_the_config(config: str, workdir: str) -> Non
         (["--config=tiny", "--set", "mesh.data=3"], "Nearest sizes that do: "),
         (["--config=tiny", "--topology", "h200:8"], "--topology h200:8 compiles for a machine that is not here. Add"),
         (["--config=tiny", "--emulate-devices", "0"], "--emulate-devices 0 must be at least 1"),
+        (["--config=tiny", "--device", "tpu"], "--device tpu: this host has no TPU"),
         (["--config=tiny", "-n", "2"], "--processes 2 starts processes from a supervisor. Add --supervise."),
         (["--config=tiny", "--supervise", "-n", "0"], "--processes 0 must be at least 1"),
         (["--confg=tiny"], "--config"),
@@ -118,6 +119,36 @@ def test_what_the_user_can_mend_exits_2_without_a_traceback(tmp_path: Path, argu
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("workdir", "message"),
+    [
+        ("", "--workdir is empty. Give a folder"),
+        ("/", "--workdir / is the root of the file system"),
+        ("//../", "is the root of the file system"),
+        ("{tmp}/file", "{tmp}/file is a file. Give a folder"),
+        ("{tmp}/file/below/it", "is below {tmp}/file, which is a file"),
+        ("/proc/run", "/proc belongs to user 0, this process to user"),
+    ],
+)
+@pytest.mark.parametrize("supervised", [(), ("--supervise",)])
+def test_a_silly_workdir_is_refused_first_of_all(
+    workdir: str, message: str, supervised: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the config is looked up: nothing is downloaded, read or compiled, and nothing is left behind."""
+    (tmp_path / "file").write_text("")
+    argv = ["--config=no_such_config", "--workdir", workdir.format(tmp=tmp_path), *supervised]
+    assert launch.main(argv) == 2
+    assert message.format(tmp=tmp_path) in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_new_workdir_below_a_folder_is_fine(tmp_path: Path) -> None:
+    """It is not made either."""
+    check_workdir(str(tmp_path / "a" / "b"))
+    check_workdir("gs://bucket/run")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -220,15 +251,16 @@ def test_compiled_programs_are_kept_in_the_users_cache(tmp_path: Path) -> None:
 # --- launch/ ----------------------------------------------------------------------------------------------------
 
 
-def test_every_script_ends_in_the_one_command() -> None:
-    """DESIGN section 3, and each is valid shell."""
-    scripts = [*(ROOT / "launch").rglob("local.sh"), *(ROOT / "launch").rglob("*.sbatch")]
-    assert len(scripts) == 3
-    for script in (*scripts, ROOT / ".ci" / "run"):
+def test_every_kit_is_short_and_ends_in_the_one_command() -> None:
+    """DESIGN section 3, and each script is valid shell. Three only prepare what another one starts."""
+    prepare = {"start.sh", "queued_resource.sh", "settings.yaml"}
+    kits = [path for path in (ROOT / "launch").rglob("*") if path.suffix in (".sh", ".sbatch", ".yaml")]
+    assert len(kits) == 13
+    for kit in kits:
+        assert len(kit.read_text().splitlines()) <= 60
+        assert ("jtrain.launch --supervise" in kit.read_text()) == (kit.name not in prepare), kit
+    for script in (*(kit for kit in kits if kit.suffix != ".yaml"), ROOT / ".ci" / "run"):
         subprocess.run(["bash", "-n", str(script)], check=True)
-    for script in scripts:
-        assert '-m jtrain.launch --supervise "$@"' in script.read_text()
-        assert len(script.read_text().splitlines()) <= 60
 
 
 def local_sh(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -257,9 +289,11 @@ def test_processes_train_as_one(layout: tuple[str, ...], tmp_path: Path) -> None
     done = local_sh(2, *arguments, *window, "--emulate-devices", "4", "--workdir", str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("results in") == 1, "process 0 speaks for all"
+    assert "[0] cpu: 8 x cpu, 2 processes on 1 host (" in done.stdout
     assert_each_traced_its_own(tmp_path / "two", processes=2, devices=4)
     done = local_sh(1, *arguments, "--emulate-devices", "8", "--workdir", str(tmp_path / "one"))
     assert done.returncode == 0, done.stderr
+    assert_starts_in_ten_lines(done.stdout, tmp_path / "one")
     two, one = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("two", "one")
@@ -269,6 +303,20 @@ def test_processes_train_as_one(layout: tuple[str, ...], tmp_path: Path) -> None
     assert [line["loss_nats"] for line in two if "loss_nats" in line] == pytest.approx(losses, rel=1e-5)
     assert [line.get("batch_hash") for line in two] == [line.get("batch_hash") for line in one]
     assert (tmp_path / "two" / "checkpoints" / "5").is_dir()
+
+
+def assert_starts_in_ten_lines(output: str, workdir: Path) -> None:
+    """What is here comes first, then how it is used, and where the whole plan is."""
+    start, _, _ = output.partition("\nstep 1/5 ")
+    first, second, *more = start.splitlines()
+    assert first.startswith("cpu: 8 x cpu, 1 process on 1 host (")
+    assert second.startswith("mesh.data=auto: ")
+    assert f"the whole plan: {workdir}/plan.txt" in more
+    assert 5 <= len(more) <= 8
+    plan = (workdir / "plan.txt").read_text()
+    assert plan.startswith("164,160 parameters over data=")
+    assert "attention.k_DKH" in plan
+    assert "collectives per device and step" in plan
 
 
 def assert_each_traced_its_own(workdir: Path, *, processes: int, devices: int) -> None:

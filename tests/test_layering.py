@@ -24,7 +24,7 @@ ROWS = (
     ("config",),
     ("plan", "hf", "generate"),
     ("train",),
-    ("launch", "bench"),
+    ("launch", "bench", "node_check"),
 )
 """A module imports only rows above its own, and itself. Every `__main__` is on the last row."""
 

@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
       UserError: the first device is no GPU, or the plan says that a config does not fit it.
     """
     # Lazy, as below: other benchmarks use `step_rate`, which needs no config and no fiddle.
+    from jtrain.config.devices import settle_mesh
     from jtrain.config.load import load_config
     from jtrain.config.run import build_run
     from jtrain.plan.auto_layout import settle
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
         )
     for name in [args.only] if args.only else list(FIDDLERS):
         config = load_config(name, FIDDLERS[name], [*args.sets, *(REHEARSED if args.rehearse else ())])
+        settle_mesh(config, [gpu])
         for line in settle(config, devices=[gpu], workdir=None):
             print(line)
         built = build_run(config)

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.bench import Row, meets_bar, row
+from jtrain.config.devices import settle_mesh
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
 from jtrain.data import open_dataset, put_batch
@@ -160,8 +161,10 @@ def _share(what: str, differences_ms: np.ndarray, step_ms: float) -> Row:
 
 
 def _steps(sets: tuple[str, ...]) -> _Steps:
-    built = build_run(load_config("tiny", (), ["optimizer.warmup_steps=0", *sets]))
-    mesh = make_mesh(built.mesh, jax.devices())
+    config = load_config("tiny", (), ["optimizer.warmup_steps=0", *sets])
+    devices, _ = settle_mesh(config, jax.devices())
+    built = build_run(config)
+    mesh = make_mesh(built.mesh, devices)
     batch = put_batch(next(open_dataset(built.data, seed=0).train_batches()), mesh)
     return _Steps(built, mesh, run_layout(built), make_optimizer(built), batch)
 

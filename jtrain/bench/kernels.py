@@ -139,13 +139,14 @@ def config_cases(
     """
     import dataclasses
 
+    from jtrain.config.devices import settle_mesh
     from jtrain.config.load import load_config, mesh_size
     from jtrain.config.run import build_run
     from jtrain.plan import auto_layout
     from jtrain.plan.compile.kernel_calls import devices_like, kernel_calls
 
     config = load_config(args.config, args.fiddlers, args.sets)
-    devices = devices_like(spec, mesh_size(config))
+    devices, _ = settle_mesh(config, devices_like(spec, mesh_size(config)))
     for line in auto_layout.settle(config, devices=devices, workdir=None):
         print(line)
     calls = kernel_calls(build_run(config), devices)

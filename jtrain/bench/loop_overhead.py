@@ -12,6 +12,7 @@ import jax
 
 from jtrain.bench import Row, row
 from jtrain.config import tree
+from jtrain.config.devices import settle_mesh
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
 from jtrain.data import open_dataset, put_batch
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     """Alternates the two, so that a machine that slows down slows both; compilation is in neither."""
     sets = [f"num_steps={2 * args.steps}", f"metrics.log_every_steps={args.steps}", "eval.every_steps=None"]
     run_config = load_config(args.config, (), [*sets, "checkpoint.every_steps=None", "optimizer.warmup_steps=0"])
+    settle_mesh(run_config, jax.devices())
     built = build_run(run_config)
     text = tree.flat(run_config)
     bare, full = [], []

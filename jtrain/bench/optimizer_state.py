@@ -90,7 +90,9 @@ def run(args: argparse.Namespace) -> list[Row]:
 def trained(sets: tuple[str, ...], *, seed: int, num_steps: int) -> Result:
     """One run, from its first weights to its last evaluation."""
     started_s = time.perf_counter()
-    built = build_run(load_config("tiny", (), [*SMALLER, f"seed={seed}", f"num_steps={num_steps}", *sets]))
+    built = build_run(
+        load_config("tiny", (), [*SMALLER, "mesh.data=1", f"seed={seed}", f"num_steps={num_steps}", *sets])
+    )
     mesh = make_mesh(built.mesh, jax.devices()[:1])
     layout = run_layout(built)
     optimizer = make_optimizer(built)

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Row]:
     """A row per program, then the mean."""
-    from jtrain.config.load import load_config
+    from jtrain.config.load import for_devices, load_config, mesh_size
     from jtrain.config.run import build_run
     from jtrain.plan.estimate.machine import Machine
     from jtrain.plan.estimate.memory import memory
@@ -86,7 +86,9 @@ def run(args: argparse.Namespace) -> list[Row]:
     errors: list[float] = []
     for name, machine, sets in [(n, m, sets) for n in args.configs for m in args.machines for sets in LAYOUTS[n]]:
         what = f"{name} {sets or 'as shipped'}, {machine}"
-        built = build_run(load_config(name, (), sets.split()))
+        config = load_config(name, (), sets.split())
+        for_devices(config, mesh_size(config))
+        built = build_run(config)
         if what not in kept:
             kept[what] = compiled_bytes(name, machine, sets)
             if args.keep is not None:
@@ -107,13 +109,15 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 def compiled_bytes(name: str, machine: str, sets: str) -> dict[str, int]:
     """What the machine's compiler says of the step of a config with these settings."""
-    from jtrain.config.load import load_config
+    from jtrain.config.load import for_devices, load_config, mesh_size
     from jtrain.config.run import build_run
     from jtrain.plan.compile.compiled_step import compile_step, topology_devices
     from jtrain.plan.from_run import make_optimizer, plan_job
 
-    run = build_run(load_config(name, (), sets.split()))
-    count = run.mesh.size
+    config = load_config(name, (), sets.split())
+    count = mesh_size(config)
+    for_devices(config, count)
+    run = build_run(config)
     devices = topology_devices(MACHINES[machine][count])[:count]
     program = compile_step(plan_job(run), make_optimizer(run), devices=devices)
     names = ("argument_bytes", "temp_bytes", "host_argument_bytes", "host_temp_bytes", "peak_bytes")

@@ -113,7 +113,7 @@ def planned_job(step: Published) -> "Job":
     model = Transformer(**fields)
     mesh = MeshSpec(**step.axes)
     spec = LayoutSpec(
-        zero_stage=3 if mesh.data > 1 else 0,
+        zero_stage=3 if mesh.shape["data"] > 1 else 0,
         microbatches=step.microbatches,
         remat="named",
         remat_save=KEPT,

@@ -19,8 +19,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jtrain.bench import Row, row
 from jtrain.config import tree
+from jtrain.config.devices import settle_mesh
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run
 from jtrain.profile.clocks.sampler import Sampler
@@ -106,6 +109,7 @@ def _trained(
         *(["profile.clocks=none"] if watch is _blind else []),
     ]
     run_config = load_config(name, (), sets)
+    settle_mesh(run_config, jax.devices())
     built, text = build_run(run_config), tree.flat(run_config)
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(io.StringIO()), _watched_by(watch or attempt.built_in_callbacks):

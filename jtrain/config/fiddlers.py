@@ -8,7 +8,8 @@ from jtrain.config.run import Run
 def debug(run: fdl.Config[Run]) -> None:
     """Shrinks the run to five steps of two narrow layers, so that a laptop runs every code path of this config.
 
-    A model for accelerators also gets few heads and experts, one device, and byte-level text of the standard library.
+    A model for accelerators also gets few heads and experts, `mesh.data=auto`, and byte-level text of the standard
+    library.
     """
     large, moe = run.model.d_model >= 1024, getattr(run.model, "moe", None)
     run.num_steps = 5
@@ -22,7 +23,7 @@ def debug(run: fdl.Config[Run]) -> None:
     run.metrics.log_every_steps = 1
     if not large:
         return
-    run.mesh.data = 1
+    run.mesh.data = "auto"
     run.mesh.expert = 1
     run.layout.microbatches = 1
     run.model.num_heads = 4

@@ -39,6 +39,9 @@ def load_config(name: str, fiddlers: Sequence[str] = (), sets: Sequence[str] = (
             f"--config={name}: {function}() must return a fdl.Config(Run, ...), not {type(config).__name__}."
         )
     tree.expand(config)
+    mesh = config.__arguments__.get("mesh")
+    if isinstance(mesh, fdl.Config) and "data" not in mesh.__arguments__:
+        mesh.data = "auto"
     for fiddler in fiddlers:
         _call(module, fiddler, "fiddler", 1, config)
         tree.expand(config)
@@ -49,37 +52,42 @@ def load_config(name: str, fiddlers: Sequence[str] = (), sets: Sequence[str] = (
 
 
 def mesh_size(config: fdl.Config[Run]) -> int:
-    """Number of devices in a config's mesh."""
-    return _built(config.mesh).size
+    """Number of devices in a config's mesh; with `mesh.data=auto` the fewest that it can have."""
+    return _built(config.mesh).settled(1).size
 
 
 def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
     """Changes a config's mesh to `count` devices, if it has another number; returns one line per changed field.
 
     `data` takes up the difference and absorbs `replica`; the other axes keep their sizes. `layout.microbatches` is
-    chosen so that a device computes at most as many sequences at a time as before.
+    chosen so that a device computes at most as many sequences at a time as before. `mesh.data=auto` alone is set where
+    it is asked.
 
     Raises:
       UserError: `count` is not a multiple of the other axes, or the batch does not split over `count` devices.
     """
-    was: MeshSpec = _built(config.mesh)
+    asked: MeshSpec = _built(config.mesh)
     layout: LayoutSpec = _built(config.layout)
-    if was.size == count:
+    was = asked.settled(1)
+    if asked == was and was.size == count:
         return []
-    others = was.size // was.replica // was.data
+    others = was.size if asked != was else was.size // was.replica // was.shape["data"]
     if count % others:
         axes = " * ".join(f"mesh.{axis}={size}" for axis, size in was.shape.items() if size > 1 and axis != "data")
         raise UserError(
             f"{count} devices are not a multiple of {axes} = {others}. Use a multiple of {others}, or --set them to 1."
         )
+    if asked != was:
+        config.mesh.data = count // others
+        return [f"mesh.data={count // others} (the config: auto)"]
     mesh = dataclasses.replace(was, replica=1, data=count // others)
     batch = config.data.global_batch
     rows = shard_size("data.global_batch", batch, mesh.shape, BATCH_AXES)
-    at_a_time = max(1, batch // (was.replica * was.data * was.expert) // layout.microbatches)
+    at_a_time = max(1, batch // was.batch_shards // layout.microbatches)
     parts = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= at_a_time)
-    changes = {"mesh.replica": 1, "mesh.data": mesh.data, "layout.microbatches": parts}
-    before = {"mesh.replica": was.replica, "mesh.data": was.data, "layout.microbatches": layout.microbatches}
-    config.mesh.replica, config.mesh.data, config.layout.microbatches = 1, mesh.data, parts
+    changes = {"mesh.replica": 1, "mesh.data": count // others, "layout.microbatches": parts}
+    before = {"mesh.replica": was.replica, "mesh.data": was.shape["data"], "layout.microbatches": layout.microbatches}
+    config.mesh.replica, config.mesh.data, config.layout.microbatches = 1, count // others, parts
     return [f"{path}={value} (the config: {before[path]})" for path, value in changes.items() if before[path] != value]
 
 

@@ -28,6 +28,8 @@ MOVED = {
 }
 """Paths in older runs -> paths of the same fields now."""
 
+_ASKED = "# asked: "
+
 _OPTIMIZER = ("peak_lr", "warmup_steps", "schedule", "b1", "b2", "eps", "weight_decay", "clip_norm")
 _OPTIMIZER_MUON = ("momentum", "update_rms", "newton_schulz_steps")
 
@@ -87,7 +89,7 @@ def config_from_text(config_text: str) -> fdl.Config[Run]:
 
 
 def run_of_checkpoint(config_text: str) -> Run:
-    """Builds the run that wrote a checkpoint, for its model and its data, without pipeline stages.
+    """Builds the run that wrote a checkpoint, for its model and its data, without pipeline stages or data parallelism.
 
     A checkpoint holds whole layers, so whoever reads one needs no schedule; a schedule's CSV file may be gone by then.
 
@@ -96,6 +98,7 @@ def run_of_checkpoint(config_text: str) -> Run:
     """
     run_config = config_from_text(config_text)
     run_config.mesh.stage = 1
+    run_config.mesh.data = 1  # `auto` in a checkpoint of imported weights
     return build_run(run_config)
 
 
@@ -161,6 +164,13 @@ def _covered(line: str, names: Sequence[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
+def with_asked(settled: str, asked: str) -> str:
+    """Appends to the config as it was settled a remark for each field that was asked to be `auto` or `as_needed`."""
+    before, after = tree.parse(asked), tree.parse(settled)
+    open_paths = [path for path, text in before.items() if text in ("'auto'", "'as_needed'") and after[path] != text]
+    return settled + "".join(f"{_ASKED}{path} = {before[path]}\n" for path in open_paths)
+
+
 def with_history(workdir: Path, config_text: str, *, step: int, changes: Sequence[str]) -> str:
     """Appends to `config_text` one remark per change that `--allow-change` permitted, in this and earlier attempts.
 
@@ -169,6 +179,7 @@ def with_history(workdir: Path, config_text: str, *, step: int, changes: Sequenc
       changes: the lines that `check_same_run` returned.
     """
     file = workdir / "config.txt"
-    earlier = [line for line in file.read_text().splitlines() if line.startswith("#")] if file.exists() else []
+    there = file.read_text().splitlines() if file.exists() else []
+    earlier = [line for line in there if line.startswith("#") and not line.startswith(_ASKED)]
     remarks = [*earlier, *(f"# changed at step {step}: {change}" for change in changes)]
     return config_text + shown_lines("".join(f"{remark}\n" for remark in remarks))

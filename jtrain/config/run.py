@@ -146,6 +146,8 @@ def validate(run: Run) -> None:
     Raises:
       UserError: two components do not fit; names the fields, their values and the way out.
     """
+    # Whatever does not fit one device along `data` fits none: `settle_mesh` checks again with the number it chooses.
+    run = dataclasses.replace(run, mesh=run.mesh.settled(1))
     offload = run.layout.offload
     if {offload.params, offload.activations} - {"none", 0}:
         check_scanned(run.model.scan_layers)

@@ -6,6 +6,7 @@ python -m jtrain.data prepare | adopt | verify | inspect | plan | bench | sample
 import argparse
 import itertools
 import json
+import math
 import os
 import shlex
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jtrain.constants import BATCH_AXES
 from jtrain.data.excerpt import excerpt
 from jtrain.errors import FileError, UserError
 from jtrain.runtime import cli
@@ -186,7 +188,7 @@ def bench(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
     """Reads batches and prints throughput, memory and balance; returns the exit code."""
     if args.steps < 2:
         raise UserError(f"--steps {args.steps} must be at least 2, because the first batch is timed separately.")
-    ranks = run.mesh.replica * run.mesh.data * run.mesh.expert
+    ranks = math.prod(run.mesh.settled(1).shape[axis] for axis in BATCH_AXES)
     begun_s = time.perf_counter()
     fills, spreads, tokens = [], [], 0
     with dataset.train_batches() as batches:

@@ -1,4 +1,4 @@
-"""Command line of plans: `python -m jtrain.plan CONFIG --device h200 --count 8`, or `table`, `pipeline`, `network`."""
+"""Command line of plans: `python -m jtrain.plan CONFIG --device h200 --count 8`, and the verbs of `VERBS`."""
 
 import argparse
 import dataclasses
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT, ecmp_cli, network_cli, pipeline_cli
+from jtrain.plan.economics import cost_cli, walls_cli
 from jtrain.plan.sizes import parse_bytes
 from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax, use_unified_memory
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
     from jtrain.plan.estimate.step_time import Assumptions
     from jtrain.plan.report.plan_sheet import Sheet
     from jtrain.plan.search import Point, SearchTask
+
+VERBS = {
+    "pipeline": pipeline_cli.main,
+    "network": network_cli.main,
+    "ecmp": ecmp_cli.main,
+    "cost": cost_cli.main,
+    "walls": walls_cli.main,
+}
+"""Commands with options of their own, by their first word."""
 
 TOP = 3
 """Layouts of a search that are compiled."""
@@ -48,8 +58,9 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jtrain.plan",
         description="Plans a config on a machine that need not be here: bytes, seconds, money. `table` instead of a "
-        "config prints the memory that each strategy saves and the time that it costs. `pipeline` shows and compares "
-        "pipeline schedules, `network` times collectives, `ecmp` hash collisions: see `pipeline --help` and so on.",
+        "config prints the memory that each strategy saves and the time that it costs. `pipeline` compares pipeline "
+        "schedules, `network` times collectives, `ecmp` hash collisions, `cost` sizes of the cluster, `walls` says how "
+        "large a run can be: each has its own --help.",
         epilog="Exit codes: 0 the plan fits; 2 it does not, or an option is wrong: the message says what to change.",
         allow_abbrev=False,
     )
@@ -89,9 +100,10 @@ def parser() -> argparse.ArgumentParser:
         help="fraction of peak FLOP/s in matmuls (default: by chip and shape)",
     )
     parser.add_argument(
-        "--goodput", type=float, metavar="SHARE", help="fraction of wall time that trains (default: 0.9)"
+        "--goodput", type=float, metavar="SHARE", help="fraction of wall time that trains (default: from failures)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE; bytes per device")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page of pictures to FILE")
     return parser
 
 
@@ -104,14 +116,13 @@ def assumptions(args: argparse.Namespace) -> "Assumptions":
     # Imported here because it imports jax, like the imports below.
     from jtrain.plan.estimate.step_time import Assumptions
 
-    given = {"matmul": args.efficiency, "goodput": args.goodput}
     for option, value in (("--efficiency", args.efficiency), ("--goodput", args.goodput)):
         if value is not None and not 0 < value <= 1:
             raise UserError(f"{option} {value} must be a share above 0 and at most 1.")
     for option, value in (("--tokens", args.tokens), ("--price", args.price), ("--network", args.network)):
         if value is not None and not (0 < value < math.inf):
             raise UserError(f"{option} {value} must be a number above 0.")
-    return dataclasses.replace(Assumptions(), **{name: value for name, value in given.items() if value is not None})
+    return Assumptions(matmul=args.efficiency)
 
 
 def machine_of(args: argparse.Namespace, default_count: int) -> "Machine":
@@ -165,6 +176,7 @@ def sheet_of(
     args: argparse.Namespace, run: "Run", task: "SearchTask", point: "Point", compiled: Any, planned: dict[str, str]
 ) -> "Sheet":
     """The sheet of one layout."""
+    from jtrain.plan.economics.failures import Failures, save_seconds, uptime
     from jtrain.plan.estimate.step_time import cost
     from jtrain.plan.plan_check import largest_rows
     from jtrain.plan.report.measured import measured
@@ -174,7 +186,10 @@ def sheet_of(
     tokens = run.num_steps * point.job.tokens if args.tokens is None else int(args.tokens)
     if tokens < 1:
         raise UserError(f"--tokens {args.tokens} must be at least 1.")
-    goodput = task.assume.goodput
+    save_s = save_seconds(point.plan, task.machine, task.assume)
+    steps = tokens // point.job.tokens
+    up = uptime(Failures(), devices=task.machine.count, steps=steps, step_s=point.step_s, save_s=save_s)
+    goodput = up.goodput if args.goodput is None else args.goodput
     return Sheet(
         args.config,
         point.job,
@@ -183,6 +198,7 @@ def sheet_of(
         cost(point.timed, task.machine, tokens=tokens, goodput=goodput, usd_per_hour=args.price),
         goodput,
         largest_rows(task, point),
+        uptime=up if args.goodput is None else None,
         compiled=compiled,
         measured=None if args.calibrate is None else measured(args.calibrate, planned, task.machine),
     )
@@ -264,8 +280,9 @@ def execute(args: argparse.Namespace) -> int:
     """Runs the parsed command line; returns the exit code."""
     os.environ.update(AOT_ENVIRONMENT)  # a plan is for another machine, so JAX must not look for devices of this one
     start_jax(os.environ)
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise UserError(f"--json {args.json}: there is no folder {args.json.absolute().parent}. Make it first.")
+    for option, path in (("--json", args.json), ("--html", args.html)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UserError(f"{option} {path}: there is no folder {path.absolute().parent}. Make it first.")
     if args.config == "table":
         refuse_options(args, keep=("config", "json"), why="the tables are of fixed models and machines")
         from jtrain.plan.report.survey_tables import (
@@ -345,6 +362,10 @@ def execute(args: argparse.Namespace) -> int:
         console.print(f"wrote {file}: give --measured {args.calibrate} to plans on this chip", highlight=False)
     if args.json is not None:
         args.json.write_text(json.dumps(to_json(sheet), indent=1) + "\n")
+    if args.html is not None:
+        from jtrain.plan.report.plan_page import write_page
+
+        write_page(args.html, sheet, run)
     check_good(sheet)
     return 0
 
@@ -352,9 +373,8 @@ def execute(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    others = {"pipeline": pipeline_cli, "network": network_cli, "ecmp": ecmp_cli}
-    if words and words[0] in others:
-        return others[words[0]].main(words[1:])
+    if words and words[0] in VERBS:
+        return VERBS[words[0]](words[1:])
     args = parser().parse_args(argv)
     return cli.run(lambda: execute(args))
 

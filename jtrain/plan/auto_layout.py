@@ -156,7 +156,7 @@ def _machine(devices: Sequence[jax.Device], count: int) -> Machine:
             "published. Set layout.auto=False, and layout.offload.* to numbers or none."
         )
     compile_only = first.platform != "cpu" and first.client is not jax.local_devices()[0].client
-    per_host = jax.local_device_count()
+    per_host = sum(device.process_index == jax.process_index() for device in devices)
     here = np.asarray([available, 0 if compile_only or spec.platform == "cpu" else free_host_bytes() or 0], np.int64)
     hbm_bytes, host_bytes = (int(size) for size in from_process_zero(here))
     known = _CPU if spec.platform == "cpu" else spec

@@ -92,7 +92,7 @@ def check_fits_devices(job: Job, devices: Sequence[jax.Device], *, available: in
     for eight needs to know whether the model would fit on one at all.
     """
     asked = job.layout
-    data = len(devices) // (asked.mesh.size // asked.mesh.data // asked.mesh.replica)
+    data = len(devices) // (asked.mesh.size // asked.mesh.shape["data"] // asked.mesh.replica)
     if asked.mesh.size != len(devices) and data and job.global_batch % data == 0:
         mesh = dataclasses.replace(asked.mesh, replica=1, data=data)
         job = job.relaid(dataclasses.replace(asked.spec, microbatches=job.global_batch // data), mesh)
@@ -184,7 +184,7 @@ def _changes(job: Job, asked: Layout, *, offloads: bool) -> Iterator[_Change]:
     ) -> _Change:
         changes = {
             "mesh.replica": (asked.mesh.replica, mesh.replica),
-            "mesh.data": (asked.mesh.data, mesh.data),
+            "mesh.data": (asked.mesh.shape["data"], mesh.shape["data"]),
             "layout.zero_stage": (asked.spec.zero_stage, new.zero_stage),
             "layout.remat": (asked.spec.remat, new.remat),
             "layout.microbatches": (asked.spec.microbatches, new.microbatches),

@@ -1,5 +1,6 @@
 """Planning values of a whole `Run`: its job, its search, its dry run, its built optimizer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -39,13 +40,17 @@ def search_task(run: Run, machine: Machine, **settings: Any) -> SearchTask:
     return SearchTask(job, run.layout, **settings)
 
 
-def dry_run(run: Run, *, topology: str | None) -> None:
+def dry_run(run: Run, *, topology: str | None, devices: Sequence[jax.Device]) -> None:
     """Prints the plan; with a topology also what that machine's compiler reports. Allocates nothing on a device.
 
+    Args:
+      devices: those of the topology, or of this machine, that the run takes.
+
     Raises:
-      UserError: the topology is unknown, or the mesh is not of that many devices.
+      UserError: the mesh is not of that many devices.
     """
-    print_plan(plan_job(run, machine_of(jax.devices())), optimizer=make_optimizer(run), topology=topology)
+    job = plan_job(run, machine_of(devices))
+    print_plan(job, optimizer=make_optimizer(run), topology=topology, devices=devices)
 
 
 def make_optimizer(run: Run) -> Optimizer:

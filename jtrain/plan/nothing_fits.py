@@ -34,7 +34,7 @@ def _frugal(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[Point]:
     for mesh in over:
         stage = 3 if mesh.zero_shards > 1 else 0
         base = dataclasses.replace(task.asked, zero_stage=stage, remat="full", remat_save=(), auto=False)
-        most = task.job.global_batch // (mesh.replica * mesh.data * mesh.expert)
+        most = task.job.global_batch // mesh.batch_shards
         # One microbatch needs no accumulator; the largest number has the smallest activations.
         for parts, fields in itertools.product({1, most}, ((), task.offloadable[:1], task.offloadable)):
             shares = dict.fromkeys(OFFLOADS, 0.0) | dict.fromkeys(fields, 1.0)

@@ -14,7 +14,7 @@ from jtrain.plan.search import Point, SearchTask, evaluate, fits
 def largest_rows(task: SearchTask, point: Point) -> int:
     """Most sequences per device that fit at a time, with the same number of microbatches; 0 if not even one fits."""
     task = dataclasses.replace(task, memory_share=1.0)
-    shards = point.mesh.replica * point.mesh.data * point.mesh.expert * point.spec.microbatches
+    shards = point.mesh.batch_shards * point.spec.microbatches
 
     def fit(rows: int) -> bool:
         larger = task.changed(global_batch=rows * shards)
@@ -59,7 +59,7 @@ def check_good(sheet: Sheet) -> None:
         ways = ways_out(sheet.job, limit=room, host=there is not None)
         # Here --count sets the devices, and the mesh follows.
         mesh = sheet.job.layout.mesh
-        others = mesh.size // mesh.replica // mesh.data
+        others = mesh.size // mesh.replica // mesh.shape["data"]
         ways = [re.sub(r"--set mesh\.data=(\d+)", lambda m: f"--count {int(m[1]) * others}", way) for way in ways]
         listed = ", or any of:\n" + "\n".join(ways) if ways else ", --host-memory SIZE or a larger --count."
         raise UserError(

@@ -11,12 +11,13 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jtrain.errors import UserError
+from jtrain.runtime.local_devices import local_device_ids
 
 
 def process_index() -> int:
@@ -94,19 +95,20 @@ def same_everywhere(text: str) -> bool:
     return bool((gather(digest) == digest).all())
 
 
-def join_processes(environ: MutableMapping[str, str], *, peer_s: float = 30.0) -> None:
+def join_processes(environ: Mapping[str, str], *, peer_s: float = 30.0) -> None:
     """Joins the other processes of this run, if environment variables name them.
 
     `--processes` sets `JTRAIN_COORDINATOR=host:port`, `JTRAIN_NUM_PROCESSES` and `JTRAIN_PROCESS_ID`. With
     `JTRAIN_COORDINATOR=auto` jax finds them and the address, under Slurm, Open MPI and on TPU pods. Process 0 listens
-    at that address only; `JAX_COORDINATOR_BIND_ADDRESS` names another one where the two differ.
+    at that address only; `JAX_COORDINATOR_BIND_ADDRESS` names another one where the two differ. Processes on one host
+    share its GPUs (`local_device_ids`), unless `JAX_LOCAL_DEVICE_IDS` names them.
 
     Args:
       peer_s: jax ends all processes if one of them sends no sign of life for longer than this.
 
     Raises:
-      UserError: only some of the three variables are set, one is not a number, the address cannot be used, or nobody
-        answers there.
+      UserError: only some of the three variables are set, one is not a number, the address cannot be used, nobody
+        answers there, no scheduler tells the others, or the GPUs of this host cannot be shared.
     """
     coordinator = environ.get("JTRAIN_COORDINATOR")
     names = ("JTRAIN_NUM_PROCESSES", "JTRAIN_PROCESS_ID")
@@ -115,59 +117,71 @@ def join_processes(environ: MutableMapping[str, str], *, peer_s: float = 30.0) -
             raise UserError(f"{given[0]} is set, but JTRAIN_COORDINATOR is not. Set it to host:port or to auto.")
         return
 
+    if coordinator == "auto":
+        address, count, number = _found(environ)
+    else:
+        values = [environ.get(name, "") for name in names]
+        if not all(value.isdecimal() for value in values):
+            said = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
+            raise UserError(f"JTRAIN_COORDINATOR={coordinator} needs two numbers too, but {said}. Set both.")
+        address, count, number = coordinator, int(values[0]), int(values[1])
+    bind = environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    addresses = _coordinator_addresses(address, wait_s=NAME_S if number > 0 else 0.0)
+    if number > 0:
+        _wait_for_coordinator(address, addresses, wait_s=float(JOIN_S))
+    elif bind is None:
+        _check_can_listen(address, addresses)
+        bind = address
+        if coordinator == "auto":
+            bind = _found_bind_address(address, [numbers[0] for _, numbers in addresses])
+    local = None if environ.get("JAX_LOCAL_DEVICE_IDS") else local_device_ids(environ)
+
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # for CPU processes; others ignore it
-    limits: dict[str, Any] = dict(heartbeat_timeout_seconds=math.ceil(peer_s), shutdown_timeout_seconds=JOIN_S)
-    if coordinator == "auto":
-        _join_found(environ, limits)
-        return
-    values = [environ.get(name, "") for name in names]
-    if not all(value.isdecimal() for value in values):
-        said = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
-        raise UserError(f"JTRAIN_COORDINATOR={coordinator} needs two numbers too, but {said}. Set both.")
-    bind = environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-    addresses = _coordinator_addresses(coordinator)
-    if int(values[1]) > 0:
-        _wait_for_coordinator(coordinator, addresses, wait_s=float(JOIN_S))
-    elif bind is None:
-        _check_can_listen(coordinator, addresses)
     try:
         jax.distributed.initialize(
-            coordinator,
-            int(values[0]),
-            int(values[1]),
+            address,
+            count,
+            number,
+            local,
+            cluster_detection_method="deactivate",  # under Slurm it would leave each process one GPU of its host
             initialization_timeout=JOIN_S,
-            coordinator_bind_address=bind or coordinator,
-            **limits,
+            heartbeat_timeout_seconds=math.ceil(peer_s),
+            shutdown_timeout_seconds=JOIN_S,
+            coordinator_bind_address=bind,
         )
     except RuntimeError as error:
         raise UserError(
-            f"JTRAIN_COORDINATOR={coordinator}: process {values[1]} of {values[0]} could not join within {JOIN_S} s. "
-            "Check that all processes were started, with the same JTRAIN_NUM_PROCESSES and each with its own "
-            f"JTRAIN_PROCESS_ID, and that no other program listens there. jax says: {error}"
+            f"JTRAIN_COORDINATOR={_shown(coordinator, address)}: process {number} of {count} could not join within "
+            f"{JOIN_S} s. Check that all processes were started, each with the same number of processes and with its "
+            f"own JTRAIN_PROCESS_ID or rank, and that no other program listens there. jax says: {error}"
         ) from error
 
 
-def _join_found(environ: Mapping[str, str], limits: dict[str, Any]) -> None:
-    """Joins the processes that jax finds; process 0 listens only at the address by which the others know it."""
-    import jax
-    from jax._src.clusters import ClusterEnv  # jax would listen on all interfaces, and tells the address afterwards
+def _found(environ: Mapping[str, str]) -> tuple[str, int, int]:
+    """Returns what jax finds of a scheduler: address of process 0, number of processes, number of this one."""
+    from jax._src.clusters import ClusterEnv  # public jax tells the address only after process 0 has listened
 
     given = environ.get("JAX_COORDINATOR_ADDRESS")
-    found = ClusterEnv.auto_detect_unset_distributed_params(given, None, None, None, None, JOIN_S)
-    address, _, number, _ = found
-    if address is None or number is None:
-        raise UserError(
-            "JTRAIN_COORDINATOR=auto: jax finds neither Slurm, Open MPI nor a TPU pod here. Set JTRAIN_COORDINATOR to "
-            "host:port of process 0, and JTRAIN_NUM_PROCESSES and JTRAIN_PROCESS_ID."
+    reason = "it finds neither a step of Slurm (srun), Open MPI, a TPU pod nor an indexed Job of Kubernetes here"
+    try:
+        address, count, number, _ = ClusterEnv.auto_detect_unset_distributed_params(
+            given, None, None, None, None, JOIN_S
         )
-    bind = environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-    if number == 0 and bind is None:
-        addresses = _coordinator_addresses(address)
-        _check_can_listen(address, addresses)
-        bind = _found_bind_address(address, [numbers[0] for _, numbers in addresses])
-    jax.distributed.initialize(*found, coordinator_bind_address=bind, **limits)
+    except Exception as error:  # each scheduler has its own: a missing package, a server that does not answer
+        address, count, number, reason = None, None, None, f"{type(error).__name__}: {error}"
+    if address is None or count is None or number is None:
+        raise UserError(
+            f"JTRAIN_COORDINATOR=auto has jax ask the scheduler for the other processes, but {reason}. Set "
+            "JTRAIN_COORDINATOR to host:port of process 0, and JTRAIN_NUM_PROCESSES and JTRAIN_PROCESS_ID; or unset it "
+            "for a run of one process."
+        )
+    return address, count, number
+
+
+def _shown(coordinator: str, address: str) -> str:
+    return coordinator if coordinator == address else f"{coordinator} ({address})"
 
 
 def _found_bind_address(coordinator: str, addresses: Sequence[str]) -> str | None:
@@ -192,23 +206,32 @@ def _found_bind_address(coordinator: str, addresses: Sequence[str]) -> str | Non
     return None
 
 
+NAME_S = 60.0
+"""Time in which the name of process 0's host must be known to the others: Kubernetes publishes it when its pod runs."""
+
+
 JOIN_S = 300
 """Time in which all processes must have joined, and at the end have left."""
 
 
-def _coordinator_addresses(coordinator: str) -> list[tuple[Any, Any]]:
-    """Returns (family, address) for each address that `host:port` stands for on this host."""
+def _coordinator_addresses(coordinator: str, *, wait_s: float) -> list[tuple[Any, Any]]:
+    """Returns (family, address) for each address that `host:port` stands for on this host, once its name is known."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UserError(f"JTRAIN_COORDINATOR={coordinator} must be host:port, with a port from 1 to 65535, or auto.")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise UserError(
-            f"JTRAIN_COORDINATOR={coordinator}: this host does not know the name {host} ({error.strerror}). Set the "
-            "name or address by which all hosts reach process 0."
-        ) from error
-    return [(family, address) for family, _, _, _, address in found]
+    until = time.monotonic() + wait_s
+    while True:
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            if time.monotonic() > until:
+                raise UserError(
+                    f"JTRAIN_COORDINATOR={coordinator}: this host does not know the name {host} ({error.strerror}), "
+                    f"after asking for {wait_s:g} s. Set the name or address by which all hosts reach process 0."
+                ) from error
+            time.sleep(1.0)  # a name server does not tell when a name appears
+        else:
+            return [(family, address) for family, _, _, _, address in found]
 
 
 def _check_can_listen(coordinator: str, addresses: Sequence[tuple[Any, Any]]) -> None:

@@ -4,10 +4,15 @@ import glob
 import os
 import shutil
 import subprocess
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jtrain.errors import UserError
+from jtrain.runtime.accelerators import DeviceChoice, platform_of
+
+if TYPE_CHECKING:
+    import jax
 
 ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 """Device files of NVIDIA (under WSL too), AMD and TPU drivers."""
@@ -24,7 +29,13 @@ HOST_SHARE = 0.8
 """Share of the host's memory that unified memory may use; the data plane and the system need the rest."""
 
 
-def start_jax(environ: MutableMapping[str, str], *, emulate_devices: int | None = None) -> None:
+def start_jax(
+    environ: MutableMapping[str, str],
+    *,
+    emulate_devices: int | None = None,
+    device: DeviceChoice | None = None,
+    root: Path = Path("/"),
+) -> None:
     """Chooses jax's platform and its compile cache; call it before anything computes.
 
     Without an accelerator's device file the platform is set to the CPU. Otherwise jax, with a TPU or CUDA plugin
@@ -34,23 +45,34 @@ def start_jax(environ: MutableMapping[str, str], *, emulate_devices: int | None 
     Args:
       environ: os.environ.
       emulate_devices: run on this many emulated CPU devices, whatever the hardware.
+      device: run on this kind of device; None leaves the choice to jax.
+      root: the root of the file system, where device files are.
 
     Raises:
-      UserError: emulate_devices is not positive.
+      UserError: emulate_devices is not positive or contradicts `device`, or there is no such device.
     """
     if emulate_devices is not None:
+        if device not in (None, "cpu"):
+            raise UserError(
+                f"--device {device} with --emulate-devices {emulate_devices}: emulated devices are CPUs. Leave one out."
+            )
         if emulate_devices < 1:
             raise UserError(f"--emulate-devices {emulate_devices} must be at least 1.")
         # XLA uses the last of repeated flags, and reads them when its first client starts.
         flag = f"--xla_force_host_platform_device_count={emulate_devices}"
         environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {flag}".strip()
 
+    if emulate_devices is not None or device is not None:
+        # For processes that this one starts, too; and to tell a choice from what jax finds.
+        environ["JAX_PLATFORMS"] = platform_of(device or "cpu", environ, root=root)
+
     import jax  # lazy: 0.6 s
 
     from jtrain_kernels.host_memory import keep_freed_memory
 
-    no_choice = not environ.get("JAX_PLATFORMS")
-    if emulate_devices is not None or (no_choice and not any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)):
+    if emulate_devices is not None or device is not None:
+        jax.config.update("jax_platforms", environ["JAX_PLATFORMS"])
+    elif not environ.get("JAX_PLATFORMS") and not any(glob.glob(pattern) for pattern in ACCELERATOR_FILES):
         jax.config.update("jax_platforms", "cpu")
     if jax.config.jax_platforms == "cpu":
         keep_freed_memory()
@@ -62,6 +84,48 @@ def start_jax(environ: MutableMapping[str, str], *, emulate_devices: int | None 
         # Programs of two versions of the code may differ only in the scope names of their ops, and trace analysis
         # needs the right ones.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+
+
+def present_devices() -> "list[jax.Device]":
+    """Returns all devices of the run's processes, and starts jax's backend.
+
+    Raises:
+      UserError: jax cannot start, or processes have different numbers of devices.
+    """
+    import jax
+
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # a driver that does not answer, a TPU that another process has
+        chosen = jax.config.jax_platforms or "any device"
+        raise UserError(
+            f"jax cannot start on {chosen}: {str(error) or 'it finds none'}. Mend that, or choose another device "
+            "(--device cpu|gpu|tpu)."
+        ) from error
+    numbers = [device.process_index for device in devices]
+    counts = {number: numbers.count(number) for number in dict.fromkeys(numbers)}
+    if len(set(counts.values())) > 1 or len(counts) < jax.process_count():
+        listed = ", ".join(f"process {number} has {counts.get(number, 0)}" for number in range(jax.process_count()))
+        raise UserError(
+            f"all processes of a run must have the same number of {devices[0].platform} devices, but {listed}. Give "
+            "each as many, or leave out the hosts that have fewer."
+        )
+    return devices
+
+
+def devices_line(devices: "Sequence[jax.Device]", hosts: Sequence[str]) -> str:
+    """Returns the first line of a run: platform, kind and number of the devices, processes and hosts.
+
+    Args:
+      hosts: host of each process.
+    """
+    names = list(dict.fromkeys(hosts))
+    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    first = devices[0]
+    return (
+        f"{first.platform}: {len(devices)} x {first.device_kind}, {len(hosts)} process{'es' * (len(hosts) > 1)} on "
+        f"{len(names)} host{'s' * (len(names) > 1)} ({shown})"
+    )
 
 
 def compile_collectives_anew() -> None:

@@ -1,4 +1,4 @@
-"""Description of a run in its workdir, written before training: config.txt and run.json."""
+"""Description of a run in its workdir, written before training: config.txt, run.json and plan.txt."""
 
 import contextlib
 import datetime
@@ -21,8 +21,11 @@ _VERSIONS = ("jtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "gr
 _NO_WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
-def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processes: int) -> None:
+def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processes: int, plan: str) -> None:
     """Writes config.txt, and run.json with command, commit, versions, devices and start time; both without secrets.
+
+    Args:
+      plan: text of plan.txt: what the run needs.
 
     Raises:
       FileError: the workdir cannot be written to.
@@ -45,6 +48,7 @@ def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processe
             # Atomic, because half a config.txt would look like the config of another run. For the owner alone, because
             # they may hold a secret that nothing marks as one.
             write_whole(workdir / name, text, mode=0o600)
+        write_whole(workdir / "plan.txt", plan, durable=False)
     except OSError as error:
         raise cannot_write(workdir, error) from error
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import importlib
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,35 @@ def default_workdir(config: str) -> Path:
     """Returns runs/<config>; for a file or module, its function's name or its own."""
     name, _, function = config.partition(":")
     return Path("runs") / (function or Path(name).stem)
+
+
+def check_workdir(text: str) -> None:
+    """Refuses a folder that cannot become a workdir, before a run downloads or compiles anything; leaves nothing there.
+
+    A URL is left to `workdir_path`.
+
+    Raises:
+      UserError: the text is empty, the folder is `/`, it is a file or below one, or this user may not write to it.
+    """
+    if not text.strip():
+        raise UserError("--workdir is empty. Give a folder, or leave --workdir out for runs/CONFIG.")
+    if _URL.match(text):
+        return
+    folder = Path(text).resolve()
+    if folder == Path("/"):
+        raise UserError(f"--workdir {text} is the root of the file system. Give a folder of its own to each run.")
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # Path.exists may raise
+    if not there.is_dir():
+        how = "is a file" if there == folder else f"is below {there}, which is a file"
+        raise UserError(f"--workdir {text} {how}. Give a folder, or a path where one can be made.")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".jtrain-", dir=there))  # os.access is wrong for root on NFS, and in /proc
+    except OSError as error:
+        raise UserError(
+            f"--workdir {text} cannot be written to: {there} belongs to user {there.stat().st_uid}, this process to "
+            f"user {os.geteuid()} ({error.strerror}). Give a folder of your own, or have its owner give you write "
+            "access."
+        ) from error
 
 
 def workdir_path(text: str) -> Path:

@@ -23,7 +23,7 @@ from jtrain.plan.estimate.machine import machine_of
 from jtrain.plan.fit_check import available_bytes, check_fits_devices
 from jtrain.plan.from_run import make_optimizer, plan_job
 from jtrain.plan.oom_report import explained
-from jtrain.plan.report.summary import print_plan
+from jtrain.plan.report.summary import brief_lines, plan_text
 from jtrain.runtime.exit_codes import DONE, STOPPED
 from jtrain.runtime.multihost import same_everywhere
 from jtrain.runtime.run_files import full_disk_named, write_run_files
@@ -58,19 +58,21 @@ def train(
     from_scratch: bool = False,
     home: Path | None = None,
     watchers: Sequence[Callback] = (),
+    devices: Sequence[jax.Device] | None = None,
 ) -> int:
     """Trains from the newest checkpoint of `workdir`, or from the start; returns the exit code.
 
     Args:
       run: the run, built and validated.
-      workdir: created if missing; gets config.txt, run.json, metrics.jsonl, goodput.json, tensorboard/, checkpoints/
-        and profile/.
+      workdir: created if missing; gets config.txt, run.json, plan.txt, metrics.jsonl, goodput.json, tensorboard/,
+        checkpoints/ and profile/.
       config_text: the flat config, kept in the workdir and in every checkpoint.
       started_s: start of this attempt, in seconds since the epoch; None for now.
       allow_change: names in `resume.CHANGEABLE` of fields that may differ from the run in `workdir`.
       from_scratch: begin at step 0 if the run in `workdir` has a history, but no whole checkpoint.
       home: folder in an object store that holds the checkpoints; None if `workdir` holds them.
       watchers: callbacks besides the built-in ones and those of the config; they come first.
+      devices: those of `run.mesh`, of each process equally many; None for all that are here.
 
     Raises:
       UserError: the run cannot start: it does not fit, the workdir belongs to another run, there is no data ...
@@ -79,7 +81,7 @@ def train(
       MemoryExhausted: a device ran out of memory although the plan fitted.
     """
     started_s = time.time() if started_s is None else started_s
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     home = workdir if home is None else home
     check_shared(home)
     with WorkdirLock(workdir, say=_print) if from_scratch else contextlib.nullcontext():  # it moves files
@@ -104,7 +106,7 @@ def train(
     place = place_tree(mesh, run.data.global_batch)
     rows = place.rows(jax.process_index())
     if jax.process_index() == 0:
-        print_plan(job, available=available)
+        print("\n".join([*brief_lines(job, available=available), f"the whole plan: {home / 'plan.txt'}"]))
         print(without_secrets("\n".join([dataset.describe(), *evaluation.describe()])))
         print(budget(dataset, rows=len(rows)).line(), flush=True)
 
@@ -123,7 +125,8 @@ def train(
     ):
         check_same_run(workdir, config_text, allow=allow_change)  # again: the folder may have been empty before
         if jax.process_index() == 0:
-            write_run_files(workdir, config_text, mesh, num_processes=jax.process_count())
+            plan = plan_text(job, available=available)
+            write_run_files(workdir, config_text, mesh, num_processes=jax.process_count(), plan=plan)
         may_change = "data" in allow_change
         restart = RestartPoint(job.layout, optimizer, mesh, run.seed, checkpoints, dataset, may_change)
         with callbacks.during("restore", 0):

@@ -1,5 +1,6 @@
 """Start of a training process: joins the others, opens the workdir, settles what is automatic, and trains."""
 
+import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,14 @@ from typing import Any
 import jax
 
 from jtrain.config import tree
+from jtrain.config.devices import settle_mesh
+from jtrain.config.resume import with_asked
 from jtrain.config.run import Run, build_run
 from jtrain.plan import auto_layout
+from jtrain.runtime import accelerators
 from jtrain.runtime.multihost import join_processes
-from jtrain.runtime.platform import compile_collectives_anew
+from jtrain.runtime.platform import compile_collectives_anew, devices_line, present_devices
+from jtrain.runtime.process_comparison import compare_processes
 from jtrain.runtime.store_paths import in_store
 from jtrain.supervise.heart import Heart
 from jtrain.telemetry.goodput import process_start_s
@@ -41,6 +46,13 @@ def start(
         heart.configure(run.supervise, run.alerts.inside(None if in_store(home) else home))
         heart.enter("joining")
     join_processes(environ, peer_s=run.supervise.peer_s)
+    asked = tree.flat(run_config)
+    hosts = compare_processes(tree.parse(asked))
+    devices = present_devices()
+    if jax.process_index() == 0:
+        print(devices_line(devices, hosts), flush=True)
+    if devices[0].platform == "cpu" and not environ.get("JAX_PLATFORMS") and (line := accelerators.unused(environ)):
+        print(line, file=sys.stderr, flush=True)
     if heart is not None:
         heart.joined(jax.process_index(), jax.process_count())
         heart.enter("setup")
@@ -49,14 +61,16 @@ def start(
     if heart is not None:
         heart.configure(run.supervise, run.alerts.inside(workdir))
         watchers = [*watchers, Heartbeat(heart)]
-    for line in auto_layout.settle(run_config, devices=jax.devices(), workdir=workdir):
+    devices, lines = settle_mesh(run_config, devices)
+    for line in (*lines, *auto_layout.settle(run_config, devices=devices, workdir=workdir)):
         if jax.process_index() == 0:
             print(line, flush=True)
     return attempt.train(
         build_run(run_config),
         workdir=workdir,
         home=home,
-        config_text=tree.flat(run_config),
+        config_text=with_asked(tree.flat(run_config), asked),
+        devices=devices,
         started_s=process_start_s(),
         watchers=watchers,
         allow_change=allow_change,

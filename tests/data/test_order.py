@@ -174,7 +174,7 @@ def test_a_model_learns_all_documents_of_a_corpus_of_long_ones(tmp_path: Path) -
     from jtrain.step.train_step import make_eval_step, make_train_step
 
     path = write_jsonl(tmp_path, texts_of(200, 20_000))
-    sets = [f"data.path='{path}'", "data.seq_len=128", "data.eval_fraction=0.2", "num_steps=60"]
+    sets = ["mesh.data=1", f"data.path='{path}'", "data.seq_len=128", "data.eval_fraction=0.2", "num_steps=60"]
     sets += ["model.num_layers=2", "model.d_model=64", "model.num_heads=2", "model.num_kv_heads=2", "model.d_ff=192"]
     for seed in (0, 1):
         run = build_run(load_config("tiny", (), [*sets, f"seed={seed}"]))

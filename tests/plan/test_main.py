@@ -47,7 +47,14 @@ def test_a_plan_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         "1,000,000,000 tokens at a",
     ):
         assert part in text, part
-    for part in ("goodput of 90%", "$", "J per token", "40 bytes a parameter", "mesh.data=8 (the config: 1)"):
+    for part in (
+        "goodput of 100.0%",
+        "checkpoint.every_steps=",
+        "$",
+        "J per token",
+        "40 bytes a parameter",
+        "mesh.data=8 (the config: auto)",
+    ):
         assert part in text, part
 
     found = json.loads(file.read_text())
@@ -61,6 +68,13 @@ def test_a_plan_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert found["formula"]["argument_bytes"] == plan.argument_bytes
     assert found["step"]["step_s"] == pytest.approx(sum(found["step"]["parts_s"].values()))
     assert found["cost"]["usd"] == pytest.approx(2 * found["cost"]["device_hours"])
+    uptime = found["cost"]["uptime"]
+    assert uptime["mtbf_s"] == pytest.approx(50_700 * 3600 / 8)
+    assert 0.99 < found["cost"]["goodput"] == uptime["goodput"] < 1
+    assert main([*argv, "--goodput", "0.5"]) == 0
+    given = json.loads(file.read_text())["cost"]
+    assert (given["goodput"], given["uptime"]) == (0.5, None)
+    assert given["device_hours"] == pytest.approx(found["cost"]["device_hours"] * uptime["goodput"] / 0.5)
 
 
 def test_classes_hold_every_byte_once() -> None:
@@ -174,6 +188,7 @@ def test_a_run_of_another_layout_or_machine_calibrates_nothing(
         ([*TINY, "--tokens", "nan"], r"--tokens nan must be a number above 0"),
         ([*TINY, "--price", "-3"], r"--price -3\.0 must be a number above 0"),
         ([*TINY, "--json", "/nowhere/plan.json"], r"--json /nowhere/plan\.json: there is no folder /nowhere"),
+        ([*TINY, "--html", "/nowhere/plan.html"], r"--html /nowhere/plan\.html: there is no folder /nowhere"),
         (
             [*TINY, "--set", "optimizer.master_dtype=float32"],
             r"master_dtype=float32 with precision\.param_dtype=float32",
@@ -251,7 +266,7 @@ def test_a_machine_has_the_name_that_its_compiler_knows(device: str, count: int,
 
 def compiled_sheet(**said: Any) -> Sheet:
     """The tiny config on one H200, with a compiler that says these bytes."""
-    run = build_run(load_config("tiny"))
+    run = build_run(load_config("tiny", sets=("mesh.data=1",)))
     machine = make_machine("h200", 1)
     job = plan_job(run, machine)
     plan = memory(job)
@@ -315,7 +330,9 @@ def test_the_surveys_tables_are_regenerated(capsys: pytest.CaptureFixture[str], 
     """Every strategy saves, what combines them trains the largest model, and more memory a larger one."""
     file = tmp_path / "table.json"
     assert main(["table", "--json", str(file)]) == 0
-    assert "I. Devices that train a model" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "I. Devices that train a model" in printed
+    assert re.search(r"ZeRO-3 +bfloat16 +hierarchical +4 x 6,144 .* -5% ", printed)
     found = json.loads(file.read_text())
     sizes = {row["model"]: row for row in found["table_1"]}
     assert sizes["7B"]["survey_devices_of_80_gb"] == 4
@@ -323,6 +340,8 @@ def test_the_surveys_tables_are_regenerated(capsys: pytest.CaptureFixture[str], 
     needed = [row["devices_of_80_gb"] for row in found["table_1"]]
     assert needed == sorted(needed)
     assert all(row["devices_of_80_gb"] <= 2 * row["survey_devices_of_80_gb"] for row in found["table_1"])
+    assert found["table_3"][0]["stated"]
+    assert max(abs(error) for error in found["table_3"][0]["error"].values()) <= 0.10
     rows = {row["strategy"]: row for row in found["table_2"]}
     assert rows["data parallel"]["saved"] == 0
     assert 0 < rows["ZeRO-1"]["saved"] < rows["ZeRO-2"]["saved"] < rows["ZeRO-3"]["saved"] < 1

@@ -46,7 +46,10 @@ def test_nothing_is_joined_where_nothing_is_said() -> None:
         ("192.0.2.77:1234", 0, r"process 0 runs on this host, which has no address 192\.0\.2\.77"),
     ],
 )
-def test_a_wrong_address_is_refused(coordinator: str, process: int, message: str) -> None:
+def test_a_wrong_address_is_refused(
+    coordinator: str, process: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multihost, "NAME_S", 0.1)
     environ = {"JTRAIN_COORDINATOR": coordinator, "JTRAIN_NUM_PROCESSES": "2", "JTRAIN_PROCESS_ID": str(process)}
     with pytest.raises(UserError, match=message):
         join_processes(environ)
@@ -95,12 +98,14 @@ def test_what_counts_as_loopback(address: str, loopback: bool) -> None:
 
 
 def test_a_coordinator_that_jax_finds_listens_there_only() -> None:
-    """As Slurm tells it, with one process on localhost; another program at the port is refused."""
+    """As Slurm tells it, with one process on localhost, which sees all GPUs of the node."""
     code = (
         LISTENING
         + """
 from jtrain.runtime import multihost
 multihost.join_processes(os.environ)
+from jax._src import xla_bridge
+print(xla_bridge.CUDA_VISIBLE_DEVICES.value)
 print(json.dumps(listening()))
 """
     )
@@ -110,9 +115,12 @@ print(json.dumps(listening()))
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     env |= {"JTRAIN_COORDINATOR": "auto", "JAX_COORDINATOR_PORT": str(port), "JAX_PLATFORMS": "cpu"}
+    env |= {"SLURM_TASKS_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    listened = json.loads(done.stdout.splitlines()[-1])
+    *_, visible, last = done.stdout.splitlines()
+    assert visible == "all"
+    listened = json.loads(last)
     assert listened
     assert all(is_loopback(address) for address in listened), listened
 
@@ -139,7 +147,15 @@ def test_a_name_that_is_loopback_on_its_own_host_is_no_place_to_listen(
 def test_auto_without_a_scheduler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the variables to set instead."""
     monkeypatch.setattr("jax._src.clusters.ClusterEnv._cluster_types", [])
-    with pytest.raises(UserError, match=r"neither Slurm, Open MPI nor a TPU pod here\. Set JTRAIN_COORDINATOR to host"):
+    with pytest.raises(UserError, match=r"neither a step of Slurm \(srun\), .* here\. Set JTRAIN_COORDINATOR to host"):
+        join_processes({"JTRAIN_COORDINATOR": "auto"})
+
+
+def test_a_scheduler_that_tells_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception while jax asks is a message too."""
+    for name, value in {"JOB_ID": "17", "STEP_NODELIST": "a", "NTASKS": "x", "PROCID": "0", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises(UserError, match=r"JTRAIN_COORDINATOR=auto .*, but ValueError: .*'x'\. Set JTRAIN_COORDINATOR"):
         join_processes({"JTRAIN_COORDINATOR": "auto"})
 
 

@@ -16,10 +16,10 @@ def test_a_workdir_that_cannot_be_written_to_names_the_option(tmp_path: Path) ->
     (tmp_path / "full" / "run.json.tmp").symlink_to("/dev/full")
     for folder, why in (("file", "File exists"), ("file/run", "Not a directory"), ("full", "No space left on device")):
         with pytest.raises(FileError, match=rf"--workdir .*{folder} cannot be written to \({why}\)\. .*set --workdir"):
-            write_run_files(tmp_path / folder, "seed: int = 0\n", mesh, num_processes=1)
+            write_run_files(tmp_path / folder, "seed: int = 0\n", mesh, num_processes=1, plan="")
     with pytest.raises(FileError, match=r"--workdir /proc/nowhere cannot be written to \(No such file"):
-        write_run_files(Path("/proc/nowhere"), "", mesh, num_processes=1)
-    write_run_files(tmp_path / "other", "seed: int = 0\n", mesh, num_processes=1)
+        write_run_files(Path("/proc/nowhere"), "", mesh, num_processes=1, plan="")
+    write_run_files(tmp_path / "other", "seed: int = 0\n", mesh, num_processes=1, plan="")
     assert (tmp_path / "other" / "config.txt").read_text() == "seed: int = 0\n"
 
 

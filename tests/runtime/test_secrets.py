@@ -74,7 +74,7 @@ def test_a_run_keeps_no_secret_and_resumes(tmp_path: Path, monkeypatch: pytest.M
     assert "5ec7e7" not in text
     assert build_run(config).alerts.webhook == WEBHOOK.partition("=")[2], "the run itself has it"
     mesh = Mesh(np.asarray(jax.devices()[:1]), ("data",))
-    write_run_files(tmp_path, text, mesh, num_processes=1)
+    write_run_files(tmp_path, text, mesh, num_processes=1, plan="")
     command = json.loads((tmp_path / "run.json").read_text())["command"]
     assert command[:5] == ["python", "-m", "jtrain.launch", "--set", "alerts.webhook=***"]
     for file in ("run.json", "config.txt"):

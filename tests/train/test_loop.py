@@ -5,10 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
 from jtrain.config import tree
+from jtrain.config.devices import settle_mesh
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.telemetry import metrics
@@ -27,7 +30,7 @@ def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "jtrain.launch", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
         env=os.environ | {"XLA_FLAGS": ""},
     )
@@ -94,8 +97,56 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> N
 
 def test_too_few_devices_are_counted(tmp_path: Path) -> None:
     """The mesh and what is here, with both ways out."""
-    with pytest.raises(ValueError, match=r"mesh data=2 \* tensor=2 = 4 devices, but 8 are here.*--emulate-devices 4"):
+    with pytest.raises(ValueError, match=r"^8 devices are here \(cpu\), but mesh data=2 \* tensor=2 = 4 devices\. "):
         train(tmp_path, "mesh.data=2", "mesh.tensor=2")
+
+
+def test_idle_devices_change_no_batch_and_no_loss(finished: Path, tmp_path: Path) -> None:
+    """`mesh.data=auto` on three of the eight devices takes two: the batches and losses of all eight."""
+    config = load_config("tiny", ["debug"], ("metrics.log_every_steps=1", "optimizer.warmup_steps=0"))
+    devices, lines = settle_mesh(config, jax.devices()[:3])
+    assert "on 2 of the 3 devices that are here; cpu:2 stays idle" in lines[0]
+    assert attempt.train(build_run(config), workdir=tmp_path, config_text=tree.flat(config), devices=devices) == 0
+    got, want = (
+        [line for line in metrics.read(folder / metrics.FILE) if "loss_nats" in line] for folder in (tmp_path, finished)
+    )
+    assert [line["batch_hash"] for line in got] == [line["batch_hash"] for line in want]
+    losses = [line["loss_nats"] for line in want]
+    assert losses[-1] < losses[0] - 0.1
+    assert [line["loss_nats"] for line in got] == pytest.approx(losses, rel=2e-2)  # bfloat16
+    assert json.loads((tmp_path / "run.json").read_text())["devices"]["count"] == 2
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The losses of the README's first command on one device."""
+    return first_command(tmp_path_factory.mktemp("alone"), devices=1)
+
+
+def first_command(workdir: Path, *, devices: int, processes: int = 1) -> list[dict[str, Any]]:
+    """Lines of the train steps of `--config=tiny`, six steps long and in float32."""
+    sets = ("num_steps=6", "metrics.log_every_steps=1", "precision.compute_dtype=float32", "eval.every_steps=None")
+    flags = [flag for text in sets for flag in ("--set", text)]
+    flags += ["--workdir", str(workdir), "--emulate-devices", str(devices)]
+    supervised = [] if processes == 1 else ["--supervise", "-n", str(processes)]
+    done = launched("--config=tiny", *flags, *supervised)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in metrics.read(workdir / metrics.FILE) if "loss_nats" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "processes", "taken"), [(2, 1, 2), (3, 1, 2), (8, 1, 8), (4, 2, 8), (3, 2, 4)])
+def test_the_first_command_trains_on_any_devices(
+    devices: int, processes: int, taken: int, alone: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """The same command, without a word about the mesh: the same batches, the same losses, and an exit code of 0."""
+    got = first_command(tmp_path, devices=devices, processes=processes)
+    assert len(got) == 6
+    assert alone[-1]["loss_nats"] < alone[0]["loss_nats"] - 0.5
+    assert [line["batch_hash"] for line in got] == [line["batch_hash"] for line in alone]
+    assert [line["loss_nats"] for line in got] == pytest.approx([line["loss_nats"] for line in alone], rel=1e-5)
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert (facts["devices"]["count"], facts["processes"]) == (taken, processes)
 
 
 def test_a_workdir_that_cannot_be_written_is_a_message(tmp_path: Path) -> None:

@@ -141,9 +141,12 @@ def test_a_finished_run_is_left_alone(unbroken: Path) -> None:
 
 
 def test_a_run_goes_on_over_another_layout(unbroken: Path, stopped: Path, tmp_path: Path) -> None:
-    """Stopped on one device, resumed with ZeRO 3 on four: the same data, the same losses to rounding."""
+    """Stopped on one device, resumed on four by the same command with ZeRO 3: the same data, and losses to rounding."""
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
-    finish(tmp_path, "--set", "mesh.data=4", "--set", "layout.zero_stage=3", "--emulate-devices", "4")
+    assert "mesh.data=auto: 4, on all 4 devices" in finish(
+        tmp_path, "--set", "layout.zero_stage=3", "--emulate-devices", "4"
+    )
+    assert [(folder / "config.txt").read_text().count("# asked: mesh.data") for folder in (stopped, tmp_path)] == [1, 1]
     got, want = train_lines(tmp_path), train_lines(unbroken)
     assert [got[step]["batch_hash"] for step in got] == [want[step]["batch_hash"] for step in want]
     for step in want:

@@ -35,7 +35,7 @@ CPU_ADAM_S_PER_PARAM = 0.25e-9
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
-    """Assumed fractions of the makers' peaks, and of the wall time that trains.
+    """Assumed fractions of the makers' peaks.
 
     matmul: fraction of peak FLOP/s in matmuls; None for that of the chip, the precision and the shape
       (`jtrain.plan.estimate.matmul_time`). Attention has fractions of its own: `jtrain_kernels.cost`.
@@ -47,7 +47,6 @@ class Assumptions:
     slowest: speed of the slowest of several GPUs, for which all others wait at every collective, by the speed of one
       alone; their clocks differ with power and heat. Up to 6 % are reported (arXiv:2511.09861).
     computation: seconds of matmuls, attention and passes over memory by those predicted, as a run measured.
-    goodput: fraction of wall time that trains; Llama 3 405B had over 0.9 (arXiv:2407.21783, section 3.3.4).
     """
 
     matmul: float | None = None
@@ -59,7 +58,6 @@ class Assumptions:
     beside_on_torus: float = 0.15
     slowest: float = 0.94
     computation: float = 1.0
-    goodput: float = 0.9
 
     def network_of(self, device: DeviceSpec) -> float:
         """Fraction of the bandwidth of a device's links."""

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jtrain.plan.compile.compiled_step import CompiledStep
+from jtrain.plan.economics.failures import Uptime, assumed_link
 from jtrain.plan.estimate.attention_time import implementation
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.estimate.flops import MFU_DEFINITION, flops_per_token
@@ -48,7 +49,10 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Sheet:
-    """Everything known about one config on one machine."""
+    """Everything known about one config on one machine.
+
+    uptime: what `goodput` was computed from; None if it was given.
+    """
 
     config: str
     job: Job
@@ -57,6 +61,7 @@ class Sheet:
     cost: Cost
     goodput: float
     largest_rows: int
+    uptime: Uptime | None = None
     compiled: CompiledStep | None = None
     measured: Measured | None = None
 
@@ -128,7 +133,8 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
             "largest_batch": _largest_batch(sheet),
             "collectives": [dataclasses.asdict(c) | {"wire_bytes": c.wire_bytes} for c in collectives(sheet.job)],
         },
-        "cost": dataclasses.asdict(cost) | {"goodput": sheet.goodput},
+        "cost": dataclasses.asdict(cost)
+        | {"goodput": sheet.goodput, "uptime": None if sheet.uptime is None else dataclasses.asdict(sheet.uptime)},
     }
     if measured is not None:
         found["measured"] = dataclasses.asdict(measured)
@@ -209,7 +215,7 @@ def search_table(
 def _largest_batch(sheet: Sheet) -> int:
     """Sequences per step of the largest batch that fits."""
     spec, mesh = sheet.job.layout.spec, sheet.job.layout.mesh
-    return sheet.largest_rows * spec.microbatches * mesh.replica * mesh.data * mesh.expert
+    return sheet.largest_rows * spec.microbatches * mesh.batch_shards
 
 
 def _bytes_table(sheet: Sheet) -> tuple[str, Table]:
@@ -274,7 +280,9 @@ def _cost_lines(sheet: Sheet) -> list[str]:
             f"{machine.device.power_w:,.0f} W per device (its maximum; without hosts and cooling)"
         )
     return [
-        f"{cost.tokens:,} tokens at a goodput of {sheet.goodput:.0%}: {cost.days:,.2f} days, "
+        f"{cost.tokens:,} tokens at a goodput of {sheet.goodput:.1%}: {cost.days:,.2f} days, "
         f"{cost.device_hours:,.0f} device hours; {money}",
+        *([] if sheet.uptime is None else [sheet.uptime.line()]),
+        *([] if sheet.uptime is None or machine.device.host.link_bytes_per_s else [assumed_link(machine.device)]),
         energy,
     ]

@@ -1,6 +1,6 @@
 """Plan printed as tables: where every array lives, bytes, FLOPs and collectives, beside the compiler's figures."""
 
-import dataclasses
+import io
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -13,10 +13,9 @@ from jtrain.layout import Layout
 from jtrain.mesh import axis_names
 from jtrain.optim import Optimizer, state_bytes
 from jtrain.pipeline.clocks import equal_costs, lockstep
-from jtrain.plan.compile.compiled_step import CompiledStep, compile_step, topology_devices
+from jtrain.plan.compile.compiled_step import CompiledStep, compile_step
 from jtrain.plan.estimate.collectives import Collective, collectives
 from jtrain.plan.estimate.flops import MFU_DEFINITION, flops_per_token
-from jtrain.plan.estimate.machine import machine_of
 from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.estimate.pipeline import ticks
 from jtrain.plan.job import Job
@@ -29,6 +28,7 @@ def print_plan(
     available: int | None = None,
     optimizer: Optimizer | None = None,
     topology: str | None = None,
+    devices: Sequence[jax.Device] = (),
     console: Console | None = None,
 ) -> CompiledStep | None:
     """Prints the plan; with `topology` also compiles the step for that machine and prints its compiler's figures.
@@ -36,17 +36,16 @@ def print_plan(
     Args:
       available: bytes that a step may use on one device; None if unknown.
       optimizer: `job.optimizer`, built; needed to compile for `topology`.
+      devices: those of `topology` that the mesh takes.
 
     Raises:
-      UserError: the topology is unknown, or the mesh is not of that many devices.
+      UserError: the mesh is not of that many devices.
     """
     console = console or new_console()
     compiled = None
     if topology is not None:
         assert optimizer is not None, "compiling takes the built optimizer"
-        devices: list[jax.Device] = topology_devices(topology)
-        job = dataclasses.replace(job, machine=machine_of(devices))
-        compiled = compile_step(job, optimizer, devices=devices)
+        compiled = compile_step(job, optimizer, devices=list(devices))
     tables = [
         _layout_table(job),
         _memory_table(memory(job), compiled, available),
@@ -59,13 +58,38 @@ def print_plan(
     for title, table in tables:
         console.print(title, style="bold", highlight=False)
         console.print(table)
-    flops = flops_per_token(job.model, seq_len=job.seq_len)
-    console.print(
-        f"{flops.total_flops / 1e9:,.3f} GFLOP per token ({flops.attention_flops / flops.total_flops:.0%} attention), "
-        f"{flops.total_flops * job.tokens / 1e12:,.2f} TFLOP per step of {job.tokens:,} tokens\n"
-        f"MFU counts {MFU_DEFINITION}"
-    )
+    console.print(f"{_flops_line(job)}\nMFU counts {MFU_DEFINITION}")
     return compiled
+
+
+def plan_text(job: Job, *, available: int | None) -> str:
+    """Returns the plan as `print_plan` prints it."""
+    text = io.StringIO()
+    print_plan(job, available=available, console=Console(file=text, width=110))
+    return text.getvalue()
+
+
+def brief_lines(job: Job, *, available: int | None) -> list[str]:
+    """Returns the plan in a few lines, for the start of a run: parameters, memory, network, FLOPs."""
+    plan = memory(job)
+    largest = sorted(plan.classes().items(), key=lambda item: -item[1])[:3]
+    of = "" if available is None else f" of {gib(available)}"
+    sent = sum(row.wire_bytes for row in collectives(job))
+    return [
+        _title(job),
+        f"{gib(plan.total_bytes)}{of} GiB per device at the peak "
+        f"({', '.join(f'{name} {gib(size)}' for name, size in largest)}); {gib(sent)} GiB sent per step",
+        *pipeline_lines(job)[:1],
+        _flops_line(job),
+    ]
+
+
+def _flops_line(job: Job) -> str:
+    flops = flops_per_token(job.model, seq_len=job.seq_len)
+    return (
+        f"{flops.total_flops / 1e9:,.3f} GFLOP per token ({flops.attention_flops / flops.total_flops:.0%} attention), "
+        f"{flops.total_flops * job.tokens / 1e12:,.2f} TFLOP per step of {job.tokens:,} tokens"
+    )
 
 
 def pipeline_lines(job: Job) -> list[str]:
@@ -108,9 +132,6 @@ def new_table(left: Sequence[str], right: Sequence[str]) -> Table:
 def _layout_table(job: Job) -> tuple[str, Table]:
     """Title and table with a row per parameter; stacked layers are one, so the largest models have a dozen rows."""
     layout, precision = job.layout, job.layout.precision
-    total = sum(p.info.size for p in layout.params)
-    mesh = " ".join(f"{axis}={n}" for axis, n in layout.mesh.shape.items() if n > 1) or "one device"
-    title = f"{total:,} parameters over {mesh}, zero_stage={layout.spec.zero_stage}, {precision.param_dtype} on device"
     columns = ("parameter", "shape", "split", "grad", "optim")
     table = new_table(columns, ("MiB", "moments"))
     for p in layout.params:
@@ -123,7 +144,15 @@ def _layout_table(job: Job) -> tuple[str, Table]:
             _mib(size),
             _mib(moments),
         )
-    return title, table
+    return _title(job), table
+
+
+def _title(job: Job) -> str:
+    layout = job.layout
+    total = sum(p.info.size for p in layout.params)
+    mesh = " ".join(f"{axis}={n}" for axis, n in layout.mesh.shape.items() if n > 1) or "one device"
+    held = f"zero_stage={layout.spec.zero_stage}, {layout.precision.param_dtype} on device"
+    return f"{total:,} parameters over {mesh}, {held}"
 
 
 def _memory_table(plan: MemoryPlan, compiled: CompiledStep | None, available: int | None) -> tuple[str, Table]:

@@ -1,8 +1,8 @@
-"""The survey's tables I and II, regenerated for jtrain by the closed forms: devices per model, savings per strategy.
+"""The survey's tables, regenerated for jtrain by the closed forms: devices per model, savings per strategy, networks.
 
 Table I compares the smallest number of devices that train a model with the survey's 40 bytes per parameter. Table II
 compares strategies on eight devices: the memory that each saves and the time that it costs for the same 7B model, and
-the largest model that it makes possible.
+the largest model that it makes possible. Table III is in `interconnect_table.py`.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.job import Job
+from jtrain.plan.report.interconnect_table import printed, table_3
 from jtrain.plan.report.plan_sheet import survey_bytes
 from jtrain.plan.report.summary import gib, new_console, new_table
 from jtrain.plan.search import Point, SearchTask, evaluate
@@ -114,7 +115,7 @@ def point_of(
 ) -> Point:
     """Estimates one step of one sequence per device under a strategy."""
     machine = make_machine(device, count, host_memory_bytes=HOST_BYTES)
-    rows = strategy.mesh.replica * strategy.mesh.data
+    rows = strategy.mesh.batch_shards
     layout = make_layout(strategy.spec, strategy.mesh, model.param_infos(), precision=strategy.precision)
     job = Job(model, layout, strategy.optimizer, rows, SEQ_LEN, machine)
     return evaluate(SearchTask(job, strategy.spec), strategy.spec, strategy.mesh, timed=timed)
@@ -219,14 +220,14 @@ def _tokens_per_s(point: Point) -> float:
 
 
 def table_command(json_file: Path | None) -> int:
-    """Prints both tables; returns the exit code."""
-    first, second = table_1(), table_2()
+    """Prints the tables; returns the exit code."""
+    first, second, third = table_1(), table_2(), table_3()
     console = new_console()
-    for title, table in (_first(first), _second(second)):
+    for title, table in (_first(first), _second(second), printed(third)):
         console.print(title, style="bold", highlight=False)
         console.print(table)
     if json_file is not None:
-        json_file.write_text(json.dumps({"table_1": first, "table_2": second}, indent=1) + "\n")
+        json_file.write_text(json.dumps({"table_1": first, "table_2": second, "table_3": third}, indent=1) + "\n")
     return 0
 
 

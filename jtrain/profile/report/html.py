@@ -13,7 +13,19 @@ from jtrain.profile.analysis.figures import comm_name, mean_step, per_step, rate
 from jtrain.profile.analysis.pipeline_trace import timeline_of
 from jtrain.profile.analysis.records import Breakdown, OpRow, PipelineTrack, StepBreakdown
 from jtrain.profile.report.page.clock_chart import timeline
-from jtrain.profile.report.page.markup import cell, data, options, rect, row, section, svg, table, text
+from jtrain.profile.report.page.markup import (
+    cell,
+    data,
+    document,
+    embedded,
+    options,
+    rect,
+    row,
+    section,
+    svg,
+    table,
+    text,
+)
 from jtrain.profile.report.page.memory_chart import live_chart
 from jtrain.profile.trace_dir import part_of
 from jtrain.runtime.atomic_io import write_whole
@@ -26,9 +38,6 @@ FIRST_OPS = 25
 
 _FILES = Path(__file__).parent / "page"
 
-# Forbids scripts, styles, images and data from anywhere but the file itself.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-
 
 def write(breakdown: Breakdown, file: Path) -> None:
     """Writes the page atomically."""
@@ -39,7 +48,6 @@ def page(breakdown: Breakdown) -> str:
     """Returns the page as HTML."""
     kind = figures.machine_line(breakdown)
     steps = figures.steps_line(breakdown)
-    embedded = json.dumps(breakdown.to_dict()).replace("<", "\\u003c")  # "</script>" in a text would end the element
     sections = (
         section("waterfall", "Where a step's time went", *_waterfalls(breakdown)),
         section("advice", "What to try next", _listed(breakdown.advice, "No loss is large enough for advice.")),
@@ -54,15 +62,12 @@ def page(breakdown: Breakdown) -> str:
         section("memory", "Memory of one device", _memory(breakdown), live_chart(breakdown.live)),
         section("notes", "Unknown values, with the reason", _listed(breakdown.notes, "All values are known.")),
     )
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{text(steps)} on {text(kind)}</title>\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">\n'
-        f"<style>{(_FILES / 'page.css').read_text()}</style></head>\n<body><main>\n"
-        f"<h1>{text(steps[0].upper() + steps[1:])} on {text(kind)}</h1>\n"
+    return document(
+        f"{steps} on {kind}",
+        f"<main>\n<h1>{text(steps[0].upper() + steps[1:])} on {text(kind)}</h1>\n"
         f'<p id="headline">{text(figures.headline(breakdown))}</p>\n{_figures(breakdown)}\n{"".join(sections)}'
-        f'</main>\n<script type="application/json" id="breakdown">{embedded}</script>\n'
-        f"<script>{(_FILES / 'page.js').read_text()}</script></body></html>\n"
+        f"</main>\n{embedded('breakdown', json.dumps(breakdown.to_dict()))}\n"
+        f"<script>{(_FILES / 'page.js').read_text()}</script>",
     )
 
 

@@ -57,7 +57,7 @@ def test_argument_bytes_are_those_of_the_shards(axes: dict[str, int], zero_stage
     plan = memory(Job(model, lay, optimizer, global_batch=16, seq_len=32))
     assert plan.parameters == shard_bytes(state.params) > 0
     assert plan.optimizer == shard_bytes(state.opt_state) > 0
-    shards = lay.mesh.replica * lay.mesh.data * lay.mesh.context
+    shards = lay.mesh.replica * lay.mesh.zero_shards
     assert plan.batch == 4 * 4 * 16 * 32 // shards + state.step.dtype.itemsize + shard_bytes(state.guard)
 
 

@@ -5,9 +5,35 @@ Charts are SVGs stretched over their column. Labels are HTML beside the SVG, so 
 
 import html
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 WIDTH = 1000
 """Width of every chart in SVG units."""
+
+
+# Forbids scripts, styles, images and data from anywhere but the file itself.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def document(title: str, body: str, *, style: str = "") -> str:
+    """Whole page as HTML, with page.css; it loads nothing over the network.
+
+    Args:
+      body: markup inside the body element.
+      style: more style sheet.
+    """
+    css = (Path(__file__).parent / "page.css").read_text() + style
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{text(title)}</title>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">\n'
+        f"<style>{css}</style></head>\n<body>{body}</body></html>\n"
+    )
+
+
+def embedded(name: str, content: str) -> str:
+    """Element that holds JSON; `</script>` in one of its texts does not end it."""
+    return f'<script type="application/json" id="{name}">{content.replace("<", "\\u003c")}</script>'
 
 
 def text(words: object) -> str:

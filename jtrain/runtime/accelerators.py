@@ -1,0 +1,133 @@
+"""Accelerators of this host by their device files: the one that a run is to use, and one that it leaves unused."""
+
+import importlib.util
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Literal
+
+from jtrain.errors import UserError
+
+type Accelerator = Literal["gpu", "tpu"]
+type DeviceChoice = Literal["cpu", "gpu", "tpu"]
+
+DEVICES: tuple[DeviceChoice, ...] = ("cpu", "gpu", "tpu")
+
+_FILES = {
+    "gpu": ("dev/nvidia[0-9]*", "usr/lib/wsl/lib/nvidia-smi", "dev/kfd"),
+    "tpu": ("dev/accel[0-9]*", "dev/vfio/[0-9]*"),
+}
+"""Files of the drivers of NVIDIA (under WSL too), AMD and TPUs. An AMD GPU counts if jax's plugin for it is installed;
+vfio files count beside a PCI device of Google, because other devices have them too."""
+
+_TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES")
+"""Set on TPU hosts. Where libtpu finds no TPU, it writes a sentence into them."""
+
+_GOOGLE = "0x1ae0"
+"""Vendor of TPUs on the PCI bus."""
+
+HIDDEN = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES under which CUDA sees no GPU."""
+
+
+def found(kind: Accelerator, environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
+    """Returns the file or variable that shows a GPU or TPU of this host; None if there is none.
+
+    Args:
+      environ: os.environ.
+      root: the root of the file system.
+    """
+    for pattern in _FILES[kind]:
+        files = sorted(root.glob(pattern))
+        counts = "kfd" not in pattern or _is_installed("xla_rocm")
+        counts &= "vfio" not in pattern or _has_google_device(root)
+        if files and counts:
+            return f"/{files[0].relative_to(root)}"
+    if kind == "tpu":
+        told = {name: environ.get(name, "") for name in _TPU_VARIABLES}
+        return next((f"{name}={value}" for name, value in told.items() if value and " " not in value), None)
+    return None
+
+
+def platform_of(device: DeviceChoice, environ: Mapping[str, str], *, root: Path = Path("/")) -> str:
+    """Returns jax's name of the platform that `--device` forces.
+
+    Raises:
+      UserError: this host has no such device, or the package that jax needs for it is not installed.
+    """
+    if device == "cpu":
+        return "cpu"
+    if found(device, environ, root=root) is None:
+        shown = ", ".join(f"/{pattern}" for pattern in _FILES[device])
+        raise UserError(
+            f"--device {device}: this host has no {device.upper()} (no {shown}). In a container, give it the devices; "
+            "else leave --device out, or give --device cpu."
+        )
+    if lacks := _lacks(device):
+        raise UserError(f"--device {device}: {lacks}. Run {_install(device)}.")
+    return {"tpu": "tpu"}.get(device, "rocm" if _is_installed("xla_rocm") and not _is_installed("xla_cuda") else "cuda")
+
+
+def unused(environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
+    """Returns a warning about a GPU or TPU of this host that a run on CPUs leaves unused; None if there is none.
+
+    Call it where jax has chosen the CPU by itself.
+
+    Args:
+      environ: os.environ.
+      root: the root of the file system.
+    """
+    kinds: tuple[Accelerator, ...] = ("gpu", "tpu")
+    for kind in kinds:
+        hidden = kind == "gpu" and environ.get("CUDA_VISIBLE_DEVICES", "all") in HIDDEN
+        if hidden or (path := found(kind, environ, root=root)) is None:
+            continue
+        why = _lacks(kind)
+        way = f"run {_install(kind)}" if why else f"run python -c \"import jax; jax.devices('{kind}')\", which says why"
+        return (
+            f"WARNING: a {kind.upper()} is here ({path}), but this run computes on the CPU: {why or 'jax found none'}. "
+            f"To use it, {way}; --device cpu says that the CPU is meant."
+        )
+    return None
+
+
+def _lacks(kind: Accelerator) -> str:
+    """Says what jax lacks for a kind of device; "" if it lacks nothing."""
+    if kind == "tpu":
+        return "" if importlib.util.find_spec("libtpu") else "libtpu is not installed"
+    if _is_installed("xla_rocm"):
+        return ""
+    if not _is_installed("xla_cuda"):
+        return "jax's CUDA plugin is not installed"
+    return "" if _has_cuda() else "jax's CUDA plugin is installed without CUDA's libraries"
+
+
+def _is_installed(prefix: str) -> bool:
+    """True if a plugin of jax is installed whose module begins with `prefix`."""
+    spec = importlib.util.find_spec("jax_plugins")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    return any(path.name.startswith(prefix) for folder in folders for path in Path(folder).iterdir())
+
+
+def _has_cuda() -> bool:
+    """True if CUDA's libraries are there, as packages or in their usual folder."""
+    for name in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
+        try:
+            distribution(name)
+        except PackageNotFoundError:
+            continue
+        return True
+    return any(Path("/usr/local/cuda/lib64").glob("libcublas.so*"))
+
+
+def _install(kind: Accelerator) -> str:
+    """Returns the command that installs what jax needs for a kind of device: from this checkout, if it is one."""
+    extra = {"gpu": "cuda", "tpu": "tpu"}[kind]
+    checkout = Path(__file__).parents[2]
+    what = f"-e '{checkout}[{extra}]'" if (checkout / "pyproject.toml").is_file() else f"'jtrain[{extra}]'"
+    return f"pip install {what}"
+
+
+def _has_google_device(root: Path) -> bool:
+    vendors = root.glob("sys/bus/pci/devices/*/vendor")
+    return any(path.read_text().strip() == _GOOGLE for path in vendors)

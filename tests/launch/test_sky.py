@@ -1,0 +1,65 @@
+"""launch/sky.yaml: its `run` script on test hosts, with the variables that SkyPilot sets."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.launch.hosts import ROOT, Host, Running, environment, hosts
+
+FILE = ROOT / "launch" / "sky.yaml"
+TASK: dict[str, Any] = yaml.safe_load(FILE.read_text())
+SHOW = """#!/bin/sh
+echo "$JTRAIN_COORDINATOR $JTRAIN_NUM_PROCESSES $JTRAIN_PROCESS_ID"
+for argument in "$@"; do echo "$argument"; done
+"""
+
+
+def started(nodes: list[Host], **variables: str) -> list[Running]:
+    """The task's `run` on each host."""
+    ips = "\n".join(host.address for host in nodes)
+    return [
+        host.start(
+            ["bash", "-c", TASK["run"]],
+            environment(SKYPILOT_NODE_IPS=ips, SKYPILOT_NUM_NODES=str(len(nodes)), SKYPILOT_NODE_RANK=str(rank))
+            | TASK["envs"]
+            | variables,
+        )
+        for rank, host in enumerate(nodes)
+    ]
+
+
+def test_the_task_is_short_and_comes_again_where_that_helps() -> None:
+    """On 75, 76 and 143, and after a preemption."""
+    assert len(FILE.read_text().splitlines()) <= 60
+    assert TASK["resources"]["job_recovery"]["recover_on_exit_codes"] == [75, 76, 143]
+    assert "--constraint constraints.txt" in TASK["setup"]
+    assert TASK["run"].rstrip().endswith('-m jtrain.launch --supervise --workdir="$WORKDIR" "$@"')
+
+
+def test_each_node_has_its_number_and_the_arguments_arrive(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text(SHOW)
+    program.chmod(0o755)
+    arguments = "--config=tiny --set data.path=\"'a b'\""
+    with hosts(2, tmp_path) as nodes:
+        runs = started(nodes, ARGUMENTS=arguments, PYTHON=str(program), WORKDIR="/w")
+        assert [run.end() for run in runs] == [0, 0]
+        for rank, run in enumerate(runs):
+            assert run.lines == [
+                f"{nodes[0].address}:1234 2 {rank}",
+                *("-m", "jtrain.launch", "--supervise", "--workdir=/w", "--config=tiny", "--set", "data.path='a b'"),
+            ]
+
+
+@pytest.mark.slow
+def test_two_nodes_train(tmp_path: Path) -> None:
+    arguments = "--config=tiny --with debug --emulate-devices 1 --set mesh.data=2"
+    with hosts(2, tmp_path) as nodes:
+        runs = started(nodes, ARGUMENTS=arguments, PYTHON=sys.executable, WORKDIR=str(tmp_path / "run"))
+        assert [run.end() for run in runs] == [0, 0], [run.output for run in runs]
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "loss_nats" in line] == [1, 2, 3, 4, 5]
