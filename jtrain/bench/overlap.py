@@ -113,7 +113,8 @@ def compiled(device: str, form: str, sets: tuple[str, ...]) -> Iterator[Row]:
     from jtrain.config.run import build_run
     from jtrain.hlo import traffic
     from jtrain.plan.compile.compiled_step import compile_step, topology_devices
-    from jtrain.plan.compile.two_streams import Timeline, rates_of, two_streams
+    from jtrain.plan.compile.stream_clock import Timeline
+    from jtrain.plan.compile.two_streams import rates_of, two_streams
     from jtrain.plan.from_run import make_optimizer, plan_job
     from jtrain.profile.analysis.hlo_ops import scope_mark
     from jtrain_kernels.device import from_name

@@ -8,7 +8,8 @@ import math
 
 from jtrain.errors import UserError
 from jtrain.model.saved_activations import kept_names
-from jtrain.plan.compile.two_streams import Rates, Timeline, two_streams
+from jtrain.plan.compile.stream_clock import Timeline
+from jtrain.plan.compile.two_streams import Rates, two_streams
 from jtrain.plan.estimate.attention_time import attention_s
 from jtrain.plan.estimate.collectives import Collective, Kind
 from jtrain.plan.estimate.matmul_time import bf16_peak, matmuls, rate_of

@@ -20,10 +20,8 @@ A second of a transfer is hidden if the compute stream does not wait in it, for 
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, cast
-
-import numpy as np
 
 from jtrain.errors import UserError
 from jtrain.hlo.memory_traffic import NO_ACCESS
@@ -42,6 +40,7 @@ from jtrain.hlo.parser import (
     wire_bytes,
 )
 from jtrain.hlo.traffic import host_copy
+from jtrain.plan.compile.stream_clock import Action, ComputeTime, LoopRun, StreamClock, Timeline, Transfer, TransferWait
 from jtrain.plan.estimate.collectives import Kind
 from jtrain.profile.analysis.hlo_flops import bytes_accessed, flops
 from jtrain.profile.analysis.hlo_ops import scope_mark
@@ -49,10 +48,9 @@ from jtrain_kernels.cost import MATMUL, MEMORY, matmul_rate
 from jtrain_kernels.device import DeviceSpec
 
 _COLLECTIVES = (*KINDS, "ragged-all-to-all")
-_HOST = ("to device", "to host")
 _NO_TIME = {*NO_ACCESS, "opt-barrier", "iota"}
 
-type Network = Callable[[Kind, tuple[str, ...], int, int], float]
+type NetworkSeconds = Callable[[Kind, tuple[str, ...], int, int], float]
 """Seconds of a collective of a kind, over mesh axes, of a number of bytes of the whole array, by groups of a size."""
 
 
@@ -76,7 +74,7 @@ class Rates:
     permute: float
     host: float | None
     links: Literal["switch", "torus"]
-    network: Network | None = None
+    network: NetworkSeconds | None = None
 
 
 def rates_of(device: DeviceSpec, devices: int) -> Rates:
@@ -105,55 +103,6 @@ def rates_of(device: DeviceSpec, devices: int) -> Rates:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Hop:
-    """All executions of one transfer: of one instruction of the program at one place.
-
-    kind: a collective's, or the direction of a copy between device and host memory, `to device` or `to host`.
-    scope: path of named scopes that it was traced from.
-    count: executions per run of the program.
-    bytes, seconds, hidden_s: sent by one device in all executions, their time on the link, and the hidden part of it.
-    """
-
-    name: str
-    kind: str
-    scope: str
-    count: int
-    bytes: int
-    seconds: float
-    hidden_s: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Timeline:
-    """One run of a program.
-
-    compute_s: seconds of the compute stream's instructions.
-    waiting_s: seconds in which the compute stream waits for a transfer.
-    """
-
-    compute_s: float
-    waiting_s: float
-    hops: tuple[Hop, ...]
-
-    @property
-    def wire_s(self) -> float:
-        """Seconds of all transfers."""
-        return sum(hop.seconds for hop in self.hops)
-
-    @property
-    def hidden_share(self) -> float:
-        """Hidden fraction of all transfers' seconds; 1 if there is no transfer."""
-        return hidden_share(self.hops)
-
-
-def hidden_share(hops: Iterable[Hop]) -> float:
-    """Hidden fraction of the seconds of some transfers; 1 if there is none."""
-    rows = list(hops)
-    seconds = sum(hop.seconds for hop in rows)
-    return sum(hop.hidden_s for hop in rows) / seconds if seconds else 1.0
-
-
 def two_streams(
     hlo: str, mesh_shape: Mapping[str, int], rates: Rates, kernels: Mapping[tuple[str, str], float] | None = None
 ) -> Timeline:
@@ -170,40 +119,9 @@ def two_streams(
         link is not published.
     """
     program = _Program(hlo, mesh_shape, rates, kernels or {})
-    clock = _Clock(program, rates.links)
+    clock = StreamClock(program.actions, rates.links)
     clock.run(program.entry)
     return clock.timeline()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Compute:
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loop:
-    body: str
-    trips: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Transfer:
-    """A transfer; its link is "" if it uses all of the device's links to other devices."""
-
-    name: str
-    kind: str
-    scope: str
-    link: str
-    bytes: int
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class _Wait:
-    name: str
-
-
-type _Action = _Compute | _Loop | _Transfer | _Wait
 
 
 class _Program:
@@ -216,26 +134,26 @@ class _Program:
         self._types = {i.name: i.type for body in self.computations.values() for i in body}
         self._mesh_shape = mesh_shape
         self._rates = rates
-        self._known: dict[str, tuple[_Action, ...]] = {}
+        self._known: dict[str, tuple[Action, ...]] = {}
         found = collections.Counter[tuple[str, str]]()
         if kernels:
             for kernel, times in self._all_kernels(self.entry, 1):
                 found[self._mark(kernel)] += times
         self._kernel_s = {mark: seconds / found[mark] for mark, seconds in kernels.items() if found[mark]}
 
-    def actions(self, name: str) -> tuple[_Action, ...]:
+    def actions(self, name: str) -> tuple[Action, ...]:
         """Actions of one computation."""
         if name not in self._known:
             self._known[name] = tuple(self._actions(self.computations[name]))
         return self._known[name]
 
-    def _actions(self, body: list[Instruction]) -> Iterator[_Action]:
+    def _actions(self, body: list[Instruction]) -> Iterator[Action]:
         waits: dict[str, str] = {}  # done -> the start that it waits for
-        late: dict[str, _Transfer] = {}  # update -> the transfer that begins with it
+        late: dict[str, Transfer] = {}  # update -> the transfer that begins with it
         left: list[str] = []
         for index, i in enumerate(body):
             if i.name in waits:
-                yield _Wait(waits[i.name])
+                yield TransferWait(waits[i.name])
             elif i.name in late:
                 yield late[i.name]
             elif i.opcode == "while":
@@ -243,9 +161,9 @@ class _Program:
                 trips = trip_count(i.line, self.computations)
                 if found is None or trips is None:
                     raise UserError(f"a loop's trip count is not in the HLO: {i.line[:200]}")
-                yield _Loop(found[1], trips)
+                yield LoopRun(found[1], trips)
             elif i.opcode in ("call", "conditional"):
-                yield from (_Loop(name, 1) for name in called(i.line))
+                yield from (LoopRun(name, 1) for name in called(i.line))
             elif transfer := self._transfer(i, body):
                 begin = begin_of(body, index) if i.opcode.endswith("-start") else index
                 if begin == index:
@@ -254,14 +172,14 @@ class _Program:
                     late[body[begin].name] = transfer
                 done = done_of(body, index) if i.opcode.endswith("-start") else None
                 if not i.opcode.endswith("-start") or '"is_sync":true' in i.line:
-                    yield _Wait(i.name)
+                    yield TransferWait(i.name)
                 elif done is not None:
                     waits[body[done].name] = i.name
                 else:
                     left.append(i.name)
             elif not i.opcode.endswith(("-start", "-update", "-done")) and (seconds := self._compute_s(i)):
-                yield _Compute(seconds)
-        yield from map(_Wait, left)  # their done is in another computation
+                yield ComputeTime(seconds)
+        yield from map(TransferWait, left)  # their done is in another computation
 
     def _collectives(self, i: Instruction) -> Iterator[Instruction]:
         """The instruction if it is a collective, else those in the computations that it calls."""
@@ -272,7 +190,7 @@ class _Program:
                 for inside in self.computations[name]:
                     yield from self._collectives(inside)
 
-    def _transfer(self, i: Instruction, body: list[Instruction]) -> _Transfer | None:
+    def _transfer(self, i: Instruction, body: list[Instruction]) -> Transfer | None:
         if collectives := list(self._collectives(i)):
             return self._sent(i, collectives)
         if copies := list(self._host_copies(i, body)):
@@ -280,7 +198,7 @@ class _Program:
                 what = "the program copies to or from host memory, but the speed of that link is not published"
                 raise UserError(f"{what}: {i.line[:200]}")
             (direction, _), size = copies[0], sum(size for _, size in copies)
-            return _Transfer(i.name, direction, i.op_name, direction, size, size / self._rates.host)
+            return Transfer(i.name, direction, i.op_name, direction, size, size / self._rates.host)
         return None
 
     def _host_copies(self, i: Instruction, body: list[Instruction]) -> Iterator[tuple[str, int]]:
@@ -292,7 +210,7 @@ class _Program:
                 for inside in self.computations[name]:
                     yield from self._host_copies(inside, self.computations[name])
 
-    def _sent(self, i: Instruction, collectives: list[Instruction]) -> _Transfer:
+    def _sent(self, i: Instruction, collectives: list[Instruction]) -> Transfer:
         sent, seconds, link = 0, 0.0, ""
         for one in collectives:
             kind = one.opcode.removesuffix("-start")
@@ -307,7 +225,7 @@ class _Program:
                 seconds += size / (self._rates.permute if permutes else self._rates.collective)
             else:
                 seconds += self._rates.network(cast(Kind, kind), axes_of(groups, self._mesh_shape), whole, group)
-        return _Transfer(
+        return Transfer(
             i.name, collectives[0].opcode.removesuffix("-start"), collectives[0].op_name, link, sent, seconds
         )
 
@@ -360,66 +278,3 @@ class _Program:
 
     def _mark(self, kernel: Instruction) -> tuple[str, str]:
         return scope_mark(kernel.op_name)
-
-
-class _Clock:
-    """Both streams: time of the compute stream, when each link is free again, transfers and waits so far."""
-
-    def __init__(self, program: _Program, links: Literal["switch", "torus"]) -> None:
-        self._program = program
-        self._shared = links == "switch"
-        self._now = 0.0
-        self._free: collections.defaultdict[str, float] = collections.defaultdict(float)
-        self._waits: list[tuple[float, float]] = []
-        self._sent: dict[str, tuple[_Transfer, list[float], list[float]]] = {}
-
-    def run(self, name: str) -> None:
-        """Runs a computation once."""
-        arrives: dict[str, float] = {}
-        for action in self._program.actions(name):
-            match action:
-                case _Compute():
-                    self._now += action.seconds
-                case _Loop():
-                    for _ in range(action.trips):
-                        self.run(action.body)
-                case _Transfer():
-                    arrives[action.name] = self._send(action)
-                case _Wait():
-                    self._wait(arrives[action.name])
-
-    def _send(self, transfer: _Transfer) -> float:
-        """Queues a transfer; returns when it ends."""
-        link = "" if self._shared and transfer.kind not in _HOST else transfer.link
-        begin = max(self._now, self._free[link])
-        if transfer.kind not in _HOST:
-            # A collective on all links ("") waits for every permute, and permutes wait for it.
-            others = [name for name in self._free if name not in _HOST] if link == "" else [""]
-            begin = max([begin, *(self._free[name] for name in others)])
-        end = begin + transfer.seconds
-        self._free[link] = end
-        _, begins, ends = self._sent.setdefault(transfer.name, (transfer, [], []))
-        begins.append(begin)
-        ends.append(end)
-        return end
-
-    def _wait(self, until: float) -> None:
-        if until > self._now:
-            self._waits.append((self._now, until))
-            self._now = until
-
-    def timeline(self) -> Timeline:
-        """Sums so far; a transfer that nobody waited for is waited for at the end."""
-        self._wait(max(self._free.values(), default=0.0))
-        waits = np.array([(0.0, 0.0), *self._waits])
-        waited = np.cumsum(waits[:, 1] - waits[:, 0])
-        # Seconds waited until a time: constant between waits, rising by a second per second within each.
-        times = waits.reshape(-1)
-        until = np.stack([np.concatenate([[0.0], waited[:-1]]), waited], axis=1).reshape(-1)
-        hops: list[Hop] = []
-        for name, (transfer, begins, ends) in self._sent.items():
-            seconds = transfer.seconds * len(begins)
-            exposed = float(np.sum(np.interp(ends, times, until) - np.interp(begins, times, until)))
-            count, hidden = len(begins), max(0.0, seconds - exposed)
-            hops.append(Hop(name, transfer.kind, transfer.scope, count, count * transfer.bytes, seconds, hidden))
-        return Timeline(self._now - float(waited[-1]), float(waited[-1]), tuple(hops))

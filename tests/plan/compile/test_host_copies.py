@@ -7,7 +7,8 @@ import pytest
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.plan.compile.compiled_step import compile_step, topology_devices
-from jtrain.plan.compile.two_streams import hidden_share, rates_of, two_streams
+from jtrain.plan.compile.stream_clock import hidden_share
+from jtrain.plan.compile.two_streams import rates_of, two_streams
 from jtrain.plan.estimate.machine import machine_of
 from jtrain.plan.estimate.memory import memory
 from jtrain.plan.estimate.step_time import Assumptions, step_time

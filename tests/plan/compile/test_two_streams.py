@@ -9,7 +9,8 @@ from jtrain.bench import overlap
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.plan.compile.compiled_step import compile_step, topology_devices
-from jtrain.plan.compile.two_streams import Rates, Timeline, hidden_share, rates_of, two_streams
+from jtrain.plan.compile.stream_clock import Timeline, hidden_share
+from jtrain.plan.compile.two_streams import Rates, rates_of, two_streams
 from jtrain.plan.from_run import make_optimizer, plan_job
 from jtrain_kernels.device import from_name
 
