@@ -112,7 +112,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives each worker a half of the tests in one piece, and what one has left to the other that has finished.
+    """Gives each worker its share of the tests in one piece, and what one has left to another that has finished.
 
     By default xdist hands out a few tests at a time towards the end. Neighbours then run in different workers, and each
     computes what they share: a module's fixtures, and results in `functools.cache`.

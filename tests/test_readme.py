@@ -21,7 +21,7 @@ def test_the_readme_is_short_and_starts_with_its_two_lines() -> None:
     assert len(TEXT.split()) <= 900
     train, test, *_ = COMMANDS
     assert train == f"{SET_UP}-e . && jtrain launch --config=tiny"
-    checks = "ruff check . && basedpyright && pytest -n 2 --durations=20"
+    checks = "ruff check . && basedpyright && pytest -n 3 --durations=20"
     assert test == f"{SET_UP}-c constraints.txt -e '.[test,aot]' && {checks}"
     assert [line for line in COMMANDS if line.startswith(SET_UP)] == [train, test]
 
