@@ -167,4 +167,4 @@ def test_no_advice_to_fifty_refused_runs_goes_in_a_circle() -> None:
 def test_no_advice_of_refused_plans_goes_in_a_circle(capsys: pytest.CaptureFixture[str]) -> None:
     """Twenty plans and five searches."""
     assert follow_plans(20, 2000, capsys) > 40
-    assert follow_plans(5, 3000, capsys, "--search") > 10
+    assert follow_plans(5, 3000, capsys, "--search") >= 10
