@@ -51,13 +51,11 @@ class Hiding:
     """Seconds of computation that collectives can still hide behind; each second hides one second of the network.
 
     forward_s, backward_s: the layers without the experts; experts_s: the experts' matmuls, in both passes.
-    projections_s: the part of backward_s after attention.
     """
 
     forward_s: float
     backward_s: float
     experts_s: float = 0.0
-    projections_s: float = 0.0
 
     def take(self, one: Collective, wanted_s: float) -> float:
         """Returns the seconds of `wanted_s` that are hidden, and takes them."""
@@ -103,8 +101,6 @@ def exposed_network(job: Job, machine: Machine, behind: Hiding, *, efficiency: f
     for one in sorted(collectives(job), key=lambda one: one.purpose != EXCHANGE):
         took = seconds(one, machine, job.layout.mesh.shape, efficiency=efficiency)
         wanted = took * hideable(one, job, machine.device)
-        if one.purpose == "gradients" and _after_ring(job, machine.device):
-            wanted = min(wanted, behind.projections_s)
         hidden = behind.take(one, wanted)
         sent.append(Sent(one, took, took - hidden * (1 - beside), took - hidden))
     return sent
@@ -148,18 +144,12 @@ def hideable(one: Collective, job: Job, device: DeviceSpec) -> float:
         return 1.0
     if set(one.axes) <= set(ZERO_AXES) and one.kind == "reduce-scatter" and layout.spec.zero_stage >= 2:
         if one.purpose == "gradients" and on_tpu:
-            return 1 - LAST_REDUCTION * _largest_share(layout)
+            return 1 - LAST_REDUCTION * _left_share(layout)
         if one.purpose == "gradients":
             return 1.0 if sums_gradients(layout) else 1 - 1 / layers_here(layout, job.model.num_layers)
         if one.purpose == "unembedding":
             return 0.0 if on_tpu else 1 - layout.spec.microbatches / one.count
     return 0.0
-
-
-def _after_ring(job: Job, device: DeviceSpec) -> bool:
-    """True if all reductions of a layer come after attention: XLA:TPU sends none before a loop over a ring's hops."""
-    layout = job.layout
-    return device.platform == "tpu" and layout.mesh.context > 2 and layout.spec.context_attention == "ring"
 
 
 def _ring_waits(one: Collective, layout: Layout) -> float:
@@ -185,7 +175,13 @@ def _exchange_waits(one: Collective, job: Job) -> float:
     return min(1.0, waits / one.array_bytes)
 
 
-def _largest_share(layout: Layout) -> float:
-    """Share of a layer's largest matrix in the layer's reductions over data."""
-    sizes = [p.info.size for p in layout.params if p.info.is_stacked and p.data_dim is not None]
-    return max(sizes) / sum(sizes)
+def _left_share(layout: Layout) -> float:
+    """Share of a layer's reductions over data that XLA:TPU leaves to the end of the layer: its largest matrix.
+
+    Attention's weights too if attention is a loop over a ring's hops, because nothing is sent beside that loop.
+    """
+    sizes = {p.info.path: p.info.size for p in layout.params if p.info.is_stacked and p.data_dim is not None}
+    left = max(sizes.values())
+    if layout.mesh.context > 2 and layout.spec.context_attention == "ring":
+        left += sum(size for path, size in sizes.items() if path.startswith("layers.attention."))
+    return left / sum(sizes.values())

@@ -89,7 +89,6 @@ class StepMatmuls:
     layers: the layers' weights.
     experts, experts_again_s: the parts of `layers` and `recomputed_s` that are of the experts of a mixture.
     recomputed_s: products that the backward pass repeats.
-    projections_s: gradients of the input of attention's queries, keys and values, the last products of a layer.
     unembedding: logits and their gradients.
     """
 
@@ -97,7 +96,6 @@ class StepMatmuls:
     experts: MatmulPasses
     experts_again_s: float
     recomputed_s: float
-    projections_s: float
     unembedding: MatmulPasses
 
     @property
@@ -117,7 +115,6 @@ class StepMatmuls:
             self.experts.times(factor),
             self.experts_again_s * factor,
             self.recomputed_s * factor,
-            self.projections_s * factor,
             self.unembedding.times(factor),
         )
 
@@ -183,7 +180,6 @@ def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMa
         experts.times(times),
         experts_again_s * times,
         recomputed_s * times,
-        sum(named[name].by_input_s for name in ("attention_q", "attention_k", "attention_v")) * times,
         unembedding.times(layout.spec.microbatches),
     )
 

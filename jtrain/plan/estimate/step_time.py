@@ -193,7 +193,7 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     all_attention_s = attention_forward_s + attention_backward_s
     compute_s = multiply.all_s + all_attention_s + passes.all_s + accumulate_s
     experts_s = multiply.experts_s + passes.experts_s
-    behind = Hiding(forward_s, by_input_s + by_weight_s, experts_s, multiply.projections_s)
+    behind = Hiding(forward_s, by_input_s + by_weight_s, experts_s)
     if experts_s:  # forward and backward pass have them in proportion
         rest = 1 - experts_s / (forward_s + by_input_s + by_weight_s)
         behind = dataclasses.replace(behind, forward_s=forward_s * rest, backward_s=(by_input_s + by_weight_s) * rest)
