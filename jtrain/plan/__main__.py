@@ -286,9 +286,7 @@ def execute(args: argparse.Namespace) -> int:
     """Runs the parsed command line; returns the exit code."""
     os.environ.update(AOT_ENVIRONMENT)  # a plan is for another machine, so JAX must not look for devices of this one
     start_jax(os.environ)
-    for option, path in (("--json", args.json), ("--html", args.html)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UserError(f"{option} {path}: there is no folder {path.absolute().parent}. Make it first.")
+    cli.check_output_files(args, "json", "html")
     if args.config == "table":
         refuse_options(args, keep=("config", "json"), why="the tables are of fixed models and machines")
         from jtrain.plan.report.survey_tables import (

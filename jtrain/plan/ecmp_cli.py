@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 
 from jtrain.errors import UserError
-from jtrain.plan.network_cli import add_fabric_arguments, check_files, fabric_of
+from jtrain.plan.network_cli import add_fabric_arguments, fabric_of
 from jtrain.plan.sizes import parse_bytes
 from jtrain.runtime import cli
 
@@ -36,7 +36,7 @@ def _check(args: argparse.Namespace) -> None:
     Raises:
       UserError: names the first of them.
     """
-    check_files(args)
+    cli.check_output_files(args, "shell", "json")
     for name, most in (("flows", MOST), ("links", MOST), ("trials", 1_000_000)):
         value = getattr(args, name)
         if value is not None and not 1 <= value <= most:

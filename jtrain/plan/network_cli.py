@@ -61,23 +61,11 @@ def fabric_of(args: argparse.Namespace) -> Fabric:
     return make_fabric(from_name(args.device), args.count)
 
 
-def check_files(args: argparse.Namespace) -> None:
-    """Refuses files in folders that do not exist.
-
-    Raises:
-      UserError: names option and folder.
-    """
-    for name in ("shell", "json"):
-        path = getattr(args, name)
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UserError(f"--{name} {path}: there is no folder {path.absolute().parent}. Make it first.")
-
-
 def execute(args: argparse.Namespace) -> int:
     """Runs the parsed command line; returns the exit code."""
     from jtrain.plan.report.network_sheet import print_sheet, shell_text, time_collective, to_json
 
-    check_files(args)
+    cli.check_output_files(args, "shell", "json")
     if args.collective not in COLLECTIVES:
         raise UserError(f"--collective {args.collective} is unknown. Give one of {', '.join(COLLECTIVES)}.")
     sheet = time_collective(

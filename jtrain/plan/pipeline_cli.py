@@ -91,11 +91,7 @@ def _check_options(args: argparse.Namespace) -> None:
             raise UserError(f"{option} {path} shows one schedule. Add --schedule, one of {', '.join(FAMILIES)}.")
     if args.chunks is not None and args.schedule is None:
         raise UserError(f"--chunks {args.chunks} is of one schedule. Add --schedule interleaved.")
-    for name in ("svg", "html", "write_csv", "json"):
-        path = getattr(args, name)
-        if path is not None and path != Path("-") and not path.absolute().parent.is_dir():
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(f"{option} {path}: there is no folder {path.absolute().parent}. Make it first.")
+    cli.check_output_files(args, "svg", "html", "write_csv", "json")
     if args.config is None:
         for name, value in (("device", args.device), ("count", args.count), ("network", args.network)):
             if value is not None:

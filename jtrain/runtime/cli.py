@@ -6,6 +6,7 @@ Imports no jax, so that a command can parse its arguments first and `--help` ans
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from jtrain.errors import HardwareFault, UserError
 from jtrain.runtime import exit_codes
@@ -27,6 +28,22 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="set one field, after fiddlers"
     )
+
+
+def check_output_files(args: argparse.Namespace, *names: str) -> None:
+    """Refuses files in folders that do not exist, before anything is computed; `-` is standard output.
+
+    Args:
+      names: options' names in `args`; their values are paths or None.
+
+    Raises:
+      UserError: names option and folder.
+    """
+    for name in names:
+        path = getattr(args, name)
+        if path is not None and path != Path("-") and not path.absolute().parent.is_dir():
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} {path}: there is no folder {path.absolute().parent}. Make it first.")
 
 
 def run(main: Callable[[], int]) -> int:

@@ -156,7 +156,7 @@ class Supervisor:
         if self._alive:
             with contextlib.suppress(OSError):  # a full disk must not end a healthy run
                 Path(self._alive).touch()
-        time.sleep(TICK_S)
+        time.sleep(TICK_S)  # processes end, and heartbeats and hosts stay away, without telling
 
     def _start(self) -> None:
         """Starts the processes of an attempt."""

@@ -113,7 +113,7 @@ class Running:
         """Waits for an event; fails if the program ends before it."""
         while not what():
             assert self.process.poll() is None, self.output
-            time.sleep(0.05)
+            time.sleep(0.05)  # a program of another host tells of an event by its files and lines alone
 
     def end(self) -> int:
         """Waits for the end; returns the exit code."""

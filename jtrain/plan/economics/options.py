@@ -64,13 +64,3 @@ def number(option: str, text: str) -> float:
     if not 0 < value < math.inf:
         raise UserError(f"{option} {text} must be a number above 0, such as 2.5, 1e9, 300B or 15T.")
     return value
-
-
-def check_json(path: Path | None) -> None:
-    """Refuses a file whose folder is missing, before anything is computed.
-
-    Raises:
-      UserError: names the folder.
-    """
-    if path is not None and not path.absolute().parent.is_dir():
-        raise UserError(f"--json {path}: there is no folder {path.absolute().parent}. Make it first.")

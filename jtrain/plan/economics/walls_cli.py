@@ -10,7 +10,7 @@ from typing import Any
 
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
-from jtrain.plan.economics.options import add_machine_options, check_json, machine_and_price, number
+from jtrain.plan.economics.options import add_machine_options, machine_and_price, number
 from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax
 
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 def execute(args: argparse.Namespace) -> int:
     """Runs the parsed command line; returns the exit code."""
-    check_json(args.json)
+    cli.check_output_files(args, "json")
     os.environ.update(AOT_ENVIRONMENT)  # a plan is for another machine, as in `jtrain.plan.__main__`
     start_jax(os.environ)
 

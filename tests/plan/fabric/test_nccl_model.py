@@ -9,8 +9,8 @@ from jtrain.plan.fabric.nccl_model import Group, bus_bandwidth, estimates, nccl_
 from jtrain_kernels.device import from_name
 
 
-def group_of(device: str, count: int, **network: object) -> Group:
-    group = nccl_group(make_fabric(from_name(device), count, Network(**network)))  # pyright: ignore[reportArgumentType]
+def group_of(device: str, count: int, network: Network | None = None) -> Group:
+    group = nccl_group(make_fabric(from_name(device), count, network))
     assert group is not None
     return group
 
@@ -82,7 +82,7 @@ def test_published_tables_are_met_within_fifteen_percent_on_average() -> None:
 
 def test_the_plugins_latency_counts_twice_with_simple_and_once_otherwise() -> None:
     """Two hops of a tree over two hosts, up and down; AWS EFA says 75 us."""
-    plain, slow = group_of("h100", 16), group_of("h100", 16, latency_us=75.0)
+    plain, slow = group_of("h100", 16), group_of("h100", 16, Network(latency_us=75.0))
     for before, after in zip(estimates(plain, "all-reduce"), estimates(slow, "all-reduce"), strict=True):
         hops = 2 * (2 if before.protocol == "Simple" else 1)
         assert after.latency_us - before.latency_us == pytest.approx(75.0 * hops), before
@@ -108,7 +108,8 @@ def test_gathers_have_rings_nvls_in_a_domain_and_pat_for_single_gpus() -> None:
     single = Group(Node(1, "hopper", float("inf"), 50.0), 16, 50.0)
     assert {one.algorithm for one in estimates(single, "all-gather")} == {"Ring", "PAT"}
     assert {one.algorithm for one in estimates(group_of("a100", 16), "all-reduce")} == {"Ring", "Tree"}
-    assert {one.algorithm for one in estimates(group_of("h100", 16, sharp=True), "all-reduce")} >= {"NVLS", "NVLSTree"}
+    sharp = estimates(group_of("h100", 16, Network(sharp=True)), "all-reduce")
+    assert {one.algorithm for one in sharp} >= {"NVLS", "NVLSTree"}
 
 
 def test_an_nvl72_rack_reduces_in_its_switch_at_a_published_rate() -> None:

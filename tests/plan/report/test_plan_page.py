@@ -63,7 +63,9 @@ def test_every_number_on_the_page_is_the_one_in_the_plan(page: browser.Page, fil
         exact = at(plan, path)
         assert json.loads(value) == exact, path
         if exact is not None:
-            number, unit = re.fullmatch(r"\$?(-?[\d,.]+(?:e-?\d+)?) ?(\D*)", shown).groups()  # pyright: ignore[reportOptionalMemberAccess]
+            parts = re.fullmatch(r"\$?(-?[\d,.]+(?:e-?\d+)?) ?(\D*)", shown)
+            assert parts is not None, shown
+            number, unit = parts.groups()
             displayed = float(number.replace(",", "")) * SUFFIXES[unit]
             assert displayed == pytest.approx(exact, rel=6e-3, abs=6e-4 if unit == "%" else 0), path
     paths = {path for path, _, _ in found}
