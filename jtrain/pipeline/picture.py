@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from jtrain.pipeline.clocks import PipelineTimeline, Span
-from jtrain.pipeline.schedule import PipelineSchedule
 
 COLOURS = {"F": "#4c78a8", "I": "#f2a93b", "W": "#59a14f", "B": "#e15759"}
 """Colour of each kind of operation; later chunks of a worker are paler."""
@@ -18,7 +17,7 @@ _LANE, _ROW, _LEFT, _WIDTH = 26, 66, 90, 1200
 
 
 def text_rows(
-    schedule: PipelineSchedule, timeline: PipelineTimeline, *, width: int, workers: Sequence[int] | None = None
+    timeline: PipelineTimeline, *, stages: int, width: int, workers: Sequence[int] | None = None
 ) -> list[Text]:
     """A line per worker as wide as the time, `.` where it waits; beside it the most that it has in flight.
 
@@ -26,6 +25,7 @@ def text_rows(
     lower case.
 
     Args:
+      stages: workers of the whole pipeline: a virtual stage from this number on is a later chunk.
       width: columns of the whole line.
       workers: their numbers, if the timeline does not have all workers.
     """
@@ -40,7 +40,7 @@ def text_rows(
             if end <= at:
                 continue  # shorter than a column
             line.append("." * (start - at), style="dim")
-            line.append(_label(schedule, span, end - max(start, at)), style=_STYLES[span.op.kind])
+            line.append(_label(span, end - max(start, at), stages), style=_STYLES[span.op.kind])
             at = end
         line.append("." * (columns - at), style="dim")
         line.append(f" {max(count for _, count in kept):>4} in flight")
@@ -72,31 +72,29 @@ def _columns(timeline: PipelineTimeline, width: int) -> tuple[float, int]:
     return scale, round(timeline.makespan * scale)
 
 
-def _label(schedule: PipelineSchedule, span: Span, width: int) -> str:
+def _label(span: Span, width: int, stages: int) -> str:
     """Text of an operation in `width` columns."""
-    kind = span.op.kind.lower() if schedule.chunk(span.op.stage) else span.op.kind
+    kind = span.op.kind.lower() if span.op.stage >= stages else span.op.kind
     label = f"{kind}{span.op.microbatch}"
     return label.ljust(width, "-" if width > len(label) else " ") if len(label) <= width else kind * width
 
 
 def svg(
-    schedule: PipelineSchedule,
     timeline: PipelineTimeline,
     *,
+    stages: int,
+    title: str,
     buffer_bytes: int | None = None,
-    title: str | None = None,
     workers: Sequence[int] | None = None,
 ) -> str:
     """A standalone SVG: a lane of operations per worker, and below it what the worker has in flight over time.
 
     Args:
+      stages: workers of the whole pipeline: a virtual stage from this number on is a later chunk.
+      title: the first line.
       buffer_bytes: bytes that one chunk and microbatch keep; None labels counts instead.
-      title: the first line; by default the schedule with its bubble.
       workers: their numbers, if the timeline does not have all workers.
     """
-    if title is None:
-        sizes = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
-        title = f"{schedule.name}: {sizes}, bubble {timeline.bubble:.1%}"
     names = range(len(timeline.workers)) if workers is None else workers
     height = _ROW * len(names) + 60
     scale = _WIDTH / timeline.makespan
@@ -110,7 +108,7 @@ def svg(
         top = 30 + _ROW * lane
         parts.append(f'<text x="0" y="{top + 17}">worker {worker}</text>')
         parts.append(f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_LANE}" fill="#eeeeee"/>')
-        parts += [_box(schedule, span, top, scale) for span in spans]
+        parts += [_box(span, top, scale, stages) for span in spans]
         peak = max(count for _, count in kept)
         size = f"{peak} kept" if buffer_bytes is None else f"{peak * buffer_bytes / 2**30:.2f} GiB"
         parts.append(_steps(kept, timeline.makespan, top + _ROW - 8, scale, (_ROW - _LANE - 12) / most))
@@ -122,10 +120,10 @@ def svg(
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _box(schedule: PipelineSchedule, span: Span, top: int, scale: float) -> str:
+def _box(span: Span, top: int, scale: float, stages: int) -> str:
     """An operation with its name, if there is room, and times as a tooltip."""
     x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
-    pale = 0.55 if schedule.chunk(span.op.stage) else 1.0
+    pale = 0.55 if span.op.stage >= stages else 1.0
     box = (
         f'<g><title>{span.op}: {span.start:.6g} to {span.end:.6g}</title><rect x="{x:.2f}" y="{top}" '
         f'width="{width:.2f}" height="{_LANE}" fill="{COLOURS[span.op.kind]}" fill-opacity="{pale}" stroke="white" '

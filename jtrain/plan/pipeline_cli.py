@@ -170,17 +170,20 @@ def _write_files(args: argparse.Namespace, shown: "Shown") -> None:
     schedule, flow = shown.schedule, shown.flow
     if args.write_csv is not None:
         args.write_csv.write_text(to_csv(schedule))
+    if args.svg is None and args.html is None:
+        return
     buffer_bytes = None
     if shown.point is not None:
         from jtrain.plan.estimate.peak_memory import slot_bytes  # imported here because it imports jax
 
         buffer_bytes = slot_bytes(shown.point.job)
+    title = f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches"
+    of_picture = f"{title}, bubble {flow.bubble:.1%}"
+    picture = svg(flow, stages=schedule.stages, title=of_picture, buffer_bytes=buffer_bytes)
     if args.svg is not None:
-        args.svg.write_text(svg(schedule, flow, buffer_bytes=buffer_bytes))
+        args.svg.write_text(picture)
     if args.html is not None:
-        title = f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches"
         programs = [[str(one) for one in program] for program in shown.program.workers]
-        picture = svg(schedule, flow, buffer_bytes=buffer_bytes)
         args.html.write_text(page(title, picture, figures(shown), programs))
 
 

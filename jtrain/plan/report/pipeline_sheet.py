@@ -95,7 +95,7 @@ def print_one(shown: Shown, console: Console) -> None:
         style="bold",
         highlight=False,
     )
-    for row in text_rows(schedule, shown.flow, width=console.width):
+    for row in text_rows(shown.flow, stages=schedule.stages, width=console.width):
         console.print(row, no_wrap=True, crop=True)
     console.print("in flight over time", style="bold")
     for row in memory_rows(shown.flow, width=console.width):

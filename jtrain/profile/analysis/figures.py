@@ -4,7 +4,6 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 
-from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.profile.analysis.records import Breakdown, CommRow, OpRow, PipelineTrack, StepBreakdown
 
 
@@ -209,11 +208,6 @@ def pipeline_line(track: PipelineTrack) -> str:
         f"{track.microbatches} microbatches has {track.planned_bubble:.1%} in lockstep{some}. Workers compute layers "
         f"for {mean_of['instructions']:.1%} of the ticks' time, embedding and loss for {mean_of['ends']:.1%}"
     )
-
-
-def pipeline_schedule(track: PipelineTrack) -> PipelineSchedule:
-    """The schedule's sizes, which pictures of it need; without its operations."""
-    return PipelineSchedule(track.schedule, track.stages, track.microbatches, track.chunks, track.placement, ())
 
 
 def comm_name(row: CommRow) -> str:

@@ -75,7 +75,7 @@ def _pipeline(track: PipelineTrack | None) -> list[str]:
     """Section with the instructions of each worker as they ran and by the schedule; none without stages."""
     if track is None:
         return []
-    schedule, steps = figures.pipeline_schedule(track), []
+    steps: list[str] = []
     for i, step in enumerate(track.steps):
         at = f"pipeline.steps.{i}"
         shares = [(name, getattr(step, name)) for name in ("instructions", "ends", "bubble")]
@@ -84,7 +84,7 @@ def _pipeline(track: PipelineTrack | None) -> list[str]:
         steps.append(row(cell(data(f"{at}.step", step.step, str(step.step)), header=True), took, *cells))
     titles = f"step {track.step} as it ran, in seconds", "by the schedule, in lockstep, a forward pass taking 1"
     drawn = (
-        picture.svg(schedule, timeline_of(rows), title=f"{schedule.name}: {title}", workers=track.workers)
+        picture.svg(timeline_of(rows), stages=track.stages, title=f"{track.schedule}: {title}", workers=track.workers)
         for rows, title in zip((track.measured, track.planned), titles, strict=True)
     )
     names = ("time of all ticks", "layers", "embedding and loss", "bubble")

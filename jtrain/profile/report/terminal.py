@@ -1,7 +1,6 @@
 """Terminal report of a breakdown: the tables and sentences of the HTML page, with bars of block characters."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -75,8 +74,8 @@ def _print_pipeline(track: PipelineTrack | None, console: Console) -> None:
         return
     _title(console, f"instructions of each worker: step {track.step} as it ran, then the schedule in lockstep")
     for rows in (track.measured, track.planned):
-        drawn: Any = figures.pipeline_schedule(track), timeline_of(rows)
-        for line in text_rows(*drawn, width=console.width, workers=track.workers):
+        drawn = text_rows(timeline_of(rows), stages=track.stages, width=console.width, workers=track.workers)
+        for line in drawn:
             console.print(line, no_wrap=True, crop=True)
     _say(console, f"{figures.pipeline_line(track)}.")
 
