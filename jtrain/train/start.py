@@ -15,7 +15,7 @@ from jtrain.plan import auto_layout
 from jtrain.runtime import accelerators
 from jtrain.runtime.multihost import join_processes
 from jtrain.runtime.platform import compile_collectives_anew, devices_line, present_devices
-from jtrain.runtime.process_comparison import compare_processes
+from jtrain.runtime.process_comparison import compare_processes, this_process
 from jtrain.runtime.store_paths import in_store
 from jtrain.supervise.heart import Heart
 from jtrain.telemetry.goodput import process_start_s
@@ -45,9 +45,10 @@ def start(
     if heart is not None:
         heart.configure(run.supervise, run.alerts.inside(None if in_store(home) else home))
         heart.enter("joining")
-    join_processes(environ, peer_s=run.supervise.peer_s)
     asked = tree.flat(run_config)
-    hosts = compare_processes(tree.parse(asked))
+    own = this_process(tree.parse(asked))
+    join_processes(environ, peer_s=run.supervise.peer_s)
+    hosts = compare_processes(own)
     devices = present_devices()
     if jax.process_index() == 0:
         print(devices_line(devices, hosts), flush=True)

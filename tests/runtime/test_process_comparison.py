@@ -1,5 +1,6 @@
 """Processes compare versions and configs at the start of a run."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,43 +50,54 @@ def test_the_first_process_that_differs_is_named(peer: Peer, message: str) -> No
 
 
 def test_one_process_is_alone() -> None:
-    assert compare_processes({}) == [socket.gethostname()]
+    assert compare_processes(this_process({})) == [socket.gethostname()]
 
 
 COMPARE = """
-import json, os, sys
+import json, os, signal, sys
 from jtrain.runtime import cli, multihost, process_comparison
 def main():
     multihost.join_processes(os.environ)
-    print(json.dumps(process_comparison.compare_processes(json.loads(sys.argv[1]))))
+    if sys.argv[1] == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    own = process_comparison.this_process(json.loads(sys.argv[1]))
+    print(json.dumps(process_comparison.compare_processes(own)))
     return 0
 sys.exit(cli.run(main))
 """
 
 
-@pytest.mark.parametrize("steps", ["5", pytest.param("7", marks=pytest.mark.slow)])
-def test_real_processes_compare_their_configs(steps: str, tmp_path: Path) -> None:
-    """Alike, each knows the hosts of all; else both are refused, with the field and both values, and end with 2."""
-    (tmp_path / "compare.py").write_text(COMPARE)
+@contextlib.contextmanager
+def comparing(folder: Path, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes of one run, each with an argument of `COMPARE`; they end with the context."""
+    (folder / "compare.py").write_text(COMPARE)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
+    environ = os.environ | {"JTRAIN_COORDINATOR": f"localhost:{port}", "JTRAIN_NUM_PROCESSES": str(len(words))}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(tmp_path / "compare.py"), json.dumps({"num_steps": value})],
-            env=os.environ
-            | {
-                "JTRAIN_COORDINATOR": f"localhost:{port}",
-                "JTRAIN_NUM_PROCESSES": "2",
-                "JTRAIN_PROCESS_ID": str(number),
-            },
+            [sys.executable, str(folder / "compare.py"), word],
+            env=environ | {"JTRAIN_PROCESS_ID": str(number)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for number, value in enumerate(("5", steps))
+        for number, word in enumerate(words)
     ]
     try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("steps", ["5", pytest.param("7", marks=pytest.mark.slow)])
+def test_real_processes_compare_their_configs(steps: str, tmp_path: Path) -> None:
+    """Alike, each knows the hosts of all; else both are refused, with the field and both values, and end with 2."""
+    configs = (json.dumps({"num_steps": value}) for value in ("5", steps))
+    with comparing(tmp_path, *configs) as processes:
         for process in processes:
             stdout, stderr = process.communicate(timeout=240)
             if steps == "5":
@@ -93,7 +106,14 @@ def test_real_processes_compare_their_configs(steps: str, tmp_path: Path) -> Non
                 assert (process.returncode, stdout) == (2, ""), stderr
                 assert "num_steps: 5 there, 7 here\nStart all processes with the same command" in stderr
                 assert "Traceback" not in stderr
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_after_it_joined_is_named_by_all_others(tmp_path: Path) -> None:
+    """Before jax misses it: no abort of jax, and no wait in its shutdown. Code 1, so that supervisors restart."""
+    with comparing(tmp_path, "{}", "dies", "{}") as processes:
+        for process in (processes[0], processes[2]):
+            stdout, stderr = process.communicate(timeout=240)
+            assert (process.returncode, stdout) == (1, ""), stderr
+            assert stderr.startswith("error: process 1 of 3 joined the others, but did not tell versions and config")
+            assert stderr.endswith("Start all processes again.\n")
