@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT, ecmp_cli, network_cli, pipeline_cli
 from jtrain.plan.economics import cost_cli, walls_cli
-from jtrain.plan.sizes import parse_bytes
+from jtrain.plan.economics.options import add_machine_options, machine_and_price
 from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax, use_unified_memory
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from jtrain.config.run import Run
-    from jtrain.plan.estimate.machine import Machine
     from jtrain.plan.estimate.step_time import Assumptions
     from jtrain.plan.report.plan_sheet import Sheet
     from jtrain.plan.search import Point, SearchTask
@@ -67,17 +66,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("config", metavar="CONFIG", help="as for jtrain.launch --config, or one of these words")
     parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
-    parser.add_argument("--device", metavar="NAME", help="h200, h100, b200, v5p, v5e, ...")
-    parser.add_argument(
-        "--machine",
-        type=Path,
-        metavar="FILE",
-        help="TOML file of chips, links, hosts and prices, instead of --device; other options replace what it says",
-    )
+    add_machine_options(parser)
     parser.add_argument("--count", type=int, metavar="N", help="devices (default: those of the config's mesh)")
-    parser.add_argument(
-        "--host-memory", metavar="SIZE", help="memory of each host, such as 128GiB; offload may pin 80 %% of it"
-    )
     parser.add_argument("--compile", action="store_true", help="compile the real step for that machine (minutes)")
     parser.add_argument(
         "--calibrate",
@@ -92,7 +82,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--top", type=int, metavar="K", help="layouts of a search to compile (default: 3)")
     parser.add_argument("--tokens", type=float, metavar="N", help="tokens to train on (default: the config's steps)")
     parser.add_argument("--price", type=float, metavar="USD", help="price of one device per hour")
-    parser.add_argument("--network", type=float, metavar="GBIT", help="Gbit/s per device between hosts")
     parser.add_argument(
         "--efficiency",
         type=float,
@@ -119,41 +108,10 @@ def assumptions(args: argparse.Namespace) -> "Assumptions":
     for option, value in (("--efficiency", args.efficiency), ("--goodput", args.goodput)):
         if value is not None and not 0 < value <= 1:
             raise UserError(f"{option} {value} must be a share above 0 and at most 1.")
-    for option, value in (("--tokens", args.tokens), ("--price", args.price), ("--network", args.network)):
+    for option, value in (("--tokens", args.tokens), ("--price", args.price)):
         if value is not None and not (0 < value < math.inf):
             raise UserError(f"{option} {value} must be a number above 0.")
     return Assumptions(matmul=args.efficiency)
-
-
-def machine_of(args: argparse.Namespace, default_count: int) -> "Machine":
-    """The machine that the command line names.
-
-    Raises:
-      UserError: no device is named, or the device, the count or a size is wrong.
-    """
-    from jtrain.plan.estimate.machine import make_machine
-    from jtrain.plan.machine_file import load_machine
-    from jtrain_kernels.device import DEVICES
-
-    host_memory_bytes = None if args.host_memory is None else parse_bytes("--host-memory", args.host_memory)
-    network_bytes_per_s = None if args.network is None else args.network * 1e9 / 8
-    if args.machine is not None:
-        if args.device is not None:
-            raise UserError(f"--machine {args.machine} with --device: the file says it. Leave --device out.")
-        machine, price = load_machine(args.machine, count=args.count)
-        args.price = price if args.price is None else args.price
-        return machine.changed(host_memory_bytes=host_memory_bytes, network_bytes_per_s=network_bytes_per_s)
-    if args.device is None:
-        names = [spec.name for spec in DEVICES.values() if spec.peak_bf16_flops]
-        raise UserError(
-            f"a plan needs a machine. Give --device, one of {', '.join(names)}, and --count, or --machine FILE."
-        )
-    return make_machine(
-        args.device,
-        default_count if args.count is None else args.count,
-        host_memory_bytes=host_memory_bytes,
-        network_bytes_per_s=network_bytes_per_s,
-    )
 
 
 def compile_point(run: "Run", point: "Point") -> Any:
@@ -320,7 +278,8 @@ def execute(args: argparse.Namespace) -> int:
         )
     run_config = load_config(args.config, args.fiddlers, args.sets)
     given = tree.parse(tree.flat(run_config))
-    machine = machine_of(args, mesh_size(run_config))
+    machine, of_file = machine_and_price(args, args.count, of_config=mesh_size(run_config))
+    args.price = of_file if args.price is None else args.price
     if args.search:  # the search finds the mesh
         axes = ("replica", "stage", "data", "expert", "context", "tensor")
         set_values(run_config, {f"mesh.{axis}": 1 for axis in axes} | {"layout.microbatches": 1})

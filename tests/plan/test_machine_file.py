@@ -131,7 +131,7 @@ def test_another_chip_than_the_files_is_refused(tmp_path: Path, capsys: pytest.C
     """Two answers to one question would leave it open which counts."""
     path = written(tmp_path, 'count = 1\n[chip]\nname = "h200"')
     assert plan.main(["tiny", "--machine", str(path), "--device", "h100"]) == 2
-    assert "with --device: the file says it. Leave --device out" in capsys.readouterr().err
+    assert "with --device h100: both name a machine. Leave one out" in capsys.readouterr().err
 
 
 def test_what_a_plan_on_such_a_machine_offers_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

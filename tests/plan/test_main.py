@@ -17,7 +17,7 @@ from rich.console import Console
 from jtrain.config import tree
 from jtrain.config.load import for_devices, load_config
 from jtrain.config.run import build_run
-from jtrain.plan.__main__ import main, parse_bytes
+from jtrain.plan.__main__ import main
 from jtrain.plan.compile.compiled_step import CompiledStep
 from jtrain.plan.compile.topology import topology_of
 from jtrain.plan.estimate.machine import make_machine
@@ -26,6 +26,7 @@ from jtrain.plan.estimate.step_time import cost, step_time
 from jtrain.plan.from_run import plan_job
 from jtrain.plan.plan_check import check_good
 from jtrain.plan.report.plan_sheet import Sheet, classes, print_sheet, to_json
+from jtrain.plan.sizes import parse_bytes
 from jtrain_kernels.device import from_name
 
 TINY = ("tiny", "--device", "h200", "--count", "8")
@@ -176,14 +177,15 @@ def test_a_run_of_another_layout_or_machine_calibrates_nothing(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["tiny"], r"a plan needs a machine\. Give --device, one of a100, h100"),
+        (["tiny"], r"no machine is named\. Give --device, one of a100, h100"),
         (["tiny", "--device", "cpu"], r"--device cpu: its peaks are not published"),
         (["tiny", "--device", "h2"], r"No device is called 'h2'\. Did you mean"),
         ([*TINY, "--host-memory", "12qb"], r"--host-memory 12qb: expected a size such as 128GiB"),
         ([*TINY, "--host-memory", "0GiB"], r"--host-memory 0GiB: expected a size"),
         ([*TINY, "--goodput", "1.5"], r"--goodput 1\.5 must be a share above 0 and at most 1"),
         ([*TINY, "--efficiency", "0"], r"--efficiency 0\.0 must be a share"),
-        ([*TINY, "--network", "-1"], r"--network -1\.0 must be a number above 0"),
+        ([*TINY, "--network", "-1"], r"--network -1 must be a number above 0"),
+        (["tiny", "--device", "h200", "--count", "0"], r"--count 0 must be at least 1"),
         ([*TINY, "--top", "2"], r"--top 2 is the number of layouts of a search to compile\. Add --search --compile"),
         ([*TINY, "--search", "--compile", "--top", "0"], r"--top 0 must be at least 1"),
         (["table", "--device", "h200"], r"table --device: the tables are of fixed models and machines"),

@@ -1,4 +1,4 @@
-"""Command line of costs: `python -m jtrain.plan cost llama8b --device h100 --counts 64,128,256 --tokens 15T`."""
+"""Command line of costs: `python -m jtrain.plan cost llama8b --device h100 --count 64,128,256 --tokens 15T`."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
     add_machine_options(parser)
     parser.add_argument(
-        "--counts", metavar="N,N,...", help="numbers of devices (default: doubled from those of the config's mesh)"
+        "--count", metavar="N,N,...", help="numbers of devices (default: doubled from those of the config's mesh)"
     )
     parser.add_argument("--tokens", metavar="N", help="tokens to train on, such as 15T (default: the config's steps)")
     parser.add_argument("--price", metavar="USD", help="price of one device per hour")
@@ -56,15 +56,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _counts(args: argparse.Namespace, of_config: int) -> list[int]:
-    """The numbers of --counts; several doublings of the config's own without it."""
-    if args.counts is None:
+    """The numbers of --count; several doublings of the config's own without it."""
+    if args.count is None:
         return [of_config * 2**k for k in range(_DOUBLINGS)]
     try:
-        counts = [int(text) for text in args.counts.split(",")]
+        counts = [int(text) for text in args.count.split(",")]
     except ValueError:
         counts = []
     if not counts or min(counts) < 1 or counts != sorted(set(counts)):
-        raise UserError(f"--counts {args.counts}: expected ascending whole numbers above 0, such as 64,128,256.")
+        raise UserError(f"--count {args.count}: expected ascending whole numbers above 0, such as 64,128,256.")
     return counts
 
 
@@ -180,8 +180,7 @@ def _check_any(run: "Run", rows: "Sequence[CostRow]", machines: Sequence["Machin
                 f"{row.uptime.restart_s:g} s: hardly any interval between saves ends. Raise --mtbf, or lower --restart "
                 "and --save."
             )
-    refusal = no_point(search_task(run, machines[-1]))
-    raise UserError(str(refusal).replace("--count ", "--counts "))  # here several are compared
+    raise no_point(search_task(run, machines[-1]))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Options that `plan cost` and `plan walls` share: the machine, and numbers as people write them."""
+"""Options that plans share: the machine, and numbers as people write them."""
 
 import argparse
 import math
@@ -18,16 +18,26 @@ _SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
     """Adds --device, --machine, --network and --host-memory."""
     parser.add_argument("--device", metavar="NAME", help="h200, h100, b200, gb200, v5p, ...")
-    parser.add_argument("--machine", type=Path, metavar="FILE", help="TOML file of a machine, instead of --device")
+    parser.add_argument(
+        "--machine",
+        type=Path,
+        metavar="FILE",
+        help="TOML file of chips, links, hosts and prices, instead of --device; other options replace what it says",
+    )
     parser.add_argument("--network", metavar="GBIT", help="Gbit/s per device between hosts")
-    parser.add_argument("--host-memory", metavar="SIZE", help="memory per host, such as 2TiB")
+    parser.add_argument(
+        "--host-memory", metavar="SIZE", help="memory of each host, such as 128GiB; offload may pin 80 %% of it"
+    )
 
 
-def machine_and_price(args: argparse.Namespace, count: int | None) -> "tuple[Machine, float | None]":
+def machine_and_price(
+    args: argparse.Namespace, count: int | None, *, of_config: int | None = None
+) -> "tuple[Machine, float | None]":
     """The machine that --device or --machine names, and the file's price of a device per hour.
 
     Args:
-      count: number of devices; None for that of the file, or one whole host.
+      count: number of devices; None for that of the file, or of the config.
+      of_config: number of devices in the config's mesh; None for one whole host.
 
     Raises:
       UserError: no machine or two are named, or a device, count or number is wrong.
@@ -46,7 +56,8 @@ def machine_and_price(args: argparse.Namespace, count: int | None) -> "tuple[Mac
     if args.device is None:
         names = [spec.name for spec in DEVICES.values() if spec.peak_bf16_flops]
         raise UserError(f"no machine is named. Give --device, one of {', '.join(names)}, or --machine FILE.")
-    count = from_name(args.device).host.devices if count is None else count
+    if count is None:
+        count = of_config or from_name(args.device).host.devices
     return make_machine(args.device, count, host_memory_bytes=host_memory, network_bytes_per_s=network), None
 
 

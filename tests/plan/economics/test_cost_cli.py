@@ -1,6 +1,7 @@
 """`python -m jtrain.plan cost`: the curve over cluster sizes, another chip beside it, and every refusal."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def written(capsys: pytest.CaptureFixture[str], file: Path, *words: str) -> tupl
 def curve(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The curve that several tests read."""
     file = tmp_path_factory.mktemp("cost") / "cost.json"
-    assert main([*COST, "--counts", "1,4,8", "--tokens", "1T", "--price", "2.5", "--json", str(file)]) == 0
+    assert main([*COST, "--count", "1,4,8", "--tokens", "1T", "--price", "2.5", "--json", str(file)]) == 0
     return json.loads(file.read_text())
 
 
@@ -46,17 +47,17 @@ def test_goodput_is_that_of_the_failures(
     curve: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Saves come at Daly's interval in whole steps; a tenth of the time between failures loses much more."""
-    worse, printed = written(capsys, tmp_path / "c.json", "--counts", "1,4,8", "--tokens", "1T", "--mtbf", "5")
+    worse, printed = written(capsys, tmp_path / "c.json", "--count", "1,4,8", "--tokens", "1T", "--mtbf", "5")
     for row, other in zip(curve["rows"], worse["rows"], strict=True):
         assert row["mtbf_s"] == pytest.approx(50_700 * 3600 / row["count"])
         assert other["goodput"] < row["goodput"] < 1
         assert other["checkpoint_every_steps"] < row["checkpoint_every_steps"]
     assert worse["rows"][-1]["goodput"] < 0.85
     assert f"set checkpoint.every_steps={worse['rows'][0]['checkpoint_every_steps']}" in printed, "one is the cheapest"
-    none, printed = written(capsys, tmp_path / "c.json", "--counts", "1,8", "--mtbf", "1", "--restart", "3600")
+    none, printed = written(capsys, tmp_path / "c.json", "--count", "1,8", "--mtbf", "1", "--restart", "3600")
     assert [(row["fits"], "goodput" in row) for row in none["rows"]] == [(True, True), (True, False)]
     assert "8 fails too often" in printed
-    given, _ = written(capsys, tmp_path / "c.json", "--counts", "4", "--tokens", "1T", "--restart", "60", "--save", "5")
+    given, _ = written(capsys, tmp_path / "c.json", "--count", "4", "--tokens", "1T", "--restart", "60", "--save", "5")
     [row] = given["rows"]
     best_s, step_s = best_interval_s(5.0, row["mtbf_s"]), row["step_s"]
     assert row["checkpoint_every_steps"] == round(best_s / step_s)
@@ -67,7 +68,7 @@ def test_goodput_is_that_of_the_failures(
 
 def test_gb200_against_h100_at_a_higher_price(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A token costs 1.6 times the price by the speed: less where it is over 1.6 times as fast."""
-    found, printed = written(capsys, tmp_path / "c.json", "--counts", "1,4", "--tokens", "1T", "--against", "gb200=1.6")
+    found, printed = written(capsys, tmp_path / "c.json", "--count", "1,4", "--tokens", "1T", "--against", "gb200=1.6")
     assert found["against"]["device"] == "gb200"
     for row, other, ratio in zip(found["rows"], found["against"]["rows"], found["against"]["ratios"], strict=True):
         assert ratio["speed"] == pytest.approx(row["days"] / other["days"])
@@ -76,24 +77,24 @@ def test_gb200_against_h100_at_a_higher_price(capsys: pytest.CaptureFixture[str]
     pays, waits = found["against"]["ratios"]
     assert pays["speed"] > 1.6 > waits["speed"], "a toy on four of them waits for its collectives"
     assert "gb200 pays where it is over 1.6 times as fast: cheaper per token on 1 x gb200" in printed
-    _, printed = written(capsys, tmp_path / "c.json", "--counts", "1", "--against", "gb200=9")
+    _, printed = written(capsys, tmp_path / "c.json", "--count", "1", "--against", "gb200=9")
     assert "never cheaper per token" in printed
 
 
 def test_energy_of_tpus_only_where_it_is_published(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """v4 has 192 W; of a v5p time and money are known, and --carbon is refused."""
     file = tmp_path / "c.json"
-    assert main(["cost", "tiny", "--device", "v4", "--counts", "4", "--tokens", "1T", "--json", str(file)]) == 0
+    assert main(["cost", "tiny", "--device", "v4", "--count", "4", "--tokens", "1T", "--json", str(file)]) == 0
     [row] = json.loads(file.read_text())["rows"]
     assert row["mwh"] == pytest.approx(0.192 * row["device_hours"] / 1000)
-    assert main(["cost", "tiny", "--device", "v5p", "--counts", "4", "--tokens", "1T", "--json", str(file)]) == 0
+    assert main(["cost", "tiny", "--device", "v5p", "--count", "4", "--tokens", "1T", "--json", str(file)]) == 0
     [row] = json.loads(file.read_text())["rows"]
     assert row["days"] > 0
     assert row["mwh"] is row["co2_tonnes"] is None
     assert "energy and CO2 unknown: the power of a v5p is not published" in capsys.readouterr().out
-    assert main(["cost", "tiny", "--device", "v5p", "--counts", "4", "--carbon", "100"]) == 2
+    assert main(["cost", "tiny", "--device", "v5p", "--count", "4", "--carbon", "100"]) == 2
     assert "--carbon 100: the power of a v5p is not published" in capsys.readouterr().err
-    assert main(["cost", "tiny", "--device", "tpu7x", "--counts", "4"]) == 0
+    assert main(["cost", "tiny", "--device", "tpu7x", "--count", "4"]) == 0
     assert "at an assumed 15 GB/s: that link of a tpu7x is not published" in " ".join(capsys.readouterr().out.split())
 
 
@@ -101,7 +102,7 @@ def test_a_machine_file_has_the_price(capsys: pytest.CaptureFixture[str], tmp_pa
     """Also the power that a maker does not publish: with it --carbon is known."""
     machine, file = tmp_path / "my.toml", tmp_path / "c.json"
     machine.write_text('usd_per_hour = 4.0\n[chip]\nname = "v5p"\npower_w = 500\n')
-    words = ["cost", "tiny", "--machine", str(machine), "--counts", "4", "--carbon", "100", "--json", str(file)]
+    words = ["cost", "tiny", "--machine", str(machine), "--count", "4", "--carbon", "100", "--json", str(file)]
     assert main(words) == 0
     [row] = json.loads(file.read_text())["rows"]
     assert row["usd"] == pytest.approx(4 * row["device_hours"])
@@ -113,18 +114,21 @@ def test_a_machine_file_has_the_price(capsys: pytest.CaptureFixture[str], tmp_pa
 def test_sizes_that_are_too_small_are_shown_as_such(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A model of 20 billion parameters fits 8 H100 and not 2. Where nothing fits at all the command refuses."""
     words, file = [*COST, *WIDE, "--tokens", "1T"], tmp_path / "c.json"
-    assert main([*words, "--counts", "2,8", "--json", str(file)]) == 0
+    assert main([*words, "--count", "2,8", "--json", str(file)]) == 0
     assert [row["fits"] for row in json.loads(file.read_text())["rows"]] == [False, True]
     assert "nothing fits" in capsys.readouterr().out
-    assert main([*words, "--counts", "1"]) == 2
-    assert "nothing fits into 1 x h100: the nearest miss takes" in capsys.readouterr().err
+    assert main([*words, "--count", "1"]) == 2
+    refusal = capsys.readouterr().err
+    assert "nothing fits into 1 x h100: the nearest miss takes" in refusal
+    [enough] = re.findall(r"--count \d+", refusal)
+    assert main([*words, *enough.split()]) == 0
 
 
 @pytest.mark.slow
 def test_gb200_is_worth_its_price_for_llama_8b(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Over twice as fast on up to 512 devices, so cheaper at 1.6 times the price; more devices cost more in all."""
     file = tmp_path / "c.json"
-    words = ["cost", "llama8b", "--device", "h100", "--counts", "64,512,1024", "--tokens", "15T", "--json", str(file)]
+    words = ["cost", "llama8b", "--device", "h100", "--count", "64,512,1024", "--tokens", "15T", "--json", str(file)]
     assert main([*words, "--against", "gb200=1.6"]) == 0
     found = json.loads(file.read_text())
     assert all(2 < ratio["speed"] < 3 and ratio["cost"] < 1 for ratio in found["against"]["ratios"])
@@ -138,9 +142,9 @@ def test_gb200_is_worth_its_price_for_llama_8b(capsys: pytest.CaptureFixture[str
     ("words", "message"),
     [
         (["cost", "tiny"], "no machine is named. Give --device, one of a100, h100"),
-        ([*COST, "--counts", "64,8"], "--counts 64,8: expected ascending whole numbers above 0, such as 64,128,256"),
-        ([*COST, "--counts", "many"], "--counts many: expected ascending"),
-        ([*COST, "--counts", "12"], "--count 12: a host has 8 x h100. Use 8, 16"),
+        ([*COST, "--count", "64,8"], "--count 64,8: expected ascending whole numbers above 0, such as 64,128,256"),
+        ([*COST, "--count", "many"], "--count many: expected ascending"),
+        ([*COST, "--count", "12"], "--count 12: a host has 8 x h100. Use 8, 16"),
         ([*COST, "--tokens", "15X"], "--tokens 15X must be a number above 0, such as 2.5, 1e9, 300B or 15T"),
         ([*COST, "--price", "0"], "--price 0 must be a number above 0"),
         ([*COST, "--mtbf", "-1"], "--mtbf -1 must be a number above 0"),
@@ -149,7 +153,7 @@ def test_gb200_is_worth_its_price_for_llama_8b(capsys: pytest.CaptureFixture[str
         ([*COST, "--against", "gb2000=2"], "No device is called 'gb2000'. Did you mean gb200"),
         ([*COST, "--json", "/nowhere/c.json"], "--json /nowhere/c.json: there is no folder /nowhere. Make it first"),
         ([*COST, "--machine", "my.toml"], "--machine my.toml with --device h100: both name a machine. Leave one out"),
-        ([*COST, "--counts", "1", "--mtbf", "1e-9"], "hardly any interval between saves ends. Raise --mtbf"),
+        ([*COST, "--count", "1", "--mtbf", "1e-9"], "hardly any interval between saves ends. Raise --mtbf"),
     ],
 )
 def test_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
