@@ -93,12 +93,12 @@ def _figures(run: Any, devices: list[Any], *, checks: bool) -> tuple[int, int]:
 def _moved_bytes(hlo: str) -> int:
     """Bytes that a program's instructions read and write, with loops counted as often as they run."""
     from jtrain.hlo.memory_traffic import NO_ACCESS
-    from jtrain.hlo.parser import called, read, trip_count
+    from jtrain.hlo.parser import called, read, trip_count, types_of
     from jtrain.profile.analysis.hlo_flops import bytes_accessed
 
     computations, entry = read(hlo)
     no_traffic = {*NO_ACCESS, "opt-barrier", "iota"}
-    types = {i.name: i.type for body in computations.values() for i in body}
+    types = types_of(computations)
 
     def moved(name: str) -> int:
         total = 0

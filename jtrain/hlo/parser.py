@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all")
+KINDS += ("collective-permute", "collective-broadcast")
+"""Opcodes of collectives."""
 
 _ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 _ITEMSIZE |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8}
@@ -40,6 +42,12 @@ class Instruction:
         return re.findall(r"%([\w.-]+)", rest.partition("), ")[0])
 
     @property
+    def collective(self) -> str:
+        """Kind of the collective that it is or starts, one of `KINDS`; "" for others, and for what ends one."""
+        kind = self.opcode.removesuffix("-start")
+        return kind if kind in KINDS else ""
+
+    @property
     def op_name(self) -> str:
         """Path of named scopes in its metadata; "" if it has none."""
         found = re.search(r'op_name="([^"]*)"', self.line)
@@ -53,6 +61,7 @@ class Visit:
     times: executions per run of the program; None if a loop around it has no known trip count.
     asynchronous, hidden: True if it is part of a pair of start and done, and if a matmul runs in between.
     computation, around: name and instructions of its computation; it is in flight from index `start` to `stop`.
+    types: result type of every instruction of the program.
     """
 
     computation: str
@@ -63,6 +72,7 @@ class Visit:
     around: list[Instruction]
     start: int
     stop: int
+    types: Mapping[str, str]
 
 
 type BranchTimes = Callable[[str], int | None]
@@ -76,6 +86,7 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
       branch_times: how often branches are taken, which no HLO says; without it, as often as their conditional is met.
     """
     computations, entry = read(hlo)
+    types = types_of(computations)
     multiplies: dict[str, bool] = {}
 
     def visit(name: str, times: int | None, asynchronous: bool, hidden: bool) -> Iterator[Visit]:
@@ -94,7 +105,7 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
                     for i in between
                     if not i.opcode.endswith(("-start", "-update", "-done"))
                 )
-            yield Visit(name, instruction, times, beside, under, instructions, begin, stop)
+            yield Visit(name, instruction, times, beside, under, instructions, begin, stop, types)
             inner = times
             if opcode == "while":
                 trips = trip_count(instruction.line, computations)
@@ -187,6 +198,11 @@ def read(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
     return found, entry
 
 
+def types_of(computations: Mapping[str, list[Instruction]]) -> dict[str, str]:
+    """Result type of every instruction of a program, by name."""
+    return {one.name: one.type for body in computations.values() for one in body}
+
+
 def _split_type(text: str) -> tuple[str, str]:
     """Splits an instruction after its result type, which for a tuple ends at the closing parenthesis."""
     if not text.startswith("("):
@@ -225,14 +241,24 @@ def trip_count(line: str, computations: Mapping[str, list[Instruction]]) -> int 
     return bounds[0] if len(bounds) == 1 and compared else None
 
 
-def whole_arrays(instruction: Instruction, kind: str, group: int) -> Iterator[tuple[str, int]]:
-    """(dtype, bytes) of each whole array: an all-gather's result, a reduce-scatter's operand, an all-reduce's sum."""
-    type_ = instruction.type
+def whole_arrays(instruction: Instruction, group: int, types: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """(dtype, bytes) of each whole array: an all-gather's result, a reduce-scatter's operand, an all-reduce's sum.
+
+    The bytes that a ragged all-to-all sends depend on the data. Its operand or its result may have room to spare, so
+    the smaller of the two is counted.
+
+    Args:
+      types: `types_of` the program.
+    """
+    kind, type_ = instruction.collective, instruction.type
     if type_.startswith("((") or instruction.opcode in ("all-gather-start", "collective-permute-start"):
         type_ = elements(type_)[1]  # (operands, results, ...): each an array or a tuple of arrays
     arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_)
     if kind == "all-to-all":  # the tuple has one piece per device, together one array
         yield arrays[0][0], array_bytes(type_)
+        return
+    if kind == "ragged-all-to-all":
+        yield arrays[0][0], min(array_bytes(type_), array_bytes(types[instruction.operands[0]]))
         return
     for dtype, dims in arrays:
         yield dtype, array_bytes(f"{dtype}[{dims}]") * (group if kind == "reduce-scatter" else 1)

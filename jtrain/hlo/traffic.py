@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from jtrain.errors import UserError
 from jtrain.hlo.parser import (
-    KINDS,
     BranchTimes,
     Instruction,
     Visit,
@@ -108,28 +107,16 @@ def traffic(hlo: str, mesh_shape: Mapping[str, int], branch_times: BranchTimes |
     total: collections.Counter[tuple[Any, ...]] = collections.Counter()
     for visit in visits(hlo, branch_times):
         instruction = visit.instruction
-        kind = instruction.opcode.removesuffix("-start")
-        if kind not in (*KINDS, "ragged-all-to-all"):
+        kind = instruction.collective
+        if not kind:
             continue
         times = _known(visit, kind)
         groups = groups_of(instruction, mesh_shape)
         group = max(len(g) for g in groups) if groups else 1
-        for dtype, size in whole_arrays(instruction, kind, group):
-            if kind == "ragged-all-to-all":
-                size = min(size, _operand_bytes(visit))
+        for dtype, size in whole_arrays(instruction, group, visit.types):
             key = (kind, axes_of(groups, mesh_shape), group, dtype)
             _add(total, key, visit, times, size)
     return [Traffic(*key, *_sums(total, key)) for key in sorted({key[:-1] for key in total}, key=str)]
-
-
-def _operand_bytes(visit: Visit) -> int:
-    """Bytes of an instruction's first operand.
-
-    The bytes that a ragged all-to-all sends depend on the data. Its operand or its result may have room to spare, so
-    the smaller of the two is counted.
-    """
-    name = visit.instruction.operands[0]
-    return next(array_bytes(other.type) for other in visit.around if other.name == name)
 
 
 def host_copies(hlo: str, branch_times: BranchTimes | None = None) -> list[HostCopies]:

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jtrain.dims import Batch
-from jtrain.hlo.parser import KINDS, called, groups_of, read
+from jtrain.hlo.parser import called, groups_of, read
 from jtrain.layout import Layout
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
@@ -51,8 +51,7 @@ def collectives(hlo: str, mesh: dict[str, int]) -> list[Collective]:
 
     def walk(name: str, conditional: str | None) -> Iterator[Collective]:
         for instruction in computations[name]:
-            kind = instruction.opcode.removesuffix("-start")
-            if kind in KINDS:
+            if kind := instruction.collective:
                 yield Collective(kind, groups_of(instruction, mesh), conditional, instruction.line)
             inside = conditional
             if instruction.opcode == "conditional" and conditional is None:

@@ -26,9 +26,7 @@ from typing import Literal, cast
 from jtrain.errors import UserError
 from jtrain.hlo.memory_traffic import NO_ACCESS
 from jtrain.hlo.parser import (
-    KINDS,
     Instruction,
-    array_bytes,
     axes_of,
     begin_of,
     called,
@@ -36,6 +34,7 @@ from jtrain.hlo.parser import (
     groups_of,
     read,
     trip_count,
+    types_of,
     whole_arrays,
     wire_bytes,
 )
@@ -47,7 +46,6 @@ from jtrain.profile.analysis.hlo_ops import scope_mark
 from jtrain_kernels.cost import MATMUL, MEMORY, matmul_rate
 from jtrain_kernels.device import DeviceSpec
 
-_COLLECTIVES = (*KINDS, "ragged-all-to-all")
 _NO_TIME = {*NO_ACCESS, "opt-barrier", "iota"}
 
 type NetworkSeconds = Callable[[Kind, tuple[str, ...], int, int], float]
@@ -131,7 +129,7 @@ class _Program:
         self, hlo: str, mesh_shape: Mapping[str, int], rates: Rates, kernels: Mapping[tuple[str, str], float]
     ) -> None:
         self.computations, self.entry = read(hlo)
-        self._types = {i.name: i.type for body in self.computations.values() for i in body}
+        self._types = types_of(self.computations)
         self._mesh_shape = mesh_shape
         self._rates = rates
         self._known: dict[str, tuple[Action, ...]] = {}
@@ -183,7 +181,7 @@ class _Program:
 
     def _collectives(self, i: Instruction) -> Iterator[Instruction]:
         """The instruction if it is a collective, else those in the computations that it calls."""
-        if i.opcode.removesuffix("-start") in _COLLECTIVES:
+        if i.collective:
             yield i
         elif not i.opcode.endswith(("-update", "-done")):
             for name in called(i.line):
@@ -213,10 +211,9 @@ class _Program:
     def _sent(self, i: Instruction, collectives: list[Instruction]) -> Transfer:
         sent, seconds, link = 0, 0.0, ""
         for one in collectives:
-            kind = one.opcode.removesuffix("-start")
-            groups = groups_of(one, self._mesh_shape)
+            kind, groups = one.collective, groups_of(one, self._mesh_shape)
             group = max(map(len, groups), default=1)
-            whole = self._whole_bytes(one, kind, group)
+            whole = sum(size for _, size in whole_arrays(one, group, self._types))
             size = wire_bytes(kind, whole, group)
             permutes = kind == "collective-permute"
             link = str(groups) if permutes else ""
@@ -225,14 +222,7 @@ class _Program:
                 seconds += size / (self._rates.permute if permutes else self._rates.collective)
             else:
                 seconds += self._rates.network(cast(Kind, kind), axes_of(groups, self._mesh_shape), whole, group)
-        return Transfer(
-            i.name, collectives[0].opcode.removesuffix("-start"), collectives[0].op_name, link, sent, seconds
-        )
-
-    def _whole_bytes(self, one: Instruction, kind: str, group: int) -> int:
-        """Bytes of a collective's whole arrays; of a ragged all-to-all those that are sent if all send equally much."""
-        whole = sum(size for _, size in whole_arrays(one, kind, group))
-        return min(whole, array_bytes(self._types[one.operands[0]])) if kind == "ragged-all-to-all" else whole
+        return Transfer(i.name, collectives[0].collective, collectives[0].op_name, link, sent, seconds)
 
     def _compute_s(self, i: Instruction) -> float:
         if i.opcode in _NO_TIME or re.search(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"', i.line):

@@ -11,7 +11,17 @@ import re
 from collections.abc import Iterator, Mapping
 
 from jtrain.errors import UserError
-from jtrain.hlo.parser import KINDS, Instruction, axes_of, called, groups_of, read, whole_arrays, wire_bytes
+from jtrain.hlo.parser import (
+    KINDS,
+    Instruction,
+    axes_of,
+    called,
+    groups_of,
+    read,
+    types_of,
+    whole_arrays,
+    wire_bytes,
+)
 from jtrain.profile.analysis.hlo_flops import bytes_accessed, flops
 from jtrain.profile.analysis.records import HloOp, OpKind, Phase, TracedCollective
 
@@ -25,7 +35,7 @@ _PHASES: dict[str, Phase] = {"optimizer": "optimizer", "reduce_gradients": "back
 
 _CONTROL = ("while", "conditional", "call", "tuple", "get-tuple-element", "parameter", "constant", "bitcast")
 _CONTROL += ("after-all", "opt-barrier", "partition-id", "replica-id")
-_NETWORK = (*KINDS, "ragged-all-to-all", "send", "recv")
+_NETWORK = (*KINDS, "send", "recv")
 _COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 
 type _Mark = tuple[Phase, str]
@@ -46,7 +56,7 @@ def read_ops(hlo: str, mesh_shape: Mapping[str, int]) -> dict[str, HloOp]:
     computations, entry = read(hlo)
     if not computations.get(entry):
         raise UserError("the HLO text has no entry computation: it is truncated, or not a compiled program's text.")
-    types = {i.name: i.type for body in computations.values() for i in body}
+    types = types_of(computations)
     found: dict[str, HloOp] = {}
 
     def visit(name: str, around: _Mark) -> None:
@@ -166,7 +176,7 @@ def _op(
         waited = TracedCollective(of_start.kind, of_start.axes, 0) if of_start is not None else None
         return HloOp(name, opcode, kind, phase, layer, scope, 0, 0, waited)
     work = flops(instruction, types, computations)
-    collective = _collective(instruction, computations, mesh_shape)
+    collective = _collective(instruction, types, computations, mesh_shape)
     kind = _kind(instruction, collective, work)
     if kind != "communication":
         collective = None
@@ -184,16 +194,19 @@ def _kind(instruction: Instruction, collective: TracedCollective | None, work: i
 
 
 def _collective(
-    instruction: Instruction, computations: Mapping[str, list[Instruction]], mesh_shape: Mapping[str, int]
+    instruction: Instruction,
+    types: Mapping[str, str],
+    computations: Mapping[str, list[Instruction]],
+    mesh_shape: Mapping[str, int],
 ) -> TracedCollective | None:
     """Network traffic of an instruction, or of the first collective that it wraps; None if it has none."""
-    kind = _base(instruction.opcode)
-    if kind in KINDS:
+    kind = instruction.collective
+    if kind:
         groups = groups_of(instruction, mesh_shape)
         size = max((len(group) for group in groups), default=1)
-        sent = sum(wire_bytes(kind, whole, size) for _, whole in whole_arrays(instruction, kind, size))
+        sent = sum(wire_bytes(kind, whole, size) for _, whole in whole_arrays(instruction, size, types))
         return TracedCollective(kind, axes_of(groups, mesh_shape), sent)
-    if holds_others(instruction) or kind not in ("fusion", "async", "call"):
+    if instruction.opcode not in ("fusion", "async-start", "call-start"):
         return None
     inside = [i for name in called(instruction.line) for i in computations[name]]
-    return next((found for i in inside if (found := _collective(i, computations, mesh_shape))), None)
+    return next((found for i in inside if (found := _collective(i, types, computations, mesh_shape))), None)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jtrain.dims import Batch
-from jtrain.hlo.parser import KINDS, Instruction, called, done_of, read
+from jtrain.hlo.parser import Instruction, called, done_of, read
 from jtrain.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
@@ -27,7 +27,6 @@ from tests.layouts import layout_from
 from tests.step.test_host_offload import ADAMW
 
 FORCED = (("all_gather_matmul", "mosaic_gpu"), ("matmul_reduce_scatter", "mosaic_gpu"))
-COLLECTIVES = (*KINDS, "ragged-all-to-all", "send", "recv")
 
 
 def beside_fused(hlo: str) -> list[tuple[str, str]]:
@@ -52,7 +51,7 @@ def beside_fused(hlo: str) -> list[tuple[str, str]]:
 
 
 def is_collective(instruction: Instruction) -> bool:
-    return instruction.opcode.removesuffix("-start") in COLLECTIVES
+    return bool(instruction.collective) or instruction.opcode in ("send", "recv")
 
 
 def is_fused(instruction: Instruction) -> bool:

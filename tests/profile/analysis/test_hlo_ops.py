@@ -102,6 +102,23 @@ def test_a_collective_says_its_axes_and_what_a_device_sends() -> None:
     assert not is_recomputed(found["conv"])
 
 
+RAGGED = """
+ENTRY %main (x: bf16[8,4], room: bf16[16,4], o: s32[4]) -> bf16[16,4] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %room = bf16[16,4]{1,0} parameter(1)
+  %o = s32[4]{0} parameter(2)
+  ROOT %sent = bf16[16,4]{1,0} ragged-all-to-all(%x, %room, %o, %o, %o, %o), replica_groups=GROUPS
+}
+""".replace("GROUPS", "{{0,2,4,6},{1,3,5,7}}")
+
+
+def test_a_ragged_exchange_sends_its_operand_not_the_room_for_it() -> None:
+    """Experts' rows: the result has room for more rows than a device has."""
+    found = read_ops(RAGGED, MESH)["sent"]
+    assert found.kind == "communication"
+    assert found.collective == TracedCollective("ragged-all-to-all", ("data",), 8 * 4 * 2 * 3 // 4)
+
+
 def test_a_text_without_a_program_is_refused() -> None:
     """Refuses half a file, and a file that is not HLO."""
     with pytest.raises(ValueError, match="no entry computation"):
