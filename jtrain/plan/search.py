@@ -120,9 +120,9 @@ class Point:
     @property
     def settings(self) -> dict[str, object]:
         """Config path -> value of every setting that the search decided."""
-        more = [axis for axis in ("stage", "context") if getattr(self.mesh, axis) > 1]
+        more = [axis for axis in ("stage", "context") if self.mesh.shape[axis] > 1]
         axes = ("replica", "data", "expert", "tensor", *more)
-        found: dict[str, object] = {f"mesh.{axis}": getattr(self.mesh, axis) for axis in axes}
+        found: dict[str, object] = {f"mesh.{axis}": self.mesh.shape[axis] for axis in axes}
         if (pipeline := self.job.layout.pipeline) is not None:
             found |= {f"pipeline.{name}": getattr(pipeline.spec, name) for name in ("schedule", "chunks")}
         return found | layout_settings(self.spec)

@@ -1,10 +1,8 @@
 """Seconds of a step's passes over memory: norms, residuals, rotations, SwiGLU, rows sent to experts, the loss, casts.
 
 XLA and the kernels fuse such operations, but each group still reads and writes arrays of the residual stream or of the
-feed-forward layer. A program compiled for 8 x H100 (llama8b, ZeRO-3, 16 x 8192 tokens, attention kept) moves 0.51 TB
-per step and device outside of matmuls and attention. The counts below give 0.38 TB: they are those of kernels that make
-one pass of a norm and of SwiGLU (`jtrain_kernels.cost`), where XLA alone makes 35 passes of the width, 13 of the hidden
-width, and moves 20 bytes a logit.
+feed-forward layer. The counts below are those of kernels that make one pass of a norm and of SwiGLU
+(`jtrain_kernels.cost`); XLA alone makes more.
 """
 
 import dataclasses
