@@ -99,7 +99,8 @@ class ParamLayout:
     """Layout of one parameter, its gradient and its optimizer state.
 
     info: the parameter in the state: under a pipeline, `ParamInfo.placed`.
-    data_dim, tensor_dim, expert_dim: index into `info.shape` of the dimension that the axis may split, or None.
+    zero_dim, tensor_dim, expert_dim: index into `info.shape` of the dimension that ZeRO may split over `ZERO_AXES`, and
+      that the axes `tensor` and `expert` may split, or None.
     param_memory: memory of the parameter between uses. `Layout.host_state` decides the memory of its optimizer state.
     shared_by: number of devices along `tensor` that compute the same key head; more than 1 only for kernels of K.
     staged: True under a pipeline: `stage` splits the layers (Y), and `stage` and `tensor` together the vocabulary (V).
@@ -107,15 +108,15 @@ class ParamLayout:
 
     info: ParamInfo
     zero_stage: int
-    data_dim: int | None
+    zero_dim: int | None
     tensor_dim: int | None
     param_memory: MemoryKind = "device"
     expert_dim: int | None = None
     shared_by: int = 1
     staged: bool = False
 
-    def spec(self, *, over_data: bool) -> P:
-        """Returns the partition over `stage`, `tensor` and `expert`, and with `over_data` over `ZERO_AXES` too.
+    def spec(self, *, zero_sharded: bool) -> P:
+        """Returns the partition over `stage`, `tensor` and `expert`, and if `zero_sharded` over `ZERO_AXES` too.
 
         With shared key heads K is shorter than `tensor`, and each device has one head.
         """
@@ -127,8 +128,8 @@ class ParamLayout:
         if self.tensor_dim is not None:
             of_vocabulary = self.staged and self.info.dims[self.tensor_dim] == "V"
             axes[self.tensor_dim] = VOCABULARY_AXES if of_vocabulary else "tensor"
-        if over_data and self.data_dim is not None:
-            axes[self.data_dim] = ZERO_AXES
+        if zero_sharded and self.zero_dim is not None:
+            axes[self.zero_dim] = ZERO_AXES
         return P(*axes)
 
     @functools.cached_property
@@ -136,7 +137,7 @@ class ParamLayout:
         """Partition of the parameter between steps."""
         if self.shared_by > 1:
             return self.optimizer
-        return self.spec(over_data=self.zero_stage >= 3)
+        return self.spec(zero_sharded=self.zero_stage >= 3)
 
     @functools.cached_property
     def optimizer(self) -> P:
@@ -145,12 +146,12 @@ class ParamLayout:
             split = (*ZERO_AXES, "tensor") if self.zero_stage >= 1 else "tensor"
             of_letter = {"D": split, "Y": "stage" if self.staged else None}
             return P(*(of_letter.get(letter) for letter in self.info.dims))
-        return self.spec(over_data=self.zero_stage >= 1)
+        return self.spec(zero_sharded=self.zero_stage >= 1)
 
     @functools.cached_property
     def accumulator(self) -> P:
         """Partition of the gradient while microbatches accumulate."""
-        return self.spec(over_data=self.zero_stage >= 2)
+        return self.spec(zero_sharded=self.zero_stage >= 2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -135,7 +135,7 @@ def _sum_shared(p: ParamLayout, grad: Array) -> Array:
 
 
 def _splits_data(layout: Layout, p: ParamLayout) -> bool:
-    return p.data_dim is not None and layout.mesh.zero_shards > 1
+    return p.zero_dim is not None and layout.mesh.zero_shards > 1
 
 
 def _is_detached(layout: Layout, p: ParamLayout) -> bool:
@@ -159,8 +159,8 @@ def trained_part(layout: Layout, params: Params) -> Params:
             return value
         shape = list(value.shape)
         if layout.spec.zero_stage == 2 and _splits_data(layout, p):
-            assert p.data_dim is not None
-            shape[p.data_dim] //= layout.mesh.zero_shards
+            assert p.zero_dim is not None
+            shape[p.zero_dim] //= layout.mesh.zero_shards
         return jnp.zeros(shape, value.dtype)
 
     return jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
@@ -187,9 +187,9 @@ def gathered_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
     def leaf(p: ParamLayout, value: Array) -> Array:
         if layout.spec.zero_stage < 3 or not _splits_data(layout, p):
             return value
-        assert p.data_dim is not None
+        assert p.zero_dim is not None
         with jax.named_scope(p.info.path.replace(".", "/")):
-            return gather_shards(layout, value.astype(layout.precision.compute_dtype), p.data_dim)
+            return gather_shards(layout, value.astype(layout.precision.compute_dtype), p.zero_dim)
 
     whole = jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
     return dataclasses.replace(layout, spec=spec), whole
@@ -201,8 +201,8 @@ def scattered_once(layout: Layout, grads: Params) -> Params:
     def leaf(p: ParamLayout, grad: Array) -> Array:
         if not _splits_data(layout, p):
             return grad
-        assert p.data_dim is not None
-        grad = scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), p.data_dim)
+        assert p.zero_dim is not None
+        grad = scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), p.zero_dim)
         return grad.astype(jnp.float32)
 
     with jax.named_scope("reduce_gradients"):
@@ -216,8 +216,8 @@ def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
         return leaf  # scales multiply in float32
     if not _splits_data(layout, p) or spec.zero_stage < 2:
         return _attached(leaf).astype(layout.precision.compute_dtype)
-    assert p.data_dim is not None
-    dim = p.data_dim - p.info.dims.startswith("Y")  # the loop over layers has removed Y
+    assert p.zero_dim is not None
+    dim = p.zero_dim - p.info.dims.startswith("Y")  # the loop over layers has removed Y
     if spec.zero_stage == 2:
         return _use_whole(layout, leaf.trained, leaf.value, dim)
     return _gather(layout, _attached(leaf), dim)
@@ -320,8 +320,8 @@ def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
     float32 copy of a whole model's bfloat16 gradients would take twice their bytes.
     """
     if layout.spec.zero_stage == 1 and _splits_data(layout, p):
-        assert p.data_dim is not None
-        grad = scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), p.data_dim)
+        assert p.zero_dim is not None
+        grad = scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), p.zero_dim)
     if p.shared_by > 1:
         grad = _sum_shared(p, grad.astype(layout.precision.reduce_dtype))
     axes = unsplit_axes(p.optimizer, layout.mesh.shape)
@@ -334,7 +334,7 @@ def own_shard(layout: Layout, p: ParamLayout, mesh: Mesh, param: Array) -> Array
     """Slices from a whole parameter the shard whose optimizer state each device holds."""
     if p.param == p.optimizer:
         return param
-    dim = p.data_dim
+    dim = p.zero_dim
     assert dim is not None
 
     def local(whole: Array) -> Array:
@@ -352,7 +352,7 @@ def whole_again(layout: Layout, p: ParamLayout, mesh: Mesh, shard: Array) -> Arr
     """
     if p.param == p.optimizer:
         return shard
-    dim = p.data_dim
+    dim = p.zero_dim
     assert dim is not None
 
     def local(shard: Array) -> Array:

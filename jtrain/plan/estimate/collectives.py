@@ -130,7 +130,7 @@ class _Found:
             self.totals[*key, "count"] += count
             self.totals[*key, "bytes"] += count * elements * (size or itemsize(dtype))
 
-    def over_data(self, purpose: str, kind: Kind, dtype: str, elements: int, count: int) -> None:
+    def over_zero_axes(self, purpose: str, kind: Kind, dtype: str, elements: int, count: int) -> None:
         """Adds a collective of `gather_shards` or `scatter_shards`: one per ring, each over its part of the array."""
         for index, group in enumerate(self.rings):
             self.add(purpose, kind, ZERO_AXES, dtype, elements // math.prod(self.rings[:index]), count, group=group)
@@ -150,31 +150,31 @@ def _parameter(found: _Found, job: Job, p: ParamLayout) -> None:
     model, layout = job.model, job.layout
     spec, mesh = layout.spec, layout.mesh
     stacked = p.info.is_stacked
-    whole = layout.local_size(p.spec(over_data=False), p.info.shape)  # all layers, gathered over data
-    if p.data_dim is not None:
+    whole = layout.local_size(p.spec(zero_sharded=False), p.info.shape)  # all layers, gathered over data
+    if p.zero_dim is not None:
         # A tied table is used twice, as embedding and as unembedding.
         tied = model.tie_embeddings and p.info.path == "embed_VD"
         one = whole // layers_here(layout, model.num_layers) if stacked else whole
         passes = layer_passes(layout, model.num_layers) if stacked else spec.microbatches * (2 if tied else 1)
         if gathers_once(layout):
             if spec.zero_stage == 3:
-                found.over_data("whole parameters", "all-gather", layout.precision.compute_dtype, whole, 1)
-            found.over_data("gradients", "reduce-scatter", layout.precision.reduce_dtype, whole, 1)
+                found.over_zero_axes("whole parameters", "all-gather", layout.precision.compute_dtype, whole, 1)
+            found.over_zero_axes("gradients", "reduce-scatter", layout.precision.reduce_dtype, whole, 1)
             passes = 0
         if spec.zero_stage == 3 and stacked:
-            found.over_data("parameters, forward", "all-gather", layout.precision.compute_dtype, one, passes)
+            found.over_zero_axes("parameters, forward", "all-gather", layout.precision.compute_dtype, one, passes)
             # W of 8-bit products needs the weight once more, for its largest value.
             again = splits_backward(layout) and layout.precision.matmul_dtype != "compute" and p.info.is_matrix
             times = passes * (2 if again else 1)
-            found.over_data("parameters, backward", "all-gather", layout.precision.compute_dtype, one, times)
+            found.over_zero_axes("parameters, backward", "all-gather", layout.precision.compute_dtype, one, times)
         if spec.zero_stage == 2 or (spec.zero_stage == 3 and stacked):
-            found.over_data("gradients", "reduce-scatter", layout.precision.reduce_dtype, one, passes)
+            found.over_zero_axes("gradients", "reduce-scatter", layout.precision.reduce_dtype, one, passes)
         if spec.zero_stage == 1:
-            found.over_data("gradients", "reduce-scatter", layout.precision.reduce_dtype, whole, 1)
+            found.over_zero_axes("gradients", "reduce-scatter", layout.precision.reduce_dtype, whole, 1)
         if spec.zero_stage in (1, 2):
-            found.over_data("updated parameters", "all-gather", layout.precision.param_dtype, whole, 1)
+            found.over_zero_axes("updated parameters", "all-gather", layout.precision.param_dtype, whole, 1)
     if p.shared_by > 1:  # `jtrain.step.zero.own_heads`, and its transpose
-        own = layout.local_size(p.spec(over_data=spec.zero_stage >= 1), p.info.shape)
+        own = layout.local_size(p.spec(zero_sharded=spec.zero_stage >= 1), p.info.shape)
         for dtype in (layout.precision.param_dtype, layout.precision.reduce_dtype):
             found.add("shared key heads", "all-to-all", ("tensor",), dtype, own, 1)
     local = layout.local_size(p.optimizer, p.info.shape)
@@ -202,8 +202,8 @@ def _split_embeddings(found: _Found, job: Job, *, tokens: int) -> None:
     local = model.d_model * -(-model.vocab_size // shards // parts)  # of one part, gathered over data
     count = spec.microbatches * parts
     fetches = count * (2 if parts > 1 else 1)  # once for the loss, once for its gradient
-    found.over_data("unembedding", "all-gather", layout.precision.compute_dtype, local, fetches)
-    found.over_data("unembedding", "reduce-scatter", layout.precision.reduce_dtype, local, count)
+    found.over_zero_axes("unembedding", "all-gather", layout.precision.compute_dtype, local, fetches)
+    found.over_zero_axes("unembedding", "reduce-scatter", layout.precision.reduce_dtype, local, count)
 
 
 def _split_vocabulary(found: _Found, job: Job, *, tokens: int) -> None:

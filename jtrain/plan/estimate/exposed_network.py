@@ -180,7 +180,7 @@ def _left_share(layout: Layout) -> float:
 
     Attention's weights too if attention is a loop over a ring's hops, because nothing is sent beside that loop.
     """
-    sizes = {p.info.path: p.info.size for p in layout.params if p.info.is_stacked and p.data_dim is not None}
+    sizes = {p.info.path: p.info.size for p in layout.params if p.info.is_stacked and p.zero_dim is not None}
     left = max(sizes.values())
     if layout.mesh.context > 2 and layout.spec.context_attention == "ring":
         left += sum(size for path, size in sizes.items() if path.startswith("layers.attention."))

@@ -132,7 +132,7 @@ class _Step:
         return found // self.layers if layers and sums_gradients(self.layout) else found
 
     def _accumulated(self, p: ParamLayout) -> int:
-        summed = p.spec(over_data=False) if self.once else p.accumulator
+        summed = p.spec(zero_sharded=False) if self.once else p.accumulator
         return local_elements(self.layout, summed, p.info.shape, self.platform)
 
     def _unembedding_gradient(self) -> int:
@@ -148,7 +148,7 @@ class _Step:
 
     def _whole(self, p: ParamLayout) -> int:
         """Elements of a parameter, all layers, gathered from its shards."""
-        return self.layout.local_size(p.spec(over_data=False), p.info.shape)
+        return self.layout.local_size(p.spec(zero_sharded=False), p.info.shape)
 
     def _one_layer(self) -> int:
         """Elements of one layer's matrices, gathered from their shards."""
@@ -164,7 +164,7 @@ class _Step:
             matrices = [p for p in self.layout.params if p.info.is_matrix and p.shared_by == 1]
             return self.compute * sum(self.layout.local_size(p.param, p.info.shape) for p in matrices)
         if self.platform == "gpu" and self.gathers:
-            last = [p for p in self.stacked if p.data_dim == len(p.info.shape) - 1]
+            last = [p for p in self.stacked if p.zero_dim == len(p.info.shape) - 1]
             return self.param * sum(self.layout.local_size(p.param, p.info.shape) for p in last)
         return 0
 
@@ -178,9 +178,9 @@ class _Step:
     def _own_heads(self) -> int:
         """Kernels of shared key heads that a device computes with: exchanged at the start of the step, all layers."""
         shared = [p for p in self.layout.params if p.shared_by > 1]
-        over_data = self.layout.spec.zero_stage == 3
+        zero_sharded = self.layout.spec.zero_stage == 3
         size = self.compute if self.platform == "tpu" else self.param  # XLA:TPU casts before the loops
-        return size * sum(self.layout.local_size(p.spec(over_data=over_data), p.info.shape) for p in shared)
+        return size * sum(self.layout.local_size(p.spec(zero_sharded=zero_sharded), p.info.shape) for p in shared)
 
     def _kept_weights(self) -> int:
         """Casts of the weights that a layer keeps without remat; 0 if the parameters have the compute dtype."""
