@@ -99,8 +99,7 @@ class ParamLayout:
     """Layout of one parameter, its gradient and its optimizer state.
 
     info: the parameter in the state: under a pipeline, `ParamInfo.placed`.
-    zero_dim, tensor_dim, expert_dim: index into `info.shape` of the dimension that ZeRO may split over `ZERO_AXES`, and
-      that the axes `tensor` and `expert` may split, or None.
+    zero_dim, tensor_dim, expert_dim: index into `info.shape` of the dimension that ZeRO or the axis splits, or None.
     param_memory: memory of the parameter between uses. `Layout.host_state` decides the memory of its optimizer state.
     shared_by: number of devices along `tensor` that compute the same key head; more than 1 only for kernels of K.
     staged: True under a pipeline: `stage` splits the layers (Y), and `stage` and `tensor` together the vocabulary (V).

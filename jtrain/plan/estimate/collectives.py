@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from jtrain.dims import kv_heads_in_use
+from jtrain.hlo.parser import wire_bytes
 from jtrain.layout import VOCABULARY_AXES, Layout, ParamLayout
 from jtrain.mesh import BATCH_AXES, ZERO_AXES, axis_names, unsplit_axes
 from jtrain.model.expert_dispatch import num_pieces
@@ -65,10 +66,7 @@ class Collective:
     @property
     def wire_bytes(self) -> int:
         """Bytes that one device sends per step, on a ring: (n - 1) / n of the array, twice for an all-reduce."""
-        if self.kind == "collective-permute":
-            return self.array_bytes
-        passes = 2 if self.kind == "all-reduce" else 1
-        return passes * self.array_bytes * (self.group - 1) // self.group
+        return wire_bytes(self.kind, self.array_bytes, self.group)
 
 
 def collectives(job: Job) -> tuple[Collective, ...]:
