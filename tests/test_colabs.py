@@ -29,6 +29,17 @@ def test_a_notebook_defines_nothing_and_carries_no_output(path: Path) -> None:
     assert not [cell for cell in cells if cell.cell_type == "code" and (cell.outputs or cell.execution_count)]
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_what_a_notebook_imports_exists(path: Path) -> None:
+    """Also where nobody runs the slow tests below."""
+    nodes = [node for source in sources(path) for node in ast.walk(ast.parse(source))]
+    ours = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jtrain")]
+    assert ours
+    for node in ours:
+        for alias in node.names:
+            exec(f"from {node.module} import {alias.name}", {})
+
+
 def run(name: str, folder: Path, patch: pytest.MonkeyPatch, *, steps: tuple[int, int] | None = None) -> dict[str, Any]:
     """Outputs by cell, with the second number of `steps`, if it trains any, in the place of the first."""
     notebook = nbformat.read(ROOT / "colabs" / name, as_version=4)
@@ -41,7 +52,7 @@ def run(name: str, folder: Path, patch: pytest.MonkeyPatch, *, steps: tuple[int,
     patch.setenv("XLA_FLAGS", "")  # one device, as a reader has
     patch.setenv("IPYTHONDIR", str(folder / "ipython"))
     patch.setenv("MPLCONFIGDIR", str(folder / "matplotlib"))
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(folder)}}).execute()
     return {cell["id"]: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
 
 
