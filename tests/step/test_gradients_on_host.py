@@ -132,5 +132,6 @@ def test_compilers_hold_the_sums_of_three_layers(topology: str) -> None:
     assert there["to host"] == 4 * sums * 13 // 12
     assert there["to device"] == 5 * sums * 13 // 12 + sums, "also for the norm, and for the update"
     assert all(c.bytes == c.async_bytes for c in program.host_copies)
+    assert all(c.hidden_bytes >= 4 * sums for c in program.host_copies), "in the loop over layers beside matmuls"
     assert copy_s > without_s == 0
     assert dataclasses.replace(plan, host_gradients=0).host_bytes == 0
