@@ -108,6 +108,16 @@ def test_what_travels_in_8_bits_is_what_would_be_rounded_anyway(mode: Any) -> No
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g[..., -1], w[..., -1], rtol=0.5), scaling, want_scaling)
 
 
+def test_weights_rounded_before_they_are_gathered_are_those_rounded_after() -> None:
+    """ZeRO-3 gathers in 8 bits what ZeRO-2 holds whole: the same losses, gradients and histories, bit for bit."""
+    axes: Any = (("data", 2), ("tensor", 2))
+    case: Any = dict(microbatches=4, remat="full")
+    want, want_gradient, want_scaling, _ = trained("fp8_delayed", axes, zero_stage=2, **case)
+    got, gradient, scaling, _ = trained("fp8_delayed", axes, zero_stage=3, **case)
+    np.testing.assert_array_equal(got, want)
+    jax.tree.map(np.testing.assert_array_equal, (gradient, scaling), (want_gradient, want_scaling))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", (False, True))
 def test_delayed_scaling_with_shared_key_heads(overlap: bool) -> None:

@@ -46,7 +46,9 @@ class Fp8Kernel:
         return self
 
 
-def rounded_weight(weight: Float[Array, "..."], scale: Float[Array, ""]) -> tuple[Float[Array, "..."], Float[Array, ""]]:
+def rounded_weight(
+    weight: Float[Array, "..."], scale: Float[Array, ""]
+) -> tuple[Float[Array, "..."], Float[Array, ""]]:
     """Returns a weight, or a shard of it, rounded as `linear_fp8` does, and its amax."""
     return quantised(weight, scale, FORWARD), largest(weight)
 
