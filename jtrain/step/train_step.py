@@ -136,6 +136,7 @@ def make_train_step(
             layout.spec.sequence_groups,
             traced=traced,
             fetches=layout.spec.offload.share("activations") > 0,
+            plain_tensor=layout.mesh.tensor > 1 and layout.spec.sequence_groups == 1 and not layout.spec.tensor_overlap,
         ),
     )
 

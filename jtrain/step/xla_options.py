@@ -36,10 +36,11 @@ offered to Triton runs in bfloat16 if Triton loses: a llama8b layer on an H100 w
 and is 1.35 times with all its 27 products in cuBLAS's 8-bit matmuls."""
 
 _COPIES_IN_ORDER = {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"}
-"""Option for several GPUs with 8-bit matmuls that fetch nothing from host memory. XLA:GPU makes copies of slices
-asynchronous, and its scheduler takes each for 5 ms, even one of 16 kB for a norm. A layer's backward pass ends in two
-of them, so nothing of the layer is left to schedule beside the reductions of gradients. With `llama8b` and delayed
-scaling, compiled for 8 x H200, 45 ms of 1,504 wait for the network with these copies, and 8 ms of 1,477 without."""
+"""Option for GPUs with 8-bit matmuls or plain collectives over `tensor`, if nothing is fetched from host memory.
+XLA:GPU makes copies of slices asynchronous, and its scheduler takes each for 5 ms, even one of 16 kB for a norm. A
+layer's backward pass ends in two of them, so nothing is left to schedule beside its collectives. Waits for the network
+and the whole step of `llama8b`, compiled for 8 x H200: delayed scaling 45 of 1,504 ms with these copies, 8 of 1,477
+without; tensor=8 196 of 644, 173 of 623; data=4 with tensor=2 92 of 1,779, 74 of 1,771."""
 
 _LAUNCH_EACH = {"xla_gpu_enable_command_buffer": ""}
 """Options for GPUs of a step that is traced. All kernels of a command buffer have its name in the trace: on an H100 no
@@ -77,6 +78,7 @@ def compiler_options(
     *,
     traced: bool = False,
     fetches: bool = False,
+    plain_tensor: bool = False,
 ) -> dict[str, Any]:
     """Returns `compiler_options` for `jax.jit`; empty except for several TPUs, and for GPUs in the cases above.
 
@@ -86,17 +88,17 @@ def compiler_options(
       kernels: (op, implementation) that is forced. Some kernels need options of their own, wherever they may run.
       traced: the step is for a profile window.
       fetches: the backward pass fetches activations from host memory.
+      plain_tensor: layers send over `tensor`, neither in pieces nor in groups of sequences.
     """
     device = mesh.devices.flat[0]
     of_kernels = registry.compiler_options(live(device), dict(kernels))
     if device.platform == "gpu":
         in_8_bits = _IN_8_BITS if matmul_dtype != "compute" else {}
-        if in_8_bits and mesh.size > 1 and not fetches:
-            in_8_bits = in_8_bits | _COPIES_IN_ORDER
+        in_order = _COPIES_IN_ORDER if (plain_tensor or in_8_bits) and mesh.size > 1 and not fetches else {}
         in_groups = _GROUPS_OVERLAP if sequence_groups > 1 else {}
         experts = _SCHEDULE_EXCHANGES if mesh.shape["expert"] > 1 else {}
         together = _FETCH_TOGETHER if fetches else {}
-        return experts | in_groups | together | in_8_bits | (_LAUNCH_EACH if traced else {}) | of_kernels
+        return experts | in_groups | together | in_8_bits | in_order | (_LAUNCH_EACH if traced else {}) | of_kernels
     if device.platform != "tpu" or mesh.size == 1:
         return of_kernels
     spec = from_device(device)

@@ -65,11 +65,12 @@ def test_gpus_schedule_around_the_exchange_of_experts() -> None:
 
 
 @pytest.mark.aot
-def test_gpus_copy_slices_in_order_beside_8_bit_matmuls() -> None:
+def test_gpus_copy_slices_in_order_beside_8_bit_matmuls_and_over_tensor() -> None:
     """Where there is a network to wait for, and no copy from host memory that should run beside the layers."""
     one, several = (make_mesh(MeshSpec(data=n), topology_devices("h200:8")[:n]) for n in (1, 8))
     passes = "xla_disable_hlo_passes"
     assert "dynamic-slice-copy" in compiler_options(several, "fp8_delayed")[passes]
+    assert "dynamic-slice-copy" in compiler_options(several, plain_tensor=True)[passes]
     assert passes not in compiler_options(several)
     assert passes not in compiler_options(one, "fp8_delayed")
     assert passes not in compiler_options(several, "fp8_delayed", fetches=True)
