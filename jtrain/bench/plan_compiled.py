@@ -89,8 +89,6 @@ PROGRAMS = (
     Program("ZeRO-3", "v5p", "llama8b", _ZERO, waits=True),
     Program("context=4, ring", "v5p", "llama8b", _LONG, waits=True),
     Program("data=4, tensor=2", "v5p", "llama8b", _HYBRID, waits=True),
-    Program("expert=4, 6 layers", "v5p", "qwen3_30b_a3b", f"{_EXPERTS} model.num_layers=6"),
-    Program("tensor=8", "v5p", "llama8b", _TENSOR),
 )
 
 
