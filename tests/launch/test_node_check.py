@@ -1,6 +1,7 @@
 """Check of the nodes before a run: what it names, and exit codes by which a scheduler leaves a node out."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -40,7 +41,9 @@ def test_a_node_with_a_full_disk_and_fewer_devices_is_named(tmp_path: Path) -> N
     fault = f"process 1 on {host}: {small}: No space left on device; has 1 devices, and process 0 has 2"
     for output in (good.output, bad.output):
         assert f"error: node check: {fault}" in output
-    assert f"the clock of process 1 on {host} is 3000 s ahead of that of process 0. Training does not" in bad.output
+    said = re.search(rf"the clock of process 1 on {host} is (\d+) s ahead of that of process 0\. Training", bad.output)
+    assert said, bad.output
+    assert 3000 <= int(said[1]) < 3300, "and what passed between the two readings on a busy machine"
 
 
 def test_fewer_devices_than_another_process_has_is_a_fault() -> None:
