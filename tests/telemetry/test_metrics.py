@@ -209,13 +209,15 @@ def test_tensorboard_gets_every_number_and_forgets_what_a_resume_repeats(tmp_pat
     """The second attempt's event file starts with TensorBoard's marker that purges from its first step on."""
     from tensorboardX.proto import event_pb2
 
+    paths: list[Path] = []
     for start_step in (0, 1):
         with Metrics(tmp_path, MetricsSpec(), num_steps=3, start_step=start_step, stream=io.StringIO()) as metrics:
             for step in range(start_step + 1, 4):
                 metrics.train(line(step, loss_nats=step / 2))
             metrics.evaluation(3, EvalResult(0.75, 0.1, 1.0, 70, 9), {"wiki": EvalResult(0.25, None, 0.5, 7, 1)})
+        paths += [path for path in (tmp_path / "tensorboard").iterdir() if path not in paths]
     marks, values = [], []
-    for path in sorted((tmp_path / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns):
+    for path in paths:
         for record in records(path):
             event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
             if event.session_log.status == 1:  # START
