@@ -174,7 +174,10 @@ def test_memory_of_two_consumers() -> None:
 
 
 def _is_python(pid: int) -> bool:
-    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended meanwhile
+        return False
     return pid != os.getpid() and b"data_" in command
 
 

@@ -154,7 +154,7 @@ def test_a_run_that_stood_still_notices_that_it_lost_its_workdir(
         lost = told(holder)
         assert lost.startswith(f"LockLost the lock of --workdir {tmp_path} was taken over by process {os.getpid()} on")
         assert "Nothing more is written here" in lost
-        assert holder.wait(timeout=60) == 0
+        assert holder.wait(timeout=300) == 0
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["2.released"], "the loser left the lock alone"
 
 
