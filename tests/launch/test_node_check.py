@@ -15,6 +15,7 @@ import pytest
 from jtrain import node_check
 from jtrain.errors import UserError
 from tests.launch.hosts import Running, environment
+from tests.ports import free_port
 from tests.small_disk import small_disk
 
 CLOCK_AHEAD = "import sys, time; now = time.time; time.time = lambda: now() + {ahead}\n"
@@ -30,9 +31,7 @@ def started(number: int, coordinator: str, *arguments: str, ahead_s: int = 0, **
 
 def test_a_node_with_a_full_disk_and_fewer_devices_is_named(tmp_path: Path) -> None:
     """It ends with 76, so that the job goes on without it, and the others with 75. A clock that is off is said."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        coordinator = f"localhost:{free.getsockname()[1]}"
+    coordinator = f"localhost:{free_port()}"
     with small_disk(tmp_path / "small", 4096) as small:
         good = started(0, coordinator, "--config=tiny", "--emulate-devices", "2")
         bad = started(1, coordinator, "--emulate-devices", "1", ahead_s=3000, TMPDIR=str(small))
