@@ -181,7 +181,7 @@ def test_waiting_is_measured_where_the_source_is_slow_and_near_zero_where_it_is_
     source, started = Counting(), list[Prefetch]()
 
     def slow(batch: Batch) -> Batch:
-        while not source.closed and not (started and started[0]._changed._waiters):
+        while not source.closed and not (started and vars(started[0]._changed)["_waiters"]):
             time.sleep(0.001)
         time.sleep(0.05)
         return batch
