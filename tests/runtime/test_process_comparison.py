@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jtrain.runtime.process_comparison import Peer, compare_processes, difference, this_process
+from tests.ports import free_port
 
 FIRST = Peer("a", {"jax": "0.12.0", "jtrain": "0.2.0 (11)", "libtpu": None}, {"seed": "0", "num_steps": "5"})
 
@@ -66,9 +67,7 @@ sys.exit(cli.run(main))
 def test_real_processes_compare_their_configs(steps: str, tmp_path: Path) -> None:
     """Alike, each knows the hosts of all; else both are refused, with the field and both values, and end with 2."""
     (tmp_path / "compare.py").write_text(COMPARE)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, str(tmp_path / "compare.py"), json.dumps({"num_steps": value})],
