@@ -56,8 +56,9 @@ which waits for all of them, and it would have one collective under way at a tim
 holds up the all-gather of the next."""
 
 _FETCH_TOGETHER = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
-"""Option for GPUs whose backward pass fetches activations or sums of gradients. XLA:GPU has two such copies under way by default and waits
-for one before it starts the third: a third of the bytes of four names' fetches were beside no matmul, and are now."""
+"""Option for GPUs whose backward pass fetches activations or sums of gradients. XLA:GPU has two such copies under way
+by default and waits for one before it starts the third: a third of the bytes of four names' fetches were beside no
+matmul, and are now. Sums of a layer's seven matrices are seven copies there and seven back."""
 
 _SCHEDULE_EXCHANGES = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
