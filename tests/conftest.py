@@ -4,7 +4,9 @@ Everything here must happen before jax or jtrain is imported, so it runs at impo
 """
 
 import faulthandler
+import functools
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -63,13 +65,28 @@ def _has_shapes(annotation: Any) -> bool:
 
 
 def _checked(*, typechecker: Any) -> Callable[[Any], Any]:
-    """Decorator of the import hook: beartype alone for functions without shapes, which jaxtyping makes 5x slower."""
+    """Decorator of the import hook: beartype alone for functions without shapes, and once for each array elsewhere.
+
+    jaxtyping's own decorator binds the signature, and checks the arguments a second time beside the result: 5x slower.
+    Its names of sizes that are expressions of arguments ("{n}") would need that, and are refused.
+    """
 
     def decorate(thing: Any) -> Any:
-        annotations = getattr(thing, "__annotations__", {}).values()
-        if isinstance(thing, type) or any(map(_has_shapes, annotations)):
+        annotations = list(getattr(thing, "__annotations__", {}).values())
+        unresolved = any(isinstance(annotation, str) for annotation in annotations)
+        if isinstance(thing, type) or unresolved or inspect.isgeneratorfunction(thing):
             return _with_shapes(thing, typechecker=typechecker)
-        return beartype.beartype(conf=beartype.BeartypeConf(violation_type=TypeError))(thing)
+        checked = beartype.beartype(conf=beartype.BeartypeConf(violation_type=TypeError))(thing)
+        if not any(map(_has_shapes, annotations)):
+            return checked
+        assert "{" not in repr(annotations), f"{thing.__qualname__}: sizes that are expressions of arguments"
+
+        @functools.wraps(thing)
+        def within_one_scope(*args: Any, **kwargs: Any) -> Any:
+            with _with_shapes("context"):  # a name is the same size in all arguments and the result
+                return checked(*args, **kwargs)
+
+        return within_one_scope
 
     return decorate
 
