@@ -6,6 +6,7 @@ Everything here must happen before jax or jtrain is imported, so it runs at impo
 import faulthandler
 import functools
 import gc
+import importlib.util
 import inspect
 import os
 import signal
@@ -36,6 +37,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # Without the Python frames in each operation's location, which no test reads, tracing and compiling take a tenth less.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+# Only this process has jemalloc (see pytest_xdist_setupnodes): what it starts has the malloc that users have.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.pop("LD_PRELOAD", None)
 # Images of containers often set it. Each process that tests start would compile the sources of jtrain, for 0.3 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -127,6 +131,18 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"
     jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Starts the workers with the jemalloc that comes with Ray.
+
+    A fifth of a compilation's seconds is malloc. With jemalloc tracing and compiling take a tenth less.
+    """
+    ray = importlib.util.find_spec("ray")
+    jemalloc = Path(ray.origin).with_name("core") / "libjemalloc.so" if ray and ray.origin else None
+    if jemalloc and jemalloc.exists():
+        os.environ["LD_PRELOAD"] = str(jemalloc)
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
