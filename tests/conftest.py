@@ -72,25 +72,36 @@ def _checked(*, typechecker: Any) -> Callable[[Any], Any]:
     """Decorator of the import hook: beartype alone for functions without shapes, and once for each array elsewhere.
 
     jaxtyping's own decorator binds the signature, and checks the arguments a second time beside the result: 5x slower.
-    Its names of sizes that are expressions of arguments ("{n}") would need that, and are refused.
+    Its names of sizes that are expressions of arguments ("{n}") would need that, and are refused. beartype writes the
+    checks of a function when it is first called: a worker imports thousands that none of its tests call.
     """
+    conf = beartype.BeartypeConf(violation_type=TypeError)
 
     def decorate(thing: Any) -> Any:
         annotations = list(getattr(thing, "__annotations__", {}).values())
-        unresolved = any(isinstance(annotation, str) for annotation in annotations)
-        if isinstance(thing, type) or unresolved or inspect.isgeneratorfunction(thing):
+        has_shapes = any(map(_has_shapes, annotations))
+        plain = not (inspect.isgeneratorfunction(thing) or inspect.iscoroutinefunction(thing))
+        resolved = not any(isinstance(annotation, str) for annotation in annotations)
+        if isinstance(thing, type) or (has_shapes and not (plain and resolved)):
             return _with_shapes(thing, typechecker=typechecker)
-        checked = beartype.beartype(conf=beartype.BeartypeConf(violation_type=TypeError))(thing)
-        if not any(map(_has_shapes, annotations)):
-            return checked
-        assert "{" not in repr(annotations), f"{thing.__qualname__}: sizes that are expressions of arguments"
+        if not plain:
+            return beartype.beartype(conf=conf)(thing)
+        assert not has_shapes or "{" not in repr(annotations), f"{thing.__qualname__}: sizes that are expressions"
+
+        @functools.cache
+        def checked() -> Any:
+            return beartype.beartype(conf=conf)(thing)
+
+        @functools.wraps(thing)
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            return checked()(*args, **kwargs)
 
         @functools.wraps(thing)
         def within_one_scope(*args: Any, **kwargs: Any) -> Any:
             with _with_shapes("context"):  # a name is the same size in all arguments and the result
-                return checked(*args, **kwargs)
+                return checked()(*args, **kwargs)
 
-        return within_one_scope
+        return within_one_scope if has_shapes else alone
 
     return decorate
 
