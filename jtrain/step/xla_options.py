@@ -48,7 +48,7 @@ _GROUPS_OVERLAP = {
 which waits for all of them, and it would have one collective under way at a time, so that a group's reduce-scatter
 holds up the all-gather of the next."""
 
-_FETCH_TOGETHER = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
+_FETCH_TOGETHER = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
 """Option for GPUs that fetch activations from host memory. XLA:GPU has two such copies under way by default and waits
 for one before it starts the third: a third of the bytes of four names' fetches were beside no matmul, and are now."""
 
