@@ -54,6 +54,17 @@ def test_gpus_keep_the_collectives_of_groups_apart() -> None:
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize(("topology", "count"), [("v5p:2x2x1", 1), ("v5p:2x2x1", 4), ("v5e:2x2", 4), ("v6e:2x2", 4)])
+def test_tpus_leave_the_fetch_of_activations_where_it_is(topology: str, count: int) -> None:
+    """One option more, which the compiler of each chip takes; it changes nothing of a step without fetches."""
+    mesh = make_mesh(MeshSpec(data=count), topology_devices(topology)[:count])
+    options, plain = compiler_options(mesh, offloaded=["activations"]), compiler_options(mesh)
+    assert options == plain | {"xla_tpu_pipeline_memory_host_transfers": False}
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    assert jax.jit(jnp.sin, compiler_options=options).lower(x).compile() is not None
+
+
+@pytest.mark.aot
 def test_gpus_schedule_around_the_exchange_of_experts() -> None:
     """Only with devices along `expert`, and beside the options for 8-bit matmuls."""
     mesh, plain = (
