@@ -16,7 +16,7 @@ class Server:
         self.url, self.posted, self.codes = url, posted, codes
 
     def next(self) -> dict[str, Any]:
-        return self.posted.get(timeout=60)
+        return self.posted.get(timeout=300)
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from jtrain.mesh import BATCH_AXES
 from jtrain.model.fp8_scaling import advanced, check_matmul_dtype, unseen, with_fp8
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
+from jtrain.offload_spec import OFFLOADABLE
 from jtrain.optim import Optimizer
 from jtrain.step.batch_hash import hash_block
 from jtrain.step.checksums import StateSums
@@ -135,7 +136,8 @@ def make_train_step(
             layout.kernels,
             layout.spec.sequence_groups,
             traced=traced,
-            fetches=any(layout.spec.offload.share(name) > 0 for name in ("activations", "gradients")),
+            offloaded=[name for name in OFFLOADABLE if layout.spec.offload.share(name) > 0],
+            plain_tensor=layout.mesh.tensor > 1 and layout.spec.sequence_groups == 1 and not layout.spec.tensor_overlap,
         ),
     )
 

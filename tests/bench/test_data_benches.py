@@ -124,8 +124,8 @@ def test_a_tree_of_processes_is_measured_whole() -> None:
             assert used.processes == 2
             assert used.pss_mib > data_memory.usage(pids[:1]).pss_mib + 32
             before_s = data_memory.cpu_s(pids)
-            time.sleep(0.3)
-            assert data_memory.cpu_s(pids) > before_s
+            while data_memory.cpu_s(pids) <= before_s:
+                time.sleep(0.01)  # the kernel counts in ticks
         finally:
             for pid in reversed(data_memory.tree(process.pid)):
                 os.kill(pid, 9)
@@ -174,7 +174,10 @@ def test_memory_of_two_consumers() -> None:
 
 
 def _is_python(pid: int) -> bool:
-    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended meanwhile
+        return False
     return pid != os.getpid() and b"data_" in command
 
 

@@ -144,7 +144,7 @@ class Savers:
 
     def close(self) -> None:
         """Ends the process that forks."""
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=300)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import pytest
 
 from jtrain.checkpoint import files
 from tests.checkpoint.test_kill import check
+from tests.ports import free_port
 
 PROCESS = """
 import os, signal, sys
@@ -89,9 +89,7 @@ def run(workdir: Path, instant: str, victims: str, *, until: int) -> tuple[int, 
 
     As soon as a victim is dead, the other process is killed too, as a supervisor would do.
     """
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        coordinator = f"localhost:{probe.getsockname()[1]}"
+    coordinator = f"localhost:{free_port()}"
     environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     outputs = [workdir.parent / f"{workdir.name}-{until}-{index}.txt" for index in range(2)]
     with contextlib.ExitStack() as opened:

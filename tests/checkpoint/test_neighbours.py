@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from jtrain.checkpoint.neighbours import neighbours_of
+from tests.ports import free_port
 
 PROCESS = """
 import json, sys, threading
@@ -58,9 +58,7 @@ print(json.dumps(result), flush=True)
 
 def run(workdir: Path, directories: list[Path], *, script: str = PROCESS) -> list[dict[str, Any]]:
     """Starts two processes, each with memory of its own, which resume and keep three more states."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        coordinator = f"localhost:{probe.getsockname()[1]}"
+    coordinator = f"localhost:{free_port()}"
     environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     processes = [
         subprocess.Popen(

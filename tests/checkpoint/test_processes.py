@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.checkpoint import Checkpoints, CheckpointSpec, files
+from tests.ports import free_port
 
 PROCESS = """
 import json, os, sys
@@ -89,9 +89,7 @@ print(json.dumps(said), flush=True)
 
 def test_two_processes_write_and_read_one_checkpoint(tmp_path: Path) -> None:
     """Each writes its part, process 0 the rest; damage that one finds stops both; one process can read everything."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        coordinator = f"localhost:{probe.getsockname()[1]}"
+    coordinator = f"localhost:{free_port()}"
     environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     processes = [
         subprocess.Popen(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jtrain.data.planner.device_tree import ClientPlaceTree
-from jtrain.data.prefetch import place_tree, prefetch, put_batch
+from jtrain.data.prefetch import Prefetch, place_tree, prefetch, put_batch
 from jtrain.dims import Batch
 from jtrain.mesh import BATCH_AXES, MeshSpec, make_mesh
 
@@ -47,7 +47,7 @@ class Counting:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.005)
@@ -177,17 +177,23 @@ def test_a_slow_consumer_never_makes_it_grow() -> None:
 
 
 def test_waiting_is_measured_where_the_source_is_slow_and_near_zero_where_it_is_not() -> None:
+    """Each batch of the slow source is begun when somebody waits for it, those of the other one are ready."""
+    source, started = Counting(), list[Prefetch]()
+
     def slow(batch: Batch) -> Batch:
+        while not source.closed and not (started and vars(started[0]._changed)["_waiters"]):
+            time.sleep(0.001)
         time.sleep(0.05)
         return batch
 
-    with prefetch(Counting(), slow, depth=1) as batches:
-        next(batches)
-        assert next(batches).wait_ms > 20
-    with prefetch(Counting(), lambda batch: batch, depth=2) as batches:
-        waits = []
-        for _ in range(20):
-            time.sleep(0.005)
+    with prefetch(source, slow, depth=1) as batches:
+        started.append(batches)
+        for _ in range(3):
+            assert next(batches).wait_ms > 49
+    source, waits = Counting(), []
+    with prefetch(source, lambda batch: batch, depth=2) as batches:
+        for taken in range(20):
+            wait_until(lambda taken=taken: len(batches._ready) == 2)
             waits.append(next(batches).wait_ms)
     assert np.median(waits) < 10, "a quarter of what the slow source takes, and less"
 

@@ -57,7 +57,7 @@ def unshare() -> tuple[str, ...] | None:
     bridge = "ip link add probe type bridge && ip link add port0 type veth peer name port1"
     probe = f"{bridge} && mount --bind /etc/hosts /etc/hosts"
     try:
-        done = subprocess.run([*command, "sh", "-c", probe], capture_output=True, check=False, timeout=30)
+        done = subprocess.run([*command, "sh", "-c", probe], capture_output=True, check=False, timeout=300)
     except OSError:  # no such program
         return None
     return command if done.returncode == 0 else None

@@ -87,8 +87,9 @@ class Slurm:
 
 
 def free_job_number() -> int:
-    """Returns a job number whose port, as jax makes it, nobody uses."""
-    for number in range(1000, 5000):
+    """Returns a job number whose port, as jax makes it, nobody uses; other processes that ask begin with others."""
+    begin = os.getpid() * 7 % 4000
+    for number in (1000 + (begin + offset) % 4000 for offset in range(4000)):
         with socket.socket() as probe:
             try:
                 probe.bind(("", number % 2**12 + (65535 - 2**12 + 1)))

@@ -70,8 +70,10 @@ def test_what_a_dockerfile_copies_makes_the_wheel(file: Path, tmp_path: Path) ->
         for source in sources:
             here, there = ROOT / source, tmp_path / "src" / target / ("" if target != "./" else source)
             there.parent.mkdir(parents=True, exist_ok=True)
-            copy = shutil.copytree if here.is_dir() else shutil.copy
-            copy(here, there)
+            if here.is_dir():  # without what other processes of Python write there, and rename, at any time
+                shutil.copytree(here, there, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(here, there)
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path / "src", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ import pytest
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
 from jtrain.runtime.multihost import join_processes
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,9 +112,7 @@ print(json.dumps(listening()))
     )
     slurm = {"JOB_ID": "17", "STEP_NODELIST": "localhost", "NTASKS": "1", "PROCID": "0", "LOCALID": "0"}
     env = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     env |= {"JTRAIN_COORDINATOR": "auto", "JAX_COORDINATOR_PORT": str(port), "JAX_PLATFORMS": "cpu"}
     env |= {"SLURM_TASKS_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
@@ -174,9 +173,7 @@ total = float(jax.jit(jnp.sum)(x))
 print(json.dumps([jax.process_count(), jax.device_count(), total, listening()]))
 """
     code = LISTENING + code
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (tmp_path / "join.py").write_text(code)
     env = os.environ | {"JTRAIN_COORDINATOR": f"localhost:{port}", "JTRAIN_NUM_PROCESSES": "2"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])

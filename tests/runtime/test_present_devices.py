@@ -1,7 +1,6 @@
 """Devices of a run's processes: the first line of a run, and processes or hardware that do not fit."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import jax
 import pytest
 
 from jtrain.runtime.platform import devices_line, present_devices
+from tests.ports import free_port
 
 START = """
 import os, sys
@@ -57,9 +57,7 @@ def test_hardware_that_jax_cannot_start_on_is_a_message(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_with_other_numbers_of_devices_are_refused(tmp_path: Path) -> None:
     """All of them, with the numbers: the sum over all devices of a run would not even begin."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = {"JTRAIN_COORDINATOR": f"localhost:{port}", "JTRAIN_NUM_PROCESSES": "2"}
     processes = [
         start(tmp_path, str(count), **common, JTRAIN_PROCESS_ID=str(number)) for number, count in enumerate((2, 3))

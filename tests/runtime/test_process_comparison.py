@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from jtrain.runtime.process_comparison import Peer, compare_processes, difference, this_process
+from tests.ports import free_port
 
 FIRST = Peer("a", {"jax": "0.12.0", "jtrain": "0.2.0 (11)", "libtpu": None}, {"seed": "0", "num_steps": "5"})
 
@@ -71,10 +72,7 @@ sys.exit(cli.run(main))
 def comparing(folder: Path, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes of one run, each with an argument of `COMPARE`; they end with the context."""
     (folder / "compare.py").write_text(COMPARE)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    environ = os.environ | {"JTRAIN_COORDINATOR": f"localhost:{port}", "JTRAIN_NUM_PROCESSES": str(len(words))}
+    environ = os.environ | {"JTRAIN_COORDINATOR": f"localhost:{free_port()}", "JTRAIN_NUM_PROCESSES": str(len(words))}
     processes = [
         subprocess.Popen(
             [sys.executable, str(folder / "compare.py"), word],

@@ -2,10 +2,11 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.ports import free_port
 
 PROCESS = """
 import json, sys
@@ -28,9 +29,7 @@ print(json.dumps(said), flush=True)
 
 def test_two_processes_agree_about_what_they_share(tmp_path: Path) -> None:
     """One folder passes; two folders, and one that the second process cannot write, are refused in both."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        coordinator = f"localhost:{probe.getsockname()[1]}"
+    coordinator = f"localhost:{free_port()}"
     one, apart = tmp_path / "one", [tmp_path / "a", tmp_path / "b"]
     processes = [
         subprocess.Popen(

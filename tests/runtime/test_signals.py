@@ -41,7 +41,7 @@ def test_the_first_signal_ends_the_loop_with_a_save(number: signal.Signals) -> N
     """The first signal prints a message and interrupts nothing."""
     process = start(1)
     process.send_signal(number)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 0
     assert output == "saving\nsaved\n"
     assert errors.strip() == f"{number.name}: stopping after this step, with a checkpoint."
@@ -59,7 +59,7 @@ def test_the_second_ctrl_c_says_that_it_saves_and_the_third_stops_at_once() -> N
     assert said[1].startswith("SIGINT: stopping")
     assert said[3].startswith("Still saving the checkpoint. Ctrl-C once more to stop at once")
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=300)
     assert "KeyboardInterrupt" in errors
     assert process.returncode == -signal.SIGINT
     assert output == ""
@@ -73,7 +73,7 @@ def test_sigterm_asks_however_often_it_comes() -> None:
     assert process.stdout.readline() == "saving\n"
     for _ in range(5):
         process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 0
     assert output == "saved\n"
     assert errors.count("stopping after this step") == 1

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -103,8 +102,8 @@ def test_a_second_run_is_refused_with_who_holds_it_and_a_killed_one_is_replaced_
     with pytest.raises(UserError, match=rf"{way} it \(`kill {holder.pid}` on .*or set --workdir to another folder"):
         WorkdirLock(tmp_path / "run", say=said.append).__enter__()
     assert said == []
-    holder.kill()  # not yet waited for: a zombie holds nothing
-    time.sleep(0.05)
+    holder.kill()
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # not reaped: a zombie holds nothing
     with WorkdirLock(tmp_path / "run", say=said.append) as lock:
         lock.check()
         assert len(said) == 1
@@ -148,14 +147,14 @@ def test_a_run_that_stood_still_notices_that_it_lost_its_workdir(
     holder = holding(tmp_path, "another host")
     assert told(holder) == "still held"
     holder.send_signal(signal.SIGSTOP)
-    time.sleep(0.1)  # the kernel stops all threads
+    os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)  # all of its threads
     with WorkdirLock(tmp_path, say=said.append):
         assert "which has not touched it for" in said[-1]
         holder.send_signal(signal.SIGCONT)
         lost = told(holder)
         assert lost.startswith(f"LockLost the lock of --workdir {tmp_path} was taken over by process {os.getpid()} on")
         assert "Nothing more is written here" in lost
-        assert holder.wait(timeout=60) == 0
+        assert holder.wait(timeout=300) == 0
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["2.released"], "the loser left the lock alone"
 
 

@@ -54,13 +54,37 @@ def test_gpus_keep_the_collectives_of_groups_apart() -> None:
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize(("topology", "count"), [("v5p:2x2x1", 1), ("v5p:2x2x1", 4), ("v5e:2x2", 4), ("v6e:2x2", 4)])
+def test_tpus_leave_the_fetch_of_activations_where_it_is(topology: str, count: int) -> None:
+    """One option more, which the compiler of each chip takes; it changes nothing of a step without fetches."""
+    mesh = make_mesh(MeshSpec(data=count), topology_devices(topology)[:count])
+    options, plain = compiler_options(mesh, offloaded=["activations"]), compiler_options(mesh)
+    assert options == plain | {"xla_tpu_pipeline_memory_host_transfers": False}
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    assert jax.jit(jnp.sin, compiler_options=options).lower(x).compile() is not None
+
+
+@pytest.mark.aot
 def test_gpus_schedule_around_the_exchange_of_experts() -> None:
-    """Only with devices along `expert`, and beside the option for 8-bit matmuls."""
-    mesh = make_mesh(MeshSpec(data=4, expert=2), topology_devices("h200:8"))
-    gpu = make_mesh(MeshSpec(), topology_devices("h200:1"))
+    """Only with devices along `expert`, and beside the options for 8-bit matmuls."""
+    mesh, plain = (
+        make_mesh(spec, topology_devices("h200:8")) for spec in (MeshSpec(data=4, expert=2), MeshSpec(data=8))
+    )
     options = compiler_options(mesh)
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
-    assert set(compiler_options(mesh, "fp8_current")) == set(options) | set(compiler_options(gpu, "fp8_current"))
+    assert set(compiler_options(mesh, "fp8_current")) == set(options) | set(compiler_options(plain, "fp8_current"))
+
+
+@pytest.mark.aot
+def test_gpus_copy_slices_in_order_beside_8_bit_matmuls_and_over_tensor() -> None:
+    """Where there is a network to wait for, and no copy from host memory that should run beside the layers."""
+    one, several = (make_mesh(MeshSpec(data=n), topology_devices("h200:8")[:n]) for n in (1, 8))
+    passes = "xla_disable_hlo_passes"
+    assert "dynamic-slice-copy" in compiler_options(several, "fp8_delayed")[passes]
+    assert "dynamic-slice-copy" in compiler_options(several, plain_tensor=True)[passes]
+    assert passes not in compiler_options(several)
+    assert passes not in compiler_options(one, "fp8_delayed")
+    assert passes not in compiler_options(several, "fp8_delayed", offloaded=["optimizer"])
 
 
 @pytest.mark.aot

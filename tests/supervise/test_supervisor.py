@@ -195,7 +195,9 @@ with StopRequest() as stop:
 
 def test_a_stopped_process_is_named_and_all_save(tmp_path: Path) -> None:
     """SIGSTOP of one of two: it is continued together with the request to save, so nothing is lost."""
-    ended, output = run(tmp_path, HANGING.replace("WHAT", "os.kill(os.getpid(), signal.SIGSTOP)"), processes=2)
+    patient = "heart.configure(SuperviseSpec(stopped_s=1, save_s=120, max_restarts=2, backoff_s=0.1))\n"
+    stopping = HANGING.replace("WHAT", "os.kill(os.getpid(), signal.SIGSTOP)")
+    ended, output = run(tmp_path, patient + stopping, processes=2)
     assert ended == 0, output
     assert re.search(r"process 1 on \S+ \(pid \d+\) causes it: stopped by a signal \(state T\)", output)
     assert re.search(r"process 0 on \S+ \(pid \d+\) waits: alive, in phase step", output)

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from jtrain.checkpoint import files
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -179,9 +179,7 @@ def test_supervisors_of_two_hosts_restart_together(
     number: signal.Signals, unbroken: dict[int, dict[int, tuple[float, str]]], tmp_path: Path
 ) -> None:
     """Two supervisors with a process each, over one workdir: one names the fault, the other one tells it."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environ = {"JTRAIN_COORDINATOR": f"localhost:{port}", "JTRAIN_NUM_PROCESSES": "2"}
     arguments = ("--emulate-devices", "1", "--set", "mesh.data=2", "--set", "supervise.save_s=120")
     with (

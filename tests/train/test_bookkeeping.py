@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from jtrain.errors import UserError
 from jtrain.runtime.workdir_lock import WorkdirLock
 from jtrain.telemetry import goodput, metrics
 from jtrain.train import attempt
+from tests.ports import free_port
 from tests.small_disk import small_disk
 
 FILLER = """
@@ -237,8 +237,7 @@ def test_all_processes_end_together_where_the_workdir_is_in_use(
     tmp_path: Path, launched: list["subprocess.Popen[str]"]
 ) -> None:
     """Process 0 says by whom; the other one, which does not look, ends with it and not in a collective."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    coordinator = f"127.0.0.1:{free_port()}"
     with WorkdirLock(tmp_path / "run", say=print):
         for process in range(2):
             variables = {"JTRAIN_COORDINATOR": coordinator, "JTRAIN_NUM_PROCESSES": "2"}

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jtrain.telemetry import metrics
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 ENVIRON = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
@@ -50,9 +50,7 @@ def finished(folders: list[Path], *, workdir: str, devices: int) -> list[tuple[i
     """Runs a process in each folder, which share the run; returns their exit codes and what they printed."""
     environ = ENVIRON | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // len(folders)}"}
     if len(folders) > 1:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            environ["JTRAIN_COORDINATOR"] = f"localhost:{free.getsockname()[1]}"
+        environ["JTRAIN_COORDINATOR"] = f"localhost:{free_port()}"
         environ["JTRAIN_NUM_PROCESSES"] = str(len(folders))
     processes = [
         subprocess.Popen(

@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from tests.train.test_resume import (
     ENVIRON,
     NUM_STEPS,
@@ -77,9 +77,7 @@ def test_two_processes_go_on_from_local_memory(tmp_path: Path) -> None:
     options = ["--emulate-devices", "2", "--with", "zero3", "--set", "mesh.data=4"]
 
     def launch(workdir: Path, *more: str) -> list[subprocess.Popen[str]]:
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            address = f"localhost:{probe.getsockname()[1]}"
+        address = f"localhost:{free_port()}"
         common = ENVIRON | {"JTRAIN_COORDINATOR": address, "JTRAIN_NUM_PROCESSES": "2"}
         words = command(workdir, *more, *options)
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

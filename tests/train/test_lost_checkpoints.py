@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from jtrain.telemetry import metrics
+from tests.ports import free_port
 
 SETS = ("num_steps=12", "metrics.log_every_steps=1", "metrics.tensorboard=False", "checkpoint.every_steps=4")
 SETS += ("optimizer.warmup_steps=2", "checkpoint.keep_last=3")
@@ -68,9 +68,7 @@ def test_a_run_goes_on_after_damage_and_never_begins_anew_in_silence(tmp_path: P
 @pytest.mark.slow
 def test_processes_with_different_folders_are_refused_before_the_first_step(tmp_path: Path) -> None:
     """Each would write half of every checkpoint."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        coordinator = f"localhost:{probe.getsockname()[1]}"
+    coordinator = f"localhost:{free_port()}"
     environ = os.environ | {"XLA_FLAGS": "", "JTRAIN_COORDINATOR": coordinator, "JTRAIN_NUM_PROCESSES": "2"}
     processes = [
         subprocess.Popen(

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.telemetry import metrics
 from jtrain.train import attempt
+from tests.ports import free_port
 
 SMALL = (
     "num_steps=5",
@@ -111,9 +111,7 @@ def test_a_run_changes_its_stages_and_goes_on(plain: Path, tmp_path: Path) -> No
 def test_two_processes_share_a_pipeline_and_resume_after_a_kill(plain: Path, tmp_path: Path) -> None:
     """Stages span the processes, which read the same rows. Steps taken again after SIGKILL have the same bits."""
     workdir = tmp_path / "run"
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        coordinator = f"localhost:{probe.getsockname()[1]}"
+    coordinator = f"localhost:{free_port()}"
     environ = os.environ | {"XLA_FLAGS": "", "JTRAIN_COORDINATOR": coordinator, "JTRAIN_NUM_PROCESSES": "2"}
     sets = (*SMALL, *UNEVEN, "mesh.data=1", "layout.zero_stage=0")
     options = [part for text in sets for part in ("--set", text)]

@@ -21,7 +21,7 @@ COMMON = (
 )
 SMALL = ("optimizer.warmup_steps=2",)
 LAUNCH = "jtrain.launch"
-ON_CPUS = {"disable_most_optimizations": 1, "traceback_in_locations_limit": 1}
+ON_CPUS = {"disable_most_optimizations": 1, "traceback_in_locations_limit": 0}
 """Settings of jax on emulated devices. LLVM's optimisations are half of the seconds of a compilation. The key of the
 compile cache includes the call stack of every operation: with ten frames, the default, each kind would compile anew."""
 UNBROKEN_LIMIT_S = 3600.0

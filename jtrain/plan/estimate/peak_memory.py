@@ -5,9 +5,6 @@ Arguments are not counted, because they live for the whole step. Every term is a
 Source: XLA's buffer assignment at its peak, read for H200 and v5p.
 """
 
-import dataclasses
-from typing import Literal
-
 from jtrain.dims import kv_heads_in_use
 from jtrain.layout import ParamLayout
 from jtrain.model.layer_scan import LAYER_INPUT
@@ -20,7 +17,9 @@ from jtrain.model.saved_activations import (
     wide_per_token,
 )
 from jtrain.model.unembedding import num_parts
+from jtrain.optim.state import arrays
 from jtrain.plan.estimate.attention_time import implementation
+from jtrain.plan.estimate.moment import Moment
 from jtrain.plan.estimate.pipeline import kept_layers, layers_here, ticks
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
@@ -32,26 +31,8 @@ from jtrain_kernels.cost import ATTENTION, padded_head
 from jtrain_kernels.device import Platform
 
 _F32 = 4
-
 _VECTOR_MEMORY_BYTES = 48 * 2**20
 """Temporaries that XLA:TPU was seen to place in vector memory on a v5p."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Moment:
-    """Bytes of temporaries on one device, by the classes of `jtrain.plan.estimate.memory.MemoryPlan`."""
-
-    name: Literal["loss", "layer", "embedding", "update"]
-    gradients: int = 0
-    weights: int = 0
-    activations: int = 0
-    loss: int = 0
-    workspace: int = 0
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all classes together."""
-        return self.gradients + self.weights + self.activations + self.loss + self.workspace
 
 
 def worst_moment(job: Job) -> Moment:
@@ -84,7 +65,7 @@ class _Step:
     def __init__(self, job: Job) -> None:
         model, layout = job.model, job.layout
         spec, mesh = layout.spec, layout.mesh
-        self.model, self.layout, self.rows = model, layout, job.rows()
+        self.model, self.layout, self.rows, self.optimizer = model, layout, job.rows(), job.optimizer
         self.platform: Platform = job.platform
         self.seq_len = job.seq_len // mesh.context  # of this device
         self.param, self.compute, self.reduce = map(
@@ -183,11 +164,18 @@ class _Step:
         return self._hoisted() + self._own_heads()
 
     def _own_heads(self) -> int:
-        """Kernels of shared key heads that a device computes with: exchanged at the start of the step, all layers."""
+        """Kernels of shared key heads that a device computes with: exchanged at the start of the step, all layers.
+
+        XLA:TPU copies parameters and state before the loops to the order in which their gradients will come.
+        """
         shared = [p for p in self.layout.params if p.shared_by > 1]
         zero_sharded = self.layout.spec.zero_stage == 3
         size = self.compute if self.platform == "tpu" else self.param  # XLA:TPU casts before the loops
-        return size * sum(self.layout.local_size(p.spec(zero_sharded=zero_sharded), p.info.shape) for p in shared)
+        exchanged = size * sum(self.layout.local_size(p.spec(zero_sharded=zero_sharded), p.info.shape) for p in shared)
+        for p in shared if self.platform == "tpu" else ():
+            size = self.param + sum(x.dtype.itemsize for x in arrays(self.optimizer, p.info).values())
+            exchanged += size * local_elements(self.layout, p.optimizer, p.info.shape, "tpu")
+        return exchanged
 
     def _kept_weights(self) -> int:
         """Casts of the weights that a layer keeps without remat; 0 if the parameters have the compute dtype."""
@@ -329,6 +317,7 @@ class _Step:
     def _tpu_workspace(self) -> int:
         """Workspace of a layer's backward pass on a TPU, in the MLP or in attention, less what vector memory holds.
 
+        It holds no experts' rows: grouped matmuls and exchanges take and return arrays in device memory.
         The arrays that both need are those of `_workspace`, with queries, keys and values in chunks as well. Attention
         holds one chunk of queries and one of keys at a time, the gradient of its output in chunks, and that of the
         queries in float32, while the gradients of gate and up are still alive.
@@ -339,7 +328,7 @@ class _Step:
         if self.seq_len > self._chunk:
             attention += self.q + self.q * _F32 // self.compute
         needed = both + max(self._mlp(), 2 * self.f + attention)
-        return needed - min(_VECTOR_MEMORY_BYTES, needed // 3)
+        return needed if self.model.moe else needed - min(_VECTOR_MEMORY_BYTES, needed // 3)
 
     def _over_context(self) -> int:
         """Workspace of attention over `context`.

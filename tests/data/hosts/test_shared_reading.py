@@ -202,7 +202,7 @@ def test_a_stranger_is_not_listened_to(folder: Path, start: Start) -> None:
     assert hosts[0]._plane._listening is not None
     address = hosts[0]._plane._listening.getsockname()
     next(hosts[0])
-    with socket.create_connection(address, timeout=10) as stranger:
+    with socket.create_connection(address, timeout=300) as stranger:
         assert len(stranger.recv(64)) == 32
         stranger.sendall((1).to_bytes(4) + bytes(64))
         assert stranger.recv(64) == b""

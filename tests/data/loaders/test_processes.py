@@ -1,5 +1,4 @@
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from jtrain.data import PackedText, open_dataset, put_batch
 from jtrain.mesh import MeshSpec, make_mesh
+from tests.ports import free_port
 
 WORKER = """
 import json, sys
@@ -59,9 +59,7 @@ def said(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> tuple[Pa
     """Folder of the corpus, and the words of both processes on each case: one pair of processes goes through all."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     cases = json.dumps([(axes, global_batch_of(axes, block)) for axes, _, block, _ in CASES])
     processes = [
         subprocess.Popen(

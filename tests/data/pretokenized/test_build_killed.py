@@ -95,8 +95,8 @@ def finish(process: "subprocess.Popen[str]") -> tuple[str, str]:
 
 
 def no_worker_left(workers: list[psutil.Process]) -> bool:
-    """True if all processes are gone within a few seconds."""
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    """True if all processes go; the limit is long because the machine may be busy."""
+    _, alive = psutil.wait_procs(workers, timeout=120)
     return not alive
 
 
@@ -113,7 +113,7 @@ def test_a_kill_at_this_instant_changes_no_byte(instant: str, unbroken: dict[str
     """Kills the build at each place where the order of writes matters, twice in a row."""
     for _ in range(2):
         process = start(tmp_path, instant=instant)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
         assert process.returncode == -signal.SIGKILL
     finish(start(tmp_path))
     assert contents(tmp_path / "out") == unbroken
@@ -192,7 +192,7 @@ def test_a_full_disk_is_one_message_and_the_next_call_goes_on(shard_bytes: int, 
     """A limit on file sizes stands in for the disk: writes fail the same way, in the parent or in a worker."""
     write_lines(tmp_path, lines=600)
     process = start(tmp_path, instant="limited", shard_bytes=shard_bytes)
-    _, erred = process.communicate(timeout=60)
+    _, erred = process.communicate(timeout=300)
     assert process.returncode == 2
     assert re.fullmatch(
         r"error: --out \S+/out: the disk is full, or a limit on the size of files is reached \(.*\); [\d,]+ MiB "
@@ -207,7 +207,7 @@ def test_a_full_disk_is_one_message_and_the_next_call_goes_on(shard_bytes: int, 
 
 def test_after_a_full_disk_what_was_done_is_not_done_again(unbroken: dict[str, bytes], tmp_path: Path) -> None:
     process = start(tmp_path, instant="limited")
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == 2
     said, _ = finish(start(tmp_path))
     assert (found := re.search(r"web: goes on after (\d+) of 600 records", said))
@@ -218,7 +218,7 @@ def test_after_a_full_disk_what_was_done_is_not_done_again(unbroken: dict[str, b
 def test_an_unfinished_index_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
     write_lines(tmp_path, lines=600)
     process = start(tmp_path, instant="noted-but-not-removed")
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     [state] = (tmp_path / "out").glob(".*.partial/*.state.json")
     name = state.parent.name.split(".")[1]
     (tmp_path / f"{name}.jsonl").write_text('{"text": "new", "mask": []}\n' * 600)
@@ -233,7 +233,7 @@ def test_a_shard_that_lost_its_middle_with_the_machine_is_made_again(
 ) -> None:
     """Shards are not synced, so after a power cut one may have holes in it."""
     process = start(tmp_path, instant="while-appending")
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     units = sorted((tmp_path / "out").glob(".*.partial/*.unit"))
     assert units
     content = bytearray(units[0].read_bytes())

@@ -61,10 +61,9 @@ def out_of_descriptors(times: int) -> Iterator[list[str]]:
         if len(lines) == times:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
     with retry.heard(retry.Retries(tell)):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+        # Of these three none becomes free. Of a higher limit one might: what earlier tests left is closed at any time.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
             yield lines
         finally:
@@ -297,7 +296,7 @@ def test_a_prepared_index_on_a_disk_is_read_again(tmp_path: Path) -> None:
 def test_loaders_that_read_again_are_not_taken_for_hung_and_give_the_same_batches(
     web: Store, tmp_path: Path, same_batch: Any
 ) -> None:
-    """Loader processes wait 0.1 + 0.4 + 1.6 s here, longer than a document may take."""
+    """Loader processes wait 0.1, 0.4 and 1.6 s here, the last one longer than a document may take."""
     web.files["rows.parquet"] = parquet_bytes([f"{i} " * 300 for i in range(100)])
     spec = PackedText(
         sources={"books": Source(path=f"{web.url}/rows.parquet")},
@@ -306,7 +305,7 @@ def test_loaders_that_read_again_are_not_taken_for_hung_and_give_the_same_batche
         eval_fraction=0.0,
         max_loaders=1,
         on_bad_record="skip",
-        read_timeout_s=1.0,
+        read_timeout_s=1.5,
         cache_dir=str(tmp_path / "cache"),
     )
     dataset = open_dataset(spec, seed=0)

@@ -277,7 +277,6 @@ import numpy as np
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.source import Source
 from jtrain.data.sources.storage import StoredFile
-from tests.data.descriptors import descriptors
 from tests.data.writers import WRITERS, Write, write_array_record, write_parquet
 corpus = Corpus(Source(path={str(tmp_path)!r}), name="web", cache_dir=Path({str(tmp_path)!r}) / ".cache")
 print(sorted(corpus.read(np.arange(len(corpus)))))
