@@ -21,6 +21,8 @@ STEPS_AFTER = 3
 """Steps after the background work of a save has ended, which still count."""
 MATMUL = 1024
 """Size of the square matrices that a step multiplies, beside updating the state."""
+STDDEV = 0.02
+"""Scale of the normal values of the state. Orbax compresses: of equal values it would write next to nothing."""
 
 
 def shapes(size: str) -> dict[str, tuple[int, ...]]:
