@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
                   bar="<= 0.3" if large else None)  # fmt: skip
         yield row(f"{size}: host memory at most, during a save", ours["peak_states"], "states",
                   bar="<= 1.3" if large else None)  # fmt: skip
-        yield row(f"{size}: host memory, last save against the first", ours["grown_states"], "states", bar="<= 0.05")
+        yield row(f"{size}: host memory that each save leaves", ours["grown_states"], "states", bar="<= 0.05")
         for program, theirs in found.items():
             for key, what in (
                 ("step_s", "usual step"),

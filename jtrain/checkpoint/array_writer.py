@@ -66,13 +66,17 @@ def _metadata(shape: tuple[int, ...], shard_shape: tuple[int, ...], dtype: np.dt
     return array_files.leaf_metadata(shape, array_files.chunk_shape(shard_shape, dtype.itemsize), dtype)
 
 
-def threads() -> concurrent.futures.ThreadPoolExecutor:
-    """Returns threads for copies and writes: not more than there are cores, since each also hashes."""
-    return concurrent.futures.ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0))), "checkpoint")
+def threads(*, low: bool = False) -> concurrent.futures.ThreadPoolExecutor:
+    """Returns threads for copies and writes: not more than there are cores, since each also hashes.
+
+    low: they have a low priority.
+    """
+    count = min(_THREADS, len(os.sched_getaffinity(0)))
+    return concurrent.futures.ThreadPoolExecutor(count, "checkpoint", initializer=yield_to_steps if low else None)
 
 
 def yield_to_steps() -> None:
-    """Lowers the priority of the calling thread and of those that it will start: steps need the same cores."""
+    """Lowers the priority of the calling thread and of those that it will start: others need the same cores."""
     if sys.platform == "linux":  # elsewhere it would be that of the whole process
         os.nice(_NICE)
 
@@ -152,7 +156,6 @@ def differing(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
 
     checksums: of the files that this process wrote; those of others are compared by their hashes, which takes longer.
     """
-
     names = collections.deque(sorted(hashes))
 
     def compare(disk: HashedIO, name: str) -> str | None:
@@ -183,9 +186,8 @@ def differing(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
                 lines.append(line)
 
     with threads() as pool:
-        return sorted(
-            itertools.chain(*(done.result() for done in [pool.submit(work) for _ in range(pool._max_workers)]))
-        )
+        found = [pool.submit(work) for _ in range(pool._max_workers)]
+        return sorted(itertools.chain(*(done.result() for done in found)))
 
 
 def incomplete(path: Path, hashes: Hashes, leaves: dict[str, files.ManifestLeaf]) -> list[str]:

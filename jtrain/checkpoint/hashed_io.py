@@ -5,6 +5,7 @@ Through the page cache, the kernel copies every byte into memory that it must fi
 read back past the cache also proves what the disk holds.
 """
 
+import contextlib
 import errno
 import fcntl
 import functools
@@ -52,8 +53,8 @@ class Checksum:
     def update(self, data: memoryview, /) -> None:
         """Adds a block; all but the last one consist of whole pages."""
         whole = len(data) - len(data) % PAGE_BYTES
-        pages = np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE_BYTES // 8)
-        self._sums.update(np.add.reduce(pages, axis=1).tobytes())
+        words = np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE_BYTES // 8)
+        self._sums.update(np.add.reduce(words, axis=1).tobytes())
         self._sums.update(data[whole:])
 
     def hexdigest(self) -> str:
@@ -129,8 +130,9 @@ def pages(size_bytes: int) -> mmap.mmap:
       OSError: there is not so much memory.
     """
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size_bytes >= _HUGE_PAGE_BYTES:
-        memory.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer page faults: they take longer than a copy
+    if size_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer page faults: they take longer than a copy
     return memory
 
 

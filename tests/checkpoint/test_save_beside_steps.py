@@ -182,5 +182,7 @@ def test_a_checksum_tells_what_a_disk_may_do_to_a_file(tmp_path: Path, size: int
     path = tmp_path / "file"
     _, wanted = HashedIO().write(path, memoryview(data))
     assert HashedIO().read(path, Checksum()) == (size, wanted)
+    odd = HashedIO().write(tmp_path / "odd", memoryview(b"x" + data)[1:])  # memory that O_DIRECT refuses
+    assert (odd[1], (tmp_path / "odd").read_bytes()) == (wanted, data)
     path.write_bytes(changed(data, change))
     assert HashedIO().read(path, Checksum())[1] != wanted

@@ -108,7 +108,7 @@ def _orbax(folder: Path) -> tuple[Any, ...]:
 
 
 def _orbax_fsync(folder: Path) -> tuple[Any, ...]:
-    """Orbax, whose finished checkpoints a thread forces to the disk as a whole: TensorStore has forced the arrays only."""
+    """Orbax, and a thread that forces all of a finished checkpoint to the disk: TensorStore forces only the arrays."""
     save_orbax, named, ended_orbax, close = _orbax(folder)
     forced: list[threading.Thread] = []
 
