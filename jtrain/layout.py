@@ -25,7 +25,10 @@ from jax.sharding import PartitionSpec as P
 from jtrain.dims import ParamInfo
 from jtrain.errors import UserError
 from jtrain.head_splits import check_context_heads, devices_per_key_head
-from jtrain.mesh import BATCH_AXES, ZERO_AXES, MeshSpec, local_shape, shard_size
+from jtrain.layout_spec import LayoutSpec as LayoutSpec
+from jtrain.layout_spec import check_batch as check_batch
+from jtrain.mesh import ZERO_AXES, MeshSpec, local_shape, shard_size, unsplit_axes
+from jtrain.offload_spec import OFFLOADABLE, largest_first, moved
 from jtrain.offload_spec import OffloadSpec as OffloadSpec
 from jtrain.pipeline.pipeline_layout import PipelineLayout, place_layers
 from jtrain.pipeline.spec import PipelineSpec
@@ -51,56 +54,13 @@ type MemoryKind = Literal["device", "pinned_host"]
 
 
 @dataclasses.dataclass(frozen=True)
-class LayoutSpec:
-    """Layout options of a model on a mesh; they change speed and memory, never the losses.
-
-    zero_stage: sharding over `data` and `context`: 0 nothing; 1 optimizer state; 2 also gradients; 3 also parameters.
-    microbatches: number of parts in which the global batch is computed; their gradients are summed.
-    remat: activations that a layer saves for its backward pass: `none` saves all, `full` only the layer's input and
-      recomputes the rest, `named` that input and `remat_save`.
-    remat_save: activations to save, from `jtrain.model.forward_placement.SAVEABLE`.
-    tensor_overlap: True splits collectives over `tensor` into pieces that overlap with a layer's matmuls, except where
-      the kernels' cost model predicts that this is slower.
-    sequence_groups: groups of a device's sequences that a layer computes side by side, so that the collectives of one
-      group over `tensor` overlap with the computation of the others; 1 for all sequences together.
-    offload: arrays kept in host memory.
-    context_attention: attention over `context`: `ring` sends keys and values round a ring while blocks of scores are
-      computed (arXiv:2310.01889); `ulysses` exchanges positions for heads and back (arXiv:2309.14509).
-    auto: True lets `jtrain.plan.search` pick zero_stage, remat, remat_save, microbatches and offload: the settings that
-      fit with the least predicted step time. They replace the config's, and config.txt holds them.
-    """
-
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    microbatches: int = 1
-    remat: Literal["none", "full", "named"] = "none"
-    remat_save: tuple[str, ...] = ()
-    tensor_overlap: bool = False
-    sequence_groups: int = 1
-    offload: OffloadSpec = OffloadSpec()  # noqa: RUF009 - frozen
-    context_attention: Literal["ring", "ulysses"] = "ring"
-    auto: bool = False
-
-    def __post_init__(self) -> None:
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise UserError(f"layout.zero_stage={self.zero_stage!r} must be 0, 1, 2 or 3.")
-        if self.microbatches < 1:
-            raise UserError(f"layout.microbatches={self.microbatches} must be at least 1.")
-        if self.sequence_groups < 1:
-            raise UserError(f"layout.sequence_groups={self.sequence_groups} must be at least 1.")
-        if (self.remat == "named") != bool(self.remat_save):
-            raise UserError(
-                f"layout.remat={self.remat!r} with layout.remat_save={self.remat_save!r}: remat=named saves these "
-                "names, and no other remat does. Set both or neither."
-            )
-
-
-@dataclasses.dataclass(frozen=True)
 class ParamLayout:
     """Layout of one parameter, its gradient and its optimizer state.
 
     info: the parameter in the state: under a pipeline, `ParamInfo.placed`.
     data_dim, tensor_dim, expert_dim: index into `info.shape` of the dimension that the axis may split, or None.
     param_memory: memory of the parameter between uses. `Layout.host_state` decides the memory of its optimizer state.
+    gradient_memory: memory of the sum of its gradients, between microbatches and until the update.
     shared_by: number of devices along `tensor` that compute the same key head; more than 1 only for kernels of K.
     staged: True under a pipeline: `stage` splits the layers (Y), and `stage` and `tensor` together the vocabulary (V).
     """
@@ -113,6 +73,7 @@ class ParamLayout:
     expert_dim: int | None = None
     shared_by: int = 1
     staged: bool = False
+    gradient_memory: MemoryKind = "device"
 
     def spec(self, *, over_data: bool) -> P:
         """Returns the partition over `stage`, `tensor` and `expert`, and with `over_data` over `ZERO_AXES` too.
@@ -224,38 +185,12 @@ class Layout:
         share = self.spec.offload.share("optimizer")
         budget = share * total
         if self.spec.offload.update == "device":
-            return _moved("optimizer", share, total, largest_first(budget, movable), movable)
+            return moved("optimizer", share, total, largest_first(budget, movable), movable)
         together: dict[str, int] = {}  # the host's cores update all state of a parameter or none
         for (path, _), size in movable.items():
             together[path] = together.get(path, 0) + size
-        chosen = _moved("optimizer", share, total, largest_first(budget, together), together)
+        chosen = moved("optimizer", share, total, largest_first(budget, together), together)
         return frozenset(key for key in movable if key[0] in chosen)
-
-
-def largest_first[K](budget_bytes: float, sizes: Mapping[K, int]) -> frozenset[K]:
-    """Returns keys whose sizes fit the budget together: goes from the largest down and takes each that still fits."""
-    left = budget_bytes + 1e-6 * sum(sizes.values())  # 0.3 of a sum is not exact
-    chosen: list[K] = []
-    for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        if size <= left:
-            chosen.append(key)
-            left -= size
-    return frozenset(chosen)
-
-
-def _moved[K](name: str, share: float, total: int, chosen: frozenset[K], sizes: Mapping[K, int]) -> frozenset[K]:
-    """Returns `chosen`, the arrays to offload, after checking that it is not empty for a positive share.
-
-    Raises:
-      UserError: the share is positive, but smaller than the smallest array.
-    """
-    if share > 0 and not chosen and sizes:
-        smallest = min(sizes.values()) / total
-        raise UserError(
-            f"layout.offload.{name}={share:g} moves nothing: the smallest array is {smallest:.1%} of the bytes. "
-            f"Set layout.offload.{name} to at least that, or to `none`."
-        )
-    return chosen
 
 
 def make_layout(
@@ -280,13 +215,13 @@ def make_layout(
         infos = tuple(info.placed(placed.order) for info in infos)
     shared_by = devices_per_key_head(mesh, infos)
     check_context_heads(mesh, infos, attention=spec.context_attention, order=context_order)
-    shares = {name: spec.offload.share(name) for name in ("optimizer", "params", "activations")}
+    shares = {name: spec.offload.share(name) for name in OFFLOADABLE}
     # Shared kernels are exchanged once per step, all layers at once, so they stay on the device.
     stays = "K" if shared_by > 1 else "-"
     layers = [info for info in infos if info.is_matrix and info.is_stacked]
     stacked = {info.path: info.size for info in layers if stays not in info.dims}
     total = sum(stacked.values())
-    on_host = _moved("params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked)
+    on_host = moved("params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked)
     if mesh.expert != 1 and not any(info.is_experts for info in infos):
         raise UserError(
             f"mesh.expert={mesh.expert}: this model has no experts (model.moe=None), so its devices would repeat each "
@@ -320,8 +255,31 @@ def make_layout(
         memory: MemoryKind = "pinned_host" if info.path in on_host else "device"
         split: Any = dict(expert_dim=dims["expert"], shared_by=shared, staged=placed is not None)
         layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory, **split))
+    if shares["gradients"] > 0:
+        layouts = _with_gradients_on_host(spec, mesh, layouts)
     more: Any = dict(context_order=context_order, precision=precision, kernels=kernels)
     return Layout(spec, mesh, tuple(layouts), pipeline=placed, pipeline_spec=pipeline, **more)
+
+
+def _with_gradients_on_host(spec: LayoutSpec, mesh: MeshSpec, layouts: list[ParamLayout]) -> list[ParamLayout]:
+    """Chooses the layers' gradients to keep in host memory, among those that need no sum over devices at the end."""
+    layers = [p for p in layouts if p.info.is_matrix and p.info.is_stacked]
+    ready = [
+        p
+        for p in layers
+        if p.accumulator == p.optimizer and p.shared_by == 1 and not unsplit_axes(p.optimizer, mesh.shape)
+    ]
+    share = spec.offload.share("gradients")
+    if not (ready and spec.sums_within_layers(mesh)):
+        raise UserError(
+            f"layout.offload.gradients={share:g} with layout.zero_stage={spec.zero_stage}, mesh.replica={mesh.replica} "
+            f"and mesh.data={mesh.data}: gradients of layers would be summed over devices at the end of a step, all "
+            "layers at once. Set layout.zero_stage=2 or 3 and mesh.replica=1, or layout.offload.gradients=none."
+        )
+    total = sum(p.info.size for p in layers)
+    sizes = {p.info.path: p.info.size for p in ready}
+    chosen = moved("gradients", share, total, largest_first(share * total, sizes), sizes)
+    return [dataclasses.replace(p, gradient_memory="pinned_host") if p.info.path in chosen else p for p in layouts]
 
 
 def _check_stages(spec: LayoutSpec, placed: PipelineLayout, precision: PrecisionSpec) -> None:
@@ -331,6 +289,11 @@ def _check_stages(spec: LayoutSpec, placed: PipelineLayout, precision: Precision
         raise UserError(
             f"precision.grad_accum_dtype={dtype} with mesh.stage={placed.stages}: stages sum gradients in float32. "
             "Set precision.grad_accum_dtype=float32, or mesh.stage=1."
+        )
+    if offload.share("gradients") > 0:
+        raise UserError(
+            f"layout.offload.gradients={offload.gradients} with mesh.stage={placed.stages}: stages sum gradients on "
+            "the device. Set layout.offload.gradients=none, or mesh.stage=1."
         )
     if offload.share("activations") > 0:
         raise UserError(
@@ -367,34 +330,3 @@ def _check_groups(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]
         if found:
             groups = f"layout.sequence_groups={spec.sequence_groups}"
             raise UserError(f"{groups} with {other}. Set layout.sequence_groups=1, or change the other.")
-
-
-def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len: int) -> int:
-    """Returns the number of sequences that one device computes at a time.
-
-    Raises:
-      UserError: sequences or positions do not split evenly over the devices, or sequences into groups.
-    """
-    rows = shard_size("data.global_batch", global_batch, mesh.shape, BATCH_AXES)
-    shard_size("data.seq_len", seq_len, mesh.shape, ("context", "tensor"))
-    # ulysses needs this only in zig-zag order; the data checks it.
-    if mesh.context > 1 and spec.context_attention == "ring" and seq_len % (2 * mesh.context):
-        below = seq_len - seq_len % (2 * mesh.context)
-        raise UserError(
-            f"data.seq_len={seq_len} over mesh.context={mesh.context}: each device has an early and a late part of a "
-            f"row, so it must be a multiple of {2 * mesh.context}. Nearest: {below}, {below + 2 * mesh.context}."
-        )
-    if rows % spec.microbatches:
-        shards = global_batch // rows
-        raise UserError(
-            f"data.global_batch={global_batch} over {shards} devices is {rows} sequences each, which "
-            f"layout.microbatches={spec.microbatches} does not divide. Set data.global_batch to a multiple of "
-            f"{shards * spec.microbatches}, or layout.microbatches to a divisor of {rows}."
-        )
-    each = rows // spec.microbatches
-    if each % spec.sequence_groups:
-        raise UserError(
-            f"layout.sequence_groups={spec.sequence_groups} does not divide the {each} sequences that a device computes"
-            " at a time. Set it to a divisor of them, or change data.global_batch or layout.microbatches."
-        )
-    return each

@@ -1,9 +1,16 @@
 """Settings of the arrays that a run keeps in host memory between uses."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from jtrain.errors import UserError
+
+type Offloadable = Literal["optimizer", "params", "activations", "gradients"]
+"""What may be in host memory: fields of `OffloadSpec` with a share."""
+
+OFFLOADABLE: tuple[Offloadable, ...] = ("optimizer", "activations", "params", "gradients")
+"""All of them, from the least to the most often copied."""
 
 type Share = float | Literal["none", "as_needed"]
 """Share from 0.0 to 1.0; `none` is 0.0, `as_needed` the smallest share with which the run fits."""
@@ -17,6 +24,8 @@ class OffloadSpec:
       largest first, so the share reached may be a little lower; the plan prints it.
     params: share of the bytes of the layers' parameters, also by whole arrays; a layer's part is fetched when needed.
     activations: share of the bytes that each layer saves for its backward pass, by whole named activations.
+    gradients: share of the bytes of the layers' gradients, by whole arrays: their sums stay on the host from one
+      microbatch to the next, and until the update.
     update: where offloaded optimizer state is updated: `device` streams it to the device and back, layer by layer;
       `host` computes AdamW on the host's cores (ZeRO-Offload, arXiv:2101.06840) and streams gradients and parameters.
     unified_memory: one address space for host and device (Grace Hopper): the driver moves pages between them.
@@ -25,11 +34,12 @@ class OffloadSpec:
     optimizer: Share = "none"
     params: Share = "none"
     activations: Share = "none"
+    gradients: Share = "none"
     update: Literal["device", "host"] = "device"
     unified_memory: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("optimizer", "params", "activations"):
+        for name in OFFLOADABLE:
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if value not in ("none", "as_needed") and not (number and 0 <= value <= 1):
@@ -44,14 +54,14 @@ class OffloadSpec:
                 f"layout.offload.update=host updates optimizer state in host memory, but layout.offload.optimizer="
                 f"{self.optimizer} keeps none there. Set layout.offload.optimizer=1.0, or layout.offload.update=device."
             )
-        placed = [name for name in ("optimizer", "params", "activations") if getattr(self, name) not in ("none", 0)]
+        placed = [name for name in OFFLOADABLE if getattr(self, name) not in ("none", 0)]
         if self.unified_memory and placed:
             raise UserError(
                 f"layout.offload.unified_memory=True lets the driver place pages, but layout.offload."
                 f"{placed[0]}={getattr(self, placed[0])} places arrays. Set only one of them."
             )
 
-    def share(self, name: Literal["optimizer", "params", "activations"]) -> float:
+    def share(self, name: Offloadable) -> float:
         """Returns a share as a number.
 
         Raises:
@@ -64,3 +74,29 @@ class OffloadSpec:
                 "finds the smallest that fits the devices."
             )
         return 0.0 if value == "none" else float(value)
+
+
+def largest_first[K](budget_bytes: float, sizes: Mapping[K, int]) -> frozenset[K]:
+    """Returns keys whose sizes fit the budget together: goes from the largest down and takes each that still fits."""
+    left = budget_bytes + 1e-6 * sum(sizes.values())  # 0.3 of a sum is not exact
+    chosen: list[K] = []
+    for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        if size <= left:
+            chosen.append(key)
+            left -= size
+    return frozenset(chosen)
+
+
+def moved[K](name: str, share: float, total: int, chosen: frozenset[K], sizes: Mapping[K, int]) -> frozenset[K]:
+    """Returns `chosen`, the arrays to offload, after checking that it is not empty for a positive share.
+
+    Raises:
+      UserError: the share is positive, but smaller than the smallest array.
+    """
+    if share > 0 and not chosen and sizes:
+        smallest = min(sizes.values()) / total
+        raise UserError(
+            f"layout.offload.{name}={share:g} moves nothing: the smallest array is {smallest:.1%} of the bytes. "
+            f"Set layout.offload.{name} to at least that, or to `none`."
+        )
+    return chosen

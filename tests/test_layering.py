@@ -18,6 +18,7 @@ ROWS = (
     ("dims", "hlo", "precision", "telemetry"),
     ("mesh", "supervise"),
     ("head_splits", "offload_spec", "pipeline"),  # schedules and placement are data, which the layout reads
+    ("layout_spec",),
     ("layout",),
     ("data", "model", "optim", "profile", "checkpoint"),
     ("step",),

@@ -57,7 +57,7 @@ class Program:
 
     what: what sets it apart from the others.
     sets: settings of the config.
-    waits: True if the bar of the seconds holds for it: eight programs.
+    waits: True if the bar of the seconds holds for it.
     """
 
     what: str
@@ -75,8 +75,8 @@ class Program:
 PROGRAMS = (
     Program("ZeRO-3", "h200", "llama8b", _ZERO, waits=True),
     Program("cuDNN attention", "h200", "llama8b", f"{_ZERO} kernels=(('attention','cudnn'),)"),
-    Program("8 bits, delayed scaling", "h200", "llama8b", f"{_ZERO} precision.matmul_dtype=fp8_delayed"),
-    Program("8 bits, current scaling", "h200", "llama8b", f"{_ZERO} precision.matmul_dtype=fp8_current"),
+    Program("8 bits, delayed scaling", "h200", "llama8b", f"{_ZERO} precision.matmul_dtype=fp8_delayed", waits=True),
+    Program("8 bits, current scaling", "h200", "llama8b", f"{_ZERO} precision.matmul_dtype=fp8_current", waits=True),
     Program("expert=4", "h200", "qwen3_30b_a3b", _EXPERTS, waits=True),
     Program("context=4, ring", "h200", "llama8b", _LONG, waits=True),
     Program("context=4, ulysses", "h200", "llama8b", f"{_LONG} layout.context_attention=ulysses", waits=True),

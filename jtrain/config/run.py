@@ -22,6 +22,7 @@ from jtrain.model.layer_scan import check_scanned
 from jtrain.model.param import map_params
 from jtrain.model.saved_activations import offloaded_names
 from jtrain.model.transformer import Transformer
+from jtrain.offload_spec import OFFLOADABLE
 from jtrain.optim import AdamW, Muon, check_layout
 from jtrain.optim import build as build_optimizer
 from jtrain.optim.optimizer import check_offload
@@ -149,9 +150,9 @@ def validate(run: Run) -> None:
     # Whatever does not fit one device along `data` fits none: `settle_mesh` checks again with the number it chooses.
     run = dataclasses.replace(run, mesh=run.mesh.settled(1))
     offload = run.layout.offload
-    if {offload.params, offload.activations} - {"none", 0}:
+    if {offload.params, offload.activations, offload.gradients} - {"none", 0}:
         check_scanned(run.model.scan_layers)
-    if "as_needed" in (offload.optimizer, offload.params, offload.activations):
+    if "as_needed" in (getattr(offload, name) for name in OFFLOADABLE):
         offload = OffloadSpec()  # the share depends on the devices
     # Checks that heads, widths and vocabulary split over the mesh, and that offloaded activations are among the saved.
     layout = run_layout(dataclasses.replace(run, layout=dataclasses.replace(run.layout, offload=offload)))

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 from jtrain.errors import UserError
@@ -56,7 +57,8 @@ class Summed:
     The gradient of `total` is the new sum. The weight itself gets no gradient.
 
     weight: stacked, [Y, ...], or a `Detached`.
-    total: sum of the gradients of earlier microbatches, [Y, ...].
+    total: sum of the gradients of earlier microbatches, [Y, ...]; in host memory each layer's streams to the device
+      and back.
     add: (sum of one layer, its gradient, number of the layer) -> new sum of the layer, in the dtype of `total`.
     """
 
@@ -82,22 +84,22 @@ def scan_layers(
     leaves = jax.tree.leaves(weights, is_leaf=_is_leaf)
     streams = offload or any(map(_streams, leaves))
     if streams or any(isinstance(leaf, Summed) for leaf in leaves):
-        assert unroll == 1 or not streams, "check_scanned refuses it"
+        check_scanned(unroll == 1 or not streams)
         return _looped(layer, x, weights, shared, unroll=unroll, offload=offload)
     return jax.lax.scan(lambda x, w: (layer(x, w, shared), None), x, weights, unroll=unroll)[0]
 
 
 def check_scanned(scan_layers: bool) -> None:
-    """Refuses offloaded weights or activations in an unrolled loop.
+    """Refuses offloaded weights, activations or gradients in an unrolled loop.
 
     Raises:
       UserError: the loop is unrolled.
     """
     if not scan_layers:
         raise UserError(
-            "model.scan_layers=False with layout.offload.params or .activations: only a loop fetches one layer while "
-            "another computes; unrolled, XLA joins all layers' arrays on the device, or on the host's cores, and needs "
-            "more memory than without. Set model.scan_layers=True."
+            "model.scan_layers=False with layout.offload.params, .activations or .gradients: only a loop fetches one "
+            "layer while another computes; unrolled, XLA joins all layers' arrays on the device, or on the host's "
+            "cores, and needs more memory than without. Set model.scan_layers=True."
         )
 
 
@@ -109,7 +111,9 @@ def _looped(
     steps = jnp.arange(num_layers)
     # Each list has one entry per weight: None where the weight has no such array.
     leaves = [leaf.weight if isinstance(leaf, Summed) else leaf for leaf in given]
-    totals = [leaf.total if isinstance(leaf, Summed) else None for leaf in given]
+    sums = [leaf.total if isinstance(leaf, Summed) else None for leaf in given]
+    near_sums = [None if total is None or _on_host(total) else total for total in sums]
+    far_sums = [total if total is not None and _on_host(total) else None for total in sums]
     trained = [leaf.trained if _is_detached(leaf) else leaf for leaf in leaves]
     values = [leaf.value if _is_detached(leaf) else None for leaf in leaves]
     near = [None if value is None or _on_host(value) else value for value in values]
@@ -134,12 +138,12 @@ def _looped(
         return jax.lax.scan(body, (x, fetch(far, 0)), (steps, trained, near), unroll=unroll)
 
     @jax.custom_vjp
-    def run(x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any, totals: Any) -> LayerCarry:
-        del totals
+    def run(x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any, near_sums: Any, far_sums: Any) -> LayerCarry:
+        del near_sums, far_sums
         (x, _), _ = loop(lambda x, trained, values: (one(x, trained, values, shared), None), x, trained, near, far)
         return x
 
-    def forward(x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any, totals: Any) -> Any:
+    def forward(x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any, near_sums: Any, far_sums: Any) -> Any:
         # Only the layer's input is saved; the backward pass gets weights and shared values again.
         keep = (True, False, False, False)
 
@@ -160,35 +164,55 @@ def _looped(
 
         (x, held), (vjps, saved) = loop(compute, x, trained, near, far)
         # Of the last layer, while the loss computes.
-        back = fetch(saved, num_layers - 1)
-        return x, (vjps, saved, held, back, trained, near, far, shared, totals)
+        back, sum_back = fetch((saved, far_sums), num_layers - 1)
+        return x, (vjps, saved, held, back, trained, near, far, shared, near_sums, far_sums, sum_back)
 
     def backward(kept: Any, grad: LayerCarry) -> Any:
-        vjps, saved, held, back, trained, near, far, shared, totals = kept
+        vjps, saved, held, back, trained, near, far, shared, near_sums, far_sums, sum_back = kept
 
         def body(carry: Any, now: Any) -> Any:
-            (grad, held, back, totals), (y, vjp, trained, near) = carry, now
-            ahead = fetch((far, saved), jnp.maximum(y - 1, 0))
+            (grad, held, back, near_sums, far_sums, sum_back, new), (y, vjp, trained, near) = carry, now
+            *ahead, sum_ahead = fetch((far, saved, far_sums), jnp.maximum(y - 1, 0))
             x, *vjp.opaque_residuals = _either([vjp.args_res[0], *vjp.opaque_residuals], back)
             vjp.args_res[:] = [x, trained, _either(near, held), shared]
             grad, trained_grad, _, _ = vjp(grad)
-            found = zip(given, totals, trained_grad, strict=True)
-            totals = [_added(leaf, total, g, y) if isinstance(leaf, Summed) else None for leaf, total, g in found]
+            if any(far_sum is not None for far_sum in far_sums):
+                # Fetch before writing the same array: XLA does not know that the layers differ, and would copy all of
+                # it. The largest gradient is known halfway: fetches run in the first half, writes in the second.
+                half = max(range(len(given)), key=lambda i: trained_grad[i].size)
+                together = far_sums, sum_ahead, trained_grad[half]
+                far_sums, sum_ahead, trained_grad[half] = jax.lax.optimization_barrier(together)
+                # Of the layer after this one; the first time of this layer, unchanged.
+                far_sums = _put(far_sums, new, jnp.minimum(y + 1, num_layers - 1))
+            of_layer = jax.tree.map(lambda total: jax.lax.dynamic_index_in_dim(total, y, keepdims=False), near_sums)
+            found = zip(given, _either(of_layer, sum_back), trained_grad, strict=True)
+            added = [leaf.add(total, g, y) if isinstance(leaf, Summed) else None for leaf, total, g in found]
+            here = [None if total is None else one for total, one in zip(near_sums, added, strict=True)]
+            new = [None if total is None else one for total, one in zip(far_sums, added, strict=True)]
             rest = [None if isinstance(leaf, Summed) else g for leaf, g in zip(given, trained_grad, strict=True)]
-            return (grad, *ahead, totals), rest
+            return (grad, *ahead, _put(near_sums, here, y), far_sums, sum_ahead, new), rest
 
-        xs, first = (steps, vjps, trained, near), (grad, held, back, totals)
-        (grad, _, _, totals), trained_grad = jax.lax.scan(body, first, xs, reverse=True, unroll=unroll)
-        return grad, trained_grad, None, None, None, totals
+        first = (grad, held, back, near_sums, far_sums, sum_back, sum_back)
+        xs = (steps, vjps, trained, near)
+        (grad, *_, near_sums, far_sums, _, new), trained_grad = jax.lax.scan(
+            body, first, xs, reverse=True, unroll=unroll
+        )
+        return grad, trained_grad, None, None, None, near_sums, _put(far_sums, new, 0)
 
     run.defvjp(forward, backward)
-    return run(x, trained, near, far, shared, totals)
+    return run(x, trained, near, far, shared, near_sums, far_sums)
 
 
-def _added(summed: Summed, total: Array, grad: Array, y: Array) -> Array:
-    """The sums of all layers with the gradient of layer y added, in place."""
-    new = summed.add(jax.lax.dynamic_index_in_dim(total, y, keepdims=False), grad, y)
-    return jax.lax.dynamic_update_index_in_dim(total, new, y, 0)
+def _put(totals: Any, new: Any, y: Array | int) -> Any:
+    """Writes the sums of layer y into those of all layers, in place, in whichever memory they are."""
+
+    def put(total: Array, new: Array) -> Array:
+        if _on_host(total):
+            new = with_layout_constraint(new, Layout(tuple(range(new.ndim))))
+            new = jax.device_put(new, jax.memory.Space.Host)
+        return jax.lax.dynamic_update_index_in_dim(total, new, y, 0)
+
+    return jax.tree.map(put, totals, new)
 
 
 def _names(fn: Callable[..., list[Array]], *args: Any) -> list[str | None]:
@@ -217,7 +241,8 @@ def _is_detached(leaf: Any) -> bool:
 
 def _streams(leaf: Any) -> bool:
     weight = leaf.weight if isinstance(leaf, Summed) else leaf
-    return _is_detached(weight) and _on_host(weight.value)
+    far_sum = isinstance(leaf, Summed) and _on_host(leaf.total)
+    return far_sum or (_is_detached(weight) and _on_host(weight.value))
 
 
 def _on_host(value: Array) -> bool:

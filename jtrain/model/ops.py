@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from jtrain_kernels.attention.api import attention
 from jtrain_kernels.attention.context import WHOLE_ROWS, RowSplit, context_attention
 from jtrain_kernels.embedding_lookup.api import embedding_lookup
-from jtrain_kernels.fp8.api import AMAX, Fp8Kernel, linear_fp8, of_one_x
+from jtrain_kernels.fp8.api import AMAX, Fp8Kernel, linear_fp8, of_one_x, rounded_weight
 from jtrain_kernels.fp8.formats import unsupported as fp8_unsupported
 from jtrain_kernels.fp8.history import empty as no_amax
 from jtrain_kernels.fp8.history import pushed as amax_pushed
@@ -63,6 +63,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_branch",
     "rope",
+    "rounded_weight",
     "swiglu",
     "token_cross_entropy",
     "token_cross_entropy_in_parts",

@@ -19,7 +19,7 @@ from jtrain.errors import UserError
 from jtrain.model import ops
 from jtrain.model.attention import Attention
 from jtrain.model.forward_placement import Placement, by_rows, checkpointed, single_device
-from jtrain.model.layer_scan import Layer, LayerCarry, check_scanned, scan_layers
+from jtrain.model.layer_scan import Layer, LayerCarry, scan_layers
 from jtrain.model.mlp import SwiGLU
 from jtrain.model.moe import MoE
 from jtrain.model.norm import RMSNorm
@@ -217,8 +217,6 @@ class Transformer(nnx.Module):
         self, params: Params, batch: Batch, placement: Placement
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
         """Result of `hidden`, and the router losses summed over layers (None for a dense model)."""
-        if placement.streams or placement.offload:
-            check_scanned(self.scan_layers)
         x_BLD = self.embed(params, batch.token_BL, placement)
         layer, unroll = self.layer(placement), 1 if self.scan_layers else self.num_layers
         shared = self.shared(batch)

@@ -134,10 +134,15 @@ class Optimizer:
 
         return self.state_map(first)
 
-    def begin(self, grads: ParamTree, step: int | Int[Array, ""]) -> Update:
-        """Computes the scalars of update `step` that need all gradients; `update_param` may follow one by one."""
+    def begin(self, grads: ParamTree, step: int | Int[Array, ""], *, norm: Float[Array, ""] | None = None) -> Update:
+        """Computes the scalars of update `step` that need all gradients; `update_param` may follow one by one.
+
+        Args:
+          norm: global norm of the gradients, if they cannot be read all at once because some are in host memory.
+        """
         step = jnp.asarray(step, jnp.int32)
-        norm = optax.tree.norm({path: _f32(g) for path, g in by_path(self.params, grads).items()})
+        if norm is None:
+            norm = optax.tree.norm({path: _f32(g) for path, g in by_path(self.params, grads).items()})
         clip = self.spec.clip_norm
         scale = jnp.float32(1.0) if clip is None else jnp.minimum(1.0, clip / norm)
         mu_scale, nu_scale = (1.0 / (1.0 - b ** (step + 1)) for b in (self.spec.b1, self.spec.b2))
@@ -319,8 +324,9 @@ def check_offload(spec: LayoutSpec, optimizer: AdamW | Muon) -> None:
             f"param_rounding={optimizer.param_rounding}: stochastic rounding does not run on the host's cores. Set "
             "layout.offload.update=device, or optimizer.moment_dtype=float32 and param_rounding=nearest."
         )
-    if isinstance(optimizer, Muon) and spec.offload.optimizer not in ("none", 0):
-        raise UserError(
-            f"layout.offload.optimizer={spec.offload.optimizer} with Muon: its update takes whole matrices, so no part "
-            "of its state can stream. Set layout.offload.optimizer=none, or use AdamW."
-        )
+    for field in ("optimizer", "gradients"):
+        if isinstance(optimizer, Muon) and (share := getattr(spec.offload, field)) not in ("none", 0):
+            raise UserError(
+                f"layout.offload.{field}={share} with Muon: its update takes whole matrices, so no part of its state "
+                f"or gradients can stream. Set layout.offload.{field}=none, or use AdamW."
+            )

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 
 from jtrain.errors import UserError
 from jtrain.mesh import MeshSpec
+from jtrain.offload_spec import OFFLOADABLE
 from jtrain.plan.estimate.memory import MemoryPlan
-from jtrain.plan.search import OFFLOADS, Point, SearchTask, evaluate, fits, meshes, offload_of
+from jtrain.plan.search import Point, SearchTask, evaluate, fits, meshes, offload_of
 from jtrain.plan.smaller_settings import GIB, set_options, smaller_states, with_state
 from jtrain.runtime.platform import HOST_SHARE
 
@@ -40,14 +41,15 @@ def _over(task: SearchTask, mesh: MeshSpec | None) -> Iterable[MeshSpec]:
 
 def _frugal(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[Point]:
     """Yields the layouts of least memory on each mesh: without offload, with the optimizer's state, with everything."""
-    fields = ((), task.offloadable[:1], task.offloadable) if task.machine.host_bytes_per_device is not None else ((),)
     for mesh in over:
         stage = 3 if mesh.zero_shards > 1 else 0
         base = dataclasses.replace(task.asked, zero_stage=stage, remat="full", remat_save=(), auto=False)
+        can = task.offloadable(base, mesh) if task.machine.host_bytes_per_device is not None else ()
+        fields = dict.fromkeys(((), can[:1], can))
         most = task.job.global_batch // mesh.batch_shards
         # One microbatch needs no accumulator; the largest number has the smallest activations.
         for parts, on_host in itertools.product(sorted({1, most}), fields):
-            shares = dict.fromkeys(OFFLOADS, 0.0) | dict.fromkeys(on_host, 1.0)
+            shares = dict.fromkeys(OFFLOADABLE, 0.0) | dict.fromkeys(on_host, 1.0)
             spec = dataclasses.replace(base, microbatches=parts, offload=offload_of(task, base, shares))
             try:
                 yield evaluate(task, spec, mesh, timed=False)

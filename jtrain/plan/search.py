@@ -19,6 +19,7 @@ from jtrain.layout import LayoutSpec, OffloadSpec
 from jtrain.mesh import MeshSpec
 from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.layer_scan import check_scanned
+from jtrain.offload_spec import OFFLOADABLE
 from jtrain.optim import Muon, check_layout
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.memory import MemoryPlan, memory
@@ -44,9 +45,6 @@ REMATS: tuple[tuple[str, ...] | None, ...] = (
 SHARES = tuple(k / 20 for k in range(1, 21))
 """Shares of offload to try; whole arrays are moved, so finer steps would give the same bytes."""
 
-OFFLOADS: tuple[str, ...] = ("optimizer", "activations", "params")
-"""Fields of layout.offload, from the least to the most often copied."""
-
 
 @dataclasses.dataclass(frozen=True)
 class SearchTask:
@@ -68,15 +66,16 @@ class SearchTask:
         assert self.job.machine is not None, "a search compares times, which take a machine"
         return self.job.machine
 
-    @property
-    def offloadable(self) -> tuple[str, ...]:
+    def offloadable(self, spec: LayoutSpec, mesh: MeshSpec) -> tuple[str, ...]:
         """Fields of layout.offload that may be used, from the least to the most often copied.
 
-        Muon's state stays on the device, because its update takes whole matrices. Activations and parameters need
-        model.scan_layers: only a loop over layers fetches them one by one.
+        Muon updates whole matrices. Only a loop over layers fetches what is not the optimizer's layer by layer.
         """
-        can = OFFLOADS if self.job.model.scan_layers else OFFLOADS[:1]
-        return tuple(name for name in can if name != "optimizer" or not isinstance(self.job.optimizer, Muon))
+        cannot = set[str](() if self.job.model.scan_layers else OFFLOADABLE[1:])
+        cannot |= {"optimizer", "gradients"} if isinstance(self.job.optimizer, Muon) else set()
+        if mesh.stage > 1 or not spec.sums_within_layers(mesh):
+            cannot.add("gradients")
+        return tuple(name for name in OFFLOADABLE if name not in cannot)
 
     @property
     def budget_bytes(self) -> int:
@@ -132,7 +131,7 @@ def layout_settings(spec: LayoutSpec) -> dict[str, object]:
     """Config path -> value of every setting that `layout.auto` decides."""
     names = ("zero_stage", "remat", "remat_save", "microbatches")
     found: dict[str, object] = {f"layout.{name}": getattr(spec, name) for name in names}
-    return found | {f"layout.offload.{name}": getattr(spec.offload, name) for name in (*OFFLOADS, "update")}
+    return found | {f"layout.offload.{name}": getattr(spec.offload, name) for name in (*OFFLOADABLE, "update")}
 
 
 def evaluate(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, *, timed: bool = True) -> Point:
@@ -281,10 +280,10 @@ def _fewest(count: int, fit: Callable[[int], bool], low: int) -> int:
 
 def _fits_on_host(task: SearchTask, series: _Series, index: int) -> bool:
     """True if a layout's bytes on the device fit with all that can be on the host there."""
-    spec = series.job.layout.spec
-    everything = offload_of(task, spec, dict.fromkeys(task.offloadable, 1.0))
+    spec, mesh = series.job.layout.spec, series.job.layout.mesh
+    everything = offload_of(task, spec, dict.fromkeys(task.offloadable(spec, mesh), 1.0))
     spec = dataclasses.replace(spec, microbatches=series.parts[index], offload=everything)
-    return evaluate(task, spec, series.job.layout.mesh, timed=False).plan.total_bytes <= task.budget_bytes
+    return evaluate(task, spec, mesh, timed=False).plan.total_bytes <= task.budget_bytes
 
 
 def fastest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point | None:
@@ -297,14 +296,14 @@ def fastest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point | None:
 def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
     """The asked layout with every `as_needed` share resolved: the smallest that fits, `none` if all fits without.
 
-    Shares are raised from the least to the most often copied: optimizer, activations, params.
+    Shares are raised from the least to the most often copied: optimizer, activations, params, gradients.
 
     Raises:
       UserError: the run does not fit even with all of them on the host.
     """
-    open_fields = [name for name in OFFLOADS if getattr(task.asked.offload, name) == "as_needed"]
+    open_fields = [name for name in OFFLOADABLE if getattr(task.asked.offload, name) == "as_needed"]
     spec = dataclasses.replace(task.asked, offload=offload_of(task, task.asked, dict.fromkeys(open_fields, 0.0)))
-    if "activations" in open_fields or "params" in open_fields:
+    if set(open_fields) - {"optimizer"}:
         check_scanned(task.job.model.scan_layers)
     if not open_fields or fits(task, evaluate(task, spec, mesh, timed=False).plan):
         return spec
@@ -325,7 +324,7 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
 
 def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[list[_Series]]:
     """Yields the series of each ZeRO stage, the one that keeps all activations first."""
-    offload = offload_of(task, task.asked, dict.fromkeys(OFFLOADS, 0.0))
+    offload = offload_of(task, task.asked, dict.fromkeys(OFFLOADABLE, 0.0))
     plain = dict[str, Any](remat="none", remat_save=(), microbatches=1, offload=offload, auto=False)
     for stage in zero if mesh.zero_shards > 1 else (0,):
         try:
@@ -348,14 +347,15 @@ def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[li
 
 def _with_host(task: SearchTask, miss: Point) -> Iterator[Point]:
     """Yields layouts that make a miss fit with host memory: per combination, the smallest share of its last field."""
-    everything = offload_of(task, miss.spec, dict.fromkeys(task.offloadable, 1.0))
+    offloadable = task.offloadable(miss.spec, miss.mesh)
+    everything = offload_of(task, miss.spec, dict.fromkeys(offloadable, 1.0))
     most = evaluate(task, dataclasses.replace(miss.spec, offload=everything), miss.mesh, timed=False).plan
     if most.total_bytes > task.budget_bytes:
         return
-    each = (most.host_optimizer, most.host_activations, most.host_parameters)
-    saves: dict[str, int] = dict(zip(OFFLOADS, each, strict=True))
-    for size in range(1, len(task.offloadable) + 1):
-        for fields in itertools.combinations(task.offloadable, size):
+    each = (most.host_optimizer, most.host_activations, most.host_parameters, most.host_gradients)
+    saves: dict[str, int] = dict(zip(OFFLOADABLE, each, strict=True))
+    for size in range(1, len(offloadable) + 1):
+        for fields in itertools.combinations(offloadable, size):
             if miss.plan.total_bytes - sum(saves[name] for name in fields) > task.budget_bytes:
                 continue  # not enough, even with all of these on the host
             *whole, last = fields
@@ -392,7 +392,7 @@ def offload_of(task: SearchTask, spec: LayoutSpec, shares: dict[str, float]) -> 
     `update` is the asked one if any optimizer state is on the host; `unified_memory` if nothing is.
     """
     asked = task.asked.offload
-    named: dict[str, Any] = {name: shares.get(name, getattr(spec.offload, name)) or "none" for name in OFFLOADS}
+    named: dict[str, Any] = {name: shares.get(name, getattr(spec.offload, name)) or "none" for name in OFFLOADABLE}
     return OffloadSpec(
         **named,
         update="device" if named["optimizer"] == "none" else asked.update,

@@ -138,7 +138,9 @@ def _candidates(job: Job, share: Any) -> Iterator[tuple[LayoutSpec, int, StateFo
     hosts = [spec.offload]
     if _offloads(job):
         hosts += [dataclasses.replace(spec.offload, optimizer=share)]
-        hosts += [dataclasses.replace(spec.offload, optimizer=share, params=share)] if job.model.scan_layers else []
+        if job.model.scan_layers:
+            hosts += [dataclasses.replace(spec.offload, optimizer=share, params=share)]
+            hosts += [dataclasses.replace(spec.offload, optimizer=share, params=share, gradients=share)]
     for offload, stage, base, microbatches in itertools.product(hosts, stages, remats, parts):
         yield dataclasses.replace(base, zero_stage=stage, microbatches=microbatches, offload=offload), batch, ()
     least = dataclasses.replace(remats[-1], zero_stage=3 if mesh.zero_shards > 1 else spec.zero_stage)

@@ -10,26 +10,79 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
 
 from jtrain.layout import Layout, ParamLayout
 from jtrain.model.layer_scan import Summed
 from jtrain.model.param import Params
 from jtrain.optim.rounding import Noise, to_bfloat16
-from jtrain.step.host_offload import global_start
+from jtrain.optim.state import by_path
+from jtrain.step.host_offload import SliceIndex, Slices, global_start, to_device, to_host
 from jtrain.step.zero import param_tree, with_whole
 
 
 def sums_gradients(layout: Layout) -> bool:
     """True if the backward pass adds gradients to sums; False if a step has one set, in the parameters' dtype."""
     summed = layout.spec.microbatches > 1 or layout.precision.grad_accum_dtype != "float32"
-    return summed or layout.pipeline is not None
+    on_host = any(p.gradient_memory == "pinned_host" for p in layout.params)
+    return summed or on_host or layout.pipeline is not None
 
 
 def no_sums(layout: Layout, trained: Params) -> Params:
-    """Returns the sums before the first microbatch: zeros with the shapes of `trained`, from `zero.trained_part`."""
+    """Returns the sums before the first microbatch: zeros with the shapes of `trained`, from `zero.trained_part`.
+
+    What is in host memory has any value, which XLA never writes: `GradientSums` reads none in the first microbatch.
+    Equal values of one shape would share a buffer and be copied apart.
+    """
+    dtype = layout.precision.grad_accum_dtype
+
+    def leaf(number: int, x: Array) -> Array:
+        if layout.params[number].gradient_memory == "pinned_host":
+            return to_host(jnp.full(x.shape, number, dtype))
+        return jnp.zeros(x.shape, dtype)
+
+    numbers = {p.info.path: number for number, p in enumerate(layout.params)}
     with jax.named_scope("reduce_gradients"):
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, layout.precision.grad_accum_dtype), trained)
+        return jax.tree.map(leaf, param_tree(layout, lambda p: numbers[p.info.path]), trained)
+
+
+def streamed_norm(layout: Layout, mesh: Mesh, grads: Params) -> Float[Array, ""] | None:
+    """Returns the global norm of gradients of which some are in host memory; None if none are.
+
+    Those are fetched one slice after another, each while the one before is squared.
+    """
+    on_host = {p.info.path: p for p in layout.params if p.gradient_memory == "pinned_host"}
+    if not on_host:
+        return None
+    found = by_path(param_tree(layout, lambda p: p.info), grads)
+    here = {path: grad.astype(jnp.float32) for path, grad in found.items() if path not in on_host}
+
+    def local(grads: dict[str, Array]) -> Float[Array, ""]:
+        parts = [_sum_of_squares(grads[path], stacked=p.info.is_stacked) for path, p in on_host.items()]
+        axes = [axis for axis, size in layout.mesh.shape.items() if size > 1]
+        return jax.lax.psum(sum(parts, jnp.zeros(())), axes)
+
+    specs = {path: p.optimizer for path, p in on_host.items()}
+    of_host = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
+    return jnp.sqrt(optax.tree.norm(here, squared=True) + of_host({path: found[path] for path in on_host}))
+
+
+def _sum_of_squares(grad: Array, *, stacked: bool) -> Float[Array, ""]:
+    """Sum of squares of an array in host memory, in float32."""
+    slices = Slices({"grad": grad}, stacked=stacked)
+
+    def fetched(index: SliceIndex) -> Array:
+        return to_device(slices.take(grad, index))
+
+    def one(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        total, held = carry
+        ahead = fetched(jnp.minimum(index + 1, slices.count - 1))
+        return total + jnp.sum(jnp.square(held.astype(jnp.float32))), ahead
+
+    return jax.lax.fori_loop(0, slices.count, one, (jnp.zeros(()), fetched(0)))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +91,13 @@ class GradientSums:
 
     trained: from `zero.trained_part`.
     seed: different for every microbatch of a run.
+    index: number of the microbatch in its step.
     """
 
     layout: Layout
     trained: Params
     seed: Int[Array, ""]
+    index: Int[Array, ""]
 
     def differentiated(self, sums: Params) -> Params:
         """Returns the arrays that JAX differentiates: for layers the sums, whose gradients are the new sums."""
@@ -73,6 +128,9 @@ class GradientSums:
     def _add(self, p: ParamLayout) -> Callable[[Array, Array, Array | None], Array]:
         def add(total: Array, grad: Array, layer: Array | None) -> Array:
             with jax.named_scope("reduce_gradients"):
+                if p.gradient_memory == "pinned_host":
+                    first = self.layout.spec.microbatches == 1 or self.index == 0
+                    total = jnp.where(first, jnp.zeros_like(total), total)
                 if self.layout.precision.grad_accum_dtype == "float32":
                     return total + grad.astype(total.dtype)
                 start = global_start(p.accumulator, (1, *total.shape) if p.info.is_stacked else total.shape)

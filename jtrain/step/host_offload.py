@@ -62,7 +62,7 @@ def check_host_memory(kinds: set[str], platform: str, name: str) -> None:
         there = ", ".join(sorted(kinds)) or "none"
         raise UserError(
             f"layout.offload: {name} ({platform}) has no memory `pinned_host` to offload to; it has {there}. Set "
-            "layout.offload.optimizer, .params and .activations to `none`."
+            "layout.offload.optimizer, .params, .activations and .gradients to `none`."
         )
 
 
@@ -128,12 +128,11 @@ class Slices:
 class StreamedParam:
     """One parameter and its optimizer state for `streamed`; arrays by name.
 
-    constant: arrays in device memory that are only read: the gradient.
-    arrays: arrays to update; those named in `on_host` (at least one) are in host memory and stay there.
-    update: (slice index, slices of `constant` and `arrays`) -> new slices of `arrays`.
+    arrays: the parameter, its gradient and its state; those named in `on_host` (at least one) are in host memory and
+      stay there.
+    update: (slice index, slices of `arrays`) -> new slices; arrays without one, as the gradient, are only read.
     """
 
-    constant: Mapping[str, Array]
     arrays: Arrays
     on_host: frozenset[str]
     slices: Slices
@@ -157,25 +156,25 @@ class StreamedParam:
 
     def written(self, state: Arrays, half: int, new: Arrays, index: SliceIndex) -> Arrays:
         """Writes a new slice of one half of the host arrays back; returns the new `state`."""
-        return state | {name: self.slices.put(state[name], to_host(new[name]), index) for name in self.halves[half]}
+        names = [name for name in self.halves[half] if name in new]
+        return state | {name: self.slices.put(state[name], to_host(new[name]), index) for name in names}
 
     def computed(self, state: Arrays, fetched: Arrays, index: SliceIndex) -> tuple[Arrays, Arrays]:
         """Updates one slice; returns `state` with new device arrays, and the new slices of the host arrays."""
         here = [name for name in self.arrays if name not in self.on_host]
-        pieces = {name: self.slices.take(x, index) for name, x in self.constant.items()}
-        pieces |= {name: self.slices.take(state[name], index) for name in here}
+        pieces = {name: self.slices.take(state[name], index) for name in here}
         # A pass of its own: XLA:TPU would count what is not finite from the old parameters once more, and copy all of
         # them first, because they are updated in place.
         new = jax.lax.optimization_barrier(self.update(index, pieces | fetched))
-        state = state | {name: self.slices.put(state[name], new[name], index) for name in here}
-        return state, {name: new[name] for name in self.on_host}
+        state = state | {name: self.slices.put(state[name], new[name], index) for name in here if name in new}
+        return state, {name: new[name] for name in self.on_host if name in new}
 
     def advanced(self, index: Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         """Computes the next slice, fetching it while the previous one is written; returns state and new slices."""
         state, new = carry
         # The barrier computes the next index before anything is written. Otherwise XLA:GPU schedules that kernel, and
         # the fetch that needs it, after the write.
-        following, new = jax.lax.optimization_barrier((index + 1, new))
+        following, new = jax.lax.optimization_barrier((index + 1, new)) if new else (index + 1, new)
         fetched = self.fetched(state, 0, following)
         state = self.written(state, 1, new, index)
         # Fetch before writing the same array. XLA does not know that the slices differ, and would copy the whole array.

@@ -35,6 +35,9 @@ from jtrain.step.zero import own_shard, whole_again
 _COUNT = "not_finite"
 """Array of a streamed parameter beside its own ones: NaN and infinite elements of each of its new slices."""
 
+_GRAD = "grad"
+"""Array of a streamed parameter that its update reads and does not write."""
+
 
 def host_state(layout: Layout, optimizer: Optimizer) -> frozenset[tuple[str, str]]:
     """Returns the optimizer arrays kept in host memory, as pairs (path of the parameter, name of the array)."""
@@ -57,6 +60,7 @@ def make_update(
     on_host: dict[str, frozenset[str]] = {
         p.info.path: frozenset(name for path, name in kept_on_host if path == p.info.path)
         | ({"param"} if _streams(p, optimizer) else frozenset())
+        | ({_GRAD} if p.gradient_memory == "pinned_host" else frozenset())
         for p in layout.params
     }
     streaming = [p for p in layout.params if on_host[p.info.path]]
@@ -146,7 +150,7 @@ def _streamed_update(
 
     def leaf(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> StreamedParam:
         stacked = p.info.dims.startswith("Y")
-        slices = Slices({"grad": grad, **state}, stacked=stacked)
+        slices = Slices({_GRAD: grad, **state}, stacked=stacked)
         start = global_start(p.optimizer, grad.shape)
         # One count per slice, sliced like every other array.
         counts = jnp.zeros((grad.shape[0], slices.parts) if stacked else (slices.parts,), jnp.int32)
@@ -156,7 +160,7 @@ def _streamed_update(
             del pieces[_COUNT]
             if stacked:
                 pieces = {name: x[0] for name, x in pieces.items()}
-            grad, param = pieces.pop("grad"), pieces.pop("param")
+            grad, param = pieces.pop(_GRAD), pieces.pop("param")
             first = (start[stacked] + part * grad.shape[0], *start[stacked + 1 :])
             param, of_leaf = optimizer.update_param(
                 scalars, p.info, grad, param, pieces, layer=layer if stacked else None, start=first
@@ -165,7 +169,7 @@ def _streamed_update(
             new[_COUNT] = not_finite(new)[None]
             return {name: x[None] for name, x in new.items()} if stacked else new
 
-        return StreamedParam({"grad": grad}, state | {_COUNT: counts}, on_host[p.info.path], slices, update)
+        return StreamedParam(state | {_GRAD: grad, _COUNT: counts}, on_host[p.info.path], slices, update)
 
     def by_host(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> Arrays:
         def update(scalars: Update, grad: Array, state: Arrays) -> Arrays:
@@ -180,13 +184,15 @@ def _streamed_update(
 
     def local(scalars: Update, grads: dict[str, Array], states: dict[str, Arrays]) -> tuple[dict[str, Arrays], Array]:
         # If update=host, the host's cores update parameters whose state is in host memory. A parameter in host memory
-        # whose state is on the device streams.
-        cores = [p for p in layouts if layout.spec.offload.update == "host" and on_host[p.info.path] - {"param"}]
+        # whose state is on the device streams, and so does one with only its gradient in host memory.
+        cores = [p for p in layouts if layout.spec.offload.update == "host" and on_host[p.info.path] - {"param", _GRAD}]
         found = {p.info.path: by_host(p, scalars, grads[p.info.path], states[p.info.path]) for p in cores}
         # Stacks first: an array of one slice needs no index that the first fetch could wait for.
         others = sorted((p for p in layouts if p not in cores), key=lambda p: not p.info.is_stacked)
         leaves = [leaf(p, scalars, grads[p.info.path], states[p.info.path]) for p in others]
         found |= {p.info.path: new for p, new in zip(others, streamed(leaves, scalars.grad_norm), strict=True)}
+        for new in found.values():
+            new.pop(_GRAD, None)
         count = sum((jnp.sum(new.pop(_COUNT)) for new in found.values()), jnp.zeros((), jnp.int32))
         return found, count[None].astype(jnp.float32)
 

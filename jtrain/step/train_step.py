@@ -31,10 +31,11 @@ from jtrain.mesh import BATCH_AXES
 from jtrain.model.fp8_scaling import advanced, check_matmul_dtype, unseen, with_fp8
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
+from jtrain.offload_spec import OFFLOADABLE
 from jtrain.optim import Optimizer
 from jtrain.step.batch_hash import hash_block
 from jtrain.step.checksums import StateSums
-from jtrain.step.gradient_sums import GradientSums, no_sums, sums_gradients
+from jtrain.step.gradient_sums import GradientSums, no_sums, streamed_norm, sums_gradients
 from jtrain.step.guard import GuardState, judged, not_finite
 from jtrain.step.optimizer_update import make_update
 from jtrain.step.pipeline_ticks import counts_of
@@ -105,7 +106,7 @@ def make_train_step(
             grads, seen, metrics, share = gradients(state.params, state.scaling, batch, state.step)
             with jax.named_scope("optimizer"):
                 state, grads, given = sums.given(state, grads) if sums else (state, grads, None)
-                scalars = optimizer.begin(grads, state.step)
+                scalars = optimizer.begin(grads, state.step, norm=streamed_norm(layout, mesh, grads))
                 with jax.named_scope("guard"):
                     assert isinstance(state.guard, GuardState)
                     guard, found = judged(
@@ -135,7 +136,8 @@ def make_train_step(
             layout.kernels,
             layout.spec.sequence_groups,
             traced=traced,
-            fetches=layout.spec.offload.share("activations") > 0,
+            offloaded=[name for name in OFFLOADABLE if layout.spec.offload.share(name) > 0],
+            plain_tensor=layout.mesh.tensor > 1 and layout.spec.sequence_groups == 1 and not layout.spec.tensor_overlap,
         ),
     )
 
@@ -224,7 +226,7 @@ def _local_gradients(
 
     def microbatch(carry: Any, now: tuple[Batch, Array]) -> tuple[Any, None]:
         part, index = now
-        sums = GradientSums(layout, trained, step * spec.microbatches + index)
+        sums = GradientSums(layout, trained, step * spec.microbatches + index, index)
         (_, loss), (grads, seen) = differentiate(sums.differentiated(carry[0]), unseen(scaling), part, sums)
         return (sums.added(carry[0], grads), jax.tree.map(jnp.maximum, carry[1], seen), carry[2] + loss), None
 

@@ -1,6 +1,6 @@
 """Compiler options and kernels of the train step per chip, the same for plans and for training."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,6 +35,13 @@ have different scales, so the merged matmul would run in bfloat16: 10 of the 21 
 offered to Triton runs in bfloat16 if Triton loses: a llama8b layer on an H100 was 0.99 times as fast as in bfloat16,
 and is 1.35 times with all its 27 products in cuBLAS's 8-bit matmuls."""
 
+_COPIES_IN_ORDER = {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"}
+"""Option for GPUs with 8-bit matmuls or plain collectives over `tensor`, if nothing is in host memory.
+XLA:GPU makes copies of slices asynchronous, and its scheduler takes each for 5 ms, even one of 16 kB for a norm. A
+layer's backward pass ends in two of them, so nothing is left to schedule beside its collectives. Waits for the network
+and the whole step of `llama8b`, compiled for 8 x H200: delayed scaling 45 of 1,504 ms with these copies, 8 of 1,477
+without; tensor=8 196 of 644, 173 of 623; data=4 with tensor=2 92 of 1,779, 74 of 1,771."""
+
 _LAUNCH_EACH = {"xla_gpu_enable_command_buffer": ""}
 """Options for GPUs of a step that is traced. All kernels of a command buffer have its name in the trace: on an H100 no
 microsecond of llama1b's step had a layer or a phase."""
@@ -48,8 +55,8 @@ _GROUPS_OVERLAP = {
 which waits for all of them, and it would have one collective under way at a time, so that a group's reduce-scatter
 holds up the all-gather of the next."""
 
-_FETCH_TOGETHER = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
-"""Option for GPUs that fetch activations from host memory. XLA:GPU has two such copies under way by default and waits
+_FETCH_TOGETHER = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
+"""Option for GPUs whose backward pass fetches activations or sums of gradients. XLA:GPU has two such copies under way by default and waits
 for one before it starts the third: a third of the bytes of four names' fetches were beside no matmul, and are now."""
 
 _SCHEDULE_EXCHANGES = {
@@ -70,7 +77,8 @@ def compiler_options(
     sequence_groups: int = 1,
     *,
     traced: bool = False,
-    fetches: bool = False,
+    offloaded: Collection[str] = (),
+    plain_tensor: bool = False,
 ) -> dict[str, Any]:
     """Returns `compiler_options` for `jax.jit`; empty except for several TPUs, and for GPUs in the cases above.
 
@@ -79,16 +87,18 @@ def compiler_options(
     Args:
       kernels: (op, implementation) that is forced. Some kernels need options of their own, wherever they may run.
       traced: the step is for a profile window.
-      fetches: the backward pass fetches activations from host memory.
+      offloaded: fields of `layout.offload` that keep something in host memory.
+      plain_tensor: layers send over `tensor`, neither in pieces nor in groups of sequences.
     """
     device = mesh.devices.flat[0]
     of_kernels = registry.compiler_options(live(device), dict(kernels))
     if device.platform == "gpu":
         in_8_bits = _IN_8_BITS if matmul_dtype != "compute" else {}
+        in_order = _COPIES_IN_ORDER if (plain_tensor or in_8_bits) and mesh.size > 1 and not offloaded else {}
         in_groups = _GROUPS_OVERLAP if sequence_groups > 1 else {}
         experts = _SCHEDULE_EXCHANGES if mesh.shape["expert"] > 1 else {}
-        together = _FETCH_TOGETHER if fetches else {}
-        return experts | in_groups | together | in_8_bits | (_LAUNCH_EACH if traced else {}) | of_kernels
+        together = _FETCH_TOGETHER if {"activations", "gradients"} & set(offloaded) else {}
+        return experts | in_groups | together | in_8_bits | in_order | (_LAUNCH_EACH if traced else {}) | of_kernels
     if device.platform != "tpu" or mesh.size == 1:
         return of_kernels
     spec = from_device(device)

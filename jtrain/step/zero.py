@@ -46,6 +46,9 @@ def placement_of(layout: Layout) -> Placement:
             # input, in every slot of a pipeline.
             return dataclasses.replace(tree, value=fetch(path, jax.tree.map(jax.lax.stop_gradient, tree.value)))
         if isinstance(tree, ops.Fp8Kernel):
+            if gathers_in_8_bits(layout) and _splits_data(layout, layouts[path]):
+                with jax.named_scope(path.replace(".", "/")):
+                    return _gather_in_8_bits(layout, layouts[path], tree)
             return dataclasses.replace(tree, value=fetch(path, tree.value))
         # Profiles use these names to tell which weight of which layer a collective moves.
         with jax.named_scope(path.replace(".", "/")):
@@ -177,6 +180,19 @@ def gathers_once(layout: Layout) -> bool:
     return layout.pipeline is not None and layout.pipeline.spec.gather == "step" and layout.spec.zero_stage >= 2
 
 
+def gathers_in_8_bits(layout: Layout) -> bool:
+    """True if weights of 8-bit matmuls are rounded before they are gathered: half of the bytes, the same numbers.
+
+    Only delayed scaling knows the scale of a whole weight before it is gathered.
+    """
+    return (
+        layout.precision.matmul_dtype == "fp8_delayed"
+        and layout.spec.zero_stage == 3
+        and layout.pipeline is None
+        and not layout.spec.tensor_overlap
+    )
+
+
 def gathered_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
     """Returns whole parameters, in the compute dtype, and the layout that uses them as ZeRO-1 does.
 
@@ -239,16 +255,31 @@ def _attached(leaf: Array | Detached) -> Array:
 
 def _gather(layout: Layout, shard: Array, dim: int) -> Array:
     """Gathers a weight from its shards; the backward pass reduce-scatters its gradient."""
+    return _scattering(
+        layout, shard, dim, lambda shard: gather_shards(layout, shard.astype(layout.precision.compute_dtype), dim)
+    )
 
-    @jax.custom_vjp
-    def gather(shard: Array) -> Array:
-        return gather_shards(layout, shard.astype(layout.precision.compute_dtype), dim)
+
+def _gather_in_8_bits(layout: Layout, p: ParamLayout, kernel: ops.Fp8Kernel) -> ops.Fp8Kernel:
+    """Gathers the shards of a weight after rounding them; the backward pass reduce-scatters its gradient."""
+    assert p.data_dim is not None
+    shard, dim = _attached(kernel.value), p.data_dim - p.info.dims.startswith("Y")
+    whole = [size * (layout.mesh.zero_shards if index == dim else 1) for index, size in enumerate(shard.shape)]
+    dtype = layout.precision.compute_dtype
+    in_8_bits, amax = ops.rounded_weight(jax.lax.stop_gradient(shard).astype(dtype), kernel.scale_3[1])
+    value = _scattering(layout, shard, dim, lambda _: jnp.zeros(whole, dtype))
+    return dataclasses.replace(kernel, value=value, rounded=(gather_shards(layout, in_8_bits, dim), amax))
+
+
+def _scattering(layout: Layout, shard: Array, dim: int, whole_of: Callable[[Array], Array]) -> Array:
+    """Returns `whole_of(shard)`; the backward pass reduce-scatters its gradient into the shard's."""
+    use = jax.custom_vjp(whole_of)
 
     def backward(_: None, grad: Array) -> tuple[Array]:
         return (scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), dim).astype(shard.dtype),)
 
-    gather.defvjp(lambda shard: (gather(shard), None), backward)
-    return gather(shard)
+    use.defvjp(lambda shard: (use(shard), None), backward)
+    return use(shard)
 
 
 def _use_whole(layout: Layout, shard: Array, whole: Array, dim: int) -> Array:

@@ -10,7 +10,7 @@ from jaxtyping import Array
 from jtrain.plan.compile.compiled_step import no_compile_cache, topology_devices
 from jtrain_kernels import device
 from jtrain_kernels.fp8 import history
-from jtrain_kernels.fp8.api import Fp8Kernel, linear_fp8
+from jtrain_kernels.fp8.api import Fp8Kernel, linear_fp8, rounded_weight
 from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, largest, quantised, restored, scale_of, unsupported
 from jtrain_kernels.fp8.reference import linear_fp8_reference
 from tests.kernels.gradients import normal
@@ -108,6 +108,19 @@ def test_delayed_scaling_uses_what_it_is_given_and_reports_what_it_saw() -> None
     for a, b in zip((y, dx, dw), (want, *want_vjp(dy)), strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(seen, amax)
+
+
+def test_a_weight_rounded_before_multiplies_as_one_rounded_here() -> None:
+    """Results, gradients and amax, bit for bit; the weight itself is never read, and its gradient goes to `value`."""
+    x, w, dy = (jnp.asarray(normal(k, *s)) for k, s in enumerate(((16, 8), (8, 3, 4), (16, 3, 4))))
+    scale_3 = jnp.asarray([4.0, 8.0, 2.0])
+
+    def products(value: jax.Array, rounded: tuple[jax.Array, jax.Array] | None) -> tuple[jax.Array, ...]:
+        y, vjp = jax.vjp(lambda x, w, seen: linear_fp8(x, Fp8Kernel(w, scale_3, seen, rounded)), x, value, jnp.zeros(3))
+        return y, *vjp(dy)
+
+    got = products(jnp.full_like(w, jnp.nan), rounded_weight(w, scale_3[1]))
+    jax.tree.map(np.testing.assert_array_equal, got, products(w, None))
 
 
 def test_a_history_remembers_for_its_length_and_no_longer() -> None:

@@ -149,6 +149,21 @@ def test_as_needed_is_the_smallest_share() -> None:
     assert not fits(it, evaluate(it, dataclasses.replace(got, offload=less), MeshSpec()).plan)
 
 
+def test_as_needed_gradients_leave_the_device_after_all_else() -> None:
+    """A 70B model on one H100: sums of gradients are on the host where moments and parameters are not enough."""
+    offload = OffloadSpec(optimizer="as_needed", params="as_needed", gradients="as_needed")
+    it = task("h100", 1, sizes=LLAMA70B, host=2048 * GIB, remat="full", microbatches=16, offload=offload)
+    got = resolve_as_needed(it, MeshSpec())
+    assert (got.offload.optimizer, got.offload.params) == (1.0, 1.0)
+    assert isinstance(got.offload.gradients, float)
+    point = evaluate(it, got, MeshSpec())
+    assert fits(it, point.plan)
+    assert point.plan.host_gradients > 100 * GIB
+    without = dataclasses.replace(got, offload=dataclasses.replace(got.offload, gradients="none"))
+    assert not fits(it, evaluate(it, without, MeshSpec()).plan)
+    assert evaluate(it, without, MeshSpec()).step_s < point.step_s
+
+
 def test_as_needed_that_cannot_be_met_says_what_is_missing() -> None:
     """Where even all of it on the host is not enough."""
     it = task("h100", 1, host=256 * GIB, offload=OffloadSpec(optimizer="as_needed"))

@@ -15,7 +15,7 @@ from jtrain.plan.__main__ import main
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.fit_check import check_fits_devices
 from jtrain.plan.from_run import plan_job, search_task
-from jtrain.plan.search import resolve_as_needed
+from jtrain.plan.search import layout_settings, resolve_as_needed
 
 CONFIGS = ("llama1b", "llama8b", "llama70b", "qwen3_8b", "qwen3_30b_a3b")
 DEVICES = ("h100", "h200", "a100", "rtx4090", "b200", "v5p", "v5e")
@@ -53,7 +53,7 @@ def checked(name: str, device: str, count: int, host_gib: int | None, sets: list
     """
     run: Run = build_run(load_config(name, sets=sets))
     machine = make_machine(device, count, host_memory_bytes=None if host_gib is None else host_gib * 2**30)
-    if "as_needed" in (run.layout.offload.optimizer, run.layout.offload.params):  # as `auto_layout.settle` does
+    if "as_needed" in layout_settings(run.layout).values():  # as `auto_layout.settle` does
         run = dataclasses.replace(run, layout=resolve_as_needed(search_task(run, machine), run.mesh))
     try:
         check_fits_devices(plan_job(run, machine), jax.devices()[:1] * count, available=machine.hbm_bytes)

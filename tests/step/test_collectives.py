@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jtrain.dims import Batch
 from jtrain.hlo.traffic import traffic
 from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.model.fp8_scaling import fp8_weights
 from jtrain.model.param import map_params
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
@@ -237,4 +238,15 @@ def test_overlapped_8_bit_projections_send_8_bits(mode: str) -> None:
     narrow = [want.pop(("collective-permute", ("tensor",), 2, dtype)) for dtype in ("f8e4m3fn", "f8e5m2")]
     assert narrow[0] == 3 * narrow[1] > 0, "x of four projections, twice of two; dy of the other two"
     want["collective-permute", ("tensor",), 2, "f16"] = 2 * sum(narrow)
+    assert got == want
+
+
+def test_zero_3_gathers_weights_in_8_bits_with_delayed_scaling() -> None:
+    """Those of the layers' matrices, in half of the bytes that compute_dtype has; XLA:CPU widens them to float16."""
+    axes, layout = dict(data=8), layout_of(3, 2, remat="full", matmul_dtype="fp8_delayed")
+    got, want = compiled(axes, SIZES, **layout), predicted(axes, SIZES, **layout)
+    count, size = want.pop(("all-gather", ("data",), 8, "f8e4m3fn"))
+    matrices = sum(info.size for info in fp8_weights(Transformer(**SIZES).param_infos()))
+    assert (count, size) == (2 * 2 * 7 * SIZES["num_layers"], 2 * 2 * matrices), "forward and backward, twice"
+    want["all-gather", ("data",), 8, "f16"] = count, 2 * size
     assert got == want

@@ -26,6 +26,7 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import build
 from jtrain.plan.compile.compiled_step import no_compile_cache, topology_devices
 from jtrain.precision import PrecisionSpec
+from jtrain.step import zero
 from jtrain.step.state import abstract_state, init_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
 from jtrain_kernels.compat import lowering_for
@@ -106,6 +107,17 @@ def test_what_travels_in_8_bits_is_what_would_be_rounded_anyway(mode: Any) -> No
     assert apart(gradient, want_gradient) < 1e-5
     np.testing.assert_allclose(got, want, rtol=5e-3)
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g[..., -1], w[..., -1], rtol=0.5), scaling, want_scaling)
+
+
+@pytest.mark.slow
+def test_weights_rounded_before_they_are_gathered_are_those_rounded_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-3 with delayed scaling: the same losses, gradients and histories bit for bit, over data and tensor."""
+    case: Any = ("fp8_delayed", (("data", 2), ("tensor", 2)))
+    fields: Any = dict(zero_stage=3, microbatches=2, remat="full")
+    before = trained(*case, **fields)
+    monkeypatch.setattr(zero, "gathers_in_8_bits", lambda layout: False)
+    after = trained.__wrapped__(*case, **fields)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
 @pytest.mark.slow

@@ -87,7 +87,9 @@ def test_bfloat16_sums_keep_what_rounding_to_nearest_loses() -> None:
 
     def sum_of(layer: int) -> np.ndarray:
         def one(total: jax.Array, seed: jax.Array) -> tuple[jax.Array, None]:
-            weights = GradientSums(layout, params, seed).weights({**params, "layers": zeros["layers"]}, params)
+            weights = GradientSums(layout, params, seed, jnp.int32(0)).weights(
+                {**params, "layers": zeros["layers"]}, params
+            )
             return weights["layers"]["mlp"]["up_DF"].add(total, small, jnp.int32(layer)), None
 
         def sums() -> jax.Array:

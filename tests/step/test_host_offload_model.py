@@ -192,10 +192,14 @@ def test_the_backward_pass_fetches_activations_a_layer_ahead(activations: float,
     assert (stacked, fetched) == (SIZES["num_layers"] * per_layer, per_layer)
 
 
-@pytest.mark.parametrize("offload", (OffloadSpec(params=1.0), OffloadSpec(activations=0.5)), ids=str)
+@pytest.mark.parametrize(
+    "offload", (OffloadSpec(params=1.0), OffloadSpec(activations=0.5), OffloadSpec(gradients=1.0)), ids=str
+)
 def test_an_unrolled_loop_is_refused(offload: OffloadSpec) -> None:
     """XLA would join all layers' arrays on the device: 1.8 GiB instead of 1.0 for 4 layers on an H200."""
-    with pytest.raises(ValueError, match=r"model.scan_layers=False with layout.offload.params or .activations: only a"):
+    with pytest.raises(
+        ValueError, match=r"model.scan_layers=False with layout.offload.params, .activations or .gradients: "
+    ):
         gradients(dict(data=8), offload, scan_layers=False)
 
 

@@ -55,12 +55,25 @@ def test_gpus_keep_the_collectives_of_groups_apart() -> None:
 
 @pytest.mark.aot
 def test_gpus_schedule_around_the_exchange_of_experts() -> None:
-    """Only with devices along `expert`, and beside the option for 8-bit matmuls."""
-    mesh = make_mesh(MeshSpec(data=4, expert=2), topology_devices("h200:8"))
-    gpu = make_mesh(MeshSpec(), topology_devices("h200:1"))
+    """Only with devices along `expert`, and beside the options for 8-bit matmuls."""
+    mesh, plain = (
+        make_mesh(spec, topology_devices("h200:8")) for spec in (MeshSpec(data=4, expert=2), MeshSpec(data=8))
+    )
     options = compiler_options(mesh)
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
-    assert set(compiler_options(mesh, "fp8_current")) == set(options) | set(compiler_options(gpu, "fp8_current"))
+    assert set(compiler_options(mesh, "fp8_current")) == set(options) | set(compiler_options(plain, "fp8_current"))
+
+
+@pytest.mark.aot
+def test_gpus_copy_slices_in_order_beside_8_bit_matmuls_and_over_tensor() -> None:
+    """Where there is a network to wait for, and no copy from host memory that should run beside the layers."""
+    one, several = (make_mesh(MeshSpec(data=n), topology_devices("h200:8")[:n]) for n in (1, 8))
+    passes = "xla_disable_hlo_passes"
+    assert "dynamic-slice-copy" in compiler_options(several, "fp8_delayed")[passes]
+    assert "dynamic-slice-copy" in compiler_options(several, plain_tensor=True)[passes]
+    assert passes not in compiler_options(several)
+    assert passes not in compiler_options(one, "fp8_delayed")
+    assert passes not in compiler_options(several, "fp8_delayed", offloaded=["optimizer"])
 
 
 @pytest.mark.aot

@@ -25,7 +25,7 @@ from jtrain.plan.estimate.pipeline import layer_passes, layers_here, splits_back
 from jtrain.plan.job import Job
 from jtrain.precision import itemsize
 from jtrain.step.gradient_sums import sums_gradients
-from jtrain.step.zero import gathers_once
+from jtrain.step.zero import gathers_in_8_bits, gathers_once
 
 type Kind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute"
@@ -162,11 +162,14 @@ def _parameter(found: _Found, job: Job, p: ParamLayout) -> None:
             found.over_data("gradients", "reduce-scatter", layout.precision.reduce_dtype, whole, 1)
             passes = 0
         if spec.zero_stage == 3 and stacked:
-            found.over_data("parameters, forward", "all-gather", layout.precision.compute_dtype, one, passes)
+            dtype = layout.precision.compute_dtype
+            if gathers_in_8_bits(layout) and fp8_weights([p.info]):
+                dtype = "float8_e4m3fn"
+            found.over_data("parameters, forward", "all-gather", dtype, one, passes)
             # W of 8-bit products needs the weight once more, for its largest value.
             again = splits_backward(layout) and layout.precision.matmul_dtype != "compute" and p.info.is_matrix
             times = passes * (2 if again else 1)
-            found.over_data("parameters, backward", "all-gather", layout.precision.compute_dtype, one, times)
+            found.over_data("parameters, backward", "all-gather", dtype, one, times)
         if spec.zero_stage == 2 or (spec.zero_stage == 3 and stacked):
             found.over_data("gradients", "reduce-scatter", layout.precision.reduce_dtype, one, passes)
         if spec.zero_stage == 1:

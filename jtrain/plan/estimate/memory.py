@@ -36,7 +36,8 @@ class MemoryPlan:
     loss: logits of a chunk with their gradients; after the loss, the unembedding's gradient.
     workspace: other temporaries of one layer's backward pass, the embedding's gradient, or slices of an update.
     moment: the part of the step with the peak: `loss`, `layer`, `embedding` or `update`.
-    host_parameters, host_optimizer, host_activations: bytes in host memory per device, not counted in the others.
+    host_parameters, host_optimizer, host_activations, host_gradients: bytes in host memory per device, not counted in
+      the others.
     host_copies: more host memory under layout.offload.update=host: XLA's host programs write results beside their
       arguments.
     """
@@ -53,6 +54,7 @@ class MemoryPlan:
     host_parameters: int = 0
     host_optimizer: int = 0
     host_activations: int = 0
+    host_gradients: int = 0
     host_copies: int = 0
 
     @property
@@ -63,7 +65,7 @@ class MemoryPlan:
     @property
     def host_bytes(self) -> int:
         """Bytes in host memory, per device."""
-        return self.host_argument_bytes + self.host_activations + self.host_copies
+        return self.host_argument_bytes + self.host_activations + self.host_gradients + self.host_copies
 
     @property
     def argument_bytes(self) -> int:
@@ -125,6 +127,7 @@ def memory(job: Job) -> MemoryPlan:
         host_activations=kept_layers(layout, job.model.num_layers)
         * tokens
         * sum(per_token[name] for name in offloaded_names(layout)),
+        host_gradients=_gradients_on_host(layout, platform),
     )
 
 
@@ -162,3 +165,10 @@ def _state(layout: Layout, optimizer: AdamW | Muon, platform: Platform) -> tuple
     paths = {path for path, _ in on_host}
     elements = sum(layout.local_size(p.optimizer, p.info.shape) for p, _ in kept if p.info.path in paths)
     return held[0], held[1], held[1] + elements * (4 + 2 * itemsize(layout.precision.param_dtype))
+
+
+def _gradients_on_host(layout: Layout, platform: Platform) -> int:
+    """Bytes of one device's sums of gradients in host memory."""
+    far = [p for p in layout.params if p.gradient_memory == "pinned_host"]
+    elements = sum(local_elements(layout, p.accumulator, p.info.shape, platform) for p in far)
+    return itemsize(layout.precision.grad_accum_dtype) * elements

@@ -115,10 +115,17 @@ class _Step:
     # Gradients ---------------------------------------------------------------------------------------------------
 
     def _carried(self) -> int:
-        """Sums of all gradients over microbatches; 0 if a step has one set of gradients."""
+        """Sums on the device of gradients over microbatches; 0 if a step has one set of gradients."""
         if not sums_gradients(self.layout):
             return 0
-        return itemsize(self.layout.precision.grad_accum_dtype) * sum(self._accumulated(p) for p in self.layout.params)
+        here = [p for p in self.layout.params if p.gradient_memory == "device"]
+        return itemsize(self.layout.precision.grad_accum_dtype) * sum(self._accumulated(p) for p in here)
+
+    def _sums_of_layers(self, layers: int) -> int:
+        """Sums in host memory that are on the device meanwhile, of so many layers."""
+        far = [p for p in self.layout.params if p.gradient_memory == "pinned_host"]
+        each = sum(self._accumulated(p) for p in far) // self.layers
+        return layers * each * itemsize(self.layout.precision.grad_accum_dtype)
 
     def _found(self, *, layers: bool) -> int:
         """Gradients of one microbatch in the parameters' dtype: of the layers, or of embedding and unembedding.
@@ -254,7 +261,7 @@ class _Step:
             loss += 2 * (self.h if parts > 1 else chunk * tensor * model.d_model * self.compute)
         return Moment(
             "loss",
-            gradients=self.carried,
+            gradients=self.carried + self._sums_of_layers(1),  # the last layer's, on their way
             weights=self._before_loops() + self._kept_weights() + self._streamed(),
             activations=self._all_kept() + self._back_from_host() // 2,  # the last layer's, on their way
             loss=loss,
@@ -272,7 +279,8 @@ class _Step:
             weights += self.reduce * (max(sizes) if self.platform == "tpu" else sum(sizes))
         return Moment(
             "layer",
-            gradients=self.carried + self._found(layers=True),
+            # The sums of this layer, of the layer before it on their way, and of the one after it on their way back.
+            gradients=self.carried + self._found(layers=True) + self._sums_of_layers(3),
             weights=weights,
             activations=self._all_kept() + self._back_from_host(),
             loss=self._unembedding_gradient(),
@@ -394,7 +402,10 @@ class _Step:
                 gradients += shards
             if shards + gathered > gradients:
                 gradients, weights = shards, gathered
-        streams = spec.offload.share("optimizer") > 0 or (copies_weights(self.layout) and not self.gathers)
-        largest = max(self.layout.local_size(p.optimizer, p.info.shape) for p in self.layout.params)
+        streams = any(spec.offload.share(name) > 0 for name in ("optimizer", "gradients")) or (
+            copies_weights(self.layout) and not self.gathers
+        )
+        sizes = [(self.layout.local_size(p.optimizer, p.info.shape), p.info.is_stacked) for p in self.layout.params]
+        largest = max(size // self.layers if stacked else size for size, stacked in sizes)  # a slice is of one layer
         slices = 4 * _F32 * min(SLICE_ELEMENTS, largest) if streams else 0
         return Moment("update", gradients=gradients, weights=weights, workspace=slices)

@@ -265,29 +265,35 @@ def _update(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumpti
     state = plan.optimizer + plan.host_optimizer
     # Gradients are read twice, for their norm and for the update; parameters and state are read and written.
     device_s = (elements * (2 * _F32 + 2 * itemsize(layout.precision.param_dtype)) + 2 * state) / hbm
-    if not plan.host_argument_bytes:
+    if not plan.host_argument_bytes + plan.host_gradients:
         return device_s, 0.0
     link = _host_link(machine, assume)
+    norm_s = plan.host_gradients / link
     if spec.offload.update == "device" or not plan.host_optimizer:
-        return device_s, plan.host_argument_bytes / link
+        return device_s, norm_s + (plan.host_argument_bytes + plan.host_gradients) / link
     share = plan.host_optimizer / state
     on_host_s = elements * share * CPU_ADAM_S_PER_PARAM * machine.devices_per_host
-    # Gradients are copied to the host, parameters back.
-    copies_s = (elements * share * (_F32 + itemsize(layout.precision.param_dtype)) + plan.host_parameters) / link
-    return device_s * (1 - share) + on_host_s, copies_s
+    # Gradients are copied to the host, unless their sums are there; parameters back.
+    sent = 0 if plan.host_gradients else elements * share * _F32
+    back = elements * share * itemsize(layout.precision.param_dtype)
+    return device_s * (1 - share) + on_host_s, norm_s + (sent + back + plan.host_parameters) / link
 
 
 def _loop_copies(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions) -> tuple[float, float, float]:
     """Seconds of copies beside the layers' forward pass, beside their backward pass, and of all copies.
 
     Both passes fetch parameters, and the backward pass activations, one layer ahead. The forward pass stores
-    activations while it fetches: the link runs both ways at once.
+    activations while it fetches: the link runs both ways at once. Sums of gradients are fetched in the first half of a
+    layer's backward pass and stored in the second.
     """
-    if not (plan.host_parameters or plan.host_activations):
+    if not (plan.host_parameters or plan.host_activations or plan.host_gradients):
         return 0.0, 0.0, 0.0
     times = layout.spec.microbatches / _host_link(machine, assume)
-    fetched, saved = times * plan.host_parameters, times * plan.host_activations
-    return max(fetched, saved), fetched + saved, 2 * (fetched + saved)
+    fetched, saved, stored = (
+        times * size for size in (plan.host_parameters, plan.host_activations, plan.host_gradients)
+    )
+    summed = stored * (1 if layout.spec.microbatches == 1 else 2)
+    return max(fetched, saved), fetched + saved + summed, 2 * (fetched + saved) + summed
 
 
 def _host_link(machine: Machine, assume: Assumptions) -> float:
@@ -300,6 +306,7 @@ def _host_link(machine: Machine, assume: Assumptions) -> float:
     if speed is None:
         raise UserError(
             f"layout.offload copies to host memory, but the speed of that link is not published for "
-            f"{machine.device.name}. Set layout.offload.optimizer, .params and .activations to none."
+            f"{machine.device.name}. Set layout.offload.optimizer, .params, .activations and .gradients to "
+            "none."
         )
     return speed * assume.host_link

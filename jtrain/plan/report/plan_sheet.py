@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jtrain.offload_spec import OFFLOADABLE
 from jtrain.plan.compile.compiled_step import CompiledStep
 from jtrain.plan.compile.compiled_waits import schedule_waits_s
 from jtrain.plan.economics.failures import Uptime, assumed_link
@@ -177,7 +178,7 @@ def print_sheet(sheet: Sheet, console: Console, notes: Sequence[str]) -> None:
 def layout_line(sheet: Sheet) -> str:
     """ZeRO stage, remat, microbatches and offload in one line."""
     spec = sheet.job.layout.spec
-    shares = {name: getattr(spec.offload, name) for name in ("optimizer", "params", "activations")}
+    shares = {name: getattr(spec.offload, name) for name in OFFLOADABLE}
     offload = " ".join(f"offload.{name}={share}" for name, share in shares.items() if share != "none")
     return f"zero_stage={spec.zero_stage} remat={spec.remat} microbatches={spec.microbatches} {offload}".rstrip()
 
@@ -193,7 +194,7 @@ def search_table(
         assert point.timed is not None
         mesh = " ".join(f"{axis}={n}" for axis, n in point.mesh.shape.items() if n > 1) or "1"
         kept = f"{len(point.spec.remat_save)} named" if point.spec.remat_save else point.spec.remat
-        shares = {name: getattr(point.spec.offload, name) for name in ("optimizer", "activations", "params")}
+        shares = {name: getattr(point.spec.offload, name) for name in OFFLOADABLE}
         offload = " ".join(f"{name[:5]}={share:.0%}" for name, share in shares.items() if share != "none") or "-"
         said = compiled.get(index)
         beside = ["", ""]

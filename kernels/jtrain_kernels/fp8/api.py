@@ -31,16 +31,26 @@ class Fp8Kernel:
       multiplied before they are rounded. None scales each tensor by its own amax (current scaling).
     seen_3: with scale_3, an input that is differentiated to obtain the amax of the three tensors: its cotangent is
       those numbers, and its value is never read. Use the weight only once, because cotangents are added.
+    rounded: with scale_3, the weight in 8 bits and its amax, from `rounded_weight`, where the weight was rounded before
+      it was gathered. `value` is then never read, and only takes the gradient, in the dtype of x.
     """
 
     value: Any
     scale_3: Any = None
     seen_3: Any = None
+    rounded: Any = None
 
     def __getitem__(self, key: Any) -> "Fp8Kernel":
         """Returns itself, so that `weight[...]` works for both kinds of weights."""
         assert key is Ellipsis, key
         return self
+
+
+def rounded_weight(
+    weight: Float[Array, "..."], scale: Float[Array, ""]
+) -> tuple[Float[Array, "..."], Float[Array, ""]]:
+    """Returns a weight, or a shard of it, rounded as `linear_fp8` does, and its amax."""
+    return quantised(weight, scale, FORWARD), largest(weight)
 
 
 def of_one_x(kernels: Sequence[Fp8Kernel]) -> tuple[Fp8Kernel, ...]:
@@ -75,16 +85,22 @@ def linear_fp8(x: Float[Array, "..."], kernel: Fp8Kernel, num_in: int = 1) -> Fl
         )
     in_size, out_dims = math.prod(shape[:num_in]), shape[num_in:]
     x_TI, kernel_IO = x.reshape(-1, in_size), kernel.value.reshape(in_size, math.prod(out_dims))
-    y_TO = _matmul(x_TI, kernel_IO, kernel.scale_3, kernel.seen_3)
+    rounded = None if kernel.rounded is None else (kernel.rounded[0].reshape(kernel_IO.shape), kernel.rounded[1])
+    assert rounded is None or kernel_IO.dtype == x.dtype, "the gradient of a weight rounded before has x's dtype"
+    y_TO = _matmul(x_TI, kernel_IO, kernel.scale_3, kernel.seen_3, rounded)
     return y_TO.reshape(*x.shape[: x.ndim - num_in], *out_dims)
 
 
 @jax.custom_vjp
-def _matmul(x_TI: Array, kernel_IO: Array, scale_3: Array | None, seen_3: Array | None) -> Float[Array, "T O"]:
-    return _forward(x_TI, kernel_IO, scale_3, seen_3)[0]
+def _matmul(
+    x_TI: Array, kernel_IO: Array, scale_3: Array | None, seen_3: Array | None, rounded: tuple[Array, Array] | None
+) -> Float[Array, "T O"]:
+    return _forward(x_TI, kernel_IO, scale_3, seen_3, rounded)[0]
 
 
-def _forward(x_TI: Array, kernel_IO: Array, scale_3: Array | None, seen_3: Array | None) -> tuple[Array, Any]:
+def _forward(
+    x_TI: Array, kernel_IO: Array, scale_3: Array | None, seen_3: Array | None, rounded: tuple[Array, Array] | None
+) -> tuple[Array, Any]:
     del seen_3
     dtype, x_amax = x_TI.dtype, checkpoint_name(largest(x_TI), AMAX)
     if scale_3 is None:
@@ -92,32 +108,35 @@ def _forward(x_TI: Array, kernel_IO: Array, scale_3: Array | None, seen_3: Array
         kernel_scale = scale_of(checkpoint_name(largest(kernel_IO), AMAX), FORWARD)
     else:
         x_scale, kernel_scale = scale_3[0], scale_3[1]
-    x8_TI, kernel8_IO = quantised(x_TI, x_scale, FORWARD), quantised(kernel_IO, kernel_scale, FORWARD)
+    x8_TI = quantised(x_TI, x_scale, FORWARD)
+    kernel8_IO = quantised(kernel_IO, kernel_scale, FORWARD) if rounded is None else rounded[0]
     # Hopper's tensor cores accumulate in 14 bits: faster, and enough here, but not for gradients (see _backward).
     y_TO = contract(restored(x8_TI, x_scale, dtype), restored(kernel8_IO, kernel_scale, dtype), 1, 0, dtype)
-    return y_TO, (x_TI, kernel_IO, x_scale, kernel_scale, x_amax, scale_3)
+    kept = kernel_IO if rounded is None else None
+    return y_TO, (x_TI, kept, x_scale, kernel_scale, x_amax, scale_3, rounded)
 
 
-def _backward(saved: Any, dy_TO: Array) -> tuple[Array, Array, Array | None, Array | None]:
-    x_TI, kernel_IO, x_scale, kernel_scale, x_amax, scale_3 = saved
+def _backward(saved: Any, dy_TO: Array) -> tuple[Array, Array, Array | None, Array | None, None]:
+    x_TI, kernel_IO, x_scale, kernel_scale, x_amax, scale_3, rounded = saved
     dtype, dy_amax = x_TI.dtype, largest(dy_TO)
     dy_scale = scale_of(dy_amax, GRADIENT) if scale_3 is None else scale_3[2]
     dy = restored(_cast_once(quantised(dy_TO, dy_scale, GRADIENT)), dy_scale, dtype)
     x = restored(quantised(x_TI, x_scale, FORWARD), x_scale, dtype)
-    kernel = restored(quantised(kernel_IO, kernel_scale, FORWARD), kernel_scale, dtype)
+    kernel8_IO, kernel_amax = rounded_weight(kernel_IO, kernel_scale) if rounded is None else rounded
+    kernel = restored(kernel8_IO, kernel_scale, dtype)
+    kernel_dtype = dtype if rounded is not None else kernel_IO.dtype
     dx_TI, dkernel_IO = jax.lax.platform_dependent(
         dy,
         x,
         kernel,
-        cpu=lambda dy, x, kernel: (contract(dy, kernel, 1, 1, dtype), kernel_gradient_cpu(x, dy, kernel_IO.dtype)),
+        cpu=lambda dy, x, kernel: (contract(dy, kernel, 1, 1, dtype), kernel_gradient_cpu(x, dy, kernel_dtype)),
         # HIGHEST makes XLA:GPU accumulate outside the tensor cores; on other platforms it would mean float32 operands.
-        cuda=functools.partial(_products, dtype=kernel_IO.dtype, precision=jax.lax.Precision.HIGHEST),
-        default=functools.partial(_products, dtype=kernel_IO.dtype),
+        cuda=functools.partial(_products, dtype=kernel_dtype, precision=jax.lax.Precision.HIGHEST),
+        default=functools.partial(_products, dtype=kernel_dtype),
     )
     if scale_3 is None:
-        return dx_TI, dkernel_IO, None, None
-    seen_3 = jnp.stack([x_amax, largest(kernel_IO), dy_amax])
-    return dx_TI, dkernel_IO, jnp.zeros_like(scale_3), seen_3
+        return dx_TI, dkernel_IO, None, None, None
+    return dx_TI, dkernel_IO, jnp.zeros_like(scale_3), jnp.stack([x_amax, kernel_amax, dy_amax]), None
 
 
 def _cast_once(dy8_TO: Array) -> Array:

@@ -151,14 +151,15 @@ def test_twice_the_devices_take_half_the_compute() -> None:
 
 
 def test_gathers_hide_behind_the_layers_and_the_rest_does_not() -> None:
-    """ZeRO-3 within a host is hidden, stage 0 waits for its all-reduce, tensor parallelism for every layer."""
+    """ZeRO-3 within a host is hidden, stage 0 waits for its all-reduce, `tensor` for all but a sum a layer."""
     gathered = predicted(dict(data=8), zero_stage=3)
     reduced = predicted(dict(data=8), zero_stage=0)
     split = predicted(dict(tensor=8))
     hidden = {row.axes: row.total_s - row.exposed_s for row in gathered.network}
     assert hidden["data",] > 0.05
     assert gathered.parts["network, data"] < reduced.parts["network, data"]
-    assert split.parts["network, tensor"] == split.network[0].total_s > 0
+    [over_tensor] = split.network
+    assert 0.8 < over_tensor.waits_s / over_tensor.total_s < 0.9, "one of eight collectives of a layer is hidden"
 
 
 def test_fused_kernels_expose_every_collective_but_their_own() -> None:
