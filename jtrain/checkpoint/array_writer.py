@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,9 +16,10 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import array_files, files, folders, object_stores
-from jtrain.checkpoint.hashed_io import Checksum, HashedIO, file_hash, sync
+from jtrain.checkpoint.hashed_io import Checksum, HashedIO, file_hash
 from jtrain.checkpoint.host_copy import StateChunks
 from jtrain.checkpoint.orbax_io import by_keys, sharding_text
+from jtrain.runtime import atomic_io
 from jtrain.runtime.store_paths import in_store, said
 
 type Hashes = dict[str, tuple[int, str]]
@@ -64,13 +66,17 @@ def _metadata(shape: tuple[int, ...], shard_shape: tuple[int, ...], dtype: np.dt
     return array_files.leaf_metadata(shape, array_files.chunk_shape(shard_shape, dtype.itemsize), dtype)
 
 
-def threads() -> concurrent.futures.ThreadPoolExecutor:
-    """Returns threads for copies and writes: not more than there are cores, since each also hashes."""
-    return concurrent.futures.ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0))), "checkpoint")
+def threads(*, low: bool = False) -> concurrent.futures.ThreadPoolExecutor:
+    """Returns threads for copies and writes: not more than there are cores, since each also hashes.
+
+    low: they have a low priority.
+    """
+    count = min(_THREADS, len(os.sched_getaffinity(0)))
+    return concurrent.futures.ThreadPoolExecutor(count, "checkpoint", initializer=yield_to_steps if low else None)
 
 
 def yield_to_steps() -> None:
-    """Lowers the priority of the calling thread and of those that it will start: steps need the same cores."""
+    """Lowers the priority of the calling thread and of those that it will start: others need the same cores."""
     if sys.platform == "linux":  # elsewhere it would be that of the whole process
         os.nice(_NICE)
 
@@ -131,7 +137,8 @@ def write_arrays(
         # Not earlier: the first file that is forced to the disk takes the names of the others along.
         for done in [pool.submit(work) for _ in range(pool._max_workers)]:
             hashes |= done.result()
-        list(pool.map(lambda name: sync(path / name), () if stored else hashes))
+    if not stored:
+        atomic_io.sync_all([path / name for name in hashes], [path / name for name in made])
     return hashes
 
 
@@ -149,25 +156,38 @@ def differing(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
 
     checksums: of the files that this process wrote; those of others are compared by their hashes, which takes longer.
     """
+    names = collections.deque(sorted(hashes))
 
-    def compare(name: str) -> str | None:
+    def compare(disk: HashedIO, name: str) -> str | None:
         wanted = hashes[name][1]
         try:
             if in_store(path):
                 size, found = folders.read(path / name)
             elif name in checksums:
-                size, found = HashedIO().read(path / name, Checksum())
+                size, found = disk.read(path / name, Checksum())
                 wanted = checksums[name]
             else:
-                size, found = HashedIO().read(path / name, file_hash())
+                size, found = disk.read(path / name, file_hash())
         except OSError as error:
             return f"{name}: {error.strerror or said(error)}"
         if size != hashes[name][0]:
             return f"{name} has {size} bytes, but {hashes[name][0]} were written"
         return None if found == wanted else f"{name} does not have the contents that were written"
 
+    def work() -> list[str]:
+        disk = HashedIO()
+        lines: list[str] = []
+        while True:
+            try:
+                name = names.popleft()
+            except IndexError:  # another thread took the last one
+                return lines
+            if line := compare(disk, name):
+                lines.append(line)
+
     with threads() as pool:
-        return [line for line in pool.map(compare, sorted(hashes)) if line]
+        found = [pool.submit(work) for _ in range(pool._max_workers)]
+        return sorted(itertools.chain(*(done.result() for done in found)))
 
 
 def incomplete(path: Path, hashes: Hashes, leaves: dict[str, files.ManifestLeaf]) -> list[str]:

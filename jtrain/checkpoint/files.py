@@ -195,7 +195,7 @@ def seal(
 ) -> None:
     """Completes the directory at `path`, which holds the arrays, for its commit: writes side files and manifest.
 
-    The names of all files are synced to the disk when this returns, and the contents of those that it writes.
+    What it writes is on the disk when this returns.
 
     Args:
       hashes: path relative to `path` -> hash, of the files that hold the arrays, which are on the disk.
@@ -205,7 +205,7 @@ def seal(
       CheckpointError: the files are too few for the arrays, because some process wrote elsewhere.
     """
     for name, text in ((DATA, data), (CONFIG, config)):
-        _write(path / name, text)
+        (path / name).write_bytes(text.encode())
     digests = hashes | {name: folders.hash_of(path / name) for name in (DATA, CONFIG)}
     sizes = folders.sizes(path)
     files = {name: (sizes[name], digests[name]) for name in sorted(digests)}
@@ -219,11 +219,9 @@ def seal(
     body = dataclasses.asdict(manifest) | {"format": _FORMAT}
     body = json.loads(json.dumps(body))  # tuples become lists, as they will be read
     text = json.dumps(body | {"digest": _digest(body)}, indent=1)
-    _write(path / MANIFEST, text)
-    if in_store(path):
-        return
-    for inner in (path, *(entry for entry in path.rglob("*") if entry.is_dir())):
-        atomic_io.sync_directory(inner)
+    (path / MANIFEST).write_bytes(text.encode())
+    if not in_store(path):
+        atomic_io.sync_all((path / name for name in (DATA, CONFIG, MANIFEST)), (path, path / STATE))
 
 
 def note_commit(folder: Path, step: int | None) -> None:

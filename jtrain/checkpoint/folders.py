@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,8 +63,16 @@ def sizes(folder: Path) -> dict[str, int]:
         found = cast(dict[str, Any], _store(folder).find(str(folder), detail=True))
         start = len(_store(folder)._strip_protocol(str(folder))) + 1
         return {name[start:]: int(entry["size"]) for name, entry in sorted(found.items()) if name[start:]}
-    there = sorted(os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
-    return {os.path.relpath(file, folder): os.stat(file).st_size for file in there if os.path.isfile(file)}
+    return dict(sorted(_sizes(str(folder), "")))
+
+
+def _sizes(folder: str, prefix: str) -> Iterator[tuple[str, int]]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _sizes(entry.path, f"{prefix}{entry.name}/")
+            elif entry.is_file():
+                yield prefix + entry.name, entry.stat().st_size
 
 
 def hash_of(path: Path) -> str:

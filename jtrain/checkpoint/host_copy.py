@@ -2,30 +2,30 @@
 
 On the CPU backend the state is in host memory already. Threads that write begin at its first chunk, threads that copy
 at its last one, and `save` returns where they meet: on a fast disk most was written by then and never copied, on a slow
-one most was copied. A copy is memory of its own from the kernel, which gets it back as soon as the copy was written.
-The C allocator would keep it: `jtrain_kernels.host_memory` tells it to. From an accelerator jax copies all,
-and for a store `copy` does so first: training would wait for the network.
+one most was copied. A copy is memory of its own from the kernel, which gets it back as soon as the copy was written; of
+a small state, as soon as all were. The C allocator would keep it: `jtrain_kernels.host_memory` tells it to. From an
+accelerator jax copies all, and for a store `copy` does so first: training would wait for the network.
 """
 
 import collections
 import concurrent.futures
+import contextlib
 import ctypes
 import dataclasses
-import mmap
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from jtrain.checkpoint import array_files, files
+from jtrain.checkpoint.hashed_io import PAGE_BYTES, pages
 from jtrain.checkpoint.orbax_io import by_keys
 
 SMALL_BYTES = 64 << 20
 """A state on the CPU up to this size is copied as a whole: that takes less time than to create the first files."""
-
-_HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,9 @@ class StateChunks:
         self._copied = collections.deque(chunk for chunk in found if not chunk.in_state)
         self._reading = 0  # chunks in the state's memory that a thread writes or copies now
         if sum(len(chunk.data) for chunk in self._in_state) <= SMALL_BYTES:
-            self._copy()
+            with contextlib.suppress(OSError):  # no memory for it: as a larger state
+                self._copied += _copies(self._in_state)
+                self._in_state.clear()
 
     def take(self) -> StateChunk | None:
         """Returns a chunk to write, None if all were taken; `written` must follow."""
@@ -130,7 +132,7 @@ class StateChunks:
                 self._reading += 1
             copied = None
             try:
-                copied = _copy_of(chunk)
+                (copied,) = _copies([chunk])
             except OSError:  # no memory for it: the threads that write take it from the state's memory
                 return
             finally:
@@ -162,12 +164,15 @@ def _chunks(leaf: str, shard: Any, parts: list[ShardPart]) -> Iterator[StateChun
             yield StateChunk(name, data[begin : begin + chunk.num_bytes], array, in_state=_on_cpu(shard))
 
 
-def _copy_of(chunk: StateChunk) -> StateChunk:
-    """Returns the chunk in memory of its own."""
-    size = len(chunk.data)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= _HUGE_PAGE_BYTES:
-        memory.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer page faults: they take longer than the copy
-    copied = np.frombuffer(memory, np.uint8)
-    np.copyto(copied, np.frombuffer(chunk.data, np.uint8))  # without the GIL
-    return StateChunk(chunk.name, memoryview(copied), memory, in_state=False)
+def _copies(chunks: Collection[StateChunk]) -> list[StateChunk]:
+    """Returns the chunks in memory of their own, which is free when the last of them is; each begins with a page."""
+    if not chunks:
+        return []
+    ends = list(itertools.accumulate(-(-len(chunk.data) // PAGE_BYTES) * PAGE_BYTES for chunk in chunks))
+    memory = pages(ends[-1])
+    found = []
+    for chunk, start in zip(chunks, [0, *ends], strict=False):
+        copied = np.frombuffer(memory, np.uint8, len(chunk.data), start)
+        np.copyto(copied, np.frombuffer(chunk.data, np.uint8))  # without the GIL
+        found.append(StateChunk(chunk.name, memoryview(copied), memory, in_state=False))
+    return found

@@ -81,7 +81,9 @@ class Saves:
             raise CheckpointError(
                 f"{self.folder} cannot be written to ({said(error)}).{self._room()}{self._kept()}"
             ) from error
-        self._pool = array_writer.threads()
+        # Copies, for the time in which the threads that write wait for the disk: what those can write from the state's
+        # memory takes a fifth less CPU time than a copy that is written later.
+        self._pool = array_writer.threads(low=True)
 
     def due(self, step: int) -> bool:
         every = self._every_steps

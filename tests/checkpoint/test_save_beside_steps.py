@@ -114,16 +114,18 @@ def test_steps_during_a_save_do_not_change_what_is_written(
     assert len(writers.from_state) == LEAVES // 2 * (1 + 8)
 
 
+@pytest.mark.parametrize("small_bytes", [0, host_copy.SMALL_BYTES])
 def test_without_memory_for_copies_all_is_written_before_the_next_step(
-    tmp_path: Path, bits_of: BitsOf, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, bits_of: BitsOf, monkeypatch: pytest.MonkeyPatch, small_bytes: int
 ) -> None:
     """The save then takes longer, and is as right as any other."""
 
-    def refuse(chunk: Any) -> Any:
+    def refuse(chunks: Any) -> Any:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(host_copy, "_copy_of", refuse)
+    monkeypatch.setattr(host_copy, "_copies", refuse)
     writers = Writers(1_000, monkeypatch)
+    monkeypatch.setattr(host_copy, "SMALL_BYTES", small_bytes)
     state = make_state(["device"])
     step = make_step(state)
     want = bits_of(jax.tree.map(lambda x: np.array(x), state))
@@ -180,5 +182,7 @@ def test_a_checksum_tells_what_a_disk_may_do_to_a_file(tmp_path: Path, size: int
     path = tmp_path / "file"
     _, wanted = HashedIO().write(path, memoryview(data))
     assert HashedIO().read(path, Checksum()) == (size, wanted)
+    odd = HashedIO().write(tmp_path / "odd", memoryview(b"x" + data)[1:])  # memory that O_DIRECT refuses
+    assert (odd[1], (tmp_path / "odd").read_bytes()) == (wanted, data)
     path.write_bytes(changed(data, change))
     assert HashedIO().read(path, Checksum())[1] != wanted

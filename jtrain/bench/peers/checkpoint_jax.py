@@ -1,6 +1,8 @@
-"""Saves by jtrain, or by plain Orbax with its defaults, beside steps on the CPU: one side of `bench checkpoint`."""
+"""Saves by jtrain, or by Orbax with its defaults, beside steps on the CPU: one side of `bench checkpoint`."""
 
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +20,26 @@ def main() -> None:
         keep_freed_memory()  # as every run of jtrain on a CPU does
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
     shapes = checkpoint_measure.shapes(args.size)
+    random = np.random.default_rng(0)
     state: dict[str, Any] = {
-        kind: {name: jnp.full(shape, 0.5, jnp.float32) for name, shape in shapes.items()}
-        for kind in ("params", "mu", "nu")
+        kind: {
+            name: jnp.array(random.standard_normal(shape, np.float32) * checkpoint_measure.STDDEV)
+            for name, shape in shapes.items()
+        }
+        for kind in ("params", "mu")
     }
+    state["nu"] = jax.tree.map(jnp.square, state["mu"])
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     matrix = jnp.full((checkpoint_measure.MATMUL,) * 2, 1e-3, jnp.float32)
 
     def update(state: Any, matrix: jax.Array) -> Any:
         product = jax.lax.fori_loop(0, args.matmuls, lambda _, x: (x @ matrix) * 1e-3, matrix)
         gradient = product[0, 0]
-        mu = jax.tree.map(lambda m: 0.9 * m + 0.1 * gradient, state["mu"])
-        nu = jax.tree.map(lambda v: 0.95 * v + 0.05 * gradient**2, state["nu"])
+        mu = jax.tree.map(lambda m, p: 0.9 * m + 0.1 * (p + gradient), state["mu"], state["params"])
+        nu = jax.tree.map(lambda v, p: 0.95 * v + 0.05 * p**2, state["nu"], state["params"])
         # Without it, XLA keeps old moments in temporaries of 0.2 states, with which the heap grows as steps are run.
         mu, nu = jax.lax.optimization_barrier((mu, nu))
         params = jax.tree.map(lambda p, m, v: p - 1e-6 * m / (jnp.sqrt(v) + 1e-8), state["params"], mu, nu)
@@ -43,7 +51,7 @@ def main() -> None:
         nonlocal state
         state = jax.block_until_ready(compiled(state, matrix))
 
-    saver = _jtrain if args.program == "jtrain" else _orbax
+    saver = {"jtrain": _jtrain, "orbax": _orbax, "orbax_fsync": _orbax_fsync}[args.program]
     save, durable, ended, close = saver(args.folder)
     checkpoint_measure.measure(
         state_bytes=state_bytes,
@@ -97,6 +105,30 @@ def _orbax(folder: Path) -> tuple[Any, ...]:
 
     folder.mkdir(parents=True, exist_ok=True)
     return save, durable, ended, writer.close
+
+
+def _orbax_fsync(folder: Path) -> tuple[Any, ...]:
+    """Orbax, and a thread that forces all of a finished checkpoint to the disk: TensorStore forces only the arrays."""
+    save_orbax, named, ended_orbax, close = _orbax(folder)
+    forced: list[threading.Thread] = []
+
+    def force(number: int) -> None:
+        while not named(number):
+            time.sleep(0.002)
+        for path in (folder, folder / str(number), *(folder / str(number)).rglob("*")):
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+
+    def save(number: int, state: Any) -> None:
+        save_orbax(number, state)
+        forced[:] = [threading.Thread(target=force, args=[number])]
+        forced[0].start()
+
+    def durable(number: int) -> bool:
+        return named(number) and bool(forced) and not forced[0].is_alive()
+
+    return save, durable, lambda: not forced[0].is_alive() and ended_orbax(), close
 
 
 if __name__ == "__main__":

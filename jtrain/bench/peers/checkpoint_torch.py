@@ -21,7 +21,11 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo", init_method=f"file://{args.folder}/group", rank=0, world_size=1)
     shapes = checkpoint_measure.shapes(args.size)
-    state = {kind: {name: torch.full(shape, 0.5) for name, shape in shapes.items()} for kind in ("params", "mu", "nu")}
+    state = {
+        kind: {name: torch.randn(shape) * checkpoint_measure.STDDEV for name, shape in shapes.items()}
+        for kind in ("params", "mu")
+    }
+    state["nu"] = {name: mu**2 for name, mu in state["mu"].items()}
     state_bytes = sum(tensor.nbytes for kind in state.values() for tensor in kind.values())
     matrix = torch.full((checkpoint_measure.MATMUL,) * 2, 1e-3)
 
@@ -31,10 +35,10 @@ def main() -> None:
             product = (product @ matrix) * 1e-3
         gradient = product[0, 0]
         for name, mu in state["mu"].items():
-            nu = state["nu"][name]
-            mu.mul_(0.9).add_(0.1 * gradient)
-            nu.mul_(0.95).add_(0.05 * gradient**2)
-            state["params"][name].addcdiv_(mu, nu.sqrt().add_(1e-8), value=-1e-6)
+            nu, param = state["nu"][name], state["params"][name]
+            mu.mul_(0.9).add_(param, alpha=0.1).add_(0.1 * gradient)
+            nu.mul_(0.95).addcmul_(param, param, value=0.05)
+            param.addcdiv_(mu, nu.sqrt().add_(1e-8), value=-1e-6)
 
     running: list[Future[Any]] = []
 
