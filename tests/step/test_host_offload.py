@@ -316,9 +316,10 @@ def test_slices_cover_everything_once(rows: int, stacked: bool, monkeypatch: pyt
 
     @jax.jit
     def run(grad: Any, param: Any, mu: Any, scale: Any) -> Any:
-        arrays = {"param": param, "mu": to_host(mu), "scale": to_host(scale), "seen": jnp.zeros_like(param)}
-        slices = Slices({"grad": grad, **arrays}, stacked=stacked)
-        leaf = StreamedParam({"grad": grad}, arrays, frozenset({"mu", "scale"}), slices, update)
+        arrays = {"grad": grad, "param": param, "mu": to_host(mu), "scale": to_host(scale)}
+        arrays["seen"] = jnp.zeros_like(param)
+        slices = Slices(arrays, stacked=stacked)
+        leaf = StreamedParam(arrays, frozenset({"mu", "scale"}), slices, update)
         assert slices.count == (3 if stacked else 1) * 6 // max(rows, 2), "a slice holds whole blocks of two rows"
         return jax.tree.map(to_device, streamed([leaf, leaf], after=jnp.zeros(())))
 
