@@ -72,8 +72,8 @@ def faults() -> Iterator[Faults]:
     begin, go_back, make = Optimizer.begin, BadSteps._go_back, attempt.make_train_step
     steps: dict[float | None, Any] = {}
 
-    def begin_with_faults(self: Optimizer, grads: Any, step: Any) -> Any:
-        update = begin(self, grads, step)
+    def begin_with_faults(self: Optimizer, grads: Any, step: Any, **named: Any) -> Any:
+        update = begin(self, grads, step, **named)
         norm, rate = (planted.traced(kind, update.step) for kind in ("norm", "update"))
         return dataclasses.replace(update, grad_norm=update.grad_norm + norm, learning_rate=update.learning_rate + rate)
 

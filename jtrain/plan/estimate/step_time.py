@@ -306,7 +306,6 @@ def _host_link(machine: Machine, assume: Assumptions) -> float:
     if speed is None:
         raise UserError(
             f"layout.offload copies to host memory, but the speed of that link is not published for "
-            f"{machine.device.name}. Set layout.offload.optimizer, .params, .activations and .gradients to "
-            "none."
+            f"{machine.device.name}. Set layout.offload.optimizer, .params, .activations and .gradients to none."
         )
     return speed * assume.host_link
