@@ -11,6 +11,9 @@ arrays of two layers are on the device at a time.
 |---|---|---|
 | forward | Y + 1: each layer once, and the last layer a second time, for the backward pass | 1: the last layer's |
 | backward | Y: the previous layer each time, and the first layer a second time, unused | Y, the same |
+
+Sums of gradients in host memory are fetched and written back Y + 1 times per microbatch, those of a layer while the
+layers beside it compute: the sums of three layers are on the device at a time.
 """
 
 import dataclasses

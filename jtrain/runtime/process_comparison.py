@@ -100,7 +100,7 @@ def _leave(client: Any, own: int, count: int, silent: Sequence[int]) -> None:
         if 0 not in silent:
             # Process 0 runs the service, and jax aborts processes that lose it: so it leaves last.
             client.wait_at_barrier("jtrain/leave", int(1000 * WAIT_S), [n for n in range(count) if n not in silent])
-            time.sleep(0.0 if own else 1.0)
+            time.sleep(0.0 if own else 1.0)  # the others end after the barrier, and nobody is left to say so
     finally:
         os._exit(exit_codes.BUG)
 

@@ -182,7 +182,7 @@ def test_waiting_is_measured_where_the_source_is_slow_and_near_zero_where_it_is_
 
     def slow(batch: Batch) -> Batch:
         while not source.closed and not (started and vars(started[0]._changed)["_waiters"]):
-            time.sleep(0.001)
+            time.sleep(0.001)  # a condition does not tell that somebody waits for it
         time.sleep(0.05)
         return batch
 

@@ -33,7 +33,7 @@ def test_hosts_of_namespaces_share_no_network_and_no_disk(tmp_path: Path) -> Non
         assert (seen.end(), seen.output) == (0, "")
     # A daemon ends with its host: it has been killed, which may take a moment. One that stays meets pytest's own limit.
     while any("tail" in line and str(tmp_path) in line for line in map(text_of, Path("/proc").glob("[0-9]*/cmdline"))):
-        time.sleep(0.01)
+        time.sleep(0.01)  # it is no child of this process, so nothing tells of its end
 
 
 def text_of(file: Path) -> str:

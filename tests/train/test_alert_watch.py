@@ -167,7 +167,7 @@ def test_a_hang_names_its_phase(watch: Callable[..., Watched], tmp_path: Path) -
     run = watch(hang_minutes=0.01, repeat_minutes=0.0)
     with run.callbacks.during("step", 7), run.callbacks.during("device_wait", 7):
         alert = run.alert()
-        time.sleep(0.9)
+        time.sleep(0.9)  # longer than the limit of 0.6 s: the same hang would be told a second time here
         run.callbacks.__exit__(None, None, None)  # between the phases a hang of its own might begin
     assert (alert["kind"], alert["step"], alert["values"]["phase"]) == ("hang", 7, "device_wait")
     assert alert["message"].startswith("no progress for ")

@@ -114,7 +114,7 @@ def _orbax_fsync(folder: Path) -> tuple[Any, ...]:
 
     def force(number: int) -> None:
         while not named(number):
-            time.sleep(0.002)
+            time.sleep(0.002)  # Orbax tells nobody of the final name
         for path in (folder, folder / str(number), *(folder / str(number)).rglob("*")):
             handle = os.open(path, os.O_RDONLY)
             os.fsync(handle)

@@ -204,7 +204,7 @@ def test_a_process_elsewhere_is_dead_when_it_has_not_counted_for_long(
                 now_s += claims.STALE_S
                 seen = count.read_text()
                 while count.read_text() == seen:
-                    time.sleep(0.01)
+                    time.sleep(0.01)  # the beat of another host is a file that changes
             other._closed.set()
             assert other._thread is not None
             other._thread.join()
