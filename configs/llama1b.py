@@ -12,8 +12,8 @@ import fiddle as fdl
 from jtrain.checkpoint import CheckpointSpec
 from jtrain.config.run import EvalSpec, Run
 from jtrain.data import PackedText
-from jtrain.layout import LayoutSpec
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import LayoutSpec
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.rope import Llama3Scaling, RopeSpec
 from jtrain.model.transformer import Transformer

@@ -13,8 +13,8 @@ import fiddle as fdl
 from jtrain.checkpoint import CheckpointSpec
 from jtrain.config.run import EvalSpec, Run
 from jtrain.data import PackedText
-from jtrain.layout import LayoutSpec
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import LayoutSpec
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.rope import Llama3Scaling, RopeSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Cosine

@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
-from jtrain.dims import ParamInfo
-from jtrain.layout import Layout, LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec
-from jtrain.precision import PrecisionSpec
+from jtrain.layout.dims import ParamInfo
+from jtrain.layout.layout import Layout, LayoutSpec, make_layout
+from jtrain.layout.mesh import MeshSpec
+from jtrain.layout.precision import PrecisionSpec
 
 PRECISION = {field.name for field in dataclasses.fields(PrecisionSpec)}
 OTHER = {"kernels", "pipeline"}

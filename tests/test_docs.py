@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 
 from jtrain.__main__ import VERBS
+from jtrain.cli.plan import VERBS as PLAN_VERBS
 from jtrain.config.load import load_config
-from jtrain.plan.__main__ import VERBS as PLAN_VERBS
 from jtrain.train.callbacks import load_callbacks
 
 ROOT = Path(__file__).parents[1]

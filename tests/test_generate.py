@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
+from jtrain.cli.generate import load, main, sample, stream
 from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.data import ByteTokenizer
-from jtrain.dims import Batch
-from jtrain.generate import load, main, sample, stream
+from jtrain.layout.dims import Batch
 from jtrain.model import kv_cache_decode
 from jtrain.model.kv_cache_decode import (
     DECODE_CHUNK,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jtrain import launch
+from jtrain.cli import launch
 from jtrain.profile.analysis.breakdown import read_json
 from jtrain.runtime import cli
 from jtrain.runtime.multihost import join_processes
@@ -338,7 +338,7 @@ def assert_each_traced_its_own(workdir: Path, *, processes: int, devices: int) -
 
 FAULTS = """
 import resource, statistics, sys
-from jtrain import launch
+from jtrain.cli import launch
 
 class Counting:
     counts = []

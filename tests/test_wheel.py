@@ -20,7 +20,7 @@ from typing import assert_type
 
 import jtrain_kernels.device
 from jtrain.config.load import load_config
-from jtrain.mesh import MeshSpec
+from jtrain.layout.mesh import MeshSpec
 
 assert_type(MeshSpec(data=4, tensor=2).size, int)
 assert_type(MeshSpec().shape, dict[str, int])
@@ -30,7 +30,7 @@ load_config("tiny", ["debug"], ["num_steps=5"])
 
 WRONG_USE = """
 import jtrain_kernels.device
-from jtrain.mesh import MeshSpec
+from jtrain.layout.mesh import MeshSpec
 
 MeshSpec(data="eight")
 MeshSpec(dota=8)

@@ -25,10 +25,10 @@ from jax.sharding import NamedSharding
 
 from jtrain import optim
 from jtrain.bench import Row, data_sources, row
-from jtrain.dims import IGNORE, Batch
 from jtrain.errors import UserError
-from jtrain.layout import LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.dims import IGNORE, Batch
+from jtrain.layout.layout import LayoutSpec, make_layout
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.step.state import init_state

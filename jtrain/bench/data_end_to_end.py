@@ -26,8 +26,8 @@ from jaxtyping import Int32
 from jtrain.bench import Row, data_sources, row
 from jtrain.bench.data_sources import peer, peer_program
 from jtrain.data.dataset import PackedText, open_dataset
+from jtrain.data.plane.prefetch import prefetch
 from jtrain.data.planner.balance import balanced_order, spread
-from jtrain.data.prefetch import prefetch
 from jtrain.data.sources.source import Source
 
 LINEAR = 24576.0

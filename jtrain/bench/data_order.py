@@ -23,7 +23,7 @@ from jtrain.bench import Row, row
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.data import Constant, PackedText, Source, open_dataset
-from jtrain.data.order_report import OrderReport, measure_order
+from jtrain.data.inspect.order_report import OrderReport, measure_order
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe
 from jtrain.data.sources.sample import FILES, write_sample

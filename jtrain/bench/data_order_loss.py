@@ -29,9 +29,9 @@ from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
 from jtrain.constants import IGNORE
 from jtrain.data import open_dataset, put_batch
-from jtrain.dims import Batch
 from jtrain.errors import UserError
-from jtrain.mesh import make_mesh
+from jtrain.layout.dims import Batch
+from jtrain.layout.mesh import make_mesh
 from jtrain.model.param import map_params
 from jtrain.step.train_step import make_eval_step
 from jtrain.telemetry.metrics import FILE, read

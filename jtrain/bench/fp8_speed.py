@@ -23,8 +23,9 @@ from jaxtyping import Array
 
 from jtrain.bench import Row, add_rehearse, row
 from jtrain.errors import UserError
-from jtrain.layout import LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.layout import LayoutSpec, make_layout
+from jtrain.layout.mesh import MeshSpec, make_mesh
+from jtrain.layout.precision import MatmulDtype, PrecisionSpec
 from jtrain.model import ops
 from jtrain.model.forward_placement import checkpointed
 from jtrain.model.fp8_scaling import advanced, first_scaling, unseen, with_fp8
@@ -32,7 +33,6 @@ from jtrain.model.layer_scan import scan_layers
 from jtrain.model.param import init_params
 from jtrain.model.tensor_parallel import TensorAxis
 from jtrain.model.transformer import Transformer
-from jtrain.precision import MatmulDtype, PrecisionSpec
 from jtrain.step.xla_options import compiler_options, kernels_for
 from jtrain.step.zero import placement_of
 from jtrain_kernels import device

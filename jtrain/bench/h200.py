@@ -15,10 +15,10 @@ import numpy as np
 
 from jtrain.bench import Row, add_rehearse, row
 from jtrain.data import put_batch
-from jtrain.dims import Batch
 from jtrain.errors import UserError
-from jtrain.layout import Layout
-from jtrain.mesh import make_mesh
+from jtrain.layout.dims import Batch
+from jtrain.layout.layout import Layout
+from jtrain.layout.mesh import make_mesh
 from jtrain.model.transformer import Transformer
 from jtrain.optim import Optimizer
 from jtrain.plan.estimate.flops import flops_per_token, mfu

@@ -34,8 +34,8 @@ from jtrain.config.devices import settle_mesh
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
 from jtrain.data import open_dataset, put_batch
-from jtrain.layout import Layout
-from jtrain.mesh import make_mesh
+from jtrain.layout.layout import Layout
+from jtrain.layout.mesh import make_mesh
 from jtrain.optim import Optimizer, optimizer
 from jtrain.plan.from_run import make_optimizer
 from jtrain.step import optimizer_update, recompute, train_step

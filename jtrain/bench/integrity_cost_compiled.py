@@ -70,8 +70,8 @@ def _figures(run: Any, devices: list[Any], *, checks: bool) -> tuple[int, int]:
 
     from jtrain.bench.integrity_cost import no_guard
     from jtrain.config.run import run_layout
-    from jtrain.dims import Batch
-    from jtrain.mesh import make_mesh
+    from jtrain.layout.dims import Batch
+    from jtrain.layout.mesh import make_mesh
     from jtrain.plan.from_run import make_optimizer
     from jtrain.step.state import abstract_state
     from jtrain.step.train_step import BATCH_SPEC, make_train_step

@@ -16,7 +16,7 @@ from jtrain.config.devices import settle_mesh
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
 from jtrain.data import open_dataset, put_batch
-from jtrain.mesh import make_mesh
+from jtrain.layout.mesh import make_mesh
 from jtrain.plan.from_run import make_optimizer
 from jtrain.step.state import init_state
 from jtrain.step.train_step import make_train_step

@@ -19,7 +19,7 @@ from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
 
 if TYPE_CHECKING:
-    from jtrain.layout import LayoutSpec
+    from jtrain.layout.layout import LayoutSpec
     from jtrain.optim import AdamW
     from jtrain.plan.compile.compiled_step import CompiledStep
     from jtrain.plan.job import Job
@@ -58,7 +58,7 @@ class Case:
     offload: dict[str, Any]
 
     def settings(self, *, offloaded: bool = True) -> "tuple[LayoutSpec, AdamW]":
-        from jtrain.layout import LayoutSpec, OffloadSpec
+        from jtrain.layout.layout import LayoutSpec, OffloadSpec
         from jtrain.optim import AdamW
 
         spec = LayoutSpec(
@@ -112,11 +112,11 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
 
 def job_of(case: Case, *, offloaded: bool) -> "Job":
     """The job of a case on one device."""
-    from jtrain.layout import make_layout
-    from jtrain.mesh import MeshSpec
+    from jtrain.layout.layout import make_layout
+    from jtrain.layout.mesh import MeshSpec
+    from jtrain.layout.precision import PrecisionSpec
     from jtrain.model.transformer import Transformer
     from jtrain.plan.job import Job
-    from jtrain.precision import PrecisionSpec
 
     spec, optimizer = case.settings(offloaded=offloaded)
     model = Transformer(**case.sizes)
@@ -126,14 +126,14 @@ def job_of(case: Case, *, offloaded: bool) -> "Job":
 
 def compiled(case: Case, topology: str, *, compare: bool) -> "list[CompiledStep]":
     """The step with what is offloaded, and to compare with nothing offloaded."""
-    from jtrain.layout import make_layout
-    from jtrain.mesh import MeshSpec
+    from jtrain.layout.layout import make_layout
+    from jtrain.layout.mesh import MeshSpec
+    from jtrain.layout.precision import PrecisionSpec
     from jtrain.model.param import map_params
     from jtrain.model.transformer import Transformer
     from jtrain.optim import build
     from jtrain.plan.compile.compiled_step import compile_step, topology_devices
     from jtrain.plan.job import Job
-    from jtrain.precision import PrecisionSpec
 
     devices = topology_devices(topology)
     model = Transformer(**case.sizes)

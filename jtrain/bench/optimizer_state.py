@@ -11,10 +11,10 @@ from jtrain.bench import Row, row
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run, run_layout
 from jtrain.data import open_dataset, put_batch
-from jtrain.mesh import make_mesh
+from jtrain.layout.mesh import make_mesh
+from jtrain.layout.precision import itemsize
 from jtrain.optim import state_bytes
 from jtrain.plan.from_run import make_optimizer
-from jtrain.precision import itemsize
 from jtrain.step.state import init_state
 from jtrain.step.train_step import make_train_step
 from jtrain.train.evaluation import Evaluation

@@ -27,9 +27,10 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from jtrain.bench import Row, row
-from jtrain.dims import Batch
-from jtrain.layout import Layout, LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.dims import Batch
+from jtrain.layout.layout import Layout, LayoutSpec, make_layout
+from jtrain.layout.mesh import MeshSpec, make_mesh
+from jtrain.layout.precision import PrecisionSpec
 from jtrain.model.forward_placement import Placement
 from jtrain.model.layer_scan import Layer
 from jtrain.model.param import Params, map_params
@@ -39,7 +40,6 @@ from jtrain.optim import AdamW, build
 from jtrain.pipeline.clocks import equal_costs, lockstep
 from jtrain.pipeline.families import FAMILIES
 from jtrain.pipeline.spec import PipelineSpec
-from jtrain.precision import PrecisionSpec
 from jtrain.runtime.platform import start_jax
 from jtrain.step.pipeline_ticks import relative_costs, ticks_of
 from jtrain.step.pipelined import pipelined_gradients

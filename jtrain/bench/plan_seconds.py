@@ -98,14 +98,14 @@ KEPT = ("attention_q", "attention_k", "attention_v", "attention")
 
 def planned_job(step: Published) -> "Job":
     """The job of a published step in the one setting."""
-    from jtrain.layout import LayoutSpec, OffloadSpec, make_layout
-    from jtrain.mesh import MeshSpec
+    from jtrain.layout.layout import LayoutSpec, OffloadSpec, make_layout
+    from jtrain.layout.mesh import MeshSpec
+    from jtrain.layout.precision import PrecisionSpec
     from jtrain.model.router import MoESpec
     from jtrain.model.transformer import Transformer
     from jtrain.optim import AdamW
     from jtrain.plan.estimate.machine import make_machine
     from jtrain.plan.job import Job
-    from jtrain.precision import PrecisionSpec
 
     fields: dict[str, Any] = dict(step.model)
     if "moe" in fields:

@@ -16,8 +16,8 @@ from jtrain.config import fiddlers as shared
 from jtrain.config import tree
 from jtrain.config.run import Run, _built
 from jtrain.errors import UserError, did_you_mean
-from jtrain.layout import LayoutSpec
-from jtrain.mesh import BATCH_AXES, MeshSpec, shard_size
+from jtrain.layout.layout import LayoutSpec
+from jtrain.layout.mesh import BATCH_AXES, MeshSpec, shard_size
 
 
 def load_config(name: str, fiddlers: Sequence[str] = (), sets: Sequence[str] = ()) -> fdl.Config[Run]:

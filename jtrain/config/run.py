@@ -15,19 +15,19 @@ from jtrain.config.integrity_spec import IntegritySpec
 from jtrain.data import PackedText, Source
 from jtrain.data.sources.source import HELD_OUT_PREFIX, is_source_name
 from jtrain.errors import UserError
-from jtrain.layout import Kernels, Layout, LayoutSpec, OffloadSpec, check_batch, make_layout
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import Kernels, Layout, LayoutSpec, OffloadSpec, check_batch, make_layout
+from jtrain.layout.mesh import MeshSpec
+from jtrain.layout.offload_spec import OFFLOADABLE
+from jtrain.layout.precision import PrecisionSpec
 from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.layer_scan import check_scanned
 from jtrain.model.param import map_params
 from jtrain.model.saved_activations import offloaded_names
 from jtrain.model.transformer import Transformer
-from jtrain.offload_spec import OFFLOADABLE
 from jtrain.optim import AdamW, Muon, check_layout
 from jtrain.optim import build as build_optimizer
 from jtrain.optim.optimizer import check_offload
 from jtrain.pipeline.spec import PipelineSpec
-from jtrain.precision import PrecisionSpec
 from jtrain.profile.spec import ProfileSpec
 from jtrain.step.guard import GuardSpec
 from jtrain.step.pipeline_ticks import counts_of

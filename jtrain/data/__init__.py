@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jtrain.data.dataset import TextDataset, open_dataset
     from jtrain.data.held_out import HeldOutSet, open_sets
-    from jtrain.data.iterator import BatchIterator
     from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged
-    from jtrain.data.prefetch import Fed, Prefetch, place_tree, put_batch, share_batch
+    from jtrain.data.plane.iterator import BatchIterator
+    from jtrain.data.plane.prefetch import Fed, Prefetch, place_tree, put_batch, share_batch
     from jtrain.data.sources.formats import BadRecord
     from jtrain.data.sources.source import Source
     from jtrain.data.spec import PackedText
@@ -44,10 +44,10 @@ _MODULES = (
     "sources.source",
     "mixture.schedule",
     "spec",
-    "iterator",
+    "plane.iterator",
     "held_out",
     "dataset",
-    "prefetch",
+    "plane.prefetch",
 )
 
 

@@ -8,24 +8,24 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.chunk_stream import ChunkStream
 from jtrain.data.constructor.constructor import ConstructorSetup, DataState
 from jtrain.data.constructor.context_order import context_order
-from jtrain.data.data_plane import InlinePlane, Plane, ProcessPlane
 from jtrain.data.held_out import HeldOutSet
 from jtrain.data.hosts.peers import meet
-from jtrain.data.iterator import BatchIterator, to_json
 from jtrain.data.mixture.schedule import own_weights
-from jtrain.data.order.chunk_order import Chunks
-from jtrain.data.order.growing_order import WindowAnchor
-from jtrain.data.order.windowed_order import WindowedChunks
+from jtrain.data.plane.data_plane import InlinePlane, Plane, ProcessPlane
+from jtrain.data.plane.iterator import BatchIterator, to_json
 from jtrain.data.planner.planner import Planner, PlannerSpec
 from jtrain.data.ray.engine import RayPlane, trainers
-from jtrain.data.saved_sources import Resumed, resumed, running_setup, saved_source, ways_out
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.opening import opening_of
 from jtrain.data.sources.shuffle import epoch_key
 from jtrain.data.spec import PackedText
+from jtrain.data.stream.chunk_order import Chunks
+from jtrain.data.stream.chunk_stream import ChunkStream
+from jtrain.data.stream.growing_order import WindowAnchor
+from jtrain.data.stream.saved_sources import Resumed, resumed, running_setup, saved_source, ways_out
+from jtrain.data.stream.source_setup import SourceSetup
+from jtrain.data.stream.windowed_order import WindowedChunks
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
 

@@ -10,22 +10,22 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
-from jtrain.data.chunk_stream import ChunkStream, Read
 from jtrain.data.constructor.collate import Rows, each, fill_rows, views_of
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.loss_mask import ignore_targets, runs_within
 from jtrain.data.mixture.schedule import Constant
-from jtrain.data.order.chunk_order import Chunks
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.planner.planner import EndOfData, Planner, PlannerSpec
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.opening import opening_of
 from jtrain.data.sources.shuffle import epoch_key, permuted
 from jtrain.data.sources.source import HELD_OUT_PREFIX, Source, field_of
 from jtrain.data.sources.storage import find_files
 from jtrain.data.spec import PackedText
-from jtrain.dims import Batch
+from jtrain.data.stream.chunk_order import Chunks
+from jtrain.data.stream.chunk_stream import ChunkStream, Read
+from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.errors import FileError, UserError
+from jtrain.layout.dims import Batch
 
 _READ_AHEAD = 16
 """Number of chunks read at a time."""

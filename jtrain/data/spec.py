@@ -5,8 +5,8 @@ import os
 from typing import Literal
 
 from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.source import ONE_SOURCE, Source, is_source_name
+from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.errors import UserError
 
 _MOST_LOADERS = 16

@@ -12,8 +12,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jtrain.dims import ParamInfo
 from jtrain.errors import UserError
+from jtrain.layout.dims import ParamInfo
 from jtrain.model.param import Params, map_params
 from jtrain.model.transformer import Transformer
 

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from jtrain.dims import ParamInfo
 from jtrain.errors import UserError
+from jtrain.layout.dims import ParamInfo
+from jtrain.layout.precision import PrecisionSpec
 from jtrain.model import ops
 from jtrain.model.param import Params, map_params
-from jtrain.precision import PrecisionSpec
 from jtrain_kernels.device import from_device
 
 type Tree = dict[str, Any]

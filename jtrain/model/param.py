@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, UInt32
 
-from jtrain.dims import ParamInfo
+from jtrain.layout.dims import ParamInfo
 
 type Params = dict[str, Any]
 """Nested dict of arrays; a path like `layers.attention.q_DNH` is its keys joined by dots."""

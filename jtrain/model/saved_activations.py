@@ -1,12 +1,12 @@
 """Activations that a layer saves for its backward pass: names, bytes, and which of them go to host memory."""
 
-from jtrain.dims import kv_heads_in_use
 from jtrain.errors import UserError
-from jtrain.layout import Layout, largest_first
+from jtrain.layout.dims import kv_heads_in_use
+from jtrain.layout.layout import Layout, largest_first
+from jtrain.layout.precision import itemsize
 from jtrain.model.expert_dispatch import buffer_rows
 from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.layer_scan import LAYER_INPUT
-from jtrain.precision import itemsize
 
 _F32 = 4
 

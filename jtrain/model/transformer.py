@@ -14,8 +14,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jtrain.dims import Batch, ParamInfo
 from jtrain.errors import UserError
+from jtrain.layout.dims import Batch, ParamInfo
 from jtrain.model import ops
 from jtrain.model.attention import Attention
 from jtrain.model.forward_placement import Placement, by_rows, checkpointed, single_device

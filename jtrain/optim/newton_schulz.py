@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax.contrib
 from jaxtyping import Array, Float, Int
 
-from jtrain.dims import ParamInfo
 from jtrain.errors import UserError
+from jtrain.layout.dims import ParamInfo
 from jtrain.optim.spec import Muon
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jtrain.dims import ParamInfo
 from jtrain.errors import UserError
-from jtrain.layout import FIELDS, Layout, LayoutSpec
+from jtrain.layout.dims import ParamInfo
+from jtrain.layout.layout import FIELDS, Layout, LayoutSpec
 from jtrain.optim.learning_rate import whole_steps
 from jtrain.optim.newton_schulz import matrix_dims, orthogonal_step
 from jtrain.optim.rounding import Noise, apart, to_bfloat16

@@ -24,7 +24,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jtrain.dims import ParamInfo
+from jtrain.layout.dims import ParamInfo
 from jtrain.optim.rounding import apart, uniform
 
 LETTERS = ("H", "F")

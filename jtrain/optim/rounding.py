@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jtrain.dims import ParamInfo
+from jtrain.layout.dims import ParamInfo
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jtrain.dims import ParamInfo
+from jtrain.layout.dims import ParamInfo
 from jtrain.optim.quantized_moments import Blocks, blocks_of, decode, encode
 from jtrain.optim.rounding import Noise, to_bfloat16
 from jtrain.optim.spec import AdamW, Muon

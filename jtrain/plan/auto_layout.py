@@ -20,8 +20,9 @@ from jtrain.config.load import set_values
 from jtrain.config.resume import config_from_text
 from jtrain.config.run import build_run
 from jtrain.errors import UserError
-from jtrain.layout import VOCABULARY_AXES
-from jtrain.mesh import BATCH_AXES
+from jtrain.layout.layout import VOCABULARY_AXES
+from jtrain.layout.mesh import BATCH_AXES
+from jtrain.layout.precision import itemsize
 from jtrain.model.ops import best_chunk
 from jtrain.plan.compile.compiled_step import topology_devices
 from jtrain.plan.estimate.machine import Machine
@@ -36,7 +37,6 @@ from jtrain.plan.search import (
     resolve_as_needed,
     search,
 )
-from jtrain.precision import itemsize
 from jtrain.runtime.multihost import from_process_zero, same_everywhere
 from jtrain_kernels.device import DEVICES, DeviceSpec, Host, from_device, live
 

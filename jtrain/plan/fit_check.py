@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 
 from jtrain.errors import UserError
-from jtrain.layout import Layout
+from jtrain.layout.layout import Layout
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.job import Job

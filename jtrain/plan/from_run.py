@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from jtrain.config.run import Run, run_layout
-from jtrain.layout import LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import LayoutSpec, make_layout
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.param import map_params
 from jtrain.optim import Optimizer, build
 from jtrain.plan.estimate.machine import Machine, machine_of

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from jtrain.layout import Layout, LayoutSpec, check_batch
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import Layout, LayoutSpec, check_batch
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
 from jtrain.plan.estimate.machine import Machine

@@ -3,8 +3,8 @@
 import itertools
 from collections.abc import Iterator
 
-from jtrain.dims import splits_heads
-from jtrain.mesh import MeshSpec
+from jtrain.layout.dims import splits_heads
+from jtrain.layout.mesh import MeshSpec
 from jtrain.plan.job import Job
 
 LONG = 32_768

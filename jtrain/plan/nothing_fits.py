@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterable, Iterator
 
 from jtrain.errors import UserError
-from jtrain.mesh import MeshSpec
-from jtrain.offload_spec import OFFLOADABLE
+from jtrain.layout.mesh import MeshSpec
+from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.plan.estimate.memory import MemoryPlan
 from jtrain.plan.search import Point, SearchTask, evaluate, fits, meshes, offload_of
 from jtrain.plan.smaller_settings import GIB, set_options, smaller_states, with_state

@@ -8,7 +8,7 @@ from pathlib import Path
 from jtrain.config.load import for_devices, load_config, mesh_size, set_values
 from jtrain.config.run import Run, build_run
 from jtrain.errors import UserError
-from jtrain.mesh import AXES, BATCH_AXES, shard_size
+from jtrain.layout.mesh import AXES, BATCH_AXES, shard_size
 from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.auto_layout import settle_loss_chunk

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from jtrain.errors import UserError
-from jtrain.layout import LayoutSpec, OffloadSpec
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import LayoutSpec, OffloadSpec
+from jtrain.layout.mesh import MeshSpec
+from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.layer_scan import check_scanned
-from jtrain.offload_spec import OFFLOADABLE
 from jtrain.optim import Muon, check_layout
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.memory import MemoryPlan, memory

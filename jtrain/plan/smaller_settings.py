@@ -11,8 +11,8 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from jtrain.layout import Layout, LayoutSpec
-from jtrain.mesh import BATCH_AXES
+from jtrain.layout.layout import Layout, LayoutSpec
+from jtrain.layout.mesh import BATCH_AXES
 from jtrain.optim import Muon, check_layout
 from jtrain.plan.estimate.memory import memory
 from jtrain.plan.job import Job

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from jtrain.mesh import MeshSpec
+from jtrain.layout.mesh import MeshSpec
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.mesh_options import divisors, mesh_options
 from jtrain.plan.search import Point, SearchTask, search

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt
 
-from jtrain.dims import Batch
-from jtrain.mesh import BATCH_AXES
+from jtrain.layout.dims import Batch
+from jtrain.layout.mesh import BATCH_AXES
 
 
 def hash_block(batch: Batch, column_L: Int[Array, " L"]) -> UInt[Array, "2"]:

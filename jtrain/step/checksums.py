@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
-from jtrain.mesh import AXES
+from jtrain.layout.mesh import AXES
 
 METRIC = "checksums"
 """Metric of a step: uint32 [devices, 2, arrays], the sums of the state that it was given and that it returned."""

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jtrain.layout import Layout, ParamLayout
+from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.model.layer_scan import Summed
 from jtrain.model.param import Params
 from jtrain.optim.rounding import Noise, to_bfloat16

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jtrain.errors import UserError
-from jtrain.layout import MemoryKind
+from jtrain.layout.layout import MemoryKind
 
 SLICE_ELEMENTS = 2**26
 """Upper bound of a slice, if the dimensions allow it: 256 MiB of float32, about 5 ms over PCIe 5."""

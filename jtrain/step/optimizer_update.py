@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jtrain.layout import Layout, ParamLayout
+from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.model.param import Params
 from jtrain.optim import Moments, Optimizer, Update
 from jtrain.optim.state import arrays, by_muon, by_path, nested

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jtrain.dims import IGNORE
-from jtrain.layout import Layout
+from jtrain.layout.dims import IGNORE
+from jtrain.layout.layout import Layout
 from jtrain.model.forward_placement import Placement
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer

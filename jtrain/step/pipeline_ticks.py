@@ -3,7 +3,7 @@
 import functools
 
 from jtrain.errors import UserError
-from jtrain.layout import Layout
+from jtrain.layout.layout import Layout
 from jtrain.pipeline.pipeline_layout import PipelineLayout, schedule_of
 from jtrain.pipeline.tick_counts import TickCounts, count_ticks, family_counts, shortest
 from jtrain.pipeline.tick_grid import Packing, pack

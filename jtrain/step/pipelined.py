@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Float, Int
 
-from jtrain.dims import Batch
-from jtrain.layout import Layout
+from jtrain.layout.dims import Batch
+from jtrain.layout.layout import Layout
 from jtrain.model.forward_placement import Placement, by_rows
 from jtrain.model.fp8_scaling import fp8_weights, unseen, with_fp8
 from jtrain.model.param import Params

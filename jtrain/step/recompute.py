@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt32
 
-from jtrain.dims import IGNORE, Batch
-from jtrain.layout import Layout
-from jtrain.mesh import AXES
+from jtrain.layout.dims import IGNORE, Batch
+from jtrain.layout.layout import Layout
+from jtrain.layout.mesh import AXES
 from jtrain.model import ops
 from jtrain.model.fp8_scaling import unseen, with_fp8
 from jtrain.model.layer_scan import scan_layers

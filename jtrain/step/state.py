@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jtrain.dims import ParamInfo
-from jtrain.layout import Layout
+from jtrain.layout.dims import ParamInfo
+from jtrain.layout.layout import Layout
 from jtrain.model.fp8_scaling import first_scaling
 from jtrain.model.param import Params, init_param, init_params, map_params
 from jtrain.optim import Moments, Optimizer, check_layout

@@ -25,13 +25,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jtrain.dims import IGNORE, Batch
-from jtrain.layout import Layout
-from jtrain.mesh import BATCH_AXES
+from jtrain.layout.dims import IGNORE, Batch
+from jtrain.layout.layout import Layout
+from jtrain.layout.mesh import BATCH_AXES
+from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.model.fp8_scaling import advanced, check_matmul_dtype, unseen, with_fp8
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
-from jtrain.offload_spec import OFFLOADABLE
 from jtrain.optim import Optimizer
 from jtrain.step.batch_hash import hash_block
 from jtrain.step.checksums import StateSums

@@ -6,8 +6,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jtrain.layout import Layout
-from jtrain.precision import MatmulDtype
+from jtrain.layout.layout import Layout
+from jtrain.layout.precision import MatmulDtype
 from jtrain_kernels import registry
 from jtrain_kernels.device import from_device, live
 

@@ -1,8 +1,8 @@
 """ZeRO: gathers each weight for the matmul that uses it, and reduces and scatters its gradient.
 
 All collectives run inside the step's fully-manual `jax.shard_map`. Shards lie along `data` and `context` together
-(`jtrain.mesh.ZERO_AXES`). `gather_shards` and `scatter_shards` are transposes of each other. One rule finishes every
-gradient: it is summed over each axis that does not split its parameter.
+(`jtrain.layout.mesh.ZERO_AXES`). `gather_shards` and `scatter_shards` are transposes of each other. One rule finishes
+every gradient: it is summed over each axis that does not split its parameter.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from jtrain.layout import Layout, ParamLayout
-from jtrain.mesh import BATCH_AXES, ZERO_AXES, unsplit_axes
+from jtrain.layout.layout import Layout, ParamLayout
+from jtrain.layout.mesh import BATCH_AXES, ZERO_AXES, unsplit_axes
 from jtrain.model import ops
 from jtrain.model.forward_placement import Placement
 from jtrain.model.layer_scan import Detached

@@ -14,10 +14,10 @@ from jtrain.checkpoint.lost_history import check_history
 from jtrain.config.resume import check_same_run, with_history
 from jtrain.config.run import Run, check_vocabulary
 from jtrain.data import Prefetch, open_dataset, place_tree, put_batch
-from jtrain.data.prefetch import prefetch  # not of jtrain.data, where that name is the module
-from jtrain.data.resource_estimate import budget
+from jtrain.data.inspect.resource_estimate import budget
+from jtrain.data.plane.prefetch import prefetch  # not of jtrain.data, where that name is the module
 from jtrain.errors import UserError
-from jtrain.mesh import make_mesh
+from jtrain.layout.mesh import make_mesh
 from jtrain.plan.estimate.flops import flops_per_token
 from jtrain.plan.estimate.machine import machine_of
 from jtrain.plan.fit_check import available_bytes, check_fits_devices, with_host_memory

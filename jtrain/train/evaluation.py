@@ -11,7 +11,7 @@ from jtrain.config.run import Run, check_vocabulary
 from jtrain.constants import IGNORE
 from jtrain.data import HeldOutSet, TextDataset, open_sets, put_batch
 from jtrain.errors import UserError
-from jtrain.layout import Layout
+from jtrain.layout.layout import Layout
 from jtrain.model.param import Params
 from jtrain.runtime.multihost import same_everywhere
 from jtrain.step.train_step import make_eval_step

@@ -19,7 +19,7 @@ import numpy as np
 from jtrain.checkpoint import Checkpoints
 from jtrain.checkpoint.local_memory import LocalMemory
 from jtrain.data import Fed, Prefetch, share_batch
-from jtrain.data.step_contents import documents_of_batch
+from jtrain.data.inspect.step_contents import documents_of_batch
 from jtrain.errors import UserError
 from jtrain.runtime.multihost import agree, same_everywhere
 from jtrain.runtime.signals import StopRequest

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jtrain.checkpoint import Checkpoints
 from jtrain.checkpoint.local_memory import LocalMemory
 from jtrain.data import TextDataset
-from jtrain.layout import Layout
+from jtrain.layout.layout import Layout
 from jtrain.optim import Optimizer
 from jtrain.runtime.multihost import from_process_zero
 from jtrain.step.guard import LEFT_OUT, GuardState, first_guard

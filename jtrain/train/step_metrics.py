@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jtrain.config.run import Run
-from jtrain.mesh import BATCH_AXES
+from jtrain.layout.mesh import BATCH_AXES
 from jtrain.plan.estimate.flops import flops_per_token, mfu
 from jtrain.profile.clocks.sampler import Sampler
 from jtrain.runtime.multihost import gather

@@ -33,8 +33,8 @@ from jtrain.bench import (
 from jtrain.bench.data_end_to_end import Text
 from jtrain.bench.data_memory import Measured, Usage
 from jtrain.data import open_dataset
+from jtrain.data.inspect.order_report import OrderReport, measure_order
 from jtrain.data.mixture.schedule import Constant
-from jtrain.data.order_report import OrderReport, measure_order
 from jtrain.errors import UserError
 
 FIVE = data_sources.SHORT._replace(documents=5)

@@ -20,6 +20,7 @@ from jtrain.bench._one_gpu_steps import STEPS, Step
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
 from jtrain.hlo.memory_traffic import Pass, passes
+from jtrain.layout.precision import MatmulDtype
 from jtrain.plan.auto_layout import settle_loss_chunk
 from jtrain.plan.compile.compiled_step import compile_step, no_compile_cache, topology_devices
 from jtrain.plan.estimate.machine import Machine
@@ -27,7 +28,6 @@ from jtrain.plan.fit_check import check_fits
 from jtrain.plan.from_run import make_optimizer, search_task
 from jtrain.plan.job import Job
 from jtrain.plan.search import resolve_as_needed
-from jtrain.precision import MatmulDtype
 from jtrain_kernels import registry
 from jtrain_kernels.compat import lowering_for
 from jtrain_kernels.compile_only import aot

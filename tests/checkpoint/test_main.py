@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from jtrain.checkpoint import Checkpoints, CheckpointSpec, __main__
-from jtrain.runtime import cli
+from jtrain.checkpoint import Checkpoints, CheckpointSpec
+from jtrain.cli import checkpoint as verb
 from jtrain.step.state import TrainState
 
 MakeLike = Callable[..., TrainState]
@@ -30,7 +30,7 @@ def workdir(tmp_path: Path, make_like: MakeLike, fill: Fill) -> Path:
 
 def run(*argv: str) -> int:
     """Runs the verb; returns its exit code."""
-    return cli.run(lambda: __main__.main(list(argv)))
+    return verb.main(list(argv))
 
 
 def spoil(workdir: Path, step: int) -> None:

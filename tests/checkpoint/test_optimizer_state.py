@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec
-from jtrain.dims import Batch
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.dims import Batch
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build

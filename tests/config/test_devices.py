@@ -16,7 +16,7 @@ from jtrain.plan.compile.compiled_step import topology_devices
 OWN = """
 import fiddle as fdl
 from jtrain.config.load import load_config
-from jtrain.mesh import MeshSpec
+from jtrain.layout.mesh import MeshSpec
 def own():
     config = load_config("tiny")
     config.mesh = fdl.Config(MeshSpec, {axes})

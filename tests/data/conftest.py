@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from jtrain.data.sources import retry
-from jtrain.dims import Batch
+from jtrain.layout.dims import Batch
 from tests.data import four_sources
 from tests.data.writers import Write, write_jsonl, write_parquet, write_text
 

@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jtrain.data.chunk_stream import ChunkStream
-from jtrain.data.order.chunk_order import PreparedChunks, SizedChunks
-from jtrain.data.order.windowed_order import WindowedChunks
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.source import Source
+from jtrain.data.stream.chunk_order import PreparedChunks, SizedChunks
+from jtrain.data.stream.chunk_stream import ChunkStream
+from jtrain.data.stream.source_setup import SourceSetup
+from jtrain.data.stream.windowed_order import WindowedChunks
 from tests.data.writers import WRITERS
 
 CHUNK = 64

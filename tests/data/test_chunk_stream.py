@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jtrain.data.chunk_stream import ChunkStream
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.source import Source
+from jtrain.data.stream.chunk_stream import ChunkStream
+from jtrain.data.stream.source_setup import SourceSetup
 
 TEXTS = [f"{i}:" + "ab ü\n" * (i % 23 + 5) for i in range(120)]
 

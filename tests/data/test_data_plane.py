@@ -19,12 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from jtrain.data import BatchIterator, PackedText, Source, open_dataset
-from jtrain.data.data_plane import ProcessPlane
+from jtrain.data.inspect.resource_estimate import budget
 from jtrain.data.loaders.forkserver import Forkserver
 from jtrain.data.loaders.loader import RequestPart
 from jtrain.data.loaders.messages import ChunkRun, DataError
 from jtrain.data.loaders.pool import ProcessPool
-from jtrain.data.resource_estimate import budget
+from jtrain.data.plane.data_plane import ProcessPlane
 from tests.data.descriptors import descriptors
 from tests.data.four_sources import NAMES, digest, spec
 

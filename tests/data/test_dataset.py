@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from jtrain.data import BatchIterator, PackedText, Source, Staged, TextDataset, open_dataset
 from jtrain.data.constructor.context_order import context_order
-from jtrain.dims import Batch
 from jtrain.errors import FileError
+from jtrain.layout.dims import Batch
 
 
 def spec(path: Path | str | None, **fields: Any) -> PackedText:

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from jtrain.data import PackedText, open_dataset
-from jtrain.data.chunk_stream import ChunkStream
-from jtrain.data.order.chunk_order import SizedChunks
-from jtrain.data.order.growing_order import GrowingChunks
-from jtrain.data.order.windowed_order import WindowedChunks
 from jtrain.data.pretokenized.build import prepare_command
-from jtrain.data.saved_sources import Resumed, resumed, running_setup, saved_source
+from jtrain.data.stream.chunk_order import SizedChunks
+from jtrain.data.stream.chunk_stream import ChunkStream
+from jtrain.data.stream.growing_order import GrowingChunks
+from jtrain.data.stream.saved_sources import Resumed, resumed, running_setup, saved_source
+from jtrain.data.stream.windowed_order import WindowedChunks
 from jtrain.errors import UserError
 from tests.data.test_chunk_order import TEXTS, stream
 from tests.data.test_elastic import hosts_batches

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from jtrain.data import PackedText, open_dataset
-from jtrain.data.chunk_stream import ChunkStream
-from jtrain.data.order.growing_order import GrowingChunks
-from jtrain.data.resource_estimate import budget
+from jtrain.data.inspect.resource_estimate import budget
 from jtrain.data.sources import file_parts
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.generations import Generation
 from jtrain.data.sources.source import Source
-from jtrain.dims import Batch
+from jtrain.data.stream.chunk_stream import ChunkStream
+from jtrain.data.stream.growing_order import GrowingChunks
+from jtrain.layout.dims import Batch
 from tests.data.test_chunk_order import CHUNK, TEXTS, stream
 
 WINDOW = 1 << 12

@@ -11,8 +11,8 @@ import pytest
 from jtrain.data import HeldOutSet, PackedText, Source, make_tokenizer, open_dataset, open_sets
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe
-from jtrain.dims import IGNORE
 from jtrain.errors import UserError
+from jtrain.layout.dims import IGNORE
 
 WORDS = ["the", "cat", "sat", "on", "mat,", "Ünï", "漢字", "🙂", "\n", "  and"]
 

@@ -19,10 +19,10 @@ from jtrain.data.pretokenized.reader import MASKS, PreparedIndex
 from jtrain.data.pretokenized.shard import Recipe
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.tokenizer import Tokenizer, make_tokenizer
-from jtrain.dims import Batch
 from jtrain.errors import UserError
-from jtrain.layout import LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.dims import Batch
+from jtrain.layout.layout import LayoutSpec, make_layout
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build

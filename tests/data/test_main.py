@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jtrain.cli.data import main
 from jtrain.data import PackedText, open_dataset
-from jtrain.data.__main__ import main
+from jtrain.data.inspect.step_contents import pieces_of_step
 from jtrain.data.pretokenized.build import prepare
-from jtrain.data.step_contents import pieces_of_step
 from tests.data.masked_sources import write_prompts
 from tests.data.sources.object_store import web_store
 from tests.data.two_sources import recipes_of, write_lines
@@ -19,7 +19,7 @@ from tests.data.two_sources import recipes_of, write_lines
 
 def test_help_imports_neither_jax_nor_numpy() -> None:
     """`--help` answers at once."""
-    code = "import sys, jtrain.data.__main__ as m; m.parser().format_help(); print({'jax', 'numpy'} & set(sys.modules))"
+    code = "import sys, jtrain.cli.data as m; m.parser().format_help(); print({'jax', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "set()\n"
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jtrain.cli.data import main
 from jtrain.constants import IGNORE
 from jtrain.data import Constant, PackedText, Source, open_dataset
-from jtrain.data.__main__ import main
-from jtrain.data.order_report import LEAST_STEPS, OrderReport, lines_of, measure_order
+from jtrain.data.inspect.order_report import LEAST_STEPS, OrderReport, lines_of, measure_order
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe
 from tests.data.writers import Write, write_jsonl, write_parquet
@@ -168,7 +168,7 @@ def test_a_model_learns_all_documents_of_a_corpus_of_long_ones(tmp_path: Path) -
     from jtrain.config.load import load_config
     from jtrain.config.run import build_run, run_layout
     from jtrain.data import put_batch
-    from jtrain.mesh import make_mesh
+    from jtrain.layout.mesh import make_mesh
     from jtrain.plan.from_run import make_optimizer
     from jtrain.step.state import init_state
     from jtrain.step.train_step import make_eval_step, make_train_step

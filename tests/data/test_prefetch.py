@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from jtrain.data.plane.prefetch import Prefetch, place_tree, prefetch, put_batch
 from jtrain.data.planner.device_tree import ClientPlaceTree
-from jtrain.data.prefetch import Prefetch, place_tree, prefetch, put_batch
-from jtrain.dims import Batch
-from jtrain.mesh import BATCH_AXES, MeshSpec, make_mesh
+from jtrain.layout.dims import Batch
+from jtrain.layout.mesh import BATCH_AXES, MeshSpec, make_mesh
 
 
 class Counting:

@@ -13,15 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from jtrain.data import PackedText, Source, open_dataset
-from jtrain.data.chunk_stream import ChunkStream, Read
 from jtrain.data.constructor.known_lengths import KnownLengths
 from jtrain.data.loaders.forkserver import Forkserver
 from jtrain.data.loaders.loader import RequestPart
 from jtrain.data.loaders.messages import ChunkRun, LoaderState
 from jtrain.data.loaders.pool import ProcessPool
-from jtrain.data.order.windowed_order import WindowedChunks
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.formats.row_group_cache import shared_cache
+from jtrain.data.stream.chunk_stream import ChunkStream, Read
+from jtrain.data.stream.source_setup import SourceSetup
+from jtrain.data.stream.windowed_order import WindowedChunks
 from tests.data.four_sources import digest
 from tests.data.writers import write_array_record, write_parquet
 

@@ -13,15 +13,15 @@ import pytest
 from safetensors.numpy import load_file
 
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
+from jtrain.cli.hf import main, parser
 from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.resume import check_same_run
 from jtrain.config.run import build_run
-from jtrain.hf.__main__ import main, parser
 from jtrain.hf.directory import write_directory
 from jtrain.hf.model_config import config_from_model
-from jtrain.layout import make_layout
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.layout import make_layout
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import build

@@ -7,8 +7,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jtrain.hlo.traffic import HostCopies, Overlap, Traffic, host_copies, overlap, traffic
-from jtrain.layout import LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.layout import LayoutSpec, make_layout
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.plan.compile.compiled_step import no_compile_cache, topology_devices
 from jtrain.step.xla_options import compiler_options
 from jtrain.step.zero import along_torus, gather_shards, scatter_shards

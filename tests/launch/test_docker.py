@@ -79,7 +79,7 @@ def test_what_a_dockerfile_copies_makes_the_wheel(file: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("jtrain-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"jtrain/launch.py", "jtrain/_configs/tiny.py", "jtrain_kernels/device.py"} <= set(names)
+    assert {"jtrain/cli/launch.py", "jtrain/_configs/tiny.py", "jtrain_kernels/device.py"} <= set(names)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

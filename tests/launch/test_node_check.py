@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jtrain import node_check
+from jtrain.cli import node_check
 from jtrain.errors import UserError
 from tests.launch.hosts import Running, environment
 from tests.ports import free_port

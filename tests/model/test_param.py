@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain.dims import ParamInfo
+from jtrain.layout.dims import ParamInfo
 from jtrain.model.param import DRAWS, init_param
 
 

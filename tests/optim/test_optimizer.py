@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jtrain.dims import ParamInfo
+from jtrain.layout.dims import ParamInfo
 from jtrain.optim import AdamW, Cosine, Moments, Muon, Optimizer, build, state_bytes
 from tests.optim.test_state import moments_like
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain.dims import ParamInfo
-from jtrain.layout import LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec
+from jtrain.layout.dims import ParamInfo
+from jtrain.layout.layout import LayoutSpec, make_layout
+from jtrain.layout.mesh import MeshSpec
 from jtrain.optim import AdamW, Muon, build, check_layout
 from jtrain.optim.quantized_moments import Blocks, blocks_of, decode, encode
 from jtrain.optim.rounding import Noise

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jtrain.dims import ParamInfo
+from jtrain.layout.dims import ParamInfo
 from jtrain.optim.rounding import Noise, to_bfloat16, uniform
 
 STACK = ParamInfo("layers.mlp.gate_DF", (3, 16, 40), "YDF", "normal", 1.0)

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jtrain.dims import ParamInfo
-from jtrain.layout import LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.dims import ParamInfo
+from jtrain.layout.layout import LayoutSpec, make_layout
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.optim import AdamW, Moments, Muon, Optimizer, build, check_layout, state_bytes
 from jtrain.optim.state import arrays, by_path, load
 from tests.layouts import layout_from

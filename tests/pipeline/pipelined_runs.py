@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jtrain.data.constructor.context_order import context_order
-from jtrain.dims import ParamInfo
-from jtrain.layout import OffloadSpec
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.dims import ParamInfo
+from jtrain.layout.layout import OffloadSpec
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer

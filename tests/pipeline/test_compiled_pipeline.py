@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jtrain.dims import Batch
 from jtrain.hlo.parser import called, groups_of, read
-from jtrain.layout import Layout
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.dims import Batch
+from jtrain.layout.layout import Layout
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jtrain.errors import UserError
-from jtrain.layout import LayoutSpec, OffloadSpec, make_layout
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.layout import LayoutSpec, OffloadSpec, make_layout
+from jtrain.layout.mesh import MeshSpec, make_mesh
+from jtrain.layout.precision import PrecisionSpec
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, build
@@ -18,7 +19,6 @@ from jtrain.pipeline.cells import to_csv
 from jtrain.pipeline.families import make_schedule
 from jtrain.pipeline.pipeline_layout import PipelineLayout, place_layers, schedule_of
 from jtrain.pipeline.spec import PipelineSpec
-from jtrain.precision import PrecisionSpec
 from jtrain.step.state import TrainState, init_state
 
 SIZES: dict[str, Any] = dict(d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64, vocab_size=64)

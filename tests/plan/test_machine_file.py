@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from jtrain.cli import plan as plan
 from jtrain.errors import UserError
-from jtrain.plan import __main__ as plan
 from jtrain.plan.machine_file import load_fabric, load_machine
 from jtrain_kernels.device import from_name
 

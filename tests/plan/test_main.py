@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from jtrain.cli.plan import main
 from jtrain.config import tree
 from jtrain.config.load import for_devices, load_config
 from jtrain.config.run import build_run
-from jtrain.plan.__main__ import main
 from jtrain.plan.compile.compiled_step import CompiledStep
 from jtrain.plan.compile.topology import topology_of
 from jtrain.plan.estimate.machine import make_machine
@@ -341,14 +341,14 @@ def test_a_search_of_which_the_compiler_confirms_nothing_is_refused(
 ) -> None:
     """With what it said of each; here of two, ten times what the formula says."""
     said = compiled_sheet(peak_over_formula=10.0).compiled
-    monkeypatch.setattr("jtrain.plan.__main__.compile_point", lambda *_: said)
+    monkeypatch.setattr("jtrain.cli.plan.compile_point", lambda *_: said)
     assert main(["tiny", "--device", "h200", "--count", "1", "--search", "--compile", "--top", "2"]) == 2
     assert re.search(r"the compiler confirms none of the first 2: it says 2\.\d, 2\.\d GiB", capsys.readouterr().err)
 
 
 def test_help_needs_no_jax() -> None:
     """It answers at once, so nothing that imports jax may be imported before the arguments are parsed."""
-    code = "import sys; from jtrain.plan.__main__ import parser; parser(); print('jax' in sys.modules)"
+    code = "import sys; from jtrain.cli.plan import parser; parser(); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

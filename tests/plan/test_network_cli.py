@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jtrain.plan.__main__ import main
+from jtrain.cli.plan import main
 from jtrain.plan.fabric.hashing import expected_max_load
 
 type Output = Callable[..., str]
@@ -198,7 +198,7 @@ def test_hosts_under_one_leaf_have_no_collisions(output: Output, racks: Path) ->
 def test_help_and_tables_answer_without_jax() -> None:
     """In a process of its own, which must not import jax."""
     code = (
-        "import sys, contextlib\nfrom jtrain.plan.__main__ import main\n"
+        "import sys, contextlib\nfrom jtrain.cli.plan import main\n"
         "for verb in ('network', 'ecmp'):\n    with contextlib.suppress(SystemExit):\n        main([verb, '--help'])\n"
         "main(['network', '--device', 'h100', '--count', '8'])\nmain(['ecmp', '--flows', '8', '--links', '8'])\n"
         "assert 'jax' not in sys.modules"

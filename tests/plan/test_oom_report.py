@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 TRAIN = """
 import resource, sys
-from jtrain import launch
+from jtrain.cli import launch
 from jtrain.train import attempt
 # As where nothing says what is there: whatever is free now, the run starts.
 attempt.available_bytes = lambda devices: None

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from jtrain.cli.plan import main
+from jtrain.cli.plan_pipeline import parser
 from jtrain.pipeline.cells import to_csv
 from jtrain.pipeline.families import FAMILIES, make_schedule
-from jtrain.plan.__main__ import main
 from jtrain.plan.pipeline_choice import plan_stages
-from jtrain.plan.pipeline_cli import parser
 
 type Output = Callable[..., str]
 
@@ -255,7 +255,7 @@ def test_both_plans_of_a_layout_agree_to_the_last_digit(
 def test_help_answers_without_jax() -> None:
     """In a process of its own, which must not import jax."""
     code = (
-        "import sys, contextlib\nfrom jtrain.plan.__main__ import main\n"
+        "import sys, contextlib\nfrom jtrain.cli.plan import main\n"
         "with contextlib.suppress(SystemExit):\n    main(['pipeline', '--help'])\n"
         "main(['pipeline', '--schedule', 'zbv', '--stages', '2', '--microbatches', '4'])\n"
         "assert 'jax' not in sys.modules"

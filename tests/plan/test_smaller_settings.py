@@ -8,10 +8,10 @@ import shlex
 import jax
 import pytest
 
+from jtrain.cli.plan import main
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run
 from jtrain.errors import UserError
-from jtrain.plan.__main__ import main
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.fit_check import check_fits_devices
 from jtrain.plan.from_run import plan_job, search_task

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jtrain.profile.__main__ import find, main
+from jtrain.cli.profile import find, main
 from jtrain.profile.analysis import breakdown as breakdowns
 from jtrain.profile.analysis.records import Breakdown
 from jtrain.profile.report import html
@@ -192,7 +192,7 @@ def test_help_and_a_report_need_no_jax(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
     left(tmp_path, 20, example.breakdown())
-    code = "import sys; from jtrain.profile.__main__ import main; main([sys.argv[1]]); print('jax' in sys.modules)"
+    code = "import sys; from jtrain.cli.profile import main; main([sys.argv[1]]); print('jax' in sys.modules)"
     assert python("-c", code, str(tmp_path)).stdout.splitlines()[-1] == "False"
 
 

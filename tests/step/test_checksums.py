@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import build

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from jtrain.dims import Batch
 from jtrain.hlo.traffic import traffic
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.dims import Batch
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.fp8_scaling import fp8_weights
 from jtrain.model.param import map_params
 from jtrain.model.router import MoESpec

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jtrain.config.load import load_config
-from jtrain.mesh import MeshSpec
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.transformer import Transformer
 from tests.layouts import layout_from
 from tests.step.test_collectives import SIZES, compiled, layout_of, predicted

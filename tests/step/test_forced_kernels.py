@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from jtrain.dims import Batch
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.dims import Batch
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build

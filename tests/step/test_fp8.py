@@ -14,10 +14,11 @@ from jax.sharding import NamedSharding
 
 from jtrain.bench import fp8_speed
 from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec
-from jtrain.dims import Batch
 from jtrain.hlo.memory_traffic import written_arrays
 from jtrain.hlo.traffic import traffic
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.dims import Batch
+from jtrain.layout.mesh import MeshSpec, make_mesh
+from jtrain.layout.precision import PrecisionSpec
 from jtrain.model import ops
 from jtrain.model.forward_placement import Placement, checkpointed
 from jtrain.model.fp8_scaling import first_scaling, fp8_weights
@@ -25,7 +26,6 @@ from jtrain.model.param import init_params, map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import build
 from jtrain.plan.compile.compiled_step import no_compile_cache, topology_devices
-from jtrain.precision import PrecisionSpec
 from jtrain.step import zero
 from jtrain.step.state import abstract_state, init_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jtrain.layout import Layout
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.layout import Layout
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.layer_scan import Summed, scan_layers
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jtrain.errors import UserError
-from jtrain.layout import Layout, OffloadSpec
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import Layout, OffloadSpec
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, build

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain.dims import ParamInfo
 from jtrain.errors import UserError
+from jtrain.layout.dims import ParamInfo
 from jtrain.optim import AdamW, build
 from jtrain.step.guard import (
     ENOUGH,

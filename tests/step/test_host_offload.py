@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
-from jtrain.dims import IGNORE, Batch
-from jtrain.layout import Layout, OffloadSpec, largest_first
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.dims import IGNORE, Batch
+from jtrain.layout.layout import Layout, OffloadSpec, largest_first
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, Optimizer, build

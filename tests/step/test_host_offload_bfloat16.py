@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jtrain.layout import OffloadSpec
+from jtrain.layout.layout import OffloadSpec
 from tests.step.test_host_offload import NUM_STEPS, by_name, setting
 
 pytestmark = pytest.mark.slow  # four compiled steps; the quick suite compares bfloat16 gradients

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jtrain.hlo.traffic import Traffic
-from jtrain.layout import LayoutSpec, OffloadSpec, make_layout
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import LayoutSpec, OffloadSpec, make_layout
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import build

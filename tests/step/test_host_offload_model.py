@@ -13,16 +13,16 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jtrain.dims import Batch
 from jtrain.hlo.traffic import HostCopies
-from jtrain.layout import Layout, OffloadSpec
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.dims import Batch
+from jtrain.layout.layout import Layout, OffloadSpec
+from jtrain.layout.mesh import MeshSpec, make_mesh
+from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.layer_scan import LAYER_INPUT
 from jtrain.model.param import init_params, map_params
 from jtrain.model.saved_activations import kept_names, named_bytes, offloaded_names
 from jtrain.model.transformer import Transformer
-from jtrain.offload_spec import OFFLOADABLE
 from jtrain.optim import AdamW, build
 from jtrain.plan.compile.compiled_step import CompiledStep, compile_step, topology_devices
 from jtrain.plan.job import Job

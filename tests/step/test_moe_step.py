@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jtrain.dims import Batch, ParamInfo
-from jtrain.layout import LayoutSpec, OffloadSpec, make_layout
-from jtrain.mesh import ZERO_AXES, MeshSpec
+from jtrain.layout.dims import Batch, ParamInfo
+from jtrain.layout.layout import LayoutSpec, OffloadSpec, make_layout
+from jtrain.layout.mesh import ZERO_AXES, MeshSpec
 from jtrain.model import expert_dispatch
 from jtrain.model.kv_cache_decode import empty_cache, extend
 from jtrain.model.param import map_params

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.forward_placement import Placement
 from jtrain.model.param import Params, map_params
 from jtrain.model.transformer import Transformer

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from jtrain.layout import LayoutSpec, check_batch, make_layout
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import LayoutSpec, check_batch, make_layout
+from jtrain.layout.mesh import MeshSpec
+from jtrain.layout.precision import PrecisionSpec
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
-from jtrain.precision import PrecisionSpec
 from tests.step.test_train_step import SIZES, assert_same, on_one_device, trained
 
 PERMUTES = (("all_gather_matmul", "permute"), ("matmul_reduce_scatter", "permute"))

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jtrain.data.constructor.context_order import context_order
-from jtrain.dims import IGNORE, Batch
-from jtrain.layout import LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.dims import IGNORE, Batch
+from jtrain.layout.layout import LayoutSpec, make_layout
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, build

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jtrain.layout import Layout, LayoutSpec, make_layout
-from jtrain.mesh import ZERO_AXES, MeshSpec, make_mesh
+from jtrain.layout.layout import Layout, LayoutSpec, make_layout
+from jtrain.layout.mesh import ZERO_AXES, MeshSpec, make_mesh
 from jtrain.plan.compile.compiled_step import topology_devices
 from jtrain.step.zero import along_torus, gather_shards, scatter_shards, torus_rings
 

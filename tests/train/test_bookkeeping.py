@@ -120,7 +120,7 @@ def launched(tmp_path: Path) -> Iterator[list["subprocess.Popen[str]"]]:
 
 AS_ON = """
 import sys
-from jtrain import launch
+from jtrain.cli import launch
 from jtrain.runtime import workdir_lock
 machine = sys.argv.pop(1)
 workdir_lock.STALE_S, workdir_lock._WATCH_S = 3.0, 1.0

@@ -15,8 +15,8 @@ from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
 from jtrain.data import open_dataset, open_sets
-from jtrain.dims import IGNORE, Batch
-from jtrain.mesh import make_mesh
+from jtrain.layout.dims import IGNORE, Batch
+from jtrain.layout.mesh import make_mesh
 from jtrain.plan.from_run import make_optimizer
 from jtrain.step.state import abstract_state
 from jtrain.telemetry import metrics

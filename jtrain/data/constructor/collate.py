@@ -20,7 +20,7 @@ _BLOCK_TOKENS = 1 << 15
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Arrays of a batch, or of part of one, to be filled. The fields are those of `jtrain.dims.Batch`."""
+    """Arrays of a batch, or of part of one, to be filled. The fields are those of `jtrain.layout.dims.Batch`."""
 
     token_BL: Int32[np.ndarray, "B L"]
     target_BL: Int32[np.ndarray, "B L"]

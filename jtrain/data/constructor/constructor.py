@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int64
 
-from jtrain.data.chunk_stream import ChunkStream
 from jtrain.data.constructor.chunk_buffer import ChunkBuffer, keys_of
 from jtrain.data.constructor.collate import Rows, fill_rows
 from jtrain.data.constructor.known_lengths import LENGTHS_AT_A_TIME, KnownLengths
@@ -23,12 +22,13 @@ from jtrain.data.loaders.loader import RequestPart
 from jtrain.data.loaders.messages import ChunkRun, LoaderState
 from jtrain.data.loaders.pool import Pool
 from jtrain.data.loss_mask import ignore_targets
-from jtrain.data.order.growing_order import WindowAnchor
 from jtrain.data.planner import balance
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.planner.planner import EndOfData, LoadingPlan, NotYet, Planner, PlannerSpec, PlannerState
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.source import field_of
+from jtrain.data.stream.chunk_stream import ChunkStream
+from jtrain.data.stream.growing_order import WindowAnchor
+from jtrain.data.stream.source_setup import SourceSetup
 
 RUN_BYTES, ALL_RUNS_BYTES = 1 << 16, 6 << 20
 MOST_RUN_CHUNKS = 64

@@ -13,7 +13,7 @@ from jtrain.data.loaders.loader import RequestPart
 from jtrain.data.loaders.messages import ChunkRun, runs_of_bytes
 from jtrain.data.loaders.pool import Pool
 from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
-from jtrain.data.order.growing_order import WindowAnchor
+from jtrain.data.stream.growing_order import WindowAnchor
 
 KEPT_BYTES = 64 << 20
 """Most bytes of ids kept for other hosts only; beyond it the oldest are dropped, and read again if they are wanted."""

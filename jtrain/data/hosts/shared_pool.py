@@ -17,8 +17,8 @@ from jtrain.data.loaders.loader import RequestPart
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, runs_of_bytes, starts_of
 from jtrain.data.loaders.pool import Pool
 from jtrain.data.loss_mask import runs_within
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.source import field_of
+from jtrain.data.stream.source_setup import SourceSetup
 
 PATIENCE_S = 5.0
 """How long a host may be without a connection before its part is read here: a constructor restarts in 1 s."""

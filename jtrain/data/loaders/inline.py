@@ -9,9 +9,9 @@ import numpy as np
 
 from jtrain.data.loaders.loader import RequestPart, SourceLoader
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, starts_of
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources import retry
 from jtrain.data.sources.source import field_of
+from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.runtime.resident_memory import resident_bytes
 
 _MEMORY_EVERY_S = 1.0

@@ -12,13 +12,13 @@ from multiprocessing.connection import Connection
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.chunk_stream import WHOLE, ChunkStream, Read
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
-from jtrain.data.order.growing_order import WindowAnchor
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources import retry
 from jtrain.data.sources.formats.row_group_cache import shared_cache
 from jtrain.data.sources.opening import Opening
+from jtrain.data.stream.chunk_stream import WHOLE, ChunkStream, Read
+from jtrain.data.stream.growing_order import WindowAnchor
+from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.runtime.resident_memory import resident_bytes
 
 IDLE, OPENING, READING = range(3)

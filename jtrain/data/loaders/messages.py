@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64, Integer
 
 from jtrain.data.loss_mask import NO_RUNS
-from jtrain.data.order.growing_order import WindowAnchor
+from jtrain.data.stream.growing_order import WindowAnchor
 from jtrain.errors import UserError
 
 

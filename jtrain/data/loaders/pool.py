@@ -30,9 +30,9 @@ from jtrain.data.loaders.loader import (
 )
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, runs_of_bytes, starts_of
 from jtrain.data.loaders.shared_memory import SharedMemory
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.opening import SAID_AFTER_S, SAID_EVERY_S, Opened
 from jtrain.data.sources.source import field_of
+from jtrain.data.stream.source_setup import SourceSetup
 
 IN_FLIGHT = 2
 """Requests that a loader holds at a time: enough that it never waits for the next one, few enough to lose with it."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import Int64
 
-from jtrain.mesh import shard_size
+from jtrain.layout.mesh import shard_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

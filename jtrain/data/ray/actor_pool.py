@@ -14,8 +14,8 @@ from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, runs_
 from jtrain.data.loaders.pool import MOST_DEATHS
 from jtrain.data.loss_mask import runs_within
 from jtrain.data.ray.loader_actor import LoaderReply, RunKey, RunRequest
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.source import field_of
+from jtrain.data.stream.source_setup import SourceSetup
 
 IN_FLIGHT = 4
 """Requests of one constructor that a loader holds, so that the next one is there while an answer is in transit."""

@@ -28,8 +28,8 @@ from jaxtyping import Int32
 from jtrain.data.constructor.collate import ARRAYS
 from jtrain.data.constructor.constructor import BatchStats, ConstructorSetup, DataState
 from jtrain.data.constructor.fetched_rows import FetchedRows
-from jtrain.data.data_plane import MOST_RESTARTS, SILENCE_S, Delivered
 from jtrain.data.loaders.messages import DataError
+from jtrain.data.plane.data_plane import MOST_RESTARTS, SILENCE_S, Delivered
 from jtrain.data.ray.actor_pool import RayPool
 from jtrain.data.ray.loader_actor import ActorEnvironment, RayLoader
 from jtrain.errors import UserError

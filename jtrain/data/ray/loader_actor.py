@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int64, UInt8
 
-from jtrain.data.chunk_stream import Read
 from jtrain.data.loaders.loader import RequestPart, SourceLoader
 from jtrain.data.loaders.messages import starts_of
 from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
-from jtrain.data.order.growing_order import WindowAnchor
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources import retry
 from jtrain.data.sources.source import field_of
+from jtrain.data.stream.chunk_stream import Read
+from jtrain.data.stream.growing_order import WindowAnchor
+from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.runtime.resident_memory import resident_bytes
 
 KEPT_BYTES = 64 << 20

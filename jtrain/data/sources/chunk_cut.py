@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from jtrain.data.order.chunk_order import Chunks
 from jtrain.data.sources.formats.long_lines import TextPart
+from jtrain.data.stream.chunk_order import Chunks
 from jtrain.data.tokenizer import TextChunk
 
 _SEARCH_BYTES = 64

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jtrain.dims import Batch
 from jtrain.hlo.traffic import HostCopies, Traffic, host_copies, traffic
-from jtrain.layout import Layout
-from jtrain.mesh import make_mesh
+from jtrain.layout.dims import Batch
+from jtrain.layout.layout import Layout
+from jtrain.layout.mesh import make_mesh
 from jtrain.optim import Optimizer
 from jtrain.pipeline.ticks import SCOPES
 from jtrain.plan.estimate.pipeline import chunk_passes

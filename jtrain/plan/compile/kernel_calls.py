@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jtrain.dims import Batch
 from jtrain.errors import UserError
-from jtrain.mesh import make_mesh
+from jtrain.layout.dims import Batch
+from jtrain.layout.mesh import make_mesh
 from jtrain.plan.from_run import make_optimizer, plan_job
 from jtrain.step.state import abstract_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from jtrain.dims import kv_heads_in_use
+from jtrain.layout.dims import kv_heads_in_use
 from jtrain.plan.job import Job
 from jtrain_kernels import cost, registry
 from jtrain_kernels.device import DeviceSpec

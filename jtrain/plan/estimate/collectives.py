@@ -12,10 +12,11 @@ import math
 from collections.abc import Iterable
 from typing import Literal
 
-from jtrain.dims import kv_heads_in_use
 from jtrain.hlo.parser import wire_bytes
-from jtrain.layout import VOCABULARY_AXES, Layout, ParamLayout
-from jtrain.mesh import BATCH_AXES, ZERO_AXES, axis_names, unsplit_axes
+from jtrain.layout.dims import kv_heads_in_use
+from jtrain.layout.layout import VOCABULARY_AXES, Layout, ParamLayout
+from jtrain.layout.mesh import BATCH_AXES, ZERO_AXES, axis_names, unsplit_axes
+from jtrain.layout.precision import itemsize
 from jtrain.model.expert_dispatch import num_pieces
 from jtrain.model.fp8_scaling import fp8_weights
 from jtrain.model.router import MoESpec
@@ -24,7 +25,6 @@ from jtrain.model.unembedding import num_parts
 from jtrain.pipeline.schedule import StageHop
 from jtrain.plan.estimate.pipeline import layer_passes, layers_here, splits_backward, ticks
 from jtrain.plan.job import Job
-from jtrain.precision import itemsize
 from jtrain.step.gradient_sums import sums_gradients
 from jtrain.step.zero import gathers_in_8_bits, gathers_once
 

@@ -9,8 +9,9 @@ matmuls beside it, and schedulers leave some of it beside nothing.
 import dataclasses
 from collections.abc import Iterable
 
-from jtrain.layout import Layout
-from jtrain.mesh import ZERO_AXES
+from jtrain.layout.layout import Layout
+from jtrain.layout.mesh import ZERO_AXES
+from jtrain.layout.precision import itemsize
 from jtrain.model.expert_dispatch import num_pieces
 from jtrain.model.saved_activations import kept_names
 from jtrain.plan.estimate.collectives import BESIDE_WEIGHTS, GATHERED_AGAIN, Collective, collectives
@@ -18,7 +19,6 @@ from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.network import seconds
 from jtrain.plan.estimate.pipeline import layer_passes, layers_here
 from jtrain.plan.job import Job
-from jtrain.precision import itemsize
 from jtrain.step.gradient_sums import sums_gradients
 from jtrain_kernels import registry
 from jtrain_kernels.device import DeviceSpec

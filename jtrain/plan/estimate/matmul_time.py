@@ -10,8 +10,8 @@ import functools
 import math
 from collections.abc import Mapping
 
-from jtrain.dims import kv_heads_in_use
 from jtrain.errors import UserError
+from jtrain.layout.dims import kv_heads_in_use
 from jtrain.model.saved_activations import kept_names
 from jtrain.plan.estimate.pipeline import layers_here
 from jtrain.plan.job import Job

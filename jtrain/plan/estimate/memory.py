@@ -9,8 +9,9 @@ import collections
 import dataclasses
 import math
 
-from jtrain.layout import Layout
-from jtrain.mesh import BATCH_AXES
+from jtrain.layout.layout import Layout
+from jtrain.layout.mesh import BATCH_AXES
+from jtrain.layout.precision import itemsize
 from jtrain.model.fp8_scaling import fp8_weights, history_shape
 from jtrain.model.saved_activations import named_bytes, offloaded_names
 from jtrain.optim import AdamW, Muon
@@ -19,7 +20,6 @@ from jtrain.plan.estimate.peak_memory import worst_moment
 from jtrain.plan.estimate.pipeline import kept_layers
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
-from jtrain.precision import itemsize
 from jtrain.step.guard import LEFT_OUT, WINDOW
 from jtrain_kernels.device import Platform
 

@@ -7,10 +7,10 @@ feed-forward layer. The counts below are those of kernels that make one pass of 
 
 import dataclasses
 
+from jtrain.layout.precision import itemsize
 from jtrain.model.saved_activations import kept_names
 from jtrain.plan.estimate.pipeline import layers_here
 from jtrain.plan.job import Job
-from jtrain.precision import itemsize
 
 WIDTH_FORWARD, WIDTH_BACKWARD = 10, 18
 """Passes over an array of [tokens, D]: two norms with the residuals; the backward pass computes the norms again."""

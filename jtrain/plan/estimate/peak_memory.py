@@ -5,8 +5,9 @@ Arguments are not counted, because they live for the whole step. Every term is a
 Source: XLA's buffer assignment at its peak, read for H200 and v5p.
 """
 
-from jtrain.dims import kv_heads_in_use
-from jtrain.layout import ParamLayout
+from jtrain.layout.dims import kv_heads_in_use
+from jtrain.layout.layout import ParamLayout
+from jtrain.layout.precision import itemsize
 from jtrain.model.layer_scan import LAYER_INPUT
 from jtrain.model.saved_activations import (
     copies_weights,
@@ -23,7 +24,6 @@ from jtrain.plan.estimate.moment import Moment
 from jtrain.plan.estimate.pipeline import kept_layers, layers_here, ticks
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
-from jtrain.precision import itemsize
 from jtrain.step.gradient_sums import sums_gradients
 from jtrain.step.host_offload import SLICE_ELEMENTS
 from jtrain.step.zero import gathers_once

@@ -1,6 +1,6 @@
 """Sizes of a pipelined step that follow from its schedule alone."""
 
-from jtrain.layout import Layout
+from jtrain.layout.layout import Layout
 from jtrain.pipeline.tick_counts import TickCounts
 from jtrain.step.pipeline_ticks import counts_of, layers_permute
 

@@ -7,7 +7,7 @@ stages, which compute them at the same time: they are no part of an operation, a
 
 import dataclasses
 
-from jtrain.layout import Layout
+from jtrain.layout.layout import Layout
 from jtrain.pipeline.clocks import Costs
 from jtrain.plan.estimate.collectives import BESIDE_WEIGHTS, GATHERED_AGAIN, Collective
 from jtrain.plan.estimate.pipeline import chunk_passes, ticks

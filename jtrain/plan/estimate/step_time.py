@@ -8,7 +8,8 @@ parts add up.
 import dataclasses
 
 from jtrain.errors import UserError
-from jtrain.layout import Layout
+from jtrain.layout.layout import Layout
+from jtrain.layout.precision import itemsize
 from jtrain.model.saved_activations import kept_names
 from jtrain.pipeline.clocks import Costs
 from jtrain.plan.estimate.attention_time import attention_s
@@ -21,7 +22,6 @@ from jtrain.plan.estimate.memory_passes import memory_passes
 from jtrain.plan.estimate.pipeline import layers_here
 from jtrain.plan.estimate.pipeline_time import StageSeconds, bubble_s, in_layers, operation_costs
 from jtrain.plan.job import Job
-from jtrain.precision import itemsize
 from jtrain_kernels.cost import MEMORY
 from jtrain_kernels.device import DeviceSpec
 

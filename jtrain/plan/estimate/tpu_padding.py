@@ -6,8 +6,8 @@ import math
 
 from jax.sharding import PartitionSpec
 
-from jtrain.layout import Layout
-from jtrain.mesh import local_shape
+from jtrain.layout.layout import Layout
+from jtrain.layout.mesh import local_shape
 from jtrain_kernels.device import Platform
 
 _LANES, _SUBLANES = 128, 8

@@ -20,8 +20,9 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from jtrain.layout import LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import LayoutSpec, make_layout
+from jtrain.layout.mesh import MeshSpec
+from jtrain.layout.precision import PrecisionSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.estimate.machine import make_machine
@@ -29,7 +30,6 @@ from jtrain.plan.estimate.memory import memory
 from jtrain.plan.estimate.step_time import step_time
 from jtrain.plan.job import Job
 from jtrain.plan.report.summary import gib, new_table
-from jtrain.precision import PrecisionSpec
 
 PUBLISHED_S = {"10 GbE": 39.8, "400G InfiniBand": 4.45}
 """Seconds of a step, by network."""

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jtrain.offload_spec import OFFLOADABLE
+from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.plan.compile.compiled_step import CompiledStep
 from jtrain.plan.compile.compiled_waits import schedule_waits_s
 from jtrain.plan.economics.failures import Uptime, assumed_link

@@ -9,8 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jtrain.layout import Layout
-from jtrain.mesh import axis_names
+from jtrain.layout.layout import Layout
+from jtrain.layout.mesh import axis_names
+from jtrain.layout.precision import itemsize
 from jtrain.optim import Optimizer, state_bytes
 from jtrain.plan.compile.compiled_step import CompiledStep, compile_step
 from jtrain.plan.estimate.collectives import Collective, collectives
@@ -18,7 +19,6 @@ from jtrain.plan.estimate.flops import MFU_DEFINITION, flops_per_token
 from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.estimate.pipeline import ticks
 from jtrain.plan.job import Job
-from jtrain.precision import itemsize
 
 
 def print_plan(

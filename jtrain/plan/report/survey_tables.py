@@ -14,8 +14,9 @@ from typing import Any
 
 from rich.table import Table
 
-from jtrain.layout import LayoutSpec, OffloadSpec, make_layout
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import LayoutSpec, OffloadSpec, make_layout
+from jtrain.layout.mesh import MeshSpec
+from jtrain.layout.precision import PrecisionSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.estimate.machine import make_machine
@@ -24,7 +25,6 @@ from jtrain.plan.report.interconnect_table import printed, table_3
 from jtrain.plan.report.plan_sheet import survey_bytes
 from jtrain.plan.report.summary import gib, new_console, new_table
 from jtrain.plan.search import Point, SearchTask, evaluate
-from jtrain.precision import PrecisionSpec
 
 SEQ_LEN = 4096
 """Tokens of a sequence; each device computes one sequence at a time."""

@@ -20,7 +20,7 @@ from tests.data.fuzz.targets import SEPARATOR
 ROOT = Path(__file__).parents[3]
 
 UNPICKLERS = {
-    "jtrain/data/data_plane.py": "from the loop's own child process, over its pipe",
+    "jtrain/data/plane/data_plane.py": "from the loop's own child process, over its pipe",
     "jtrain/data/hosts/peer_links.py": "from a process of this run, which proved that it knows the run's token",
 }
 """Modules that unpickle, and where the bytes come from: never from a file."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jtrain.data import PackedText, open_dataset, put_batch
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from tests.ports import free_port
 
 WORKER = """
@@ -20,7 +20,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 jax.distributed.initialize(f"localhost:{port}", 2, process)
 from jtrain.data import PackedText, open_dataset, place_tree, put_batch, share_batch
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.mesh import MeshSpec, make_mesh
 for axes, global_batch in cases:
     spec = PackedText(path=path, seq_len=16, global_batch=global_batch, eval_fraction=0.1)
     mesh = make_mesh(MeshSpec(**axes), jax.devices())

@@ -58,9 +58,9 @@ def test_a_function_whose_module_imports_jax_is_refused_where_there_is_none(
     (tmp_path / "mine.py").write_text(f"import jax.numpy as jnp\n{body}")
     (tmp_path / "theirs.py").write_text(f"import no_such_module_here\n{body}")
     (tmp_path / "named.py").write_text(f"from json import no_such_name\n{body}")
-    (tmp_path / "schedule_with_jax.py").write_text(f"from jtrain.dims import Batch\n{body}")
+    (tmp_path / "schedule_with_jax.py").write_text(f"from jtrain.layout.dims import Batch\n{body}")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name == "jtrain.dims" or name.partition(".")[0] == "jax"]:
+    for name in [name for name in sys.modules if name == "jtrain.layout.dims" or name.partition(".")[0] == "jax"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jax", None)
     for function in (f"{tmp_path}/mine.py:mixture", "schedule_with_jax:mixture"):

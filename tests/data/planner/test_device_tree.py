@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jtrain.data.constructor.context_order import ContextSplit, context_order
 from jtrain.data.planner.device_tree import ClientPlaceTree
-from jtrain.mesh import AXES, BATCH_AXES
+from jtrain.layout.mesh import AXES, BATCH_AXES
 
 PEER_AXES = ("tensor", "stage", "context")
 

@@ -13,9 +13,9 @@ from jtrain.data import PackedText, open_dataset
 from jtrain.data.loaders import inline
 from jtrain.data.loaders.inline import InlinePool
 from jtrain.data.pretokenized.adopt import adopt
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.source import Source
-from jtrain.dims import Batch
+from jtrain.data.stream.source_setup import SourceSetup
+from jtrain.layout.dims import Batch
 from tests.data.pretokenized.foreign_writers import write_megatron
 from tests.data.pretokenized.test_reader import make
 from tests.data.sources.object_store import web_store

@@ -20,9 +20,9 @@ import pytest
 
 from jtrain.data import Constant, PackedText, Source, TextDataset, open_dataset
 from jtrain.data.constructor.constructor import RUN_BYTES, ConstructorSetup
-from jtrain.data.data_plane import Delivered, InlinePlane, Plane
 from jtrain.data.loaders.messages import DataError
 from jtrain.data.mixture.schedule import own_weights
+from jtrain.data.plane.data_plane import Delivered, InlinePlane, Plane
 from jtrain.data.planner.planner import PlannerSpec
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe

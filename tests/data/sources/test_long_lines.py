@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jtrain.data.chunk_stream import ChunkStream
-from jtrain.data.order.chunk_order import Chunks
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.formats import JsonLines, long_lines
 from jtrain.data.sources.formats.long_lines import KeptMarks, marks_of, text_of_part
 from jtrain.data.sources.source import Source
 from jtrain.data.sources.storage import find_files
+from jtrain.data.stream.chunk_order import Chunks
+from jtrain.data.stream.chunk_stream import ChunkStream
+from jtrain.data.stream.source_setup import SourceSetup
 
 PIECES = st.sampled_from(["a", " ", "\n", '"', "\\", "/", "\t", "\x01", "é", "你", "🙂", "\\n", "\\u00e9", '"text": "'])
 TEXTS = st.lists(PIECES, max_size=400).map("".join)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from jtrain.dims import Batch
 from jtrain.hlo.parser import Instruction, called, done_of, read
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.dims import Batch
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import build

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jtrain.bench import gpu_matmul
 from jtrain.hlo.traffic import overlap
-from jtrain.mesh import MeshSpec
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import build

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
-from jtrain.layout import LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import LayoutSpec, make_layout
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.param import map_params
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer

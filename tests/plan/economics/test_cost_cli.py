@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jtrain.plan.__main__ import main
+from jtrain.cli.plan import main
 from jtrain.plan.economics.failures import best_interval_s, goodput
 
 COST = ("cost", "tiny", "--device", "h100")

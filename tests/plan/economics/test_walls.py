@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jtrain.plan.__main__ import main
+from jtrain.cli.plan import main
 from jtrain.plan.economics.walls import (
     LINEAR,
     SERIAL,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jtrain.mesh import MeshSpec
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW

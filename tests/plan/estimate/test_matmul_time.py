@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from jtrain.layout import LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import LayoutSpec, make_layout
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW

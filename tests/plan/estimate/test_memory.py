@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jtrain.layout import Layout, OffloadSpec
-from jtrain.mesh import MeshSpec, make_mesh
+from jtrain.layout.layout import Layout, OffloadSpec
+from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, build

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from jtrain.mesh import AXES, MeshSpec
+from jtrain.layout.mesh import AXES, MeshSpec
 from jtrain.plan.estimate.collectives import Collective
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.estimate.network import Ring, collective_s, nccl_latency_s, ring, seconds

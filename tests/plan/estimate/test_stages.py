@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from jtrain.layout import LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import LayoutSpec, make_layout
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.pipeline.spec import PipelineSpec

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jtrain.layout import OffloadSpec
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import OffloadSpec
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jtrain.plan.__main__ import main
+from jtrain.cli.plan import main
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.estimate.memory import memory
 from jtrain.plan.estimate.step_time import step_time

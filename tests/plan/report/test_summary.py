@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jtrain.layout import LayoutSpec, make_layout
-from jtrain.mesh import MeshSpec
+from jtrain.layout.layout import LayoutSpec, make_layout
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.estimate.flops import flops_per_token, mfu

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jtrain.hlo.parser import visits
-from jtrain.mesh import AXES
+from jtrain.layout.mesh import AXES
 from jtrain.profile.analysis.breakdown import PARTS, analyse, break_down, load, read_json, write_json
 from jtrain.profile.analysis.chopper import chopper_chain
 from jtrain.profile.analysis.hlo_ops import is_recomputed, scope_mark

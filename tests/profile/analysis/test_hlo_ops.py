@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jtrain.mesh import AXES
+from jtrain.layout.mesh import AXES
 from jtrain.profile.analysis.hlo_ops import is_recomputed, read_ops, scope_mark, unknown_op
 from jtrain.profile.analysis.records import HloOp, TracedCollective
 from jtrain.profile.trace_dir import read_facts

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int64
 
-from jtrain.data.order.chunk_order import Chunks, chunk_counts, permuted_within
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, members
 from jtrain.data.sources.part_window import PartWindow, ReadPart
 from jtrain.data.sources.shuffle import epoch_key, permuted, shuffled_parts, window_keys
+from jtrain.data.stream.chunk_order import Chunks, chunk_counts, permuted_within
 
 _PART_RECORDS = 1024
 """Most records of a part of a file whose sizes are only known by reading."""

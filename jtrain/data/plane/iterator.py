@@ -8,9 +8,9 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.constructor.constructor import BatchStats, DataState
-from jtrain.data.data_plane import Delivered, Plane
+from jtrain.data.plane.data_plane import Delivered, Plane
 from jtrain.data.planner.planner import LoadingPlan
-from jtrain.dims import Batch
+from jtrain.layout.dims import Batch
 
 
 class BatchIterator:

@@ -7,7 +7,7 @@ import numpy as np
 
 from jtrain.constants import IGNORE
 from jtrain.data.dataset import TextDataset
-from jtrain.data.excerpt import marked
+from jtrain.data.inspect.excerpt import marked
 from jtrain.runtime.multihost import process_index
 
 

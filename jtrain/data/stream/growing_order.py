@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int64
 
-from jtrain.data.order.chunk_order import Chunks, chunk_counts
 from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, members
 from jtrain.data.sources.shuffle import epoch_key, permuted, shuffled_parts, window_keys
+from jtrain.data.stream.chunk_order import Chunks, chunk_counts
 from jtrain.errors import UserError
 
 _MOST_FILES = 4096

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Literal
 
 from jtrain.errors import UserError
-from jtrain.mesh import BATCH_AXES, MeshSpec, shard_size
-from jtrain.offload_spec import OffloadSpec
+from jtrain.layout.mesh import BATCH_AXES, MeshSpec, shard_size
+from jtrain.layout.offload_spec import OffloadSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jtrain.cli.machine_options import add_machine_options, machine_and_price, number
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
-from jtrain.plan.economics.options import add_machine_options, machine_and_price, number
 from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax
 
@@ -101,12 +101,12 @@ def _check_energy(args: argparse.Namespace, machine: "Machine") -> None:
 def execute(args: argparse.Namespace) -> int:
     """Runs the parsed command line; returns the exit code."""
     cli.check_output_files(args, "json")
-    os.environ.update(AOT_ENVIRONMENT)  # a plan is for another machine, as in `jtrain.plan.__main__`
+    os.environ.update(AOT_ENVIRONMENT)  # a plan is for another machine, as in `jtrain.cli.plan`
     start_jax(os.environ)
 
     from jtrain.config.load import load_config, mesh_size, set_values
     from jtrain.config.run import build_run
-    from jtrain.mesh import AXES
+    from jtrain.layout.mesh import AXES
     from jtrain.plan.auto_layout import settle_loss_chunk
     from jtrain.plan.economics.cost_curve import CARBON_G_PER_KWH, compare, cost_row
     from jtrain.plan.estimate.machine import make_machine

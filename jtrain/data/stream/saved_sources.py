@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from jtrain.data.chunk_stream import ChunkStream
-from jtrain.data.order.growing_order import WindowAnchor
-from jtrain.data.order.source_order import join
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.generations import Generation
 from jtrain.data.sources.source import field_of
+from jtrain.data.stream.chunk_stream import ChunkStream
+from jtrain.data.stream.growing_order import WindowAnchor
+from jtrain.data.stream.source_order import join
+from jtrain.data.stream.source_setup import SourceSetup
 
 _MOST_TRIED = 4096
 """Most files of which one is looked for that sorts before an old one: each try hashes the names of all of them."""

@@ -13,12 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32, Int64, Integer
 
 from jtrain.data.loss_mask import NO_RUNS, ChunkPart, encode_parts, split_chunk
-from jtrain.data.order.chunk_order import ChunkOrder, Chunks
-from jtrain.data.order.growing_order import GrowingChunks, WindowAnchor
-from jtrain.data.order.source_order import estimated_chunk_bytes, make_order
-from jtrain.data.order.windowed_order import WindowedChunks
 from jtrain.data.pretokenized.reader import PreparedIndex
-from jtrain.data.source_setup import SourceSetup
 from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.formats import BadRecord
@@ -27,6 +22,11 @@ from jtrain.data.sources.generations import Generation
 from jtrain.data.sources.opening import Opening
 from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, shuffled_parts
 from jtrain.data.sources.source import FileKeys, identity_of, split_positions
+from jtrain.data.stream.chunk_order import ChunkOrder, Chunks
+from jtrain.data.stream.growing_order import GrowingChunks, WindowAnchor
+from jtrain.data.stream.source_order import estimated_chunk_bytes, make_order
+from jtrain.data.stream.source_setup import SourceSetup
+from jtrain.data.stream.windowed_order import WindowedChunks
 from jtrain.data.tokenizer import TextChunk, make_tokenizer
 from jtrain.errors import UserError
 

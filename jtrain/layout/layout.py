@@ -22,17 +22,17 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec as P
 
-from jtrain.dims import ParamInfo
 from jtrain.errors import UserError
-from jtrain.head_splits import check_context_heads, devices_per_key_head
-from jtrain.layout_spec import LayoutSpec as LayoutSpec
-from jtrain.layout_spec import check_batch as check_batch
-from jtrain.mesh import ZERO_AXES, MeshSpec, local_shape, shard_size, unsplit_axes
-from jtrain.offload_spec import OFFLOADABLE, largest_first, moved
-from jtrain.offload_spec import OffloadSpec as OffloadSpec
+from jtrain.layout.dims import ParamInfo
+from jtrain.layout.head_splits import check_context_heads, devices_per_key_head
+from jtrain.layout.layout_spec import LayoutSpec as LayoutSpec
+from jtrain.layout.layout_spec import check_batch as check_batch
+from jtrain.layout.mesh import ZERO_AXES, MeshSpec, local_shape, shard_size, unsplit_axes
+from jtrain.layout.offload_spec import OFFLOADABLE, largest_first, moved
+from jtrain.layout.offload_spec import OffloadSpec as OffloadSpec
+from jtrain.layout.precision import PrecisionSpec
 from jtrain.pipeline.pipeline_layout import PipelineLayout, place_layers
 from jtrain.pipeline.spec import PipelineSpec
-from jtrain.precision import PrecisionSpec
 
 SPLITS = {"N": "tensor", "K": "tensor", "F": "tensor", "V": "tensor", "D": "data", "X": "expert"}
 """Dimension letter -> mesh axis that may split it; `data` stands for all `ZERO_AXES`."""

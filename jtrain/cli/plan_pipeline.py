@@ -151,7 +151,7 @@ def _planned(args: argparse.Namespace) -> "Planned | None":
     """The plan of the config's stages; None without a config."""
     if args.config is None:
         return None
-    os.environ.update(AOT_ENVIRONMENT)  # a plan is for another machine, as in `jtrain.plan.__main__`
+    os.environ.update(AOT_ENVIRONMENT)  # a plan is for another machine, as in `jtrain.cli.plan`
     start_jax(os.environ)
     from jtrain.plan.pipeline_choice import plan_stages  # imported here because it imports jax
 

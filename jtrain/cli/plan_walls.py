@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jtrain.cli.machine_options import add_machine_options, machine_and_price, number
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
-from jtrain.plan.economics.options import add_machine_options, machine_and_price, number
 from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax
 
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 def execute(args: argparse.Namespace) -> int:
     """Runs the parsed command line; returns the exit code."""
     cli.check_output_files(args, "json")
-    os.environ.update(AOT_ENVIRONMENT)  # a plan is for another machine, as in `jtrain.plan.__main__`
+    os.environ.update(AOT_ENVIRONMENT)  # a plan is for another machine, as in `jtrain.cli.plan`
     start_jax(os.environ)
 
     from jtrain.plan.economics.walls import (

@@ -4,8 +4,8 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from jtrain.cli.plan_network import add_fabric_arguments, fabric_of
 from jtrain.errors import UserError
-from jtrain.plan.network_cli import add_fabric_arguments, fabric_of
 from jtrain.plan.sizes import parse_bytes
 from jtrain.runtime import cli
 

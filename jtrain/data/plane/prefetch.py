@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jtrain.data.planner.device_tree import ClientPlaceTree
-from jtrain.dims import Batch
-from jtrain.mesh import BATCH_AXES, shard_size
+from jtrain.layout.dims import Batch
+from jtrain.layout.mesh import BATCH_AXES, shard_size
 
 
 def place_tree(mesh: Mesh, global_batch: int) -> ClientPlaceTree:

@@ -13,7 +13,7 @@ from jtrain.errors import UserError
 if TYPE_CHECKING:
     from jtrain.data.dataset import TextDataset
     from jtrain.data.planner.pieces import Pieces
-    from jtrain.dims import Batch
+    from jtrain.layout.dims import Batch
 
 LAGS = (1, 10)
 """Distances between two steps that are compared."""

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jtrain.data.order.chunk_order import ChunkOrder, PreparedChunks, SizedChunks, WholeRecords
-from jtrain.data.order.growing_order import GrowingChunks, WindowAnchor
-from jtrain.data.order.windowed_order import WindowedChunks
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.generations import Generation
+from jtrain.data.stream.chunk_order import ChunkOrder, PreparedChunks, SizedChunks, WholeRecords
+from jtrain.data.stream.growing_order import GrowingChunks, WindowAnchor
+from jtrain.data.stream.windowed_order import WindowedChunks
 from jtrain.data.tokenizer import Tokenizer
 
 _SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 64, 1 << 16

@@ -1,8 +1,8 @@
 """How attention's heads are split over the axes `tensor` and `context`, and which splits are refused."""
 
-from jtrain.dims import ParamInfo, kv_heads_in_use, splits_heads
 from jtrain.errors import UserError
-from jtrain.mesh import MeshSpec
+from jtrain.layout.dims import ParamInfo, kv_heads_in_use, splits_heads
+from jtrain.layout.mesh import MeshSpec
 
 
 def devices_per_key_head(mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> int:

@@ -1,0 +1,1 @@
+"""Command lines: one module per verb, each with `parser()` and `main(argv)`."""

@@ -1,0 +1,337 @@
+"""Prepares and inspects the data of a run.
+
+python -m jtrain.data prepare | adopt | verify | inspect | plan | bench | sample
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jtrain.constants import BATCH_AXES
+from jtrain.data.inspect.excerpt import excerpt
+from jtrain.errors import FileError, UserError
+from jtrain.runtime import cli
+from jtrain.runtime.platform import start_jax
+
+if TYPE_CHECKING:
+    from jtrain.config.run import Run
+    from jtrain.data.dataset import TextDataset
+
+
+_DTYPE_HELP = "of ids in files that do not tell it (default: uint16 or uint32 by the vocabulary; MDS bytes: int64)"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line; needs no jax."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jtrain.data", description="Prepares and inspects the data of a run."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def add(name: str, help: str, description: str) -> argparse.ArgumentParser:
+        found = verbs.add_parser(name, help=help, description=description, allow_abbrev=False)
+        found.add_argument("--config", required=True, metavar="NAME", help="as for jtrain.launch")
+        found.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
+        found.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
+        found.add_argument("--json", type=Path, metavar="FILE", help="write the same there as JSON")
+        return found
+
+    prepare = add(
+        "prepare",
+        "tokenise every source once, into indexes that runs read with data.prepared=DIR",
+        "Tokenises in parallel, on any number of hosts: run the same command on each, with --out on a disk that they "
+        "share. If one is killed, the others or the same command continue; the final bytes are the same.",
+    )
+    prepare.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write the indexes to")
+    prepare.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    adopt = verbs.add_parser(
+        "adopt",
+        help="make an index of token files that another project prepared, which stay where they are",
+        description="Reads each file once, for the documents, the largest id and a hash, and writes an index of 4.5 "
+        "bytes per document; runs then read the ids from the files themselves. Parquet is the exception: its ids are "
+        "copied. Layouts: Megatron .bin/.idx, nanoGPT and llm.c .bin, OLMo .npy, MosaicML MDS, Parquet with input_ids.",
+        allow_abbrev=False,
+    )
+    adopt.add_argument("--from", dest="path", required=True, metavar="PATH", help="file, folder, glob, Megatron prefix")
+    adopt.add_argument("--out", type=Path, required=True, metavar="DIR", help="the data.prepared of runs")
+    adopt.add_argument("--tokenizer", required=True, metavar="T", help="made the ids; as data.tokenizer of runs")
+    adopt.add_argument(
+        "--end-token", metavar="TOKEN", help="ends a document, where the tokenizer's files do not say it"
+    )
+    adopt.add_argument(
+        "--name", default="data", metavar="NAME", help="name in data.sources (default: that of data.path)"
+    )
+    adopt.add_argument("--dtype", choices=("uint8", "uint16", "uint32", "int32", "int64"), help=_DTYPE_HELP)
+    adopt.add_argument("--column", metavar="NAME", help="column of the ids in MDS or Parquet")
+    adopt.add_argument("--json", type=Path, metavar="FILE", help="write the counts there as JSON")
+    inspect = add(
+        "inspect",
+        "print the documents of one step: their sources, their places in the batch, their text; or the order of many",
+        "Prints the documents of one step. Plans and reads every step before it too: about a second per 50 million "
+        "bytes, longer with a tokenizer other than bytes.",
+    )
+    inspect.add_argument("--step", type=int, metavar="K", help="the batch of update K -> K+1 (default: 0)")
+    inspect.add_argument(
+        "--order",
+        action="store_true",
+        help="print instead how different the rows and steps are: documents per step, overlap, correlation, drift",
+    )
+    inspect.add_argument("--steps", type=int, metavar="N", help="steps that --order reads (default: 100)")
+    add(
+        "plan",
+        "print the resources that the data plane of a run needs: processes, threads, descriptors, memory",
+        "Opens the sources, but starts no process.",
+    )
+    bench = add(
+        "bench",
+        "read batches as fast as possible, and print throughput, memory and balance",
+        "Runs the data plane of a config without a trainer.",
+    )
+    bench.add_argument("--steps", type=int, default=200, metavar="N", help="batches to read (default: 200)")
+    verify = verbs.add_parser(
+        "verify",
+        help="check the indexes that `prepare` and `adopt` wrote against their hashes",
+        description="Reads the indexes that `prepare` and `adopt` wrote, and the files that were adopted, at about "
+        "1 GB/s, and checks their hashes. Exits 2 if a file is damaged.",
+        allow_abbrev=False,
+    )
+    verify.add_argument(
+        "folder", metavar="DIR", help="the --out of `prepare`, or one source's folder in it, or its URL"
+    )
+    verify.add_argument("--json", type=Path, metavar="FILE", help="write the same there as JSON")
+    sample = verbs.add_parser(
+        "sample",
+        help="write six small sources in six formats, from text on this machine, for --config=mixture",
+        allow_abbrev=False,
+    )
+    sample.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write them to")
+    return parser
+
+
+def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
+    """Prints the pieces of one step, or the order of many, as a table; returns the exit code."""
+    if args.order:
+        return inspect_order(args, dataset)
+    if args.steps is not None:
+        raise UserError(f"--steps {args.steps} is the number of steps that --order reads. Give --order, or --step K.")
+    step = args.step or 0
+    if step < 0:
+        raise UserError(f"--step {step} must be at least 0: batch k feeds update k -> k+1.")
+    from jtrain.data.inspect.step_contents import pieces_of_step  # lazy: imports numpy
+
+    pieces = pieces_of_step(dataset, step)
+    tokens = sum(piece["end_token"] - piece["start_token"] for piece in pieces)
+    documents = len({(piece["source"], piece["document"]) for piece in pieces})
+    rows = run.data.global_batch
+    print(dataset.describe())
+    print(
+        f"step {step}: {rows} rows, {tokens:,} tokens of {documents} documents, "
+        f"{tokens / (rows * run.data.seq_len):.2%} full"
+    )
+    several = len(dataset.names) > 1
+    names = [f"{piece['source']} {piece['document']}" if several else piece["document"] for piece in pieces]
+    width = max(map(len, names))
+    print(f"{'row':>5}  {'document':{width}}  {'tokens':>15}  text")
+    for name, piece in zip(names, pieces, strict=True):
+        span = f"{piece['start_token']}-{piece['end_token']}"
+        print(f"{piece['row']:>5}  {name:{width}}  {span:>15}  {piece.get('marked') or excerpt(piece['text'])}")
+    if args.json is not None:
+        args.json.write_text(json.dumps({"step": step, "tokens": tokens, "pieces": pieces}, indent=1))
+    return 0
+
+
+def inspect_order(args: argparse.Namespace, dataset: "TextDataset") -> int:
+    """Prints how different the rows and steps of the first batches are; returns the exit code."""
+    from jtrain.data.inspect.order_report import lines_of, measure_order  # lazy: numpy
+
+    if args.step is not None:
+        raise UserError(f"--order reads all steps from the first one on, so --step {args.step} has no meaning with it.")
+    report = measure_order(dataset, 100 if args.steps is None else args.steps)
+    print(dataset.describe())
+    print("\n".join(lines_of(report)))
+    if args.json is not None:
+        args.json.write_text(json.dumps(report.to_json(), indent=1))
+    return 0
+
+
+def plan(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
+    """Prints the estimated resources of one host; returns the exit code."""
+    import dataclasses
+
+    from jtrain.data.inspect.resource_estimate import budget
+
+    found = budget(dataset, rows=run.data.global_batch)
+    print(dataset.describe())
+    print(f"data.engine={run.data.engine}, for each host:")
+    fields = ("processes", "threads", "descriptors", "memory_mib")
+    print(f"{'role':12}" + "".join(f"{name:>13}" for name in ("processes", "threads", "descriptors", "about MiB")))
+    for role in found.roles:
+        print(f"{role.role:12}" + "".join(f"{getattr(role, field):>13,}" for field in fields))
+    print(f"{'all':12}" + "".join(f"{found.total(field):>13,}" for field in fields))
+    if args.json is not None:
+        totals = {field: found.total(field) for field in fields}
+        args.json.write_text(
+            json.dumps({"roles": [dataclasses.asdict(role) for role in found.roles], **totals}, indent=1)
+        )
+    return 0
+
+
+def bench(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
+    """Reads batches and prints throughput, memory and balance; returns the exit code."""
+    if args.steps < 2:
+        raise UserError(f"--steps {args.steps} must be at least 2, because the first batch is timed separately.")
+    ranks = math.prod(run.mesh.settled(1).shape[axis] for axis in BATCH_AXES)
+    begun_s = time.perf_counter()
+    fills, spreads, tokens = [], [], 0
+    with dataset.train_batches() as batches:
+        next(batches)
+        first_s = time.perf_counter() - begun_s
+        begun_s = time.perf_counter()
+        taken = 0
+        for _ in itertools.islice(batches, args.steps - 1):
+            assert batches.stats is not None
+            taken += 1
+            fills.append(batches.stats.fill)
+            spreads.append(batches.stats.spread(ranks))
+            tokens += int(batches.stats.tokens_by_source.sum())
+        seconds = time.perf_counter() - begun_s
+        stats = batches.stats
+        said = batches.said()
+    assert stats is not None
+    figures = {
+        "first_batch_s": first_s,
+        "batches_per_s": taken / seconds,
+        "tokens_per_s": tokens / seconds,
+        "fill": sum(fills) / len(fills),
+        "cost_spread": sum(spreads) / len(spreads),
+        "data_ranks": ranks,
+        "drift": stats.drift,
+        "skipped": stats.skipped,
+        "retries": stats.retries,
+        "loader_memory_mib": {loader.name: loader.memory_bytes / 2**20 for loader in stats.loaders},
+        "loader_documents": {loader.name: loader.documents for loader in stats.loaders},
+    }
+    print(dataset.describe())
+    for line in said:
+        print(line)
+    for name, value in figures.items():
+        shown = f"{value:,.4g}" if isinstance(value, float) else value
+        if isinstance(value, dict):
+            shown = ", ".join(f"{key} {number:,.4g}" for key, number in value.items())
+        print(f"{name:>18}  {shown}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures, indent=1))
+    return 0
+
+
+def prepare(args: argparse.Namespace, run: "Run") -> int:
+    """Builds the indexes; returns the exit code."""
+    from jtrain.data.pretokenized.build import prepare_command
+
+    return prepare_command(
+        run.data.named_sources,
+        args.out,
+        tokenizer=run.data.tokenizer,
+        end_token=run.data.end_token,
+        on_bad_record=run.data.on_bad_record,
+        cache_dir=Path(run.data.cache_dir).expanduser(),
+        workers=args.workers,
+        command=shlex.join(["python", "-m", "jtrain.data", *args.argv]),
+        json_file=args.json,
+    )
+
+
+def adopt(args: argparse.Namespace) -> int:
+    """Adopts token files; returns the exit code."""
+    from jtrain.data.pretokenized.adopt import adopt_command  # lazy: numpy
+
+    return adopt_command(
+        args.path,
+        args.out,
+        name=args.name,
+        tokenizer=args.tokenizer,
+        end_token=args.end_token,
+        dtype=args.dtype,
+        column=args.column,
+        command=shlex.join(["python", "-m", "jtrain.data", *args.argv]),
+        json_file=args.json,
+    )
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Prints for each index if it is intact or damaged; returns the exit code."""
+    from jtrain.data.pretokenized.reader import INDEX, PreparedIndex, command  # lazy: numpy
+
+    root = Path(args.folder)
+    if "://" in args.folder or (root / INDEX).exists():
+        folders = [args.folder]
+    else:
+        there = root.iterdir() if root.is_dir() else ()
+        folders = sorted(str(path) for path in there if path.is_dir() and not path.name.startswith("."))
+    if not folders:
+        raise FileError(f"{args.folder} has no prepared index. Make one: {command(str(root / 'NAME'))}")
+    found, commands = [], {}
+    for folder in folders:
+        try:
+            index = PreparedIndex(folder)
+            commands[folder] = index.command
+            damage = index.verify()
+            what = f"{index.num_records:,} records, {index.num_tokens:,} tokens"
+        except (ValueError, OSError) as error:  # wrong sizes, or an unreadable index.json
+            damage, what = [str(error)], "its index"
+        name = folder.rstrip("/").rpartition("/")[2]
+        found.append({"name": name, "damage": damage})
+        print(f"{name}: {'DAMAGED' if damage else 'intact'} ({what})", flush=True)
+        for line in damage:
+            print(f"  {folder}: {line.removeprefix(f'{folder}: ')}", file=sys.stderr)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"sources": found}, indent=1))
+    damaged = [folder for folder, one in zip(folders, found, strict=True) if one["damage"]]
+    if not damaged:
+        return 0
+    again = commands.get(damaged[0]) or command(damaged[0])
+    way_out = f"Make them again: rm -r {shlex.join(damaged)} && {again}"
+    if "://" in damaged[0]:
+        way_out = f"Copy it there again, or make it again: {again}"
+    print(f"error: {len(damaged)} of {len(found)} indexes are damaged. {way_out}", file=sys.stderr)
+    return 2
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Runs the verb of the parsed arguments; returns the exit code."""
+    if args.verb == "sample":
+        from jtrain.data.sources.sample import FILES, write_sample  # lazy: numpy
+
+        for name, documents in write_sample(args.out).items():
+            print(f"{args.out / FILES[name]}: {documents:,} documents")
+        return 0
+    if args.verb in ("adopt", "verify"):
+        return {"adopt": adopt, "verify": verify}[args.verb](args)
+    start_jax(os.environ)
+
+    from jtrain.config.load import load_config  # lazy: imports jax and flax, which takes over a second
+    from jtrain.config.run import build_run
+
+    run = build_run(load_config(args.config, args.fiddlers, args.sets))
+    if args.verb == "prepare":
+        return prepare(args, run)
+
+    from jtrain.data.dataset import open_dataset
+
+    dataset = open_dataset(run.data, seed=run.seed, say=lambda line: print(line, file=sys.stderr, flush=True))
+    return {"inspect": inspect, "plan": plan, "bench": bench}[args.verb](args, run, dataset)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    args = parser().parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
+    return cli.run(lambda: execute(args))

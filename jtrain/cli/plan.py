@@ -1,0 +1,346 @@
+"""Command line of plans: `python -m jtrain.plan CONFIG --device h200 --count 8`, and the verbs of `VERBS`."""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jtrain.cli import plan_cost as cost_cli
+from jtrain.cli import plan_ecmp as ecmp_cli
+from jtrain.cli import plan_network as network_cli
+from jtrain.cli import plan_pipeline as pipeline_cli
+from jtrain.cli import plan_walls as walls_cli
+from jtrain.cli.machine_options import add_machine_options, machine_and_price
+from jtrain.errors import UserError
+from jtrain.plan import AOT_ENVIRONMENT
+from jtrain.runtime import cli
+from jtrain.runtime.platform import start_jax, use_unified_memory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from jtrain.config.run import Run
+    from jtrain.plan.estimate.step_time import Assumptions
+    from jtrain.plan.report.plan_sheet import Sheet
+    from jtrain.plan.search import Point, SearchTask
+
+VERBS = {
+    "pipeline": pipeline_cli.main,
+    "network": network_cli.main,
+    "ecmp": ecmp_cli.main,
+    "cost": cost_cli.main,
+    "walls": walls_cli.main,
+}
+"""Commands with options of their own, by their first word."""
+
+TOP = 3
+"""Layouts of a search that are compiled."""
+
+
+def refuse_options(args: argparse.Namespace, *, keep: tuple[str, ...], why: str) -> None:
+    """Refuses options that would have no effect.
+
+    Raises:
+      UserError: names the first of them.
+    """
+    plain = vars(parser().parse_args([args.config]))
+    for name, value in vars(args).items():
+        if name not in keep and value != plain[name]:
+            option = {"fiddlers": "with", "sets": "set"}.get(name, name).replace("_", "-")
+            raise UserError(f"{args.config} --{option}: {why}. Leave --{option} out.")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command-line parser; it needs no jax, so --help answers at once."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jtrain.plan",
+        description="Plans a config on a machine that need not be here: bytes, seconds, money. `table` instead of a "
+        "config prints the memory that each strategy saves and the time that it costs. `pipeline` compares pipeline "
+        "schedules, `network` times collectives, `ecmp` hash collisions, `cost` sizes of the cluster, `walls` says how "
+        "large a run can be: each has its own --help.",
+        epilog="Exit codes: 0 the plan fits; 2 it does not, or an option is wrong: the message says what to change.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="as for jtrain.launch --config, or one of these words")
+    parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
+    add_machine_options(parser)
+    parser.add_argument("--count", type=int, metavar="N", help="devices (default: those of the config's mesh)")
+    parser.add_argument("--compile", action="store_true", help="compile the real step for that machine (minutes)")
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="WORKDIR",
+        help="show what a run measured beside its plan, and write what --measured reads into its workdir",
+    )
+    parser.add_argument(
+        "--measured", type=Path, metavar="WORKDIR", help="plan with the speed of a run on this chip, from --calibrate"
+    )
+    parser.add_argument("--search", action="store_true", help="find the fastest mesh, ZeRO stage, offload and remat")
+    parser.add_argument("--top", type=int, metavar="K", help="layouts of a search to compile (default: 3)")
+    parser.add_argument("--tokens", type=float, metavar="N", help="tokens to train on (default: the config's steps)")
+    parser.add_argument("--price", type=float, metavar="USD", help="price of one device per hour")
+    parser.add_argument(
+        "--efficiency",
+        type=float,
+        metavar="SHARE",
+        help="fraction of peak FLOP/s in matmuls (default: by chip and shape)",
+    )
+    parser.add_argument(
+        "--goodput", type=float, metavar="SHARE", help="fraction of wall time that trains (default: from failures)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE; bytes per device")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page of pictures to FILE")
+    return parser
+
+
+def assumptions(args: argparse.Namespace) -> "Assumptions":
+    """The assumptions that the command line asks for.
+
+    Raises:
+      UserError: a fraction or a number is out of range.
+    """
+    # Imported here because it imports jax, like the imports below.
+    from jtrain.plan.estimate.step_time import Assumptions
+
+    for option, value in (("--efficiency", args.efficiency), ("--goodput", args.goodput)):
+        if value is not None and not 0 < value <= 1:
+            raise UserError(f"{option} {value} must be a share above 0 and at most 1.")
+    for option, value in (("--tokens", args.tokens), ("--price", args.price)):
+        if value is not None and not (0 < value < math.inf):
+            raise UserError(f"{option} {value} must be a number above 0.")
+    return Assumptions(matmul=args.efficiency)
+
+
+def compile_point(run: "Run", point: "Point") -> Any:
+    """Compiles the step of a layout with its machine's compiler.
+
+    Raises:
+      UserError: there is no compiler for that machine.
+    """
+    from jtrain.plan.compile.compiled_step import compile_step, topology_devices
+    from jtrain.plan.compile.topology import topology_of
+    from jtrain.plan.from_run import make_optimizer
+    from jtrain_kernels.compile_only.targets import TARGETS, TPUS
+
+    machine = point.job.machine
+    assert machine is not None
+    if machine.device.name not in (*TARGETS, *TPUS):
+        raise UserError(
+            f"--compile: no compiler for {machine.device.name} is known, only for {', '.join((*TARGETS, *TPUS))}. "
+            "Leave --compile out."
+        )
+    devices = topology_devices(topology_of(machine.device, machine.count))
+    return compile_step(point.job, make_optimizer(run), devices=devices)
+
+
+def sheet_of(
+    args: argparse.Namespace, run: "Run", task: "SearchTask", point: "Point", compiled: Any, planned: dict[str, str]
+) -> "Sheet":
+    """The sheet of one layout."""
+    from jtrain.plan.economics.failures import Failures, save_seconds, uptime
+    from jtrain.plan.estimate.step_time import cost
+    from jtrain.plan.plan_check import largest_rows
+    from jtrain.plan.report.measured import measured
+    from jtrain.plan.report.plan_sheet import Sheet
+
+    assert point.timed is not None
+    tokens = run.num_steps * point.job.tokens if args.tokens is None else int(args.tokens)
+    if tokens < 1:
+        raise UserError(f"--tokens {args.tokens} must be at least 1.")
+    save_s = save_seconds(point.plan, task.machine, task.assume)
+    steps = tokens // point.job.tokens
+    up = uptime(Failures(), devices=task.machine.count, steps=steps, step_s=point.step_s, save_s=save_s)
+    goodput = up.goodput if args.goodput is None else args.goodput
+    return Sheet(
+        args.config,
+        point.job,
+        point.plan,
+        point.timed,
+        cost(point.timed, task.machine, tokens=tokens, goodput=goodput, usd_per_hour=args.price),
+        goodput,
+        largest_rows(task, point),
+        uptime=up if args.goodput is None else None,
+        compiled=compiled,
+        measured=None if args.calibrate is None else measured(args.calibrate, planned, task.machine),
+    )
+
+
+def command(args: argparse.Namespace, given: dict[str, str], settings: dict[str, object]) -> str:
+    """The launch command of a layout: the config as given, with every setting that the search decided otherwise.
+
+    Args:
+      given: path -> value as text, of the config.
+    """
+    words = ["python", "-m", "jtrain.launch", f"--config={args.config}"]
+    for fiddler in args.fiddlers:
+        words += ["--with", fiddler]
+    settings = settings | {"layout.auto": False}  # otherwise the launch would decide again
+    decided = [f"{path}={value}" for path, value in settings.items() if repr(value) != given[path]]
+    for text in [*args.sets, *decided]:
+        words += ["--set", text]
+    return shlex.join(words)
+
+
+def confirm(
+    args: argparse.Namespace, run: "Run", task: "SearchTask", points: list["Point"], console: "Console"
+) -> tuple[dict[int, Any], int]:
+    """Compiles the first layouts; returns the compiler's figures by index, and the index of the first good layout.
+
+    Raises:
+      UserError: the compiler confirms none of them.
+    """
+    from jtrain.plan.report.plan_sheet import TOLERANCE
+
+    said: dict[int, Any] = {}
+    good: list[int] = []
+    for index, point in enumerate(points[: args.top or TOP]):
+        console.print(f"compiling {index + 1} of {min(args.top or TOP, len(points))} ...", highlight=False)
+        compiled = said[index] = compile_point(run, point)
+        apart = abs(point.plan.total_bytes / compiled.peak_bytes - 1)
+        if compiled.peak_bytes <= task.machine.hbm_bytes and apart <= TOLERANCE:
+            good.append(index)
+    if not good:
+        listed = ", ".join(f"{c.peak_bytes / 2**30:.1f}" for c in said.values())
+        raise UserError(
+            f"the compiler confirms none of the first {len(said)}: it says {listed} GiB per device of "
+            f"{task.machine.hbm_bytes / 2**30:.1f}, or more than {TOLERANCE:.0%} off the formula. Raise --top."
+        )
+    return said, good[0]
+
+
+def search_command(
+    args: argparse.Namespace, run: "Run", task: "SearchTask", console: "Console", given: dict[str, str]
+) -> "tuple[Point, Any]":
+    """Prints the ranked table and the launch command; returns the chosen layout with the compiler's figures of it.
+
+    Raises:
+      UserError: nothing fits; the message has the layout that comes closest.
+    """
+    from jtrain.plan.nothing_fits import no_point
+    from jtrain.plan.report.plan_sheet import search_table
+    from jtrain.plan.search import meshes, search
+    from jtrain.plan.staged_search import search_with_stages
+
+    over = meshes if args.search else lambda _: [run.mesh]  # layout.auto without --search keeps the mesh
+    points = search(task, over(task), keep=max(10, args.top or TOP))
+    if args.search:
+        staged = search_with_stages(task, points)
+        points = sorted([*points, *staged], key=lambda point: (point.step_s, point.plan.total_bytes))
+    if not points:
+        raise no_point(task, None if args.search else run.mesh)
+    said, best = confirm(args, run, task, points, console) if args.compile else ({}, 0)
+    title, table = search_table(task, points[: max(10, args.top or TOP)], said)
+    console.print(title, style="bold", highlight=False)
+    console.print(table)
+    console.print(f"the fastest{' that the compiler confirms' if said else ''}:", style="bold")
+    print(command(args, given, points[best].settings), flush=True)
+    return points[best], said.get(best)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Runs the parsed command line; returns the exit code."""
+    os.environ.update(AOT_ENVIRONMENT)  # a plan is for another machine, so JAX must not look for devices of this one
+    start_jax(os.environ)
+    cli.check_output_files(args, "json", "html")
+    if args.config == "table":
+        refuse_options(args, keep=("config", "json"), why="the tables are of fixed models and machines")
+        from jtrain.plan.report.survey_tables import (
+            table_command,
+        )  # imported here: with jax and flax it takes over a second
+
+        return table_command(args.json)
+
+    from jtrain.config import tree
+    from jtrain.config.load import for_devices, load_config, mesh_size, set_values
+    from jtrain.config.run import build_run
+    from jtrain.plan.auto_layout import settle_loss_chunk
+    from jtrain.plan.calibration import calibrate, measured_computation
+    from jtrain.plan.estimate.attention_time import explained
+    from jtrain.plan.from_run import search_task
+    from jtrain.plan.plan_check import check_good
+    from jtrain.plan.report.plan_sheet import print_sheet, to_json
+    from jtrain.plan.report.summary import new_console
+    from jtrain.plan.search import SLACK, evaluate, resolve_as_needed
+
+    if args.top is not None and not (args.search and args.compile):
+        raise UserError(f"--top {args.top} is the number of layouts of a search to compile. Add --search --compile.")
+    if args.top is not None and args.top < 1:
+        raise UserError(f"--top {args.top} must be at least 1.")
+    if args.calibrate is not None and args.search:
+        raise UserError("--calibrate is of the layout that a run had, and --search finds another. Leave one out.")
+    if args.efficiency is not None and (args.calibrate is not None or args.measured is not None):
+        raise UserError(
+            "--efficiency with --calibrate or --measured: what a run measured is in units of each chip's own. Leave "
+            "--efficiency out."
+        )
+    run_config = load_config(args.config, args.fiddlers, args.sets)
+    given = tree.parse(tree.flat(run_config))
+    machine, of_file = machine_and_price(args, args.count, of_config=mesh_size(run_config))
+    args.price = of_file if args.price is None else args.price
+    if args.search:  # the search finds the mesh
+        axes = ("replica", "stage", "data", "expert", "context", "tensor")
+        set_values(run_config, {f"mesh.{axis}": 1 for axis in axes} | {"layout.microbatches": 1})
+        notes = []
+    else:
+        notes = for_devices(run_config, machine.count)
+    of_loss = settle_loss_chunk(run_config, machine.device)
+    run = build_run(run_config)
+    if run.layout.offload.unified_memory:
+        use_unified_memory(os.environ, topology=f"{machine.device.name}:{machine.count}")
+    assume = assumptions(args)
+    if args.measured is not None:
+        factor = measured_computation(
+            args.measured, device=machine.device.name, matmul_dtype=run.precision.matmul_dtype
+        )
+        assume = dataclasses.replace(assume, computation=factor)
+        of_loss = [*of_loss, f"computation takes {factor:.3g} times what is assumed, as measured in {args.measured}"]
+    task = search_task(
+        run,
+        machine,
+        assume=assume,
+        # A layout that the formula puts just above the limit may fit: with --compile the compiler decides.
+        memory_share=1 + SLACK if args.search and args.compile else 1 - SLACK,
+    )
+    console = new_console()
+    compiled = None
+    if args.search or run.layout.auto:
+        point, compiled = search_command(args, run, task, console, given)
+        notes = []
+    else:
+        point = evaluate(task, resolve_as_needed(task, run.mesh), run.mesh)
+        compiled = compile_point(run, point) if args.compile else None
+    if notes:
+        notes = [f"for --count {machine.count}: {', '.join(notes)}"]
+    # The run's config.txt has the mesh and layout as they were settled, and the model as it was asked for.
+    asked = {path: text for path, text in given.items() if path.startswith("model.")}
+    planned = tree.parse(tree.flat(run_config)) | asked
+    sheet = sheet_of(args, run, task, point, compiled, planned)
+    assumed = assume.of(machine.device, devices=machine.count, in_8_bits=run.precision.matmul_dtype != "compute")
+    print_sheet(sheet, console, [*notes, *of_loss, assumed, explained(sheet.job)])
+    if args.calibrate is not None and sheet.measured is not None and sheet.measured.step_s is not None:
+        file = calibrate(args.calibrate, sheet.job, sheet.plan, assume=assume, measured_s=sheet.measured.step_s)
+        console.print(f"wrote {file}: give --measured {args.calibrate} to plans on this chip", highlight=False)
+    if args.json is not None:
+        args.json.write_text(json.dumps(to_json(sheet), indent=1) + "\n")
+    if args.html is not None:
+        from jtrain.plan.report.plan_page import write_page
+
+        write_page(args.html, sheet, run)
+    check_good(sheet, given)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in VERBS:
+        return VERBS[words[0]](words[1:])
+    args = parser().parse_args(argv)
+    return cli.run(lambda: execute(args))

@@ -1,0 +1,1 @@
+"""Reports on what a run reads: contents of steps, order, excerpts, resources."""

@@ -1,1 +1,0 @@
-"""Order of a source's chunks, and how more files join it."""

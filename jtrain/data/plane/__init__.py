@@ -1,0 +1,1 @@
+"""Data plane: prefetching iterator, its process, and the resources it takes."""

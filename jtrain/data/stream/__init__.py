@@ -1,0 +1,1 @@
+"""Order of samples: which chunk of which source is read when."""

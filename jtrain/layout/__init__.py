@@ -1,0 +1,1 @@
+"""Mesh, sharding, offload and dtypes of every array of a run."""
