@@ -16,7 +16,9 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
 CHUNK_BYTES = 64 << 20
 """Largest chunk, where the dimensions have divisors that allow it. A restore in another layout reads whole chunks to
@@ -123,3 +125,11 @@ def lists(shardings: Mapping[tuple[str, ...], str]) -> dict[str, bytes]:
     }
     noted = {base64.b64encode(".".join(keys).encode()).decode(): text for keys, text in shardings.items()}
     return {LEAVES: json.dumps(body).encode(), SHARDINGS: json.dumps(noted).encode()}
+
+
+def sharding_text(sharding: jax.sharding.Sharding) -> str:
+    """Returns a sharding as Orbax notes it, for those who restore without saying which they want."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding).to_serialized_string()
+    assert isinstance(sharding, jax.sharding.SingleDeviceSharding), sharding
+    return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding).to_serialized_string()

@@ -18,7 +18,7 @@ import numpy as np
 from jtrain.checkpoint import array_files, files, folders, object_stores
 from jtrain.checkpoint.hashed_io import Checksum, HashedIO, file_hash
 from jtrain.checkpoint.host_copy import StateChunks
-from jtrain.checkpoint.orbax_io import by_keys, sharding_text
+from jtrain.checkpoint.tree_paths import by_keys
 from jtrain.runtime import atomic_io
 from jtrain.runtime.store_paths import in_store, said
 
@@ -56,7 +56,9 @@ def describe(state: Any, together: Mapping[tuple[str, ...], int] | None = None) 
         part = array.sharding.shard_shape(array.shape)
         if together and keys in together:
             part = (together[keys], *part[1:])
-        return DescribedLeaf(keys, _metadata(array.shape, part, np.dtype(array.dtype)), sharding_text(array.sharding))
+        return DescribedLeaf(
+            keys, _metadata(array.shape, part, np.dtype(array.dtype)), array_files.sharding_text(array.sharding)
+        )
 
     return [described(keys, array) for keys, array in by_keys(state)]
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jtrain.checkpoint.array_writer import DescribedLeaf, describe
 from jtrain.checkpoint.host_copy import ShardPart, Splitter
-from jtrain.checkpoint.orbax_io import by_keys
+from jtrain.checkpoint.tree_paths import by_keys
 
 type LayerOrder = tuple[int, ...]
 """Layer of the model at each place of the state's leading dimension; -1 where there is none."""

@@ -1,16 +1,15 @@
-"""Reads the arrays of a checkpoint with Orbax. Only this module imports orbax (0.8 s), when first needed."""
+"""Reads the arrays of a checkpoint with Orbax, which takes 0.8 s to import: modules that need it are imported late."""
 
-import math
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from jtrain.checkpoint import files
+from jtrain.checkpoint import layer_order
+from jtrain.checkpoint.tree_paths import by_keys
 from jtrain.runtime.store_paths import in_store
 
 
@@ -39,13 +38,6 @@ def restore(path: Path, like: Any, *, only_some: bool = False, order: tuple[int,
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[keys] for keys, _ in by_keys(like)])
 
 
-def by_keys(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Returns every leaf with the keys of its path."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    simple = jax.tree_util.keystr
-    return [(tuple(simple((key,), simple=True) for key in path), leaf) for path, leaf in flat]
-
-
 def _nested(tree: Any) -> dict[str, Any]:
     """Returns the leaves of a pytree in nested dicts, without empty branches, which Orbax would count as content.
 
@@ -60,25 +52,6 @@ def _nested(tree: Any) -> dict[str, Any]:
     return nested
 
 
-def leaves(tree: Any) -> dict[str, files.ManifestLeaf]:
-    """Returns path joined by dots -> shape and dtype, for a pytree of arrays or of `jax.ShapeDtypeStruct`."""
-
-    def leaf(array: Any) -> files.ManifestLeaf:
-        dtype = jnp.dtype(array.dtype)
-        return files.ManifestLeaf(tuple(array.shape), dtype.name, math.prod(array.shape) * dtype.itemsize)
-
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf(array) for path, array in flat}
-
-
-def sharding_text(sharding: jax.sharding.Sharding) -> str:
-    """Returns a sharding as Orbax notes it, for those who restore without saying which they want."""
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding).to_serialized_string()
-    assert isinstance(sharding, jax.sharding.SingleDeviceSharding), sharding
-    return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding).to_serialized_string()
-
-
 class _PlacedArrays(ocp.type_handlers.ArrayHandler):
     """Reader of a pipelined run's state: layers go to their places, leaf by leaf."""
 
@@ -87,8 +60,6 @@ class _PlacedArrays(ocp.type_handlers.ArrayHandler):
         self._order = order
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
-        from jtrain.checkpoint import layer_order  # lazy: it reads `by_keys` from here
-
         found: dict[str, jax.Array] = {}
         others: list[tuple[Any, Any]] = []
         for info, arg in zip(infos, args, strict=True):

@@ -302,9 +302,9 @@ def _damaged(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError
 
 
 def _check_same(path: Path, saved: dict[str, ManifestLeaf], like: Any, order: tuple[int, ...] | None = None) -> None:
-    from jtrain.checkpoint import layer_order, orbax_io
+    from jtrain.checkpoint import layer_order, tree_paths
 
-    wanted = orbax_io.leaves(layer_order.logical(like, order))
+    wanted = tree_paths.leaves(layer_order.logical(like, order))
     lines = tuple(
         f"{name}: {_shown(saved.get(name))} in the checkpoint, {_shown(wanted.get(name))} in this run"
         for name in dict.fromkeys([*wanted, *saved])

@@ -174,10 +174,10 @@ class Saves:
                 pool.shutdown()
 
     def _start(self, step: int, state: Any, data: str, config_text: str) -> None:
-        from jtrain.checkpoint import host_copy, layer_order, orbax_io, save_task
+        from jtrain.checkpoint import host_copy, layer_order, save_task, tree_paths
 
         assert self._pool is not None
-        leaves = orbax_io.leaves(layer_order.logical(state, self._order))
+        leaves = tree_paths.leaves(layer_order.logical(state, self._order))
         contents = save_task.Contents(step, leaves, layer_order.described(state, self._order), data, config_text)
         chunks = host_copy.StateChunks(state, layer_order.splitter(self._order))
         if in_store(self.folder):
