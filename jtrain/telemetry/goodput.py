@@ -40,7 +40,7 @@ CATEGORIES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Attempt:
+class AttemptTimes:
     """One attempt of a run, as far as it was recorded.
 
     start_s, end_s: seconds since the epoch.
@@ -62,23 +62,23 @@ def process_start_s() -> float:
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def read_events(path: Path) -> list[Attempt]:
+def read_events(path: Path) -> list[AttemptTimes]:
     """Reads the attempts in `goodput.jsonl`, without the lines that cannot be read."""
     if not path.exists():
         return []
-    attempts: list[Attempt] = []
+    attempts: list[AttemptTimes] = []
     for line in path.read_bytes().splitlines(keepends=True):
         event = parsed(line) if line.endswith(b"\n") else None
         if event is None or not _is_event(event):
             continue
         if event["event"] == "start":
-            attempts.append(Attempt(event["time_s"], event["time_s"], {}, event["step"]))
+            attempts.append(AttemptTimes(event["time_s"], event["time_s"], {}, event["step"]))
             continue
         if not attempts:  # the line of the start was damaged
-            attempts.append(Attempt(event["time_s"] - sum(event["seconds"].values()), event["time_s"], {}, 0))
+            attempts.append(AttemptTimes(event["time_s"] - sum(event["seconds"].values()), event["time_s"], {}, 0))
         last = attempts[-1]
         seconds = {key: last.seconds.get(key, 0.0) + event["seconds"].get(key, 0.0) for key in CATEGORIES}
-        attempts[-1] = Attempt(last.start_s, event["time_s"], seconds, max(last.last_step, event["step"]))
+        attempts[-1] = AttemptTimes(last.start_s, event["time_s"], seconds, max(last.last_step, event["step"]))
     return attempts
 
 
@@ -117,7 +117,7 @@ def newest_shares(workdir: Path) -> tuple[float, float] | None:
     return None
 
 
-def summarise(attempts: list[Attempt], shares: tuple[float, float] | None) -> dict[str, Any]:
+def summarise(attempts: list[AttemptTimes], shares: tuple[float, float] | None) -> dict[str, Any]:
     """Contents of goodput.json; the categories sum to `wall_s`, the time from the first start to the last end."""
     gaps_s = sum(after.start_s - before.end_s for before, after in itertools.pairwise(attempts))
     total = {name: sum(attempt.seconds.get(name, 0.0) for attempt in attempts) for name in CATEGORIES}
@@ -180,7 +180,7 @@ class Ledger:
         # Attempts must not overlap even if the wall clock was set back.
         self._start_s = max(started_s, self._earlier[-1].end_s if self._earlier else started_s)
         self._mark_s = time.monotonic() - max(0.0, time.time() - self._start_s)
-        self._attempt = Attempt(self._start_s, self._start_s, {}, start_step)
+        self._attempt = AttemptTimes(self._start_s, self._start_s, {}, start_step)
         self._step = start_step
         self._shares = newest_shares(workdir)
         self._closed = False
@@ -243,11 +243,12 @@ class Ledger:
         self._charge()
         return summarise([*self._earlier, self._until_now(self._step)], self._shares)["categories"]
 
-    def _until_now(self, step: int) -> Attempt:
+    def _until_now(self, step: int) -> AttemptTimes:
         """This attempt including the seconds charged since the last write."""
         before = self._attempt
         seconds = {name: before.seconds.get(name, 0.0) + self._pending.get(name, 0.0) for name in CATEGORIES}
-        return Attempt(before.start_s, before.start_s + sum(seconds.values()), seconds, max(before.last_step, step))
+        end_s = before.start_s + sum(seconds.values())
+        return AttemptTimes(before.start_s, end_s, seconds, max(before.last_step, step))
 
     def write(self, step: int, *, last: bool = False) -> dict[str, Any]:
         """Records that `step` is done, appends the new seconds to goodput.jsonl, writes and returns goodput.json."""

@@ -7,6 +7,7 @@ Invariants:
 - All processes save, stop and evaluate at the same steps.
 """
 
+import dataclasses
 import functools
 import json
 import time
@@ -24,6 +25,7 @@ from jtrain.errors import UserError
 from jtrain.runtime.multihost import agree, same_everywhere
 from jtrain.runtime.signals import StopRequest
 from jtrain.step.state import TrainState
+from jtrain.train.actions import Cadence
 from jtrain.train.bad_steps import BadSteps, Numbers, WentBack
 from jtrain.train.callbacks import (
     Callbacks,
@@ -52,6 +54,40 @@ def _phase[**P, R](phase: LoopPhase) -> Callable[[Callable[P, R]], Callable[P, R
     return decorate
 
 
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """Parts of one attempt of a run. Nothing here changes which parts there are once the loop runs.
+
+    config_text: the flat config, kept in every checkpoint.
+    open_batches: opens the batches from a data state (None for the start of the data) and the step that it follows.
+    local: copies of the state in the hosts' memory; None if the run keeps none.
+    """
+
+    context: RunContext
+    config_text: str
+    open_batches: Callable[[dict[str, Any] | None, int], Prefetch]
+    evaluation: Evaluation
+    callbacks: Callbacks
+    integrity: IntegrityCheck
+    bad_steps: BadSteps
+    restart: RestartPoint
+    checkpoints: Checkpoints
+    local: LocalMemory | None
+
+
+@dataclasses.dataclass(frozen=True)
+class UnreadStep:
+    """Step that the devices are computing or have computed, and whose results the host has not read.
+
+    data_before: returns the data state from which `batch` follows.
+    """
+
+    step: int
+    metrics: Any
+    batch: Fed
+    data_before: Callable[[], dict[str, Any] | None]
+
+
 class Loop:
     """Runs the steps of one attempt.
 
@@ -59,46 +95,27 @@ class Loop:
     data_ended: True if the data has no batch for the next step.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        callbacks: Callbacks,
-        checkpoints: Checkpoints,
-        evaluation: Evaluation,
-        config_text: str,
-        checks: IntegrityCheck,
-        bad_steps: BadSteps,
-        restart: RestartPoint,
-        batches: Callable[[dict[str, Any] | None, int], Prefetch],
-        local: LocalMemory | None,
-    ) -> None:
-        self.context = context
-        self.callbacks = callbacks
-        self.checkpoints = checkpoints
-        self.evaluation = evaluation
-        self.config_text = config_text
-        self.checks = checks
-        self.bad_steps = bad_steps
-        self.restart = restart
-        self.batches = batches
-        self.local = local
-        self.step = context.start_step
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.callbacks = attempt.callbacks
+        self.step = attempt.context.start_step
         self.data_ended = False
-        self._unread: tuple[int, Any, Fed, Callable[[], dict[str, Any] | None]] | None = None
+        self._cadence = Cadence.of(attempt.context.run)
+        self._unread: UnreadStep | None = None
         self._data_before: Callable[[], dict[str, Any] | None] = lambda: None
 
     def run(self, state: TrainState, data_state: dict[str, Any] | None, stop: StopRequest) -> int:
         """Runs steps as `run_steps` does; where bad numbers ask for it, goes back and runs them again."""
         while True:
-            self._data_before = functools.partial(lambda before: before, data_state)
-            with self.batches(data_state, self.step) as batches:
+            self._data_before = functools.partial(_unchanged, data_state)
+            with self.attempt.open_batches(data_state, self.step) as batches:
                 try:
-                    return self.run_steps(self._decided(state), batches, stop)
+                    return self.run_steps(self._with_decisions(state), batches, stop)
                 except WentBack:
                     pass
             del state  # the devices have no room for two states
             state, data_state = self._go_back()
-            self.context.metrics.rewind(self.step)
+            self.attempt.context.metrics.rewind(self.step)
             self.callbacks.on_rewind(self.step)
 
     def run_steps(self, state: TrainState, batches: Prefetch, stop: StopRequest) -> int:
@@ -107,63 +124,69 @@ class Loop:
         The loop takes each batch one step ahead, so it knows which one is the last. All processes plan the same batches
         and reach the end together.
         """
-        run, start_step = self.context.run, self.step
-        saved, due, since = start_step, False, self.bad_steps.since
-        fed = self._next(batches)
-        self.data_ended = fed is None and start_step < run.num_steps
-        while self.step < run.num_steps and fed is not None:
-            here = fed
+        num_steps, bad_steps = self._cadence.num_steps, self.attempt.bad_steps
+        checkpoints = self.attempt.checkpoints
+        saved_step, is_save_due, decided_since = self.step, False, bad_steps.since
+        next_batch = self._next(batches)
+        self.data_ended = next_batch is None and self.step < num_steps
+        while self.step < num_steps and next_batch is not None:
+            batch = next_batch
             self.step += 1
-            state, fed, stopping = self._one_step(state, here, batches, stop)
-            last = self.step == run.num_steps or stopping or self.data_ended
-            # A save that is due waits for a step with good numbers; a stop waits for it, too.
-            due = due or last or self.checkpoints.due(self.step)
-            evaluate = _due(self.step, run.eval.every_steps)
-            keep = self.local is not None and not due and _due(self.step, run.checkpoint.local_every_steps)
-            # Check the results before the state is saved or evaluated.
-            if due or keep or evaluate:
+            state, next_batch, stop_requested = self._run_step(state, batch, batches, stop)
+            actions = self._cadence.decide(
+                self.step,
+                is_save_due=is_save_due or checkpoints.due(self.step),
+                stop_requested=stop_requested,
+                data_ended=self.data_ended,
+            )
+            # Before the state is saved or evaluated: bad results raise `WentBack`, or put the state in doubt.
+            if actions.read_results:
                 self._report()
-            if since != self.bad_steps.since:
-                state, since = self._decided(state), self.bad_steps.since
-            if evaluate or (run.eval.every_steps is not None and (self.step == run.num_steps or self.data_ended)):
+            if decided_since != bad_steps.since:
+                state, decided_since = self._with_decisions(state), bad_steps.since
+            is_in_doubt = bad_steps.in_doubt(self.step)
+            if actions.evaluate:
                 self._evaluate(state)
-            if keep and not self.checkpoints.hold and not self.bad_steps.in_doubt(self.step):
-                self._keep(state, here)
-            if due and not self.bad_steps.in_doubt(self.step):
-                self._save(state, here, last=last)
-                saved, due = self.step, False
-            self.checkpoints.check(self.step)
-            if stopping and saved == self.step:
+            if actions.copy and not checkpoints.hold and not is_in_doubt:
+                self._copy(state, batch)
+            # A save that is due waits for a step with good numbers, and so does a stop.
+            is_save_due = actions.save and is_in_doubt
+            if actions.save and not is_in_doubt:
+                self._save(state, batch, is_last=actions.is_last)
+                saved_step = self.step
+            checkpoints.check(self.step)
+            if stop_requested and saved_step == self.step:
                 self.data_ended = False
                 break
-        assert saved == self.step, (saved, self.step)
+        assert saved_step == self.step, (saved_step, self.step)
         self._wait_for_saves()
         return self.step
 
     @_phase("step")
-    def _one_step(
+    def _run_step(
         self, state: TrainState, fed: Fed, batches: Prefetch, stop: StopRequest
     ) -> tuple[TrainState, Fed | None, bool]:
         """Dispatches a step; returns the new state, the next batch, and True if a stop was requested in any process."""
-        batch = share_batch(fed.batch, self.context.mesh)
-        train_step = self.context.train_step
+        batch = share_batch(fed.batch, self.attempt.context.mesh)
+        train_step = self.attempt.context.train_step
         with self.callbacks.during("dispatch", self.step, state, batch):
             state, metrics = train_step(state, batch)
         # While the devices compute this step, the host prepares a save and reads the results of the previous step.
-        self.checkpoints.prepare()
+        self.attempt.checkpoints.prepare()
         self._report()
-        for text in fed.said:
-            self._note(self.step - 1, text)
-        self._unread = (self.step, metrics, fed, self._data_before)
+        for message in fed.said:
+            self._note(self.step - 1, message)
+        self._unread = UnreadStep(self.step, metrics, fed, self._data_before)
         self._data_before = fed.state
-        following = self._next(batches) if self.step < self.context.run.num_steps else None
+        has_next = self.step < self._cadence.num_steps
+        next_batch = self._next(batches) if has_next else None
         arrived_s = time.perf_counter()
-        wait_ms = 0.0 if following is None else following.wait_ms
-        idle = wait_ms >= 1.0 and metrics["loss_nats"].is_ready()
-        self.data_ended = following is None and self.step < self.context.run.num_steps
-        stopping, requested = self._agree(stop.requested)
-        self.callbacks.on_step(DispatchedStep(self.step, metrics, wait_ms, arrived_s, idle, requested))
-        return state, following, stopping
+        wait_ms = 0.0 if next_batch is None else next_batch.wait_ms
+        is_idle = wait_ms >= 1.0 and metrics["loss_nats"].is_ready()
+        self.data_ended = has_next and next_batch is None
+        stop_requested, callback_requested = self._agree(stop.requested)
+        self.callbacks.on_step(DispatchedStep(self.step, metrics, wait_ms, arrived_s, is_idle, callback_requested))
+        return state, next_batch, stop_requested
 
     @_phase("data_wait")
     def _next(self, batches: Prefetch) -> Fed | None:
@@ -172,46 +195,49 @@ class Loop:
             with jax.profiler.TraceAnnotation("jtrain:data_wait"):
                 return next(batches, None)
         except Exception:
-            for text in batches.said:
-                self._note(self.step, text)
+            for message in batches.said:
+                self._note(self.step, message)
             raise
 
     @_phase("device_wait")
-    def _agree(self, stopping: bool) -> tuple[bool, ...]:
+    def _agree(self, stop_requested: bool) -> tuple[bool, ...]:
         """Returns two flags that are equal in all processes: a stop is requested; a callback has `requested` set.
 
         With several processes the call waits for the step. That costs milliseconds, but all processes then stop
         at once: schedulers kill a job soon after their warning.
         """
-        return agree(stopping, self.callbacks.requested)
+        return agree(stop_requested, self.callbacks.requested)
 
     def _report(self) -> None:
         """Reads the results of the last dispatched step, checks them and passes them to the callbacks."""
         if self._unread is None:
             return
-        (step, metrics, fed, data_before), self._unread = self._unread, None
-        values = self._read(metrics)
+        unread, self._unread = self._unread, None
+        step, values = unread.step, self._read(unread.metrics)
         hash_hex = "".join(f"{word:08x}" for word in np.asarray(values["batch_hash"]).tolist())
-        self.checks.check(step, values)
-        last = step == self.step and (step == self.context.run.num_steps or self.data_ended)
-        self.bad_steps.check(
+        self.attempt.integrity.check(step, values)
+        is_complete = self.step == self._cadence.num_steps or self.data_ended
+        self.attempt.bad_steps.check(
             Numbers.of(step, values, hash_hex),
             dispatched=self.step,
-            last=last,
-            documents=lambda: documents_of_batch(self.restart.dataset, data_before(), step=step - 1),
+            last=step == self.step and is_complete,
+            documents=lambda: documents_of_batch(
+                self.attempt.restart.setup.dataset, unread.data_before(), step=step - 1
+            ),
         )
-        self.callbacks.on_results(StepResults(step, values, hash_hex, fed))
+        self.callbacks.on_results(StepResults(step, values, hash_hex, unread.batch))
 
-    def _decided(self, state: TrainState) -> TrainState:
-        return self.restart.with_decisions(state, self.bad_steps.left_out, self.bad_steps.since)
+    def _with_decisions(self, state: TrainState) -> TrainState:
+        bad_steps = self.attempt.bad_steps
+        return self.attempt.restart.with_decisions(state, bad_steps.left_out, bad_steps.since)
 
     @_phase("checkpoint")
     def _go_back(self) -> tuple[TrainState, dict[str, Any] | None]:
         """Restores the state from which `bad_steps` has the steps run again."""
-        self._unread, self.data_ended, self.step = None, False, self.bad_steps.origin
-        if self.local is not None:
-            self.local.forget_after(self.step)
-        return self.restart.state_at(self.step)
+        self._unread, self.data_ended, self.step = None, False, self.attempt.bad_steps.origin
+        if self.attempt.local is not None:
+            self.attempt.local.forget_after(self.step)
+        return self.attempt.restart.state_at(self.step)
 
     @_phase("device_wait")
     def _read(self, metrics: Any) -> Any:
@@ -221,45 +247,48 @@ class Loop:
     def _evaluate(self, state: TrainState) -> None:
         """Logs the losses on held-out text."""
         with jax.profiler.TraceAnnotation("jtrain:evaluate"):
-            split, sets = self.evaluation(state.params)
-        self.context.metrics.evaluation(self.step, split, sets)
+            split, sets = self.attempt.evaluation(state.params)
+        self.attempt.context.metrics.evaluation(self.step, split, sets)
 
     @_phase("checkpoint")
-    def _save(self, state: TrainState, fed: Fed, *, last: bool) -> None:
+    def _save(self, state: TrainState, fed: Fed, *, is_last: bool) -> None:
         """Saves the state, with the data state that resumes at the next batch.
 
         Raises:
           UserError: the processes plan different batches: one skipped documents that others could read, or their files
             differ.
         """
+        attempt, data_state = self.attempt, _agreed_data_state(fed)
         with jax.profiler.TraceAnnotation("jtrain:checkpoint"):
-            self.checkpoints.save(self.step, state, self._data_state(fed), self.config_text, last=last)
+            attempt.checkpoints.save(self.step, state, data_state, attempt.config_text, last=is_last)
 
     @_phase("checkpoint")
-    def _keep(self, state: TrainState, fed: Fed) -> None:
-        """Keeps the state in local memory; raises UserError as `_save` does."""
-        assert self.local is not None
+    def _copy(self, state: TrainState, fed: Fed) -> None:
+        """Copies the state to local memory; raises UserError as `_save` does."""
+        assert self.attempt.local is not None
         with jax.profiler.TraceAnnotation("jtrain:checkpoint"):
-            self.local.save(self.step, state, self._data_state(fed))
-
-    def _data_state(self, fed: Fed) -> dict[str, Any]:
-        data_state = fed.state()
-        if not same_everywhere(json.dumps(data_state)):
-            raise UserError(
-                "the processes no longer plan the same batches: one of them skipped documents that others could read, "
-                "or its files differ. data.log and the stderr of each process list the skipped documents. Nothing was "
-                "saved. Fix the files, and run again from the last checkpoint."
-            )
-        return data_state
+            self.attempt.local.save(self.step, state, _agreed_data_state(fed))
 
     @_phase("checkpoint")
     def _wait_for_saves(self) -> None:
-        self.checkpoints.wait()
+        self.attempt.checkpoints.wait()
 
-    def _note(self, step: int, text: str) -> None:
+    def _note(self, step: int, message: str) -> None:
         """Prints a message of the data plane and appends it to data.log."""
-        self.context.metrics.note(step, text)
+        self.attempt.context.metrics.note(step, message)
 
 
-def _due(step: int, every_steps: int | None) -> bool:
-    return every_steps is not None and step % every_steps == 0
+def _agreed_data_state(fed: Fed) -> dict[str, Any]:
+    """Returns the data state after a batch; raises UserError if the processes have different ones."""
+    data_state = fed.state()
+    if not same_everywhere(json.dumps(data_state)):
+        raise UserError(
+            "the processes no longer plan the same batches: one of them skipped documents that others could read, "
+            "or its files differ. data.log and the stderr of each process list the skipped documents. Nothing was "
+            "saved. Fix the files, and run again from the last checkpoint."
+        )
+    return data_state
+
+
+def _unchanged(data_state: dict[str, Any] | None) -> dict[str, Any] | None:
+    return data_state

@@ -8,16 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jtrain.checkpoint import Checkpoints
 from jtrain.checkpoint.local_memory import LocalMemory
-from jtrain.data import TextDataset
-from jtrain.layout.layout import Layout
-from jtrain.optim import Optimizer
+from jtrain.checkpoint.restoring import Restored
 from jtrain.runtime.multihost import from_process_zero
 from jtrain.step.guard import LEFT_OUT, GuardState, first_guard
 from jtrain.step.state import TrainState, abstract_state, init_state
+from jtrain.train.setup import Setup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,35 +25,32 @@ class RestartPoint:
     data_may_change: `--allow-change data`: where the data state of a checkpoint no longer fits, the data begins anew.
     """
 
-    layout: Layout
-    optimizer: Optimizer
-    mesh: Mesh
-    seed: int
+    setup: Setup
     checkpoints: Checkpoints
-    dataset: TextDataset
     data_may_change: bool
 
-    def newest(
-        self, local: LocalMemory | None, *, workdir: Path, from_scratch: bool
-    ) -> tuple[int, TrainState, dict[str, Any] | None, tuple[str, ...]]:
+    def newest(self, local: LocalMemory | None, *, workdir: Path, from_scratch: bool) -> Restored:
         """Reads the newest whole checkpoint, or a state in local memory that is as new; without any, makes the first.
 
-        workdir: folder of the run's history, which is moved aside if `from_scratch` gives up all checkpoints.
+        Its step is 0 and its data state None at the start of a run.
 
-        Returns:
-          Its step (0 for the start), the state, the data state (None for the start), and lines for the user to read.
+        Args:
+          workdir: folder of the run's history, which is moved aside if `from_scratch` gives up all checkpoints.
         """
         if local is not None:
-            newest = self.checkpoints.latest_step() or 0
-            like = abstract_state(self.layout, self.optimizer, self.mesh)
-            if (kept := local.start(like, checkpoint=newest, is_wanted=not from_scratch)) is not None:
-                step, state, data_state = kept
-                return step, state, self._fitting(data_state), (f"the state of step {step} was in local memory",)
-        found = self.checkpoints.start(self._like, workdir=workdir, from_scratch=from_scratch)
-        if found.state is None:
-            return 0, *self.state_at(0), found.said
-        assert found.data_state is not None
-        return found.step, self._with_guard(found.state), self._fitting(found.data_state), found.said
+            saved_step = self.checkpoints.latest_step() or 0
+            like = self._abstract_state()
+            if (copy := local.start(like, checkpoint=saved_step, is_wanted=not from_scratch)) is not None:
+                step, state, data_state = copy
+                line = f"the state of step {step} was in local memory"
+                return Restored(step, state, self._fitting(data_state), (line,))
+        restored = self.checkpoints.start(self._like, workdir=workdir, from_scratch=from_scratch)
+        if restored.state is None:
+            state, data_state = self.state_at(0)
+        else:
+            assert restored.data_state is not None
+            state, data_state = self._with_guard(restored.state), self._fitting(restored.data_state)
+        return dataclasses.replace(restored, state=state, data_state=data_state)
 
     def state_at(self, step: int) -> tuple[TrainState, dict[str, Any] | None]:
         """Returns the state and the data state of the checkpoint of `step`.
@@ -64,13 +59,17 @@ class RestartPoint:
         model has.
         """
         if step == 0 and not from_process_zero(np.asarray(0 in self.checkpoints.steps())):
-            return init_state(self.layout, self.optimizer, self.mesh, seed=self.seed), None
+            setup = self.setup
+            return init_state(setup.job.layout, setup.optimizer, setup.mesh, seed=setup.run.seed), None
         state, data_state = self.checkpoints.restore(step, self._like)
         return self._with_guard(state), self._fitting(data_state)
 
+    def _abstract_state(self) -> TrainState:
+        return abstract_state(self.setup.job.layout, self.setup.optimizer, self.setup.mesh)
+
     def _like(self, leaves: Mapping[str, Any]) -> TrainState:
         """Returns shapes and shardings for a checkpoint with these leaves: before there was a guard, it had none."""
-        like = abstract_state(self.layout, self.optimizer, self.mesh)
+        like = self._abstract_state()
         return like if any(name.startswith("guard.") for name in leaves) else dataclasses.replace(like, guard={})
 
     def _with_guard(self, state: TrainState) -> TrainState:
@@ -80,7 +79,7 @@ class RestartPoint:
         return dataclasses.replace(state, guard=jax.tree.map(self._replicated, first))
 
     def _fitting(self, data_state: dict[str, Any]) -> dict[str, Any] | None:
-        if self.data_may_change and self.dataset.misfit(data_state) is not None:
+        if self.data_may_change and self.setup.dataset.misfit(data_state) is not None:
             return None  # where it fits, the run goes on: the same command may be started again and again
         return data_state
 
@@ -95,5 +94,5 @@ class RestartPoint:
         return dataclasses.replace(state, guard=guard)
 
     def _replicated(self, value: np.ndarray) -> jax.Array:
-        sharding = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+        sharding = jax.sharding.NamedSharding(self.setup.mesh, jax.sharding.PartitionSpec())
         return jax.make_array_from_callback(jnp.shape(value), sharding, lambda index: value[index])

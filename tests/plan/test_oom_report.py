@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 TRAIN = """
 import resource, sys
 from jtrain.cli import launch
-from jtrain.train import attempt
+from jtrain.train import attempt, setup
 # As where nothing says what is there: whatever is free now, the run starts.
-attempt.available_bytes = lambda devices: None
+setup.available_bytes = lambda devices: None
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
 sys.exit(launch.main(sys.argv[2:]))
 """

@@ -1,0 +1,95 @@
+"""Preparation of an attempt that touches no file of its workdir: devices, memory, data and held-out text."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jtrain.config.run import Run, check_vocabulary
+from jtrain.data import Prefetch, TextDataset, open_dataset, place_tree, put_batch
+from jtrain.data.inspect.resource_estimate import budget
+from jtrain.data.plane.prefetch import prefetch  # not of jtrain.data, where that name is the module
+from jtrain.errors import UserError
+from jtrain.layout.mesh import make_mesh
+from jtrain.optim.optimizer import Optimizer
+from jtrain.plan.estimate.flops import flops_per_token
+from jtrain.plan.estimate.machine import machine_of
+from jtrain.plan.fit_check import available_bytes, check_fits_devices, with_host_memory
+from jtrain.plan.from_run import make_optimizer, plan_job
+from jtrain.plan.job import Job
+from jtrain.plan.report.summary import brief_lines
+from jtrain.runtime.multihost import same_everywhere
+from jtrain.runtime.secrets import without_secrets
+from jtrain.train.evaluation import Evaluation
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a run needs on these devices, known to fit them.
+
+    job: the model in its layout on this machine.
+    memory_bytes: memory that each device has available; None where a device does not tell.
+    """
+
+    run: Run
+    job: Job
+    memory_bytes: int | None
+    mesh: Mesh
+    optimizer: Optimizer
+    dataset: TextDataset
+    evaluation: Evaluation
+
+    def lines(self, home: Path) -> list[str]:
+        """Returns the plan in brief, and what the run reads, for the first lines of a run in folder `home`."""
+        plan = [*brief_lines(self.job, available=self.memory_bytes), f"the whole plan: {home / 'plan.txt'}"]
+        reads = without_secrets("\n".join([self.dataset.describe(), *self.evaluation.describe()]))
+        rows = place_tree(self.mesh, self.run.data.global_batch).rows(jax.process_index())
+        return [*plan, reads, budget(self.dataset, rows=len(rows)).line()]
+
+    def open_batches(self, data_state: dict[str, Any] | None, first_step: int) -> Prefetch:
+        """Opens this process's batches from `first_step` on; `data_state` is None at the start of the data."""
+        place = place_tree(self.mesh, self.run.data.global_batch)
+        batches = self.dataset.train_batches(
+            data_state,
+            first_step=first_step,
+            rows=place.rows(jax.process_index()),
+            context=self.run.mesh.context,
+            cost=self._token_cost(),
+        )
+        return prefetch(batches, lambda batch: put_batch(batch, self.mesh, place))
+
+    def _token_cost(self) -> tuple[float, float]:
+        """Relative FLOPs of a token: 1.0 for itself, and those that each earlier token of its document adds."""
+        flops = flops_per_token(self.run.model, seq_len=self.run.data.seq_len)
+        return 1.0, flops.attention_flops / self.run.data.seq_len / flops.matmul_flops
+
+
+def set_up(run: Run, devices: Sequence[jax.Device]) -> Setup:
+    """Checks that a run fits these devices, and opens its data.
+
+    Raises:
+      UserError: it does not fit; there is no data, or the processes see different files; the tokenizer has more ids
+        than the model.
+    """
+    job = with_host_memory(plan_job(run, machine_of(devices)))
+    memory_bytes = available_bytes(devices)
+    if memory_bytes is not None:
+        check_fits_devices(job, devices, available=memory_bytes)
+    mesh = make_mesh(run.mesh, devices)
+    optimizer = make_optimizer(run)
+    dataset = open_dataset(run.data, seed=run.seed, say=print_line if jax.process_index() == 0 else None)
+    if not same_everywhere(dataset.fingerprint()):
+        raise UserError(
+            f"the processes of this run find different files at {run.data.path_fields}. Give every host the same "
+            "files; where files are still being added, start again when all hosts have them."
+        )
+    check_vocabulary(run.model, dataset.vocab_size)
+    return Setup(run, job, memory_bytes, mesh, optimizer, dataset, Evaluation(run, job.layout, mesh, dataset))
+
+
+def print_line(line: str) -> None:
+    """Prints a line at once, for readers that follow a log file."""
+    print(line, flush=True)
