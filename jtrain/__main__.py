@@ -3,10 +3,13 @@
 Imports neither jax nor the verb, so that the list of verbs and a misspelt verb are answered at once.
 """
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
+
+from jtrain.cli.run import run
+from jtrain.errors import UserError, did_you_mean
+from jtrain.runtime import exit_codes
 
 VERBS = {
     "launch": "train the model of a config; the same command again resumes",
@@ -29,21 +32,22 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Replaces this process by the verb's; returns only for `--help` (0) and a mistake (2)."""
-    verb, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    words = list(sys.argv[1:] if argv is None else argv)
+    return run(lambda: _dispatch(words))
+
+
+def _dispatch(words: list[str]) -> int:
+    verb, *rest = words or [""]
     if verb in ("-h", "--help"):
         print(usage())
-        return 0
-    if verb in VERBS:
-        sys.stdout.flush()
-        # `python -m`, word for word: the same sys.path, the same command in run.json, the same process id for signals.
-        os.execv(sys.executable, [sys.executable, "-m", f"jtrain.{verb}", *rest])
+        return exit_codes.DONE
     if not verb:
-        print(usage(), file=sys.stderr)
-        return 2
-    near = difflib.get_close_matches(verb, VERBS, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    print(f"error: no verb {verb}.{hint} There are: {', '.join(VERBS)}.", file=sys.stderr)
-    return 2
+        raise UserError(f"no verb is given.\n{usage()}")
+    if verb not in VERBS:
+        raise UserError(f"no verb {verb}. {did_you_mean(verb, VERBS)}There are: {', '.join(VERBS)}.")
+    sys.stdout.flush()
+    # `python -m`, word for word: the same sys.path, the same command in run.json, the same process id for signals.
+    return os.execv(sys.executable, [sys.executable, "-m", f"jtrain.{verb}", *rest])
 
 
 if __name__ == "__main__":

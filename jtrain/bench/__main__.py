@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from jtrain.bench import Row, meets_bar, rehearsed
+from jtrain.cli.run import run
 from jtrain.errors import UserError
-from jtrain.runtime import cli, exit_codes
+from jtrain.runtime import exit_codes
 from jtrain.runtime.platform import start_jax
 
 FOLDER = Path(__file__).parent
@@ -121,4 +122,4 @@ def bench(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(lambda: bench(sys.argv[1:])))
+    sys.exit(run(lambda: bench(sys.argv[1:])))

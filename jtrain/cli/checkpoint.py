@@ -1,44 +1,35 @@
-"""Lists, shows and verifies the checkpoints of a run.
+"""Lists, shows and verifies the checkpoints of a run: `python -m jtrain.checkpoint list --workdir runs/tiny`."""
 
-python -m jtrain.checkpoint list WORKDIR      step, date and size of each
-python -m jtrain.checkpoint show WORKDIR      leaves, data state and config of the newest one, or of --step
-python -m jtrain.checkpoint verify WORKDIR    reads every file and compares its hash; exits 2 if one is damaged
-
-WORKDIR is a folder, gs://bucket/run or s3://bucket/run.
-"""
-
-import argparse
 import contextlib
+import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jtrain.checkpoint import files
 from jtrain.checkpoint.files import CheckpointError
-from jtrain.runtime import cli
+from jtrain.cli.options import add_json, add_step, add_workdir
+from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.runtime.store_paths import in_store, store_errors, workdir_path
 
 
-def run(argv: Sequence[str] | None) -> int:
-    """Parses `argv` and runs the verb; imports neither jax nor orbax."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jtrain.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("verb", choices=("list", "show", "verify"))
-    parser.add_argument("workdir", metavar="WORKDIR", help="the run's directory or URL, which holds checkpoints/")
-    parser.add_argument("--step", type=int, help="one checkpoint (default: the newest for show, else all)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE as JSON")
-    args = parser.parse_args(argv)
+def add_options(parser: Parser) -> None:
+    """Declares the options of all commands."""
+    add_workdir(parser)
+    add_step(parser, "one checkpoint (default: the newest for show, else all)")
+    add_json(parser)
+
+
+def execute(show: Callable[[Path, int | None], tuple[Any, int]], args: Args) -> int:
+    """Runs a command on the folder of checkpoints; returns the exit code. Imports neither jax nor orbax."""
     folder = workdir_path(args.workdir) / "checkpoints"
-    verbs = {"list": _list, "show": _show, "verify": _verify}
     with store_errors(args.workdir) if in_store(folder) else contextlib.nullcontext():
         if not in_store(folder) and not folder.is_dir():
             raise CheckpointError(f"There is no directory {folder}. Give the --workdir of a run.")
-        found, code = verbs[args.verb](folder, args.step)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        content, code = show(folder, args.step)
+    write_json(args, content)
     return code
 
 
@@ -128,6 +119,17 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:,.1f} MiB"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    return cli.run(lambda: run(argv))
+def _command(summary: str, show: Callable[[Path, int | None], tuple[Any, int]]) -> Command:
+    return Command(summary, functools.partial(execute, show), add_options)
+
+
+VERB = Verb(
+    "checkpoint",
+    summary="list, show and verify the checkpoints of a run",
+    commands={
+        "list": _command("print step, date and size of each checkpoint", _list),
+        "show": _command("print leaves, data state and config of the newest checkpoint, or of --step", _show),
+        "verify": _command("read every file and compare its hash; exits 2 if one is damaged", _verify),
+    },
+)
+main = VERB.main

@@ -1,24 +1,22 @@
-"""Prepares and inspects the data of a run.
+"""Prepares and inspects the data of a run: `python -m jtrain.data prepare | adopt | verify | inspect | ...`."""
 
-python -m jtrain.data prepare | adopt | verify | inspect | plan | bench | sample
-"""
-
-import argparse
+import dataclasses
+import functools
 import itertools
-import json
 import math
 import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jtrain.cli.options import add_config, add_json
+from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.constants import BATCH_AXES
 from jtrain.data.inspect.excerpt import excerpt
 from jtrain.errors import FileError, UserError
-from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax
 
 if TYPE_CHECKING:
@@ -29,94 +27,73 @@ if TYPE_CHECKING:
 _DTYPE_HELP = "of ids in files that do not tell it (default: uint16 or uint32 by the vocabulary; MDS bytes: int64)"
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line; needs no jax."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jtrain.data", description="Prepares and inspects the data of a run."
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+def add_run(parser: Parser) -> None:
+    """Declares what names the data of a run."""
+    add_config(parser)
+    add_json(parser)
 
-    def add(name: str, help: str, description: str) -> argparse.ArgumentParser:
-        found = verbs.add_parser(name, help=help, description=description, allow_abbrev=False)
-        found.add_argument("--config", required=True, metavar="NAME", help="as for jtrain.launch")
-        found.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
-        found.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
-        found.add_argument("--json", type=Path, metavar="FILE", help="write the same there as JSON")
-        return found
 
-    prepare = add(
-        "prepare",
-        "tokenise every source once, into indexes that runs read with data.prepared=DIR",
-        "Tokenises in parallel, on any number of hosts: run the same command on each, with --out on a disk that they "
-        "share. If one is killed, the others or the same command continue; the final bytes are the same.",
+def add_prepare_options(parser: Parser) -> None:
+    """Declares the options of `prepare`."""
+    add_run(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write the indexes to")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+
+
+def add_adopt_options(parser: Parser) -> None:
+    """Declares the options of `adopt`."""
+    parser.add_argument(
+        "--from", dest="path", required=True, metavar="PATH", help="file, folder, glob, Megatron prefix"
     )
-    prepare.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write the indexes to")
-    prepare.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
-    adopt = verbs.add_parser(
-        "adopt",
-        help="make an index of token files that another project prepared, which stay where they are",
-        description="Reads each file once, for the documents, the largest id and a hash, and writes an index of 4.5 "
-        "bytes per document; runs then read the ids from the files themselves. Parquet is the exception: its ids are "
-        "copied. Layouts: Megatron .bin/.idx, nanoGPT and llm.c .bin, OLMo .npy, MosaicML MDS, Parquet with input_ids.",
-        allow_abbrev=False,
-    )
-    adopt.add_argument("--from", dest="path", required=True, metavar="PATH", help="file, folder, glob, Megatron prefix")
-    adopt.add_argument("--out", type=Path, required=True, metavar="DIR", help="the data.prepared of runs")
-    adopt.add_argument("--tokenizer", required=True, metavar="T", help="made the ids; as data.tokenizer of runs")
-    adopt.add_argument(
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the data.prepared of runs")
+    parser.add_argument("--tokenizer", required=True, metavar="T", help="made the ids; as data.tokenizer of runs")
+    parser.add_argument(
         "--end-token", metavar="TOKEN", help="ends a document, where the tokenizer's files do not say it"
     )
-    adopt.add_argument(
+    parser.add_argument(
         "--name", default="data", metavar="NAME", help="name in data.sources (default: that of data.path)"
     )
-    adopt.add_argument("--dtype", choices=("uint8", "uint16", "uint32", "int32", "int64"), help=_DTYPE_HELP)
-    adopt.add_argument("--column", metavar="NAME", help="column of the ids in MDS or Parquet")
-    adopt.add_argument("--json", type=Path, metavar="FILE", help="write the counts there as JSON")
-    inspect = add(
-        "inspect",
-        "print the documents of one step: their sources, their places in the batch, their text; or the order of many",
-        "Prints the documents of one step. Plans and reads every step before it too: about a second per 50 million "
-        "bytes, longer with a tokenizer other than bytes.",
-    )
-    inspect.add_argument("--step", type=int, metavar="K", help="the batch of update K -> K+1 (default: 0)")
-    inspect.add_argument(
+    parser.add_argument("--dtype", choices=("uint8", "uint16", "uint32", "int32", "int64"), help=_DTYPE_HELP)
+    parser.add_argument("--column", metavar="NAME", help="column of the ids in MDS or Parquet")
+    add_json(parser)
+
+
+def add_inspect_options(parser: Parser) -> None:
+    """Declares the options of `inspect`."""
+    add_run(parser)
+    parser.add_argument("--step", type=int, metavar="K", help="the batch of update K -> K+1 (default: 0)")
+    parser.add_argument(
         "--order",
         action="store_true",
         help="print instead how different the rows and steps are: documents per step, overlap, correlation, drift",
     )
-    inspect.add_argument("--steps", type=int, metavar="N", help="steps that --order reads (default: 100)")
-    add(
-        "plan",
-        "print the resources that the data plane of a run needs: processes, threads, descriptors, memory",
-        "Opens the sources, but starts no process.",
-    )
-    bench = add(
-        "bench",
-        "read batches as fast as possible, and print throughput, memory and balance",
-        "Runs the data plane of a config without a trainer.",
-    )
-    bench.add_argument("--steps", type=int, default=200, metavar="N", help="batches to read (default: 200)")
-    verify = verbs.add_parser(
-        "verify",
-        help="check the indexes that `prepare` and `adopt` wrote against their hashes",
-        description="Reads the indexes that `prepare` and `adopt` wrote, and the files that were adopted, at about "
-        "1 GB/s, and checks their hashes. Exits 2 if a file is damaged.",
-        allow_abbrev=False,
-    )
-    verify.add_argument(
-        "folder", metavar="DIR", help="the --out of `prepare`, or one source's folder in it, or its URL"
-    )
-    verify.add_argument("--json", type=Path, metavar="FILE", help="write the same there as JSON")
-    sample = verbs.add_parser(
-        "sample",
-        help="write six small sources in six formats, from text on this machine, for --config=mixture",
-        allow_abbrev=False,
-    )
-    sample.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write them to")
-    return parser
+    parser.add_argument("--steps", type=int, metavar="N", help="steps that --order reads (default: 100)")
 
 
-def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
+def add_bench_options(parser: Parser) -> None:
+    """Declares the options of `bench`."""
+    add_run(parser)
+    parser.add_argument("--steps", type=int, default=200, metavar="N", help="batches to read (default: 200)")
+
+
+def add_verify_options(parser: Parser) -> None:
+    """Declares the options of `verify`."""
+    parser.add_argument(
+        "--from",
+        dest="folder",
+        required=True,
+        metavar="DIR",
+        help="the --out of `prepare` or `adopt`, or one source's folder in it, or its URL",
+    )
+    add_json(parser)
+
+
+def add_sample_options(parser: Parser) -> None:
+    """Declares the options of `sample`."""
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write them to")
+
+
+def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
     """Prints the pieces of one step, or the order of many, as a table; returns the exit code."""
     if args.order:
         return inspect_order(args, dataset)
@@ -143,12 +120,11 @@ def inspect(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int
     for name, piece in zip(names, pieces, strict=True):
         span = f"{piece['start_token']}-{piece['end_token']}"
         print(f"{piece['row']:>5}  {name:{width}}  {span:>15}  {piece.get('marked') or excerpt(piece['text'])}")
-    if args.json is not None:
-        args.json.write_text(json.dumps({"step": step, "tokens": tokens, "pieces": pieces}, indent=1))
+    write_json(args, {"step": step, "tokens": tokens, "pieces": pieces})
     return 0
 
 
-def inspect_order(args: argparse.Namespace, dataset: "TextDataset") -> int:
+def inspect_order(args: Args, dataset: "TextDataset") -> int:
     """Prints how different the rows and steps of the first batches are; returns the exit code."""
     from jtrain.data.inspect.order_report import lines_of, measure_order  # lazy: numpy
 
@@ -157,15 +133,12 @@ def inspect_order(args: argparse.Namespace, dataset: "TextDataset") -> int:
     report = measure_order(dataset, 100 if args.steps is None else args.steps)
     print(dataset.describe())
     print("\n".join(lines_of(report)))
-    if args.json is not None:
-        args.json.write_text(json.dumps(report.to_json(), indent=1))
+    write_json(args, report.to_json())
     return 0
 
 
-def plan(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
+def plan(args: Args, run: "Run", dataset: "TextDataset") -> int:
     """Prints the estimated resources of one host; returns the exit code."""
-    import dataclasses
-
     from jtrain.data.inspect.resource_estimate import budget
 
     found = budget(dataset, rows=run.data.global_batch)
@@ -176,15 +149,12 @@ def plan(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
     for role in found.roles:
         print(f"{role.role:12}" + "".join(f"{getattr(role, field):>13,}" for field in fields))
     print(f"{'all':12}" + "".join(f"{found.total(field):>13,}" for field in fields))
-    if args.json is not None:
-        totals = {field: found.total(field) for field in fields}
-        args.json.write_text(
-            json.dumps({"roles": [dataclasses.asdict(role) for role in found.roles], **totals}, indent=1)
-        )
+    totals = {field: found.total(field) for field in fields}
+    write_json(args, {"roles": [dataclasses.asdict(role) for role in found.roles], **totals})
     return 0
 
 
-def bench(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
+def bench(args: Args, run: "Run", dataset: "TextDataset") -> int:
     """Reads batches and prints throughput, memory and balance; returns the exit code."""
     if args.steps < 2:
         raise UserError(f"--steps {args.steps} must be at least 2, because the first batch is timed separately.")
@@ -227,16 +197,16 @@ def bench(args: argparse.Namespace, run: "Run", dataset: "TextDataset") -> int:
         if isinstance(value, dict):
             shown = ", ".join(f"{key} {number:,.4g}" for key, number in value.items())
         print(f"{name:>18}  {shown}")
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1))
+    write_json(args, figures)
     return 0
 
 
-def prepare(args: argparse.Namespace, run: "Run") -> int:
+def prepare(args: Args) -> int:
     """Builds the indexes; returns the exit code."""
+    run = _run(args)
     from jtrain.data.pretokenized.build import prepare_command
 
-    return prepare_command(
+    rows = prepare_command(
         run.data.named_sources,
         args.out,
         tokenizer=run.data.tokenizer,
@@ -244,16 +214,17 @@ def prepare(args: argparse.Namespace, run: "Run") -> int:
         on_bad_record=run.data.on_bad_record,
         cache_dir=Path(run.data.cache_dir).expanduser(),
         workers=args.workers,
-        command=shlex.join(["python", "-m", "jtrain.data", *args.argv]),
-        json_file=args.json,
+        command=shlex.join(["python", "-m", "jtrain.data", "prepare", *args.words]),
     )
+    write_json(args, {"sources": [dataclasses.asdict(row) for row in rows]})
+    return 0
 
 
-def adopt(args: argparse.Namespace) -> int:
+def adopt(args: Args) -> int:
     """Adopts token files; returns the exit code."""
     from jtrain.data.pretokenized.adopt import adopt_command  # lazy: numpy
 
-    return adopt_command(
+    row = adopt_command(
         args.path,
         args.out,
         name=args.name,
@@ -261,12 +232,13 @@ def adopt(args: argparse.Namespace) -> int:
         end_token=args.end_token,
         dtype=args.dtype,
         column=args.column,
-        command=shlex.join(["python", "-m", "jtrain.data", *args.argv]),
-        json_file=args.json,
+        command=shlex.join(["python", "-m", "jtrain.data", "adopt", *args.words]),
     )
+    write_json(args, dataclasses.asdict(row))
+    return 0
 
 
-def verify(args: argparse.Namespace) -> int:
+def verify(args: Args) -> int:
     """Prints for each index if it is intact or damaged; returns the exit code."""
     from jtrain.data.pretokenized.reader import INDEX, PreparedIndex, command  # lazy: numpy
 
@@ -292,8 +264,7 @@ def verify(args: argparse.Namespace) -> int:
         print(f"{name}: {'DAMAGED' if damage else 'intact'} ({what})", flush=True)
         for line in damage:
             print(f"  {folder}: {line.removeprefix(f'{folder}: ')}", file=sys.stderr)
-    if args.json is not None:
-        args.json.write_text(json.dumps({"sources": found}, indent=1))
+    write_json(args, {"sources": found})
     damaged = [folder for folder, one in zip(folders, found, strict=True) if one["damage"]]
     if not damaged:
         return 0
@@ -305,33 +276,83 @@ def verify(args: argparse.Namespace) -> int:
     return 2
 
 
-def execute(args: argparse.Namespace) -> int:
-    """Runs the verb of the parsed arguments; returns the exit code."""
-    if args.verb == "sample":
-        from jtrain.data.sources.sample import FILES, write_sample  # lazy: numpy
+def sample(args: Args) -> int:
+    """Writes sample sources; returns the exit code."""
+    from jtrain.data.sources.sample import FILES, write_sample  # lazy: numpy
 
-        for name, documents in write_sample(args.out).items():
-            print(f"{args.out / FILES[name]}: {documents:,} documents")
-        return 0
-    if args.verb in ("adopt", "verify"):
-        return {"adopt": adopt, "verify": verify}[args.verb](args)
+    for name, documents in write_sample(args.out).items():
+        print(f"{args.out / FILES[name]}: {documents:,} documents")
+    return 0
+
+
+def _run(args: Args) -> "Run":
     start_jax(os.environ)
 
     from jtrain.config.load import load_config  # lazy: imports jax and flax, which takes over a second
     from jtrain.config.run import build_run
 
-    run = build_run(load_config(args.config, args.fiddlers, args.sets))
-    if args.verb == "prepare":
-        return prepare(args, run)
+    return build_run(load_config(args.config, args.fiddlers, args.sets))
 
+
+def _with_dataset(show: Callable[[Args, "Run", "TextDataset"], int], args: Args) -> int:
+    """Opens the sources of a run for a command that reads them; returns its exit code."""
+    run = _run(args)
     from jtrain.data.dataset import open_dataset
 
     dataset = open_dataset(run.data, seed=run.seed, say=lambda line: print(line, file=sys.stderr, flush=True))
-    return {"inspect": inspect, "plan": plan, "bench": bench}[args.verb](args, run, dataset)
+    return show(args, run, dataset)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    args = parser().parse_args(argv)
-    args.argv = list(sys.argv[1:] if argv is None else argv)
-    return cli.run(lambda: execute(args))
+VERB = Verb(
+    "data",
+    summary="prepare and inspect the data of a run",
+    commands={
+        "prepare": Command(
+            "tokenise every source once, into indexes that runs read with data.prepared=DIR",
+            prepare,
+            add_prepare_options,
+            "Tokenises in parallel, on any number of hosts: run the same command on each, with --out on a disk that "
+            "they share. If one is killed, the others or the same command continue; the final bytes are the same.",
+        ),
+        "adopt": Command(
+            "make an index of token files that another project prepared, which stay where they are",
+            adopt,
+            add_adopt_options,
+            "Reads each file once, for the documents, the largest id and a hash, and writes an index of 4.5 bytes per "
+            "document; runs then read the ids from the files themselves. Parquet is the exception: its ids are copied. "
+            "Layouts: Megatron .bin/.idx, nanoGPT and llm.c .bin, OLMo .npy, MosaicML MDS, Parquet with input_ids.",
+        ),
+        "verify": Command(
+            "check the indexes that `prepare` and `adopt` wrote against their hashes",
+            verify,
+            add_verify_options,
+            "Reads the indexes that `prepare` and `adopt` wrote, and the files that were adopted, at about 1 GB/s, and "
+            "checks their hashes. Exits 2 if a file is damaged.",
+        ),
+        "inspect": Command(
+            "print the documents of one step: their sources, places in the batch and text; or the order of many",
+            functools.partial(_with_dataset, inspect),
+            add_inspect_options,
+            "Prints the documents of one step. Plans and reads every step before it too: about a second per 50 million "
+            "bytes, longer with a tokenizer other than bytes.",
+        ),
+        "plan": Command(
+            "print the resources that the data plane of a run needs: processes, threads, descriptors, memory",
+            functools.partial(_with_dataset, plan),
+            add_run,
+            "Opens the sources, but starts no process.",
+        ),
+        "bench": Command(
+            "read batches as fast as possible, and print throughput, memory and balance",
+            functools.partial(_with_dataset, bench),
+            add_bench_options,
+            "Runs the data plane of a config without a trainer.",
+        ),
+        "sample": Command(
+            "write six small sources in six formats, from text on this machine, for --config=mixture",
+            sample,
+            add_sample_options,
+        ),
+    },
+)
+main = VERB.main

@@ -3,15 +3,15 @@
 python -m jtrain.generate --workdir runs/tiny --prompt "def "
 """
 
-import argparse
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jtrain.cli.options import add_step, add_workdir
+from jtrain.cli.run import Args, Command, Parser, Verb
 from jtrain.errors import FileError, UserError
-from jtrain.runtime import cli
 from jtrain.runtime.platform import start_jax
 from jtrain.runtime.store_paths import workdir_path
 
@@ -22,14 +22,11 @@ if TYPE_CHECKING:  # full names below, so that the type checks in tests can reso
 DEFAULT_MAX_TOKENS = 200
 
 
-def parser() -> argparse.ArgumentParser:
-    """Parser of the command line; builds without importing jax."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jtrain.generate", description="Samples text from a checkpoint.", allow_abbrev=False
-    )
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder or URL of the run")
+def add_options(parser: Parser) -> None:
+    """Declares the options."""
+    add_workdir(parser)
+    add_step(parser)
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: a new document)")
-    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help=f"default: {DEFAULT_MAX_TOKENS}, or the room left in the context"
     )
@@ -40,7 +37,6 @@ def parser() -> argparse.ArgumentParser:
         "--top-p", type=float, metavar="P", help="draw from the most likely tokens with total probability P"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same text")
-    return parser
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +190,7 @@ def _max_tokens(num_prompt: int, *, context: int, asked: int | None) -> int:
     return asked
 
 
-def generate(args: argparse.Namespace) -> int:
+def generate(args: Args) -> int:
     """Samples as the parsed arguments ask; returns the exit code."""
     start_jax(os.environ)
     trained = load(workdir_path(args.workdir), args.step)
@@ -216,7 +212,5 @@ def generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    args = parser().parse_args(argv)
-    return cli.run(lambda: generate(args))
+VERB = Verb("generate", Command("sample text from a checkpoint", generate, add_options))
+main = VERB.main

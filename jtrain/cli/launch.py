@@ -1,34 +1,39 @@
 """Training command: `python -m jtrain.launch --config=tiny`."""
 
-import argparse
 import os
+import re
 import signal
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 
+from jtrain.cli.options import add_config, add_local_devices, add_workdir
+from jtrain.cli.run import Args, Command, Parser, Verb
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
-from jtrain.runtime import cli
-from jtrain.runtime.accelerators import DEVICES
+from jtrain.runtime import exit_codes
 from jtrain.runtime.platform import start_jax, use_unified_memory
 from jtrain.runtime.store_paths import check_workdir, default_workdir, workdir_path
-from jtrain.supervise.command import add_arguments, refuse_alone, supervise
 from jtrain.supervise.heart import start_heart
+from jtrain.supervise.supervisor import Supervisor
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the argument parser; does not import jax."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jtrain.launch",
-        description="Trains the model of a config. The same command again resumes; Ctrl-C saves first.",
-        epilog="Exit codes: 0 done; 2 an error that you can fix, as printed; 75 stopped, with a checkpoint; 76 a "
-        "device or host computes wrongly or hangs, as named; 1 a bug. With --supervise also 128 + a signal.",
-        allow_abbrev=False,
+def _add_supervisor(parser: Parser) -> None:
+    """Adds --supervise and --processes, which the processes that a supervisor starts are not given."""
+    parser.add_argument(
+        "--supervise",
+        action="store_true",
+        help="start the training process from one that watches it: a crash or a hang is named, ended and restarted",
     )
-    cli.add_config_arguments(parser)
-    parser.add_argument("--workdir", metavar="DIR", help="folder, gs:// or s3:// (default: runs/<config>)")
-    parser.add_argument("--device", choices=DEVICES, help="run on this kind of device (default: the fastest here)")
-    parser.add_argument("--emulate-devices", type=int, metavar="N", help="run on N CPU devices")
+    parser.add_argument(
+        "-n", "--processes", type=int, metavar="N", help="with --supervise: start N processes on this host (default: 1)"
+    )
+
+
+def add_options(parser: Parser) -> None:
+    """Declares the options of a training command."""
+    add_config(parser)
+    add_workdir(parser, "folder, gs:// or s3:// (default: runs/<config>)", required=False)
+    add_local_devices(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--topology", metavar="T", help="with --dry-run: compile for this machine (v5p:4x4x8, h200:8)")
     parser.add_argument(
@@ -40,13 +45,35 @@ def parser() -> argparse.ArgumentParser:
         "`optimizer.peak_lr`, than the workdir's run: losses will differ",
     )
     parser.add_argument("--from-scratch", action="store_true", help="begin at step 0 where all checkpoints are lost")
-    add_arguments(parser)
+    _add_supervisor(parser)
     parser.add_argument("--print-config", action="store_true", help="print every field with its value and stop")
-    return parser
 
 
-def launch(args: argparse.Namespace) -> int:
-    """Runs the command with parsed arguments; returns the exit code."""
+def launch(args: Args) -> int:
+    """Trains, or starts a supervisor that does; returns the exit code."""
+    if args.processes is not None and not args.supervise:
+        raise UserError(f"--processes {args.processes} starts processes from a supervisor. Add --supervise.")
+    if args.dry_run or args.print_config:  # which only print, and end
+        return train(args)
+    if args.workdir is None:
+        args.workdir = str(default_workdir(args.config))
+    check_workdir(args.workdir)
+    return supervise(args) if args.supervise else train(args)
+
+
+def supervise(args: Args) -> int:
+    """Runs the same command without `--supervise` under a supervisor; returns the exit code."""
+    own = Parser("", description="", epilog="")
+    _add_supervisor(own)
+    _, words = own.parse_known_args(args.words)
+    workdir = None if re.match(r"\w+:/", args.workdir) else Path(args.workdir)
+    command = [sys.executable, "-m", "jtrain.launch", *words]
+    processes = 1 if args.processes is None else args.processes
+    return Supervisor(command, os.environ, processes=processes, workdir=workdir).run()
+
+
+def train(args: Args) -> int:
+    """Runs the command in this process; returns the exit code."""
     heart = start_heart(os.environ)
     if args.topology is not None and not args.dry_run:
         raise UserError(f"--topology {args.topology} compiles for a machine that is not here. Add --dry-run.")
@@ -83,17 +110,14 @@ def launch(args: argparse.Namespace) -> int:
     return start(run_config, run, home=workdir_path(args.workdir), environ=os.environ, heart=heart, **meant)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-
-    def run() -> int:
-        args = parser().parse_args(argv)
-        refuse_alone(args)
-        if args.dry_run or args.print_config:  # which only print, and end
-            return launch(args)
-        if args.workdir is None:
-            args.workdir = str(default_workdir(args.config))
-        check_workdir(args.workdir)
-        return supervise(args, argv, os.environ, workdir=Path(args.workdir)) if args.supervise else launch(args)
-
-    return cli.run(run)
+VERB = Verb(
+    "launch",
+    Command(
+        "train the model of a config; the same command again resumes",
+        launch,
+        add_options,
+        description="Trains the model of a config. The same command again resumes; Ctrl-C saves first.",
+        exits=exit_codes.line(*exit_codes.MEANINGS) + " With --supervise also 128 + a signal.",
+    ),
+)
+main = VERB.main

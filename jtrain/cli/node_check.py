@@ -1,223 +1,27 @@
-"""Check of every node before a run starts: `python -m jtrain.node_check`, with the arguments of the training command.
+"""Check of every node before a run starts: `python -m jtrain.node_check`, with the training command's arguments."""
 
-Each process multiplies two matrices on each of its devices and writes, reads and removes a file on its node's disk.
-Then all processes add up one number per device. A node that computes wrongly, has fewer devices than the others or a
-full disk costs half a minute here, and hours in a run of many nodes.
-"""
-
-import argparse
-import os
-import socket
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Sequence
-from pathlib import Path
-
-import numpy as np
-
-from jtrain.errors import HardwareFault, UserError
-from jtrain.runtime import cli, exit_codes, multihost
-from jtrain.runtime.accelerators import DEVICES, DeviceChoice
-from jtrain.runtime.exchange import ProcessExchange
-from jtrain.runtime.platform import start_jax
-
-SIZE = 1024
-"""Rows and columns of the matrices: 2 GFLOP, a fraction of a second on a CPU core."""
-
-FILE_BYTES = 16 << 20
-WAIT_S = 120.0
-"""Time that the other processes, and then the sum over all devices, may take."""
-
-CLOCKS_S = 5.0
-"""Difference of two clocks that is said."""
+from jtrain.cli.options import add_local_devices
+from jtrain.cli.run import Args, Command, Verb
 
 
-class OtherNode(Exception):
-    """Another node fails the check; this one is to be used again."""
+def check(args: Args) -> int:
+    """Runs the whole check in this process; returns the exit code."""
+    from jtrain.runtime import node_check  # lazy: numpy
+
+    return node_check.check(args.emulate_devices, args.device)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the argument parser; does not import jax."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jtrain.node_check",
+VERB = Verb(
+    "node_check",
+    Command(
+        "check each device, each node's disk and one sum over all devices",
+        check,
+        add_local_devices,
         description="Checks each device, each node's disk and one sum over all devices. Takes the arguments of the "
         "training command and reads --emulate-devices and --device.",
-        epilog="Exit codes: 0 fine; 76 this node fails, as named; 75 another node does; 2 the sum over all devices "
+        exits="Exit codes: 0 fine; 76 this node fails, as named; 75 another node does; 2 the sum over all devices "
         "is wrong or does not end.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--emulate-devices", type=int, metavar="N", help="check N CPU devices")
-    parser.add_argument("--device", choices=DEVICES, help="check this kind of device (default: the fastest here)")
-    return parser
-
-
-def matmul_fault(device: object) -> str:
-    """Multiplies on one device; returns what is wrong, "" if nothing is.
-
-    The elements are whole numbers, so that the product is exact in bfloat16 with float32 sums. It is checked by
-    Freivalds' method, `(A B) v = A (B v)` on the host: a wrong element stays unseen in one of 1,000 cases.
-    """
-    import jax
-
-    rng = np.random.default_rng(0)
-    a, b = (rng.integers(-1, 2, (SIZE, SIZE)) for _ in range(2))
-    v = rng.integers(0, 1000, SIZE)
-    on_device = [jax.device_put(one.astype(jax.numpy.bfloat16), device) for one in (a, b)]
-    product = jax.jit(lambda a, b: jax.numpy.matmul(a, b, preferred_element_type=jax.numpy.float32))(*on_device)
-    wrong = np.flatnonzero(np.asarray(product).astype(np.int64) @ v != a @ (b @ v))
-    return f"{device}: {wrong.size} rows of a matmul's {SIZE} are wrong" if wrong.size else ""
-
-
-def disk_fault(folder: Path) -> str:
-    """Writes a file on the node's own disk, reads it back and removes it; returns what is wrong, "" if nothing is."""
-    block = os.urandom(1 << 20)
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            for _ in range(FILE_BYTES // len(block)):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-            file.seek(0)
-            same = all(file.read(len(block)) == block for _ in range(FILE_BYTES // len(block)))
-    except OSError as error:
-        return f"{folder}: {error.strerror or error}"
-    return "" if same else f"{folder}: what was read is not what was written"
-
-
-def local_fault() -> str:
-    """Checks the devices and the disk of this process; returns what is wrong, "" if nothing is."""
-    import jax
-
-    found = [disk_fault(Path(tempfile.gettempdir()))]
-    for device in jax.local_devices():
-        try:
-            found.append(matmul_fault(device))
-        except Exception as error:  # a broken device raises whatever its driver says
-            found.append(f"{device}: {type(error).__name__}: {error}")
-    return "; ".join(one for one in found if one)
-
-
-def fewer_devices(counts: dict[int, int]) -> dict[int, str]:
-    """Returns the fault of each process that has fewer devices than another one."""
-    largest = max(counts, key=lambda process: counts[process])
-    return {
-        process: f"has {count} devices, and process {largest} has {counts[largest]}"
-        for process, count in counts.items()
-        if count < counts[largest]
-    }
-
-
-def clock_apart(exchange: ProcessExchange) -> str:
-    """Compares this host's clock with that of process 0; returns "" where they agree within CLOCKS_S.
-
-    The processes have just met, so process 0 writes its time down now, and the others read it within milliseconds.
-    """
-    if multihost.process_index() == 0:
-        exchange.announce("clock", repr(time.time()))
-    behind_s = float(exchange.announced("clock")) - time.time()
-    if abs(behind_s) < CLOCKS_S:
-        return ""
-    side = "behind" if behind_s > 0 else "ahead of"
-    return (
-        f"{abs(behind_s):.0f} s {side} that of process 0. Training does not mind, but times in logs do not fit "
-        "together, and object stores refuse requests from clocks 15 minutes off: start chrony on that host."
-    )
-
-
-def check_nodes(exchange: ProcessExchange, fault: str, devices: int, *, wait_s: float) -> None:
-    """Compares what all processes found.
-
-    Args:
-      exchange: carries texts without the network of the devices, which is not proven yet.
-      fault: what is wrong in this process, "" if nothing is.
-      devices: number of devices of this process.
-      wait_s: time for the others to answer.
-
-    Raises:
-      HardwareFault: this process fails, or some others do; the message names process and host.
-    """
-    me, host = multihost.process_index(), socket.gethostname()
-    exchange.tell("found", f"{host}\n{devices}\n{fault}")
-    told = exchange.wait_for_all("found", seconds=wait_s)
-    if apart := clock_apart(exchange):
-        print(f"node check: the clock of process {me} on {host} is {apart}", flush=True)
-    parts = {process: text.split("\n", 2) for process, text in told.items()}
-    hosts = {process: part[0] for process, part in parts.items()}
-    faults = fewer_devices({process: int(part[1]) for process, part in parts.items()})
-    for process, (_, _, text) in parts.items():
-        if text:
-            faults[process] = "; ".join([text, *filter(None, [faults.get(process)])])
-    silent = sorted(set(range(multihost.process_count())) - set(told))
-    lines = [f"process {process} on {hosts[process]}: {text}" for process, text in sorted(faults.items())]
-    if silent:
-        lines.append(f"no answer within {wait_s:g} s from process {', '.join(map(str, silent))}")
-    if lines:
-        raise (HardwareFault if me in faults else OtherNode)("node check: " + "; ".join(lines))
-
-
-def all_reduce_fault() -> str:
-    """Adds up one number per device over all processes; returns what is wrong, "" if nothing is."""
-    import jax
-
-    count = jax.device_count()
-    mesh = jax.make_mesh((count,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
-    numbers = jax.make_array_from_callback((count,), sharding, lambda at: np.arange(1, count + 1, dtype=np.int32)[at])
-    total = int(jax.jit(jax.numpy.sum)(numbers))
-    want = count * (count + 1) // 2
-    return "" if total == want else f"the sum of 1 to {count} over {count} devices is {total} and not {want}"
-
-
-def check_all_reduce(*, wait_s: float) -> None:
-    """Adds up over all devices, and ends the process with exit code 2 if that does not end.
-
-    Raises:
-      UserError: the sum is wrong.
-    """
-    where = f"node check: process {multihost.process_index()} on {socket.gethostname()}"
-    advice = (
-        "Each device computes alone, so look at the network: NCCL_DEBUG=INFO says which interface it takes, "
-        "NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose others; a firewall must let all ports through between the nodes."
-    )
-
-    def give_up() -> None:
-        os.write(2, f"error: {where}: a sum over all devices has not ended after {wait_s:g} s. {advice}\n".encode())
-        os._exit(exit_codes.REFUSED)  # the main thread is in C++ and never returns
-
-    timer = threading.Timer(wait_s, give_up)
-    timer.daemon = True
-    timer.start()
-    fault = all_reduce_fault()
-    timer.cancel()
-    if fault:
-        raise UserError(f"{where}: {fault}. {advice}")
-
-
-def check(emulate_devices: int | None, device: DeviceChoice | None) -> int:
-    """Runs the whole check in this process; returns the exit code."""
-    start_jax(os.environ, emulate_devices=emulate_devices, device=device)
-    multihost.join_processes(os.environ)
-    import jax
-
-    exchange = ProcessExchange("node-check")
-    try:
-        check_nodes(exchange, local_fault(), jax.local_device_count(), wait_s=WAIT_S)
-    except OtherNode as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_codes.STOPPED
-    check_all_reduce(wait_s=WAIT_S)
-    if jax.process_index() == 0:
-        print(f"node check: {jax.device_count()} devices of {jax.process_count()} processes are fine", flush=True)
-    return exit_codes.DONE
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-
-    def run() -> int:
-        args, _ = parser().parse_known_args(argv)
-        return check(args.emulate_devices, args.device)
-
-    return cli.run(run)
+        ignores_unknown=True,
+    ),
+)
+main = VERB.main

@@ -1,77 +1,34 @@
-"""Command line of plans: `python -m jtrain.plan CONFIG --device h200 --count 8`, and the verbs of `VERBS`."""
+"""Command line of plans: `python -m jtrain.plan --config=NAME --device h200 --count 8`, and its commands."""
 
-import argparse
 import dataclasses
-import json
-import math
 import os
 import shlex
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jtrain.cli import plan_cost as cost_cli
-from jtrain.cli import plan_ecmp as ecmp_cli
-from jtrain.cli import plan_network as network_cli
-from jtrain.cli import plan_pipeline as pipeline_cli
-from jtrain.cli import plan_walls as walls_cli
-from jtrain.cli.machine_options import add_machine_options, machine_and_price
+from jtrain.cli import plan_cost, plan_ecmp, plan_network, plan_pipeline, plan_walls
+from jtrain.cli.machine_options import add_count, add_machine, machine_and_price, start_without_devices
+from jtrain.cli.options import add_config, add_json, output_file, share
+from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.errors import UserError
-from jtrain.plan import AOT_ENVIRONMENT
-from jtrain.runtime import cli
-from jtrain.runtime.platform import start_jax, use_unified_memory
+from jtrain.runtime.platform import use_unified_memory
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from jtrain.config.run import Run
-    from jtrain.plan.estimate.step_time import Assumptions
     from jtrain.plan.report.plan_sheet import Sheet
     from jtrain.plan.search import Point, SearchTask
-
-VERBS = {
-    "pipeline": pipeline_cli.main,
-    "network": network_cli.main,
-    "ecmp": ecmp_cli.main,
-    "cost": cost_cli.main,
-    "walls": walls_cli.main,
-}
-"""Commands with options of their own, by their first word."""
 
 TOP = 3
 """Layouts of a search that are compiled."""
 
 
-def refuse_options(args: argparse.Namespace, *, keep: tuple[str, ...], why: str) -> None:
-    """Refuses options that would have no effect.
-
-    Raises:
-      UserError: names the first of them.
-    """
-    plain = vars(parser().parse_args([args.config]))
-    for name, value in vars(args).items():
-        if name not in keep and value != plain[name]:
-            option = {"fiddlers": "with", "sets": "set"}.get(name, name).replace("_", "-")
-            raise UserError(f"{args.config} --{option}: {why}. Leave --{option} out.")
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command-line parser; it needs no jax, so --help answers at once."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jtrain.plan",
-        description="Plans a config on a machine that need not be here: bytes, seconds, money. `table` instead of a "
-        "config prints the memory that each strategy saves and the time that it costs. `pipeline` compares pipeline "
-        "schedules, `network` times collectives, `ecmp` hash collisions, `cost` sizes of the cluster, `walls` says how "
-        "large a run can be: each has its own --help.",
-        epilog="Exit codes: 0 the plan fits; 2 it does not, or an option is wrong: the message says what to change.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", metavar="CONFIG", help="as for jtrain.launch --config, or one of these words")
-    parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
-    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
-    add_machine_options(parser)
-    parser.add_argument("--count", type=int, metavar="N", help="devices (default: those of the config's mesh)")
+def add_options(parser: Parser) -> None:
+    """Declares the options of a plan."""
+    add_config(parser)
+    add_machine(parser)
+    add_count(parser)
     parser.add_argument("--compile", action="store_true", help="compile the real step for that machine (minutes)")
     parser.add_argument(
         "--calibrate",
@@ -84,38 +41,27 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--search", action="store_true", help="find the fastest mesh, ZeRO stage, offload and remat")
     parser.add_argument("--top", type=int, metavar="K", help="layouts of a search to compile (default: 3)")
-    parser.add_argument("--tokens", type=float, metavar="N", help="tokens to train on (default: the config's steps)")
-    parser.add_argument("--price", type=float, metavar="USD", help="price of one device per hour")
+    plan_cost.add_tokens_and_price(parser)
     parser.add_argument(
         "--efficiency",
-        type=float,
+        type=share,
         metavar="SHARE",
         help="fraction of peak FLOP/s in matmuls (default: by chip and shape)",
     )
     parser.add_argument(
-        "--goodput", type=float, metavar="SHARE", help="fraction of wall time that trains (default: from failures)"
+        "--goodput", type=share, metavar="SHARE", help="fraction of wall time that trains (default: from failures)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE; bytes per device")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page of pictures to FILE")
-    return parser
+    add_json(parser)
+    parser.add_argument("--html", type=output_file, metavar="FILE", help="write the plan as a page of pictures to FILE")
 
 
-def assumptions(args: argparse.Namespace) -> "Assumptions":
-    """The assumptions that the command line asks for.
+def print_tables(args: Args) -> int:
+    """Prints the survey's tables; returns the exit code."""
+    start_without_devices()
+    from jtrain.plan.report import survey_tables  # imported here because it imports jax
 
-    Raises:
-      UserError: a fraction or a number is out of range.
-    """
-    # Imported here because it imports jax, like the imports below.
-    from jtrain.plan.estimate.step_time import Assumptions
-
-    for option, value in (("--efficiency", args.efficiency), ("--goodput", args.goodput)):
-        if value is not None and not 0 < value <= 1:
-            raise UserError(f"{option} {value} must be a share above 0 and at most 1.")
-    for option, value in (("--tokens", args.tokens), ("--price", args.price)):
-        if value is not None and not (0 < value < math.inf):
-            raise UserError(f"{option} {value} must be a number above 0.")
-    return Assumptions(matmul=args.efficiency)
+    write_json(args, survey_tables.print_tables())
+    return 0
 
 
 def compile_point(run: "Run", point: "Point") -> Any:
@@ -141,7 +87,7 @@ def compile_point(run: "Run", point: "Point") -> Any:
 
 
 def sheet_of(
-    args: argparse.Namespace, run: "Run", task: "SearchTask", point: "Point", compiled: Any, planned: dict[str, str]
+    args: Args, run: "Run", task: "SearchTask", point: "Point", compiled: Any, planned: dict[str, str]
 ) -> "Sheet":
     """The sheet of one layout."""
     from jtrain.plan.economics.failures import Failures, save_seconds, uptime
@@ -172,7 +118,7 @@ def sheet_of(
     )
 
 
-def command(args: argparse.Namespace, given: dict[str, str], settings: dict[str, object]) -> str:
+def command(args: Args, given: dict[str, str], settings: dict[str, object]) -> str:
     """The launch command of a layout: the config as given, with every setting that the search decided otherwise.
 
     Args:
@@ -189,7 +135,7 @@ def command(args: argparse.Namespace, given: dict[str, str], settings: dict[str,
 
 
 def confirm(
-    args: argparse.Namespace, run: "Run", task: "SearchTask", points: list["Point"], console: "Console"
+    args: Args, run: "Run", task: "SearchTask", points: list["Point"], console: "Console"
 ) -> tuple[dict[int, Any], int]:
     """Compiles the first layouts; returns the compiler's figures by index, and the index of the first good layout.
 
@@ -216,7 +162,7 @@ def confirm(
 
 
 def search_command(
-    args: argparse.Namespace, run: "Run", task: "SearchTask", console: "Console", given: dict[str, str]
+    args: Args, run: "Run", task: "SearchTask", console: "Console", given: dict[str, str]
 ) -> "tuple[Point, Any]":
     """Prints the ranked table and the launch command; returns the chosen layout with the compiler's figures of it.
 
@@ -244,25 +190,17 @@ def search_command(
     return points[best], said.get(best)
 
 
-def execute(args: argparse.Namespace) -> int:
+def execute(args: Args) -> int:
     """Runs the parsed command line; returns the exit code."""
-    os.environ.update(AOT_ENVIRONMENT)  # a plan is for another machine, so JAX must not look for devices of this one
-    start_jax(os.environ)
-    cli.check_output_files(args, "json", "html")
-    if args.config == "table":
-        refuse_options(args, keep=("config", "json"), why="the tables are of fixed models and machines")
-        from jtrain.plan.report.survey_tables import (
-            table_command,
-        )  # imported here: with jax and flax it takes over a second
+    start_without_devices()
 
-        return table_command(args.json)
-
-    from jtrain.config import tree
+    from jtrain.config import tree  # imported here because they import jax and flax, which takes over a second
     from jtrain.config.load import for_devices, load_config, mesh_size, set_values
     from jtrain.config.run import build_run
     from jtrain.plan.auto_layout import settle_loss_chunk
     from jtrain.plan.calibration import calibrate, measured_computation
     from jtrain.plan.estimate.attention_time import explained
+    from jtrain.plan.estimate.step_time import Assumptions
     from jtrain.plan.from_run import search_task
     from jtrain.plan.plan_check import check_good
     from jtrain.plan.report.plan_sheet import print_sheet, to_json
@@ -294,7 +232,7 @@ def execute(args: argparse.Namespace) -> int:
     run = build_run(run_config)
     if run.layout.offload.unified_memory:
         use_unified_memory(os.environ, topology=f"{machine.device.name}:{machine.count}")
-    assume = assumptions(args)
+    assume = Assumptions(matmul=args.efficiency)
     if args.measured is not None:
         factor = measured_computation(
             args.measured, device=machine.device.name, matmul_dtype=run.precision.matmul_dtype
@@ -327,8 +265,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.calibrate is not None and sheet.measured is not None and sheet.measured.step_s is not None:
         file = calibrate(args.calibrate, sheet.job, sheet.plan, assume=assume, measured_s=sheet.measured.step_s)
         console.print(f"wrote {file}: give --measured {args.calibrate} to plans on this chip", highlight=False)
-    if args.json is not None:
-        args.json.write_text(json.dumps(to_json(sheet), indent=1) + "\n")
+    write_json(args, to_json(sheet))
     if args.html is not None:
         from jtrain.plan.report.plan_page import write_page
 
@@ -337,10 +274,24 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    words = sys.argv[1:] if argv is None else argv
-    if words and words[0] in VERBS:
-        return VERBS[words[0]](words[1:])
-    args = parser().parse_args(argv)
-    return cli.run(lambda: execute(args))
+VERB = Verb(
+    "plan",
+    Command(
+        "plan a config on a machine that need not be here",
+        execute,
+        add_options,
+        description="Plans a config on a machine that need not be here: bytes, seconds, money.",
+        exits="Exit codes: 0 the plan fits; 2 it does not, or an option is wrong: the message says what to change.",
+    ),
+    {
+        "table": Command(
+            "print the memory that each strategy saves, and the time that it costs", print_tables, add_json
+        ),
+        "pipeline": plan_pipeline.COMMAND,
+        "network": plan_network.COMMAND,
+        "ecmp": plan_ecmp.COMMAND,
+        "cost": plan_cost.COMMAND,
+        "walls": plan_walls.COMMAND,
+    },
+)
+main = VERB.main

@@ -1,17 +1,12 @@
-"""Command line of costs: `python -m jtrain.plan cost llama8b --device h100 --count 64,128,256 --tokens 15T`."""
+"""Command line of costs: `python -m jtrain.plan cost --config=llama8b --device h100 --count 64,128 --tokens 15T`."""
 
-import argparse
-import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jtrain.cli.machine_options import add_machine_options, machine_and_price, number
+from jtrain.cli.machine_options import add_machine, machine_and_price, start_without_devices
+from jtrain.cli.options import add_config, add_json, number
+from jtrain.cli.run import Args, Command, Parser, WrongValue, write_json
 from jtrain.errors import UserError
-from jtrain.plan import AOT_ENVIRONMENT
-from jtrain.runtime import cli
-from jtrain.runtime.platform import start_jax
 
 if TYPE_CHECKING:
     from jtrain.config.run import Run
@@ -22,87 +17,81 @@ if TYPE_CHECKING:
 _DOUBLINGS = 7
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command-line parser; it needs no jax, so --help answers at once."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jtrain.plan cost",
-        description="Days, money, energy and CO2 of a run over the number of its devices, with failures: each size has "
-        "the fastest layout that fits, and the checkpoint interval that loses the least.",
-        epilog="Exit codes: 0; 2 nothing fits on any size, or an option is wrong: the message says what to change.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", metavar="CONFIG", help="as for jtrain.launch --config")
-    parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
-    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
-    add_machine_options(parser)
+def add_options(parser: Parser) -> None:
+    """Declares the options."""
+    add_config(parser)
+    add_machine(parser)
     parser.add_argument(
-        "--count", metavar="N,N,...", help="numbers of devices (default: doubled from those of the config's mesh)"
+        "--count",
+        type=_counts,
+        metavar="N,N,...",
+        help="numbers of devices (default: doubled from those of the config's mesh)",
     )
-    parser.add_argument("--tokens", metavar="N", help="tokens to train on, such as 15T (default: the config's steps)")
-    parser.add_argument("--price", metavar="USD", help="price of one device per hour")
+    add_tokens_and_price(parser)
     parser.add_argument(
         "--against",
+        type=_against,
         metavar="DEVICE=RATIO",
         help="compare with another chip at this many times the price, such as gb200=1.6",
     )
+    for option, metavar, words in (
+        ("--mtbf", "HOURS", "mean time between failures of one device (default: 50700, of Llama 3 405B)"),
+        ("--restart", "S", "seconds from a failure to the next step (default: 600)"),
+        ("--save", "S", "seconds a save stops training (default: its copy to the host)"),
+        ("--carbon", "G", "g of CO2 per kWh (default: 473, the world's mean of 2024)"),
+    ):
+        parser.add_argument(option, type=number, metavar=metavar, help=words)
+    add_json(parser)
+
+
+def add_tokens_and_price(parser: Parser) -> None:
+    """Declares --tokens and --price."""
     parser.add_argument(
-        "--mtbf", metavar="HOURS", help="mean time between failures of one device (default: 50700, of Llama 3 405B)"
+        "--tokens", type=number, metavar="N", help="tokens to train on, such as 15T (default: the config's steps)"
     )
-    parser.add_argument("--restart", metavar="S", help="seconds from a failure to the next step (default: 600)")
-    parser.add_argument("--save", metavar="S", help="seconds a save stops training (default: its copy to the host)")
-    parser.add_argument("--carbon", metavar="G", help="g of CO2 per kWh (default: 473, the world's mean of 2024)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the curve to FILE")
-    return parser
+    parser.add_argument("--price", type=number, metavar="USD", help="price of one device per hour")
 
 
-def _counts(args: argparse.Namespace, of_config: int) -> list[int]:
-    """The numbers of --count; several doublings of the config's own without it."""
-    if args.count is None:
-        return [of_config * 2**k for k in range(_DOUBLINGS)]
+def _counts(text: str) -> list[int]:
+    """The numbers of --count."""
     try:
-        counts = [int(text) for text in args.count.split(",")]
+        counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
     if not counts or min(counts) < 1 or counts != sorted(set(counts)):
-        raise UserError(f"--count {args.count}: expected ascending whole numbers above 0, such as 64,128,256.")
+        raise WrongValue(f"{text}: expected ascending whole numbers above 0, such as 64,128,256")
     return counts
-
-
-def failures_of(args: argparse.Namespace) -> "Failures":
-    """The failures that --mtbf, --restart and --save describe.
-
-    Raises:
-      UserError: one of them is no number above 0.
-    """
-    from jtrain.plan.economics.failures import Failures  # imported here because it imports jax
-
-    names = {"mtbf": "mtbf_hours", "restart": "restart_s", "save": "save_s"}
-    given = {field: number(f"--{name}", text) for name, field in names.items() if (text := getattr(args, name))}
-    return Failures(**given)
 
 
 def _against(text: str) -> tuple[str, float]:
     """Device and price ratio of --against."""
     name, separator, ratio = text.partition("=")
     if not (name and separator):
-        raise UserError(f"--against {text}: expected a device and how many times as much it costs, such as gb200=1.6.")
-    return name, number("--against", ratio)
+        raise WrongValue(f"{text}: expected a device and how many times as much it costs, such as gb200=1.6")
+    return name, number(ratio)
 
 
-def _check_energy(args: argparse.Namespace, machine: "Machine") -> None:
+def failures_of(args: Args) -> "Failures":
+    """The failures that --mtbf, --restart and --save describe."""
+    from jtrain.plan.economics.failures import Failures  # imported here because it imports jax
+
+    names = {"mtbf": "mtbf_hours", "restart": "restart_s", "save": "save_s"}
+    given = {field: value for name, field in names.items() if (value := getattr(args, name)) is not None}
+    return Failures(**given)
+
+
+def _check_energy(args: Args, machine: "Machine") -> None:
     """Refuses --carbon for a device whose power nobody publishes."""
     if args.carbon is not None and machine.device.power_w is None:
         raise UserError(
-            f"--carbon {args.carbon}: the power of a {machine.device.name} is not published, so neither energy nor CO2 "
-            "is known. Leave --carbon out, or set chip.power_w in a --machine FILE."
+            f"--carbon {args.carbon:g}: the power of a {machine.device.name} is not published, so neither energy "
+            "nor CO2 is known. Leave --carbon out, or set chip.power_w in a --machine FILE."
         )
 
 
-def execute(args: argparse.Namespace) -> int:
+def execute(args: Args) -> int:
     """Runs the parsed command line; returns the exit code."""
-    cli.check_output_files(args, "json")
-    os.environ.update(AOT_ENVIRONMENT)  # a plan is for another machine, as in `jtrain.cli.plan`
-    start_jax(os.environ)
+    start_without_devices()
 
     from jtrain.config.load import load_config, mesh_size, set_values
     from jtrain.config.run import build_run
@@ -113,21 +102,21 @@ def execute(args: argparse.Namespace) -> int:
     from jtrain.plan.report.cost_tables import print_comparison, print_curve
 
     config = load_config(args.config, args.fiddlers, args.sets)
-    counts = _counts(args, mesh_size(config))
+    # Without --count, doublings of the config's own number.
+    counts = args.count or [mesh_size(config) * 2**k for k in range(_DOUBLINGS)]
     machines = [machine_and_price(args, count) for count in counts]
     first, of_file = machines[0]
     _check_energy(args, first)
-    price = of_file if args.price is None else number("--price", args.price)
+    price = of_file if args.price is None else args.price
     failures = failures_of(args)
-    carbon = CARBON_G_PER_KWH if args.carbon is None else number("--carbon", args.carbon)
-    other = None if args.against is None else _against(args.against)
-    others = [] if other is None else [make_machine(other[0], count) for count in counts]
+    carbon = CARBON_G_PER_KWH if args.carbon is None else args.carbon
+    others = [] if args.against is None else [make_machine(args.against[0], count) for count in counts]
 
     set_values(config, {f"mesh.{axis}": 1 for axis in AXES} | {"layout.microbatches": 1})  # searched for, per count
     settle_loss_chunk(config, first.device)
     run = build_run(config)
     tokens = run.num_steps * run.data.global_batch * run.data.seq_len
-    tokens = tokens if args.tokens is None else int(number("--tokens", args.tokens))
+    tokens = tokens if args.tokens is None else int(args.tokens)
 
     def curve(each: Sequence["Machine"], usd_per_hour: float | None) -> "list[CostRow]":
         return [cost_row(run, one, tokens=tokens, failures=failures, usd_per_hour=usd_per_hour) for one in each]
@@ -146,8 +135,8 @@ def execute(args: argparse.Namespace) -> int:
         "restart_s": failures.restart_s,
         "rows": [row.to_json(carbon) for row in rows],
     }
-    if other is not None:
-        name, ratio = other
+    if args.against is not None:
+        name, ratio = args.against
         beside = curve(others, None if price is None else price * ratio)
         compared = compare(rows, beside, price_ratio=ratio)
         print_comparison(first.device.name, name, compared, beside, price_ratio=ratio)
@@ -157,8 +146,7 @@ def execute(args: argparse.Namespace) -> int:
             "rows": [row.to_json(carbon) for row in beside],
             "ratios": [vars(one) for one in compared],
         }
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(args, found)
     return 0
 
 
@@ -183,7 +171,10 @@ def _check_any(run: "Run", rows: "Sequence[CostRow]", machines: Sequence["Machin
     raise no_point(search_task(run, machines[-1]))
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line after `jtrain.plan cost`; returns the exit code."""
-    args = parser().parse_args(argv)
-    return cli.run(lambda: execute(args))
+COMMAND = Command(
+    "compare sizes of the cluster: days, money, energy and CO2",
+    execute,
+    add_options,
+    description="Days, money, energy and CO2 of a run over the number of its devices, with failures: each size has "
+    "the fastest layout that fits, and the checkpoint interval that loses the least.",
+)

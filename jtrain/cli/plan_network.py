@@ -1,54 +1,56 @@
 """Command line of the network: `python -m jtrain.plan network --device h100 --count 64 --collective all-reduce`."""
 
-import argparse
-import json
-from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
+from jtrain.cli.machine_options import add_count, add_device
+from jtrain.cli.options import add_json, output_file, size
+from jtrain.cli.run import Args, Command, Parser, write_json
 from jtrain.errors import UserError
-from jtrain.plan.fabric.fabric import Fabric, make_fabric
-from jtrain.plan.fabric.spine import CollectiveKind
-from jtrain.plan.machine_file import load_fabric
-from jtrain.plan.sizes import parse_bytes
-from jtrain.runtime import cli
-from jtrain_kernels.device import DEVICES, from_name
 
-COLLECTIVES: tuple[CollectiveKind, ...] = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+if TYPE_CHECKING:  # full names below; they import numpy
+    import jtrain.plan.fabric.fabric
+    import jtrain.plan.fabric.spine
+
+COLLECTIVES: "tuple[jtrain.plan.fabric.spine.CollectiveKind, ...]" = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+)
 
 
-def add_fabric_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what names a fabric, what is sent over it, and where results go."""
-    parser.add_argument("--device", metavar="NAME", help="h100, h200, b200, gb200, v5p, ...: its maker's network")
-    parser.add_argument("--machine", type=Path, metavar="FILE", help="TOML file of chips, links, hosts and network")
-    parser.add_argument("--count", type=int, metavar="N", help="devices (default: the file's)")
-    parser.add_argument("--bytes", default="1G", metavar="SIZE", help="the whole array, such as 1G (default) or 4MB")
+def add_fabric_options(parser: Parser) -> None:
+    """Declares what names a fabric, what is sent over it, and where results go."""
+    add_device(parser)
+    add_count(parser, "devices (default: the file's)")
+    parser.add_argument(
+        "--bytes", type=size, default="1G", metavar="SIZE", help="the whole array, such as 1G (default) or 4MB"
+    )
     parser.add_argument(
         "--ordered", action="store_true", help="the job's hosts come leaf by leaf (default: in any order)"
     )
-    parser.add_argument("--shell", type=Path, metavar="FILE", help="write NCCL's variables to FILE, to be sourced")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command-line parser; it needs no jax, so --help answers at once."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jtrain.plan network",
-        description="Times one collective over the network of a machine that need not be here: by NCCL's own model, "
-        "which says what NCCL will choose, and level by level for any library, with what the spine leaves.",
-        epilog="Exit codes: 0; 2 the machine or an option is wrong: the message says what to change.",
-        allow_abbrev=False,
+    parser.add_argument(
+        "--shell", type=output_file, metavar="FILE", help="write NCCL's variables to FILE, to be sourced"
     )
-    add_fabric_arguments(parser)
+    add_json(parser)
+
+
+def add_options(parser: Parser) -> None:
+    """Declares the options."""
+    add_fabric_options(parser)
     parser.add_argument("--collective", default="all-reduce", metavar="KIND", help=f"one of {', '.join(COLLECTIVES)}")
-    return parser
 
 
-def fabric_of(args: argparse.Namespace) -> Fabric:
+def fabric_of(args: Args) -> "jtrain.plan.fabric.fabric.Fabric":
     """The fabric that the command line names.
 
     Raises:
       UserError: no machine is named, or two, or it has no such network.
     """
+    from jtrain.plan.fabric.fabric import make_fabric  # lazy: numpy
+    from jtrain.plan.machine_file import load_fabric
+    from jtrain_kernels.device import DEVICES, from_name
+
     if args.machine is not None:
         if args.device is not None:
             raise UserError(f"--machine {args.machine} with --device: the file says it. Leave --device out.")
@@ -61,25 +63,24 @@ def fabric_of(args: argparse.Namespace) -> Fabric:
     return make_fabric(from_name(args.device), args.count)
 
 
-def execute(args: argparse.Namespace) -> int:
+def execute(args: Args) -> int:
     """Runs the parsed command line; returns the exit code."""
     from jtrain.plan.report.network_sheet import print_sheet, shell_text, time_collective, to_json
 
-    cli.check_output_files(args, "shell", "json")
     if args.collective not in COLLECTIVES:
         raise UserError(f"--collective {args.collective} is unknown. Give one of {', '.join(COLLECTIVES)}.")
-    sheet = time_collective(
-        fabric_of(args), args.collective, parse_bytes("--bytes", args.bytes), scattered=not args.ordered
-    )
+    sheet = time_collective(fabric_of(args), args.collective, args.bytes, scattered=not args.ordered)
     print_sheet(sheet)
     if args.shell is not None:
         args.shell.write_text(shell_text(sheet))
-    if args.json is not None:
-        args.json.write_text(json.dumps(to_json(sheet), indent=1) + "\n")
+    write_json(args, to_json(sheet))
     return 0
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line after `jtrain.plan network`; returns the exit code."""
-    args = parser().parse_args(argv)
-    return cli.run(lambda: execute(args))
+COMMAND = Command(
+    "time a collective, level by level, and choose NCCL's settings",
+    execute,
+    add_options,
+    description="Times one collective over the network of a machine that need not be here: by NCCL's own model, "
+    "which says what NCCL will choose, and level by level for any library, with what the spine leaves.",
+)

@@ -1,21 +1,18 @@
 """Command line of pipeline plans: `python -m jtrain.plan pipeline --schedule zbv --stages 8 --microbatches 32`."""
 
-import argparse
 import functools
-import json
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jtrain.cli.machine_options import add_count, add_machine, machine_and_price, start_without_devices
+from jtrain.cli.options import add_config, add_json, output_file
+from jtrain.cli.run import Args, Command, Parser, WrongValue, write_json
 from jtrain.errors import UserError
 from jtrain.pipeline.cells import read_csv, to_csv
 from jtrain.pipeline.families import FAMILIES, make_schedule
 from jtrain.pipeline.schedule import PipelineSchedule
-from jtrain.plan import AOT_ENVIRONMENT
-from jtrain.runtime import cli
-from jtrain.runtime.platform import start_jax
 
 if TYPE_CHECKING:
     from jtrain.plan.pipeline_choice import Planned
@@ -26,55 +23,40 @@ MOST_PASSES = 16_384
 """Forward passes of all stages up to which a schedule is shown: it takes about 10 s, and a picture has 110 columns."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command-line parser; it needs no jax, so --help answers at once."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jtrain.plan pipeline",
-        description="Shows who computes what when in a pipeline, its bubbles and its memory; without --schedule, "
-        "compares all schedules. With CONFIG and --device, in seconds and bytes of that machine.",
-        epilog="Exit codes: 0; 2 the schedule or an option is wrong: the message says what to change.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="as for jtrain.launch --config")
-    parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
-    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
-    parser.add_argument("--device", metavar="NAME", help="h200, h100, b200, v5p, v5e, ...; needs CONFIG")
-    parser.add_argument("--count", type=int, metavar="N", help="devices (default: those of the config's mesh)")
-    parser.add_argument("--network", type=float, metavar="GBIT", help="Gbit/s per device between hosts")
+def add_options(parser: Parser) -> None:
+    """Declares the options."""
+    add_config(parser, required=False)
+    add_machine(parser)
+    add_count(parser)
     parser.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(FAMILIES)}")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="a schedule of your own: cells such as 0F0, 2I0, 2W0")
     parser.add_argument("--stages", type=int, metavar="P", help="pipeline stages (default: the config's mesh.stage)")
     parser.add_argument("--microbatches", type=int, metavar="M", help="(default: the config's layout.microbatches)")
     parser.add_argument("--chunks", type=int, metavar="V", help="virtual stages per worker, for interleaved")
-    parser.add_argument("--costs", metavar="F,I,W", help="times of a chunk's three passes (default: 1,1,1)")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture to FILE")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the picture, figures and instructions to FILE")
-    parser.add_argument("--write-csv", type=Path, metavar="FILE", help="write the schedule to FILE, to be changed")
     parser.add_argument(
-        "--json",
-        type=Path,
-        nargs="?",
-        const=Path("-"),
-        metavar="FILE",
-        help="write {bubble, peak_buffers, instructions} to FILE, or to the standard output alone",
+        "--costs", type=_times, metavar="F,I,W", help="times of a chunk's three passes (default: 1,1,1)"
     )
-    return parser
+    for option, words in (
+        ("--svg", "write the picture to FILE"),
+        ("--html", "write the picture, figures and instructions to FILE"),
+        ("--write-csv", "write the schedule to FILE, to be changed"),
+    ):
+        parser.add_argument(option, type=output_file, metavar="FILE", help=words)
+    add_json(parser)
 
 
-def _times(text: str | None) -> tuple[float, float, float]:
-    """The numbers of `--costs`."""
-    if text is None:
-        return 1.0, 1.0, 1.0
+def _times(text: str) -> tuple[float, float, float]:
+    """The numbers of --costs."""
     try:
         forward, by_input, by_weight = (float(part) for part in text.split(","))
     except ValueError:
-        raise UserError(f"--costs {text}: expected the times of F, I and W, three numbers such as 1,2,1.") from None
+        raise WrongValue(f"{text}: expected the times of F, I and W, three numbers such as 1,2,1") from None
     if not all(0 < time < float("inf") for time in (forward, by_input, by_weight)):
-        raise UserError(f"--costs {text}: each time must be a number above 0.")
+        raise WrongValue(f"{text}: each time must be a number above 0")
     return forward, by_input, by_weight
 
 
-def _check_options(args: argparse.Namespace) -> None:
+def _check_options(args: Args) -> None:
     """Refuses options that would have no effect, or folders that are missing.
 
     Raises:
@@ -91,22 +73,21 @@ def _check_options(args: argparse.Namespace) -> None:
             raise UserError(f"{option} {path} shows one schedule. Add --schedule, one of {', '.join(FAMILIES)}.")
     if args.chunks is not None and args.schedule is None:
         raise UserError(f"--chunks {args.chunks} is of one schedule. Add --schedule interleaved.")
-    cli.check_output_files(args, "svg", "html", "write_csv", "json")
     if args.config is None:
-        for name, value in (("device", args.device), ("count", args.count), ("network", args.network)):
-            if value is not None:
-                raise UserError(f"--{name} {value} is for a config's times. Give a CONFIG, or leave --{name} out.")
+        for option in ("device", "machine", "count", "network", "host_memory"):
+            if getattr(args, option) is not None:
+                name = f"--{option.replace('_', '-')}"
+                raise UserError(f"{name} is for a config's times. Give --config, or leave {name} out.")
         for option, values in (("with", args.fiddlers), ("set", args.sets)):
             if values:
-                raise UserError(f"--{option} {values[0]} changes a config. Give a CONFIG, or leave --{option} out.")
-        _times(args.costs)
+                raise UserError(f"--{option} {values[0]} changes a config. Give --config, or leave --{option} out.")
     elif args.csv is not None and args.csv.suffix != ".csv":
         raise UserError(f"--csv {args.csv}: a run takes a schedule from a file whose name ends in .csv. Rename it.")
     elif args.costs is not None:
-        raise UserError(f"--costs {args.costs}: the times of {args.config} are the plan's. Leave --costs out.")
+        raise UserError(f"--costs: the times of {args.config} are the plan's. Leave --costs out.")
 
 
-def schedules(args: argparse.Namespace, stages: int | None, microbatches: int | None) -> list[PipelineSchedule]:
+def schedules(args: Args, stages: int | None, microbatches: int | None) -> list[PipelineSchedule]:
     """The schedules that the command line asks for: one, or all that exist for these numbers.
 
     Raises:
@@ -116,14 +97,14 @@ def schedules(args: argparse.Namespace, stages: int | None, microbatches: int | 
         return [read_csv(args.csv, stages=stages, microbatches=microbatches)]
     for name, value in (("stages", stages), ("microbatches", microbatches)):
         if value is None:
-            raise UserError(f"a pipeline needs a number of {name}. Give --{name}, or a CONFIG with --device.")
+            raise UserError(f"a pipeline needs a number of {name}. Give --{name}, or --config with --device.")
     assert stages is not None
     assert microbatches is not None
     if stages * microbatches > MOST_PASSES >= stages > 0:
         raise UserError(
             f"--microbatches {microbatches} over {stages} stages: schedules are simulated and drawn pass by pass, "
             f"up to {MOST_PASSES:,}. Give --microbatches {MOST_PASSES // stages} or fewer: from 2 per stage on only "
-            "the middle of the schedule grows, and the bubble shrinks in proportion. `jtrain plan CONFIG` has no limit."
+            "the middle of the schedule grows, and the bubble shrinks in proportion. `jtrain plan` has no limit."
         )
     if args.schedule is not None:
         return [make_schedule(args.schedule, stages, microbatches, args.chunks)]
@@ -140,29 +121,33 @@ def _that_exist[T](makers: Iterable[Callable[[], T]]) -> Iterator[T]:
             print(f"not compared: {error}", file=sys.stderr)
 
 
-def _show(schedule: PipelineSchedule, args: argparse.Namespace, planned: "Planned | None") -> "Shown":
+def _show(schedule: PipelineSchedule, args: Args, planned: "Planned | None") -> "Shown":
     """The schedule with the costs of the plan, or of the command line."""
     from jtrain.plan.report.pipeline_sheet import show, show_planned
 
-    return show(schedule, _times(args.costs)) if planned is None else show_planned(schedule, planned)
+    return show(schedule, args.costs or (1.0, 1.0, 1.0)) if planned is None else show_planned(schedule, planned)
 
 
-def _planned(args: argparse.Namespace) -> "Planned | None":
+def _planned(args: Args) -> "Planned | None":
     """The plan of the config's stages; None without a config."""
     if args.config is None:
         return None
-    os.environ.update(AOT_ENVIRONMENT)  # a plan is for another machine, as in `jtrain.cli.plan`
-    start_jax(os.environ)
-    from jtrain.plan.pipeline_choice import plan_stages  # imported here because it imports jax
+    start_without_devices()
+    from jtrain.config.load import load_config, mesh_size  # imported here because they import jax
+    from jtrain.plan.pipeline_choice import plan_stages
 
     stages, microbatches = args.stages, args.microbatches
     if args.csv is not None:
         mine = read_csv(args.csv, stages=stages, microbatches=microbatches)
         stages, microbatches = mine.stages, mine.microbatches
-    return plan_stages(args, stages, microbatches)
+    load = functools.partial(load_config, args.config, args.fiddlers, args.sets)
+    machine, _ = machine_and_price(args, args.count, of_config=mesh_size(load()))
+    return plan_stages(
+        args.config, load, machine, stages=stages, microbatches=microbatches, sets=args.sets, csv=args.csv
+    )
 
 
-def _write_files(args: argparse.Namespace, shown: "Shown") -> None:
+def _write_files(args: Args, shown: "Shown") -> None:
     """Writes what --svg, --html and --write-csv ask for."""
     from jtrain.pipeline.picture import page, svg
     from jtrain.plan.report.pipeline_sheet import figures
@@ -187,7 +172,7 @@ def _write_files(args: argparse.Namespace, shown: "Shown") -> None:
         args.html.write_text(page(title, picture, figures(shown), programs))
 
 
-def execute(args: argparse.Namespace) -> int:
+def execute(args: Args) -> int:
     """Runs the parsed command line; returns the exit code."""
     from rich.console import Console
 
@@ -203,13 +188,7 @@ def execute(args: argparse.Namespace) -> int:
     found = [makers[0]()] if one else list(_that_exist(makers))
     if one:
         _write_files(args, found[0])
-    if args.json is not None:
-        content = to_json(found[0]) if one else {shown.schedule.name: to_json(shown) for shown in found}
-        text = json.dumps(content, indent=1) + "\n"
-        if args.json == Path("-"):
-            print(text, end="")
-            return 0
-        args.json.write_text(text)
+    write_json(args, to_json(found[0]) if one else {shown.schedule.name: to_json(shown) for shown in found})
     console = Console(width=None if Console().is_terminal else 110)
     if one:
         print_one(found[0], console)
@@ -218,7 +197,10 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line after `jtrain.plan pipeline`; returns the exit code."""
-    args = parser().parse_args(argv)
-    return cli.run(lambda: execute(args))
+COMMAND = Command(
+    "show who computes what when in a pipeline, or compare schedules",
+    execute,
+    add_options,
+    description="Shows who computes what when in a pipeline, its bubbles and its memory; without --schedule, "
+    "compares all schedules. With --config and --device, in seconds and bytes of that machine.",
+)

@@ -1,52 +1,42 @@
 """Command line of walls: `python -m jtrain.plan walls --device h100 --days 90 --batch-tokens 16M`."""
 
-import argparse
 import dataclasses
-import json
-import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from jtrain.cli.machine_options import add_machine_options, machine_and_price, number
+from jtrain.cli.machine_options import add_count, add_machine, machine_and_price, start_without_devices
+from jtrain.cli.options import add_json, number
+from jtrain.cli.run import Args, Command, Parser, write_json
 from jtrain.errors import UserError
-from jtrain.plan import AOT_ENVIRONMENT
-from jtrain.runtime import cli
-from jtrain.runtime.platform import start_jax
 
 DAYS = "90"
 BATCH_TOKENS = "16M"  # Llama 3 405B, arXiv:2407.21783, section 3.4.1
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command-line parser; it needs no jax, so --help answers at once."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jtrain.plan walls",
-        description="How large a run of so many days can be: up to where it scales linearly (the data-movement wall), "
-        "and where no number of devices helps (the latency wall), with what binds and how both move.",
-        epilog="Exit codes: 0; 2 an option is wrong: the message says what to change.",
-        allow_abbrev=False,
-    )
-    add_machine_options(parser)
-    parser.add_argument("--count", type=int, metavar="N", help="devices of your cluster: says how far it gets")
-    parser.add_argument("--days", default=DAYS, metavar="N", help=f"time in which a run has to end (default: {DAYS})")
+def add_options(parser: Parser) -> None:
+    """Declares the options."""
+    add_machine(parser)
+    add_count(parser, "devices of your cluster: says how far it gets")
     parser.add_argument(
-        "--batch-tokens", default=BATCH_TOKENS, metavar="N", help=f"tokens of a step (default: {BATCH_TOKENS})"
+        "--days", type=number, default=DAYS, metavar="N", help=f"time in which a run has to end (default: {DAYS})"
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        type=number,
+        default=BATCH_TOKENS,
+        metavar="N",
+        help=f"tokens of a step (default: {BATCH_TOKENS})",
     )
     parser.add_argument(
         "--latency-us",
+        type=number,
         metavar="US",
         help="microseconds of a matmul with its collective on no data (default: an all-reduce of two linked devices)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the walls to FILE")
-    return parser
+    add_json(parser)
 
 
-def execute(args: argparse.Namespace) -> int:
+def execute(args: Args) -> int:
     """Runs the parsed command line; returns the exit code."""
-    cli.check_output_files(args, "json")
-    os.environ.update(AOT_ENVIRONMENT)  # a plan is for another machine, as in `jtrain.cli.plan`
-    start_jax(os.environ)
+    start_without_devices()
 
     from jtrain.plan.economics.walls import (
         PUBLISHED_FLOP,
@@ -60,11 +50,8 @@ def execute(args: argparse.Namespace) -> int:
     from jtrain.plan.report.walls_table import moved, print_walls
 
     machine, _ = machine_and_price(args, args.count)
-    days, batch = number("--days", args.days), number("--batch-tokens", args.batch_tokens)
-    if args.latency_us is None:
-        latency_s = collective_latency_s(machine.device)
-    else:
-        latency_s = number("--latency-us", args.latency_us) / 1e6
+    days, batch = args.days, args.batch_tokens
+    latency_s = collective_latency_s(machine.device) if args.latency_us is None else args.latency_us / 1e6
     cluster = Cluster(machine.device, days * SECONDS_PER_DAY, batch, latency_s)
     wall = data_wall(cluster)
     if wall is None:
@@ -81,8 +68,9 @@ def execute(args: argparse.Namespace) -> int:
         )
     last, table = latency_wall(cluster), moved(cluster)
     print_walls(cluster, wall, last, table, own=own, count=count)
-    if args.json is not None:
-        found: dict[str, Any] = {
+    write_json(
+        args,
+        {
             "device": machine.device.name,
             "days": days,
             "batch_tokens": batch,
@@ -93,12 +81,15 @@ def execute(args: argparse.Namespace) -> int:
             "data_wall": dataclasses.asdict(wall) | {"devices": wall.devices, "parameters": wall.shape.parameters},
             "moved": [dataclasses.asdict(row) for row in table],
             "own": None if own is None else {"count": count, "flop": own.shape.flop, "share": own.share},
-        }
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        },
+    )
     return 0
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line after `jtrain.plan walls`; returns the exit code."""
-    args = parser().parse_args(argv)
-    return cli.run(lambda: execute(args))
+COMMAND = Command(
+    "say how large a run can be, and what stops a larger one",
+    execute,
+    add_options,
+    description="How large a run of so many days can be: up to where it scales linearly (the data-movement wall), "
+    "and where no number of devices helps (the latency wall), with what binds and how both move.",
+)

@@ -1,15 +1,14 @@
-"""Profile reports: `python -m jtrain.profile WORKDIR`, `... compare A B`, `... export WORKDIR --perfetto`."""
+"""Profile reports: `python -m jtrain.profile --workdir DIR`, and its commands `compare` and `export`."""
 
-import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jtrain.cli.options import add_json, add_step, add_workdir
+from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.errors import UserError
 from jtrain.profile.trace_dir import FOLDER, other_parts
-from jtrain.runtime import cli
 from jtrain.runtime.atomic_io import write_whole
 
 if TYPE_CHECKING:
@@ -17,69 +16,40 @@ if TYPE_CHECKING:
 
 TRACE = "perfetto.json"
 
-_WORKDIR = "workdir of a run, or one WORKDIR/profile/<step>, or a process-<n> folder in it"
 
-_EPILOG = "Exit codes: 0 success; 2 no such profile, with a message on what exists and what to do."
-
-
-def parser() -> argparse.ArgumentParser:
-    """Argument parser of the report."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jtrain.profile",
-        usage="%(prog)s WORKDIR [--step N] [--json FILE]\n"
-        "       %(prog)s compare A B [--json FILE]\n"
-        "       %(prog)s export WORKDIR --perfetto [--step N] [--out FILE]",
-        description="Shows where a run's time went: the parts of a step (math, extra instructions, low utilisation, "
-        "clock loss, exposed communication, waits), the ops that lose most, and what to try next. `compare` shows what "
-        "got slower between two profiles, and why; `export` writes a trace for ui.perfetto.dev.",
-        epilog=f"{_EPILOG} Write a workdir named compare or export as ./compare or ./export.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("workdir", type=Path, metavar="WORKDIR", help=_WORKDIR)
-    parser.add_argument("--step", type=int, metavar="N", help="the window that opened after step N (default: newest)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write breakdown.json (seconds, bytes) to FILE")
-    return parser
+def add_options(parser: Parser) -> None:
+    """Declares what names a window."""
+    add_workdir(parser, "folder of a run, or one DIR/profile/<step>, or a process-<n> folder in it")
+    add_step(parser, "the window that opened after step N (default: newest)")
 
 
-def compare_parser() -> argparse.ArgumentParser:
-    """Argument parser of `compare`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jtrain.profile compare",
-        description="Shows what got slower from profile A to profile B, and why: by part of the step, by op (matched "
-        "by name, phase and layer) and by collective. Seconds are per device and step.",
-        epilog=_EPILOG,
-        allow_abbrev=False,
-    )
-    for name in ("a", "b"):
-        words = "workdir of a run (its newest window), or one WORKDIR/profile/<step>"
-        parser.add_argument(name, type=Path, metavar=name.upper(), help=words)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the comparison, with every op, to FILE")
-    return parser
+def add_report_options(parser: Parser) -> None:
+    """Declares the options of the report."""
+    add_options(parser)
+    add_json(parser)
 
 
-def export_parser() -> argparse.ArgumentParser:
-    """Argument parser of `export`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jtrain.profile export",
-        description="Writes the trace of a window with steps, phases, layers, ops, clocks, power and temperature to "
-        "one file for Perfetto. XProf opens the xplane file in the same folder, which has the same clocks.",
-        epilog=_EPILOG,
-        allow_abbrev=False,
-    )
-    parser.add_argument("workdir", type=Path, metavar="WORKDIR", help=_WORKDIR)
-    parser.add_argument("--step", type=int, metavar="N", help="the window that opened after step N (default: newest)")
+def add_compare_options(parser: Parser) -> None:
+    """Declares the options of `compare`."""
+    add_report_options(parser)
+    parser.add_argument("--against", required=True, metavar="DIR", help="what it was before: a run, or a window of one")
+
+
+def add_export_options(parser: Parser) -> None:
+    """Declares the options of `export`."""
+    add_options(parser)
     words = "for ui.perfetto.dev and chrome://tracing; the only format"
     parser.add_argument("--perfetto", action="store_true", required=True, help=words)
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: {TRACE} beside the trace")
-    return parser
 
 
-def find(workdir: Path, step: int | None) -> Path:
-    """Folder of a window: `workdir` itself if it is one, else its window after `step`, or its newest one.
+def find(name: str, step: int | None) -> Path:
+    """Folder of a window: `name` itself if it is one, else its window after `step`, or its newest one.
 
     Raises:
       UserError: the folder does not exist, or has no window, or none after that step.
     """
+    workdir = Path(name)
     if not workdir.is_dir():
         raise UserError(f"{workdir} is not a directory. Give the workdir of a run, such as runs/tiny.")
     if step is None and any((workdir / name).exists() for name in ("breakdown.json", "facts.json")):
@@ -122,70 +92,72 @@ def _of_process(process: int, part: Path) -> "Breakdown | None":
         return None
 
 
-def show(argv: Sequence[str]) -> int:
+def show(args: Args) -> int:
     """Prints a profile; returns the exit code."""
-    args = parser().parse_args(argv)
+    folder = find(args.workdir, args.step)
+    breakdown = load(folder)
+    from jtrain.profile.report.terminal import new_console, print_breakdown, print_processes  # lazy: rich
 
-    def execute() -> int:
-        folder = find(args.workdir, args.step)
-        breakdown = load(folder)
-        from jtrain.profile.report.terminal import new_console, print_breakdown, print_processes  # lazy: rich
-
-        console = new_console()
-        print_breakdown(breakdown, console)
-        parts = other_parts(folder)
-        if others := [found for process, part in parts.items() if (found := _of_process(process, part)) is not None]:
-            print_processes([breakdown, *others], console)
-        if (page := folder / "report.html").exists():
-            print(f"HTML report with charts: {page}")
-        if args.json is not None:
-            write_whole(args.json, json.dumps(breakdown.to_dict(), indent=1) + "\n")
-        return 0
-
-    return cli.run(execute)
+    console = new_console()
+    print_breakdown(breakdown, console)
+    parts = other_parts(folder)
+    if others := [found for process, part in parts.items() if (found := _of_process(process, part)) is not None]:
+        print_processes([breakdown, *others], console)
+    if (page := folder / "report.html").exists():
+        print(f"HTML report with charts: {page}")
+    write_json(args, breakdown.to_dict())
+    return 0
 
 
-def compare(argv: Sequence[str]) -> int:
+def compare(args: Args) -> int:
     """Prints what changed between two profiles; returns the exit code."""
-    args = compare_parser().parse_args(argv)
+    before, after = find(args.against, None), find(args.workdir, args.step)
+    from jtrain.profile.report import compare, terminal  # lazy: rich
 
-    def execute() -> int:
-        folders = find(args.a, None), find(args.b, None)
-        from jtrain.profile.report import compare, terminal  # lazy: rich
-
-        a, b = map(load, folders)
-        found = compare.compare(a, b, a_name=str(folders[0]), b_name=str(folders[1]))
-        compare.print_comparison(found, terminal.new_console())
-        if args.json is not None:
-            write_whole(args.json, json.dumps(found.to_dict(), indent=1) + "\n")
-        return 0
-
-    return cli.run(execute)
+    comparison = compare.compare(load(before), load(after), a_name=str(before), b_name=str(after))
+    compare.print_comparison(comparison, terminal.new_console())
+    write_json(args, comparison.to_dict())
+    return 0
 
 
-def export(argv: Sequence[str]) -> int:
+def export(args: Args) -> int:
     """Writes a window's trace for Perfetto; returns the exit code."""
-    args = export_parser().parse_args(argv)
+    folder = find(args.workdir, args.step)
+    clocks = load(folder).clocks
+    from jtrain.profile.analysis.breakdown import load as load_trace  # lazy: jax
+    from jtrain.profile.report.perfetto import perfetto
 
-    def execute() -> int:
-        folder = find(args.workdir, args.step)
-        clocks = load(folder).clocks
-        from jtrain.profile.analysis.breakdown import load as load_trace  # lazy: jax
-        from jtrain.profile.report.perfetto import perfetto
-
-        trace, ops = load_trace(folder)
-        file = args.out or folder / TRACE
-        write_whole(file, json.dumps(perfetto(trace, ops, clocks)))
-        print(f"{file}: open it at https://ui.perfetto.dev, which reads it in the browser without uploading it")
-        return 0
-
-    return cli.run(execute)
+    trace, ops = load_trace(folder)
+    file = args.out or folder / TRACE
+    write_whole(file, json.dumps(perfetto(trace, ops, clocks)))
+    print(f"{file}: open it at https://ui.perfetto.dev, which reads it in the browser without uploading it")
+    return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    verbs = {"compare": compare, "export": export}
-    if words and words[0] in verbs:
-        return verbs[words[0]](words[1:])
-    return show(words)
+VERB = Verb(
+    "profile",
+    Command(
+        "show where a run's time went",
+        show,
+        add_report_options,
+        description="Shows where a run's time went: the parts of a step (math, extra instructions, low utilisation, "
+        "clock loss, exposed communication, waits), the ops that lose most, and what to try next.",
+    ),
+    {
+        "compare": Command(
+            "show what got slower between two profiles, and why",
+            compare,
+            add_compare_options,
+            description="Shows what got slower from the profile --against to that of --workdir, and why: by part of "
+            "the step, by op (matched by name, phase and layer) and by collective. Seconds are per device and step.",
+        ),
+        "export": Command(
+            "write a trace for ui.perfetto.dev",
+            export,
+            add_export_options,
+            description="Writes the trace of a window with steps, phases, layers, ops, clocks, power and temperature "
+            "to one file for Perfetto. XProf opens the xplane file in the same folder, which has the same clocks.",
+        ),
+    },
+)
+main = VERB.main

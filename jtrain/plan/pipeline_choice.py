@@ -1,11 +1,11 @@
 """Plans of a config's pipeline on a machine, one per schedule, and of the same devices under ZeRO-3 alone."""
 
-import argparse
 import dataclasses
-import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from jtrain.config.load import for_devices, load_config, mesh_size, set_values
+from jtrain.config.load import for_devices, set_values
 from jtrain.config.run import Run, build_run
 from jtrain.errors import UserError
 from jtrain.layout.mesh import AXES, BATCH_AXES, shard_size
@@ -13,11 +13,10 @@ from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.auto_layout import settle_loss_chunk
 from jtrain.plan.estimate.collectives import BETWEEN_STAGES, collectives
-from jtrain.plan.estimate.machine import Machine, make_machine
+from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.from_run import search_task
 from jtrain.plan.mesh_options import divisors
 from jtrain.plan.search import Point, SearchTask, evaluate, fits, meshes, resolve_as_needed, search
-from jtrain_kernels.device import DEVICES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Planned:
         return self.run.layout.microbatches
 
     def point(self, schedule: PipelineSchedule) -> Point:
-        """The plan of a run with this schedule, as `python -m jtrain.plan CONFIG` makes it.
+        """The plan of a run with this schedule, as `python -m jtrain.plan` makes it.
 
         Raises:
           UserError: there are fewer layers than virtual stages, or the layers cannot run under this schedule.
@@ -114,28 +113,33 @@ def waiting_s(point: Point) -> float:
     return sum(row.exposed_s for row in point.timed.network)
 
 
-def plan_stages(args: argparse.Namespace, stages: int | None, microbatches: int | None) -> Planned:
-    """Plans the stages of the config that the command line names.
+def plan_stages(
+    name: str,
+    load: Callable[[], Any],
+    machine: Machine,
+    *,
+    stages: int | None,
+    microbatches: int | None,
+    sets: Sequence[str] = (),
+    csv: Path | None = None,
+) -> Planned:
+    """Plans the stages of a config.
 
     Args:
+      name: of the config, for messages.
+      load: makes the config, each time anew.
       stages, microbatches: None takes those of the config.
+      sets: the `--set`s in the config.
+      csv: file of a schedule of the user's own.
 
     Raises:
       UserError: an option is wrong, or the devices, the batch or the model do not split evenly.
     """
-    if args.device is None:
-        names = [spec.name for spec in DEVICES.values() if spec.peak_bf16_flops]
-        raise UserError(f"the times of {args.config} need a machine. Give --device, one of {', '.join(names)}.")
-    if args.network is not None and not 0 < args.network < math.inf:
-        raise UserError(f"--network {args.network} must be a number above 0.")
-    for text in args.sets:
+    for text in sets:
         if text.startswith(("pipeline.schedule=", "pipeline.chunks=")):
             option = f"--{text.removeprefix('pipeline.').replace('=', ' ', 1)}"
             raise UserError(f"--set {text}: plans of pipelines take it as an option. Give {option} in its place.")
-    config = load_config(args.config, args.fiddlers, args.sets)
-    count = mesh_size(config) if args.count is None else args.count
-    network = None if args.network is None else args.network * 1e9 / 8
-    machine = make_machine(args.device, count, network_bytes_per_s=network)
+    config, count = load(), machine.count
     stages = int(config.mesh.stage) if stages is None else stages
     microbatches = int(config.layout.microbatches) if microbatches is None else microbatches
     near = [n for n in range(2, min(count, config.model.num_layers) + 1) if count % n == 0]
@@ -144,7 +148,7 @@ def plan_stages(args: argparse.Namespace, stages: int | None, microbatches: int 
         way = f"--stages {', '.join(others)}{' or ' if others else ''}{last}" if near else "a --count that 2 divides"
         raise UserError(
             f"{stages} stages on --count {count} devices: a pipeline has at least 2 stages, a number that divides the "
-            f"devices, and a layer for each ({args.config} has model.num_layers={config.model.num_layers}). Give {way}."
+            f"devices, and a layer for each ({name} has model.num_layers={config.model.num_layers}). Give {way}."
         )
     set_values(config, {"mesh.stage": stages})
     for_devices(config, count)
@@ -161,13 +165,12 @@ def plan_stages(args: argparse.Namespace, stages: int | None, microbatches: int 
     settle_loss_chunk(config, machine.device)
     run = build_run(config)
     mesh = " ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1)
-    title = f"{args.config} on {machine}: {mesh} zero_stage={run.layout.zero_stage} remat={run.layout.remat}"
-    return Planned(title, search_task(run, machine), run, args.csv, _alone(args, machine))
+    title = f"{name} on {machine}: {mesh} zero_stage={run.layout.zero_stage} remat={run.layout.remat}"
+    return Planned(title, search_task(run, machine), run, csv, _alone(load(), machine))
 
 
-def _alone(args: argparse.Namespace, machine: Machine) -> Point | None:
-    """The fastest ZeRO-3 layout without a pipeline, as `--search` finds it; None if none fits."""
-    config = load_config(args.config, args.fiddlers, args.sets)
+def _alone(config: Any, machine: Machine) -> Point | None:
+    """The fastest ZeRO-3 layout without a pipeline, as `--search` finds it; None if none fits. Changes the config."""
     set_values(config, dict.fromkeys((f"mesh.{axis}" for axis in AXES), 1))
     # Not every mesh has collectives to overlap.
     set_values(config, {"layout.microbatches": 1, "layout.auto": False, "layout.tensor_overlap": False})

@@ -64,22 +64,22 @@ def test_a_store_holds_checkpoints_as_a_disk_does(workdir: Path, capsys: pytest.
     found = Checkpoints(workdir, CheckpointSpec()).start(like())
     assert (found.step, found.data_state, found.said) == (30, {"next": 30}, ())
     assert np.asarray(found.state["params"]["w"]).tobytes() == np.asarray(state(30)["params"]["w"]).tobytes()
-    assert verb.main(["verify", str(workdir)]) == 0
+    assert verb.main(["verify", "--workdir", str(workdir)]) == 0
     assert capsys.readouterr().out.count(": intact (") == 2
-    assert verb.main(["show", str(workdir)]) == 0
+    assert verb.main(["show", "--workdir", str(workdir)]) == 0
     assert "seed: int = 30" in capsys.readouterr().out
 
     arrays = max(folders.sizes(folder / "30").items(), key=lambda item: item[1])[0]
     flipped = bytearray((folder / "30" / arrays).read_bytes())
     flipped[100] ^= 1
     (folder / "30" / arrays).write_bytes(bytes(flipped))
-    assert verb.main(["verify", str(workdir)]) == 2
+    assert verb.main(["verify", "--workdir", str(workdir)]) == 2
     found = Checkpoints(workdir, CheckpointSpec()).start(like())
     assert found.step == 20
     assert f"set aside as {folder / '30.damaged'}, going on from step 20" in found.said[0]
     assert folders.names(folder) == ["20", "30.damaged"]
     capsys.readouterr()
-    assert verb.main(["list", str(workdir)]) == 0
+    assert verb.main(["list", "--workdir", str(workdir)]) == 0
     assert "found damaged at a start, and set aside" in capsys.readouterr().out
     save(workdir, 30)
     assert Checkpoints(workdir, CheckpointSpec()).start(like()).step == 30
@@ -133,7 +133,7 @@ def test_a_store_that_refuses_is_no_damage(monkeypatch: pytest.MonkeyPatch, tmp_
             check_shared(workdir)
         with pytest.raises(UserError, match=r"--workdir gs://corpus/run cannot be used .*credentials"):
             StoreMirror(workdir, tmp_path / "local").fetch()
-        assert verb.main(["list", str(workdir)]) == 2
+        assert verb.main(["list", "--workdir", str(workdir)]) == 2
         store.refuse = None
         assert store.files == before
         assert Checkpoints(workdir, CheckpointSpec()).start(like()).step == 20

@@ -75,7 +75,7 @@ def test_a_host_with_a_prepared_index_reads_only_documents_of_its_own_rows(folde
     plain = spec(folder)
     out = folder / "prepared"
     options = {"tokenizer": "bytes", "end_token": None, "on_bad_record": "fail", "cache_dir": folder / "cache"}
-    prepare_command(plain.sources, out, **options, workers=1, command="prepare", json_file=None)
+    prepare_command(plain.sources, out, **options, workers=1, command="prepare")
     prepared = open_dataset(spec(folder, prepared=str(out)), seed=0)
     want, state = hosts_batches(prepared, None, 1, 12)
     found, other_state = hosts_batches(prepared, None, 4, 12)

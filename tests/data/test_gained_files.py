@@ -345,7 +345,7 @@ def test_a_prepared_folder_with_more_files_is_another_index(tmp_path: Path) -> N
     def prepare(out: str) -> str:
         data = spec(folder)
         options = {"tokenizer": "bytes", "end_token": None, "on_bad_record": "fail", "cache_dir": tmp_path / "cache"}
-        prepare_command(data.named_sources, tmp_path / out, **options, workers=1, command="prepare", json_file=None)
+        prepare_command(data.named_sources, tmp_path / out, **options, workers=1, command="prepare")
         return str(tmp_path / out)
 
     for file in range(10):

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jtrain.cli import node_check
+from jtrain.cli import node_check as verb
 from jtrain.errors import UserError
+from jtrain.runtime import node_check
 from tests.launch.hosts import Running, environment
 from tests.ports import free_port
 from tests.small_disk import small_disk
@@ -73,7 +74,7 @@ def test_a_wrong_sum_over_all_devices_is_the_networks(monkeypatch: pytest.Monkey
 def test_a_sum_that_does_not_end_is_ended() -> None:
     """With exit code 2 and the variables to look at, though the main thread never returns."""
     code = (
-        "import time; from jtrain import node_check; node_check.all_reduce_fault = lambda: time.sleep(600)\n"
+        "import time; from jtrain.runtime import node_check; node_check.all_reduce_fault = lambda: time.sleep(600)\n"
         "node_check.check_all_reduce(wait_s=0.1)"
     )
     environ = os.environ | environment()
@@ -85,5 +86,5 @@ def test_a_sum_that_does_not_end_is_ended() -> None:
 
 def test_help_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        node_check.main(["--help"])
+        verb.main(["--help"])
     assert "76 this node fails" in capsys.readouterr().out.replace("\n", " ")

@@ -130,27 +130,27 @@ def test_a_file_that_is_not_there_is_one_message(tmp_path: Path) -> None:
 def test_another_chip_than_the_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two answers to one question would leave it open which counts."""
     path = written(tmp_path, 'count = 1\n[chip]\nname = "h200"')
-    assert plan.main(["tiny", "--machine", str(path), "--device", "h100"]) == 2
+    assert plan.main(["--config=tiny", "--machine", str(path), "--device", "h100"]) == 2
     assert "with --device h100: both name a machine. Leave one out" in capsys.readouterr().err
 
 
 def test_what_a_plan_on_such_a_machine_offers_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Options replace what the file says: more memory of a host, and another network."""
     path = written(tmp_path, 'count = 1\n[chip]\nname = "h200"\n[host]\nmemory_gb = 16')
-    words = ["llama8b", "--machine", str(path), "--set", "layout.offload.optimizer=1.0"]
+    words = ["--config=llama8b", "--machine", str(path), "--set", "layout.offload.optimizer=1.0"]
     assert plan.main(words) == 2
     [more] = re.findall(r"--host-memory \w+", capsys.readouterr().err)
     assert plan.main([*words, *more.split()]) == 0
     path = written(tmp_path, f"{NEW}[host]\ndevices = 4")
-    assert plan.main(["tiny", "--machine", str(path)]) == 2
+    assert plan.main(["--config=tiny", "--machine", str(path)]) == 2
     assert "--network" in capsys.readouterr().err
-    assert plan.main(["tiny", "--machine", str(path), "--network", "100"]) == 0
+    assert plan.main(["--config=tiny", "--machine", str(path), "--network", "100"]) == 0
 
 
 def test_a_plan_on_a_machine_of_ones_own_has_its_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file's price per device and hour is in the money, and its memory in the verdict."""
     text = 'count = 1\nusd_per_hour = 2.5\n[chip]\nname = "h200"\nmemory_gb = 100'
-    assert plan.main(["tiny", "--machine", str(written(tmp_path, text)), "--set", "mesh.data=1"]) == 0
+    assert plan.main(["--config=tiny", "--machine", str(written(tmp_path, text)), "--set", "mesh.data=1"]) == 0
     text = capsys.readouterr().out
     assert "device hours; $" in text
     assert "93.13" in text
@@ -158,7 +158,17 @@ def test_a_plan_on_a_machine_of_ones_own_has_its_price(tmp_path: Path, capsys: p
 
 def test_unified_memory_holds_what_the_device_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     """An 8B with float32 moments on one GH200 of 96 GB: pages move over C2C once a step; without, it does not fit."""
-    words = ["llama8b", "--device", "gh200", "--count", "1", "--set", "data.global_batch=8", "--host-memory", "480GB"]
+    words = [
+        "--config=llama8b",
+        "--device",
+        "gh200",
+        "--count",
+        "1",
+        "--set",
+        "data.global_batch=8",
+        "--host-memory",
+        "480GB",
+    ]
     unified = ["--set", "layout.offload.unified_memory=True"]
     assert plan.main(words) == 2
     assert "llama8b does not fit 1 x gh200" in capsys.readouterr().err

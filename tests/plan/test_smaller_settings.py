@@ -73,7 +73,15 @@ def plan_words(case: Case) -> list[str]:
     """The command that plans a case."""
     name, device, count, host_gib, sets = case
     host = [] if host_gib is None else ["--host-memory", f"{host_gib}GiB"]
-    return [name, "--device", device, "--count", str(count), *host, *(w for text in sets for w in ("--set", text))]
+    return [
+        f"--config={name}",
+        "--device",
+        device,
+        "--count",
+        str(count),
+        *host,
+        *(w for text in sets for w in ("--set", text)),
+    ]
 
 
 def plan_refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str | None:
@@ -152,7 +160,7 @@ def test_settings_that_a_refused_run_offers_fit() -> None:
 
 def test_options_that_a_refused_plan_offers_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """One H100 is too small for an 8B, whatever the layout: other formats, host memory, more of them."""
-    alone = ["llama8b", "--device", "h100", "--count", "1", "--set", "data.global_batch=8"]
+    alone = ["--config=llama8b", "--device", "h100", "--count", "1", "--set", "data.global_batch=8"]
     assert follow_plan(alone, capsys) > 2
     assert follow_plan([*alone, "--search"], capsys) > 2
 

@@ -13,14 +13,15 @@ from tests.ports import free_port
 
 START = """
 import os, sys
-from jtrain.runtime import cli, multihost, platform
+from jtrain.cli.run import run
+from jtrain.runtime import multihost, platform
 def main():
     if len(sys.argv) > 1:
         platform.start_jax(os.environ, emulate_devices=int(sys.argv[1]))
     multihost.join_processes(os.environ)
     platform.present_devices()
     return 0
-sys.exit(cli.run(main))
+sys.exit(run(main))
 """
 
 

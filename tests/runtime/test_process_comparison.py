@@ -56,7 +56,8 @@ def test_one_process_is_alone() -> None:
 
 COMPARE = """
 import json, os, signal, sys
-from jtrain.runtime import cli, multihost, process_comparison
+from jtrain.cli.run import run
+from jtrain.runtime import multihost, process_comparison
 def main():
     multihost.join_processes(os.environ)
     if sys.argv[1] == "dies":
@@ -64,7 +65,7 @@ def main():
     own = process_comparison.this_process(json.loads(sys.argv[1]))
     print(json.dumps(process_comparison.compare_processes(own)))
     return 0
-sys.exit(cli.run(main))
+sys.exit(run(main))
 """
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from jtrain.cli.run import run
 from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.resume import check_same_run, config_from_text, with_history
 from jtrain.config.run import build_run
 from jtrain.errors import FileError, UserError
-from jtrain.runtime import cli
 from jtrain.runtime.atomic_io import write_whole
 from jtrain.runtime.run_files import write_run_files
 from jtrain.runtime.secrets import is_secret, shown, shown_command, without_secrets
@@ -119,7 +119,7 @@ def test_what_ends_a_command_and_what_the_data_says_quote_no_secret(
     def fails() -> int:
         raise FileError(f"{SIGNED} cannot be read")
 
-    assert cli.run(fails) == 2
+    assert run(fails) == 2
     with Metrics(tmp_path, MetricsSpec(tensorboard=False), num_steps=3, start_step=0) as metrics:
         metrics.note(2, f"read {SIGNED} again")
     said = capsys.readouterr()

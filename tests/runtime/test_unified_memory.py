@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jtrain.runtime.platform import HOST_SHARE, host_memory_bytes, use_unified_memory
-from tests.test_launch import python
+from tests.cli.test_launch import python
 
 GH200 = "NVIDIA GH200 480GB"
 HBM_MIB = 97871

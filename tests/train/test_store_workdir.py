@@ -67,7 +67,7 @@ def test_a_run_in_a_store_is_killed_within_a_save_and_goes_on_elsewhere(
         again = finish(start(workdir, tmp_path / "third"))
         assert "resumed from step 12" in again
         assert not Path("gs:").exists()
-        verify = [sys.executable, "-m", "jtrain.checkpoint", "verify", str(workdir)]
+        verify = [sys.executable, "-m", "jtrain.checkpoint", "verify", "--workdir", str(workdir)]
         done = subprocess.run(verify, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         sample = [sys.executable, "-m", "jtrain.generate", "--workdir", str(workdir), "--max-tokens", "4"]

@@ -340,9 +340,8 @@ def adopt_command(
     dtype: str | None,
     column: str | None,
     command: str,
-    json_file: Path | None,
-) -> int:
-    """Runs `python -m jtrain.data adopt`: adopts, says what was found, returns the exit code."""
+) -> IndexSummary:
+    """Runs `python -m jtrain.data adopt`: adopts, prints what the files held and returns it."""
     row = adopt(
         path,
         out,
@@ -360,6 +359,4 @@ def adopt_command(
         f"{name}: {row.records:,} documents, {row.tokens:,} tokens, {len(index.names):,} {files} "
         f"({index.made_of['adopted']}), index of {row.bytes / 2**20:,.1f} MiB in {out / name} ({row.state})"
     )
-    if json_file is not None:
-        json_file.write_text(json.dumps(dataclasses.asdict(row), indent=1))
-    return 0
+    return row

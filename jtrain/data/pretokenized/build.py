@@ -9,9 +9,7 @@ the files that are left, and the finished bytes are the same. Training reads the
 
 import collections
 import contextlib
-import dataclasses
 import errno
-import json
 import os
 import re
 import shutil
@@ -259,15 +257,13 @@ def prepare_command(
     cache_dir: Path,
     workers: int | None,
     command: str,
-    json_file: Path | None,
-) -> int:
-    """Runs `python -m jtrain.data prepare`: prepares all sources, prints a table, returns the exit code.
+) -> list[IndexSummary]:
+    """Runs `python -m jtrain.data prepare`: prepares all sources, prints a table and returns its rows.
 
     Args:
       sources: name -> source. A source's own tokenizer takes precedence over `tokenizer` and finds its own end token.
       workers: worker processes; None for one per core that this process may use.
       command: command line that repeats this call; kept beside the indexes and shown when one of them is stale.
-      json_file: file that receives the table as JSON.
     """
     if "://" in str(out) or ":/" in str(out):  # Path made one slash of two
         raise UserError(f"--out {out}: indexes can only be written to local folders. Set --out to a local path.")
@@ -286,9 +282,7 @@ def prepare_command(
     start_s = time.monotonic()
     made = prepare(recipes, out, workers=workers, stream=sys.stderr, command=command)
     _print_table(made, time.monotonic() - start_s)
-    if json_file is not None:
-        json_file.write_text(json.dumps({"sources": [dataclasses.asdict(row) for row in made]}, indent=1))
-    return 0
+    return made
 
 
 def _print_table(made: Sequence[IndexSummary], took_s: float) -> None:

@@ -87,7 +87,7 @@ def _assumed(rows: Sequence[CostRow], device: DeviceSpec, failures: Failures, ca
         )
     if any(row.point is None for row in rows):
         lines.append(
-            "nothing fits: `python -m jtrain.plan CONFIG --count N --search` says by how much, and what would fit"
+            "nothing fits: `jtrain plan --config=NAME --count N --search` says by how much, and what would fit"
         )
     return lines
 

@@ -6,10 +6,8 @@ the largest model that it makes possible. Table III is in `interconnect_table.py
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -219,16 +217,14 @@ def _tokens_per_s(point: Point) -> float:
     return point.timed.tokens_per_s
 
 
-def table_command(json_file: Path | None) -> int:
-    """Prints the tables; returns the exit code."""
+def print_tables() -> dict[str, Any]:
+    """Prints the tables; returns them as JSON has them."""
     first, second, third = table_1(), table_2(), table_3()
     console = new_console()
     for title, table in (_first(first), _second(second), printed(third)):
         console.print(title, style="bold", highlight=False)
         console.print(table)
-    if json_file is not None:
-        json_file.write_text(json.dumps({"table_1": first, "table_2": second, "table_3": third}, indent=1) + "\n")
-    return 0
+    return {"table_1": first, "table_2": second, "table_3": third}
 
 
 def _first(rows: list[dict[str, Any]]) -> tuple[str, Table]:

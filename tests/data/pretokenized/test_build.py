@@ -205,8 +205,8 @@ def test_a_terminal_gets_a_bar_and_anything_else_plain_lines(tmp_path: Path, mon
 def test_the_verb_prints_and_writes_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write_lines(tmp_path, lines=30)
 
-    def run() -> None:
-        code = prepare_command(
+    def run() -> list[tuple[str, str, int]]:
+        rows = prepare_command(
             {"web": Source(path=str(tmp_path / "web.jsonl")), "std": Source(path=str(tmp_path / "book.jsonl"))},
             tmp_path / "out",
             tokenizer="bytes",
@@ -215,13 +215,10 @@ def test_the_verb_prints_and_writes_a_table(capsys: pytest.CaptureFixture[str], 
             cache_dir=tmp_path / "cache",
             workers=None,
             command="python -m jtrain.data prepare --config x",
-            json_file=tmp_path / "made.json",
         )
-        assert code == 0
+        return [(row.name, row.state, row.records) for row in rows]
 
-    run()
-    said = json.loads((tmp_path / "made.json").read_text())["sources"]
-    assert [(row["name"], row["state"], row["records"]) for row in said] == [("web", "made", 30), ("std", "made", 10)]
+    assert run() == [("web", "made", 30), ("std", "made", 10)]
     printed = capsys.readouterr()
     assert re.search(r"web +30 +[\d,]+ .* made", printed.out)
     assert "web: 30 records" in printed.err
@@ -241,7 +238,6 @@ def test_an_index_is_not_written_to_a_url(tmp_path: Path) -> None:
             cache_dir=tmp_path,
             workers=1,
             command="",
-            json_file=None,
         )
 
 

@@ -23,7 +23,7 @@ from tests.data.two_sources import contents, recipes_of, write_lines
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from jtrain.runtime import cli
+from jtrain.cli.run import run
 from jtrain.data.pretokenized import writer
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.claims import BuildProcess
@@ -65,7 +65,7 @@ def main():
     prepare(recipes, folder / "out", workers=2, stream=sys.stdout, shard_bytes=shard_bytes)
     return 0
 
-sys.exit(cli.run(main))
+sys.exit(run(main))
 """
 
 INSTANTS = (

@@ -24,7 +24,7 @@ SUFFIXES |= {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "GB/s": 1e9, "MB/s": 1e6}
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Page of the toy on two hosts of H100; its odd vocabulary splits over no axis, so nothing runs on 32 and more."""
     path = tmp_path_factory.mktemp("page") / "plan.html"
-    words = ["tiny", "--device", "h100", "--count", "16", "--price", "2.5", "--html", str(path)]
+    words = ["--config=tiny", "--device", "h100", "--count", "16", "--price", "2.5", "--html", str(path)]
     words += ["--tokens", "1e12", "--set", "model.vocab_size=257"]
     assert main(words) == 0
     return path

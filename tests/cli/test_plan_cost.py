@@ -12,7 +12,7 @@ import pytest
 from jtrain.cli.plan import main
 from jtrain.plan.economics.failures import best_interval_s, goodput
 
-COST = ("cost", "tiny", "--device", "h100")
+COST = ("cost", "--config=tiny", "--device", "h100")
 WIDE = [f"--set={text}" for text in ("model.d_model=8192", "model.num_layers=40", "model.d_ff=28672")]
 
 
@@ -84,17 +84,19 @@ def test_gb200_against_h100_at_a_higher_price(capsys: pytest.CaptureFixture[str]
 def test_energy_of_tpus_only_where_it_is_published(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """v4 has 192 W; of a v5p time and money are known, and --carbon is refused."""
     file = tmp_path / "c.json"
-    assert main(["cost", "tiny", "--device", "v4", "--count", "4", "--tokens", "1T", "--json", str(file)]) == 0
+    assert main(["cost", "--config=tiny", "--device", "v4", "--count", "4", "--tokens", "1T", "--json", str(file)]) == 0
     [row] = json.loads(file.read_text())["rows"]
     assert row["mwh"] == pytest.approx(0.192 * row["device_hours"] / 1000)
-    assert main(["cost", "tiny", "--device", "v5p", "--count", "4", "--tokens", "1T", "--json", str(file)]) == 0
+    assert (
+        main(["cost", "--config=tiny", "--device", "v5p", "--count", "4", "--tokens", "1T", "--json", str(file)]) == 0
+    )
     [row] = json.loads(file.read_text())["rows"]
     assert row["days"] > 0
     assert row["mwh"] is row["co2_tonnes"] is None
     assert "energy and CO2 unknown: the power of a v5p is not published" in capsys.readouterr().out
-    assert main(["cost", "tiny", "--device", "v5p", "--count", "4", "--carbon", "100"]) == 2
+    assert main(["cost", "--config=tiny", "--device", "v5p", "--count", "4", "--carbon", "100"]) == 2
     assert "--carbon 100: the power of a v5p is not published" in capsys.readouterr().err
-    assert main(["cost", "tiny", "--device", "tpu7x", "--count", "4"]) == 0
+    assert main(["cost", "--config=tiny", "--device", "tpu7x", "--count", "4"]) == 0
     assert "at an assumed 15 GB/s: that link of a tpu7x is not published" in " ".join(capsys.readouterr().out.split())
 
 
@@ -102,7 +104,7 @@ def test_a_machine_file_has_the_price(capsys: pytest.CaptureFixture[str], tmp_pa
     """Also the power that a maker does not publish: with it --carbon is known."""
     machine, file = tmp_path / "my.toml", tmp_path / "c.json"
     machine.write_text('usd_per_hour = 4.0\n[chip]\nname = "v5p"\npower_w = 500\n')
-    words = ["cost", "tiny", "--machine", str(machine), "--count", "4", "--carbon", "100", "--json", str(file)]
+    words = ["cost", "--config=tiny", "--machine", str(machine), "--count", "4", "--carbon", "100", "--json", str(file)]
     assert main(words) == 0
     [row] = json.loads(file.read_text())["rows"]
     assert row["usd"] == pytest.approx(4 * row["device_hours"])
@@ -128,7 +130,18 @@ def test_sizes_that_are_too_small_are_shown_as_such(capsys: pytest.CaptureFixtur
 def test_gb200_is_worth_its_price_for_llama_8b(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Over twice as fast on up to 512 devices, so cheaper at 1.6 times the price; more devices cost more in all."""
     file = tmp_path / "c.json"
-    words = ["cost", "llama8b", "--device", "h100", "--count", "64,512,1024", "--tokens", "15T", "--json", str(file)]
+    words = [
+        "cost",
+        "--config=llama8b",
+        "--device",
+        "h100",
+        "--count",
+        "64,512,1024",
+        "--tokens",
+        "15T",
+        "--json",
+        str(file),
+    ]
     assert main([*words, "--against", "gb200=1.6"]) == 0
     found = json.loads(file.read_text())
     assert all(2 < ratio["speed"] < 3 and ratio["cost"] < 1 for ratio in found["against"]["ratios"])
@@ -141,7 +154,7 @@ def test_gb200_is_worth_its_price_for_llama_8b(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["cost", "tiny"], "no machine is named. Give --device, one of a100, h100"),
+        (["cost", "--config=tiny"], "no machine is named. Give --device, one of a100, h100"),
         ([*COST, "--count", "64,8"], "--count 64,8: expected ascending whole numbers above 0, such as 64,128,256"),
         ([*COST, "--count", "many"], "--count many: expected ascending"),
         ([*COST, "--count", "12"], "--count 12: a host has 8 x h100. Use 8, 16"),

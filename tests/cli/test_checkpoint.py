@@ -44,7 +44,7 @@ def test_list_shows_steps_dates_sizes_and_what_is_no_checkpoint(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The JSON has the same rows as the table."""
-    assert run("list", str(workdir), "--json", str(workdir / "list.json")) == 0
+    assert run("list", "--workdir", str(workdir), "--json", str(workdir / "list.json")) == 0
     rows = json.loads((workdir / "list.json").read_text())
     assert [(row["step"], row["complete"]) for row in rows] == [(1, True), (2, True), (None, False)]
     assert rows[0]["bytes"] > 100_000
@@ -59,13 +59,13 @@ def test_show_prints_leaves_data_state_and_config_of_the_newest(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With --step it shows that step instead."""
-    assert run("show", str(workdir)) == 0
+    assert run("show", "--workdir", str(workdir)) == 0
     shown = capsys.readouterr().out
     (line,) = (line for line in shown.splitlines() if line.startswith("params.layers.attention.q_DNH "))
     assert line.split() == ["params.layers.attention.q_DNH", "[2,", "64,", "4,", "16]", "float32", "0.0", "MiB"]
     assert '"next": 2' in shown
     assert "seed: int = 2" in shown
-    assert run("show", str(workdir), "--step", "1", "--json", str(workdir / "show.json")) == 0
+    assert run("show", "--workdir", str(workdir), "--step", "1", "--json", str(workdir / "show.json")) == 0
     found = json.loads((workdir / "show.json").read_text())
     assert found["data"] == {"next": 1}
     assert found["config"] == "seed: int = 1\n"
@@ -74,10 +74,10 @@ def test_show_prints_leaves_data_state_and_config_of_the_newest(
 
 def test_verify_finds_damage_and_exits_2(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Intact checkpoints exit with 0, so that a script can rely on the code."""
-    assert run("verify", str(workdir)) == 0
+    assert run("verify", "--workdir", str(workdir)) == 0
     assert capsys.readouterr().out.count(": intact (") == 2
     spoil(workdir, 2)
-    assert run("verify", str(workdir), "--json", str(workdir / "verify.json")) == 2
+    assert run("verify", "--workdir", str(workdir), "--json", str(workdir / "verify.json")) == 2
     shown = capsys.readouterr()
     assert "step 1: intact" in shown.out
     assert "step 2: DAMAGED" in shown.out
@@ -86,13 +86,13 @@ def test_verify_finds_damage_and_exits_2(workdir: Path, capsys: pytest.CaptureFi
     rows = json.loads((workdir / "verify.json").read_text())
     assert rows[0]["damage"] == []
     assert len(rows[1]["damage"]) == 1
-    assert run("verify", str(workdir), "--step", "1") == 0
+    assert run("verify", "--workdir", str(workdir), "--step", "1") == 0
 
 
 def test_a_damaged_manifest_hides_no_other_checkpoint(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`list` shows the other checkpoints too."""
     (workdir / "checkpoints" / "1" / "manifest.json").write_text("{")
-    assert run("list", str(workdir)) == 0
+    assert run("list", "--workdir", str(workdir)) == 0
     shown = capsys.readouterr().out.splitlines()
     assert "no: damaged: " in shown[1]
     assert shown[2].endswith("yes")
@@ -109,23 +109,23 @@ def test_a_step_that_is_not_there_exits_2(
     workdir: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
 ) -> None:
     """The message lists the existing steps."""
-    assert run(argv[0], str(workdir), *argv[1:]) == 2
+    assert run(argv[0], "--workdir", str(workdir), *argv[1:]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_directory_without_checkpoints_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The workdir does not exist, or nothing was saved in it yet."""
-    assert run("list", str(tmp_path)) == 2
+    assert run("list", "--workdir", str(tmp_path)) == 2
     assert "Give the --workdir of a run" in capsys.readouterr().err
     (tmp_path / "checkpoints").mkdir()
-    assert run("list", str(tmp_path)) == 2
+    assert run("list", "--workdir", str(tmp_path)) == 2
     assert "No complete checkpoint in" in capsys.readouterr().err
 
 
 def test_the_verb_needs_neither_jax_nor_orbax(workdir: Path) -> None:
     """The verb answers at once; it runs as a command, and its exit code is checked."""
     program = (
-        "import runpy, sys; sys.argv[1:] = ['verify', sys.argv[1]]\n"
+        "import runpy, sys; sys.argv[1:] = ['verify', '--workdir', sys.argv[1]]\n"
         "try:\n  runpy.run_module('jtrain.checkpoint', run_name='__main__', alter_sys=True)\n"
         "except SystemExit as end: print(end.code, sorted({'jax', 'orbax', 'numpy'} & set(sys.modules)))"
     )
@@ -133,7 +133,7 @@ def test_the_verb_needs_neither_jax_nor_orbax(workdir: Path) -> None:
         [sys.executable, "-c", program, str(workdir)], capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout.splitlines()[-1] == "0 []"
-    command = [sys.executable, "-m", "jtrain.checkpoint", "show", str(workdir), "--step", "9"]
+    command = [sys.executable, "-m", "jtrain.checkpoint", "show", "--workdir", str(workdir), "--step", "9"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --step 9: no complete checkpoint")

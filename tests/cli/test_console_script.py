@@ -9,7 +9,7 @@ import pytest
 
 from jtrain.__main__ import VERBS, main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def jtrain(*words: str, module: str = "jtrain") -> subprocess.CompletedProcess[str]:
@@ -42,7 +42,9 @@ def test_help_lists_the_verbs_without_importing_jax(capsys: pytest.CaptureFixtur
 
 def test_an_unknown_verb_exits_2_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lanch", "--config=tiny"]) == 2
-    assert capsys.readouterr().err.startswith("error: no verb lanch. Did you mean launch? There are: launch, plan, ")
+    assert capsys.readouterr().err.startswith(
+        "error: no verb lanch. Did you mean launch, plan, bench? There are: launch, plan, "
+    )
     assert main(["x"]) == 2
     assert capsys.readouterr().err.startswith("error: no verb x. There are: launch, ")
     assert main([]) == 2

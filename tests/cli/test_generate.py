@@ -1,8 +1,6 @@
 """Sampling: cached decoding equals the model, and the text depends only on checkpoint, prompt and seed."""
 
 import functools
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -316,6 +314,7 @@ def test_the_verb_prints_the_prompt_and_what_follows(workdir: Path, capsys: pyte
     [
         (["--prompt", "x" * 300], "the prompt has 301 tokens, and the context is data.seq_len=256"),
         (["--max-tokens", "0"], "--max-tokens 0 must be from 1 to"),
+        (["--top-k", "4", "--top-p", "0.5"], "--top-p not allowed with argument --top-k"),
         (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
         (["--step", "7"], "No complete checkpoint of step 7"),
         (["--workdir", "/nowhere/at/all"], "No checkpoint in /nowhere/at/all/checkpoints"),
@@ -328,16 +327,3 @@ def test_mistakes_exit_2_with_a_message(
     """User errors print no traceback."""
     assert main(["--workdir", str(workdir), *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_help_answers_at_once() -> None:
-    """`--help` imports no jax, and top-k and top-p exclude each other."""
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "jtrain.generate", "--help"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--top-k K | --top-p P" in done.stdout
-    assert " jax\n" not in done.stderr

@@ -195,16 +195,13 @@ def test_hosts_under_one_leaf_have_no_collisions(output: Output, racks: Path) ->
     assert "16 x h100: all 2 hosts are under one leaf, so nothing crosses the spine. Raise --count" in message
 
 
-def test_help_and_tables_answer_without_jax() -> None:
+def test_tables_answer_without_jax() -> None:
     """In a process of its own, which must not import jax."""
     code = (
-        "import sys, contextlib\nfrom jtrain.cli.plan import main\n"
-        "for verb in ('network', 'ecmp'):\n    with contextlib.suppress(SystemExit):\n        main([verb, '--help'])\n"
+        "import sys\nfrom jtrain.cli.plan import main\n"
         "main(['network', '--device', 'h100', '--count', '8'])\nmain(['ecmp', '--flows', '8', '--links', '8'])\n"
         "assert 'jax' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "--collective" in done.stdout
-    assert "--flows" in done.stdout
     assert "NCCL chooses NVLS with Simple" in done.stdout

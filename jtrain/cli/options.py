@@ -1,0 +1,88 @@
+"""Options that several verbs share, and types of values: numbers as people write them, sizes, files to write."""
+
+import math
+import re
+from pathlib import Path
+
+from jtrain.cli.run import STDOUT, Parser, WrongValue
+from jtrain.runtime.accelerators import DEVICES
+
+_SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+_UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)}
+_UNITS |= {p + end: 1024**k for k, p in enumerate("KMGT", 1) for end in ("iB", "")}
+
+
+def add_config(parser: Parser, *, required: bool = True) -> None:
+    """Adds --config, --with and --set, which name a run's settings."""
+    parser.add_argument(
+        "--config",
+        required=required,
+        metavar="NAME",
+        help="a file of configs/ (tiny, llama8b, ...), path/to/file.py[:function] or module:function",
+    )
+    parser.add_argument(
+        "--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER", help="apply a fiddler of that file"
+    )
+    parser.add_argument(
+        "--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="set one field, after fiddlers"
+    )
+
+
+def add_workdir(parser: Parser, what: str = "folder, gs:// or s3:// URL of the run", *, required: bool = True) -> None:
+    """Adds --workdir, which names a run's files."""
+    parser.add_argument("--workdir", required=required, metavar="DIR", help=what)
+
+
+def add_step(parser: Parser, what: str = "step of the checkpoint (default: the newest)") -> None:
+    """Adds --step."""
+    parser.add_argument("--step", type=int, metavar="N", help=what)
+
+
+def add_json(parser: Parser) -> None:
+    """Adds --json, which every verb that prints a table has."""
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the same to FILE as JSON; - prints it")
+
+
+def add_local_devices(parser: Parser) -> None:
+    """Adds --device and --emulate-devices: what of this machine a process computes on."""
+    parser.add_argument("--device", choices=DEVICES, help="run on this kind of device (default: the fastest here)")
+    parser.add_argument("--emulate-devices", type=int, metavar="N", help="run on N CPU devices")
+
+
+def output_file(text: str) -> Path:
+    """Path of a file to write, in a folder that exists; `-` is standard output. It is refused before work begins."""
+    path = Path(text)
+    if path != STDOUT and not path.absolute().parent.is_dir():
+        raise WrongValue(f"{text}: there is no folder {path.absolute().parent}. Make it first")
+    return path
+
+
+def number(text: str) -> float:
+    """A number above 0 such as `15T`, `300B`, `4M` or `1e9`."""
+    match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([KMBGT]?)", text.strip())
+    try:
+        value = float(match[1]) * _SUFFIXES[match[2]] if match else math.nan
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise WrongValue(f"{text} must be a number above 0, such as 2.5, 1e9, 300B or 15T")
+    return value
+
+
+def share(text: str) -> float:
+    """A fraction above 0 and at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise WrongValue(f"{text} must be a share above 0 and at most 1")
+    return value
+
+
+def size(text: str) -> int:
+    """Bytes of a size such as `128GiB`, `2TB`, `1000000`, or `1G`, which is 1 GiB as for nccl-tests."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT](?:i?B)?|B)?", text.strip())
+    if match is None or not float(match[1]):
+        raise WrongValue(f"{text}: expected a size such as 128GiB or 2TB")
+    return int(float(match[1]) * _UNITS[match[2] or ""])

@@ -1,0 +1,169 @@
+"""One way to declare a command line and to run it: verbs, sub-verbs, options, mistakes and exit codes.
+
+A verb is a `Verb` in a module of this folder, its work one or more `Command`s. A user's mistake, in the options or
+later, is a `UserError`, which `run` alone turns into a message and an exit code. Imports no jax, so that `--help`
+answers at once.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, override
+
+from jtrain.errors import HardwareFault, UserError, did_you_mean
+from jtrain.runtime import exit_codes
+from jtrain.runtime.output import keep_going_without_readers
+from jtrain.runtime.secrets import without_secrets
+
+Args = argparse.Namespace
+"""Parsed options of a command, with `words` as the user wrote them, and the `stdout` of the process."""
+
+WrongValue = argparse.ArgumentTypeError
+"""Raised by the `type` of an option; the message follows the option's name and has no full stop."""
+
+STDOUT = Path("-")
+"""Value of `--json` that means standard output."""
+
+
+def run(main: Callable[[], int]) -> int:
+    """Runs a command and returns its exit code.
+
+    A `UserError`, or an OSError that names a file, is printed as a message and gives exit code 2, a `HardwareFault` 76.
+    Every other exception is a bug and keeps its traceback.
+    """
+    keep_going_without_readers()
+    try:
+        return main()
+    except KeyboardInterrupt:
+        return 130  # shells report SIGINT as 130; during training the loop catches it, saves, and returns 75
+    except (UserError, HardwareFault, OSError) as error:
+        if isinstance(error, OSError) and not isinstance(error, UserError) and error.filename is None:
+            raise
+        print(f"error: {without_secrets(str(error))}", file=sys.stderr)
+        return exit_codes.FAULTY_HARDWARE if isinstance(error, HardwareFault) else exit_codes.REFUSED
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser whose refusals are `UserError`s, with the nearest name of a misspelt option."""
+
+    def __init__(self, prog: str, *, description: str, epilog: str, listing: str = "") -> None:
+        super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+        self.listing = listing
+
+    @override
+    def error(self, message: str) -> Any:
+        message = re.sub(r"^argument ([^:]+): ", r"\1 ", message)
+        raise UserError(f"{message}. {self._help}")
+
+    @property
+    def _help(self) -> str:
+        return f"`{self.prog} --help` lists the options."
+
+    @override
+    def format_help(self) -> str:
+        return super().format_help() + self.listing
+
+    def parse(self, words: Sequence[str]) -> Args:
+        """Parses the words after the command.
+
+        Raises:
+          UserError: an option is misspelt, missing or wrong.
+        """
+        # Misspelt names come first: argparse would say that the option which was meant is missing.
+        for word in words:
+            name = word.partition("=")[0]
+            if name.startswith("--") and name != "--" and name not in self._option_string_actions:
+                raise UserError(f"no option {name}. {did_you_mean(name, self._option_string_actions)}{self._help}")
+        return self.parse_args(words, Args(words=list(words)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A verb's work, or one of its sub-verbs.
+
+    summary: a line for lists of commands, without a full stop.
+    execute: returns the exit code; raises UserError.
+    add_options: declares the options.
+    description: sentences for `--help`; "" takes the summary.
+    exits: what the exit codes mean here.
+    ignores_unknown: True for a command that is given the options of another one.
+    """
+
+    summary: str
+    execute: Callable[[Args], int]
+    add_options: Callable[[Parser], None] = lambda parser: None
+    description: str = ""
+    exits: str = exit_codes.line(exit_codes.DONE, exit_codes.REFUSED, exit_codes.BUG)
+    ignores_unknown: bool = False
+
+    def parser(self, prog: str, listing: str = "") -> Parser:
+        """Returns the parser of the options."""
+        description = self.description or f"{self.summary[0].upper()}{self.summary[1:]}."
+        parser = Parser(prog, description=description, epilog=self.exits, listing=listing)
+        self.add_options(parser)
+        return parser
+
+    def main(self, prog: str, words: Sequence[str], listing: str = "") -> int:
+        """Parses the words after the command and runs it; returns the exit code."""
+        parser = self.parser(prog, listing)
+        args = parser.parse_known_args(words)[0] if self.ignores_unknown else parser.parse(words)
+        args.stdout = sys.stdout
+        # JSON on the standard output is alone there, without the tables of the command.
+        as_json = getattr(args, "json", None) == STDOUT
+        with contextlib.redirect_stdout(io.StringIO()) if as_json else contextlib.nullcontext():
+            return self.execute(args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verb:
+    """`python -m jtrain.NAME`, which is `jtrain NAME`.
+
+    name: module of `jtrain` that runs the verb.
+    alone: command without a sub-verb; None where there has to be one.
+    commands: sub-verb -> its command.
+    """
+
+    name: str
+    alone: Command | None = None
+    commands: Mapping[str, Command] = dataclasses.field(default_factory=dict[str, Command])
+    summary: str = ""
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Runs the command line, sys.argv by default; returns the exit code."""
+        words = list(sys.argv[1:] if argv is None else argv)
+        return run(lambda: self._dispatch(words))
+
+    def _dispatch(self, words: list[str]) -> int:
+        prog = f"python -m jtrain.{self.name}"
+        if self.commands and words and not words[0].startswith("-"):
+            name = words[0]
+            if name not in self.commands:
+                raise UserError(
+                    f"no command {name} of `{prog}`. {did_you_mean(name, self.commands)}There are: "
+                    f"{', '.join(self.commands)}; everything else is an option, as `{prog} --help` lists them."
+                )
+            return self.commands[name].main(f"{prog} {name}", words[1:])
+        return (self.alone or Command(self.summary, self._refuse)).main(prog, words, self._listing())
+
+    def _refuse(self, args: Args) -> int:
+        raise UserError(f"`python -m jtrain.{self.name}` needs a command, one of {', '.join(self.commands)}.")
+
+    def _listing(self) -> str:
+        """Text of `--help` with a line for each sub-verb."""
+        lines = [f"  {name:10} {command.summary}\n" for name, command in self.commands.items()]
+        return "".join(["\ncommands (each has its own --help):\n", *lines]) if lines else ""
+
+
+def write_json(args: Args, content: object) -> None:
+    """Writes what `--json` asks for; nothing without it."""
+    text = json.dumps(content, indent=1) + "\n"
+    if args.json == STDOUT:
+        args.stdout.write(text)
+    elif args.json is not None:
+        args.json.write_text(text)

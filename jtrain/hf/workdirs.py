@@ -1,0 +1,127 @@
+"""Conversion of workdirs to Hugging Face model directories and back."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jtrain import optim
+from jtrain.checkpoint import Checkpoints, CheckpointSpec
+from jtrain.config import tree
+from jtrain.config.load import load_config
+from jtrain.config.resume import run_of_checkpoint
+from jtrain.config.run import build_run, check_vocabulary
+from jtrain.data import make_tokenizer, open_dataset
+from jtrain.errors import FileError, UserError
+from jtrain.hf.directory import check_empty, open_tensors, read_config, write_directory
+from jtrain.hf.mapping import from_hf
+from jtrain.hf.model_config import config_from_model, model_differences, model_from_config
+from jtrain.model.fp8_scaling import first_scaling
+from jtrain.model.param import map_params
+from jtrain.runtime.store_paths import in_store, workdir_path
+from jtrain.step.state import TrainState
+
+
+def export(workdir: str, out: Path, *, step: int | None, dtype: str | None) -> None:
+    """Writes a checkpoint of a run as a model directory, and prints what it wrote.
+
+    Args:
+      step: None for the newest.
+      dtype: of the weights; None for the run's `precision.param_dtype`.
+
+    Raises:
+      FileError: there is no checkpoint, or `out` is not empty.
+      UserError: the model cannot be described by a config.json.
+    """
+    check_empty(out)
+    with Checkpoints(workdir_path(workdir), CheckpointSpec()) as checkpoints:
+        step = checkpoints.latest_step() if step is None else step
+        if step is None:
+            raise FileError(f"No checkpoint in {checkpoints.folder}. Give the --workdir of another run.")
+        run = run_of_checkpoint(checkpoints.config_text(step))
+        dtype = dtype or run.precision.param_dtype
+        tokenizer = make_tokenizer(run.data.tokenizer, end_token=run.data.end_token)
+        their_config = config_from_model(
+            run.model, dtype=dtype, max_seq_len=run.data.seq_len, begin_id=tokenizer.begin_id, end_id=tokenizer.end_id
+        )
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        # Read in the output dtype: rounding later would hold the weights in two dtypes at once.
+        like = map_params(
+            lambda info: jax.ShapeDtypeStruct(info.shape, dtype, sharding=sharding), run.model.param_infos()
+        )
+        params = checkpoints.restore_part(step, {"params": like})["params"]
+    files = write_directory(
+        out,
+        jax.tree.map(np.asarray, params),  # no copy on a CPU
+        run.model,
+        their_config,
+        dtype=dtype,
+        tokenizer_folder=_tokenizer_folder(run.data.tokenizer),
+    )
+    print(f"step {step} of {workdir}, {_size(run.model.param_infos())} parameters, {dtype} -> {out}:")
+    print(f"  {', '.join(files)}")
+
+
+def import_directory(folder: Path, workdir: str, *, config: str, fiddlers: Sequence[str], sets: Sequence[str]) -> None:
+    """Writes a workdir whose step 0 has the weights of a model directory, and prints the command that trains on.
+
+    Raises:
+      FileError: the directory cannot be read, or `workdir` is not empty.
+      UserError: it holds another model than the config.
+    """
+    home = workdir_path(workdir)
+    if in_store(home):
+        raise UserError(f"{workdir}: import writes to a disk. Give a folder, and copy it to the store afterwards.")
+    check_empty(home)
+    theirs = model_from_config(read_config(folder))
+    run_config = load_config(config, fiddlers, sets)
+    run = build_run(run_config)
+    if lines := model_differences(theirs, run.model):
+        listed = "".join(f"\n  {line}" for line in lines)
+        raise UserError(f"{folder} is not the model of --config={config}:{listed}\nSet these fields by --set.")
+    dataset = open_dataset(run.data, seed=run.seed)
+    check_vocabulary(run.model, dataset.vocab_size)
+    with open_tensors(folder) as tensors:
+        arrays = from_hf(tensors, run.model, dtype=run.precision.param_dtype)
+    params = _onto_device(arrays)
+    infos = map_params(lambda info: info, run.model.param_infos())
+    optimizer = optim.build(run.optimizer, num_steps=run.num_steps, params=infos)
+    delayed = run.precision.matmul_dtype == "fp8_delayed"
+    scaling = first_scaling(run.model.param_infos(), params) if delayed else {}
+    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), scaling)
+    config_text = tree.flat(run_config)
+    home.mkdir(parents=True, exist_ok=True)
+    with Checkpoints(home, run.checkpoint) as checkpoints:
+        checkpoints.save(0, state, dataset.first_state(), config_text)
+    # Written last: a config.txt without a checkpoint would let a run start from random weights.
+    (home / "config.txt").write_text(config_text)
+    print(f"{folder}, {_size(run.model.param_infos())} parameters -> step 0 of {workdir}. Train on from it:")
+    options = [f"--config={config}", *(part for name in fiddlers for part in ("--with", name))]
+    options += [*(part for text in sets for part in ("--set", text)), "--workdir", workdir]
+    print(f"  python -m jtrain.launch {shlex.join(options)}")
+
+
+def _tokenizer_folder(tokenizer: str) -> Path | None:
+    """Folder of a tokenizer's files; None for `bytes`, which has no files."""
+    if tokenizer == "bytes":
+        return None
+    path = Path(tokenizer).expanduser()
+    return path if path.is_dir() else path.parent
+
+
+def _onto_device(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Converts a tree to jax arrays; empties `arrays` meanwhile, so that the weights are never in memory twice."""
+    out: dict[str, Any] = {}
+    for key in list(arrays):
+        value = arrays.pop(key)
+        out[key] = _onto_device(value) if isinstance(value, dict) else jnp.asarray(value)
+    return out
+
+
+def _size(infos: Any) -> str:
+    """Number of parameters, with thousands separators."""
+    return f"{sum(info.size for info in infos):,}"

@@ -1,0 +1,179 @@
+"""The dispatcher that all verbs share: help, misspelt names, files to write, exit codes."""
+
+import compileall
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jtrain.cli.options import add_json, output_file
+from jtrain.cli.run import Args, Command, Parser, Verb, write_json
+from jtrain.errors import HardwareFault, UserError
+
+ROOT = Path(__file__).parents[2]
+VERBS: dict[str, Verb] = {
+    name: importlib.import_module(f"jtrain.cli.{name}").VERB
+    for name in ("launch", "plan", "profile", "checkpoint", "hf", "data", "generate", "node_check")
+}
+COMMANDS = [(name, word) for name, verb in VERBS.items() for word in ("", *verb.commands)]
+
+
+def add_options(parser: Parser) -> None:
+    """Options of a command that prints a table."""
+    parser.add_argument("--width", type=int, default=3)
+    parser.add_argument("--picture", type=output_file)
+    add_json(parser)
+
+
+def square(args: Args) -> int:
+    """Prints a line and writes it as JSON."""
+    print(f"{args.words}: {args.width**2}")
+    write_json(args, {"area": args.width**2})
+    return 0
+
+
+SQUARE = Command("print the area of a square", square, add_options)
+VERB = Verb("shape", summary="measure shapes", commands={"square": SQUARE})
+
+
+def test_a_command_gets_its_options_and_its_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Table on the standard output, JSON in a file, or alone on the standard output."""
+    file = tmp_path / "area.json"
+    assert VERB.main(["square", "--width", "4", "--json", str(file)]) == 0
+    assert capsys.readouterr().out == f"['--width', '4', '--json', '{file}']: 16\n"
+    assert json.loads(file.read_text()) == {"area": 16}
+    assert VERB.main(["square", "--json=-"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"area": 9}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["squire"],
+            "no command squire of `python -m jtrain.shape`. Did you mean square? There are: square; everything",
+        ),
+        (["runs/tiny"], "no command runs/tiny of `python -m jtrain.shape`. There are: square; everything else is an"),
+        ([], "`python -m jtrain.shape` needs a command, one of square."),
+        (
+            ["square", "--widht=4"],
+            "no option --widht. Did you mean --width? `python -m jtrain.shape square --help` lists",
+        ),
+        (["square", "--wid=4"], "no option --wid. Did you mean --width? "),
+        (["square", "--width", "x"], "--width invalid int value: 'x'. `python -m jtrain.shape square --help` lists"),
+        (["square", "4"], "unrecognized arguments: 4. "),
+        (
+            ["square", "--picture", "no/a.svg"],
+            f"--picture no/a.svg: there is no folder {Path.cwd()}/no. Make it first.",
+        ),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_and_exit_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the command runs."""
+    assert VERB.main(words) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert error.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"), [(UserError("no"), 2), (FileNotFoundError(2, "gone", "a"), 2), (HardwareFault("device 3"), 76)]
+)
+def test_one_place_turns_errors_into_exit_codes(raised: Exception, code: int) -> None:
+    def fail(_: Args) -> int:
+        raise raised
+
+    assert Verb("shape", Command("fail", fail)).main([]) == code
+
+
+@pytest.mark.parametrize(("name", "word"), COMMANDS, ids=lambda text: text)
+def test_every_command_names_the_nearest_option(name: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where a required one is missing; the node check takes the training command's options and ignores them."""
+    words = [word, "--hlep"] if word else ["--hlep"]
+    if name == "node_check":
+        return
+    assert VERBS[name].main(words) == 2
+    assert "error: no option --hlep. Did you mean --help" in capsys.readouterr().err
+
+
+def test_help_of_every_command_needs_neither_jax_nor_numpy(capsys: pytest.CaptureFixture[str]) -> None:
+    """So that it answers at once (`jtrain bench startup` has the time)."""
+    code = (
+        "import contextlib, importlib, sys\n"
+        f"for name, word in {COMMANDS}:\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        importlib.import_module(f'jtrain.cli.{name}').main([word, '--help'] if word else ['--help'])\n"
+        "print({'jax', 'numpy', 'rich', 'fiddle'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.count("usage: ") == len(COMMANDS) > 25
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_every_command_that_reads_a_run_names_it_by_workdir() -> None:
+    """One form for all; nothing is named by its place in the command, so a word is always a command."""
+    for name, verb in VERBS.items():
+        for word, command in {"": verb.alone, **verb.commands}.items():
+            if command is None:
+                continue
+            actions = command.parser(f"{name} {word}")._actions
+            assert all(action.option_strings for action in actions), (name, word)
+            options = {option for action in actions for option in action.option_strings}
+            reads_a_run = (name, word) in {("hf", "export"), ("hf", "import"), ("generate", ""), ("launch", "")}
+            assert ("--workdir" in options) == (reads_a_run or name in {"profile", "checkpoint"}), (name, word)
+            prints_a_table = name in {"profile", "checkpoint", "data", "plan"} and word not in {"export", "sample"}
+            assert ("--json" in options) == prints_a_table, (name, word)
+
+
+@pytest.fixture(scope="module")
+def compiled_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both packages as .pyc files alone, as some distributions ship Python."""
+    site = tmp_path_factory.mktemp("site")
+    for package in (ROOT / "jtrain", ROOT / "kernels" / "jtrain_kernels"):
+        shutil.copytree(package, site / package.name, ignore=shutil.ignore_patterns("__pycache__", "bench"))
+    assert compileall.compile_dir(site, quiet=1, legacy=True)
+    for source in site.rglob("*.py"):
+        source.unlink()
+    return site
+
+
+def python(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(site), "XLA_FLAGS": ""}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_messages_need_no_sources(compiled_only: Path, tmp_path: Path) -> None:
+    """Exit 2 and one line; the package is really the compiled one."""
+    where = python(compiled_only, tmp_path, "-c", "import jtrain.launch; print(jtrain.launch.__file__)").stdout.strip()
+    assert where == str(compiled_only / "jtrain" / "launch.pyc")
+    done = python(compiled_only, tmp_path, "-m", "jtrain.launch", "--config=nowhere")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: --config=nowhere: no such config.")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bug_stays_a_bug_without_sources(compiled_only: Path, tmp_path: Path) -> None:
+    """A ValueError that is no UserError keeps its traceback, exit code 1."""
+    code = "import sys; from jtrain.cli.run import run; sys.exit(run(lambda: int('a word')))"
+    done = python(compiled_only, tmp_path, "-c", code)
+    assert done.returncode == 1
+    assert "ValueError: invalid literal" in done.stderr
+
+
+def test_faulty_hardware_has_a_code_of_its_own(compiled_only: Path, tmp_path: Path) -> None:
+    """Supervisors replace the host on 76; the message stands alone on stderr."""
+    code = (
+        "import sys; from jtrain.errors import HardwareFault; from jtrain.cli.run import run\n"
+        "def main(): raise HardwareFault('device 3 of host a')\n"
+        "sys.exit(run(main))"
+    )
+    done = python(compiled_only, tmp_path, "-c", code)
+    assert (done.returncode, done.stderr) == (76, "error: device 3 of host a\n")
