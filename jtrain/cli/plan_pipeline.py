@@ -10,7 +10,6 @@ from jtrain.cli.machine_options import add_count, add_machine, machine_and_price
 from jtrain.cli.options import add_config, add_json, output_file
 from jtrain.cli.run import Args, Command, Parser, WrongValue, write_json
 from jtrain.errors import UserError
-from jtrain.pipeline.cells import read_csv, to_csv
 from jtrain.pipeline.families import FAMILIES, make_schedule
 from jtrain.pipeline.schedule import PipelineSchedule
 
@@ -94,6 +93,8 @@ def schedules(args: Args, stages: int | None, microbatches: int | None) -> list[
       UserError: a number is missing or wrong, or the schedule does not exist for them.
     """
     if args.csv is not None:
+        from jtrain.pipeline.cells import read_csv  # lazy, as below: numpy
+
         return [read_csv(args.csv, stages=stages, microbatches=microbatches)]
     for name, value in (("stages", stages), ("microbatches", microbatches)):
         if value is None:
@@ -138,6 +139,8 @@ def _planned(args: Args) -> "Planned | None":
 
     stages, microbatches = args.stages, args.microbatches
     if args.csv is not None:
+        from jtrain.pipeline.cells import read_csv
+
         mine = read_csv(args.csv, stages=stages, microbatches=microbatches)
         stages, microbatches = mine.stages, mine.microbatches
     load = functools.partial(load_config, args.config, args.fiddlers, args.sets)
@@ -149,6 +152,7 @@ def _planned(args: Args) -> "Planned | None":
 
 def _write_files(args: Args, shown: "Shown") -> None:
     """Writes what --svg, --html and --write-csv ask for."""
+    from jtrain.pipeline.cells import to_csv
     from jtrain.pipeline.picture import page, svg
     from jtrain.plan.report.pipeline_sheet import figures
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,14 +173,3 @@ def test_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str], words: 
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("verb", ["cost", "walls"])
-def test_help_imports_no_jax(verb: str) -> None:
-    """It answers at once."""
-    code = (
-        f"import sys; from jtrain.plan.economics import {verb}_cli as cli; "
-        "print(len(cli.parser().format_help()) > 500, 'jax' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False"]
