@@ -30,6 +30,8 @@ ROWS = (
 ENTRIES = {"launch", "generate", "node_check"}
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 KERNEL_IMPORTS = {"jax", "jaxlib", "jax_triton", "jaxtyping", "numpy", "tokamax", "triton", "jtrain_kernels"}
+OTHER_ENVIRONMENTS = {"peers", "checkpoint_programs"}
+"""Folders of programs that run in the environments of what is compared with."""
 FIDDLE_IMPORTERS = {"config", "cli"}
 
 
@@ -145,17 +147,17 @@ def test_fiddle_stays_with_the_config() -> None:
     assert importers <= FIDDLE_IMPORTERS
 
 
-def test_nobody_imports_launch_scripts_configs_or_tests() -> None:
-    """launch/ holds scripts, configs/ is loaded by path."""
+def test_nobody_imports_launch_scripts_configs_bench_or_tests() -> None:
+    """launch/ holds scripts, configs/ is loaded by path, and bench/, which may import everything, is in no wheel."""
     for path in [*sources("jtrain"), *sources("kernels")]:
         roots = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
-        assert not roots & {"launch", "configs", "tests", "colabs"}, path
+        assert not roots & {"launch", "configs", "tests", "colabs", "bench"}, path
     assert not sources("launch"), "launch/ holds shell scripts and templates; Python belongs to jtrain/"
 
 
 def test_no_file_is_a_kitchen_sink() -> None:
     """A file is named after what it knows, and `kernels/` must not shadow another package."""
-    names = {path.stem for folder in ("jtrain", "kernels", "tests", "configs") for path in sources(folder)}
+    names = {path.stem for folder in ("jtrain", "kernels", "bench", "tests", "configs") for path in sources(folder)}
     assert not names & {"utils", "util", "common", "helpers", "helper", "misc", "base"}
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
@@ -164,9 +166,9 @@ def test_importing_everything_starts_no_backend_and_changes_no_environment() -> 
     """Nothing happens at import: no device query, no environment write, for any module of the two packages."""
     modules = [
         ".".join(path.relative_to(ROOT / top).with_suffix("").parts).removesuffix(".__init__")
-        for top, folder in ((".", "jtrain"), ("kernels", "kernels"))
+        for top, folder in ((".", "jtrain"), ("kernels", "kernels"), (".", "bench"))
         for path in sources(folder)
-        if path.name != "__main__.py" and "peers" not in path.parts  # bench/peers/ runs in the peers' environments
+        if path.name != "__main__.py" and path.parent.name not in OTHER_ENVIRONMENTS
     ]
     code = f"""
 import importlib, os

@@ -84,11 +84,11 @@ def run(environment: Path, folder: Path, *words: str) -> subprocess.CompletedPro
 
 
 def test_a_wheel_carries_what_a_user_needs_and_no_more(wheel: Path) -> None:
-    """Both packages, their type markers, configs and the license; no programs of other environments."""
+    """Both packages, their type markers, configs and the license; no folder bench."""
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"jtrain/__init__.py", "jtrain/py.typed", "jtrain_kernels/py.typed", "jtrain/_configs/tiny.py"} <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-    assert not [name for name in names if name.startswith("jtrain/bench/peers")]
+    assert {"jtrain/bench/one_gpu.py", "jtrain/bench/checkpoint_programs/checkpoint_torch.py"} <= names
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"jtrain", "jtrain_kernels"}
 
 
@@ -125,12 +125,16 @@ def test_an_installed_wheel_finds_its_configs_outside_the_checkout(installed: Pa
     assert done.stdout == (GOLDEN / "llama8b.txt").read_text()
 
 
-def test_a_wheel_refuses_a_benchmark_beside_peers_in_one_line(installed: Path, tmp_path: Path) -> None:
-    """The peers' programs are only in a checkout; the message names the command that sets the peers up there."""
+def test_a_wheel_lists_the_benchmarks_it_has_and_refuses_others_in_one_line(installed: Path, tmp_path: Path) -> None:
+    """Published figures beside other projects are measured in a checkout, and the message says so."""
+    listed = run(installed, tmp_path, "jtrain", "bench").stdout.splitlines()
+    assert {"one_gpu", "faults", "startup", "checkpoint"} <= {line.split()[0] for line in listed}
+    assert not [line for line in listed if "data_scaling" in line]
     done = run(installed, tmp_path, "jtrain", "bench", "data_scaling")
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
-    assert "Get a checkout of jtrain, run `sh jtrain/bench/peers/setup.sh` in it" in line
+    assert "no benchmark data_scaling. There are: " in line
+    assert "Those of published figures are in the folder bench/ of a checkout of jtrain: run them there" in line
 
 
 def type_errors(environment: Path, folder: Path, source: str) -> list[str]:

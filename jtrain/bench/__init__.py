@@ -1,6 +1,8 @@
-"""One file per published number: `python -m jtrain.bench` lists them, `python -m jtrain.bench NAME` runs one.
+"""Numbers of a machine: `python -m jtrain.bench` lists the benchmarks, `python -m jtrain.bench NAME` runs one.
 
-A benchmark is a module here whose docstring's first line says what it measures, with
+Here is what a user measures on a machine of theirs. What only jtrain's own published figures need, beside other
+projects or by compilers for absent chips, is in the folder bench/ of a checkout, and runs by the same command.
+A benchmark is a module in either whose docstring's first line says what it measures, with
 `run(args: argparse.Namespace)` that returns a list of rows or yields them as they are measured, and
 `add_arguments(parser)` if it has options of its own. What it is compared with runs in the same process tree, right
 before or after.

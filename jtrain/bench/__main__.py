@@ -3,7 +3,6 @@
 import argparse
 import ast
 import datetime
-import difflib
 import importlib
 import json
 import os
@@ -15,21 +14,31 @@ from typing import Any
 
 from jtrain.bench import Row, meets_bar, rehearsed
 from jtrain.cli.run import run
-from jtrain.errors import UserError
+from jtrain.errors import UserError, did_you_mean
 from jtrain.runtime import exit_codes
 from jtrain.runtime.platform import start_jax
 
-FOLDER = Path(__file__).parent
+CHECKOUT = Path(__file__).parents[2]
+FOLDERS = {"jtrain.bench": Path(__file__).parent, "bench": CHECKOUT / "bench"}
+"""Package -> its folder: what a user measures, and the published figures, which only a checkout has."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
-def benchmarks() -> dict[str, str]:
-    """Name -> first line of its docstring, without importing any."""
-    return {
-        path.stem: (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
-        for path in sorted(FOLDER.glob("*.py"))
-        if not path.stem.startswith("_")
-    }
+def in_checkout() -> bool:
+    """True if the folder bench/ beside this package is jtrain's: an installed one has none."""
+    return (CHECKOUT / "pyproject.toml").is_file()
+
+
+def benchmarks() -> dict[str, Path]:
+    """Name of each benchmark that is here -> its file."""
+    folders = FOLDERS.values() if in_checkout() else [FOLDERS["jtrain.bench"]]
+    files = (file for folder in folders for file in folder.glob("[!_]*.py"))
+    return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
+
+
+def first_line(file: Path) -> str:
+    """First line of a module's docstring, without importing it: some need packages of their own."""
+    return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
 
 
 def report(name: str, rows: Sequence[Row]) -> dict[str, Any]:
@@ -86,8 +95,8 @@ def measured(found: Iterable[Row], *, rehearse: bool, lines: Path | None) -> Ite
 
 def bench(argv: Sequence[str]) -> int:
     """Lists the benchmarks, or runs one; exit code 1 if one with MUST_MEET misses a bar."""
-    found = benchmarks()
-    listed = "\n".join(f"  {name:16} {line}" for name, line in found.items())
+    files = benchmarks()
+    listed = "\n".join(f"  {name:24} {first_line(file)}" for name, file in files.items())
     parser = argparse.ArgumentParser(
         prog="python -m jtrain.bench",
         description="Measures one published number; without a name, lists them.",
@@ -103,11 +112,13 @@ def bench(argv: Sequence[str]) -> int:
         parser.parse_args(argv)
         print(listed)
         return 0
-    if name not in found:
-        near = difflib.get_close_matches(name, found)
-        hint = f" Did you mean {', '.join(near)}?" if near else ""
-        raise UserError(f"no benchmark {name}.{hint} There are: {', '.join(found)}.")
-    module = importlib.import_module(f"jtrain.bench.{name}")
+    if name not in files:
+        message = f"no benchmark {name}. {did_you_mean(name, files)}There are: {', '.join(files)}."
+        if not in_checkout():
+            message += " Those of published figures are in the folder bench/ of a checkout of jtrain: run them there."
+        raise UserError(message)
+    (package,) = (package for package, folder in FOLDERS.items() if folder == files[name].parent)
+    module = importlib.import_module(f"{package}.{name}")
     if hasattr(module, "add_arguments"):
         module.add_arguments(parser)
     args = parser.parse_args(argv)

@@ -1,6 +1,6 @@
 """Stall, slower steps, seconds until durable and host memory of a save, beside plain Orbax and torch's async DCP.
 
-    python -m jtrain.bench checkpoint --torch-python T/bin/python
+    python -m jtrain.bench checkpoint [--torch-python T/bin/python]
 
 The same state in one process after the other: 110 million parameters with both moments of Adam in float32 (1.3 GB),
 and 1.8 million. Its values are normal random numbers, as the weights of a model are to a compressor: Orbax compresses.
@@ -24,11 +24,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from jtrain.bench import Row, data_sources, row
+from jtrain.bench import Row, row
 from jtrain.checkpoint import CheckpointSpec
 from jtrain.errors import UserError
 
 SIZES = ("100M", "small")
+PROGRAMS = Path(__file__).parent / "checkpoint_programs"
 PEERS = {"orbax": "Orbax", "orbax_fsync": "Orbax with fsync of everything", "torch": "torch's async DCP"}
 
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--torch-python",
         default=os.environ.get("PEER_TORCH_PYTHON"),
-        help="interpreter that has torch; or $PEER_TORCH_PYTHON",
+        help="interpreter that has torch; or $PEER_TORCH_PYTHON; without either, no rows of torch",
     )
     parser.add_argument("--saves", type=int, default=3, help="timed saves of each; their median counts (default: 3)")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES, help="states to save (default: both)")
@@ -48,27 +49,27 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
     """Rows of each size.
 
     Raises:
-      UserError: no interpreter with torch was given, or the peers' programs are not here.
+      UserError: the interpreter that was given has no torch.
     """
-    data_sources.peer_program("checkpoint_jax")
     python = args.torch_python
-    if python is None or subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode:
-        wrong = f"{python} cannot import it" if python else "no interpreter that has it was given"
+    if python and subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode:
         raise UserError(
-            f"checkpoint compares with torch, but {wrong}. Make one with `{data_sources.INSTALL}`, then give "
-            "--torch-python or PEER_TORCH_PYTHON."
+            f"checkpoint compares with torch, but {python} cannot import it. Make an environment that can with "
+            "`python3 -m venv T && T/bin/pip install torch`, then give --torch-python or PEER_TORCH_PYTHON; without "
+            "either, the rows of torch are left out."
         )
+    peers = {name: label for name, label in PEERS.items() if python or name != "torch"}
     interval = CheckpointSpec().every_steps
     assert interval is not None
     for size in args.sizes:
         found = {
             program: figures(program, size, saves=args.saves, python=python, folder=args.folder)
-            for program in ("jtrain", *PEERS)
+            for program in ("jtrain", *peers)
         }
         ours = found["jtrain"]
         share = stall_s(ours) / (interval * ours["step_s"])
         yield row(f"{size}: stall, of {interval} steps, the default interval", share, "", bar="<= 0.05")
-        for peer, name in PEERS.items():
+        for peer, name in peers.items():
             theirs = found[peer]
             yield row(f"{size}: stall, against {name}", stall_s(ours), "s", baseline=stall_s(theirs), bar="< 1")
             yield row(f"{size}: until durable, against {name}", ours["durable_s"], "s", baseline=theirs["durable_s"],
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
                 ("durable_s", "until durable"),
             ):
                 yield row(f"{size}: {program}, {what}", theirs[key], "s")
-            if program in PEERS:
+            if program in peers:
                 yield row(f"{size}: {program}, host memory at rest", theirs["rest_states"], "states")
                 yield row(f"{size}: {program}, host memory at most", theirs["peak_states"], "states")
 
@@ -100,10 +101,10 @@ def stall_s(figures: dict[str, float]) -> float:
     return figures["save_s"] + figures["slower_s"]
 
 
-def figures(program: str, size: str, *, saves: int, python: str, folder: Path | None) -> dict[str, float]:
+def figures(program: str, size: str, *, saves: int, python: str | None, folder: Path | None) -> dict[str, float]:
     """Runs one program in a process of its own; returns what it measured."""
-    script = data_sources.peer_program("checkpoint_torch" if program == "torch" else "checkpoint_jax")
-    interpreter = python if program == "torch" else sys.executable
+    script = PROGRAMS / ("checkpoint_torch.py" if program == "torch" else "checkpoint_jax.py")
+    interpreter = python if python and program == "torch" else sys.executable
     os.sync()  # what others have written does not count
     with tempfile.TemporaryDirectory(dir=folder) as target:
         command = [interpreter, str(script), "--program", program, "--size", size, "--folder", f"{target}/run"]

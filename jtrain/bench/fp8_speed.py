@@ -1,6 +1,6 @@
 """FP8 against bfloat16 on one GPU: a matmul of 8192^3 with its casts, and layers of the 8B model, forward and backward.
 
-    python -m jtrain.bench fp8_speed --json jtrain/bench/results/fp8_speed-h200.json
+    python -m jtrain.bench fp8_speed --json bench/results/fp8_speed-h200.json
 
 Needs a GPU with FP8 matmuls, and refuses elsewhere. XLA autotunes each program when it is compiled. The casts of both
 operands are part of every call, and with current scaling the computation of their amax too.

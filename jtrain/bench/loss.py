@@ -1,6 +1,6 @@
 """Loss and gradient at 16384 x 4096 x 128256 bf16 on a GPU: milliseconds and temporary bytes, chunked and whole.
 
-Needs a GPU, and refuses without one; `loss_memory` computes the bytes for an absent H200.
+Needs a GPU, and refuses without one; the published `loss_memory` has the bytes for an absent H200.
 """
 
 import argparse
@@ -13,12 +13,14 @@ import jax.numpy as jnp
 
 from jtrain.bench import Row, add_rehearse, row
 from jtrain.bench.elementwise import seconds
-from jtrain.bench.loss_memory import GIB, TOKENS, D, V
 from jtrain.errors import UserError
 from jtrain_kernels.device import from_device
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
 from jtrain_kernels.linear_cross_entropy.chunking import CANDIDATES, best_chunk, predict
 from jtrain_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+
+TOKENS, D, V = 16384, 4096, 128256
+GIB = 2**30
 
 BARS = {"h100": "<= 110", "h200": "<= 90"}
 """GPU -> milliseconds to keep to."""
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
     if spec is None or (gpu.platform != "gpu" and not args.rehearse):
         raise UserError(
             f"loss needs a GPU, but the device here is {gpu.device_kind!r}. Run the same command on one; for bytes "
-            "without one, run loss_memory."
+            "without one, run loss_memory in a checkout."
         )
     sizes = tokens, d_model, vocab = REHEARSED if args.rehearse else (TOKENS, D, V)
     whole_s, whole_bytes = measured(linear_cross_entropy_reference, args.repeats, sizes)

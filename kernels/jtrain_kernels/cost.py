@@ -106,7 +106,7 @@ cuDNN: 229 and 217, 309 and 214 TFLOP/s with the additive mask that it needs for
 time to write it. Heads of 256 are an assumption: its authors' 601 TFLOP/s forward, as much slower backward as in
 Dao-AILab/flash-attention, pull request 1893, and the mask's 1.7 and 7.3 ms with heads of 128 on top.
 
-splash: assumptions, but for heads of 128: row 3 of `jtrain.bench.plan_seconds`, two thirds of which are attention,
+splash: assumptions, but for heads of 128: row 3 of `bench.plan_seconds`, two thirds of which are attention,
 takes as long as published with these fractions of a tpu7x.
 """
 

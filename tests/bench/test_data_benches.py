@@ -9,15 +9,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 
-from jtrain.bench import (
-    checkpoint,
-    cpu_step,
+from bench import (
     data_end_to_end,
     data_first_batch,
     data_hosts,
@@ -28,10 +25,10 @@ from jtrain.bench import (
     data_resume,
     data_scaling,
     data_sources,
-    meets_bar,
 )
-from jtrain.bench.data_end_to_end import Text
-from jtrain.bench.data_memory import Measured, Usage
+from bench.data_end_to_end import Text
+from bench.data_memory import Measured, Usage
+from jtrain.bench import checkpoint, meets_bar
 from jtrain.data import open_dataset
 from jtrain.data.inspect.order_report import OrderReport, measure_order
 from jtrain.data.mixture.schedule import Constant
@@ -77,28 +74,17 @@ def test_all_formats_hold_the_same_documents_and_are_written_once() -> None:
 
 def test_without_the_peers_a_benchmark_says_how_to_get_them() -> None:
     """An interpreter that lacks one of them is refused too."""
-    with pytest.raises(ValueError, match=r"no interpreter that has them was given\. Make one with `sh jtrain/bench"):
+    with pytest.raises(ValueError, match=r"no interpreter that has them was given\. Make one with `sh bench"):
         data_sources.peer_python(argparse.Namespace(torch_python=None))
     with pytest.raises(ValueError, match=r"cannot import them all"):
         data_sources.peer_python(argparse.Namespace(torch_python=sys.executable))
 
 
-@pytest.mark.parametrize(
-    "bench", [data_memory, data_mixing, data_resume, data_scaling, data_end_to_end, cpu_step, checkpoint]
-)
-def test_without_the_peers_programs_a_benchmark_refuses_at_once(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A wheel has no folder `peers`: each benchmark beside peers names the command before it does anything."""
-    monkeypatch.setattr(data_sources, "PEERS", tmp_path / "peers")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    with pytest.raises(UserError, match=r"does not exist: .* run `sh jtrain/bench/peers/setup\.sh` in it") as raised:
-        list(bench.run(parser.parse_args([])))
-    assert "\n" not in str(raised.value)
-    assert not list(tmp_path.iterdir())
-    assert (Path(data_sources.__file__).parents[2] / data_sources.INSTALL.removeprefix("sh ")).is_file()
+def test_saves_are_compared_with_a_torch_that_is_there() -> None:
+    """The rows of torch need an interpreter that has it; without one they are left out."""
+    given = argparse.Namespace(torch_python="/bin/false", saves=1, sizes=["small"], folder=None)
+    with pytest.raises(UserError, match=r"/bin/false cannot import it\. Make an environment .* are left out"):
+        list(checkpoint.run(given))
 
 
 def test_a_peer_that_dies_is_an_error() -> None:

@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 
 from jtrain.bench import Row, add_rehearse, meets_bar, row
-from jtrain.bench.__main__ import FOLDER, bench, benchmarks
+from jtrain.bench.__main__ import FOLDERS, bench, benchmarks, first_line
 
 
 def test_every_benchmark_says_what_it_measures_and_can_run() -> None:
     """One line each, and a `run`, read without importing any: some need packages of their own."""
-    found = benchmarks()
-    assert "startup" in found
-    for name, line in found.items():
-        assert line, name
-        text = (FOLDER / f"{name}.py").read_text()
+    files = benchmarks()
+    assert files["startup"].parent == FOLDERS["jtrain.bench"]
+    assert files["data_mixing"].parent == FOLDERS["bench"]
+    assert len(files) == sum(len(list(folder.glob("[!_]*.py"))) for folder in FOLDERS.values()), "a name is used twice"
+    for name, file in files.items():
+        assert first_line(file), name
+        text = file.read_text()
         assert any(f"def run(args: argparse.Namespace) -> {kind}[Row]:" in text for kind in ("list", "Iterator")), name
 
 

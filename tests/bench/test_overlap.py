@@ -2,7 +2,7 @@
 
 import pytest
 
-from jtrain.bench.overlap import mixture_step
+from bench.overlap import mixture_step
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.plan.estimate.collectives import collectives

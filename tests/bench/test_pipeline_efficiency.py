@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from jtrain.bench import meets_bar, pipeline_efficiency
-from jtrain.bench.pipeline_efficiency import Rests, make_step
+from bench import pipeline_efficiency
+from bench.pipeline_efficiency import Rests, make_step
+from jtrain.bench import meets_bar
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.step.pipeline_ticks import ticks_of
 

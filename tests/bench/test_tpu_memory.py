@@ -4,8 +4,8 @@ import argparse
 
 import pytest
 
+from bench.tpu_memory import UNKNOWN_CYCLES, estimated_cycles, run
 from jtrain.bench import meets_bar
-from jtrain.bench.tpu_memory import UNKNOWN_CYCLES, estimated_cycles, run
 
 HLO = f"""HloModule m, is_scheduled=true
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jtrain.bench.attention_bytes import compiled_hlo, moved_bytes, needed_bytes, score_arrays
+from bench.attention_bytes import compiled_hlo, moved_bytes, needed_bytes, score_arrays
 from jtrain.hlo.memory_traffic import written_arrays
 from jtrain.hlo.traffic import overlap, traffic
 from jtrain.plan.compile.compiled_step import topology_devices

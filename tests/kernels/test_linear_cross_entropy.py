@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain.bench.loss_memory import GIB, split_bytes, temp_bytes
+from bench.loss_memory import GIB, split_bytes, temp_bytes
 from jtrain.plan.compile.compiled_step import topology_devices
 from jtrain_kernels.device import DEVICES
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy

@@ -41,7 +41,7 @@ RATES: Mapping[str, MatmulRate] = {
     **dict.fromkeys(("mi300x", "mi325x", "mi355x"), MatmulRate(0.5, 0.4, 128)),
     "trn2": MatmulRate(0.6, 0.5, 128),
 }
-"""Chip -> rate. Fitted to the published steps of `jtrain.bench.plan_seconds`: v5p rows 6 and 7, v6e row 5, tpu7x rows 1
+"""Chip -> rate. Fitted to the published steps of `bench.plan_seconds`: v5p rows 6 and 7, v6e row 5, tpu7x rows 1
 and 2, b200 row 11. v4 and v5e have the matrix units of a v5p and are assumed to do as well, other Blackwell GPUs as a
 B200. AMD's and trn2 are assumptions: on an MI300X users report two thirds of the fraction of an H100."""
 

@@ -1,6 +1,6 @@
 """Writes the MDS folders beside this file with MosaicML's own MDSWriter, for test_adopt.py.
 
-jtrain/bench/peers/setup.sh /tmp/jtrain-peers
+bench/peers/setup.sh /tmp/jtrain-peers
 /tmp/jtrain-peers/bin/python tests/golden/foreign/make_mds.py
 """
 

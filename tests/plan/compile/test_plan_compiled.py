@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from bench import plan_compiled
+from bench.plan_compiled import GIB, PROGRAMS, Program, compiled, planned
 from jtrain import bench
-from jtrain.bench import plan_compiled
-from jtrain.bench.plan_compiled import GIB, PROGRAMS, Program, compiled, planned
 
 COMMITTED = Path(plan_compiled.__file__).parent / "results" / "plan_compiled-aot.json"
 

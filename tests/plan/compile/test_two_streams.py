@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from jtrain.bench import overlap
+from bench import overlap
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.plan.compile.compiled_step import compile_step, topology_devices

@@ -2,7 +2,7 @@
 
 import statistics
 
-from jtrain.bench.plan_seconds import PUBLISHED, planned_job, predicted_s
+from bench.plan_seconds import PUBLISHED, planned_job, predicted_s
 
 
 def test_planned_steps_are_near_the_published_ones() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jtrain.bench import nccl_model
+from bench import nccl_model
 from jtrain.plan.fabric.fabric import Network, make_fabric
 from jtrain.plan.fabric.nccl_channels import SLOWEST, Channels, Node
 from jtrain.plan.fabric.nccl_model import Group, bus_bandwidth, estimates, nccl_group, on_network, time_us, timed

@@ -1,6 +1,6 @@
 """Training with 8-bit matmuls beside bfloat16 on real text: how far apart the losses end.
 
-    python -m jtrain.bench fp8 --json jtrain/bench/results/fp8-epyc.json
+    python -m jtrain.bench fp8 --json bench/results/fp8-epyc.json
 
 `configs/tiny.py` (the Python standard library, byte by byte), the same seed, batches and schedule for each
 `precision.matmul_dtype`. A CPU computes what a GPU with 8-bit matmuls would, but not as fast: no speed is measured here

@@ -23,9 +23,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from jtrain.bench import Row, data_sources, row
-from jtrain.bench.data_memory import cpu_s, tree
-from jtrain.bench.data_sources import Corpus, Format, Peer, add_peer_argument, peer, peer_python
+from bench import data_sources
+from bench.data_memory import cpu_s, tree
+from bench.data_sources import Corpus, Format, Peer, add_peer_argument, peer, peer_python
+from jtrain.bench import Row, row
 
 ROWS = 64
 """Rows of a batch, of `data_sources.ROW_TOKENS` each."""

@@ -55,7 +55,7 @@ ROW_GROUP = 200
 """Documents of a Parquet row group: 133 KB of text. Usual are 64 MB and more, of which every open file holds one."""
 
 PEERS = Path(__file__).parent / "peers"
-INSTALL = "sh jtrain/bench/peers/setup.sh"
+INSTALL = "sh bench/peers/setup.sh"
 
 ROW_TOKENS = 8192
 """Tokens of a row in the mixed reading; an MDS sample holds one more, for the last target."""
@@ -270,12 +270,12 @@ class Slowly:
 
 
 def quick() -> "grain.MapDataset[str]":
-    """A source: `jtrain.bench.data_sources:quick`."""
+    """A source: `bench.data_sources:quick`."""
     return _dataset(QUICK_S)
 
 
 def slow() -> "grain.MapDataset[str]":
-    """A source: `jtrain.bench.data_sources:slow`."""
+    """A source: `bench.data_sources:slow`."""
     return _dataset(SLOW_S)
 
 
@@ -298,9 +298,8 @@ def peer_python(args: argparse.Namespace) -> str:
     """The peers' interpreter.
 
     Raises:
-      UserError: none was given, it lacks a peer, or the peers' programs are not here.
+      UserError: none was given, or it lacks a peer.
     """
-    peer_program("data_protocol")
     path: str | None = args.torch_python
     find = "import importlib.util as u; [u.find_spec(n).name for n in ('torchdata', 'webdataset', 'streaming')]"
     if path is None or subprocess.run([path, "-c", find], capture_output=True, check=False).returncode:
@@ -313,18 +312,8 @@ def peer_python(args: argparse.Namespace) -> str:
 
 
 def peer_program(name: str) -> Path:
-    """Path of `peers/NAME.py`.
-
-    Raises:
-      UserError: jtrain was installed from a wheel, which does not carry the peers' programs.
-    """
-    path = PEERS / f"{name}.py"
-    if not path.is_file():
-        raise UserError(
-            f"this benchmark runs beside peers, and {path} does not exist: the wheel leaves the peers' programs out. "
-            f"Get a checkout of jtrain, run `{INSTALL}` in it, then the benchmark from there."
-        )
-    return path
+    """Path of `peers/NAME.py`."""
+    return PEERS / f"{name}.py"
 
 
 class Peer:
@@ -357,11 +346,7 @@ class Peer:
 
 @contextlib.contextmanager
 def peer(python: str | None, script: str, *arguments: object) -> Iterator[Peer]:
-    """Starts `peers/SCRIPT.py`, in this interpreter if python is None; it ends where its standard input does.
-
-    Raises:
-      UserError: as of `peer_program`.
-    """
+    """Starts `peers/SCRIPT.py`, in this interpreter if python is None; it ends where its standard input does."""
     command = [python or sys.executable, str(peer_program(script)), *(str(argument) for argument in arguments)]
     # PYTHONPATH names packages of this interpreter's version; another interpreter must not find them.
     environment = {name: value for name, value in os.environ.items() if python is None or name != "PYTHONPATH"}

@@ -19,8 +19,9 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from jtrain.bench import Row, data_sources, row
-from jtrain.bench.data_sources import add_peer_argument, peer, peer_python
+from bench import data_sources
+from bench.data_sources import add_peer_argument, peer, peer_python
+from jtrain.bench import Row, row
 
 BATCH, BATCHES = 64, 40
 """Samples per batch, and batches per consumer: 8 samples of the average source, 2 of the rarest."""

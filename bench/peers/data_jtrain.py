@@ -29,7 +29,7 @@ def trainer(args: argparse.Namespace, host: int, ready: Any, steps: Any, first: 
     ready.release()
     steps[0].wait()
     import jtrain.data.dataset
-    from jtrain.bench.data_sources import mixture
+    from bench.data_sources import mixture
 
     spec = mixture(Path(args.folder), seq_len=args.seq_len, global_batch=args.global_batch)
     rows = np.array_split(np.arange(args.global_batch), args.hosts)[host]
@@ -75,7 +75,7 @@ def consumers(args: argparse.Namespace) -> None:
 
 def mixing(args: argparse.Namespace) -> None:
     """Draws packed rows, with `mallopt` as the training loop sets it on a CPU."""
-    from jtrain.bench.data_sources import mixture
+    from bench.data_sources import mixture
     from jtrain.data.dataset import open_dataset
     from jtrain_kernels.host_memory import keep_freed_memory
 

@@ -37,7 +37,7 @@ from jtrain.step.train_step import make_eval_step
 from jtrain.telemetry.metrics import FILE, read
 
 OLD_COMMIT = "46a0ee9"
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 STEPS = 300
 """Steps of the config `tiny`; with fewer the bars are left out."""
 

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jtrain.bench import Row, data_sources, row
+from bench import data_sources
+from jtrain.bench import Row, row
 from jtrain.data.dataset import PackedText, open_dataset
 from jtrain.errors import UserError
 
-_WORKER = "import sys; from jtrain.bench.data_hosts import work; work(*map(int, sys.argv[1:5]), *sys.argv[5:])"
+_WORKER = "import sys; from bench.data_hosts import work; work(*map(int, sys.argv[1:5]), *sys.argv[5:])"
 _ARRAYS = ("token_BL", "target_BL", "position_BL", "segment_BL")
 
 

@@ -17,7 +17,6 @@ from jtrain.plan import AOT_ENVIRONMENT
 if TYPE_CHECKING:
     import jax
 
-TOKENS, D, V = 16384, 4096, 128256
 GIB = 2**30
 
 
@@ -29,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Rows of every chip and dtype of the unembedding; its gradient, an output, has the same dtype."""
+    from jtrain.bench.loss import TOKENS, D, V  # lazy, as below: it imports jax
     from jtrain_kernels.compile_only.targets import topology_devices
     from jtrain_kernels.device import live
     from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
@@ -61,6 +61,7 @@ def split_bytes(topology: str, num_devices: int) -> tuple[int, int]:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
+    from jtrain.bench.loss import TOKENS, D, V
     from jtrain.hlo.traffic import traffic
     from jtrain_kernels.compile_only import aot
     from jtrain_kernels.linear_cross_entropy.api import vocab_parallel_linear_cross_entropy
@@ -93,6 +94,7 @@ def temp_bytes(loss: Callable[..., Any], device: "jax.Device", unembed_dtype: st
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
+    from jtrain.bench.loss import TOKENS, D, V
     from jtrain.plan.compile.compiled_step import no_compile_cache
 
     whole = NamedSharding(Mesh(np.array([device]), ("one",)), P())

@@ -2,7 +2,7 @@
 # Makes the Python environment of the peers that need torch: torchdata, WebDataset and MosaicML streaming for the data
 # benchmarks (data_memory, data_mixing, data_resume, data_sources), transformers for the CPU step (cpu_step).
 #
-#     sh jtrain/bench/peers/setup.sh [FOLDER]      default: /tmp/jtrain-peers; about 1.2 GB, needs a package index
+#     sh bench/peers/setup.sh [FOLDER]      default: /tmp/jtrain-peers; about 1.2 GB, needs a package index
 #     export PEER_TORCH_PYTHON=/tmp/jtrain-peers/bin/python
 #
 # PYTHON names the interpreter (default: python3.11). Grain is no part of it: it is a dependency of jtrain, and its side of
@@ -14,7 +14,7 @@ folder=$(realpath -m "${1:-/tmp/jtrain-peers}")
 pip="$folder/bin/pip install -qq"
 $pip torch==2.13.0+cpu || {
     echo "setup.sh: pip found no CPU build of torch 2.13.0. Where the package index has only the CUDA build, run" \
-        "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu sh jtrain/bench/peers/setup.sh $folder" >&2
+        "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu sh bench/peers/setup.sh $folder" >&2
     exit 1
 }
 $pip torchdata==0.11.0 webdataset==1.0.2 transformers==5.23.0 pyarrow==26.0.1 numpy==2.4.6

@@ -23,8 +23,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from bench import data_sources
 from jtrain import optim
-from jtrain.bench import Row, data_sources, row
+from jtrain.bench import Row, row
 from jtrain.errors import UserError
 from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.layout import LayoutSpec, make_layout
@@ -60,9 +61,8 @@ def run(args: argparse.Namespace) -> list[Row]:
     """Interleaved rounds of ours and torch's, then MaxText's steps, which come from its own log.
 
     Raises:
-      UserError: no interpreter was given for a peer, or it lacks the peer, or the peers' programs are not here.
+      UserError: no interpreter was given for a peer, or or it lacks the peer.
     """
-    data_sources.peer_program("torch_llama_step")
     keep_freed_memory()
     torch_python = _python("torch", args.torch_python, "import torch, transformers")
     maxtext_python = _python("maxtext", args.maxtext_python, "import importlib.util as u; u.find_spec('maxtext').name")

@@ -1,6 +1,6 @@
 """Saves by torch's `distributed.checkpoint.async_save` beside steps on the CPU: one side of `bench checkpoint`.
 
-Runs in the peers' environment, which setup.sh makes; jtrain is not installed there.
+Runs in an environment with torch; jtrain is not installed there.
 """
 
 import os

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jtrain.bench import Row, data_sources, row
-from jtrain.bench.data_sources import add_peer_argument, peer, peer_python
+from bench import data_sources
+from bench.data_sources import add_peer_argument, peer, peer_python
+from jtrain.bench import Row, row
 from jtrain.data.dataset import PackedText, open_dataset
 
 BATCH = 64

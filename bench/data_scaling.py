@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.data_sources import DOCUMENT_CHARACTERS, QUICK_S, SLOW_S, peer, peer_program, sources
 from jtrain.bench import Row, row
-from jtrain.bench.data_sources import DOCUMENT_CHARACTERS, QUICK_S, SLOW_S, peer, peer_program, sources
 from jtrain.data.constructor.collate import Rows
 from jtrain.data.constructor.constructor import Constructor, ConstructorSetup
 from jtrain.data.dataset import PackedText, TextDataset, open_dataset
@@ -324,8 +324,8 @@ def our_risen_weight(steps: int) -> Steps:
 
 def our_steps(mixture: Constant | Staged, last: str, steps: int) -> list[float]:
     """Seconds of each step of a trainer that sleeps for its accelerator; the last source is that function's."""
-    mixed = {name: Source(path="jtrain.bench.data_sources:quick", format="grain") for name in NAMES[:-1]}
-    mixed[NAMES[-1]] = Source(path=f"jtrain.bench.data_sources:{last}", format="grain")
+    mixed = {name: Source(path="bench.data_sources:quick", format="grain") for name in NAMES[:-1]}
+    mixed[NAMES[-1]] = Source(path=f"bench.data_sources:{last}", format="grain")
     spec = PackedText(
         sources=mixed,
         mixture=mixture,

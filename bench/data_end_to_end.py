@@ -23,8 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from jtrain.bench import Row, data_sources, row
-from jtrain.bench.data_sources import peer, peer_program
+from bench import data_sources
+from bench.data_sources import peer, peer_program
+from jtrain.bench import Row, row
 from jtrain.data.dataset import PackedText, open_dataset
 from jtrain.data.plane.prefetch import prefetch
 from jtrain.data.planner.balance import balanced_order, spread

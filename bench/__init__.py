@@ -1,0 +1,1 @@
+"""Benchmarks of published figures, one file each; `python -m jtrain.bench` of the same checkout runs them."""
