@@ -1,25 +1,11 @@
-"""Samples text from a checkpoint.
+"""Text sampled from a checkpoint: `python -m jtrain.generate --workdir runs/tiny --prompt "def "`."""
 
-python -m jtrain.generate --workdir runs/tiny --prompt "def "
-"""
-
-import dataclasses
 import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from jtrain.cli.options import add_step, add_workdir
 from jtrain.cli.run import Args, Command, Parser, Verb
-from jtrain.errors import FileError, UserError
 from jtrain.runtime.platform import start_jax
 from jtrain.runtime.store_paths import workdir_path
-
-if TYPE_CHECKING:  # full names below, so that the type checks in tests can resolve them
-    import jtrain.data.tokenizer
-    import jtrain.model.transformer
-
-DEFAULT_MAX_TOKENS = 200
 
 
 def add_options(parser: Parser) -> None:
@@ -27,9 +13,7 @@ def add_options(parser: Parser) -> None:
     add_workdir(parser)
     add_step(parser)
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: a new document)")
-    parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help=f"default: {DEFAULT_MAX_TOKENS}, or the room left in the context"
-    )
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="default: 200, or the room left in the context")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 takes the most likely token")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
@@ -39,160 +23,11 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same text")
 
 
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """A model with the parameters of one checkpoint, ready to sample from.
-
-    context: row length in training, in tokens: the longest text that the model has learnt to continue.
-    """
-
-    step: int
-    model: "jtrain.model.transformer.Transformer"
-    params: dict[str, Any]
-    tokenizer: "jtrain.data.tokenizer.Tokenizer"
-    context: int
-
-
-def load(workdir: Path, step: int | None = None) -> Trained:
-    """Reads the parameters of a checkpoint onto one device, matrices in the run's compute dtype.
-
-    Raises:
-      FileError: the workdir has no checkpoint.
-      CheckpointError: there is no checkpoint of this step, or it is damaged.
-    """
-    import jax  # lazy, here and below: importing jax takes over a second, which --help need not wait for
-    from jax.sharding import SingleDeviceSharding
-
-    from jtrain.checkpoint import Checkpoints, CheckpointSpec
-    from jtrain.config.resume import run_of_checkpoint
-    from jtrain.data import make_tokenizer
-    from jtrain.model.param import map_params
-
-    with Checkpoints(workdir, CheckpointSpec()) as checkpoints:
-        step = checkpoints.latest_step() if step is None else step
-        if step is None:
-            raise FileError(f"No checkpoint in {checkpoints.folder}. Give the --workdir of another run.")
-        run = run_of_checkpoint(checkpoints.config_text(step))
-        sharding = SingleDeviceSharding(jax.devices()[0])
-        like = map_params(
-            lambda info: jax.ShapeDtypeStruct(
-                info.shape,
-                run.precision.compute_dtype if info.is_matrix else run.precision.param_dtype,
-                sharding=sharding,
-            ),
-            run.model.param_infos(),
-        )
-        params = checkpoints.restore_part(step, {"params": like})["params"]
-    tokenizer = make_tokenizer(run.data.tokenizer, end_token=run.data.end_token)
-    return Trained(step, run.model, params, tokenizer, run.data.seq_len)
-
-
-def stream(
-    model: "jtrain.model.transformer.Transformer",
-    params: dict[str, Any],
-    tokenizer: "jtrain.data.tokenizer.Tokenizer",
-    prompt: str = "",
-    *,
-    context: int,
-    max_tokens: int | None = None,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-) -> Iterator[str]:
-    """Yields the text that follows `prompt`, piece by piece, until the document ends or `max_tokens`.
-
-    The prompt is read as the beginning of a document, as in training: after the tokenizer's begin id, if it has one.
-
-    Args:
-      params: whole arrays; the dtype of the matrices is the compute dtype.
-      context: limit in tokens of prompt and answer together.
-      max_tokens: None takes `DEFAULT_MAX_TOKENS`, or the room left in the context.
-      temperature, top_k, top_p: see `jtrain.model.kv_cache_decode.TokenSampler`.
-
-    Raises:
-      UserError: prompt and answer are longer than the context, the prompt is empty and the tokenizer has no begin id,
-        or
-        a value is out of range.
-    """
-    import numpy as np
-
-    from jtrain.model.kv_cache_decode import TokenSampler, generate_ids
-
-    sampler = TokenSampler(temperature, top_k, top_p, vocab_size=tokenizer.vocab_size)
-    prompt_ids = tokenizer.encode(prompt)
-    begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
-    ids = np.asarray([*begin, *prompt_ids.tolist()], np.int32)
-    if len(ids) == 0:
-        raise UserError("the prompt is empty, and this tokenizer has no id that begins a document. Give a prompt.")
-    max_tokens = _max_tokens(len(ids), context=context, asked=max_tokens)
-    chunks = generate_ids(
-        model, params, ids, max_tokens=max_tokens, sampler=sampler, seed=seed, end_id=tokenizer.end_id
-    )
-    known = prompt_ids.tolist()
-    shown = len(tokenizer.decode(known))
-    text = ""
-    for chunk in chunks:
-        # Decodes everything again, with the prompt: the text of a token may depend on its neighbours.
-        known += chunk
-        text = tokenizer.decode(known)
-        whole = len(text.rstrip("\ufffd"))  # the last character may be incomplete
-        if whole > shown:
-            yield text[shown:whole]
-            shown = whole
-    if len(text) > shown:
-        yield text[shown:]
-
-
-def sample(
-    model: "jtrain.model.transformer.Transformer",
-    params: dict[str, Any],
-    tokenizer: "jtrain.data.tokenizer.Tokenizer",
-    prompt: str = "",
-    *,
-    context: int,
-    max_tokens: int | None = None,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-) -> str:
-    """Returns the text that follows `prompt`: the joined pieces of `stream`."""
-    pieces = stream(
-        model,
-        params,
-        tokenizer,
-        prompt,
-        context=context,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-    )
-    return "".join(pieces)
-
-
-def _max_tokens(num_prompt: int, *, context: int, asked: int | None) -> int:
-    room = context - num_prompt
-    if room < 1:
-        raise UserError(
-            f"the prompt has {num_prompt} tokens, and the context is data.seq_len={context} for prompt and answer "
-            "together. Shorten the prompt."
-        )
-    if asked is None:
-        return min(DEFAULT_MAX_TOKENS, room)
-    if not 1 <= asked <= room:
-        raise UserError(
-            f"--max-tokens {asked} must be from 1 to {room}: the context is data.seq_len={context}, and the prompt has "
-            f"{num_prompt} tokens of it."
-        )
-    return asked
-
-
 def generate(args: Args) -> int:
     """Samples as the parsed arguments ask; returns the exit code."""
     start_jax(os.environ)
+    from jtrain.train.sampling import load, stream  # lazy: importing jax takes over a second
+
     trained = load(workdir_path(args.workdir), args.step)
     pieces = stream(
         trained.model,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
-from jtrain.cli.generate import load, main, sample, stream
+from jtrain.cli.generate import main
 from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
@@ -29,6 +29,7 @@ from jtrain.model.kv_cache_decode import (
 from jtrain.model.param import init_params, map_params
 from jtrain.model.rope import Llama3Scaling, RopeSpec
 from jtrain.model.transformer import Transformer
+from jtrain.train.sampling import load, sample, stream
 
 SIZES: dict[str, Any] = dict(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=64, vocab_size=256
