@@ -120,7 +120,7 @@ def _size(size_bytes: int) -> str:
 
 
 def _command(summary: str, show: Callable[[Path, int | None], tuple[Any, int]]) -> Command:
-    return Command(summary, functools.partial(execute, show), add_options)
+    return Command(summary, functools.partial(execute, show), add_options, subject="workdir")
 
 
 VERB = Verb(

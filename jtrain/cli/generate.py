@@ -47,5 +47,5 @@ def generate(args: Args) -> int:
     return 0
 
 
-VERB = Verb("generate", Command("sample text from a checkpoint", generate, add_options))
+VERB = Verb("generate", Command("sample text from a checkpoint", generate, add_options, subject="workdir"))
 main = VERB.main

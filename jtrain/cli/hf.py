@@ -65,6 +65,7 @@ VERB = Verb(
             export,
             add_export_options,
             "Writes the weights of a checkpoint as config.json and safetensors, with the tokenizer's files.",
+            subject="workdir",
         ),
         "import": Command(
             "write a workdir whose step 0 has the weights of such a directory",

@@ -118,6 +118,7 @@ VERB = Verb(
         add_options,
         description="Trains the model of a config. The same command again resumes; Ctrl-C saves first.",
         exits=exit_codes.line(*exit_codes.MEANINGS) + " With --supervise also 128 + a signal.",
+        subject="config",
     ),
 )
 main = VERB.main

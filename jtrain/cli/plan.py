@@ -282,6 +282,7 @@ VERB = Verb(
         add_options,
         description="Plans a config on a machine that need not be here: bytes, seconds, money.",
         exits="Exit codes: 0 the plan fits; 2 it does not, or an option is wrong: the message says what to change.",
+        subject="config",
     ),
     {
         "table": Command(

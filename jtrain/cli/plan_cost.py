@@ -177,4 +177,5 @@ COMMAND = Command(
     add_options,
     description="Days, money, energy and CO2 of a run over the number of its devices, with failures: each size has "
     "the fastest layout that fits, and the checkpoint interval that loses the least.",
+    subject="config",
 )

@@ -207,4 +207,5 @@ COMMAND = Command(
     add_options,
     description="Shows who computes what when in a pipeline, its bubbles and its memory; without --schedule, "
     "compares all schedules. With --config and --device, in seconds and bytes of that machine.",
+    subject="config",
 )

@@ -142,6 +142,7 @@ VERB = Verb(
         add_report_options,
         description="Shows where a run's time went: the parts of a step (math, extra instructions, low utilisation, "
         "clock loss, exposed communication, waits), the ops that lose most, and what to try next.",
+        subject="workdir",
     ),
     {
         "compare": Command(
@@ -150,6 +151,7 @@ VERB = Verb(
             add_compare_options,
             description="Shows what got slower from the profile --against to that of --workdir, and why: by part of "
             "the step, by op (matched by name, phase and layer) and by collective. Seconds are per device and step.",
+            subject="workdir",
         ),
         "export": Command(
             "write a trace for ui.perfetto.dev",
@@ -157,6 +159,7 @@ VERB = Verb(
             add_export_options,
             description="Writes the trace of a window with steps, phases, layers, ops, clocks, power and temperature "
             "to one file for Perfetto. XProf opens the xplane file in the same folder, which has the same clocks.",
+            subject="workdir",
         ),
     },
 )

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, override
+from typing import Any, Literal, override
 
 from jtrain.errors import HardwareFault, UserError, did_you_mean
 from jtrain.runtime import exit_codes
@@ -92,6 +92,7 @@ class Command:
     add_options: declares the options.
     description: sentences for `--help`; "" takes the summary.
     exits: what the exit codes mean here.
+    subject: option whose value may stand alone, first: with `config`, `plan llama8b` is `plan --config llama8b`.
     ignores_unknown: True for a command that is given the options of another one.
     """
 
@@ -100,6 +101,7 @@ class Command:
     add_options: Callable[[Parser], None] = lambda parser: None
     description: str = ""
     exits: str = exit_codes.line(exit_codes.DONE, exit_codes.REFUSED, exit_codes.BUG)
+    subject: Literal["", "config", "workdir"] = ""
     ignores_unknown: bool = False
 
     def parser(self, prog: str, listing: str = "") -> Parser:
@@ -112,6 +114,8 @@ class Command:
     def main(self, prog: str, words: Sequence[str], listing: str = "") -> int:
         """Parses the words after the command and runs it; returns the exit code."""
         parser = self.parser(prog, listing)
+        if self.subject and words and not words[0].startswith("-"):
+            words = [f"--{self.subject}", *words]
         args = parser.parse_known_args(words)[0] if self.ignores_unknown else parser.parse(words)
         args.stdout = sys.stdout
         # JSON on the standard output is alone there, without the tables of the command.
@@ -143,12 +147,17 @@ class Verb:
         prog = f"python -m jtrain.{self.name}"
         if self.commands and words and not words[0].startswith("-"):
             name = words[0]
-            if name not in self.commands:
+            if name in self.commands:
+                return self.commands[name].main(f"{prog} {name}", words[1:])
+            nearest = did_you_mean(name, self.commands)
+            subject = "" if self.alone is None else self.alone.subject
+            # A word near a command's name is taken for a misspelt command.
+            if nearest or not subject:
+                rest = f"--{subject}={name} is a {subject} of that name" if subject else "everything else is an option"
                 raise UserError(
-                    f"no command {name} of `{prog}`. {did_you_mean(name, self.commands)}There are: "
-                    f"{', '.join(self.commands)}; everything else is an option, as `{prog} --help` lists them."
+                    f"no command {name} of `{prog}`. {nearest}There are: {', '.join(self.commands)}; {rest}, as "
+                    f"`{prog} --help` lists them."
                 )
-            return self.commands[name].main(f"{prog} {name}", words[1:])
         return (self.alone or Command(self.summary, self._refuse)).main(prog, words, self._listing())
 
     def _refuse(self, args: Args) -> int:

@@ -51,6 +51,27 @@ def test_a_command_gets_its_options_and_its_words(capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out) == {"area": 9}
 
 
+def test_the_subject_of_a_command_may_stand_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan llama8b` is `plan --config llama8b`; a word near a command's name is a misspelt command."""
+
+    def say(args: Args) -> int:
+        print(args.config)
+        return 0
+
+    def add_config_option(parser: Parser) -> None:
+        parser.add_argument("--config", required=True)
+
+    named = Command("print the config", say, add_config_option, subject="config")
+    verb = Verb("shape", named, commands={"square": SQUARE})
+    assert verb.main(["tiny"]) == verb.main(["--config=tiny"]) == 0
+    assert capsys.readouterr().out == "tiny\ntiny\n"
+    assert verb.main(["squire"]) == 2
+    message = capsys.readouterr().err
+    assert "no command squire of `python -m jtrain.shape`. Did you mean square?" in message
+    assert "--config=squire is a config of that name" in message
+    assert verb.main(["--config=squire"]) == 0, "the way out"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
