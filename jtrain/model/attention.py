@@ -1,5 +1,7 @@
 """Causal self-attention with grouped key and value heads."""
 
+import dataclasses
+
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
@@ -10,35 +12,41 @@ from jtrain.model.param import weight
 from jtrain.model.tensor_parallel import TensorAxis
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes D, N, K and H of an attention layer, and its fixed numbers.
+
+    chunk: queries whose scores exist at a time.
+    """
+
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    qk_norm: bool
+    chunk: int
+
+
 class Attention(nnx.Module):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions; `qk_norm` normalises queries and keys (Qwen3).
 
     Heads are split over `tensor`; each array here holds this device's heads.
     """
 
-    def __init__(
-        self,
-        *,
-        d_model: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        norm_eps: float,
-        qk_norm: bool,
-        chunk: int,
-        layers: int,
-    ) -> None:
-        std = d_model**-0.5
-        self.q_DNH = weight("DNH", (d_model, num_heads, head_dim), std=std, layers=layers)
-        self.k_DKH = weight("DKH", (d_model, num_kv_heads, head_dim), std=std, layers=layers)
-        self.v_DKH = weight("DKH", (d_model, num_kv_heads, head_dim), std=std, layers=layers)
-        out_std = (num_heads * head_dim * 2 * layers) ** -0.5
-        self.o_NHD = weight("NHD", (num_heads, head_dim, d_model), std=out_std, layers=layers)
-        if qk_norm:
-            self.q_norm = RMSNorm("H", head_dim, eps=norm_eps, layers=layers)
-            self.k_norm = RMSNorm("H", head_dim, eps=norm_eps, layers=layers)
-        self.qk_norm = qk_norm
-        self.chunk = chunk
+    def __init__(self, sizes: AttentionSizes, *, layers: int) -> None:
+        d_model, head_dim, std = sizes.d_model, sizes.head_dim, sizes.d_model**-0.5
+        self.q_DNH = weight("DNH", (d_model, sizes.num_heads, head_dim), std=std, layers=layers)
+        self.k_DKH = weight("DKH", (d_model, sizes.num_kv_heads, head_dim), std=std, layers=layers)
+        self.v_DKH = weight("DKH", (d_model, sizes.num_kv_heads, head_dim), std=std, layers=layers)
+        # Each layer adds two branches to the residual stream: 1 / sqrt(2 Y) keeps its variance at any depth.
+        out_std = (sizes.num_heads * head_dim * 2 * layers) ** -0.5
+        self.o_NHD = weight("NHD", (sizes.num_heads, head_dim, d_model), std=out_std, layers=layers)
+        if sizes.qk_norm:
+            self.q_norm = RMSNorm("H", head_dim, eps=sizes.norm_eps, layers=layers)
+            self.k_norm = RMSNorm("H", head_dim, eps=sizes.norm_eps, layers=layers)
+        self.qk_norm = sizes.qk_norm
+        self.chunk = sizes.chunk
 
     def project(
         self,

@@ -4,6 +4,7 @@ Everything here sees one device's block of each array: it runs inside a fully-ma
 communication is explicit. Over `tensor`, the residual stream is split by sequence: see `tensor_parallel.py`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jtrain.errors import UserError
 from jtrain.layout.dims import Batch, ParamInfo
 from jtrain.model import ops
-from jtrain.model.attention import Attention
+from jtrain.model.attention import Attention, AttentionSizes
 from jtrain.model.forward_placement import Placement, by_rows, checkpointed, single_device
 from jtrain.model.layer_scan import Layer, LayerCarry, scan_layers
 from jtrain.model.mlp import SwiGLU
@@ -34,32 +35,11 @@ from jtrain.model.unembedding import loss_in_parts, token_nats_in_parts, unembed
 class Block(nnx.Module):
     """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`; the mlp is a mixture of experts with `moe`."""
 
-    def __init__(
-        self,
-        *,
-        d_model: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        d_ff: int,
-        norm_eps: float,
-        qk_norm: bool,
-        attention_chunk: int,
-        moe: MoESpec | None,
-        layers: int,
-    ) -> None:
-        self.attention_norm = RMSNorm("D", d_model, eps=norm_eps, layers=layers)
-        self.attention = Attention(
-            d_model=d_model,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            norm_eps=norm_eps,
-            qk_norm=qk_norm,
-            chunk=attention_chunk,
-            layers=layers,
-        )
-        self.mlp_norm = RMSNorm("D", d_model, eps=norm_eps, layers=layers)
+    def __init__(self, sizes: AttentionSizes, *, d_ff: int, moe: MoESpec | None, layers: int) -> None:
+        d_model, eps = sizes.d_model, sizes.norm_eps
+        self.attention_norm = RMSNorm("D", d_model, eps=eps, layers=layers)
+        self.attention = Attention(sizes, layers=layers)
+        self.mlp_norm = RMSNorm("D", d_model, eps=eps, layers=layers)
         if moe is None:
             self.mlp = SwiGLU(d_model=d_model, d_ff=d_ff, layers=layers)
         else:
@@ -109,6 +89,7 @@ class Block(nnx.Module):
         return scatter_sequence(h_BLD, tensor.size), losses
 
 
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Transformer(nnx.Module):
     """Llama-style decoder: its sizes and modules, and pure functions of its parameters. Allocates nothing.
 
@@ -126,75 +107,58 @@ class Transformer(nnx.Module):
       attention_chunk: queries whose scores exist at a time.
     """
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        d_model: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        d_ff: int,
-        vocab_size: int,
-        moe: MoESpec | None = None,
-        rope: RopeSpec = RopeSpec(),  # noqa: B008 - frozen
-        norm_eps: float = 1e-5,
-        qk_norm: bool = False,
-        tie_embeddings: bool = False,
-        z_loss: float = 0.0,
-        scan_layers: bool = True,
-        loss_chunk_tokens: int | Literal["auto"] = 1024,
-        attention_chunk: int = 512,
-    ) -> None:
-        sizes = {"num_layers": num_layers, "d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        sizes |= {"head_dim": head_dim, "d_ff": d_ff, "vocab_size": vocab_size}
-        sizes |= {"loss_chunk_tokens": loss_chunk_tokens, "attention_chunk": attention_chunk}
-        for name, size in sizes.items():
-            if name == "loss_chunk_tokens" and size == "auto":
-                continue
-            if not isinstance(size, int) or size < 1:
-                raise UserError(f"model.{name}={size} must be at least 1.")
-        if num_heads % num_kv_heads:
-            raise UserError(
-                f"model.num_heads={num_heads} is not a multiple of model.num_kv_heads={num_kv_heads}: each key head "
-                "serves the same number of query heads. Set one of the two."
-            )
-        if head_dim % 2:
-            raise UserError(
-                f"model.head_dim={head_dim} is odd, but rotary positions rotate pairs of dimensions. Set an even one."
-            )
-        self.num_layers = num_layers
-        self.d_model = d_model
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.d_ff = d_ff
-        self.vocab_size = vocab_size
-        self.moe = moe
-        self.rope = rope
-        self.norm_eps = norm_eps
-        self.qk_norm = qk_norm
-        self.tie_embeddings = tie_embeddings
-        self.z_loss = z_loss
-        self.scan_layers = scan_layers
-        self.loss_chunk_tokens = loss_chunk_tokens
-        self.attention_chunk = attention_chunk
-        self.embed_VD = weight("VD", (vocab_size, d_model), std=d_model**-0.5)
-        self.layers = Block(
-            d_model=d_model,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            d_ff=d_ff,
-            norm_eps=norm_eps,
-            qk_norm=qk_norm,
-            attention_chunk=attention_chunk,
-            moe=moe,
-            layers=num_layers,
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    d_ff: int
+    vocab_size: int
+    moe: MoESpec | None = None
+    rope: RopeSpec = RopeSpec()  # noqa: RUF009 - frozen
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    z_loss: float = 0.0
+    scan_layers: bool = True
+    loss_chunk_tokens: int | Literal["auto"] = 1024
+    attention_chunk: int = 512
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        sizes = AttentionSizes(
+            d_model=self.d_model,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            norm_eps=self.norm_eps,
+            qk_norm=self.qk_norm,
+            chunk=self.attention_chunk,
         )
-        self.final_norm = RMSNorm("D", d_model, eps=norm_eps)
-        if not tie_embeddings:
-            self.unembed_DV = weight("DV", (d_model, vocab_size), std=d_model**-0.5)
+        std = self.d_model**-0.5
+        self.embed_VD = weight("VD", (self.vocab_size, self.d_model), std=std)
+        self.layers = Block(sizes, d_ff=self.d_ff, moe=self.moe, layers=self.num_layers)
+        self.final_norm = RMSNorm("D", self.d_model, eps=self.norm_eps)
+        if not self.tie_embeddings:
+            self.unembed_DV = weight("DV", (self.d_model, self.vocab_size), std=std)
+
+    def _check_sizes(self) -> None:
+        fields = ["num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff", "vocab_size"]
+        fields += ["attention_chunk"] + ["loss_chunk_tokens"] * (self.loss_chunk_tokens != "auto")
+        for field in fields:
+            size = getattr(self, field)
+            if not isinstance(size, int) or size < 1:
+                raise UserError(f"model.{field}={size} must be at least 1.")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}: each "
+                "key head serves the same number of query heads. Set one of the two."
+            )
+        if self.head_dim % 2:
+            raise UserError(
+                f"model.head_dim={self.head_dim} is odd, but rotary positions rotate pairs of dimensions. Set an even "
+                "one."
+            )
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
         """Every parameter, sorted by path."""
