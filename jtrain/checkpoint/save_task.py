@@ -21,7 +21,6 @@ from jtrain.checkpoint.array_writer import Checksums, DescribedLeaf
 from jtrain.checkpoint.files import CheckpointError, ManifestLeaf
 from jtrain.checkpoint.host_copy import StateChunks
 from jtrain.runtime import atomic_io, multihost
-from jtrain.runtime.exchange import ProcessExchange
 from jtrain.runtime.store_paths import in_store, said
 
 PATIENCE_S = 900.0
@@ -69,8 +68,8 @@ class SaveTask:
         self.contents = contents
         self.failure: str | None = None
         self.warning: str | None = None
-        self._exchange = ProcessExchange(f"checkpoint/{attempt}")
-        self._exchange_before = ProcessExchange(f"checkpoint/{attempt - 1}")
+        self._exchange = multihost.agreement(f"checkpoint/{attempt}")
+        self._exchange_before = multihost.agreement(f"checkpoint/{attempt - 1}")
         self._folder = folder
         self._final = folder / str(contents.step)
         # A store has no renames, so that there the manifest alone tells a checkpoint from the remains of a save.
@@ -135,15 +134,13 @@ class SaveTask:
 
     def _heard(self, topic: str) -> str | None:
         """Waits for all processes; returns what the first one that failed said."""
-        heard = self._exchange.wait_for_all(topic, seconds=PATIENCE_S, enough="")
+        heard = self._exchange.collect(topic, seconds=PATIENCE_S, enough=lambda texts: any(texts.values()))
         count = multihost.process_count()
         for process, text in sorted(heard.items()):
             if text:
                 return text if count == 1 else f"process {process} of {count}: {text}"
-        silent = [str(process) for process in range(count) if process not in heard]
-        if silent:
-            return f"no word from process {', '.join(silent[:_MAX_NAMED])} of {count} within {PATIENCE_S:.0f} s"
-        return None
+        silent = self._exchange.silent(heard)
+        return f"no word from {silent} within {PATIENCE_S:.0f} s" if silent else None
 
     def _commit(self) -> None:
         contents = self.contents

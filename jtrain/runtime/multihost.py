@@ -1,12 +1,14 @@
-"""Agreement among the processes of one run. With one process nothing goes over the network.
+"""Processes of one run: how they join, which one this is, and what they agree on; alone, nothing goes over the network.
 
-`gather`, `gather_texts`, `from_process_zero`, `agree` and `same_everywhere` are collectives: all processes must call
-them at the same steps.
+`gather`, `gather_texts`, `from_process_zero`, `agree` and `same_everywhere` wait for all processes, which must call
+them at the same points of the program. `gather` and `agree` are collectives of the devices, in order with the steps;
+the others go through jax's coordination service.
 """
 
 import errno
 import hashlib
 import ipaddress
+import itertools
 import math
 import socket
 import sys
@@ -17,7 +19,11 @@ from typing import Any
 import numpy as np
 
 from jtrain.errors import UserError
+from jtrain.runtime.agreement import Agreement, DictCarrier, ServiceCarrier
 from jtrain.runtime.local_devices import local_device_ids
+
+GATHER_S = 3600.0
+"""Time in which all processes must have called what waits for all: one may be compiling, or reading a checkpoint."""
 
 
 def process_index() -> int:
@@ -51,32 +57,68 @@ def own_address() -> str:
         return to_coordinator.getsockname()[0]
 
 
+def agreement(task: str) -> Agreement:
+    """Returns the agreement of all processes of this run on one task, through jax's coordination service.
+
+    Starts no backend, so that processes can agree before they use devices.
+
+    Args:
+      task: the same in all processes, and of no other task of this run.
+    """
+    jax = sys.modules.get("jax")
+    if jax is None or not jax.distributed.is_initialized():
+        return Agreement(task, DictCarrier(), process=0, processes=1)
+    from jax._src import distributed  # public jax has no way to the coordination service
+
+    state = distributed.global_state
+    return Agreement(task, ServiceCarrier(state.client), process=state.process_id, processes=state.num_processes)
+
+
+_gathered = itertools.count()
+
+
+def gather_texts(text: str) -> list[str]:
+    """Returns the `text` that each process passed, in the order of the processes.
+
+    All processes call it at the same points of the program, from the main thread: the number of the call is its topic.
+
+    Raises:
+      ProcessesSilent: some processes did not call it within `GATHER_S`.
+    """
+    if process_count() == 1:
+        return [text]
+    number = next(_gathered)
+    texts = agreement("gather").gather(str(number), text, seconds=GATHER_S)
+    if number and process_index() == 0:
+        agreement("gather").forget(str(number - 1))  # all are in this call, so none still reads the one before
+    return texts
+
+
+def from_process_zero(values: np.ndarray) -> np.ndarray:
+    """Returns the `values` of process 0, of the same shape and dtype in all processes, in every process."""
+    if process_count() == 1:
+        return values
+    values = np.asarray(values)
+    content = gather_texts(values.tobytes().hex() if process_index() == 0 else "")[0]
+    return np.frombuffer(bytes.fromhex(content), values.dtype).reshape(values.shape)
+
+
+def same_everywhere(text: str) -> bool:
+    """True if all processes passed the same text."""
+    return len(set(gather_texts(hashlib.blake2b(text.encode(), digest_size=8).hexdigest()))) == 1
+
+
 def gather(values: np.ndarray) -> np.ndarray:
-    """Returns [processes, ...]: the `values` that each process passed, all of one shape and dtype."""
+    """Returns [processes, ...]: the `values` that each process passed, all of one shape and dtype.
+
+    A collective of the devices, as `agree` is: for values of every step, which would be thousands of requests per step
+    to the one process that runs the coordination service, and which have to be in order with the steps.
+    """
     if process_count() == 1:
         return values[None]
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(values))
-
-
-def from_process_zero(values: np.ndarray) -> np.ndarray:
-    """Returns the `values` of process 0 in every process."""
-    if process_count() == 1:
-        return values
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.broadcast_one_to_all(values))
-
-
-def gather_texts(text: str) -> list[str]:
-    """Returns the `text` that each process passed, in the order of the processes."""
-    if process_count() == 1:
-        return [text]
-    encoded = np.frombuffer(text.encode(), np.uint8)
-    sizes = gather(np.asarray(encoded.size, np.int32))
-    padded = gather(np.pad(encoded, (0, int(sizes.max()) - encoded.size)))
-    return [bytes(row[:size]).decode() for row, size in zip(padded, sizes, strict=True)]
 
 
 def agree(*flags: bool) -> tuple[bool, ...]:
@@ -87,12 +129,6 @@ def agree(*flags: bool) -> tuple[bool, ...]:
     dispatched. The host waits for the device, so call it where the loop reads metrics anyway, not before each dispatch.
     """
     return tuple(bool(flag) for flag in gather(np.asarray(flags, np.bool_)).any(axis=0))
-
-
-def same_everywhere(text: str) -> bool:
-    """True if all processes passed the same text."""
-    digest = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8).digest(), np.uint32)
-    return bool((gather(digest) == digest).all())
 
 
 def join_processes(environ: Mapping[str, str], *, peer_s: float = 30.0) -> None:

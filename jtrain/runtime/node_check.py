@@ -18,7 +18,7 @@ import numpy as np
 from jtrain.errors import HardwareFault, UserError
 from jtrain.runtime import exit_codes, multihost
 from jtrain.runtime.accelerators import DeviceChoice
-from jtrain.runtime.exchange import ProcessExchange
+from jtrain.runtime.agreement import Agreement
 from jtrain.runtime.platform import start_jax
 
 SIZE = 1024
@@ -92,14 +92,16 @@ def fewer_devices(counts: dict[int, int]) -> dict[int, str]:
     }
 
 
-def clock_apart(exchange: ProcessExchange) -> str:
+def clock_apart(exchange: Agreement) -> str:
     """Compares this host's clock with that of process 0; returns "" where they agree within CLOCKS_S.
 
     The processes have just met, so process 0 writes its time down now, and the others read it within milliseconds.
     """
     if multihost.process_index() == 0:
         exchange.announce("clock", repr(time.time()))
-    behind_s = float(exchange.announced("clock")) - time.time()
+    clock = exchange.announced("clock")
+    assert clock is not None, "an endless wait"
+    behind_s = float(clock) - time.time()
     if abs(behind_s) < CLOCKS_S:
         return ""
     side = "behind" if behind_s > 0 else "ahead of"
@@ -109,7 +111,7 @@ def clock_apart(exchange: ProcessExchange) -> str:
     )
 
 
-def check_nodes(exchange: ProcessExchange, fault: str, devices: int, *, wait_s: float) -> None:
+def check_nodes(exchange: Agreement, fault: str, devices: int, *, wait_s: float) -> None:
     """Compares what all processes found.
 
     Args:
@@ -123,7 +125,7 @@ def check_nodes(exchange: ProcessExchange, fault: str, devices: int, *, wait_s: 
     """
     me, host = multihost.process_index(), socket.gethostname()
     exchange.tell("found", f"{host}\n{devices}\n{fault}")
-    told = exchange.wait_for_all("found", seconds=wait_s)
+    told = exchange.collect("found", seconds=wait_s)
     if apart := clock_apart(exchange):
         print(f"node check: the clock of process {me} on {host} is {apart}", flush=True)
     parts = {process: text.split("\n", 2) for process, text in told.items()}
@@ -132,7 +134,7 @@ def check_nodes(exchange: ProcessExchange, fault: str, devices: int, *, wait_s: 
     for process, (_, _, text) in parts.items():
         if text:
             faults[process] = "; ".join([text, *filter(None, [faults.get(process)])])
-    silent = sorted(set(range(multihost.process_count())) - set(told))
+    silent = exchange.missing(told)
     lines = [f"process {process} on {hosts[process]}: {text}" for process, text in sorted(faults.items())]
     if silent:
         lines.append(f"no answer within {wait_s:g} s from process {', '.join(map(str, silent))}")
@@ -184,7 +186,7 @@ def check(emulate_devices: int | None, device: DeviceChoice | None) -> int:
     multihost.join_processes(os.environ)
     import jax
 
-    exchange = ProcessExchange("node-check")
+    exchange = multihost.agreement("node-check")
     try:
         check_nodes(exchange, local_fault(), jax.local_device_count(), wait_s=WAIT_S)
     except OtherNode as error:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jtrain.errors import UserError
-from jtrain.runtime import exit_codes
+from jtrain.runtime import exit_codes, multihost
+from jtrain.runtime.agreement import Agreement
 from jtrain.runtime.run_files import versions
 
 WAIT_S = 10.0
@@ -56,51 +57,48 @@ def compare_processes(own: Peer) -> list[str]:
     Raises:
       UserError: processes have different versions or configs; the same message in all of them.
     """
-    from jax._src import distributed  # public jax has no way to the coordination service
-
-    state = distributed.global_state
-    if state.client is None or state.num_processes == 1:
+    start = multihost.agreement("start")
+    if start.is_alone:
         return [own.host]
-    client, number, count = state.client, state.process_id, state.num_processes
-    client.key_value_set(f"jtrain/peer/{number}", json.dumps(dataclasses.asdict(own)))
-    if number == 0:
-        client.key_value_set("jtrain/verdict", json.dumps(_verdict(client, count)))
-    told = _told(client, "verdict", until_s=time.monotonic() + 2 * WAIT_S)
-    verdict: dict[str, Any] = {"silent": [0]} if told is None else json.loads(told)
+    start.tell("peer", json.dumps(dataclasses.asdict(own)))
+    if start.process == 0:
+        start.announce("verdict", json.dumps(_verdict(start)))
+    text = start.announced("verdict", seconds=2 * WAIT_S)
+    verdict: dict[str, Any] = {"silent": [0]} if text is None else json.loads(text)
     if verdict["silent"]:
-        _leave(client, number, count, verdict["silent"])
+        _leave(start, verdict["silent"])
     if verdict["refusal"]:
         raise UserError(verdict["refusal"])
     return verdict["hosts"]
 
 
-def _verdict(client: Any, count: int) -> dict[str, Any]:
+def _verdict(start: Agreement) -> dict[str, Any]:
     """Collects all descriptions in process 0: processes that told nothing, the hosts, the first difference."""
-    until_s = time.monotonic() + WAIT_S
-    for number in range(count):
-        if _told(client, f"peer/{number}", until_s=until_s) is None:
-            break  # the time is over
-    told = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get("jtrain/peer/")}
-    if silent := [number for number in range(count) if number not in told]:
+    texts = start.collect("peer", seconds=WAIT_S)
+    if silent := start.missing(texts):
         return {"silent": silent}
-    peers = [Peer(**json.loads(told[number])) for number in range(count)]
+    peers = [Peer(**json.loads(texts[number])) for number in sorted(texts)]
     return {"silent": [], "hosts": [peer.host for peer in peers], "refusal": difference(peers)}
 
 
-def _leave(client: Any, own: int, count: int, silent: Sequence[int]) -> None:
+def _leave(start: Agreement, silent: Sequence[int]) -> None:
     """Ends this process with a message about processes that told nothing; a supervisor starts all of them again."""
     listed = ", ".join(f"process {number}" for number in silent)
     print(
-        f"error: {listed} of {count} joined the others, but did not tell versions and config within {WAIT_S:g} s: the "
-        "process has ended or hangs, and its log says why. All others end now. Start all processes again.",
+        f"error: {listed} of {start.processes} joined the others, but did not tell versions and config within "
+        f"{WAIT_S:g} s: the process has ended or hangs, and its log says why. All others end now. Start all processes "
+        "again.",
         file=sys.stderr,
         flush=True,
     )
     try:
-        if 0 not in silent:
+        if start.process == 0:
             # Process 0 runs the service, and jax aborts processes that lose it: so it leaves last.
-            client.wait_at_barrier("jtrain/leave", int(1000 * WAIT_S), [n for n in range(count) if n not in silent])
-            time.sleep(0.0 if own else 1.0)  # the others end after the barrier, and nobody is left to say so
+            others = [number for number in range(1, start.processes) if number not in silent]
+            start.collect("leaves", of=others, seconds=WAIT_S)
+            time.sleep(1.0)  # the others end after they have told it, and nobody is left to say so
+        elif 0 not in silent:
+            start.tell("leaves", "")
     finally:
         os._exit(exit_codes.BUG)
 
@@ -123,17 +121,6 @@ def difference(peers: Sequence[Peer]) -> str:
                     f"{number}):{listed}{more}\n{way}"
                 )
     return ""
-
-
-def _told(client: Any, key: str, *, until_s: float) -> str | None:
-    """Returns the text of a key, or None if nobody has told it at this time of the monotonic clock."""
-    wait_ms = max(1, int(1000 * (until_s - time.monotonic())))
-    try:
-        return client.blocking_key_value_get(f"jtrain/{key}", wait_ms)
-    except Exception as error:  # jax raises JaxRuntimeError for a timeout as for a lost connection
-        if "DEADLINE_EXCEEDED" not in str(error):
-            raise
-        return None
 
 
 def _source_digest() -> str:

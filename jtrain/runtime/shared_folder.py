@@ -3,17 +3,16 @@
 import contextlib
 import secrets
 import socket
-import time
 from pathlib import Path
 
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
+from jtrain.runtime.agreement import Agreement, FolderCarrier
 from jtrain.runtime.store_paths import WAY_OUT, in_store, said
 
 PATIENCE_S = 60.0
 """Time for a network file system to show a file that another host wrote: NFS keeps listings for up to 60 s."""
 
-_POLL_S = 0.05
 _WAY_OUT = (
     "Set --workdir to a folder that all hosts share (NFS, Lustre, ...), or to gs://bucket/run or s3://bucket/run."
 )
@@ -36,23 +35,22 @@ def check_shared(folder: Path, *, patience_s: float = PATIENCE_S) -> None:
     if count == 1 and not in_store(folder):
         return  # what a run refuses before it writes leaves no folder behind
     token = multihost.gather_texts(secrets.token_hex(8))[0]
-    names = [f".probe-{token}-{process}" for process in range(count)]
+    probe = Agreement("", FolderCarrier(folder), process=index, processes=count)
+    topic = f".probe-{token}"
     failed = ""
     try:
-        if not in_store(folder):  # where it would create a bucket
-            folder.mkdir(parents=True, exist_ok=True)
-        (folder / names[index]).write_text(token)
+        probe.tell(topic, token)
     except Exception as error:  # clients of object stores raise many types
         failed = said(error)
     wrote = multihost.gather_texts(failed)
     hosts = multihost.gather_texts(socket.gethostname())
     if not any(wrote):
-        end_s = time.monotonic() + patience_s
-        wanted = range(count) if index == 0 else [0]
-        unseen = [process for process in wanted if not _appears(folder / names[process], token, end_s)]
-        failed = ",".join(map(str, unseen))
+        asked = range(count) if index == 0 else [0]
+        texts = probe.collect(topic, of=asked, seconds=patience_s, counts=lambda text: text == token)
+        failed = ",".join(str(process) for process in asked if process not in texts)
     unseen_by = multihost.gather_texts(failed)  # also keeps the files until every process has read them
-    _remove(folder / names[index])
+    with contextlib.suppress(Exception):  # 16 bytes that nothing reads
+        probe.withdraw(topic)
     if any(wrote):
         process = next(number for number, text in enumerate(wrote) if text)
         who = "" if count == 1 else f" by process {process} on host {hosts[process]}"
@@ -70,21 +68,3 @@ def check_shared(folder: Path, *, patience_s: float = PATIENCE_S) -> None:
             f"--workdir {folder} is not one shared folder: process 0 on host {hosts[0]} and {others} do not see each "
             f"other's files there, after waiting for {patience_s:.0f} s. {_WAY_OUT}"
         )
-
-
-def _appears(file: Path, token: str, end_s: float) -> bool:
-    """True if the file of another process can be read, with its token, before `end_s` on the monotonic clock."""
-    while True:
-        try:
-            if file.read_text() == token:
-                return True
-        except OSError:
-            pass
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(_POLL_S)  # a network file system tells nobody about a new file
-
-
-def _remove(file: Path) -> None:
-    with contextlib.suppress(Exception):  # 16 bytes that nothing reads
-        file.unlink()

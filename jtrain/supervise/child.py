@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TextIO
 
+from jtrain.runtime.lease import Watch
 from jtrain.supervise.heart import STACKS_SIGNAL, VARIABLE, Beat
 from jtrain.supervise.verdict import Watched
 from jtrain.telemetry.alerts import AlertsSpec
@@ -47,7 +48,7 @@ class WatchedProcess:
         self.alerts: AlertsSpec | None = None
         self.code: int | None = None
         self.ended_s: float | None = None
-        self._beat_s = time.monotonic()
+        self._watch = Watch()
         self._stopped_since_s: float | None = None
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         reading, writing = os.pipe()
@@ -93,7 +94,7 @@ class WatchedProcess:
         elif self._stopped_since_s is None:
             self._stopped_since_s = now_s
         stopped_s = None if self._stopped_since_s is None else now_s - self._stopped_since_s
-        return Watched(self.name, stopped_s, self.beat, now_s - self._beat_s)
+        return Watched(self.name, stopped_s, self.beat, self._watch.silent_s)
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal to the process itself, if it still runs."""
@@ -137,11 +138,11 @@ class WatchedProcess:
     def _listen(self, reading: int) -> None:
         with open(reading, "rb") as beats:
             for line in beats:
-                if line.startswith(b'{"alerts"'):
-                    self.alerts = AlertsSpec(**json.loads(line)["alerts"])
-                    continue
-                self.beat = Beat.decode(line)
-                self._beat_s = time.monotonic()
+                told = json.loads(line)["payload"]
+                if told["alerts"] is not None:
+                    self.alerts = AlertsSpec(**told["alerts"])
+                self.beat = Beat.of(told["beat"])
+                self._watch.saw(line)
 
     def _wait(self) -> None:
         # The group is swept before the process is reaped: until then no other process can have its number.

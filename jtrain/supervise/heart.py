@@ -1,7 +1,8 @@
 """Heartbeat of a training process: once a second it tells its supervisor its phase and step, over a pipe.
 
-A thread of its own writes, so a process that is stopped (no beats) differs from one whose main thread waits in a
-collective (beats, but no progress). Standard library only, because the heart starts before jax is imported.
+The beats are those of a lease, which the process holds for its supervisor to see: a thread of its own writes them, so a
+process that is stopped (no beats) differs from one whose main thread waits in a collective (beats, but no progress).
+Standard library only, because the heart starts before jax is imported.
 """
 
 import atexit
@@ -9,16 +10,16 @@ import collections
 import contextlib
 import dataclasses
 import faulthandler
-import json
 import os
 import signal
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, Literal
 
+from jtrain.runtime.lease import Lease, MessageStore
 from jtrain.supervise.spec import SuperviseSpec
 from jtrain.telemetry.alerts import AlertsSpec
 
@@ -68,16 +69,11 @@ class Beat:
     collectives: str
     limits: SuperviseSpec | None
 
-    def encode(self) -> bytes:
-        """Encodes the beat as a line of JSON."""
-        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
-
     @staticmethod
-    def decode(line: str | bytes) -> "Beat":
-        """Reads a line of `encode`."""
-        values = json.loads(line)
-        limits = values.pop("limits")
-        return Beat(**values, limits=None if limits is None else SuperviseSpec(**limits))
+    def of(values: Mapping[str, Any]) -> "Beat":
+        """Returns the beat of which `values` are the fields, as JSON gives them."""
+        limits = values["limits"]
+        return Beat(**{**values, "limits": None if limits is None else SuperviseSpec(**limits)})
 
 
 class Heart:
@@ -91,7 +87,6 @@ class Heart:
     def __init__(self, beats: int, stacks: int) -> None:
         os.set_blocking(beats, False)  # a supervisor that is stopped must not stop its processes
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-        self._beats = beats
         self._main = threading.get_ident()
         self._position: tuple[HeartPhase, int, float] = ("start-up", 0, time.monotonic())
         self._process: int | None = None
@@ -104,17 +99,12 @@ class Heart:
         self._dispatched = False
         self._step_began_s = 0.0
         self._times: collections.deque[float] = collections.deque(maxlen=_STEPS)
-        self._news = threading.Event()
-        self._ended = False
-        self._thread = threading.Thread(target=self._run, name="jtrain-heart", daemon=True)
-        self._thread.start()
-        atexit.register(self._end)
-
-    def _end(self) -> None:
-        """Lets the thread finish what it does: Python aborts a process that it closes while a thread is in C++ code."""
-        self._ended = True
-        self._news.set()
-        self._thread.join(END_S)
+        # A record has less than 4 KiB, so it arrives whole.
+        store = MessageStore(lambda record: os.write(beats, record))
+        self._lease = Lease(store, beat_s=BEAT_S, payload=self._payload, on_lost=_stop_alone)
+        self._lease.seize()
+        # Lets the thread finish what it does: Python aborts a process that it closes while a thread is in C++ code.
+        atexit.register(self._lease.release, END_S)
 
     def enter(self, phase: HeartPhase) -> None:
         """Announces a phase outside of the loop."""
@@ -123,18 +113,18 @@ class Heart:
     def configure(self, limits: SuperviseSpec, alerts: AlertsSpec | None = None) -> None:
         """Tells the supervisor the settings of the run, and who gets an alert of a hang: `alerts.file` is absolute."""
         self._limits, self._alerts = limits, alerts
-        self._news.set()
+        self._lease.beat_soon()
 
     def joined(self, process: int, processes: int) -> None:
         """Tells the supervisor which process of how many this one is."""
         self._process, self._processes = process, processes
-        self._news.set()
+        self._lease.beat_soon()
 
     def started(self, step: int) -> None:
         """Tells the supervisor that the state of `step` is there: 0 or the step of the restored checkpoint."""
         self._start_step = step
         self._position = ("setup", step, time.monotonic())
-        self._news.set()
+        self._lease.beat_soon()
 
     def describe(self, collectives: Callable[[], str]) -> None:
         """Has the heart's thread call `collectives` once, for the text that a hang is reported with."""
@@ -192,25 +182,20 @@ class Heart:
             frame = frame.f_back
         return False
 
-    def _run(self) -> None:
-        while not self._ended:
-            try:
-                os.write(self._beats, self.beat().encode())  # under 4 KiB, so it arrives whole
-                if (alerts := self._alerts) is not None:  # once, and not in the beats, which others may read
-                    os.write(self._beats, json.dumps({"alerts": dataclasses.asdict(alerts)}).encode() + b"\n")
-                    self._alerts = None
-            except BlockingIOError:
-                pass  # the supervisor does not read
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.write(2, b"\nThe supervisor is gone: stopping, with a checkpoint.\n")
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
-            if (describe := self._describe) is not None:
-                self._describe = None
-                self._collectives = describe()[:1000]
-            self._news.wait(BEAT_S)
-            self._news.clear()
+    def _payload(self) -> dict[str, Any]:
+        """Returns the beat, and apart from it, because others may read beats, who gets alerts."""
+        if (describe := self._describe) is not None:
+            self._describe = None
+            self._collectives = describe()[:1000]
+        alerts = None if self._alerts is None else dataclasses.asdict(self._alerts)
+        return {"beat": dataclasses.asdict(self.beat()), "alerts": alerts}
+
+
+def _stop_alone() -> None:
+    """Asks this process to save and end: nobody reads its beats any more."""
+    with contextlib.suppress(OSError):
+        os.write(2, b"\nThe supervisor is gone: stopping, with a checkpoint.\n")
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def start_heart(environ: MutableMapping[str, str]) -> Heart | None:

@@ -1,23 +1,25 @@
 """Lets the supervisors of several hosts tell each other what happened, through files in the run's shared workdir.
 
-Each supervisor writes `supervise/process-N.json` every two seconds: what it knows of its processes. One file for all,
-`supervise/round.json`, counts the restarts: the supervisor that sees a fault first writes the next round with its
-cause, and all others end their processes and join it. Nothing listens on a port.
+Each supervisor holds a lease in `supervise/process-N/`, whose beats, every two seconds, carry what it knows of its
+process. One text for all, `supervise/round-all`, counts the restarts: the supervisor that sees a fault first announces
+the next round with its cause, and all others end their processes and join it. Nothing listens on a port.
 """
 
 import contextlib
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from jtrain.runtime.atomic_io import write_whole
+from jtrain.runtime.agreement import Agreement, FolderCarrier
+from jtrain.runtime.lease import FolderStore, Lease, Watch
 from jtrain.supervise.heart import Beat
 from jtrain.supervise.verdict import Watched
 
 FOLDER = "supervise"
 TELL_S = 2.0
+_POLL_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +43,27 @@ class Hosts:
 
     Args:
       workdir: folder that all hosts share.
+      process, processes: number of this supervisor's process, and of all processes of the run.
     """
 
-    def __init__(self, workdir: Path) -> None:
+    def __init__(self, workdir: Path, *, process: int, processes: int) -> None:
         self._folder = workdir / FOLDER
+        self._process, self._processes = process, processes
+        self._agreement = Agreement(
+            "", FolderCarrier(self._folder, poll_s=_POLL_S), process=process, processes=processes
+        )
+        self._watched: Sequence[Watched] = ()
+        self._lease = Lease(self._store(process), beat_s=0.0, payload=self._payload)
         self._told_s = 0.0
-        self._count = 0
-        self._seen: dict[str, tuple[int, float]] = {}
+        self._watches = {number: Watch() for number in range(processes) if number != process}
         self.round = self._read_round().number
+        with contextlib.suppress(OSError):  # here and below: a full disk must not end a healthy run
+            self._lease.seize()  # the scheduler decides which supervisor a process has; an older one loses it
+
+    @property
+    def replaced_by(self) -> str | None:
+        """Supervisor that has taken this one's place; None while nobody has."""
+        return self._lease.taken_by if self._lease.is_lost else None
 
     def news(self) -> Round | None:
         """Returns the round that another supervisor began, or None; call `follow` with it once it is acted upon."""
@@ -63,64 +78,50 @@ class Hosts:
         """Begins the next round, unless another supervisor did."""
         if self.news() is None:
             self.round += 1
-            self._write("round.json", dataclasses.asdict(Round(self.round, cause, final, save)))
+            with contextlib.suppress(OSError):
+                newest = Round(self.round, cause, final, save)
+                self._agreement.announce("round", json.dumps(dataclasses.asdict(newest)))
 
-    def tell(self, mine: set[int], processes: list[Watched], *, ended: bool = False) -> None:
-        """Writes what this supervisor knows, at most every TELL_S seconds.
-
-        Args:
-          mine: numbers of its processes.
-          ended: its processes of the round before have ended.
-        """
+    def tell(self, watched: Sequence[Watched]) -> None:
+        """Tells the others what this supervisor knows of its process, at most every TELL_S seconds."""
         now_s = time.monotonic()
-        if not ended and now_s - self._told_s < TELL_S:
-            return
-        self._told_s, self._count = now_s, self._count + 1
-        values = [dataclasses.asdict(one) for one in processes]
-        self._write(
-            f"process-{min(mine)}.json",
-            {"count": self._count, "round": self.round, "numbers": sorted(mine), "processes": values},
-        )
+        if now_s - self._told_s >= TELL_S:
+            self._told_s, self._watched = now_s, watched
+            self._lease.beat()
 
-    def others(self, mine: set[int], processes: int) -> list[Watched]:
+    def others(self) -> list[Watched]:
         """Processes of other hosts, as their supervisors tell; the age of a beat grows while a supervisor is silent."""
-        found = []
-        for name, told in self._told(processes):
-            count, since_s = self._seen.get(name, (None, 0.0))
-            if count != told["count"]:
-                count, since_s = self._seen[name] = told["count"], time.monotonic()
-            silent_s = max(0.0, time.monotonic() - since_s - TELL_S)
-            for values in told["processes"] if not mine & set(told["numbers"]) else ():
-                beat = None if values["beat"] is None else Beat.decode(json.dumps(values["beat"]))
-                found.append(Watched(values["name"], values["stopped_s"], beat, values["beat_age_s"] + silent_s))
-        return found
+        others = []
+        for process, watch in self._watches.items():
+            with contextlib.suppress(OSError):
+                entry = self._store(process).read()
+                watch.saw((entry.number, entry.version))
+                silent_s = max(0.0, watch.silent_s - TELL_S)
+                for values in entry.payload or ():
+                    beat = None if values["beat"] is None else Beat.of(values["beat"])
+                    others.append(Watched(values["name"], values["stopped_s"], beat, values["beat_age_s"] + silent_s))
+        return others
 
-    def wait_ended(self, processes: int, *, mine: set[int], timeout_s: float) -> None:
-        """Waits until the supervisors of all other processes have ended those of the round before, or for a timeout.
+    def wait_ended(self, *, timeout_s: float) -> None:
+        """Tells that this host's process of the round before has ended, and waits for those of all other hosts.
 
         A process that joins too early would find the coordinator of the round before.
         """
-        until_s = time.monotonic() + timeout_s
-        while time.monotonic() < until_s:
-            ended = [told["numbers"] for _, told in self._told(processes) if told["round"] >= self.round]
-            if mine.union(*ended) >= set(range(processes)):
-                return
-            time.sleep(0.5)
+        with contextlib.suppress(OSError):
+            self._agreement.tell("ended-before", str(self.round))
+        self._agreement.collect("ended-before", seconds=timeout_s, counts=lambda text: int(text) >= self.round)
 
-    def _told(self, processes: int) -> list[tuple[str, dict[str, Any]]]:
-        found = []
-        for number in range(processes):
-            name = f"process-{number}.json"
-            with contextlib.suppress(OSError, ValueError):
-                found.append((name, json.loads((self._folder / name).read_bytes())))
-        return found
+    def close(self) -> None:
+        """Gives the lease back."""
+        self._lease.release()
+
+    def _payload(self) -> list[dict[str, object]]:
+        return [dataclasses.asdict(one) for one in self._watched]
+
+    def _store(self, process: int) -> FolderStore:
+        return FolderStore(self._folder / f"process-{process}")
 
     def _read_round(self) -> Round:
         with contextlib.suppress(OSError, ValueError, TypeError):
-            return Round(**json.loads((self._folder / "round.json").read_bytes()))
+            return Round(**json.loads(self._agreement.announced("round", seconds=0.0) or ""))
         return Round(0, "", None, save=False)
-
-    def _write(self, name: str, values: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not end a healthy run
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._folder / name, json.dumps(values) + "\n", durable=False)

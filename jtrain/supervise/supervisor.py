@@ -86,9 +86,7 @@ class Supervisor:
         self._restarts = Restarts()
         self._signals: list[signal.Signals] = []
         self._stopping: signal.Signals | None = None
-        self._mine: set[int] = set()
         self._asked_s = 0.0
-        self._all = processes
         self._limits = SuperviseSpec()  # until a process has read the config
         self._alerts: tuple[AlertsSpec, Alerts] | None = None  # from the first hang on, for all attempts
 
@@ -100,6 +98,8 @@ class Supervisor:
             finally:
                 if self._alerts is not None:
                     self._alerts[1].close()
+                if self._hosts is not None:
+                    self._hosts.close()
 
     def _attempts(self) -> int:
         while True:
@@ -140,8 +140,7 @@ class Supervisor:
         while time.monotonic() < until_s and not self._signals:
             self._tick()
         if self._hosts is not None:
-            self._hosts.tell(self._mine, [child.watched() for child in self._children], ended=True)
-            self._hosts.wait_ended(self._all, mine=self._mine, timeout_s=OTHERS_END_S)
+            self._hosts.wait_ended(timeout_s=OTHERS_END_S)
         if self._signals:
             say(f"{self._signals[0].name} during the pause: no process runs; the same command goes on")
             return exit_codes.STOPPED
@@ -223,7 +222,7 @@ class Supervisor:
         here = [child.watched() for child in self._children if child.code is None]
         limits = self._limits
         if self._hosts is not None and any(one.quiet_s > 0.5 * limits.step_s for one in here):
-            here += self._hosts.others(self._mine, self._all)
+            here += self._hosts.others()
         return find_hang(here, limits)
 
     def _hung(self, hang: Hang) -> Failure:
@@ -288,18 +287,23 @@ class Supervisor:
                 self._limits = beat.limits
             if beat.start_step is not None:
                 self._restarts.began(beat.start_step)
-            if beat.process is not None and beat.processes is not None:
-                self._mine.add(beat.process)
-                self._all = beat.processes
-        if self._hosts is None and self._workdir is not None and self._all > self._processes and self._mine:
-            self._hosts = Hosts(self._workdir)
+            if self._hosts is None and self._workdir is not None and beat.process is not None:
+                processes = beat.processes or 0
+                if processes > self._processes:  # there are other hosts, and then this one has one process
+                    self._hosts = Hosts(self._workdir, process=beat.process, processes=processes)
         if self._hosts is not None:
-            self._hosts.tell(self._mine, [child.watched() for child in self._children])
+            self._hosts.tell([child.watched() for child in self._children])
 
     def _other_hosts(self) -> Failure | None:
-        """Returns the failure that another supervisor announced."""
+        """Returns the failure that another supervisor announced, or that it has taken this one's place."""
         if self._hosts is None or all(child.code == exit_codes.DONE for child in self._children):
             return None
+        if (holder := self._hosts.replaced_by) is not None:
+            cause = f"the place of this supervisor was taken by {holder}"
+            say(cause)
+            self._hosts.close()
+            self._hosts = None  # the others are not to hear of it
+            return Failure(cause, exit_codes.STOPPED, final=True, told=True)
         now_s, running = time.monotonic(), all(child.code is None for child in self._children)
         if running and now_s - self._asked_s < ASK_S:
             return None

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jtrain.config.run import Run
-from jtrain.runtime.workdir_lock import LockLost
+from jtrain.runtime.lease import LeaseLost
 from jtrain.telemetry import goodput
 from jtrain.telemetry.recompiles import CompileSeconds
 from jtrain.telemetry.step_timer import StepTimes
@@ -52,7 +52,7 @@ class GoodputLedger(Callback):
     ) -> None:
         self._compile_seconds.__exit__(kind, error, trace)
         if self._opened is not None:
-            if isinstance(error, LockLost):
+            if isinstance(error, LeaseLost):
                 self._opened.abandon()
             self._opened.close()
 

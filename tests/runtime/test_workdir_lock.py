@@ -10,23 +10,26 @@ from pathlib import Path
 import pytest
 
 from jtrain.errors import FileError, UserError
-from jtrain.runtime import workdir_lock
-from jtrain.runtime.workdir_lock import FOLDER, LockLost, WorkdirLock
+from jtrain.runtime import lease
+from jtrain.runtime.lease import LeaseLost
+from jtrain.runtime.workdir_lock import FOLDER, WorkdirLock
 from tests.small_disk import fill, remount, small_disk
 
 HOLDER = """
 import sys
 from pathlib import Path
-from jtrain.runtime import workdir_lock
-workdir_lock.BEAT_S = 0.05
+from jtrain.errors import UserError
+from jtrain.runtime import lease
+from jtrain.runtime.workdir_lock import WorkdirLock
+lease.BEAT_S = 0.05
 try:
-    with workdir_lock.WorkdirLock(Path(sys.argv[1]), say=print, machine=sys.argv[2] or None) as lock:
+    with WorkdirLock(Path(sys.argv[1]), say=print, machine=sys.argv[2] or None) as lock:
         print("held", flush=True)
         for line in sys.stdin:
-            workdir_lock.STALE_S = 0.0  # the next check looks
+            lease.STALE_S = 0.0  # the next check looks
             lock.check()
             print("still held", flush=True)
-except workdir_lock.UserError as error:
+except UserError as error:
     print(type(error).__name__, error, flush=True)
 """
 
@@ -142,8 +145,8 @@ def test_a_run_that_stood_still_notices_that_it_lost_its_workdir(
 ) -> None:
     """Another host takes over after the bound; the first one, going on, ends before it writes."""
     said: list[str] = []
-    monkeypatch.setattr(workdir_lock, "STALE_S", 0.3)
-    monkeypatch.setattr(workdir_lock, "_WATCH_S", 0.1)
+    monkeypatch.setattr(lease, "STALE_S", 0.3)
+    monkeypatch.setattr(lease, "WATCH_S", 0.1)
     holder = holding(tmp_path, "another host")
     assert told(holder) == "still held"
     holder.send_signal(signal.SIGSTOP)
@@ -152,7 +155,7 @@ def test_a_run_that_stood_still_notices_that_it_lost_its_workdir(
         assert "which has not touched it for" in said[-1]
         holder.send_signal(signal.SIGCONT)
         lost = told(holder)
-        assert lost.startswith(f"LockLost the lock of --workdir {tmp_path} was taken over by process {os.getpid()} on")
+        assert lost.startswith(f"LeaseLost the lock of --workdir {tmp_path} was taken over by process {os.getpid()} on")
         assert "Nothing more is written here" in lost
         assert holder.wait(timeout=300) == 0
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["2.released"], "the loser left the lock alone"
@@ -162,9 +165,9 @@ def test_a_lock_whose_process_was_killed_while_it_took_it_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An empty or damaged file names nobody; it is stale once it was not touched for long."""
-    monkeypatch.setattr(workdir_lock, "_POLL_S", 0.01)
-    monkeypatch.setattr(workdir_lock, "STALE_S", 0.3)
-    monkeypatch.setattr(workdir_lock, "_WATCH_S", 0.1)
+    monkeypatch.setattr(lease, "_POLL_S", 0.01)
+    monkeypatch.setattr(lease, "STALE_S", 0.3)
+    monkeypatch.setattr(lease, "WATCH_S", 0.1)
     for number, content in enumerate((b"", b"\xff{", b"[]", b'{"pid": 1}')):
         workdir = tmp_path / str(number)
         (workdir / FOLDER).mkdir(parents=True)
@@ -177,15 +180,15 @@ def test_a_lock_whose_process_was_killed_while_it_took_it_is_taken_over(
 
 
 def test_a_lock_that_somebody_deleted_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workdir_lock, "STALE_S", 0.0)
-    monkeypatch.setattr(workdir_lock, "BEAT_S", 3600.0)
+    monkeypatch.setattr(lease, "STALE_S", 0.0)
+    monkeypatch.setattr(lease, "BEAT_S", 3600.0)
     with WorkdirLock(tmp_path, say=print) as lock:
         (tmp_path / FOLDER / "1").unlink()
         lock.check()
         with pytest.raises(UserError, match="in use by another run"):
             WorkdirLock(tmp_path, say=print).__enter__()
         (tmp_path / FOLDER / "2").write_text("")
-        with pytest.raises(LockLost, match="taken over by a process that has not written its name"):
+        with pytest.raises(LeaseLost, match="taken over by a process that has not written its name"):
             lock.check()
 
 

@@ -1,11 +1,13 @@
 """When a run hangs, who is named, and what excuses a process that waits."""
 
 import dataclasses
+import json
 
 import pytest
 
 from jtrain.errors import UserError
 from jtrain.runtime import exit_codes
+from jtrain.runtime.lease import Lease, MessageStore
 from jtrain.supervise.heart import Beat, HeartPhase
 from jtrain.supervise.restarts import Restarts, shell_code
 from jtrain.supervise.spec import SuperviseSpec
@@ -76,10 +78,12 @@ def test_progress_of_any_process_is_no_hang() -> None:
 
 
 def test_a_beat_arrives_as_it_was_sent() -> None:
-    sent = beat("device_wait", 1.25)
-    assert Beat.decode(sent.encode()) == sent
-    assert len(sent.encode()) < 4096, "so that the pipe takes it whole"
-    assert Beat.decode(dataclasses.replace(sent, limits=None).encode()).limits is None
+    sent = dataclasses.replace(beat("device_wait", 1.25), collectives="c" * 1000)
+    received: list[bytes] = []
+    Lease(MessageStore(received.append), beat_s=0.0, payload=lambda: dataclasses.asdict(sent)).seize()
+    assert Beat.of(json.loads(received[0])["payload"]) == sent
+    assert len(received[0]) < 4096, "so that the pipe takes it whole"
+    assert Beat.of(dataclasses.asdict(dataclasses.replace(sent, limits=None))).limits is None
 
 
 def test_restarts_without_a_new_checkpoint_end() -> None:

@@ -121,11 +121,11 @@ def launched(tmp_path: Path) -> Iterator[list["subprocess.Popen[str]"]]:
 AS_ON = """
 import sys
 from jtrain.cli import launch
-from jtrain.runtime import workdir_lock
+from jtrain.runtime import lease
 machine = sys.argv.pop(1)
-workdir_lock.STALE_S, workdir_lock._WATCH_S = 3.0, 1.0
+lease.STALE_S, lease.WATCH_S = 3.0, 1.0
 if machine:
-    workdir_lock.this_machine = lambda: machine
+    lease.this_machine = lambda: machine
 sys.exit(launch.main(sys.argv[1:]))
 """
 

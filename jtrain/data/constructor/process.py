@@ -1,7 +1,6 @@
 """Data Constructor process: fills batches into shared memory, from loaders that it starts and scales."""
 
 import collections
-import contextlib
 import dataclasses
 import pickle
 import socket
@@ -23,6 +22,7 @@ from jtrain.data.hosts.peers import Peers
 from jtrain.data.loaders.forkserver import ForkserverClient
 from jtrain.data.loaders.pool import Pool, ProcessPool
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
+from jtrain.runtime.lease import Lease, MessageStore
 
 SCALE_EVERY_S = 0.25
 """Shortest time between two updates of the autoscaler."""
@@ -83,14 +83,8 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     def say(text: str) -> None:
         send(("say", text))
 
-    def beat() -> None:
-        """Sends `alive` from its own thread, because opening hundreds of remote sources may take minutes."""
-        with contextlib.suppress(OSError):
-            while True:
-                time.sleep(1.0)
-                send(("alive",))
-
-    threading.Thread(target=beat, name="data-heartbeat", daemon=True).start()
+    # Its thread sends `alive`, because opening hundreds of remote sources may take minutes.
+    Lease(MessageStore(lambda _: send(("alive",))), beat_s=1.0).seize()
     try:
         planned, hosts = work.planner, 1 if setup.peers is None else len(setup.peers.addresses)
         scaler = Autoscaler(

@@ -27,6 +27,7 @@ from jtrain.data.loaders.inline import InlinePool
 from jtrain.data.loaders.messages import DataError
 from jtrain.data.loaders.shared_memory import SharedMemory
 from jtrain.data.planner.planner import LoadingPlan
+from jtrain.runtime.lease import Watch
 
 MOST_RESTARTS = 3
 """Restarts of a constructor in a row, without a batch in between, before the run fails."""
@@ -162,20 +163,20 @@ class ProcessPlane:
     def _take(self) -> Delivered:
         if self._ended:
             raise StopIteration
-        heard_s = time.monotonic()
+        heard = Watch()
         while True:
             try:
                 if not self._child.connection.poll(1.0):
-                    if time.monotonic() - heard_s > SILENCE_S:
+                    if heard.silent_s > SILENCE_S:
                         self._restart(f"was silent for {SILENCE_S:g} s")
-                        heard_s = time.monotonic()
+                        heard = Watch()
                     continue
                 kind, *rest = self._child.connection.recv()
             except (EOFError, ConnectionError):
                 self._restart("died")
-                heard_s = time.monotonic()
+                heard = Watch()
                 continue
-            heard_s = time.monotonic()
+            heard = Watch()
             if kind == "say":
                 self._said.append(rest[0])
             elif kind == "end":

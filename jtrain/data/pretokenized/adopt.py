@@ -23,10 +23,10 @@ from jaxtyping import Int64, UInt
 
 from jtrain.data.pretokenized import reader
 from jtrain.data.pretokenized.adopted import edges_of_path
-from jtrain.data.pretokenized.claims import BuildProcess
+from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.data.pretokenized.foreign.find import find_layout
 from jtrain.data.pretokenized.foreign.foreign_file import PART_BYTES, ForeignLayout
-from jtrain.data.pretokenized.partial_folder import WRITER, begin, publish, read_json, write_lengths
+from jtrain.data.pretokenized.partial_folder import begin, publish, read_json, write_lengths
 from jtrain.data.pretokenized.progress import ProgressOutput
 from jtrain.data.pretokenized.reader import PreparedIndex, digest
 from jtrain.data.pretokenized.writer import IndexSummary, summary_of
@@ -80,7 +80,7 @@ def adopt(
     encoder = _tokenizer(tokenizer, end_token)
     layout = find_layout(path, end_id=encoder.end_id, vocab_size=encoder.vocab_size, dtype=dtype, column=column)
     out.mkdir(parents=True, exist_ok=True)
-    with BuildProcess(out) as host, host.claiming(out / f".{name}.claim"):
+    with BuildProcess(out) as host, host.changing_folders(name):
         adoption = _Adoption(layout, out, name, encoder, command, stream)
         if adoption.is_there():
             return summary_of(PreparedIndex(out / name), name, "there")
@@ -148,8 +148,7 @@ class _Adoption:
 
     def resume(self, host: BuildProcess) -> None:
         """Goes on after the files that an earlier call scanned, if it scanned the same ones."""
-        begin(self._partial, {"format": reader.FORMAT, "made_of": self._made_of}, host)
-        host.claim(self._partial / WRITER)  # a `prepare` of the same name finds it
+        begin(self._partial, {"format": reader.FORMAT, "made_of": self._made_of}, host, source=self._folder.name)
         fresh = {
             "files": 0,
             "placed": 0,

@@ -2,9 +2,9 @@
 
 Each source is cut into shards, ranges of records worth some MB; the cut depends on the corpus alone. Worker processes
 write one file per shard. One process appends those files in order to the index in OUT/.NAME.partial/ and renames that
-folder to OUT/NAME after the last shard. The same command may run on any number of hosts at once: each takes shards
-that no other has claimed. A build may be killed at any instant: others take over, or the same command continues from
-the files that are left, and the finished bytes are the same. Training reads the index with reader.py.
+folder to OUT/NAME after the last shard. The same command may run on any number of hosts at once: number i of n makes
+shards i, i + n, ... A build may be killed at any instant: others take over, or the same command continues from the
+files that are left, and the finished bytes are the same. Training reads the index with reader.py.
 """
 
 import collections
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from jtrain.data.pretokenized import reader
-from jtrain.data.pretokenized.claims import BuildProcess
+from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.data.pretokenized.progress import Progress, ProgressBar, ProgressOutput
 from jtrain.data.pretokenized.shard import Recipe, Task
 from jtrain.data.pretokenized.writer import IndexSummary, IndexWriter

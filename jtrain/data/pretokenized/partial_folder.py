@@ -3,18 +3,16 @@
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jtrain.data.pretokenized import claims, reader
-from jtrain.data.pretokenized.claims import BuildProcess
-from jtrain.errors import FileError
+from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.runtime.atomic_io import sync_directory
 
-STATE, WRITER = ".state.json", "writer.claim"
+STATE = ".state.json"
 NOTHING: dict[str, Any] = {"units": 0, "tokens": 0, "empty": 0, "skipped": 0, "bytes": {}}
 """State before the first shard."""
 
@@ -29,42 +27,24 @@ _PUBLISHED = (
     reader.PLACES,
     reader.MASKS,
 )
-_POLL_S = 0.05
 _BLOCKS_AT_ONCE = 1 << 16
 
 
-def begin(partial: Path, plan: dict[str, Any], host: BuildProcess) -> bool:
+def begin(partial: Path, plan: dict[str, Any], host: BuildProcess, *, source: str) -> bool:
     """Makes the folder of an unfinished index, or continues in it; returns True if one of other data was removed.
 
     Raises:
       FileError: another process is writing an index of other data.
     """
-    here = read_json(partial / _PLAN)
-    afresh = here is not None and here != plan
+    host.begin(source, plan)
+    plan_there = read_json(partial / _PLAN)
+    afresh = plan_there is not None and plan_there != plan
     if afresh:
-        _refuse_if_busy(partial, host)
         shutil.rmtree(partial)
-    if here != plan:
+    if plan_there != plan:
         partial.mkdir(exist_ok=True)
         host.write_whole(partial / _PLAN, json.dumps(plan))
     return afresh
-
-
-def _refuse_if_busy(partial: Path, host: BuildProcess) -> None:
-    """Raises FileError if a living process has a claim in the folder; waits until that is known."""
-    unknown = set(partial.glob("*.claim"))
-    end_s = time.monotonic() + claims.STALE_S + claims.BEAT_S
-    while unknown:
-        for path in list(unknown):
-            alive = host.is_alive(host.holder(path) or f"{path}: empty")
-            if alive or time.monotonic() > end_s:
-                raise FileError(
-                    f"{partial}: another process is writing an index of other data there. Wait until it ends, or "
-                    "choose another --out."
-                )
-            if alive is False:
-                unknown.remove(path)
-        time.sleep(_POLL_S if unknown else 0)
 
 
 def write_lengths(lengths: Path, new: Path, records: int) -> int:
@@ -97,7 +77,7 @@ def write_lengths(lengths: Path, new: Path, records: int) -> int:
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Replaces the old index folder, if there is one, by the finished one; call it under the source's claim."""
+    """Replaces the old index folder, if there is one, by the finished one; call it in `changing_folders`."""
     for path in partial.iterdir():
         if path.name not in _PUBLISHED:
             path.unlink(missing_ok=True)

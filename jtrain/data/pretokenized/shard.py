@@ -73,7 +73,7 @@ class Task:
     """One shard to write: records first to end - 1 of recipe number `source`, into `path`.
 
     made_of: value of `Recipe.made_of` that the corpus and tokenizer of the worker must have.
-    host: name of the process that claimed the shard, part of the name of the unfinished file.
+    host: name of the process that makes the shard, part of the name of the unfinished file.
     """
 
     source: int

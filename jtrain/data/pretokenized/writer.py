@@ -1,7 +1,6 @@
 """Writer of the index of one source: appends shards in order as they are finished, and survives a kill at any time.
 
 OUT/.NAME.partial/plan.json      what is being built and from what; written first
-OUT/.NAME.partial/*.claim        who is making a shard, and who appends finished ones
 OUT/.NAME.partial/*.unit         finished shards that wait for earlier ones
 OUT/.NAME.partial/*.bin, ...     files of the index, as far as they are written
 OUT/.NAME.partial/*state.json    how far that is; a file that is longer was being appended to when the build was killed
@@ -22,11 +21,10 @@ import numpy as np
 from jaxtyping import Int64
 
 from jtrain.data.pretokenized import reader
-from jtrain.data.pretokenized.claims import BuildProcess
+from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.data.pretokenized.partial_folder import (
     NOTHING,
     STATE,
-    WRITER,
     begin,
     drop_damaged_states,
     latest_state,
@@ -44,7 +42,7 @@ _UNKNOWN_BYTES = 4096  # assumed size of a record where the source does not know
 _APPENDED = (reader.IDS, reader.LENGTHS, reader.SHARDS, reader.SKIPPED)
 _REFRESH_S = 1.0
 _MOST_WAITING = 1 << 14
-"""Shards looked at for the next one to make: more than there are workers on all hosts together."""
+"""Shards listed at a time for the next ones to make: more than this process has workers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +72,8 @@ def shard_starts(corpus: Corpus, shard_bytes: int) -> Int64[np.ndarray, " shards
 class IndexWriter:
     """Writer of the index of one source, one of several that may be at work in processes of this and other hosts.
 
-    Any of them may make any shard. One of them, which holds the claim `writer.claim`, appends shards; should two think
-    that they hold it, both write the same bytes to the same places.
+    Each makes its share of the shards. The first of them appends shards; should two think that they are the first, both
+    write the same bytes to the same places.
 
     Attributes:
       recipe: the source and how to tokenise it.
@@ -115,7 +113,7 @@ class IndexWriter:
         self._refreshed_s = 0.0
         self._writes = False
         self._reported = False
-        with host.claiming(out / f".{recipe.name}.claim"):
+        with host.changing_folders(recipe.name):
             if (self._partial / reader.INDEX).exists():  # an earlier call was killed between two renames
                 publish(self._partial, self._folder)
             if (self._folder / reader.INDEX).exists():
@@ -131,7 +129,7 @@ class IndexWriter:
                 )
             shards = reader.digest(self._starts.tobytes())
             plan = {"format": reader.FORMAT, "made_of": self._made_of, "units": shards}
-            if begin(self._partial, plan, host):
+            if begin(self._partial, plan, host, source=recipe.name):
                 self.notes.append(f"{recipe.name}: an unfinished index of other data was there; starting afresh.")
             host.write_whole(self._partial / reader.FILES, files)
         self.sweep()
@@ -147,26 +145,20 @@ class IndexWriter:
 
     @property
     def num_waiting(self) -> int:
-        """Shards that nobody has finished."""
+        """Shards of this process's share that nobody has finished."""
         return len(self._waiting)
 
     def next_task(self) -> Task | None:
-        """Claims a shard to make; returns None if there is none, or others are making those that are left."""
+        """Returns a shard of this process's share to make, or None if there is none."""
         if self.is_complete:
             return None
         if not self._waiting and time.monotonic() - self._refreshed_s >= _REFRESH_S:
             self.refresh()
         while self._waiting:
             shard = self._waiting.popleft()
-            try:
-                if shard in self._ready or not self._host.claim(self._claim(shard)):
-                    continue
-                if self._path(shard).exists() or shard < latest_state(self._partial)["units"]:
-                    self._host.release(self._claim(shard))  # made since the folder was last listed
-                    continue
-            except FileNotFoundError:
-                self.refresh()
-                return None
+            made = shard in self._ready or self._path(shard).exists()
+            if made or shard < latest_state(self._partial)["units"]:
+                continue  # by another process, which thought that it is its own, since the folder was last listed
             self._ours.add(shard)
             first, end = self._starts[shard : shard + 2].tolist()
             return Task(self.index, shard, first, end, self._made_of, self._path(shard), self._host.name)
@@ -177,12 +169,10 @@ class IndexWriter:
         self._ours.discard(shard)
         self._counted[shard] = True
         self._ready.add(shard)
-        self._host.release(self._claim(shard))
 
     def give_back(self, shard: int) -> None:
         """Puts a shard back that a worker of this process did not finish."""
         self._ours.discard(shard)
-        self._host.release(self._claim(shard))
         self._waiting.appendleft(shard)
 
     def records_of_others(self) -> int:
@@ -203,7 +193,8 @@ class IndexWriter:
         try:
             names = os.listdir(self._partial)
             latest = latest_state(self._partial)
-            self._writes = self._writes and latest["units"] <= self._state["units"]
+            number, processes = self._host.share(self.recipe.name)
+            self._writes = self._writes and number == 0 and latest["units"] <= self._state["units"]
             if not self._writes:
                 self._state = latest
         except FileNotFoundError:
@@ -219,7 +210,8 @@ class IndexWriter:
         done = np.zeros(len(self._starts) - 1, np.bool_)
         done[: self._state["units"]] = True
         done[[*self._ready, *self._ours]] = True
-        self._waiting = collections.deque(np.flatnonzero(~done)[:_MOST_WAITING].tolist())
+        missing = np.flatnonzero(~done)
+        self._waiting = collections.deque(missing[missing % processes == number][:_MOST_WAITING].tolist())
         return False
 
     def advance(self) -> bool:
@@ -240,7 +232,7 @@ class IndexWriter:
         if self._state["units"] not in self._ready and self._state["units"] < last:
             return
         if not self._writes:
-            if not self._host.claim(self._partial / WRITER):
+            if self._host.share(self.recipe.name)[0] != 0:
                 return
             drop_damaged_states(self._partial)
             self._state = latest_state(self._partial)
@@ -265,7 +257,7 @@ class IndexWriter:
                 summary = self._append_unit(self._path(state["units"]), files)
                 if summary is None:
                     self._path(state["units"]).unlink(missing_ok=True)
-                    self._waiting.appendleft(state["units"])
+                    self._refreshed_s = 0.0  # then it waits again, here or in the process whose it is
                     break
                 state["units"] += 1
                 state["tokens"] += summary.tokens
@@ -325,8 +317,9 @@ class IndexWriter:
         body = {"made_of": self._made_of, "dtype": self._dtype.name, "records": self.records}
         body |= {key: self._state[key] for key in ("tokens", "empty", "skipped")}
         self._host.write_whole(self._partial / reader.INDEX, reader.seal(self._partial, body))
-        with self._host.claiming(self._folder.with_name(f".{self.recipe.name}.claim")):
+        with self._host.changing_folders(self.recipe.name):
             publish(self._partial, self._folder)
+        self._host.end(self.recipe.name)
         self._index = PreparedIndex(self._folder)
 
     def _check_skipped(self) -> None:
@@ -353,9 +346,6 @@ class IndexWriter:
 
     def _path(self, shard: int) -> Path:
         return self._partial / f"{shard:08}.unit"
-
-    def _claim(self, shard: int) -> Path:
-        return self._partial / f"{shard:08}.claim"
 
 
 def summary_of(index: PreparedIndex, name: str, state: Literal["made", "there"]) -> IndexSummary:

@@ -15,7 +15,7 @@ import pytest
 
 from jtrain.data.pretokenized import reader, writer
 from jtrain.data.pretokenized.build import SHARD_BYTES, prepare, prepare_command
-from jtrain.data.pretokenized.claims import BuildProcess
+from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.pretokenized.shard import Recipe
 from jtrain.data.sources.corpus import Corpus

@@ -26,7 +26,7 @@ from pathlib import Path
 from jtrain.cli.run import run
 from jtrain.data.pretokenized import writer
 from jtrain.data.pretokenized.build import prepare
-from jtrain.data.pretokenized.claims import BuildProcess
+from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.data.sources.source import Source
 from jtrain.data.pretokenized.shard import Recipe
 

@@ -1,0 +1,532 @@
+"""Lease on what one process at a time may use: its holder, heartbeats that show that it lives, and a fencing number.
+
+    lease = Lease(FolderStore(workdir / "lock"))
+    lease.take(say=print)  # refuses while the holder lives, takes over from one that is gone
+    ...
+    lease.check()  # before each write: raises LeaseLost, naming who has it
+    lease.release()
+
+The fencing number grows with each holder and never repeats, so a process that judged an old record can never replace a
+newer one by mistake. A beat writes the holder's record again, with a payload such as phase and step. A holder of the
+same machine is looked up by process id and start time; one of another machine is gone when its record has not been
+written for `STALE_S` by the clock of the store, and for `WATCH_S` by the clock of the process that watches.
+Standard library only: supervisors and training processes beat before jax is imported.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import errno
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from jtrain.errors import UserError
+
+BEAT_S = 3.0
+"""Time between two beats of a holder, unless it is given."""
+
+STALE_S = 60.0
+"""A holder on another machine whose record was not written for so long is gone."""
+
+WATCH_S = 10.0
+"""Time over which a record of another machine is watched, however old: file servers may count time differently."""
+
+_POLL_S = 0.2
+_RELEASED = ".released"
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """Identity of a process that holds a lease.
+
+    machine: name for all processes that can see each other by their ids: one boot of one machine, or one container.
+    started: start of the process in ticks since boot, so that a process id that is used again is another holder.
+    token: random; two leases of one process are two holders.
+    """
+
+    host: str
+    pid: int
+    since: str
+    machine: str
+    started: str
+    token: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}, since {self.since}"
+
+
+NOBODY = "a process that has not written its name"
+"""Name of a holder that was killed, or is, between creating its record and writing it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """State of a lease in its store.
+
+    number: fencing number of the newest holder; 0 if there was none.
+    content: its record; None if it has released the lease.
+    version: changes whenever the record is written.
+    """
+
+    number: int
+    content: bytes | None
+    version: Hashable = None
+
+    @property
+    def holder(self) -> Holder | None:
+        """Holder that the record names; None if it names nobody."""
+        try:
+            return Holder(**json.loads(self.content or b"")["holder"])
+        except (ValueError, TypeError, KeyError):
+            return None
+
+    @property
+    def payload(self) -> Any:
+        """Payload of the last beat; None if there is none."""
+        try:
+            return json.loads(self.content or b"")["payload"]
+        except (ValueError, TypeError, KeyError):
+            return None
+
+
+@runtime_checkable
+class LeaseStore(Protocol):
+    """Place of one lease's record. Each method raises OSError while the store is away."""
+
+    def read(self) -> Entry:
+        """Returns the newest state."""
+        ...
+
+    def create(self, old: Entry, content: bytes) -> Entry | None:
+        """Writes the record of the next holder if `old` is still the newest state; else returns None.
+
+        Of several processes that try, one succeeds.
+        """
+        ...
+
+    def swap(self, own: Entry, content: bytes) -> Entry | None:
+        """Writes the record of the same holder again; returns None if there is a newer holder."""
+        ...
+
+    def delete(self, own: Entry) -> None:
+        """Releases the lease; its number is remembered."""
+        ...
+
+    def age_s(self, entry: Entry) -> float:
+        """Seconds since the record was written, by the store's clock."""
+        ...
+
+
+class FolderStore:
+    """Lease in a folder that processes of one or many hosts share, also on network file systems without locks.
+
+    The folder holds numbered files; the highest number is the newest holder's record. The next holder creates the next
+    number, which only one process can do, and then removes lower ones. A beat without news touches the file, and the
+    release renames it to `<number>.released`: both need no room on a full disk.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self) -> Entry:
+        while True:
+            names = self._names()
+            number = max(names, default=0)
+            if not number or names[number].endswith(_RELEASED):
+                return Entry(number, None)
+            # Gone: its process has just released it, or a newer record has replaced it.
+            with contextlib.suppress(FileNotFoundError), open(self.folder / names[number], "rb") as file:
+                # Opened, because network file systems then ask the server for the time of the last touch.
+                return Entry(number, file.read(), os.fstat(file.fileno()).st_mtime_ns)
+
+    def create(self, old: Entry, content: bytes) -> Entry | None:
+        number = old.number + 1
+        path = self.folder / str(number)
+        handle = None
+        while handle is None:
+            try:
+                with contextlib.suppress(FileNotFoundError):  # somebody removes the folder, as it is empty
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+            except FileExistsError:
+                return None
+        try:
+            try:
+                os.write(handle, content)
+                os.fsync(handle)
+                written_ns = os.fstat(handle).st_mtime_ns
+            finally:
+                os.close(handle)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        # This number was free because its holder had been replaced, or had released it, since this process looked.
+        if max(self._names(), default=0) > number or path.with_name(path.name + _RELEASED).exists():
+            path.unlink(missing_ok=True)
+            return None
+        for older, name in self._names().items():
+            if older < number:
+                (self.folder / name).unlink(missing_ok=True)
+        return Entry(number, content, written_ns)
+
+    def swap(self, own: Entry, content: bytes) -> Entry | None:
+        if max(self._names(), default=0) > own.number:
+            return None
+        path = self.folder / str(own.number)
+        if content == own.content:
+            with contextlib.suppress(FileNotFoundError):  # somebody removed the file; the number is still this holder's
+                os.utime(path)
+                return own
+        # Replaced in one step, so that nobody reads a part of it.
+        new = path.with_name(f"{path.name}.tmp")
+        try:
+            new.write_bytes(content)
+            new.rename(path)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+        return dataclasses.replace(own, content=content)
+
+    def delete(self, own: Entry) -> None:
+        path = self.folder / str(own.number)
+        path.rename(path.with_name(path.name + _RELEASED))
+
+    def age_s(self, entry: Entry) -> float:
+        now = self.folder / f"now.{os.getpid()}.{secrets.token_hex(4)}"
+        try:
+            now.touch()
+            assert isinstance(entry.version, int)
+            return 1e-9 * (now.stat().st_mtime_ns - entry.version)
+        finally:
+            now.unlink(missing_ok=True)
+
+    def _names(self) -> dict[int, str]:
+        """Records in the folder: number -> file name."""
+        try:
+            names = {name: name.removesuffix(_RELEASED) for name in os.listdir(self.folder)}
+        except FileNotFoundError:
+            return {}
+        return {int(number): name for name, number in names.items() if number.isdecimal()}
+
+
+class MessageStore:
+    """Lease that its holder tells to one watcher by messages, such as over a pipe: nobody else can take it.
+
+    The lease is lost when nobody listens any more.
+
+    Args:
+      send: sends a record. BlockingIOError: the watcher does not read now; any other OSError: it is gone.
+    """
+
+    def __init__(self, send: Callable[[bytes], object]) -> None:
+        self._send = send
+
+    def read(self) -> Entry:
+        return Entry(0, None)
+
+    def create(self, old: Entry, content: bytes) -> Entry | None:
+        return self.swap(dataclasses.replace(old, number=old.number + 1), content)
+
+    def swap(self, own: Entry, content: bytes) -> Entry | None:
+        try:
+            self._send(content)
+        except BlockingIOError:
+            pass
+        except OSError:
+            return None
+        return own
+
+    def delete(self, own: Entry) -> None:
+        """Does nothing: the end of the messages tells it."""
+
+    def age_s(self, entry: Entry) -> float:
+        return 0.0
+
+
+class LeaseHeld(UserError):
+    """A living process holds the lease."""
+
+    def __init__(self, holder: Holder | None) -> None:
+        super().__init__(f"in use by {holder or NOBODY}")
+        self.holder = holder
+
+
+class LeaseLost(UserError):
+    """Another process has taken the lease over, while this one stood still. Nothing more may be written."""
+
+
+class Watch:
+    """Time for which something that should change with each beat has not changed, by this process's clock."""
+
+    def __init__(self) -> None:
+        self._version: Hashable = None
+        self._began_s = self._changed_s = time.monotonic()
+        self._changes = -1
+
+    def saw(self, version: Hashable) -> bool:
+        """Notes what is there now; returns True if it has changed since the last look."""
+        if version == self._version:
+            return False
+        self._version, self._changed_s = version, time.monotonic()
+        self._changes += 1
+        return self._changes > 0
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last change."""
+        return time.monotonic() - self._changed_s
+
+
+class Rival:
+    """View of a process on a lease that it does not hold.
+
+    Args:
+      machine: name of this machine; None for its own.
+    """
+
+    def __init__(self, store: LeaseStore, *, machine: str | None = None) -> None:
+        self._store = store
+        self._machine = machine or this_machine()
+        self._watch = Watch()
+        self.entry = Entry(0, None)
+
+    def is_alive(self) -> bool | None:
+        """True if a living process holds the lease, False if none does, None until it was watched for long enough."""
+        self.entry = entry = self._store.read()
+        if entry.content is None:
+            return False
+        holder = entry.holder
+        if holder is not None and holder.machine == self._machine:
+            return process_started(holder.pid) == holder.started
+        if self._watch.saw((entry.number, entry.version)):
+            return True
+        with contextlib.suppress(FileNotFoundError):  # removed just now: the next look tells
+            if self._watch.silent_s >= WATCH_S and self._store.age_s(entry) >= STALE_S:
+                return False
+        return None
+
+    def how_gone(self) -> str:
+        """Tells about the holder of a lease that is not alive."""
+        holder = self.entry.holder
+        if holder is not None and holder.machine == self._machine:
+            return f"{holder}, which is gone"
+        return f"{holder or NOBODY}, which has not touched it for {self._store.age_s(self.entry):.0f} s"
+
+
+class Lease:
+    """One process's hold of a lease; a thread beats until it is released or lost.
+
+    number: fencing number of this holder; 0 before it is taken.
+
+    Args:
+      machine: name of this machine; None for its own.
+      beat_s: time between two beats; None for BEAT_S. 0.0: no thread; the owner calls `beat`.
+      payload: called before each beat by the thread that beats; its result goes into the record as JSON.
+      on_lost: called once, by the thread that beats, when the lease is lost.
+    """
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        *,
+        machine: str | None = None,
+        beat_s: float | None = None,
+        payload: Callable[[], Any] = lambda: None,
+        on_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store = store
+        self._rival = Rival(store, machine=machine)
+        self._holder = this_holder(machine)
+        self._beat_s = beat_s
+        self._payload = payload
+        self._on_lost = on_lost
+        self._entry: Entry | None = None
+        self._is_lost = False
+        self._taken_by = "another process"
+        self._beaten_s = 0.0
+        self._beating = threading.Lock()
+        self._soon = threading.Event()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def number(self) -> int:
+        return 0 if self._entry is None else self._entry.number
+
+    @property
+    def is_held(self) -> bool:
+        return self._entry is not None and not self._is_lost
+
+    @property
+    def is_lost(self) -> bool:
+        return self._is_lost
+
+    @property
+    def taken_by(self) -> str:
+        """Holder to whom the lease was lost."""
+        return self._taken_by
+
+    def take(self, *, watching: Callable[[str], None], taken_over: Callable[[str], None]) -> None:
+        """Takes the lease, after watching whether its holder lives.
+
+        Args:
+          watching: called with the holder once, before a wait that may take `STALE_S`.
+          taken_over: called with what is known of the holder from which the lease was taken over.
+
+        Raises:
+          LeaseHeld: a living process holds it.
+        """
+        has_told = False
+        while True:
+            is_alive = self._rival.is_alive()
+            if is_alive:
+                raise LeaseHeld(self._rival.entry.holder)
+            if is_alive is None:
+                if not has_told:
+                    watching(str(self._rival.entry.holder or NOBODY))
+                    has_told = True
+                time.sleep(_POLL_S)  # a store tells nobody that a record has changed
+                continue
+            was_held = self._rival.entry.content is not None
+            told = self._rival.how_gone() if was_held else ""
+            if self.seize(self._rival.entry):
+                if was_held:
+                    taken_over(told)
+                return
+
+    def try_take(self) -> bool:
+        """Takes the lease if nobody holds it, or its holder is known to be gone; True if this process holds it."""
+        if not self.is_held and self._rival.is_alive() is False:
+            self.seize(self._rival.entry)
+        return self.is_held
+
+    def wait(self) -> None:
+        """Waits until this process holds the lease."""
+        while not self.try_take():
+            time.sleep(_POLL_S / 4)  # as in `take`
+
+    def seize(self, old: Entry | None = None) -> bool:
+        """Takes the lease from whoever holds it; False if the newest state is not `old`.
+
+        Args:
+          old: state that this process has judged; None for any.
+        """
+        old = self._store.read() if old is None else old
+        self._entry = self._store.create(old, self._record())
+        if self._entry is None:
+            return False
+        self._is_lost = self._is_closed = False
+        self._beaten_s = time.monotonic()
+        if self._beat_s != 0.0:
+            self._thread = threading.Thread(target=self._keep_beating, name="lease", daemon=True)
+            self._thread.start()
+        return True
+
+    def beat(self) -> None:
+        """Writes the record again if this process is still the newest holder; notes the loss if it is not."""
+        with self._beating:
+            if not self.is_held or self._entry is None:
+                return
+            content = self._record()
+            try:
+                entry = self._store.swap(self._entry, content)
+            except OSError:  # the store is away, or full: what has happened meanwhile is seen when it is back
+                return
+            if entry is None:
+                with contextlib.suppress(OSError):
+                    self._taken_by = str(self._store.read().holder or NOBODY)
+                self._is_lost = True
+                self._on_lost()
+                return
+            self._entry, self._beaten_s = entry, time.monotonic()
+
+    def beat_soon(self) -> None:
+        """Has the thread beat at once."""
+        self._soon.set()
+
+    def check(self) -> None:
+        """Raises LeaseLost if another process has taken the lease over; call it before anything is written.
+
+        Reads the store only if the last beat is long ago, because this process was stopped or its disk was away.
+        """
+        if self.is_held and time.monotonic() - self._beaten_s > STALE_S / 4:
+            self.beat()
+        if self._is_lost:
+            raise LeaseLost(f"taken over by {self._taken_by}")
+
+    def release(self, wait_s: float | None = None) -> None:
+        """Ends the beats, and gives the lease back unless it was lost.
+
+        Args:
+          wait_s: longest wait for the thread that beats, which may be in `payload`; None: until it has ended.
+        """
+        self._is_closed = True
+        self._soon.set()
+        if self._thread is not None:
+            self._thread.join(wait_s)
+        if self._entry is not None and not self._is_lost:
+            with contextlib.suppress(OSError):  # then the next process finds that this one is gone
+                self._store.delete(self._entry)
+        self._entry = None
+
+    def _record(self) -> bytes:
+        return json.dumps({"holder": dataclasses.asdict(self._holder), "payload": self._payload()}).encode() + b"\n"
+
+    def _keep_beating(self) -> None:
+        while self.is_held:
+            self._soon.wait(BEAT_S if self._beat_s is None else self._beat_s)
+            self._soon.clear()
+            if self._is_closed:
+                return
+            self.beat()
+
+
+def this_holder(machine: str | None = None) -> Holder:
+    """Returns the identity of this process.
+
+    Args:
+      machine: name of its machine; None for its own.
+    """
+    pid = os.getpid()
+    since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    started = process_started(pid)
+    return Holder(socket.gethostname(), pid, since, machine or this_machine(), started, secrets.token_hex(4))
+
+
+def this_machine() -> str:
+    """Name for the processes that see each other by their ids: one boot of one machine, or one container on it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # not Linux: process ids count for the host's name
+        return socket.gethostname()
+
+
+def process_started(pid: int) -> str:
+    """Start of a process of this machine, in ticks since boot; empty if there is no such process."""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        fields = stat.read_text().rpartition(")")[2].split()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESRCH) and Path("/proc/self/stat").exists():
+            return ""
+        return _signalled(pid)
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _signalled(pid: int) -> str:
+    """The same where there is no /proc: only whether the process exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ""
+    except OSError:
+        pass
+    return "unknown"
