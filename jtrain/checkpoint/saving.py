@@ -20,13 +20,14 @@ import numpy as np
 from jtrain.checkpoint import files
 from jtrain.checkpoint.files import CheckpointError
 from jtrain.runtime import multihost
+from jtrain.runtime.retry import Backoff
 from jtrain.runtime.store_paths import in_store, said
 
 if TYPE_CHECKING:
     from jtrain.checkpoint.layer_order import LayerOrder
     from jtrain.checkpoint.save_task import SaveTask
 
-LAST_RETRY_S = 2.0
+LAST_RETRY = Backoff(2.0)
 """Pause before the save at the end of a run is tried again; each next one is twice as long. Schedulers grant some 30 s
 between their warning and the end."""
 ABANDON_S = 60.0
@@ -149,7 +150,7 @@ class Saves:
                 self._last = None
                 times = f" It was tried {failures} times." if failures > 1 else ""
                 raise CheckpointError(f"{self._failed(task)}{times}{self._resumes()}")
-            pause = LAST_RETRY_S * 2 ** (failures - 1)
+            pause = LAST_RETRY.wait_s(failures)
             self.say(f"WARNING: {self._failed(task)} The next try is in {pause:.0f} s, {failures} of {most} failed.")
             time.sleep(pause)  # a full disk may have room by then
             self._start(*self._last)

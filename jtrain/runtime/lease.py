@@ -39,7 +39,6 @@ WATCH_S = 10.0
 """Time over which a record of another machine is watched, however old: file servers may count time differently."""
 
 _POLL_S = 0.2
-_RELEASED = ".released"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,18 +81,16 @@ class Entry:
     @property
     def holder(self) -> Holder | None:
         """Holder that the record names; None if it names nobody."""
-        try:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             return Holder(**json.loads(self.content or b"")["holder"])
-        except (ValueError, TypeError, KeyError):
-            return None
+        return None
 
     @property
     def payload(self) -> Any:
         """Payload of the last beat; None if there is none."""
-        try:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             return json.loads(self.content or b"")["payload"]
-        except (ValueError, TypeError, KeyError):
-            return None
+        return None
 
 
 @runtime_checkable
@@ -122,132 +119,6 @@ class LeaseStore(Protocol):
     def age_s(self, entry: Entry) -> float:
         """Seconds since the record was written, by the store's clock."""
         ...
-
-
-class FolderStore:
-    """Lease in a folder that processes of one or many hosts share, also on network file systems without locks.
-
-    The folder holds numbered files; the highest number is the newest holder's record. The next holder creates the next
-    number, which only one process can do, and then removes lower ones. A beat without news touches the file, and the
-    release renames it to `<number>.released`: both need no room on a full disk.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def read(self) -> Entry:
-        while True:
-            names = self._names()
-            number = max(names, default=0)
-            if not number or names[number].endswith(_RELEASED):
-                return Entry(number, None)
-            # Gone: its process has just released it, or a newer record has replaced it.
-            with contextlib.suppress(FileNotFoundError), open(self.folder / names[number], "rb") as file:
-                # Opened, because network file systems then ask the server for the time of the last touch.
-                return Entry(number, file.read(), os.fstat(file.fileno()).st_mtime_ns)
-
-    def create(self, old: Entry, content: bytes) -> Entry | None:
-        number = old.number + 1
-        path = self.folder / str(number)
-        handle = None
-        while handle is None:
-            try:
-                with contextlib.suppress(FileNotFoundError):  # somebody removes the folder, as it is empty
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-            except FileExistsError:
-                return None
-        try:
-            try:
-                os.write(handle, content)
-                os.fsync(handle)
-                written_ns = os.fstat(handle).st_mtime_ns
-            finally:
-                os.close(handle)
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-        # This number was free because its holder had been replaced, or had released it, since this process looked.
-        if max(self._names(), default=0) > number or path.with_name(path.name + _RELEASED).exists():
-            path.unlink(missing_ok=True)
-            return None
-        for older, name in self._names().items():
-            if older < number:
-                (self.folder / name).unlink(missing_ok=True)
-        return Entry(number, content, written_ns)
-
-    def swap(self, own: Entry, content: bytes) -> Entry | None:
-        if max(self._names(), default=0) > own.number:
-            return None
-        path = self.folder / str(own.number)
-        if content == own.content:
-            with contextlib.suppress(FileNotFoundError):  # somebody removed the file; the number is still this holder's
-                os.utime(path)
-                return own
-        # Replaced in one step, so that nobody reads a part of it.
-        new = path.with_name(f"{path.name}.tmp")
-        try:
-            new.write_bytes(content)
-            new.rename(path)
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise
-        return dataclasses.replace(own, content=content)
-
-    def delete(self, own: Entry) -> None:
-        path = self.folder / str(own.number)
-        path.rename(path.with_name(path.name + _RELEASED))
-
-    def age_s(self, entry: Entry) -> float:
-        now = self.folder / f"now.{os.getpid()}.{secrets.token_hex(4)}"
-        try:
-            now.touch()
-            assert isinstance(entry.version, int)
-            return 1e-9 * (now.stat().st_mtime_ns - entry.version)
-        finally:
-            now.unlink(missing_ok=True)
-
-    def _names(self) -> dict[int, str]:
-        """Records in the folder: number -> file name."""
-        try:
-            names = {name: name.removesuffix(_RELEASED) for name in os.listdir(self.folder)}
-        except FileNotFoundError:
-            return {}
-        return {int(number): name for name, number in names.items() if number.isdecimal()}
-
-
-class MessageStore:
-    """Lease that its holder tells to one watcher by messages, such as over a pipe: nobody else can take it.
-
-    The lease is lost when nobody listens any more.
-
-    Args:
-      send: sends a record. BlockingIOError: the watcher does not read now; any other OSError: it is gone.
-    """
-
-    def __init__(self, send: Callable[[bytes], object]) -> None:
-        self._send = send
-
-    def read(self) -> Entry:
-        return Entry(0, None)
-
-    def create(self, old: Entry, content: bytes) -> Entry | None:
-        return self.swap(dataclasses.replace(old, number=old.number + 1), content)
-
-    def swap(self, own: Entry, content: bytes) -> Entry | None:
-        try:
-            self._send(content)
-        except BlockingIOError:
-            pass
-        except OSError:
-            return None
-        return own
-
-    def delete(self, own: Entry) -> None:
-        """Does nothing: the end of the messages tells it."""
-
-    def age_s(self, entry: Entry) -> float:
-        return 0.0
 
 
 class LeaseHeld(UserError):
@@ -313,7 +184,7 @@ class Rival:
         return None
 
     def how_gone(self) -> str:
-        """Tells about the holder of a lease that is not alive."""
+        """Tells about the holder of a lease, which is not alive."""
         holder = self.entry.holder
         if holder is not None and holder.machine == self._machine:
             return f"{holder}, which is gone"
@@ -323,7 +194,7 @@ class Rival:
 class Lease:
     """One process's hold of a lease; a thread beats until it is released or lost.
 
-    number: fencing number of this holder; 0 before it is taken.
+    is_lost: another process has taken it over, `taken_by`.
 
     Args:
       machine: name of this machine; None for its own.
@@ -348,8 +219,8 @@ class Lease:
         self._payload = payload
         self._on_lost = on_lost
         self._entry: Entry | None = None
-        self._is_lost = False
-        self._taken_by = "another process"
+        self.is_lost = False
+        self.taken_by = "another process"
         self._beaten_s = 0.0
         self._beating = threading.Lock()
         self._soon = threading.Event()
@@ -357,21 +228,9 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     @property
-    def number(self) -> int:
-        return 0 if self._entry is None else self._entry.number
-
-    @property
     def is_held(self) -> bool:
-        return self._entry is not None and not self._is_lost
-
-    @property
-    def is_lost(self) -> bool:
-        return self._is_lost
-
-    @property
-    def taken_by(self) -> str:
-        """Holder to whom the lease was lost."""
-        return self._taken_by
+        """True from the time when it was taken until it is released or lost."""
+        return self._entry is not None and not self.is_lost
 
     def take(self, *, watching: Callable[[str], None], taken_over: Callable[[str], None]) -> None:
         """Takes the lease, after watching whether its holder lives.
@@ -383,23 +242,17 @@ class Lease:
         Raises:
           LeaseHeld: a living process holds it.
         """
-        has_told = False
-        while True:
-            is_alive = self._rival.is_alive()
+        rival, has_told = self._rival, False
+        while (is_alive := rival.is_alive()) is not False or not self.seize(rival.entry):
             if is_alive:
-                raise LeaseHeld(self._rival.entry.holder)
+                raise LeaseHeld(rival.entry.holder)
             if is_alive is None:
                 if not has_told:
-                    watching(str(self._rival.entry.holder or NOBODY))
+                    watching(str(rival.entry.holder or NOBODY))
                     has_told = True
                 time.sleep(_POLL_S)  # a store tells nobody that a record has changed
-                continue
-            was_held = self._rival.entry.content is not None
-            told = self._rival.how_gone() if was_held else ""
-            if self.seize(self._rival.entry):
-                if was_held:
-                    taken_over(told)
-                return
+        if rival.entry.content is not None:
+            taken_over(rival.how_gone())
 
     def try_take(self) -> bool:
         """Takes the lease if nobody holds it, or its holder is known to be gone; True if this process holds it."""
@@ -422,7 +275,7 @@ class Lease:
         self._entry = self._store.create(old, self._record())
         if self._entry is None:
             return False
-        self._is_lost = self._is_closed = False
+        self.is_lost = self._is_closed = False
         self._beaten_s = time.monotonic()
         if self._beat_s != 0.0:
             self._thread = threading.Thread(target=self._keep_beating, name="lease", daemon=True)
@@ -441,8 +294,8 @@ class Lease:
                 return
             if entry is None:
                 with contextlib.suppress(OSError):
-                    self._taken_by = str(self._store.read().holder or NOBODY)
-                self._is_lost = True
+                    self.taken_by = str(self._store.read().holder or NOBODY)
+                self.is_lost = True
                 self._on_lost()
                 return
             self._entry, self._beaten_s = entry, time.monotonic()
@@ -458,8 +311,8 @@ class Lease:
         """
         if self.is_held and time.monotonic() - self._beaten_s > STALE_S / 4:
             self.beat()
-        if self._is_lost:
-            raise LeaseLost(f"taken over by {self._taken_by}")
+        if self.is_lost:
+            raise LeaseLost(f"taken over by {self.taken_by}")
 
     def release(self, wait_s: float | None = None) -> None:
         """Ends the beats, and gives the lease back unless it was lost.
@@ -471,7 +324,7 @@ class Lease:
         self._soon.set()
         if self._thread is not None:
             self._thread.join(wait_s)
-        if self._entry is not None and not self._is_lost:
+        if self._entry is not None and not self.is_lost:
             with contextlib.suppress(OSError):  # then the next process finds that this one is gone
                 self._store.delete(self._entry)
         self._entry = None
@@ -511,19 +364,13 @@ def this_machine() -> str:
 
 def process_started(pid: int) -> str:
     """Start of a process of this machine, in ticks since boot; empty if there is no such process."""
-    stat = Path(f"/proc/{pid}/stat")
     try:
-        fields = stat.read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESRCH) and Path("/proc/self/stat").exists():
             return ""
-        return _signalled(pid)
-    return "" if fields[0] in "ZX" else fields[19]
-
-
-def _signalled(pid: int) -> str:
-    """The same where there is no /proc: only whether the process exists."""
-    try:
+    try:  # where there is no /proc, or it hides others' processes: only whether the process exists
         os.kill(pid, 0)
     except ProcessLookupError:
         return ""

@@ -6,13 +6,13 @@ the others go through jax's coordination service.
 """
 
 import errno
+import functools
 import hashlib
 import ipaddress
 import itertools
 import math
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from jtrain.errors import UserError
 from jtrain.runtime.agreement import Agreement, DictCarrier, ServiceCarrier
 from jtrain.runtime.local_devices import local_device_ids
+from jtrain.runtime.retry import Backoff, retried
 
 GATHER_S = 3600.0
 """Time in which all processes must have called what waits for all: one may be compiling, or reading a checkpoint."""
@@ -255,19 +256,16 @@ def _coordinator_addresses(coordinator: str, *, wait_s: float) -> list[tuple[Any
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UserError(f"JTRAIN_COORDINATOR={coordinator} must be host:port, with a port from 1 to 65535, or auto.")
-    until = time.monotonic() + wait_s
-    while True:
-        try:
-            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        except socket.gaierror as error:
-            if time.monotonic() > until:
-                raise UserError(
-                    f"JTRAIN_COORDINATOR={coordinator}: this host does not know the name {host} ({error.strerror}), "
-                    f"after asking for {wait_s:g} s. Set the name or address by which all hosts reach process 0."
-                ) from error
-            time.sleep(1.0)  # a name server does not tell when a name appears
-        else:
-            return [(family, address) for family, _, _, _, address in found]
+    look_up = functools.partial(socket.getaddrinfo, host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    asking = Backoff(1.0, factor=1.0, deadline_s=wait_s)  # a name server does not tell when a name appears
+    try:
+        entries = retried(look_up, asking, passes=lambda error: isinstance(error, socket.gaierror))
+    except socket.gaierror as error:
+        raise UserError(
+            f"JTRAIN_COORDINATOR={coordinator}: this host does not know the name {host} ({error.strerror}), after "
+            f"asking for {wait_s:g} s. Set the name or address by which all hosts reach process 0."
+        ) from error
+    return [(family, address) for family, _, _, _, address in entries]
 
 
 def _check_can_listen(coordinator: str, addresses: Sequence[tuple[Any, Any]]) -> None:
@@ -295,21 +293,24 @@ def _check_can_listen(coordinator: str, addresses: Sequence[tuple[Any, Any]]) ->
 
 def _wait_for_coordinator(coordinator: str, addresses: Sequence[tuple[Any, Any]], *, wait_s: float) -> None:
     """Waits until something listens at the coordinator's address: process 0 may start later than this one."""
-    until_s = time.monotonic() + wait_s
-    reason: OSError | None = None
-    while True:
-        for family, address in addresses:
+
+    def connect() -> None:
+        for number, (family, address) in enumerate(addresses, start=1):
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.settimeout(5.0)
                 try:
                     probe.connect(address)
-                except OSError as error:
-                    reason = error
+                except OSError:
+                    if number == len(addresses):
+                        raise
                 else:
                     return
-        if time.monotonic() > until_s:
-            raise UserError(
-                f"JTRAIN_COORDINATOR={coordinator}: nobody answers there after {wait_s:g} s ({reason}). Check that "
-                "process 0 was started on that host, and that no firewall closes the port."
-            )
-        time.sleep(0.2)  # a port that nobody listens at refuses at once; process 0 may be starting
+
+    asking = Backoff(0.2, factor=1.0, deadline_s=wait_s)  # a port that nobody listens at refuses at once
+    try:
+        retried(connect, asking, passes=lambda error: isinstance(error, OSError))
+    except OSError as error:
+        raise UserError(
+            f"JTRAIN_COORDINATOR={coordinator}: nobody answers there after {wait_s:g} s ({error}). Check that process "
+            "0 was started on that host, and that no firewall closes the port."
+        ) from error

@@ -9,7 +9,8 @@ from pathlib import Path
 from jtrain.errors import UserError
 from jtrain.runtime import lease, multihost
 from jtrain.runtime.atomic_io import cannot_write
-from jtrain.runtime.lease import NOBODY, FolderStore, Holder, Lease, LeaseHeld, LeaseLost
+from jtrain.runtime.lease import NOBODY, Holder, Lease, LeaseHeld, LeaseLost
+from jtrain.runtime.lease_stores import FolderStore
 
 FOLDER = "lock"
 

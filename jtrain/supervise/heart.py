@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Literal
 
-from jtrain.runtime.lease import Lease, MessageStore
+from jtrain.runtime.lease import Lease
+from jtrain.runtime.lease_stores import MessageStore
 from jtrain.supervise.spec import SuperviseSpec
 from jtrain.telemetry.alerts import AlertsSpec
 

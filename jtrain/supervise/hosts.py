@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jtrain.runtime.agreement import Agreement, FolderCarrier
-from jtrain.runtime.lease import FolderStore, Lease, Watch
+from jtrain.runtime.lease import Lease, Watch
+from jtrain.runtime.lease_stores import FolderStore
 from jtrain.supervise.heart import Beat
 from jtrain.supervise.verdict import Watched
 

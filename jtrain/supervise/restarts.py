@@ -1,6 +1,7 @@
 """When a failed run is started again, and with which exit code it is given up."""
 
 from jtrain.runtime import exit_codes
+from jtrain.runtime.retry import Backoff
 from jtrain.supervise.spec import SuperviseSpec
 
 NEVER_RESTARTED = (exit_codes.DONE, exit_codes.REFUSED, exit_codes.STOPPED, exit_codes.FAULTY_HARDWARE)
@@ -27,7 +28,8 @@ class Restarts:
         self.failures += 1
         if self.failures > spec.max_restarts:
             return None
-        return 0.0 if self.failures == 1 else min(spec.backoff_s * 4 ** (self.failures - 2), LONGEST_BACKOFF_S)
+        backoff = Backoff(spec.backoff_s, factor=4.0, longest_s=LONGEST_BACKOFF_S)
+        return 0.0 if self.failures == 1 else backoff.wait_s(self.failures - 1)
 
 
 def shell_code(code: int) -> int:

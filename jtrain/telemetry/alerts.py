@@ -18,11 +18,12 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from jtrain.errors import UserError
+from jtrain.runtime.retry import Backoff, retried
 from jtrain.runtime.secrets import HIDDEN
 from jtrain.telemetry.append_file import AppendFile
 
@@ -31,7 +32,9 @@ type AlertKind = Literal["nan", "spike", "straggler", "hang", "disk", "goodput"]
 TIMEOUT_S = 10.0
 """Longest wait for the webhook's answer, and at the end of a run for alerts that are not delivered yet."""
 
-RETRY_DELAYS_S = (1.0, 5.0, 25.0)
+_POST_ERRORS = (OSError, http.client.HTTPException, ValueError)
+
+RETRIES = Backoff(1.0, factor=5.0, tries=4, jitter=0.25)
 """Pauses before an alert is posted again."""
 
 _WAITING = 100
@@ -126,7 +129,7 @@ class Alerts:
         workdir: Path,
         *,
         say: Callable[[str], None] | None = None,
-        retry_delays_s: Sequence[float] = RETRY_DELAYS_S,
+        backoff: Backoff = RETRIES,
     ) -> None:
         if spec.webhook == HIDDEN:
             raise UserError(f"alerts.webhook={HIDDEN} is what config.txt keeps of an address. Set the address itself.")
@@ -136,7 +139,7 @@ class Alerts:
         self._sent_s: dict[str, float] = {}
         self._suppressed: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._post = None if spec.webhook is None else _Webhook(spec.webhook, self._say, retry_delays_s)
+        self._post = None if spec.webhook is None else _Webhook(spec.webhook, self._say, backoff)
 
     def send(self, kind: AlertKind, step: int, message: str, **values: Any) -> None:
         """Sends an alert, unless one of its kind was sent in the last `repeat_minutes`. Returns at once."""
@@ -175,11 +178,11 @@ class Alerts:
 class _Webhook:
     """Thread that posts messages to an address, one after the other."""
 
-    def __init__(self, url: str, say: Callable[[str], None], retry_delays_s: Sequence[float]) -> None:
+    def __init__(self, url: str, say: Callable[[str], None], backoff: Backoff) -> None:
         self._url = url
         self._where = f"alerts.webhook at {urllib.parse.urlsplit(url).hostname}"  # its path is a secret
         self._say = say
-        self._retry_delays_s = retry_delays_s
+        self._backoff = backoff
         self._messages: queue.Queue[bytes | None] = queue.Queue(_WAITING)
         self._closing = threading.Event()
         self._unsent = 0
@@ -221,17 +224,24 @@ class _Webhook:
 
     def _deliver(self, message: bytes) -> bool:
         headers = {"Content-Type": "application/json", "User-Agent": "jtrain"}
-        for delay_s in (*self._retry_delays_s, None):
-            try:
-                request = urllib.request.Request(self._url, message, headers, method="POST")
-                with urllib.request.urlopen(request, timeout=TIMEOUT_S):
-                    return True
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                self._warn(error)
-                final = isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code not in (408, 429)
-            if final or delay_s is None or self._closing.wait(delay_s):
-                return False
-        return False
+
+        def post() -> None:
+            request = urllib.request.Request(self._url, message, headers, method="POST")
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S):
+                pass
+
+        try:
+            retried(
+                post,
+                self._backoff,
+                passes=_may_pass,
+                tell=lambda error, *_: self._warn(error),
+                wait=self._closing.wait,
+            )
+        except _POST_ERRORS as error:
+            self._warn(error)
+            return False
+        return True
 
     def _warn(self, error: Exception) -> None:
         if not self._warned:
@@ -240,6 +250,13 @@ class _Webhook:
             reason = getattr(error, "reason", None)
             why += f": {reason}" if reason and self._url not in str(reason) else ""
             self._say(f"warning: {self._where} does not take alerts ({why}): training goes on")
+
+
+def _may_pass(error: Exception) -> bool:
+    """True for errors of a post that may be over later: no answer, or one that says so."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code >= 500 or error.code in (408, 429)
+    return isinstance(error, _POST_ERRORS)
 
 
 def _plain(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """A small corpus of every format, and a tokenizer.json made on the spot."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def same_batch() -> Callable[[Batch, Batch], None]:
 @pytest.fixture
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets reads of this process be repeated at once."""
-    monkeypatch.setattr(retry, "WAITS_S", tuple(0.0 for _ in retry.WAITS_S))
+    monkeypatch.setattr(retry, "READS", dataclasses.replace(retry.READS, first_s=0.0))
 
 
 @pytest.fixture

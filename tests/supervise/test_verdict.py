@@ -7,7 +7,8 @@ import pytest
 
 from jtrain.errors import UserError
 from jtrain.runtime import exit_codes
-from jtrain.runtime.lease import Lease, MessageStore
+from jtrain.runtime.lease import Lease
+from jtrain.runtime.lease_stores import MessageStore
 from jtrain.supervise.heart import Beat, HeartPhase
 from jtrain.supervise.restarts import Restarts, shell_code
 from jtrain.supervise.spec import SuperviseSpec

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from jtrain.errors import UserError
+from jtrain.runtime.retry import Backoff
 from jtrain.runtime.secrets import HIDDEN
 from jtrain.telemetry import alerts as module
 from jtrain.telemetry.alerts import Alerts, AlertsSpec
@@ -72,7 +73,7 @@ def test_answers_that_may_pass_are_tried_again_and_others_not(tmp_path: Path, se
     said: list[str] = []
     server.codes += [503, 429]
     spec = AlertsSpec(webhook=server.url, repeat_minutes=0.0)
-    alerts = Alerts(spec, tmp_path, say=said.append, retry_delays_s=(0.0, 0.0))
+    alerts = Alerts(spec, tmp_path, say=said.append, backoff=Backoff(0.0, tries=3))
     alerts.send("hang", 1, "a")
     assert [server.next()["step"] for _ in range(3)] == [1, 1, 1]
     alerts.close()
@@ -83,7 +84,7 @@ def test_answers_that_may_pass_are_tried_again_and_others_not(tmp_path: Path, se
     ]
     said.clear()
     server.codes += [404, 404]
-    alerts = Alerts(spec, tmp_path, say=said.append, retry_delays_s=(0.0, 0.0))
+    alerts = Alerts(spec, tmp_path, say=said.append, backoff=Backoff(0.0, tries=3))
     alerts.send("hang", 2, "b")
     alerts.send("hang", 3, "c")
     assert [server.next()["step"] for _ in range(2)] == [2, 3]

@@ -22,7 +22,8 @@ from jtrain.data.hosts.peers import Peers
 from jtrain.data.loaders.forkserver import ForkserverClient
 from jtrain.data.loaders.pool import Pool, ProcessPool
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
-from jtrain.runtime.lease import Lease, MessageStore
+from jtrain.runtime.lease import Lease
+from jtrain.runtime.lease_stores import MessageStore
 
 SCALE_EVERY_S = 0.25
 """Shortest time between two updates of the autoscaler."""

@@ -18,7 +18,8 @@ from typing import Any
 
 from jtrain.data.pretokenized.reader import digest
 from jtrain.errors import FileError
-from jtrain.runtime.lease import FolderStore, Lease, Rival, this_holder
+from jtrain.runtime.lease import Lease, Rival, this_holder
+from jtrain.runtime.lease_stores import FolderStore
 
 _LEASES = ".leases"
 _PROCESS, _FOLDER = "process-", "folder-"

@@ -12,6 +12,7 @@ loader that dies is restarted, on another node if its own is gone; until it is b
 
 import collections
 import dataclasses
+import functools
 import importlib.util
 import logging
 import os
@@ -34,6 +35,8 @@ from jtrain.data.ray.actor_pool import RayPool
 from jtrain.data.ray.loader_actor import ActorEnvironment, RayLoader
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
+from jtrain.runtime.lease import Watch
+from jtrain.runtime.retry import Backoff, retried
 
 PATIENCE_S = 60.0
 """How long the other trainers wait for process 0 to start the loaders."""
@@ -175,22 +178,22 @@ class RayPlane:
             return self._take()
 
     def _take(self) -> Delivered:
-        heard_s = time.monotonic()
+        heard = Watch()
         while not (self._ended or self._closed):
             asked = self._ask()
             try:
                 told, arrays = self._ray.get(asked, timeout=1.0)
             except self._ray.exceptions.GetTimeoutError:
-                if time.monotonic() - heard_s > SILENCE_S:
+                if heard.silent_s > SILENCE_S:
                     self._restart(f"has said nothing for {SILENCE_S:g} s")
-                    heard_s = time.monotonic()
+                    heard = Watch()
                 continue
             except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
                 self._restart("died", str(error))
-                heard_s = time.monotonic()
+                heard = Watch()
                 continue
             self._asked.popleft()
-            heard_s = time.monotonic()
+            heard = Watch()
             self._said += told.said
             self._ended = told.ended
             if told.failed is not None:
@@ -246,22 +249,20 @@ class RayPlane:
 
     def _find_loaders(self, space: str) -> dict[str, Any]:
         """Returns the loaders that process 0 has started; the first of them knows the names of the others."""
-        until_s = time.monotonic() + PATIENCE_S
+        patience = Backoff(0.1, factor=1.0, deadline_s=PATIENCE_S)
         found: dict[str, Any] = {}
         names: tuple[str, ...] = ("loader-0",)
         while missing := [name for name in names if name not in found]:
+            find = functools.partial(self._ray.get_actor, missing[0], namespace=space)
             try:
-                found[missing[0]] = self._ray.get_actor(missing[0], namespace=space)
+                found[missing[0]] = retried(find, patience, passes=lambda error: isinstance(error, ValueError))
             except ValueError:
-                if time.monotonic() > until_s:
-                    raise DataError(
-                        f"data.engine='ray': process 0 has not started {missing[0]} within {PATIENCE_S:g} s. See its "
-                        "output; all processes must be in one Ray cluster (RAY_ADDRESS)."
-                    ) from None
-                time.sleep(0.1)
-            else:
-                if len(found) == 1:
-                    names = self._ray.get(found["loader-0"].alive.remote())[2]
+                raise DataError(
+                    f"data.engine='ray': process 0 has not started {missing[0]} within {PATIENCE_S:g} s. See its "
+                    "output; all processes must be in one Ray cluster (RAY_ADDRESS)."
+                ) from None
+            if len(found) == 1:
+                names = self._ray.get(found["loader-0"].alive.remote())[2]
         return {name: found[name] for name in names}
 
     def _start(self) -> None:

@@ -6,13 +6,14 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 from jtrain.errors import FileError
+from jtrain.runtime.retry import Backoff
+from jtrain.runtime.retry import retried as repeat
 
-WAITS_S = (0.1, 0.4, 1.6, 6.4, 25.6)
-"""Seconds before each further try: 0.1 s help against a lost packet, half a minute while a file server restarts."""
+READS = Backoff(0.1, factor=4.0, tries=6, jitter=0.25)
+"""Waits of 0.1 to 25.6 s: the first helps against a lost packet, half a minute while a file server restarts."""
 
 _ERRNOS = {
     errno.EAGAIN,
@@ -118,25 +119,22 @@ def retried[T](what: str, read: Callable[[], T]) -> T:
       GaveUp: the last try failed like those before it.
       Exception: any other error of `read`, at once.
     """
-    for number, wait_s in enumerate(WAITS_S, start=2):
-        try:
-            return read()
-        except Exception as error:  # stores agree on no class of error; one that cannot pass is raised as it is
-            if (cause := passing(error)) is None:
-                raise
-            why = _why(cause, what)
-        tries = f"try {number} of {len(WAITS_S) + 1}"
-        _heard_by[-1].add(f"{what}: {why}; it is read again in {wait_s:g} s ({tries})", wait_s)
-        time.sleep(wait_s)  # the wait itself: a loader has told its pool how long it takes
+
+    def tell(error: Exception, wait_s: float, number: int) -> None:
+        # Said before the wait: a loader tells its pool how long it takes.
+        tries = f"try {number} of {READS.tries}"
+        line = f"{what}: {_why(passing(error) or error, what)}; it is read again in {wait_s:g} s ({tries})"
+        _heard_by[-1].add(line, wait_s)
+
     try:
-        return read()
-    except Exception as error:  # as above
+        return repeat(read, READS, passes=lambda error: passing(error) is not None, tell=tell)
+    except Exception as error:  # stores agree on no class of error; one that cannot pass is raised as it is
         if (cause := passing(error)) is None:
             raise
         raise GaveUp(
-            f"{what}: {_why(cause, what)}, at {len(WAITS_S) + 1} tries over {sum(WAITS_S):.0f} s. Such an error is no "
-            "fault of a document, so none is left out for it. See that the disk, network or store is back, and start "
-            "again: the run goes on from its last checkpoint."
+            f"{what}: {_why(cause, what)}, at {READS.tries} tries over {sum(READS.waits_s()):.0f} s. Such an error is "
+            "no fault of a document, so none is left out for it. See that the disk, network or store is back, and "
+            "start again: the run goes on from its last checkpoint."
         ) from error
 
 
