@@ -124,7 +124,7 @@ class FolderCarrier:
         if "://" in str(self.folder):  # a store writes whole objects, and has no folders to make
             file.write_text(text)
         else:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, text, durable=False)
 
     def read(self, key: str, authors: Collection[str]) -> dict[str, str]:

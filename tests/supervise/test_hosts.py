@@ -21,6 +21,7 @@ def test_the_first_fault_begins_a_round_and_all_wait_for_the_end_of_the_one_befo
     second.announce("process 1 died", final=None, save=True)
     second.announce("told once", final=75, save=False)
     news = first.news()
+    assert news is not None
     assert news == Round(2, "told once", 75, save=False)
     first.follow(news)
     first.wait_ended(timeout_s=0.0)
