@@ -138,7 +138,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._version: Hashable = None
-        self._began_s = self._changed_s = time.monotonic()
+        self._changed_s = time.monotonic()
         self._changes = -1
 
     def saw(self, version: Hashable) -> bool:

@@ -58,8 +58,6 @@ class Hosts:
         self._told_s = 0.0
         self._watches = {number: Watch() for number in range(processes) if number != process}
         self.round = self._read_round().number
-        with contextlib.suppress(OSError):  # here and below: a full disk must not end a healthy run
-            self._lease.seize()  # the scheduler decides which supervisor a process has; an older one loses it
 
     @property
     def replaced_by(self) -> str | None:
@@ -79,7 +77,7 @@ class Hosts:
         """Begins the next round, unless another supervisor did."""
         if self.news() is None:
             self.round += 1
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # here and below: a full disk must not end a healthy run
                 newest = Round(self.round, cause, final, save)
                 self._agreement.announce("round", json.dumps(dataclasses.asdict(newest)))
 
@@ -88,6 +86,9 @@ class Hosts:
         now_s = time.monotonic()
         if now_s - self._told_s >= TELL_S:
             self._told_s, self._watched = now_s, watched
+            if not (self._lease.is_held or self._lease.is_lost):
+                with contextlib.suppress(OSError):
+                    self._lease.seize()  # the scheduler decides which supervisor a process has; an older one loses it
             self._lease.beat()
 
     def others(self) -> list[Watched]:

@@ -49,6 +49,7 @@ def test_a_supervisor_whose_place_was_taken_knows_by_whom(tmp_path: Path) -> Non
     old.tell([watched("old")])
     assert old.replaced_by is None
     new = Hosts(tmp_path, process=1, processes=2)
+    new.tell([])
     old._told_s = 0.0
     old.tell([watched("old")])
     [record] = (tmp_path / "supervise" / "process-1").iterdir()
