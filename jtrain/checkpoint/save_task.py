@@ -134,7 +134,7 @@ class SaveTask:
 
     def _heard(self, topic: str) -> str | None:
         """Waits for all processes; returns what the first one that failed said."""
-        heard = self._exchange.collect(topic, seconds=PATIENCE_S, enough=lambda texts: any(texts.values()))
+        heard = self._exchange.collect(topic, seconds=PATIENCE_S, enough=bool)
         count = multihost.process_count()
         for process, text in sorted(heard.items()):
             if text:

@@ -167,14 +167,9 @@ class Agreement:
         """Tells a text of this process; with most carriers once for each topic."""
         self._carrier.put(self._key(topic), str(self.process), text)
 
-    def told(self, topic: str, of: Collection[int] | None = None) -> dict[int, str]:
-        """Returns the texts that processes have told so far, by process.
-
-        Args:
-          of: processes whose texts are read; None for all.
-        """
-        authors = [str(process) for process in (range(self.processes) if of is None else of)]
-        return {int(author): text for author, text in self._carrier.read(self._key(topic), authors).items()}
+    def told(self, topic: str) -> dict[int, str]:
+        """Returns the texts that processes have told so far, by process."""
+        return self.collect(topic, seconds=0.0)
 
     def collect(
         self,
@@ -183,26 +178,35 @@ class Agreement:
         seconds: float,
         of: Collection[int] | None = None,
         counts: Callable[[str], bool] = lambda text: True,
-        enough: Callable[[Mapping[int, str]], bool] = lambda texts: False,
+        enough: Callable[[str], bool] = lambda text: False,
     ) -> dict[int, str]:
         """Returns the texts of all processes, or those that came in time.
 
         Args:
-          seconds: time to wait; infinite for as long as the carrier works.
           of: processes that are asked; None for all.
           counts: True for an answer; another text is one that was told earlier, for another purpose.
-          enough: True to stop waiting for the others.
+          enough: True for a text after which the others are not waited for.
         """
-        asked = range(self.processes) if of is None else of
-        until_s = time.monotonic() + seconds
+        asked = [str(process) for process in (range(self.processes) if of is None else of)]
+        return {int(author): text for author, text in self._wait(topic, asked, seconds, counts, enough).items()}
+
+    def _wait(
+        self,
+        topic: str,
+        authors: list[str],
+        seconds: float,
+        counts: Callable[[str], bool] = lambda text: True,
+        enough: Callable[[str], bool] = lambda text: False,
+    ) -> dict[str, str]:
+        key, until_s = self._key(topic), time.monotonic() + seconds
         while True:
-            texts = {process: text for process, text in self.told(topic, asked).items() if counts(text)}
-            missing = [process for process in asked if process not in texts]
+            texts = {author: text for author, text in self._carrier.read(key, authors).items() if counts(text)}
+            missing = [author for author in authors if author not in texts]
             left_s = until_s - time.monotonic()
-            if not missing or enough(texts) or left_s <= 0:
+            if not missing or any(enough(text) for text in texts.values()) or left_s <= 0:
                 return texts
             # Waits for one of them, so that thousands of processes do not ask all the time.
-            self._carrier.wait(self._key(topic), str(missing[0]), min(left_s, _SLICE_S))
+            self._carrier.wait(key, missing[0], min(left_s, _SLICE_S))
 
     def gather(self, topic: str, text: str, *, seconds: float) -> list[str]:
         """Tells a text and returns those of all processes, in their order.
@@ -222,13 +226,7 @@ class Agreement:
 
     def announced(self, topic: str, *, seconds: float = math.inf) -> str | None:
         """Returns the text of `announce`, waiting for it for so many seconds; None if it did not come."""
-        until_s = time.monotonic() + seconds
-        while (text := self._carrier.read(self._key(topic), (EVERYONE,)).get(EVERYONE)) is None:
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                return None
-            self._carrier.wait(self._key(topic), EVERYONE, min(left_s, _SLICE_S))
-        return text
+        return self._wait(topic, [EVERYONE], seconds).get(EVERYONE)
 
     def missing(self, texts: Mapping[int, str]) -> list[int]:
         """Returns the processes that are missing in `texts`."""

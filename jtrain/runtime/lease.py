@@ -156,15 +156,11 @@ class Watch:
 
 
 class Rival:
-    """View of a process on a lease that it does not hold.
+    """View of a process on a lease that it does not hold."""
 
-    Args:
-      machine: name of this machine; None for its own.
-    """
-
-    def __init__(self, store: LeaseStore, *, machine: str | None = None) -> None:
+    def __init__(self, store: LeaseStore) -> None:
         self._store = store
-        self._machine = machine or this_machine()
+        self._machine = this_machine()
         self._watch = Watch()
         self.entry = Entry(0, None)
 
@@ -197,7 +193,6 @@ class Lease:
     is_lost: another process has taken it over, `taken_by`.
 
     Args:
-      machine: name of this machine; None for its own.
       beat_s: time between two beats; None for BEAT_S. 0.0: no thread; the owner calls `beat`.
       payload: called before each beat by the thread that beats; its result goes into the record as JSON.
       on_lost: called once, by the thread that beats, when the lease is lost.
@@ -207,14 +202,13 @@ class Lease:
         self,
         store: LeaseStore,
         *,
-        machine: str | None = None,
         beat_s: float | None = None,
         payload: Callable[[], Any] = lambda: None,
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
-        self._rival = Rival(store, machine=machine)
-        self._holder = this_holder(machine)
+        self._rival = Rival(store)
+        self._holder = this_holder()
         self._beat_s = beat_s
         self._payload = payload
         self._on_lost = on_lost
@@ -341,16 +335,11 @@ class Lease:
             self.beat()
 
 
-def this_holder(machine: str | None = None) -> Holder:
-    """Returns the identity of this process.
-
-    Args:
-      machine: name of its machine; None for its own.
-    """
+def this_holder() -> Holder:
+    """Returns the identity of this process."""
     pid = os.getpid()
     since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    started = process_started(pid)
-    return Holder(socket.gethostname(), pid, since, machine or this_machine(), started, secrets.token_hex(4))
+    return Holder(socket.gethostname(), pid, since, this_machine(), process_started(pid), secrets.token_hex(4))
 
 
 def this_machine() -> str:

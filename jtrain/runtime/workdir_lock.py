@@ -28,17 +28,16 @@ class WorkdirLock:
     Args:
       workdir: created if missing.
       say: gets a line if a stale lock is taken over.
-      machine: name for all processes that can see each other by their ids.
 
     Raises:
       UserError: another run holds the workdir; names host, process and time.
       FileError: the workdir cannot be written to.
     """
 
-    def __init__(self, workdir: Path, *, say: Callable[[str], None], machine: str | None = None) -> None:
+    def __init__(self, workdir: Path, *, say: Callable[[str], None]) -> None:
         self._workdir = workdir
         self._say = say
-        self._lease = Lease(FolderStore(workdir / FOLDER), machine=machine)
+        self._lease = Lease(FolderStore(workdir / FOLDER))
 
     def __enter__(self) -> "WorkdirLock":
         refused: UserError | None = None

@@ -1,8 +1,10 @@
 """Leases: one holder at a time, numbers that grow, dead holders that are found out, and one that lost it."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,23 @@ from jtrain.runtime.lease import Entry, Lease, LeaseHeld, LeaseLost, Rival
 from jtrain.runtime.lease_stores import FolderStore, MessageStore
 
 
+@contextlib.contextmanager
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Context of a process of another machine."""
+    with monkeypatch.context() as patch:
+        patch.setattr(lease, "this_machine", lambda: "elsewhere")
+        yield
+
+
 def quiet(*_: object) -> None:
     """Hears nothing."""
 
 
-def test_a_lease_is_held_by_one_until_it_is_given_back(tmp_path: Path) -> None:
+def test_a_lease_is_held_by_one_until_it_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holder has a higher number, also after a release."""
-    one, other = (Lease(FolderStore(tmp_path / "a"), machine=machine) for machine in ("here", "elsewhere"))
+    one = Lease(FolderStore(tmp_path / "a"))
+    with elsewhere(monkeypatch):
+        other = Lease(FolderStore(tmp_path / "a"))
     assert (one.try_take(), other.try_take(), one.try_take()) == (True, False, True)
     assert FolderStore(tmp_path / "a").read().number == 1
     one.release()
@@ -36,7 +48,8 @@ def test_a_holder_elsewhere_is_dead_when_its_record_was_not_written_for_long(
     monkeypatch.setattr(lease.time, "monotonic", lambda: now_s)
     monkeypatch.setattr(FolderStore, "age_s", lambda self, entry: age_s)
     monkeypatch.setattr(lease, "WATCH_S", 10.0)
-    holder = Lease(FolderStore(tmp_path), machine="elsewhere", beat_s=0.0, payload=lambda: next(beats))
+    with elsewhere(monkeypatch):
+        holder = Lease(FolderStore(tmp_path), beat_s=0.0, payload=lambda: next(beats))
     assert holder.try_take()
     rival = Rival(FolderStore(tmp_path))
     assert rival.is_alive() is None, "not yet known"

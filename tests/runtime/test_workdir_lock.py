@@ -22,8 +22,10 @@ from jtrain.errors import UserError
 from jtrain.runtime import lease
 from jtrain.runtime.workdir_lock import WorkdirLock
 lease.BEAT_S = 0.05
+if sys.argv[2]:
+    lease.this_machine = lambda: sys.argv[2]
 try:
-    with WorkdirLock(Path(sys.argv[1]), say=print, machine=sys.argv[2] or None) as lock:
+    with WorkdirLock(Path(sys.argv[1]), say=print) as lock:
         print("held", flush=True)
         for line in sys.stdin:
             lease.STALE_S = 0.0  # the next check looks
