@@ -87,7 +87,7 @@ def prepare(
             for line in build.notes:
                 progress.say(line)
         progress.start()
-        pool = _Pool(recipes, workers=min(workers, max(1, sum(build.num_waiting for build in builds))))
+        pool = _Pool(recipes, workers=min(workers, max(1, sum(build.num_missing for build in builds))))
         for build in builds:
             stack.callback(build.sweep)  # runs after the pool is closed; on a full disk every byte counts
         stack.callback(pool.close)

@@ -81,12 +81,13 @@ class IndexWriter:
       workers: worker processes of this process on this source now.
       notes: lines for the user about what an earlier call left, and about files that are not data.
       records, records_done: all records of the source, and those in shards that were there at the start.
+      num_missing: shards that nobody had finished at the last look.
     """
 
     def __init__(self, index: int, recipe: Recipe, out: Path, shard_bytes: int, host: BuildProcess) -> None:
         self.recipe = recipe
         self.index = index
-        self.workers = 0
+        self.workers = self.num_missing = 0
         self.notes: list[str] = []
         self._host = host
         self._folder = out / recipe.name
@@ -143,11 +144,6 @@ class IndexWriter:
     def is_complete(self) -> bool:
         return self._index is not None
 
-    @property
-    def num_waiting(self) -> int:
-        """Shards of this process's share that nobody has finished."""
-        return len(self._waiting)
-
     def next_task(self) -> Task | None:
         """Returns a shard of this process's share to make, or None if there is none."""
         if self.is_complete:
@@ -202,6 +198,7 @@ class IndexWriter:
                 index = PreparedIndex(self._folder)
                 if index.made_of == self._made_of:
                     self._index = index
+                    self._host.end(self.recipe.name)
                     return True
             raise FileError(
                 f"{self._partial} was removed while it was being written to. Run the same command again."
@@ -211,6 +208,7 @@ class IndexWriter:
         done[: self._state["units"]] = True
         done[[*self._ready, *self._ours]] = True
         missing = np.flatnonzero(~done)
+        self.num_missing = len(missing)
         self._waiting = collections.deque(missing[missing % processes == number][:_MOST_WAITING].tolist())
         return False
 
