@@ -90,7 +90,7 @@ class Row:
 
 ROWS = (
     Row("boots of machines", "runtime/lease.py", saying("boot_id")),
-    Row("starts of processes", "runtime/lease.py", saying(r"fields\[19\]"), besides=("telemetry/goodput.py",)),
+    Row("starts of processes", "runtime/lease.py", saying(r"\[19\]")),
     Row("signs of life in files", "runtime/lease_stores.py", calling("utime")),
     Row("texts in jax's coordination service", "runtime/agreement.py", calling("(blocking_)?key_value_[a-z_]+")),
     Row(

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jtrain.runtime.atomic_io import write_whole
+from jtrain.runtime.lease import process_started
 from jtrain.telemetry.append_file import AppendFile, WriteTrouble, aside_text, keep_lines, parsed
 
 FILE = "goodput.json"
@@ -55,11 +56,10 @@ class AttemptTimes:
 
 def process_start_s() -> float:
     """Start of this process, in seconds since the epoch; without /proc the current time."""
-    stat = Path("/proc/self/stat")
-    if not stat.exists():
+    ticks = process_started(os.getpid())
+    if not ticks.isdecimal():
         return time.time()
-    ticks = int(stat.read_text().rpartition(")")[2].split()[19])  # field 22: since boot
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK"))
 
 
 def read_events(path: Path) -> list[AttemptTimes]:
