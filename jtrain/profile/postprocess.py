@@ -30,11 +30,11 @@ def postprocess(folder: Path) -> list[str]:
       UserError: the trace cannot be read.
     """
     from jtrain.profile.analysis import breakdown, figures, pipeline_trace
-    from jtrain.profile.report import html
+    from jtrain.profile.report import profile_page
 
     found = breakdown.analyse(folder)
     breakdown.write_json(found, folder / "breakdown.json")
-    html.write(found, folder / "report.html")
+    profile_page.write(found, folder / "report.html")
     said = [figures.pipeline_line(found.pipeline)] if found.pipeline is not None else []
     said += [note for note in found.notes if note.startswith(pipeline_trace.UNKNOWN)]
     try:
