@@ -15,6 +15,7 @@ from typing import Any
 from jtrain.bench import Row, meets_bar, rehearsed
 from jtrain.cli.run import run
 from jtrain.errors import UserError, did_you_mean
+from jtrain.report.table import Table, numbers, words
 from jtrain.runtime import exit_codes
 from jtrain.runtime.platform import start_jax
 
@@ -69,18 +70,15 @@ def device() -> str:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """The rows for a reader. Plain text: a machine with a GPU may have nothing but JAX."""
-    lines = [("what", "value", "baseline", "ratio", "bar")]
+    """Prints the rows as plain text: a machine with a GPU may have nothing but JAX."""
+    table = Table("figures", words("what") + numbers("value", "baseline", "ratio") + words("bar"))
     for row in rows:
         verdict = {None: "", True: " met", False: " MISSED"}[meets_bar(row)]
         value = "-" if row["value"] is None else f"{row['value']:,.4g} {row['unit']}"
         baseline = "" if row["baseline"] is None else f"{row['baseline']:,.4g} {row['unit']}"
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
-        lines.append((row["what"], value, baseline, ratio, f"{row['bar'] or ''}{verdict}"))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for what, *numbers, bar in lines:
-        right = (text.rjust(width) for text, width in zip(numbers, widths[1:-1], strict=True))
-        print("  ".join([what.ljust(widths[0]), *right, bar]).rstrip())
+        table.add(row["what"], value, baseline, ratio, f"{row['bar'] or ''}{verdict}")
+    print("\n".join(table.lines()))
 
 
 def measured(found: Iterable[Row], *, rehearse: bool, lines: Path | None) -> Iterator[Row]:

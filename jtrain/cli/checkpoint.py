@@ -12,6 +12,7 @@ from jtrain.checkpoint import files
 from jtrain.checkpoint.files import CheckpointError
 from jtrain.cli.options import add_json, add_step, add_workdir
 from jtrain.cli.run import Args, Command, Parser, Verb, write_json
+from jtrain.report.table import Table, numbers, words
 from jtrain.runtime.store_paths import in_store, store_errors, workdir_path
 
 
@@ -46,11 +47,12 @@ def _list(folder: Path, step: int | None) -> tuple[Any, int]:
         rows += [
             _row(name, None, None, None, away if files.is_set_aside(name) else killed) for name in files.partial(folder)
         ]
-    print(f"{'step':>10}  {'saved at (UTC)':<19}  {'size':>13}  complete")
+    table = Table("checkpoints", numbers("step") + words("saved at (UTC)") + numbers("size") + words("complete"))
     for row in rows:
         size = "-" if row["bytes"] is None else _size(row["bytes"])
         why = "yes" if row["complete"] else f"no: {row['why']}"
-        print(f"{row['name']:>10}  {(row['saved_at'] or '-')[:19]:<19}  {size:>13}  {why}")
+        table.add(row["name"], (row["saved_at"] or "-")[:19], size, why)
+    print("\n".join(table.lines()))
     return rows, 0
 
 
@@ -64,9 +66,10 @@ def _show(folder: Path, step: int | None) -> tuple[Any, int]:
     manifest = files.read_manifest(path)
     data = json.loads((path / files.DATA).read_text())
     config = (path / files.CONFIG).read_text()
-    width = max(map(len, manifest.leaves), default=0)
+    table = Table("leaves", words("leaf", "shape", "dtype") + numbers("size"))
     for name, leaf in manifest.leaves.items():
-        print(f"{name:<{width}}  {list(leaf.shape)!s:<24}  {leaf.dtype:<9}  {_size(leaf.bytes):>11}")
+        table.add(name, str(list(leaf.shape)), leaf.dtype, _size(leaf.bytes))
+    print("\n".join(table.lines()))
     print(f"\n{len(manifest.leaves)} leaves, {_size(manifest.state_bytes)}; step {found}, saved {manifest.saved_at}")
     print(f"\ndata state: {json.dumps(data, indent=1)}\n\nconfig:\n{config}", end="")
     leaves = {

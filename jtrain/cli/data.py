@@ -17,6 +17,7 @@ from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.constants import BATCH_AXES
 from jtrain.data.inspect.excerpt import excerpt
 from jtrain.errors import FileError, UserError
+from jtrain.report.table import Table, numbers, words
 from jtrain.runtime.platform import start_jax
 
 if TYPE_CHECKING:
@@ -115,11 +116,11 @@ def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
     )
     several = len(dataset.names) > 1
     names = [f"{piece['source']} {piece['document']}" if several else piece["document"] for piece in pieces]
-    width = max(map(len, names))
-    print(f"{'row':>5}  {'document':{width}}  {'tokens':>15}  text")
+    table = Table("documents", numbers("row") + words("document") + numbers("tokens") + words("text"))
     for name, piece in zip(names, pieces, strict=True):
         span = f"{piece['start_token']}-{piece['end_token']}"
-        print(f"{piece['row']:>5}  {name:{width}}  {span:>15}  {piece.get('marked') or excerpt(piece['text'])}")
+        table.add(str(piece["row"]), name, span, piece.get("marked") or excerpt(piece["text"]))
+    print("\n".join(table.lines()))
     write_json(args, {"step": step, "tokens": tokens, "pieces": pieces})
     return 0
 
@@ -145,10 +146,11 @@ def plan(args: Args, run: "Run", dataset: "TextDataset") -> int:
     print(dataset.describe())
     print(f"data.engine={run.data.engine}, for each host:")
     fields = ("processes", "threads", "descriptors", "memory_mib")
-    print(f"{'role':12}" + "".join(f"{name:>13}" for name in ("processes", "threads", "descriptors", "about MiB")))
+    table = Table("resources", words("role") + numbers("processes", "threads", "descriptors", "about MiB"))
     for role in found.roles:
-        print(f"{role.role:12}" + "".join(f"{getattr(role, field):>13,}" for field in fields))
-    print(f"{'all':12}" + "".join(f"{found.total(field):>13,}" for field in fields))
+        table.add(role.role, *(f"{getattr(role, field):,}" for field in fields))
+    table.add("all", *(f"{found.total(field):,}" for field in fields))
+    print("\n".join(table.lines()))
     totals = {field: found.total(field) for field in fields}
     write_json(args, {"roles": [dataclasses.asdict(role) for role in found.roles], **totals})
     return 0

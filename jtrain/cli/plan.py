@@ -173,6 +173,7 @@ def search_command(
     from jtrain.plan.report.plan_sheet import search_table
     from jtrain.plan.search import meshes, search
     from jtrain.plan.staged_search import search_with_stages
+    from jtrain.report.terminal import print_blocks
 
     over = meshes if args.search else lambda _: [run.mesh]  # layout.auto without --search keeps the mesh
     points = search(task, over(task), keep=max(10, args.top or TOP))
@@ -182,9 +183,7 @@ def search_command(
     if not points:
         raise no_point(task, None if args.search else run.mesh)
     said, best = confirm(args, run, task, points, console) if args.compile else ({}, 0)
-    title, table = search_table(task, points[: max(10, args.top or TOP)], said)
-    console.print(title, style="bold", highlight=False)
-    console.print(table)
+    print_blocks([search_table(task, points[: max(10, args.top or TOP)], said)], console)
     console.print(f"the fastest{' that the compiler confirms' if said else ''}:", style="bold")
     print(command(args, given, points[best].settings), flush=True)
     return points[best], said.get(best)
@@ -204,8 +203,8 @@ def execute(args: Args) -> int:
     from jtrain.plan.from_run import search_task
     from jtrain.plan.plan_check import check_good
     from jtrain.plan.report.plan_sheet import print_sheet, to_json
-    from jtrain.plan.report.summary import new_console
     from jtrain.plan.search import SLACK, evaluate, resolve_as_needed
+    from jtrain.report.terminal import new_console
 
     if args.top is not None and not (args.search and args.compile):
         raise UserError(f"--top {args.top} is the number of layouts of a search to compile. Add --search --compile.")

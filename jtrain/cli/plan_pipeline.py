@@ -153,8 +153,9 @@ def _planned(args: Args) -> "Planned | None":
 def _write_files(args: Args, shown: "Shown") -> None:
     """Writes what --svg, --html and --write-csv ask for."""
     from jtrain.pipeline.cells import to_csv
-    from jtrain.pipeline.picture import page, svg
-    from jtrain.plan.report.pipeline_sheet import figures
+    from jtrain.pipeline.picture import svg
+    from jtrain.plan.report.pipeline_sheet import page_of
+    from jtrain.report.page import html
 
     schedule, flow = shown.schedule, shown.flow
     if args.write_csv is not None:
@@ -172,15 +173,13 @@ def _write_files(args: Args, shown: "Shown") -> None:
     if args.svg is not None:
         args.svg.write_text(picture)
     if args.html is not None:
-        programs = [[str(one) for one in program] for program in shown.program.workers]
-        args.html.write_text(page(title, picture, figures(shown), programs))
+        args.html.write_text(html(page_of(shown, title, picture)))
 
 
 def execute(args: Args) -> int:
     """Runs the parsed command line; returns the exit code."""
-    from rich.console import Console
-
     from jtrain.plan.report.pipeline_sheet import print_comparison, print_one, to_json
+    from jtrain.report.terminal import new_console
 
     _check_options(args)
     planned = _planned(args)
@@ -193,7 +192,7 @@ def execute(args: Args) -> int:
     if one:
         _write_files(args, found[0])
     write_json(args, to_json(found[0]) if one else {shown.schedule.name: to_json(shown) for shown in found})
-    console = Console(width=None if Console().is_terminal else 110)
+    console = new_console()
     if one:
         print_one(found[0], console)
     else:

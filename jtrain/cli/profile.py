@@ -96,13 +96,14 @@ def show(args: Args) -> int:
     """Prints a profile; returns the exit code."""
     folder = find(args.workdir, args.step)
     breakdown = load(folder)
-    from jtrain.profile.report.terminal import new_console, print_breakdown, print_processes  # lazy: rich
+    from jtrain.profile.report.profile_page import print_breakdown, processes_table  # lazy: rich
+    from jtrain.report.terminal import new_console, print_blocks
 
     console = new_console()
     print_breakdown(breakdown, console)
     parts = other_parts(folder)
     if others := [found for process, part in parts.items() if (found := _of_process(process, part)) is not None]:
-        print_processes([breakdown, *others], console)
+        print_blocks([processes_table([breakdown, *others])], console)
     if (page := folder / "report.html").exists():
         print(f"HTML report with charts: {page}")
     write_json(args, breakdown.to_dict())
@@ -112,10 +113,11 @@ def show(args: Args) -> int:
 def compare(args: Args) -> int:
     """Prints what changed between two profiles; returns the exit code."""
     before, after = find(args.against, None), find(args.workdir, args.step)
-    from jtrain.profile.report import compare, terminal  # lazy: rich
+    from jtrain.profile.report import compare  # lazy: rich
+    from jtrain.report.terminal import new_console
 
     comparison = compare.compare(load(before), load(after), a_name=str(before), b_name=str(after))
-    compare.print_comparison(comparison, terminal.new_console())
+    compare.print_comparison(comparison, new_console())
     write_json(args, comparison.to_dict())
     return 0
 

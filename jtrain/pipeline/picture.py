@@ -1,11 +1,11 @@
-"""Pictures of a pipeline schedule: who computes what when, and what each worker keeps, as text, SVG and HTML."""
+"""Pictures of a pipeline schedule: who computes what when, and what each worker keeps, as text and SVG."""
 
-import html
 from collections.abc import Sequence
 
 from rich.text import Text
 
 from jtrain.pipeline.clocks import PipelineTimeline, Span
+from jtrain.report.charts import step_area, text
 
 COLOURS = {"F": "#4c78a8", "I": "#f2a93b", "W": "#59a14f", "B": "#e15759"}
 """Colour of each kind of operation; later chunks of a worker are paler."""
@@ -101,8 +101,8 @@ def svg(
     most = max(count for worker in timeline.in_flight() for _, count in worker)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 110} {height}" '
-        f'font-family="sans-serif" font-size="12" role="img" aria-label="{html.escape(title)}">',
-        f'<text x="0" y="16" font-size="14">{html.escape(title)}</text>',
+        f'font-family="sans-serif" font-size="12" role="img" aria-label="{text(title)}">',
+        f'<text x="0" y="16" font-size="14">{text(title)}</text>',
     ]
     for lane, (worker, spans, kept) in enumerate(zip(names, timeline.workers, timeline.in_flight(), strict=True)):
         top = 30 + _ROW * lane
@@ -111,7 +111,7 @@ def svg(
         parts += [_box(span, top, scale, stages) for span in spans]
         peak = max(count for _, count in kept)
         size = f"{peak} kept" if buffer_bytes is None else f"{peak * buffer_bytes / 2**30:.2f} GiB"
-        parts.append(_steps(kept, timeline.makespan, top + _ROW - 8, scale, (_ROW - _LANE - 12) / most))
+        parts.append(f'<path d="{_in_flight(kept, timeline.makespan, top + _ROW - 8, scale, most)}" fill="#b0b0b0"/>')
         parts.append(f'<text x="{_LEFT + _WIDTH + 6}" y="{top + _ROW - 10}">{size}</text>')
     for index, (kind, meaning) in enumerate(MEANINGS.items()):
         x = _LEFT + 190 * index
@@ -134,25 +134,8 @@ def _box(span: Span, top: int, scale: float, stages: int) -> str:
     return f"{box}</g>"
 
 
-def _steps(kept: Sequence[tuple[float, int]], end: float, base: int, scale: float, unit: float) -> str:
-    """Area chart of what a worker has in flight."""
-    path = f"M{_LEFT:.2f},{base}"
-    for time, count in kept:
-        path += f"H{_LEFT + time * scale:.2f}V{base - count * unit:.2f}"
-    return f'<path d="{path}H{_LEFT + end * scale:.2f}V{base}Z" fill="#b0b0b0"/>'
-
-
-def page(title: str, picture: str, figures: Sequence[tuple[str, str]], programs: Sequence[Sequence[str]]) -> str:
-    """A standalone HTML page: the picture, figures by name, and the instructions of each worker."""
-    rows = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in figures)
-    lists = "".join(
-        f"<details><summary>worker {worker}: {len(program)} instructions</summary>"
-        f"<p><code>{html.escape(' '.join(program))}</code></p></details>"
-        for worker, program in enumerate(programs)
-    )
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        "<style>body{font-family:sans-serif;margin:2em}th{text-align:left;padding-right:1em;font-weight:normal}"
-        f"svg{{width:100%}}</style></head><body><h1>{html.escape(title)}</h1>\n{picture}"
-        f"<table>{rows}</table><h2>Instructions</h2>{lists}</body></html>\n"
-    )
+def _in_flight(kept: Sequence[tuple[float, int]], end: float, base: int, scale: float, most: int) -> str:
+    """Area of what a worker has in flight, `most` being as high as there is room."""
+    x = [_LEFT, *(_LEFT + time * scale for time, _ in kept)]
+    high = [base, *(base - count * (_ROW - _LANE - 12) / most for _, count in kept)]
+    return step_area(x, [base] * len(x), high, _LEFT + end * scale)

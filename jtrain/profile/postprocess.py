@@ -8,13 +8,14 @@ be run again later.
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from jtrain.profile.analysis import clock_loss
-from jtrain.profile.analysis.breakdown import aligned_samples, load
-from jtrain.profile.analysis.records import Peaks
+from jtrain.profile.analysis.breakdown import aligned_samples
+from jtrain.profile.analysis.records import HloOp, Peaks, Trace
 from jtrain.profile.analysis.xplane import trace_files
 from jtrain.profile.trace_dir import read_facts
 
@@ -30,15 +31,16 @@ def postprocess(folder: Path) -> list[str]:
       UserError: the trace cannot be read.
     """
     from jtrain.profile.analysis import breakdown, figures, pipeline_trace
-    from jtrain.profile.report import html
+    from jtrain.profile.report import profile_page
 
-    found = breakdown.analyse(folder)
+    loaded = breakdown.load(folder)
+    found = breakdown.analyse(folder, loaded)
     breakdown.write_json(found, folder / "breakdown.json")
-    html.write(found, folder / "report.html")
+    profile_page.write(found, folder / "report.html")
     said = [figures.pipeline_line(found.pipeline)] if found.pipeline is not None else []
     said += [note for note in found.notes if note.startswith(pipeline_trace.UNKNOWN)]
     try:
-        annotate(folder)
+        annotate(folder, *loaded)
     except Exception as error:  # the report must not fail because the trace could not be annotated
         said.append(f"no clocks in the trace itself: {type(error).__name__}: {error}")
     return said
@@ -56,15 +58,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def annotate(folder: Path) -> None:
-    """Adds clocks, power and each op's multiplier to the window's trace files, where XProf shows them.
-
-    Raises:
-      UserError: as `analyse`.
-    """
+def annotate(folder: Path, trace: Trace, ops: Mapping[str, HloOp]) -> None:
+    """Adds clocks, power and each op's multiplier to the window's trace files, where XProf shows them."""
     from jtrain.profile.report import xplane_counters  # lazy: readers of a breakdown do not need it
 
-    trace, ops = load(folder)
     sampled = aligned_samples(folder, trace)
     peaks = Peaks(**read_facts(folder)["peaks"])
     flops, size = (np.array([getattr(op, name) for op in ops.values()], float) for name in ("flops", "bytes"))

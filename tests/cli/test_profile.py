@@ -9,7 +9,7 @@ import pytest
 from jtrain.cli.profile import find, main
 from jtrain.profile.analysis import breakdown as breakdowns
 from jtrain.profile.analysis.records import Breakdown
-from jtrain.profile.report import html
+from jtrain.profile.report import profile_page
 from tests.cli.test_launch import python
 from tests.profile import example
 from tests.profile.traced import traced
@@ -20,7 +20,7 @@ def left(workdir: Path, step: int, breakdown: Breakdown) -> Path:
     folder = workdir / "profile" / str(step)
     folder.mkdir(parents=True)
     breakdowns.write_json(breakdown, folder / "breakdown.json")
-    html.write(breakdown, folder / "report.html")
+    profile_page.write(breakdown, folder / "report.html")
     return folder
 
 
@@ -194,7 +194,7 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
     left(tmp_path, 20, example.breakdown())
     shown = python("-m", "jtrain.profile", "--workdir", str(tmp_path))
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert "where a step's time went" in shown.stdout
+    assert "Where a step's time went" in shown.stdout
     refused = python("-m", "jtrain.profile", "--workdir", str(tmp_path / "profile"))
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1

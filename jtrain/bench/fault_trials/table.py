@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from jtrain.bench import Row, row
 from jtrain.bench.fault_trials.recipe import EVERY_STEPS
 from jtrain.bench.fault_trials.trial import Kind, Result
+from jtrain.report.table import Table, numbers, words
 
 
 def line(result: Result, *, of_config: str | None) -> str:
@@ -42,35 +43,22 @@ def by_kind(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 def lines(results: Sequence[Result], kinds: Mapping[str, Kind], *, of_config: str | None) -> Iterator[str]:
     """The table, and below it the failures."""
-    heads = (
-        "kind",
-        "trials",
-        "survived",
-        "refused",
-        "failed",
-        "skipped",
-        "steps again",
-        "recoveries",
-        "again s",
-        "trial s",
-    )
-    table: list[tuple[str, ...]] = [heads]
+    heads = ("trials", "survived", "refused", "failed", "skipped", "steps again", "recoveries", "again s", "trial s")
+    table = Table("trials", words("kind") + numbers(*heads))
     for name in (name for name in kinds if name in by_kind(results)):
         mine = by_kind(results)[name]
         done = [result for result in mine if result.skipped is None]
         ok = [result for result in done if not result.wrong]
         again_s = [result.times_s["again"] for result in done if "again" in result.times_s]
-        numbers = (len(mine), sum(not r.refused for r in ok), sum(r.refused for r in ok), len(done) - len(ok))
-        numbers += (
+        counts = (len(mine), sum(not r.refused for r in ok), sum(r.refused for r in ok), len(done) - len(ok))
+        counts += (
             len(mine) - len(done),
             max((r.lost_steps for r in done), default=0),
             sum(r.recoveries for r in done),
         )
         times = (max(again_s, default=0.0), max((r.seconds for r in done), default=0.0))
-        table.append((name, *map(str, numbers), *(f"{seconds:.1f}" for seconds in times)))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for name, *cells in table:
-        yield "  ".join([name.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True))])
+        table.add(name, *map(str, counts), *(f"{seconds:.1f}" for seconds in times))
+    yield from table.lines()
     yield from sorted({f"{r.kind} skipped: {r.skipped}" for r in results if r.skipped is not None})
     for result in results:
         if result.wrong:

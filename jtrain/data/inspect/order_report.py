@@ -9,6 +9,7 @@ from jaxtyping import Float64, Int64
 
 from jtrain.data.mixture.schedule import own_weights
 from jtrain.errors import UserError
+from jtrain.report.table import Table, numbers, words
 
 if TYPE_CHECKING:
     from jtrain.data.dataset import TextDataset
@@ -301,33 +302,31 @@ def _chance(
 
 
 def lines_of(report: OrderReport) -> list[str]:
-    """Returns the report as a table: each figure, what it is compared with, and a sentence on what is good."""
-    rows = [
-        ("documents per step", f"{report.documents_per_step:.1f}", "", _GOOD["documents"]),
-        ("documents per step / rows", f"{report.distinct_over_rows:.3f}", "", _GOOD["distinct"]),
-    ]
-    for lag, overlap in report.overlap.items():
-        what, beside = f"share of step k's documents in k+{lag}", f"{overlap.chance:.3f}"
-        rows.append((what, f"{overlap.found:.3f}", beside, _GOOD["overlap"] if lag == LAGS[0] else ""))
-    for lag, one in report.autocorrelation.items():
-        what, beside = f"correlation of the tokens of k and k+{lag}", f"±{one.error:.3f}"
-        rows.append((what, f"{one.found:.3f}", beside, _GOOD["autocorrelation"] if lag == LAGS[0] else ""))
-    rows += [
-        ("independent rows in a step", f"{report.effective_rows:.1f}", f"{report.rows}", _GOOD["effective_rows"]),
-        ("fill", f"{report.fill:.2%}", "", _GOOD["fill"]),
-        ("pieces per row", f"{report.pieces_per_row:.2f}", "", _GOOD["pieces"]),
-        ("cut chunks per step", f"{report.cut_chunks_per_step:.2f}", "", _GOOD["cuts"]),
-    ]
-    if len(report.sources) > 1:
-        for steps in report.drift_steps():
-            found, beside = (f"{drift[steps - 1]:.3%}" for drift in (report.drift, report.drift_beyond_a_chunk))
-            rows.append((f"drift after {steps:,} steps", found, beside, _GOOD["drift"] if steps == 1 else ""))
+    """Returns the report as tables: each figure, what it is compared with, and a sentence on what is good."""
     head = f"order of the first {report.steps} steps of {report.rows} rows x {report.seq_len} tokens"
-    table = [(head, "found", "beside", ""), *rows]
-    if len(report.sources) > 1:
-        worst = sorted(report.sources, key=lambda source: -abs(source.found - source.wanted))[:MOST_SOURCES]
-        table.append(("share of a source", "found", "wanted", ""))
-        table += [(f"  {one.name}", f"{one.found:.3%}", f"{one.wanted:.3%}", "") for one in worst]
-        if more := len(report.sources) - len(worst):
-            table.append((f"  ... and {more} more sources, which are closer to theirs", "", "", ""))
-    return [f"{what:58}{found:>9}{beside:>9}  {good}".rstrip() for what, found, beside, good in table]
+    table = Table("order", words(head) + numbers("found", "beside") + words(""))
+    table.add("documents per step", f"{report.documents_per_step:.1f}", "", _GOOD["documents"])
+    table.add("documents per step / rows", f"{report.distinct_over_rows:.3f}", "", _GOOD["distinct"])
+    for lag, overlap in report.overlap.items():
+        what, good = f"share of step k's documents in k+{lag}", _GOOD["overlap"] if lag == LAGS[0] else ""
+        table.add(what, f"{overlap.found:.3f}", f"{overlap.chance:.3f}", good)
+    for lag, one in report.autocorrelation.items():
+        what, good = f"correlation of the tokens of k and k+{lag}", _GOOD["autocorrelation"] if lag == LAGS[0] else ""
+        table.add(what, f"{one.found:.3f}", f"±{one.error:.3f}", good)
+    rows = f"{report.effective_rows:.1f}", str(report.rows)
+    table.add("independent rows in a step", *rows, _GOOD["effective_rows"])
+    table.add("fill", f"{report.fill:.2%}", "", _GOOD["fill"])
+    table.add("pieces per row", f"{report.pieces_per_row:.2f}", "", _GOOD["pieces"])
+    table.add("cut chunks per step", f"{report.cut_chunks_per_step:.2f}", "", _GOOD["cuts"])
+    if len(report.sources) == 1:
+        return table.lines()
+    for steps in report.drift_steps():
+        found, beside = (f"{drift[steps - 1]:.3%}" for drift in (report.drift, report.drift_beyond_a_chunk))
+        table.add(f"drift after {steps:,} steps", found, beside, _GOOD["drift"] if steps == 1 else "")
+    shares = Table("shares", words("share of a source") + numbers("found", "wanted"))
+    worst = sorted(report.sources, key=lambda source: -abs(source.found - source.wanted))[:MOST_SOURCES]
+    for one in worst:
+        shares.add(f"  {one.name}", f"{one.found:.3%}", f"{one.wanted:.3%}")
+    if more := len(report.sources) - len(worst):
+        shares.add(f"  ... and {more} more sources, which are closer to theirs")
+    return [*table.lines(), *shares.lines()]

@@ -286,21 +286,15 @@ def prepare_command(
 
 
 def _print_table(made: Sequence[IndexSummary], took_s: float) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from jtrain.report.table import Table, numbers, words
+    from jtrain.report.terminal import print_blocks
 
-    table = Table(box=box.SIMPLE)
-    table.add_column("source", overflow="fold")
-    for column in ("records", "tokens", "empty", "bad, left out", "MiB", ""):
-        table.add_column(column, justify="right")
+    table = Table("", words("source") + numbers("records", "tokens", "empty", "bad, left out", "MiB", ""))
     for row in made:
         counts = (f"{n:,}" for n in (row.records, row.tokens, row.empty, row.skipped))
-        table.add_row(row.name, *counts, f"{row.bytes / 2**20:,.1f}", row.state)
-    console = Console()
-    console.print(table)
+        table.add(row.name, *counts, f"{row.bytes / 2**20:,.1f}", row.state)
     tokens, size = sum(row.tokens for row in made), sum(row.bytes for row in made)
-    console.print(f"{len(made)} sources, {tokens:,} tokens, {size / 2**20:,.1f} MiB, {took_s:.1f} s", highlight=False)
+    print_blocks([table, f"{len(made)} sources, {tokens:,} tokens, {size / 2**20:,.1f} MiB, {took_s:.1f} s"])
 
 
 def _place(build: IndexWriter, task: Task) -> str:

@@ -16,7 +16,7 @@ from jtrain.errors import FileError, UserError
 
 
 @runtime_checkable
-class Table(Protocol):
+class FileColumn(Protocol):
     """Column of a file, read by row number: an array in memory, or a map of a file."""
 
     def __getitem__(self, rows: Int[np.ndarray, " n"], /) -> np.ndarray: ...
@@ -40,7 +40,7 @@ class IndexFiles(Protocol):
         """Returns the size of each file; None if it is missing."""
         ...
 
-    def table(self, name: str, dtype: Any, shape: tuple[int, ...], *, offset: int, size_bytes: int) -> Table:
+    def table(self, name: str, dtype: Any, shape: tuple[int, ...], *, offset: int, size_bytes: int) -> FileColumn:
         """Returns rows of a file of `size_bytes` bytes that start at byte `offset`; reads nothing yet."""
         ...
 

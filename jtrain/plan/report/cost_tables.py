@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from jtrain.plan.economics.cost_curve import (
-    J_PER_KWH,
     Compared,
     CostRow,
     cheapest,
@@ -11,8 +10,9 @@ from jtrain.plan.economics.cost_curve import (
     mesh_text,
 )
 from jtrain.plan.economics.failures import Failures, assumed_link, duration
-from jtrain.plan.report.plan_charts import short
-from jtrain.plan.report.summary import new_console, new_table
+from jtrain.report.number_formats import share, short
+from jtrain.report.table import Facts, Table, numbers, words
+from jtrain.report.terminal import print_blocks
 from jtrain_kernels.device import DeviceSpec
 
 
@@ -20,36 +20,42 @@ def print_curve(
     title: str, rows: Sequence[CostRow], device: DeviceSpec, *, failures: Failures, carbon_g_per_kwh: float
 ) -> None:
     """Prints a row per number of devices, the best ones, and what is assumed."""
-    console = new_console()
     priced = any(row.cost is not None and row.cost.usd is not None for row in rows)
-    right = ["step s", "MFU", "goodput", "steps/save", "days", "$" if priced else "device h"]
-    right += ["MWh", "J/token", "t CO2"] if device.power_w else []
-    table = new_table(("devices", "layout"), right)
-    for row in rows:
-        table.add_row(*_cells(row, device, carbon_g_per_kwh))
-    console.print(title, style="bold", highlight=False)
-    console.print(table)
-    for line in (*_best(rows, device), *_assumed(rows, device, failures, carbon_g_per_kwh, priced)):
-        console.print(line, highlight=False)
+    table = curve_table(title, rows, Facts({"curve": [row.to_json(carbon_g_per_kwh) for row in rows]}))
+    print_blocks([table, *_best(rows, device), *_assumed(rows, device, failures, carbon_g_per_kwh, priced)])
 
 
-def _cells(row: CostRow, device: DeviceSpec, carbon: float) -> list[str]:
-    if row.point is None or row.uptime is None or row.cost is None:
-        return [f"{row.count:,}", "nothing fits" if row.point is None else "fails too often"]
-    cells = [
-        f"{row.count:,}",
-        mesh_text(row.point.settings),
-        f"{row.timed.step_s:,.3g}",
-        f"{row.timed.mfu:.1%}",
-        f"{row.uptime.goodput:.1%}",
-        f"{row.uptime.every_steps:,}",
-        f"{row.cost.days:,.0f}" if row.cost.days >= 100 else f"{row.cost.days:.3g}",
-        short(row.cost.device_hours if row.cost.usd is None else row.cost.usd),
-    ]
-    if device.power_w and row.cost.energy_j is not None:
-        kwh = row.cost.energy_j / J_PER_KWH
-        cells += [short(kwh / 1000), f"{row.cost.energy_j / row.cost.tokens:.2g}", short(kwh * carbon / 1e6)]
-    return cells
+def curve_table(title: str, rows: Sequence[CostRow], facts: Facts) -> Table:
+    """Table with a row per number of devices; the cheapest is bold.
+
+    Args:
+      facts: has the rows' JSON as `curve`.
+    """
+    costs = [row.cost for row in rows if row.cost is not None]
+    priced = any(cost.usd is not None for cost in costs)
+    names = ["step s", "MFU", "goodput", "steps/save", "days", "$" if priced else "device h"]
+    powered = any(cost.energy_j is not None for cost in costs)
+    names += ["MWh", "J/token", "t CO2"] if powered else []
+    best = cheapest(rows)
+    table = Table(title, words("devices", "layout") + numbers(*names), css="many")
+    for index, row in enumerate(rows):
+        at = f"curve.{index}"
+        count = facts.cell(f"{at}.count", "{:,}".format)
+        if row.point is None or row.cost is None:
+            table.add(count, "nothing fits" if row.point is None else "fails too often")
+            continue
+        cells = [
+            facts.cell(f"{at}.step_s", "{:,.3g}".format),
+            facts.cell(f"{at}.mfu", share),
+            facts.cell(f"{at}.goodput", share),
+            facts.cell(f"{at}.checkpoint_every_steps", "{:,}".format),
+            facts.cell(f"{at}.days", "{:,.4g}".format),
+            facts.cell(f"{at}.{'usd' if priced else 'device_hours'}", short),
+        ]
+        if powered:
+            cells += [facts.cell(f"{at}.{name}", short) for name in ("mwh", "joules_per_token", "co2_tonnes")]
+        table.add(count, mesh_text(row.point.settings), *cells, bold=row is best)
+    return table
 
 
 def _best(rows: Sequence[CostRow], device: DeviceSpec) -> list[str]:
@@ -96,18 +102,15 @@ def print_comparison(
     name: str, other: str, compared: Sequence[Compared], rows: Sequence[CostRow], *, price_ratio: float
 ) -> None:
     """Prints how much faster, dearer and hungrier another chip is than the first one."""
-    console = new_console()
-    table = new_table(("devices", "layout"), ("step s", "speed", "$ per token", "J per token"))
+    title = f"{other} at {price_ratio:g} times the price of {name}, by {name}"
+    table = Table(title, words("devices", "layout") + numbers("step s", "speed", "$ per token", "J per token"))
     by_count = {row.count: row for row in rows}
     for one in compared:
         row = by_count[one.count]
         assert row.point is not None
         energy = "-" if one.energy is None else f"{one.energy:.2f}x"
         cells = [f"{row.timed.step_s:,.3g}", f"{one.speed:.2f}x", f"{one.cost:.2f}x", energy]
-        table.add_row(f"{one.count:,}", mesh_text(row.point.settings), *cells)
-    console.print(f"{other} at {price_ratio:g} times the price of {name}, by {name}", style="bold", highlight=False)
-    console.print(table)
-    pays = [one.count for one in compared if one.cost < 1]
-    listed = ", ".join(f"{n:,}" for n in pays)
-    verdict = f"cheaper per token on {listed} x {other}" if pays else "never cheaper per token"
-    console.print(f"{other} pays where it is over {price_ratio:g} times as fast: {verdict}", highlight=False)
+        table.add(f"{one.count:,}", mesh_text(row.point.settings), *cells)
+    listed = ", ".join(f"{one.count:,}" for one in compared if one.cost < 1)
+    verdict = f"cheaper per token on {listed} x {other}" if listed else "never cheaper per token"
+    print_blocks([table, f"{other} pays where it is over {price_ratio:g} times as fast: {verdict}"])

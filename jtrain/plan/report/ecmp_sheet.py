@@ -3,11 +3,13 @@
 import dataclasses
 from typing import Any
 
-from rich.console import Console
-
 from jtrain.plan.fabric.hashing import simulated_max_load
 from jtrain.plan.fabric.spine import SETTINGS, SpineTraffic
-from jtrain.plan.report.network_sheet import NetworkSheet, describe, incast_line, milliseconds, shell_text, table, title
+from jtrain.plan.report.network_sheet import NetworkSheet, describe, incast_line, shell_text, title
+from jtrain.report.number_formats import milliseconds
+from jtrain.report.page import Title
+from jtrain.report.table import Table, numbers, words
+from jtrain.report.terminal import print_blocks
 
 PUBLISHED_GAIN = "up to 40 %"
 """What queue pairs and hashing them gained an all-reduce at Meta (SIGCOMM 2024), against ECMP without."""
@@ -70,35 +72,29 @@ def topology_of(flows: int, links: int) -> SpineTraffic:
 
 def print_ecmp(sheet: EcmpSheet) -> None:
     """Prints the table, what it means for an all-reduce, and the variables."""
-    console = Console(width=None if Console().is_terminal else 110)
-    flows, links = sheet.traffic.flows, sheet.traffic.links
-    if sheet.timed is not None:
-        console.print(title(sheet.timed), style="bold", highlight=False)
-        for line in describe(sheet.timed):
-            console.print(line, highlight=False)
-    console.print(f"{flows} flows over {links} links: load of the fullest link, in flows; {flows / links:.4g} if even")
-    right = ["used", f"{sheet.trials:,} draws", "exact", "rate of even", "x 1 QP"]
-    right += [] if sheet.timed is None else ["all-reduce ms", "x 1 QP"]
-    found = table(["queue pairs"], right)
+    flows, links, timed = sheet.traffic.flows, sheet.traffic.links, sheet.timed
+    names = ["used", f"{sheet.trials:,} draws", "exact", "rate of even", "x 1 QP"]
+    names += [] if timed is None else ["all-reduce ms", "x 1 QP"]
+    table = Table("", words("queue pairs") + numbers(*names))
     for row in sheet.rows():
         cells = [str(row.used), f"{row.simulated:.3f}", f"{row.exact:.3f}", f"{row.of_even:.0%}", f"{row.speed:.2f}"]
         if row.us is not None:
             cells += [milliseconds(row.us), f"{row.faster:.2f}"]
-        found.add_row(str(row.queue_pairs), *cells)
-    console.print(found)
-    console.print(
+        table.add(str(row.queue_pairs), *cells)
+    if timed is not None:
+        print_blocks([Title(title(timed)), *describe(timed)])
+    note = (
         "Without hashing queue pairs (plain ECMP) every row is as the first: a connection's queue pairs share a link. "
-        "`used`: no more than a connection has messages, which NCCL posts in turn.",
-        highlight=False,
+        "`used`: no more than a connection has messages, which NCCL posts in turn."
     )
-    if sheet.timed is None:
-        return
-    console.print(
-        f"Meta published {PUBLISHED_GAIN} for all-reduces: an observation on its clusters, no target of this model.",
-        highlight=False,
-    )
-    console.print(incast_line(sheet.timed), highlight=False)
-    console.print(shell_text(sheet.timed), end="", highlight=False, markup=False, soft_wrap=True)
+    even = f"{flows} flows over {links} links: load of the fullest link, in flows; {flows / links:.4g} if even"
+    print_blocks([even, table, note])
+    if timed is not None:
+        gain = (
+            f"Meta published {PUBLISHED_GAIN} for all-reduces: an observation on its clusters, no target of this model."
+        )
+        print_blocks([gain, incast_line(timed)])
+        print(shell_text(timed), end="")
 
 
 def to_json(sheet: EcmpSheet) -> dict[str, Any]:

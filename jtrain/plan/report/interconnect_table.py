@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal
 
-from rich.table import Table
-
 from jtrain.layout.layout import LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.precision import PrecisionSpec
@@ -29,7 +27,8 @@ from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.estimate.memory import memory
 from jtrain.plan.estimate.step_time import step_time
 from jtrain.plan.job import Job
-from jtrain.plan.report.summary import gib, new_table
+from jtrain.report.number_formats import gib
+from jtrain.report.table import Table, numbers, words
 
 PUBLISHED_S = {"10 GbE": 39.8, "400G InfiniBand": 4.45}
 """Seconds of a step, by network."""
@@ -123,25 +122,22 @@ def table_3() -> list[dict[str, Any]]:
     return [row_of(configuration) for configuration in configurations()]
 
 
-def printed(rows: Sequence[dict[str, Any]]) -> tuple[str, Table]:
-    """Title and table."""
-    right = ["GiB"]
-    for name, seconds in PUBLISHED_S.items():
-        right += [f"{name}, s", f"by {seconds:g} s"]
-    table = new_table(("strategy", "reductions", "collectives", "tokens"), right)
+def printed(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows as a table."""
+    published = ", ".join(f"{seconds:g} s" for seconds in PUBLISHED_S.values())
+    by_network = [head for name, seconds in PUBLISHED_S.items() for head in (f"{name}, s", f"by {seconds:g} s")]
+    table = Table(
+        f"III. A 12B fine-tune on {HOSTS} hosts of {PER_HOST} x {DEVICE}, predicted, over one adapter of 10 Gbit/s a "
+        f"host and over eight of 400: published {published}. The first row is the configuration as the source gives "
+        "it, with the length of its sequences assumed; the others say how far a step depends on it",
+        words("strategy", "reductions", "collectives", "tokens") + numbers("GiB", *by_network),
+    )
     hbm_bytes = make_machine(DEVICE, 1).hbm_bytes
     for row in rows:
         cells = [gib(row["device_bytes"]) + ("" if row["device_bytes"] <= hbm_bytes else " (over)")]
         for name in PUBLISHED_S:
             cells += [f"{row['step_s'][name]:.2f}", f"{row['error'][name]:+.0%}"]
         tokens = f"{SEQUENCES} x {row['seq_len']:,}"
-        style = "bold" if row["stated"] else None
         names = f"ZeRO-{row['zero_stage']}", row["reductions"], row["collectives"], tokens
-        table.add_row(*names, *cells, style=style)
-    published = ", ".join(f"{seconds:g} s" for seconds in PUBLISHED_S.values())
-    return (
-        f"III. A 12B fine-tune on {HOSTS} hosts of {PER_HOST} x {DEVICE}, predicted, over one adapter of 10 Gbit/s a "
-        f"host and over eight of 400: published {published}. The first row is the "
-        "configuration as the source gives it, with the length of its sequences assumed; the others say how far a step "
-        "depends on it"
-    ), table
+        table.add(*names, *cells, bold=row["stated"])
+    return table

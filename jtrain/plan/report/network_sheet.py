@@ -2,12 +2,8 @@
 
 import dataclasses
 import functools
-import math
+from collections.abc import Iterator
 from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from jtrain.plan.fabric.collective_time import Way, ways
 from jtrain.plan.fabric.fabric import Fabric
@@ -26,6 +22,10 @@ from jtrain.plan.fabric.spine import (
     spine_traffic,
 )
 from jtrain.plan.sizes import show_bytes
+from jtrain.report.number_formats import milliseconds
+from jtrain.report.page import PageBlock, Title
+from jtrain.report.table import Table, numbers, words
+from jtrain.report.terminal import print_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,68 +148,51 @@ def incast_line(sheet: NetworkSheet) -> str:
     return f"{text}, more than a port's {buffer}: it pauses or drops. A window of {show_bytes(found.window_bytes)} fits"
 
 
-def milliseconds(us: float) -> str:
-    """Microseconds as milliseconds with four digits, such as `6.691` or `38,710`."""
-    value = us / 1000
-    return f"{value:,.{max(0, 3 - math.floor(math.log10(value)))}f}"
-
-
-def table(left: list[str], right: list[str]) -> Table:
-    """An empty table with columns aligned to the left, then to the right."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for name in left:
-        made.add_column(name, no_wrap=True)
-    for name in right:
-        made.add_column(name, justify="right")
-    return made
-
-
 def print_sheet(sheet: NetworkSheet) -> None:
     """Prints the fabric, NCCL's table and choice, the levels, and the variables."""
-    console = Console(width=None if Console().is_terminal else 110)
-    console.print(title(sheet), style="bold", highlight=False)
-    for line in describe(sheet):
-        console.print(line, highlight=False)
-    rows, ranks = sheet.rows(), sheet.fabric.count
-    if rows:
-        assert sheet.group is not None
-        node = sheet.group.node
-        searched = {"ring": node.ring(), "tree": node.tree()}
-        if any(row.estimate.algorithm.startswith("NVLS") for row in rows):
-            searched["NVLS"] = node.nvls()
-        channels = ", ".join(f"{name} {found.count} x {found.gb_per_s:g}" for name, found in searched.items())
-        console.print(f"\nNCCL {NCCL_VERSION}'s own model, channels in GB/s: {channels}", highlight=False)
-        found = table(["algorithm", "protocol"], ["latency us", "GB/s", "NCCL's us", "us here", "bus GB/s here"])
-        for row in rows:
-            bus = bus_bandwidth(sheet.kind, ranks, sheet.array_bytes, row.network_us)
-            one = row.estimate
-            numbers = [one.latency_us, one.bandwidth, row.nccl_us, row.network_us]
-            found.add_row(one.algorithm, one.protocol, *(f"{number:,.1f}" for number in numbers), f"{bus:.1f}")
-        console.print(found)
-        best = rows[0]
-        console.print(
-            f"NCCL chooses {best.estimate.algorithm} with {best.estimate.protocol}: {milliseconds(best.nccl_us)} ms by "
-            f"its model, {milliseconds(best.network_us)} ms on this network",
-            highlight=False,
-        )
+    blocks: list[PageBlock] = [Title(title(sheet)), *describe(sheet)]
+    if rows := sheet.rows():
+        blocks += [*_nccl(sheet, rows)]
     elif sheet.kind == "all-to-all" and sheet.group is not None:
-        console.print("\nNCCL has no model of an all-to-all: it is sends and receives", highlight=False)
-    console.print("\nany library, level by level", highlight=False)
-    found = table(["way", "phase", "over"], ["us", "ms in all"])
+        blocks.append("\nNCCL has no model of an all-to-all: it is sends and receives")
+    levels = Table("", words("way", "phase", "over") + numbers("us", "ms in all"))
     for way in sheet.ways():
         for index, phase in enumerate(way.phases):
             name, total = (way.name, milliseconds(way.us)) if not index else ("", "")
-            found.add_row(name, phase.what, phase.where, f"{phase.us:,.1f}", total)
-    console.print(found)
+            levels.add(name, phase.what, phase.where, f"{phase.us:,.1f}", total)
+    blocks += ["\nany library, level by level", levels]
     if sheet.fabric.domains > 1:
-        console.print(incast_line(sheet), highlight=False)
+        blocks.append(incast_line(sheet))
     if sheet.queue_pairs is not None and sheet.queue_pairs > 1:
-        console.print(
+        blocks.append(
             f"with {sheet.queue_pairs} queue pairs per connection: {milliseconds(sheet.us(sheet.queue_pairs))} ms in "
-            f"place of {milliseconds(sheet.us())}; `jtrain plan ecmp` has the table",
-            highlight=False,
+            f"place of {milliseconds(sheet.us())}; `jtrain plan ecmp` has the table"
         )
-    console.print(shell_text(sheet), end="", highlight=False, markup=False, soft_wrap=True)
+    print_blocks(blocks)
+    print(shell_text(sheet), end="")
+
+
+def _nccl(sheet: NetworkSheet, rows: list[Timed]) -> Iterator[PageBlock]:
+    """NCCL's algorithms and protocols by its own model, and its choice."""
+    assert sheet.group is not None
+    node = sheet.group.node
+    searched = {"ring": node.ring(), "tree": node.tree()}
+    if any(row.estimate.algorithm.startswith("NVLS") for row in rows):
+        searched["NVLS"] = node.nvls()
+    channels = ", ".join(f"{name} {found.count} x {found.gb_per_s:g}" for name, found in searched.items())
+    yield f"\nNCCL {NCCL_VERSION}'s own model, channels in GB/s: {channels}"
+    names = ("latency us", "GB/s", "NCCL's us", "us here", "bus GB/s here")
+    table = Table("", words("algorithm", "protocol") + numbers(*names))
+    for row in rows:
+        bus = bus_bandwidth(sheet.kind, sheet.fabric.count, sheet.array_bytes, row.network_us)
+        of = row.estimate.latency_us, row.estimate.bandwidth, row.nccl_us, row.network_us, bus
+        table.add(row.estimate.algorithm, row.estimate.protocol, *(f"{number:,.1f}" for number in of))
+    yield table
+    best = rows[0]
+    yield (
+        f"NCCL chooses {best.estimate.algorithm} with {best.estimate.protocol}: {milliseconds(best.nccl_us)} ms by "
+        f"its model, {milliseconds(best.network_us)} ms on this network"
+    )
 
 
 def shell_text(sheet: NetworkSheet) -> str:

@@ -4,9 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from jtrain.pipeline.checker import check, needed_capacity
 from jtrain.pipeline.clocks import Costs, PipelineTimeline, dataflow, equal_costs, messages
@@ -16,6 +14,10 @@ from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.tick_counts import count_ticks, shortest
 from jtrain.pipeline.tick_grid import pack
 from jtrain.pipeline.ticks import Ticks, make_ticks
+from jtrain.report.number_formats import gib
+from jtrain.report.page import Folded, Page, Picture, Section, Title
+from jtrain.report.table import Table, numbers, words
+from jtrain.report.terminal import print_blocks
 
 if TYPE_CHECKING:
     from jtrain.plan.pipeline_choice import Planned  # it imports jax, which takes seconds
@@ -89,19 +91,29 @@ def print_one(shown: Shown, console: Console) -> None:
     """Prints the picture, memory over time, bubbles, buffers and messages of one schedule."""
     schedule = shown.schedule
     legend = ", ".join(f"{kind} {meaning}" for kind, meaning in MEANINGS.items())
-    console.print(
+    title = (
         f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, {schedule.chunks} chunks "
-        f"per worker. {legend}; lower case: later chunks",
-        style="bold",
-        highlight=False,
+        f"per worker. {legend}; lower case: later chunks"
     )
-    for row in text_rows(shown.flow, stages=schedule.stages, width=console.width):
-        console.print(row, no_wrap=True, crop=True)
-    console.print("in flight over time", style="bold")
-    for row in memory_rows(shown.flow, width=console.width):
-        console.print(row, no_wrap=True, crop=True)
+    picture = Picture("", lambda width: text_rows(shown.flow, stages=schedule.stages, width=width))
+    in_flight = Picture("", lambda width: memory_rows(shown.flow, width=width))
+    lines = (f"{name}: {value}" for name, value in figures(shown))
+    print_blocks([Title(title), picture, Title("in flight over time"), in_flight, *lines], console)
+
+
+def page_of(shown: Shown, title: str, picture: str) -> Page:
+    """Describes the page of one schedule: the picture, figures by name, and the instructions of each worker."""
+    table = Table("figures", words("figure", "value"))
     for name, value in figures(shown):
-        console.print(f"{name}: {value}", highlight=False)
+        table.add(name, value)
+    programs = to_json(shown)["instructions"]
+    lists = [
+        Folded(f"worker {worker}: {len(program)} instructions", " ".join(program))
+        for worker, program in enumerate(programs)
+    ]
+    frame = f'<div class="frame gantt" role="region" tabindex="0" aria-label="schedule">{picture}</div>'
+    sections = [Section("figures", "Figures", [table]), Section("instructions", "Instructions", lists)]
+    return Page(title, sections, introduction=[Picture(frame)], kind="schedule", content=to_json(shown))
 
 
 def figures(shown: Shown) -> list[tuple[str, str]]:
@@ -132,10 +144,10 @@ def figures(shown: Shown) -> list[tuple[str, str]]:
             ("F / I / W of a stage", f"{listed} ms per microbatch; a message {costs.message * 1e3:,.3g} ms"),
             (
                 "bytes between stages",
-                f"{_gib(most)} GiB per step and device, at most, each way; permutes after every tick send "
-                f"{_gib(permuted)} GiB in all",
+                f"{gib(most)} GiB per step and device, at most, each way; permutes after every tick send "
+                f"{gib(permuted)} GiB in all",
             ),
-            ("memory", f"{_gib(shown.point.plan.total_bytes)} GiB per device, on all stages"),
+            ("memory", f"{gib(shown.point.plan.total_bytes)} GiB per device, on all stages"),
             ("step", f"{shown.point.step_s:,.4g} s, predicted, not measured"),
         ]
     return found
@@ -145,37 +157,27 @@ def _listed(counts: Sequence[int]) -> str:
     return " ".join(map(str, counts))
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.4g}"
-
-
 def print_comparison(found: Sequence[Shown], planned: "Planned | None", console: Console) -> None:
     """Prints a row per schedule, the best first, and says which to take."""
     ranked = sorted(found, key=lambda shown: _rank(shown, planned))
     schedule = ranked[0].schedule
     of = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
-    console.print(of if planned is None else f"{planned.title}: {of}", style="bold", highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    table.add_column("schedule", no_wrap=True)
     names = ["chunks", "bubble alone", "bubble SPMD", "packing", "ticks", "in flight", "inputs", "for W", "messages"]
-    names += [] if planned is None else ["s a step", "GiB a device"]
-    for name in names:
-        table.add_column(name, justify="right")
+    names += [] if planned is None else ["step s", "GiB"]
+    table = Table(of if planned is None else f"{planned.title}: {of}", words("schedule") + numbers(*names))
     for shown in ranked:
         ticks = shown.ticks
         cells = [str(shown.schedule.chunks), f"{shown.flow.bubble:.3f}", f"{shown.bubble:.3f}", ticks.packing]
         cells += [str(ticks.num_ticks), str(max(shown.program.in_flight)), str(ticks.num_inputs)]
         cells += [str(ticks.num_stashes), str(sum(messages(shown.schedule).values()))]
         if shown.point is not None:
-            cells += [f"{shown.point.step_s:,.4g}", _gib(shown.point.plan.total_bytes)]
-        table.add_row(shown.schedule.name, *cells)
-    console.print(table)
-    console.print(
+            cells += [f"{shown.point.step_s:,.4g}", gib(shown.point.plan.total_bytes)]
+        table.add(shown.schedule.name, *cells)
+    meanings = (
         "bubble alone: every stage runs on its own; bubble SPMD: one program in lockstep, as jtrain runs it, in the "
-        "best packing. In flight, inputs and slots for W: chunks on the fullest worker, the last two in lockstep.",
-        highlight=False,
+        "best packing. In flight, inputs and slots for W: chunks on the fullest worker, the last two in lockstep."
     )
-    console.print(_advice(ranked, planned), highlight=False)
+    print_blocks([table, meanings, _advice(ranked, planned)], console)
 
 
 def _rank(shown: Shown, planned: "Planned | None") -> tuple[Any, ...]:
@@ -197,8 +199,8 @@ def _advice(ranked: Sequence[Shown], planned: "Planned | None") -> str:
         )
     if not planned.fits(best.point):
         return (
-            f"no schedule fits: {name} needs {_gib(best.point.plan.total_bytes)} GiB per device of "
-            f"{_gib(planned.task.budget_bytes)} that a plan may take. Raise --stages or --count, or set "
+            f"no schedule fits: {name} needs {gib(best.point.plan.total_bytes)} GiB per device of "
+            f"{gib(planned.task.budget_bytes)} that a plan may take. Raise --stages or --count, or set "
             f"layout.remat=full. {planned.alone_line(None)}"
         )
     return f"take {name} of the pipelines. {planned.alone_line(best.point)}"

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.plan.compile.compiled_step import CompiledStep
@@ -19,8 +18,13 @@ from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.memory import MemoryPlan
 from jtrain.plan.estimate.step_time import Cost, StepTime
 from jtrain.plan.job import Job
-from jtrain.plan.report.summary import collective_table, gib, new_table
+from jtrain.plan.report.summary import collective_table, memory_table, mesh_line
 from jtrain.plan.search import Point, SearchTask
+from jtrain.report.charts import coloured
+from jtrain.report.number_formats import gib, seconds, share
+from jtrain.report.page import Title
+from jtrain.report.table import Bars, Facts, Table, bars, numbers, words
+from jtrain.report.terminal import print_blocks
 
 TOLERANCE = 0.10
 """Largest relative difference between formula and compiler in a plan that counts as good."""
@@ -147,32 +151,24 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
 
 def print_sheet(sheet: Sheet, console: Console, notes: Sequence[str]) -> None:
     """Prints the sheet, after `notes`."""
-    device, machine, job = sheet.machine.device, sheet.machine, sheet.job
-    mesh = " ".join(f"{axis}={n}" for axis, n in job.layout.mesh.shape.items() if n > 1) or "one device"
-    console.print(
-        f"{sheet.config} on {machine}: {sheet.params:,} parameters over {mesh}, {layout_line(sheet)}",
-        style="bold",
-        highlight=False,
-    )
-    for note in notes:
-        console.print(note, highlight=False)
-    for title, table in (_bytes_table(sheet), collective_table(collectives(sheet.job)), _time_table(sheet)):
-        console.print(title, style="bold", highlight=False)
-        console.print(table)
-    assert device.hbm_bytes is not None
+    job, rows, batch = sheet.job, sheet.largest_rows, _largest_batch(sheet)
     flops = flops_per_token(job.model, seq_len=job.seq_len).total_flops
-    rows = sheet.largest_rows
-    batch = _largest_batch(sheet)
     largest = (
         f"largest batch that fits: {rows} x {job.seq_len} tokens per device at a time, {batch:,} sequences a step"
         if rows
         else "no batch fits: not one sequence per device"
     )
-    console.print(
-        "\n".join(
-            [_waits_line(sheet), largest, *_cost_lines(sheet), f"{flops / 1e9:,.2f} GFLOP per token: {MFU_DEFINITION}"]
-        )
-    )
+    facts = Facts(to_json(sheet))
+    tables = _bytes_table(sheet), collective_table(collectives(job)), step_table(sheet, facts)
+    lines = _waits_line(sheet, facts.value("step.compiled_waits_s")), largest, *_cost_lines(sheet)
+    counted = f"{flops / 1e9:,.2f} GFLOP per token: {MFU_DEFINITION}"
+    title = Title(f"{sheet.config} on {sheet.machine}: {subtitle(sheet)}")
+    print_blocks([title, *notes, *tables, *lines, counted], console)
+
+
+def subtitle(sheet: Sheet) -> str:
+    """Parameters, mesh and layout in one line."""
+    return f"{sheet.params:,} parameters over {mesh_line(sheet.job.layout.mesh.shape)}, {layout_line(sheet)}"
 
 
 def layout_line(sheet: Sheet) -> str:
@@ -183,28 +179,26 @@ def layout_line(sheet: Sheet) -> str:
     return f"zero_stage={spec.zero_stage} remat={spec.remat} microbatches={spec.microbatches} {offload}".rstrip()
 
 
-def search_table(
-    task: SearchTask, points: Sequence[Point], compiled: Mapping[int, CompiledStep | str]
-) -> tuple[str, Table]:
-    """Title and table of the fastest points, with the compiler's figures for those that were compiled."""
-    right = ["GiB", "host GiB", "step s", "tokens/s", "MFU"]
-    right += ["compiler GiB", "formula/compiler"] if compiled else []
-    table = new_table(("#", "mesh", "zero", "remat", "micro", "offload"), right)
+def search_table(task: SearchTask, points: Sequence[Point], compiled: Mapping[int, CompiledStep | str]) -> Table:
+    """Table of the fastest points, with the compiler's figures for those that were compiled."""
+    names = ["GiB", "host GiB", "step s", "tokens/s", "MFU"]
+    names += ["compiler GiB", "formula/compiler"] if compiled else []
+    budget = f"{gib(task.budget_bytes)} of {gib(task.machine.hbm_bytes)} GiB per device"
+    columns = words("#", "mesh", "zero", "remat", "micro", "offload") + numbers(*names)
+    table = Table(f"the fastest that fit into {budget} on {task.machine}", columns)
     for index, point in enumerate(points):
         assert point.timed is not None
-        mesh = " ".join(f"{axis}={n}" for axis, n in point.mesh.shape.items() if n > 1) or "1"
         kept = f"{len(point.spec.remat_save)} named" if point.spec.remat_save else point.spec.remat
         shares = {name: getattr(point.spec.offload, name) for name in OFFLOADABLE}
         offload = " ".join(f"{name[:5]}={share:.0%}" for name, share in shares.items() if share != "none") or "-"
-        said = compiled.get(index)
-        beside = ["", ""]
+        said = compiled.get(index, "")
         if isinstance(said, CompiledStep):
             beside = [gib(said.peak_bytes), f"{point.plan.total_bytes / said.peak_bytes:.3f}"]
-        elif said is not None:
-            beside = [said, ""]
-        table.add_row(
+        else:
+            beside = [said]
+        table.add(
             str(index + 1),
-            mesh,
+            mesh_line(point.mesh.shape, "1"),
             str(point.spec.zero_stage),
             kept,
             str(point.spec.microbatches),
@@ -216,8 +210,7 @@ def search_table(
             f"{point.timed.mfu:.1%}",
             *(beside if compiled else []),
         )
-    budget = f"{gib(task.budget_bytes)} of {gib(task.machine.hbm_bytes)} GiB per device"
-    return f"the fastest that fit into {budget} on {task.machine}", table
+    return table
 
 
 def _largest_batch(sheet: Sheet) -> int:
@@ -226,62 +219,54 @@ def _largest_batch(sheet: Sheet) -> int:
     return sheet.largest_rows * spec.microbatches * mesh.batch_shards
 
 
-def _bytes_table(sheet: Sheet) -> tuple[str, Table]:
+def _bytes_table(sheet: Sheet) -> Table:
     plan, compiled, measured, machine = sheet.plan, sheet.compiled, sheet.measured, sheet.machine
-    right = ["formula GiB", *(["compiler GiB", "formula/compiler"] if compiled else [])]
-    right += ["measured GiB"] if measured else []
-    table = new_table(("bytes per device",), right)
-
-    def add(name: str, formula: int | None, said: int | None = None, seen: int | None = None) -> None:
-        cells = ["" if formula is None else gib(formula)]
-        if compiled:
-            cells += ["", ""] if said is None else [gib(said), f"{formula / said:.3f}" if formula and said else "-"]
-        if measured:
-            cells.append("" if seen is None else gib(seen))
-        table.add_row(name, *cells)
-
-    for name, size in classes(plan).items():
-        if name != "host":
-            add(name, size)
-    add("arguments", plan.argument_bytes, compiled.argument_bytes if compiled else None)
-    add("temporaries, all", plan.temp_bytes, compiled.temp_bytes if compiled else None)
-    add("peak", plan.total_bytes, compiled.peak_bytes if compiled else None, measured.peak_bytes if measured else None)
-    add("host memory, arguments", plan.host_argument_bytes, compiled.host_argument_bytes if compiled else None)
-    add("host memory, all", plan.host_bytes)
-    add(f"memory of a {machine.device.name}", machine.hbm_bytes)
-    if machine.host_bytes_per_device is not None:
-        add("host memory, a device's share", machine.host_bytes_per_device)
-    add(f"the survey's {SURVEY_BYTES_PER_PARAMETER} bytes a parameter", survey_bytes(sheet.params) // machine.count)
     takes = compiled.peak_bytes if compiled else plan.total_bytes
     there = machine.host_bytes_per_device
     room = machine.room_bytes(unified=sheet.job.layout.spec.offload.unified_memory)
     verdict = "fits" if takes <= room and (there is None or plan.host_bytes <= there) else "DOES NOT FIT"
-    share = takes / room
-    return f"{verdict}: {share:.0%} of the memory at the peak, in the moment `{plan.moment}`", table
+    title = f"{verdict}: {takes / room:.0%} of the memory at the peak, in the moment `{plan.moment}`"
+    of_device = {name: size for name, size in classes(plan).items() if name != "host"}
+    beside = {f"memory of a {machine.device.name}": machine.hbm_bytes}
+    beside |= {} if there is None else {"host memory, a device's share": there}
+    survey = f"the survey's {SURVEY_BYTES_PER_PARAMETER} bytes a parameter"
+    beside[survey] = survey_bytes(sheet.params) // machine.count
+    return memory_table(title, plan, of_device, beside, compiled, measured and measured.peak_bytes)
 
 
-def _time_table(sheet: Sheet) -> tuple[str, Table]:
+def step_table(sheet: Sheet, facts: Facts) -> Table:
+    """Table of the step's parts, each bar starting where the one before ends.
+
+    Args:
+      facts: the sheet's JSON.
+    """
     timed, measured = sheet.timed, sheet.measured
-    table = new_table(("step, predicted",), ("s", "share", "of which hidden s"))
     hidden = {f"network, {' * '.join(row.axes)}": row.total_s - row.exposed_s for row in timed.network}
     hidden["host copies"] = timed.host_copy_s - timed.exposed_host_s
+    table = Table(
+        f"{timed.tokens_per_s:,.0f} tokens/s, MFU {timed.mfu:.1%}, predicted, not measured",
+        words("step, predicted") + bars("of the step") + numbers("time", "share", "of which hidden"),
+        css="many",
+    )
+    parts = coloured({name: took / timed.step_s for name, took in timed.parts.items() if took})
     for name, took in timed.parts.items():
         if took or hidden.get(name):
-            table.add_row(name, f"{took:,.4g}", f"{took / timed.step_s:.1%}", f"{hidden.get(name, 0):,.4g}")
-    table.add_row("step", f"{timed.step_s:,.4g}", "", "", style="bold")
+            bar = Bars((parts[name],), f"{name}: {seconds(took)} of the step") if took else ""
+            beside = seconds(hidden[name]) if hidden.get(name) else ""
+            table.add(name, bar, facts.cell(f"step.parts_s.{name}", seconds), share(took, timed.step_s), beside)
+    table.add("step", "", facts.cell("step.step_s", seconds), bold=True)
     if measured is not None and measured.step_s is not None:
         ratio = f"predicted/measured {timed.step_s / measured.step_s:.2f}"
-        table.add_row("measured", f"{measured.step_s:,.4g}", ratio, "")
-    return f"{timed.tokens_per_s:,.0f} tokens/s, MFU {timed.mfu:.1%}, predicted, not measured", table
+        table.add("measured", "", facts.cell("measured.step_s", seconds), ratio)
+    return table
 
 
-def _waits_line(sheet: Sheet) -> str:
+def _waits_line(sheet: Sheet, compiled_s: float | None) -> str:
     """Seconds of collectives with nothing computed beside them, by the formula and by the compiled schedule."""
     line = f"waits for the network: {sheet.timed.waits_s:,.3g} s by the formula"
     if sheet.compiled is None:
         return line
-    found = schedule_waits_s(sheet.compiled.hlo, sheet.job)
-    return f"{line}, {'unknown' if found is None else f'{found:,.3g} s'} in the compiled schedule"
+    return f"{line}, {'unknown' if compiled_s is None else f'{compiled_s:,.3g} s'} in the compiled schedule"
 
 
 def _cost_lines(sheet: Sheet) -> list[str]:

@@ -1,13 +1,11 @@
 """Plan printed as tables: where every array lives, bytes, FLOPs and collectives, beside the compiler's figures."""
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 from jax.sharding import PartitionSpec
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import axis_names
@@ -19,6 +17,9 @@ from jtrain.plan.estimate.flops import MFU_DEFINITION, flops_per_token
 from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.estimate.pipeline import ticks
 from jtrain.plan.job import Job
+from jtrain.report.number_formats import gib
+from jtrain.report.table import Table, numbers, words
+from jtrain.report.terminal import new_console, print_blocks
 
 
 def print_plan(
@@ -40,24 +41,20 @@ def print_plan(
     Raises:
       UserError: the mesh is not of that many devices.
     """
-    console = console or new_console()
     compiled = None
     if topology is not None:
         assert optimizer is not None, "compiling takes the built optimizer"
         compiled = compile_step(job, optimizer, devices=list(devices))
-    tables = [
-        _layout_table(job),
-        _memory_table(memory(job), compiled, available),
-        collective_table(collectives(job)),
-    ]
+    console = console or new_console()
+    print_blocks([*pipeline_lines(job), _layout_table(job)], console)
+    plan = memory(job)
+    title = f"bytes per device, at the peak ({plan.moment})"
+    beside = {} if available is None else {"available": available}
+    memories = memory_table(title, plan, plan.classes(), beside, compiled)
+    print_blocks([memories, collective_table(collectives(job))], console)
     if compiled is not None:
-        tables.append(_compiled_table(compiled, topology or ""))
-    for line in pipeline_lines(job):
-        console.print(line, highlight=False)
-    for title, table in tables:
-        console.print(title, style="bold", highlight=False)
-        console.print(table)
-    console.print(f"{_flops_line(job)}\nMFU counts {MFU_DEFINITION}")
+        print_blocks([_compiled_table(compiled, topology or "")], console)
+    print_blocks([_flops_line(job), f"MFU counts {MFU_DEFINITION}"], console)
     return compiled
 
 
@@ -111,104 +108,102 @@ def pipeline_lines(job: Job) -> list[str]:
     return [*lines, *([said] if (said := pipeline.said()) else [])]
 
 
-def new_console() -> Console:
-    """A console as wide as the terminal, or of 110 columns without one."""
-    return Console(width=None if Console().is_terminal else 110)
-
-
-def new_table(left: Sequence[str], right: Sequence[str]) -> Table:
-    """A plain table with `left` columns of text and `right` columns of numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    for index, name in enumerate(left):
-        table.add_column(name, overflow="fold", no_wrap=index < 2)
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _layout_table(job: Job) -> tuple[str, Table]:
-    """Title and table with a row per parameter; stacked layers are one, so the largest models have a dozen rows."""
+def _layout_table(job: Job) -> Table:
+    """Table with a row per parameter; stacked layers are one, so the largest models have a dozen rows."""
     layout, precision = job.layout, job.layout.precision
-    columns = ("parameter", "shape", "split", "grad", "optim")
-    table = new_table(columns, ("MiB", "moments"))
+    columns = words("parameter", "shape", "split", "grad", "optim") + numbers("MiB", "moments")
+    table = Table(_title(job), columns)
     for p in layout.params:
         moments = state_bytes(job.optimizer, p.info, layout.local_size(p.optimizer, p.info.shape))
         size = layout.local_size(p.param, p.info.shape) * itemsize(precision.param_dtype)
-        table.add_row(
+        table.add(
             p.info.path.removeprefix("layers."),
             " ".join(map(str, p.info.shape)),
             *(_split(layout, p.info.dims, where) for where in (p.param, p.accumulator, p.optimizer)),
             _mib(size),
             _mib(moments),
         )
-    return _title(job), table
+    return table
+
+
+def mesh_line(shape: Mapping[str, int], alone: str = "one device") -> str:
+    """Axes of more than one device: `data=4 tensor=2`; `alone` if there are none."""
+    return " ".join(f"{axis}={n}" for axis, n in shape.items() if n > 1) or alone
 
 
 def _title(job: Job) -> str:
     layout = job.layout
     total = sum(p.info.size for p in layout.params)
-    mesh = " ".join(f"{axis}={n}" for axis, n in layout.mesh.shape.items() if n > 1) or "one device"
     held = f"zero_stage={layout.spec.zero_stage}, {layout.precision.param_dtype} on device"
-    return f"{total:,} parameters over {mesh}, {held}"
+    return f"{total:,} parameters over {mesh_line(layout.mesh.shape)}, {held}"
 
 
-def _memory_table(plan: MemoryPlan, compiled: CompiledStep | None, available: int | None) -> tuple[str, Table]:
-    columns = ["GiB", *(["compiler GiB", "formula/compiler"] if compiled else [])]
-    title = f"bytes per device, at the peak ({plan.moment})"
-    table = new_table(("class",), columns)
-    for name, size in plan.classes().items():
-        table.add_row(name, gib(size), *(["", ""] if compiled else []))
-    sums: list[tuple[str, int, int]] = [("arguments", plan.argument_bytes, compiled.argument_bytes if compiled else 0)]
-    sums.append(("temporaries", plan.temp_bytes, compiled.temp_bytes if compiled else 0))
-    sums.append(("total", plan.total_bytes, compiled.peak_bytes if compiled else 0))
-    for name, formula, said in sums:
-        table.add_row(name, gib(formula), *([gib(said), f"{formula / said:.3f}"] if compiled else []), style="bold")
-    if available is not None:
-        table.add_row("available", gib(available), *(["", ""] if compiled else []))
-    if plan.host_bytes or (compiled and compiled.host_argument_bytes):
-        said = compiled.host_argument_bytes if compiled else 0
-        ratio = f"{plan.host_argument_bytes / said:.3f}" if said else "-"
-        host = plan.host_argument_bytes
-        table.add_row("host memory, arguments", gib(host), *([gib(said), ratio] if compiled else []))
-        table.add_row("host memory, all", gib(plan.host_bytes), *(["", ""] if compiled else []))
-    return title, table
+def memory_table(
+    title: str,
+    plan: MemoryPlan,
+    classes: Mapping[str, int],
+    beside: Mapping[str, int],
+    compiled: CompiledStep | None,
+    measured_bytes: int | None = None,
+) -> Table:
+    """Table of a plan's bytes by class, in all, and those that there are; with the compiler's and the measured ones.
+
+    Args:
+      classes: bytes on the device by class.
+      beside: rows below the plan's own: bytes that are there.
+      measured_bytes: peak of a run.
+    """
+    names = ["formula GiB", *(["compiler GiB", "formula/compiler"] if compiled else [])]
+    names += ["measured GiB"] if measured_bytes is not None else []
+    table = Table(title, words("bytes per device") + numbers(*names))
+
+    def add(name: str, formula: int, said: int | None = None, seen: int | None = None) -> None:
+        cells = [gib(formula)]
+        if compiled:
+            cells += ["", ""] if said is None else [gib(said), f"{formula / said:.3f}" if formula and said else "-"]
+        table.add(name, *cells, "" if seen is None else gib(seen), bold=name == "peak")
+
+    for name, size in classes.items():
+        add(name, size)
+    add("arguments", plan.argument_bytes, compiled and compiled.argument_bytes)
+    add("temporaries, all", plan.temp_bytes, compiled and compiled.temp_bytes)
+    add("peak", plan.total_bytes, compiled and compiled.peak_bytes, measured_bytes)
+    add("host memory, arguments", plan.host_argument_bytes, compiled and compiled.host_argument_bytes)
+    add("host memory, all", plan.host_bytes)
+    for name, size in beside.items():
+        add(name, size)
+    return table
 
 
-def collective_table(sent: Iterable[Collective]) -> tuple[str, Table]:
-    """Title and table of the collectives that one device takes part in."""
+def collective_table(sent: Iterable[Collective]) -> Table:
+    """Table of the collectives that one device takes part in."""
     rows = list(sent)
-    title = f"collectives per device and step: {gib(sum(row.wire_bytes for row in rows))} GiB sent"
-    table = new_table(("what", "kind", "axes", "dtype"), ("arrays", "GiB whole", "GiB sent"))
+    columns = words("what", "kind", "axes", "dtype") + numbers("arrays", "GiB whole", "GiB sent")
+    table = Table(f"collectives per device and step: {gib(sum(row.wire_bytes for row in rows))} GiB sent", columns)
     for row in rows:
-        axes = "*".join(f"{axis}" for axis in row.axes) + f" ({row.group})"
-        table.add_row(
-            row.purpose, row.kind, axes, row.dtype, f"{row.count:,}", gib(row.array_bytes), gib(row.wire_bytes)
-        )
+        axes = "*".join(row.axes) + f" ({row.group})"
+        sizes = gib(row.array_bytes), gib(row.wire_bytes)
+        table.add(row.purpose, row.kind, axes, row.dtype, f"{row.count:,}", *sizes)
     if not rows:
-        table.add_row("none", "", "", "", "0", "0", "0")
-    return title, table
+        table.add("none", "", "", "", "0", "0", "0")
+    return table
 
 
-def _compiled_table(compiled: CompiledStep, topology: str) -> tuple[str, Table]:
+def _compiled_table(compiled: CompiledStep, topology: str) -> Table:
+    names = ("arrays", "GiB whole", "GiB sent", "asynchronous", "hidden")
     title = f"collectives as compiled for {topology} ({compiled.lower_s + compiled.compile_s:.0f} s)"
-    table = new_table(("kind", "axes", "dtype"), ("arrays", "GiB whole", "GiB sent", "asynchronous", "hidden"))
+    table = Table(title, words("kind", "axes", "dtype") + numbers(*names))
     for t in sorted(compiled.traffic, key=lambda t: -t.wire_bytes):
         shares = [f"{part / t.array_bytes:.0%}" if t.array_bytes else "-" for part in (t.async_bytes, t.hidden_bytes)]
         axes = "*".join(t.axes) + f" ({t.group})"
-        table.add_row(t.kind, axes, t.dtype, f"{t.count:,}", gib(t.array_bytes), gib(t.wire_bytes), *shares)
-    return title, table
+        table.add(t.kind, axes, t.dtype, f"{t.count:,}", gib(t.array_bytes), gib(t.wire_bytes), *shares)
+    return table
 
 
 def _split(layout: Layout, dims: str, where: PartitionSpec) -> str:
     """Dimensions with the axes that split them, such as `D/data F/tensor`; axes of one device are left out."""
     split = [(dim, axis) for dim, axes in zip(dims, where, strict=True) for axis in axis_names(axes)]
     return " ".join(f"{dim}/{axis}" for dim, axis in split if layout.mesh.shape[axis] > 1) or "whole"
-
-
-def gib(size: int) -> str:
-    """Bytes as text in GiB; small sizes have more decimals."""
-    gib = size / 2**30
-    return f"{gib:,.2f}" if gib >= 0.1 else f"{gib:.4f}" if gib >= 1e-4 else f"{gib:.1e}" if size else "0"
 
 
 def _mib(size: int) -> str:

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from rich.table import Table
-
 from jtrain.layout.layout import LayoutSpec, OffloadSpec, make_layout
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.precision import PrecisionSpec
@@ -21,8 +19,10 @@ from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.job import Job
 from jtrain.plan.report.interconnect_table import printed, table_3
 from jtrain.plan.report.plan_sheet import survey_bytes
-from jtrain.plan.report.summary import gib, new_console, new_table
 from jtrain.plan.search import Point, SearchTask, evaluate
+from jtrain.report.number_formats import gib
+from jtrain.report.table import Table, numbers, words
+from jtrain.report.terminal import print_blocks
 
 SEQ_LEN = 4096
 """Tokens of a sequence; each device computes one sequence at a time."""
@@ -220,36 +220,37 @@ def _tokens_per_s(point: Point) -> float:
 def print_tables() -> dict[str, Any]:
     """Prints the tables; returns them as JSON has them."""
     first, second, third = table_1(), table_2(), table_3()
-    console = new_console()
-    for title, table in (_first(first), _second(second), printed(third)):
-        console.print(title, style="bold", highlight=False)
-        console.print(table)
+    print_blocks([_first(first), _second(second), printed(third)])
     return {"table_1": first, "table_2": second, "table_3": third}
 
 
-def _first(rows: list[dict[str, Any]]) -> tuple[str, Table]:
-    right = ("parameters", "survey: 40 B each, GB", "devices of 80 GB", "jtrain: of 80 GB", "of 141 GB")
-    table = new_table(("model",), right)
+def _first(rows: list[dict[str, Any]]) -> Table:
+    names = ("parameters", "survey: 40 B each, GB", "devices of 80 GB", "jtrain: of 80 GB", "of 141 GB")
+    table = Table(
+        "I. Devices that train a model: by the survey's rule; by jtrain's closed forms (float32 Adam, ZeRO-3, full "
+        f"remat, a sequence of {SEQ_LEN} tokens per device, powers of two)",
+        words("model") + numbers(*names),
+    )
     for row in rows:
-        table.add_row(
+        table.add(
             row["model"],
             f"{row['parameters'] / 1e9:,.2f}B",
             f"{row['survey_bytes'] / 1e9:,.0f}",
-            f"{row['survey_devices_of_80_gb']}",
-            f"{row['devices_of_80_gb']}",
-            f"{row['devices_of_141_gb']}",
+            *(str(row[f"{rule}devices_of_80_gb"]) for rule in ("survey_", "")),
+            str(row["devices_of_141_gb"]),
         )
-    return (
-        f"I. Devices that train a model: by the survey's rule; by jtrain's closed forms (float32 Adam, ZeRO-3, full "
-        f"remat, a sequence of {SEQ_LEN} tokens per device, powers of two)"
-    ), table
+    return table
 
 
-def _second(rows: list[dict[str, Any]]) -> tuple[str, Table]:
-    right = ["GiB", "host GiB", "saved", "time", *(f"largest: {name}" for name in CAPACITIES)]
-    table = new_table(("strategy",), right)
+def _second(rows: list[dict[str, Any]]) -> Table:
+    names = ("GiB", "host GiB", "saved", "time", *(f"largest: {name}" for name in CAPACITIES))
+    table = Table(
+        f"II. What a strategy saves and costs of the 7B on {DEVICES} x h100, a sequence of {SEQ_LEN} tokens each; the "
+        f"largest model on {DEVICES} devices of a host with 2 TB. Times are predicted, per token",
+        words("strategy") + numbers(*names),
+    )
     for row in rows:
-        table.add_row(
+        table.add(
             row["strategy"],
             gib(row["device_bytes"]),
             gib(row["host_bytes"]),
@@ -257,7 +258,4 @@ def _second(rows: list[dict[str, Any]]) -> tuple[str, Table]:
             f"{row['time']:.2f}x",
             *(f"{row['largest'][name] / 1e9:,.1f}B" for name in CAPACITIES),
         )
-    return (
-        f"II. What a strategy saves and costs of the 7B on {DEVICES} x h100, a sequence of {SEQ_LEN} tokens each; the "
-        f"largest model on {DEVICES} devices of a host with 2 TB. Times are predicted, per token"
-    ), table
+    return table

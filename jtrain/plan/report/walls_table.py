@@ -13,7 +13,8 @@ from jtrain.plan.economics.walls import (
     latency_wall,
 )
 from jtrain.plan.estimate.step_time import SECONDS_PER_DAY
-from jtrain.plan.report.summary import new_console, new_table
+from jtrain.report.table import Table, numbers, words
+from jtrain.report.terminal import print_blocks
 
 FACTORS = ((1.0, 1.0), (0.25, 1.0), (4.0, 1.0), (16.0, 1.0), (1.0, 0.25), (1.0, 4.0))
 """Factors of batch and latency for which the walls are shown."""
@@ -44,45 +45,40 @@ def print_walls(
     cluster: Cluster, wall: Best, last: RunSize, rows: list[Moved], *, own: Best | None, count: int | None
 ) -> None:
     """Prints both walls, what binds at the first, how they move, and how far the user's own cluster gets."""
-    console, name = new_console(), cluster.device.name
-    days = cluster.seconds / SECONDS_PER_DAY
-    console.print(
+    name, days = cluster.device.name, cluster.seconds / SECONDS_PER_DAY
+    title = (
         f"walls of a run of {days:g} days on {name}: {cluster.batch_tokens:,.0f} tokens a step, "
-        f"{1e6 * cluster.latency_s:.3g} us for a matmul with its collective on no data",
-        style="bold",
-        highlight=False,
+        f"{1e6 * cluster.latency_s:.3g} us for a matmul with its collective on no data"
     )
-    table = new_table(("wall", "largest run"), ("FLOP", "published", "parameters", "tokens", "layers", "devices"))
+    names = ("FLOP", "published", "parameters", "tokens", "layers", "devices")
+    walls = Table(title, words("wall", "largest run") + numbers(*names))
     for kind, what, shape, devices in (
         ("data movement", "scales linearly", wall.shape, f"{wall.devices:,}"),
         ("latency", "ends in time at all", last, "any number"),
     ):
         sizes = f"{shape.parameters:.1e}", f"{shape.tokens:.1e}", f"{shape.layers:,.0f}"
-        table.add_row(kind, what, f"{shape.flop:.1e}", f"{PUBLISHED_FLOP[kind]:.0e}", *sizes, devices)
-    console.print(table)
+        walls.add(kind, what, f"{shape.flop:.1e}", f"{PUBLISHED_FLOP[kind]:.0e}", *sizes, devices)
     beyond = best_layout(2 * wall.shape.flop, cluster) or wall
-    console.print(
+    lines = [
         f"linear: the devices reach {wall.share:.0%} of their matmul rate (at least {LINEAR:.0%}), with data="
         f"{wall.data:,} tensor={wall.tensor} stage={wall.stages}. A run twice as large reaches {beyond.share:.0%}; "
-        f"what binds there: {beyond.binds}",
-        highlight=False,
-    )
+        f"what binds there: {beyond.binds}"
+    ]
     if own is not None:
-        line = (
+        lines.append(
             f"{count:,} x {name} train at most {own.shape.flop:.1e} FLOP in {days:g} days ({own.shape.parameters:.1e} "
             f"parameters), {own.share:.0%} of their matmul rate: {own.shape.flop / wall.shape.flop:.1e} of the first "
             "wall"
         )
-        console.print(line, highlight=False)
-    console.print("how the walls move", style="bold")
-    table = new_table(("tokens a step", "latency"), ("data movement, FLOP", "latency, FLOP"))
+    moves = Table(
+        "how the walls move", words("tokens a step", "latency") + numbers("data movement, FLOP", "latency, FLOP")
+    )
     for row in rows:
         flop = "none scales" if row.data_flop is None else f"{row.data_flop:.1e}"
-        table.add_row(f"{row.batch_tokens:,.0f}", f"{1e6 * row.latency_s:.3g} us", flop, f"{row.latency_flop:.1e}")
-    console.print(table)
-    console.print(
+        moves.add(f"{row.batch_tokens:,.0f}", f"{1e6 * row.latency_s:.3g} us", flop, f"{row.latency_flop:.1e}")
+    published = (
         "published: arXiv:2411.01137, of chips like an H100 with batches that grow with the run; its constants are not "
         "these, so the numbers need not agree. Both walls move out with the batch and in with the latency. Optimistic: "
-        "all that can hide is hidden. Dense models of 20 tokens per parameter, width = 128 x layers.",
-        highlight=False,
+        "all that can hide is hidden. Dense models of 20 tokens per parameter, width = 128 x layers."
     )
+    print_blocks([walls, *lines, moves, published])

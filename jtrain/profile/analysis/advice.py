@@ -5,8 +5,9 @@ import statistics
 from collections.abc import Mapping
 
 from jtrain.profile.analysis import figures
-from jtrain.profile.analysis.figures import comm_name, mean_step, per_step, seconds, share, size
+from jtrain.profile.analysis.figures import comm_name, mean_step, per_step
 from jtrain.profile.analysis.records import Breakdown, CommRow, StepBreakdown
+from jtrain.report.number_formats import seconds, share, size
 
 LEAST = {
     "exposed_communication": 0.05,

@@ -16,6 +16,7 @@ import numpy as np
 from jtrain.errors import UserError
 from jtrain.profile.analysis import clock_loss, memory_timeline, pipeline_trace, records
 from jtrain.profile.analysis.chopper import chopper_chain
+from jtrain.profile.analysis.figures import PARTS
 from jtrain.profile.analysis.hlo_ops import is_recomputed, read_ops
 from jtrain.profile.analysis.records import Breakdown, CommRow, HloOp, MemoryRow, OpRow, Peaks, StepBreakdown, Trace
 from jtrain.profile.analysis.timeline import DeviceStep, Events, lay_out, overlap_factors
@@ -24,10 +25,6 @@ from jtrain.profile.clocks import samples
 from jtrain.profile.clocks.samples import Anchor, Samples, energy_j
 from jtrain.profile.trace_dir import read_facts
 from jtrain.runtime.atomic_io import write_whole
-
-PARTS = ("theoretical", "instruction", "utilisation", "overlap", "clocks")
-PARTS += ("exposed_communication", "data_wait", "host", "idle")
-"""Keys of `StepBreakdown.parts`, in the order in which reports stack them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +43,18 @@ class _Clocked:
     overlap_s: np.ndarray
 
 
-def analyse(folder: Path) -> Breakdown:
+def analyse(folder: Path, loaded: tuple[Trace, dict[str, HloOp]] | None = None) -> Breakdown:
     """Returns the breakdown of the window in `folder`.
+
+    Args:
+      loaded: what `load` returned for the folder, if it was read already.
 
     Raises:
       UserError: the folder, its trace, steps, facts or compiled program are missing, or the trace is truncated.
     """
     from jtrain.profile.analysis.advice import advise  # reads a Breakdown, so it comes after this module
 
-    trace, ops = load(folder)
+    trace, ops = loaded or load(folder)
     facts = read_facts(folder)
     found = break_down(trace, ops, facts, aligned_samples(folder, trace))
     hlo = (folder / f"{facts['module']}.hlo.txt").read_text()
@@ -203,7 +203,7 @@ def _step(
     return StepBreakdown(
         step=span.step,
         duration_s=duration_s,
-        parts={name: parts[name] for name in PARTS},
+        parts={part.key: parts[part.key] for part in PARTS},
         chain=links,
         clocks_lost_s=lost,
         energy_j=math.fsum(known) if len(known) == num else None,

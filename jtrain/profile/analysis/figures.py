@@ -1,10 +1,11 @@
-"""Figures derived from a breakdown and number formats, shared by the HTML page, the terminal and the comparison."""
+"""Figures derived from a breakdown, shared by the report, the comparison and the advice."""
 
 import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 
 from jtrain.profile.analysis.records import Breakdown, CommRow, OpRow, PipelineTrack, StepBreakdown
+from jtrain.report.number_formats import seconds, share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,52 +228,6 @@ def main_cause(row: OpRow) -> str:
         return ""
     # If the peak is unknown, utilisation holds all of the op's own time, which need not be lost.
     return "computing" if cause == "utilisation" and row.theoretical_s is None else cause
-
-
-def seconds(value: float | None) -> str:
-    """Formats seconds with four digits, in s, ms or µs."""
-    if value is None:
-        return "unknown"
-    if value == 0:
-        return "0 s"
-    unit, factor = next(
-        (unit, factor)
-        for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
-        if abs(value) * factor >= 1 or unit == "µs"
-    )
-    return f"{value * factor:#.4g} {unit}" if abs(value) * factor < 9999.5 else f"{value * factor:,.0f} {unit}"
-
-
-def share(value: float | None, whole: float) -> str:
-    """`15.0%`."""
-    return "unknown" if value is None or not whole else f"{value / whole:.1%}"
-
-
-def size(value: int | float | None) -> str:
-    """Bytes in powers of two: `1.50 GiB`."""
-    if value is None:
-        return "unknown"
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(value) >= factor:
-            return f"{value / factor:,.2f} {unit}"
-    return f"{value:,.0f} B"
-
-
-def rate(value: float | None) -> str:
-    """Bytes per second in powers of ten, as vendors quote link speeds: `42.1 GB/s`."""
-    if value is None:
-        return "unknown"
-    for unit, factor in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
-        if abs(value) >= factor:
-            return f"{value / factor:,.1f} {unit}"
-    return f"{value:,.0f} B/s"
-
-
-def number(value: float | None, unit: str) -> str:
-    """`1,755 MHz`, or unknown."""
-    if value is None:
-        return "unknown"
-    return f"{value:,.0f} {unit}" if abs(value) >= 100 else f"{value:,.3g} {unit}"
 
 
 def by_category(breakdown: Breakdown) -> list[tuple[str, str, float]]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jtrain.errors import UserError
-from jtrain.profile.clocks.reading import NAN, Notes, Reading
+from jtrain.profile.clocks.reading import NAN, ClockSource, Reading
 
 THERMAL_RESIDENCIES = (
     "prochot_residency_acc",
@@ -21,15 +21,13 @@ THERMAL_RESIDENCIES = (
 )
 
 
-class Amd:
+class Amd(ClockSource):
     """Clock source for the GPUs in HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES, in their order."""
 
     name = "amd"
-    period_s = fast_period_s = 0.02
-    slow_period_s = 0.1
 
     def __init__(self, devices: Sequence[int]) -> None:
-        self.notes = Notes()
+        super().__init__()
         try:
             amdsmi: Any = importlib.import_module("amdsmi")
             amdsmi.amdsmi_init()
@@ -47,7 +45,6 @@ class Amd:
             else:
                 self.notes.add(f"clocks: AMD: device {local} (visible as {name}) is not one of {len(handles)} GPUs.")
         self.devices = tuple(self._handles)
-        self.ref_mhz = None
         clock = self._ask(
             "highest clock",
             lambda: amdsmi.amdsmi_get_clock_info(self._handles[self.devices[0]], amdsmi.AmdSmiClkType.GFX)["max_clk"],

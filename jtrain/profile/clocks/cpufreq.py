@@ -11,7 +11,7 @@ import hashlib
 import time
 from pathlib import Path
 
-from jtrain.profile.clocks.reading import NAN, Notes, Reading
+from jtrain.profile.clocks.reading import NAN, ClockSource, Reading
 from jtrain.profile.clocks.samples import STOLEN
 
 ROUNDS = 300
@@ -41,7 +41,7 @@ def nominal_mhz() -> float:
     return 1000.0
 
 
-class Cpu:
+class Cpu(ClockSource):
     """Clock source for the CPU; one reading is for all devices, since emulated devices share the machine."""
 
     name = "cpu"
@@ -50,10 +50,9 @@ class Cpu:
     fast_period_s = 0.1
 
     def __init__(self) -> None:
-        self.notes = Notes()
+        super().__init__()
         self.notes.add("clocks: the CPU clock is relative to its own best, timed by a chain of instructions (0.3 ms).")
-        self.ref_mhz = nominal_mhz()
-        self.max_mhz = None
+        self.ref_mhz = self._nominal_mhz = nominal_mhz()
         self._best_ns = min(chain_ns() for _ in range(CALIBRATIONS))
         self._stat = _cpu_ticks()
 
@@ -68,14 +67,11 @@ class Cpu:
         self._best_ns = min(self._best_ns, took_ns)
         energy_uj, throttled_ms = _number(RAPL), _number(THROTTLED_MS)
         return Reading(
-            sm_mhz=self.ref_mhz * self._best_ns / took_ns,
+            sm_mhz=self._nominal_mhz * self._best_ns / took_ns,
             energy_j=energy_uj * 1e-6 if energy_uj is not None else NAN,
             reasons=STOLEN if share > STOLEN_SHARE else 0,
             thermal_violation_ns=int(throttled_ms * 1e6) if throttled_ms is not None else -1,
         )
-
-    def close(self) -> None:
-        """Does nothing: no driver is open."""
 
 
 def _cpu_ticks() -> tuple[int, int]:

@@ -10,23 +10,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jtrain.errors import UserError
-from jtrain.profile.clocks.reading import NAN, Notes, Reading
+from jtrain.profile.clocks.reading import NAN, ClockSource, Reading
 
 FIELD_POWER_INSTANT = 186  # NVML_FI_DEV_POWER_INSTANT, mW
 POLICY_POWER, POLICY_THERMAL = 0, 1  # NVML_PERF_POLICY_*
 CLOCK_SM, CLOCK_MEM = 1, 2  # NVML_CLOCK_*
 
 
-class Nvml:
+class Nvml(ClockSource):
     """Clock source for the GPUs in CUDA_VISIBLE_DEVICES, in its order."""
 
     name = "nvml"
-    period_s = fast_period_s = 0.02
-    slow_period_s = 0.1
 
     def __init__(self, devices: Sequence[int]) -> None:
+        super().__init__()
         pynvml: Any = importlib.import_module("pynvml")
-        self.notes = Notes()
         self._nvml = pynvml
         try:
             pynvml.nvmlInit()
@@ -44,7 +42,6 @@ class Nvml:
         first = next(iter(self._handles.values()), None)
         found = first and self._ask("highest clock", lambda: pynvml.nvmlDeviceGetMaxClockInfo(first, CLOCK_SM))
         self.max_mhz = float(found) if found else None
-        self.ref_mhz = None
 
     def _handle(self, name: str) -> object:
         if name.isdigit():

@@ -1,8 +1,8 @@
-"""Types of a clock source: one reading of a device, and the protocol that every source implements."""
+"""A clock source, and one reading of a device by it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 NAN = float("nan")
 
@@ -19,50 +19,6 @@ class Reading:
     reasons: int = -1
     power_violation_ns: int = -1
     thermal_violation_ns: int = -1
-
-
-@runtime_checkable
-class ClockSource(Protocol):
-    """Source of clock readings. Only the sampler's process opens one.
-
-    devices: numbers of the devices that it reads, as the run counts them; (-1,) if one reading is for all devices.
-    period_s, fast_period_s: seconds between readings of the clocks, normally and during a trace window.
-    slow_period_s: seconds between readings of power, energy, temperature and violations, which cost more and change
-      more slowly.
-    ref_mhz, max_mhz: clock at full speed on the source's own scale, and highest clock of a device; None if unknown.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def devices(self) -> Sequence[int]: ...
-
-    @property
-    def period_s(self) -> float: ...
-
-    @property
-    def fast_period_s(self) -> float: ...
-
-    @property
-    def slow_period_s(self) -> float: ...
-
-    @property
-    def ref_mhz(self) -> float | None: ...
-
-    @property
-    def max_mhz(self) -> float | None: ...
-
-    @property
-    def notes(self) -> "Notes": ...
-
-    def read(self, device: int, slow: bool) -> Reading:
-        """Reads one device; with `slow` also the quantities of the slow period."""
-        ...
-
-    def close(self) -> None:
-        """Closes the driver."""
-        ...
 
 
 class Notes:
@@ -83,3 +39,32 @@ class Notes:
         except refusal as error:
             self.add(f"clocks: {what} refused: {' '.join(str(error).split()) or type(error).__name__}.")
             return None
+
+
+class ClockSource:
+    """Source of clock readings. Only the sampler's process opens one.
+
+    devices: numbers of the devices that it reads, as the run counts them; (-1,) if one reading is for all devices.
+    period_s, fast_period_s: seconds between readings of the clocks, normally and during a trace window.
+    slow_period_s: seconds between readings of power, energy, temperature and violations, which cost more and change
+      more slowly.
+    ref_mhz, max_mhz: clock at full speed on the source's own scale, and highest clock of a device; None if unknown.
+    """
+
+    name: str
+    devices: Sequence[int]
+    period_s: float = 0.02
+    fast_period_s: float = 0.02
+    slow_period_s: float = 0.1
+    ref_mhz: float | None = None
+    max_mhz: float | None = None
+
+    def __init__(self) -> None:
+        self.notes = Notes()
+
+    def read(self, device: int, slow: bool) -> Reading:
+        """Reads one device; with `slow` also the quantities of the slow period."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Closes the driver, if one is open."""

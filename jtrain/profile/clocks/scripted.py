@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from jtrain.errors import UserError
-from jtrain.profile.clocks.reading import Notes, Reading
+from jtrain.profile.clocks.reading import ClockSource, Reading
 
 FIELDS = {field.name: int if field.type is int else float for field in dataclasses.fields(Reading)}
 
 
-class Scripted:
+class Scripted(ClockSource):
     """Clock source that replays a script, starting when it is opened."""
 
     name = "scripted"
 
     def __init__(self, path: Path) -> None:
-        self.notes = Notes()
+        super().__init__()
         try:
             script = json.loads(path.read_text())
             self.ref_mhz, self.max_mhz = script.get("ref_mhz"), script.get("max_mhz")
@@ -51,9 +51,6 @@ class Scripted:
         """The device's reading at `time_s` after the start."""
         passed = [reading for at_s, of, reading in self._points if of == device and at_s <= time_s]
         return passed[-1] if passed else Reading()
-
-    def close(self) -> None:
-        """Does nothing: no driver is open."""
 
 
 def _reading(point: dict[str, Any]) -> Reading:

@@ -8,21 +8,23 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from jtrain.profile.clocks.reading import Notes, Reading
+from jtrain.profile.clocks.reading import ClockSource, Reading
 from jtrain.profile.clocks.samples import THROTTLED
 
+FULL_MHZ = 1000.0
+"""Clock at full speed, in per mille."""
 
-class Tpu:
+
+class Tpu(ClockSource):
     """Clock source for the TPUs of this host, in libtpu's order."""
 
     name = "tpu"
     period_s = fast_period_s = slow_period_s = 1.0
-    ref_mhz = 1000.0
-    max_mhz = None
+    ref_mhz = FULL_MHZ
 
     def __init__(self, devices: Sequence[int]) -> None:
+        super().__init__()
         tpumonitoring: Any = importlib.import_module("libtpu.sdk").tpumonitoring
-        self.notes = Notes()
         self.notes.add("clocks: TPUs report throttling in steps of 10 % only; the clock is in per mille of full speed.")
         self.devices = tuple(range(len(devices)))
         self._numbers = tuple(devices)
@@ -37,10 +39,7 @@ class Tpu:
             if data is not None:
                 self.notes.add(f"clocks: tpu_throttle_score has no entry for TPU {self._numbers[device]}.")
             return Reading()
-        return Reading(sm_mhz=self.ref_mhz * (1 - score / 10), reasons=THROTTLED if score else 0)
-
-    def close(self) -> None:
-        """Does nothing: no driver is open."""
+        return Reading(sm_mhz=FULL_MHZ * (1 - score / 10), reasons=THROTTLED if score else 0)
 
 
 def parse(data: Sequence[str]) -> dict[int, int]:

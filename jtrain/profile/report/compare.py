@@ -12,12 +12,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from jtrain.profile.analysis import figures
-from jtrain.profile.analysis.figures import comm_name, mean_step, per_step, seconds
+from jtrain.profile.analysis.figures import comm_name, mean_step, per_step
 from jtrain.profile.analysis.records import Breakdown, OpRow
-from jtrain.profile.report.terminal import new_table
+from jtrain.report.number_formats import seconds, signed
+from jtrain.report.page import Title
+from jtrain.report.table import Table, numbers, words
+from jtrain.report.terminal import print_blocks
 
 TOP = 15
 """Rows of a table in the terminal, the last three for what shrank most; --json has all."""
@@ -119,16 +121,9 @@ def verdict(found: Comparison) -> list[str]:
     return lines
 
 
-def signed(value: float) -> str:
-    """`+12.00 ms`."""
-    return f"{'+' if value >= 0 else '-'}{seconds(abs(value))}"
-
-
 def print_comparison(found: Comparison, console: Console) -> None:
     """Prints the comparison, per step and device."""
-    console.print(Text(f"A: {found.a}\nB: {found.b}"))
-    for line in verdict(found):
-        console.print(Text(line))
+    print_blocks([f"A: {found.a}\nB: {found.b}", *verdict(found)], console)
     for title, changes, named in (
         ("parts of the step", found.parts, "part"),
         ("ops", found.ops, "op"),
@@ -137,14 +132,11 @@ def print_comparison(found: Comparison, console: Console) -> None:
         visible = [change for change in changes if abs(change.grew_s) >= LEAST * found.a_s]
         shown = visible if len(visible) <= TOP else visible[: TOP - 3] + visible[-3:]
         count = f"{len(shown)} of {len(changes)}; changes below {LEAST:.1%} of a step are left out"
-        console.print(Text(f"{title}: {count}", style="bold"))
-        if not shown:
-            continue
-        table = new_table((named, "where", "why"), ("A", "B", "change"))
+        table = Table(f"{title}: {count}", words(named, "where", "why") + numbers("A", "B", "change"))
         for change in shown:
             times = ("-" if value is None else seconds(value) for value in (change.a_s, change.b_s))
-            table.add_row(change.name, change.where, change.why, *times, signed(change.grew_s))
-        console.print(table)
+            table.add(change.name, change.where, change.why, *times, signed(change.grew_s))
+        print_blocks([table if shown else Title(table.title)], console)
 
 
 def _by_growth(changes: Iterable[Change]) -> list[Change]:

@@ -4,20 +4,18 @@ Uses only names that XProf already reads. It draws a line called `_counters_` as
 Multiplier` of an op is its time at the reference clock over its measured time; the op profile of a TPU weighs ops by it
 (`aggDvfsTimeScaleMultiplier`). It sums the stat `vdd_energy_j` over a GPU's ops.
 
-In protobuf's encoding, two serialised messages one after the other are the merge of both. So new lines and names are
-appended to a plane's bytes and new stats to an event's, and only lengths change: this needs neither TensorFlow nor a
-compiled schema. The field numbers are those of xplane.proto.
+Messages have the fields of xplane.proto that are read or written here. Protobuf keeps all others as they are.
 """
 
+import functools
 import math
 import re
-import struct
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 
 from jtrain.errors import UserError
 from jtrain.profile.analysis import clock_loss
@@ -32,9 +30,17 @@ TRACKS = {"sm_mhz": "SM clock (MHz)", "mem_mhz": "memory clock (MHz)", "power_w"
     "reasons": "throttle reasons",
 }
 
-# xplane.proto: XSpace.planes; XPlane's name, lines, event_metadata and stat_metadata; XLine.events; XEvent.stats
-PLANES, NAME, LINES, EVENT_METADATA, STAT_METADATA, EVENTS, STATS = 1, 2, 3, 4, 5, 4, 4
-VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
+_FIELDS = {
+    "XSpace": "planes=1:XPlane*",
+    "XPlane": "id=1:int64 name=2:string lines=3:XLine* event_metadata=4:Entry* stat_metadata=5:Entry* stats=6:XStat*",
+    "Entry": "key=1:int64 value=2:Metadata",
+    "Metadata": "id=1:int64 name=2:string",
+    "XLine": "id=1:int64 name=2:string timestamp_ns=3:int64 events=4:XEvent*",
+    "XEvent": "metadata_id=1:int64 offset_ps=2:int64 duration_ps=3:int64 stats=4:XStat*",
+    "XStat": "metadata_id=1:int64 double_value=2:double uint64_value=3:uint64 int64_value=4:int64 str_value=5:bytes "
+    "ref_value=7:uint64",
+}
+"""Messages of xplane.proto: each field as name=number:type, with * if it is repeated."""
 
 
 def annotate(xplane: Path, samples: Mapping[int, Samples], peaks: Peaks, sensitivity: Mapping[str, float]) -> None:
@@ -48,217 +54,111 @@ def annotate(xplane: Path, samples: Mapping[int, Samples], peaks: Peaks, sensiti
     Raises:
       UserError: the file is truncated, or its start time is missing.
     """
-    data = xplane.read_bytes()
-    profile = _read(xplane, data)  # must outlive its planes, which only point into it
-    planes = list(profile.planes)
-    if not samples or any(line.name == COUNTERS for plane in planes for line in plane.lines):
+    try:
+        space = _space().FromString(xplane.read_bytes())
+    except message.DecodeError as error:
+        raise UserError(f"{xplane} is truncated or not a trace. Trace again.") from error
+    if not samples or any(line.name == COUNTERS for plane in space.planes for line in plane.lines):
         return
-    began_ns, ended_ns = _extent(xplane, planes)
+    extent = _extent(xplane, space)
     ref_mhz = clock_loss.reference_mhz(peaks, samples)
     todo = dict(samples)
-    parts = []
-    of_planes = iter(planes)
-    for number, kind, payload in _fields(data):
-        if number != PLANES:  # errors, warnings, the host's name
-            parts.append(_field(number, payload, kind))
-            continue
-        plane = next(of_planes)
+    for plane in space.planes:
         device = re.fullmatch(r"/device:(?:GPU|TPU):(\d+)", plane.name)
         if device and int(device[1]) in todo:
             one = todo.pop(int(device[1]))
-            ids = _Ids(payload)
-            multiplier, energy = ids.stat(MULTIPLIER), ids.stat(ENERGY)
-            costs = [_costs(line, one, began_ns, ref_mhz, sensitivity) for line in plane.lines]
-            payload = _with_costs(payload, costs, multiplier, energy)
-            payload += ids.text() + _counters(one, ids, began_ns, ended_ns)
-        parts.append(_field(PLANES, payload))
+            for line in plane.lines:
+                if line.name == "XLA Ops" or line.name.startswith("Stream"):
+                    _add_costs(plane, line, one, extent[0], ref_mhz, sensitivity)
+            _add_counters(plane, one, *extent)
     for device, one in todo.items():  # CPU devices have no plane of their own
-        ids = _Ids(b"")
-        name = f'id: {1000 + device} name: "/device:CUSTOM:clocks:{device}"'
-        parts.append(_field(PLANES, _plane(name) + _counters(one, ids, began_ns, ended_ns)))
-    write_whole(xplane, b"".join(parts))
+        _add_counters(space.planes.add(id=1000 + device, name=f"/device:CUSTOM:clocks:{device}"), one, *extent)
+    write_whole(xplane, space.SerializeToString())
 
 
-def _read(xplane: Path, data: bytes) -> Any:
-    from jax.profiler import ProfileData
+@functools.cache
+def _space() -> Any:
+    """Class of the message XSpace."""
+    kinds = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="xplane.proto", package="xplane")
+    for name, fields in _FIELDS.items():
+        described = file.message_type.add(name=name)
+        for field, number, kind, many in re.findall(r"(\w+)=(\d+):(\w+)(\*?)", fields):
+            label = kinds.LABEL_REPEATED if many else kinds.LABEL_OPTIONAL
+            one = described.field.add(name=field, number=int(number), label=label)
+            if kind in _FIELDS:
+                one.type, one.type_name = kinds.TYPE_MESSAGE, f".xplane.{kind}"
+            else:
+                one.type = kinds.Type.Value(f"TYPE_{kind.upper()}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("xplane.XSpace"))
 
-    try:
-        return ProfileData.from_serialized_xspace(data)
-    except Exception as error:  # the protobuf library raises many types on a truncated file
-        raise UserError(f"{xplane} is truncated or not a trace. Trace again.") from error
 
-
-def _extent(xplane: Path, planes: list[Any]) -> tuple[int, int]:
+def _extent(xplane: Path, space: Any) -> tuple[int, int]:
     """Start and end of the trace, in nanoseconds since the epoch."""
-    times: dict[str, Any] = {}
-    for plane in planes:
+    times: dict[str, int] = {}
+    for plane in space.planes:
         if plane.name == "Task Environment":
-            times = _stats(plane)
+            names = _names(plane.stat_metadata)
+            times = {names[stat.metadata_id]: stat.uint64_value or stat.int64_value for stat in plane.stats}
     if "profile_start_time" not in times:
         raise UserError(f"{xplane} has no start time (profile_start_time): it is truncated. Trace again.")
-    return int(times["profile_start_time"]), int(times.get("profile_stop_time", np.iinfo(np.int64).max))
+    return times["profile_start_time"], times.get("profile_stop_time", np.iinfo(np.int64).max)
 
 
-def _stats(of: Any) -> dict[str, Any]:
-    with warnings.catch_warnings():
-        # ProfileData's iterator of stats has no module name, which raises one DeprecationWarning.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return {name: value for name, value in of.stats if name is not None}
+def _names(metadata: Any) -> dict[int, str]:
+    return {entry.key: entry.value.name for entry in metadata}
 
 
-def _costs(
-    line: Any, samples: Samples, began_ns: int, ref_mhz: float | None, sensitivity: Mapping[str, float]
-) -> list[tuple[float, float]]:
-    """(multiplier, joules) of each event of a line; nan for values that are not written; [] for lines without ops."""
-    if not (line.name == "XLA Ops" or line.name.startswith("Stream")):
-        return []
-    events = list(line.events)
-    stats = [_stats(event) for event in events]
-    names = [
-        str(of.get("hlo_op", event.name)).split(" = ")[0].removeprefix("%")
-        for event, of in zip(events, stats, strict=True)
-    ]
-    start_ns = began_ns + np.array([round(event.start_ns) for event in events], np.int64)
-    end_ns = start_ns + np.array([round(event.duration_ns) for event in events], np.int64)
+def _id_of(metadata: Any, name: str) -> int:
+    """Id of a stat or event of a plane, which is added if the plane does not have it."""
+    for entry in metadata:
+        if entry.value.name == name:
+            return entry.key
+    new = max((entry.key for entry in metadata), default=0) + 1
+    added = metadata.add(key=new)
+    added.value.id, added.value.name = new, name
+    return new
+
+
+def _add_costs(
+    plane: Any, line: Any, samples: Samples, began_ns: int, ref_mhz: float | None, sensitivity: Mapping[str, float]
+) -> None:
+    """Adds multiplier and joules to each op of a line, where they are known."""
+    multiplier, energy = (_id_of(plane.stat_metadata, name) for name in (MULTIPLIER, ENERGY))
+    names, of_stats = _names(plane.event_metadata), _names(plane.stat_metadata)
+    start_ns = began_ns + line.timestamp_ns + np.array([round(e.offset_ps / 1000) for e in line.events], np.int64)
+    end_ns = start_ns + np.array([round(e.duration_ps / 1000) for e in line.events], np.int64)
     mhz = samples.mean_mhz(start_ns, end_ns)
-    paced = np.array([sensitivity.get(name, 1.0) for name in names])
-    found = np.where(np.isfinite(mhz), clock_loss.multipliers(mhz, paced, ref_mhz), np.nan)
-    measured = np.array([MULTIPLIER in of for of in stats], bool)  # a TPU's own value is exact, ours is sampled
+    paced: list[float] = []
+    for event in line.events:
+        name = names.get(event.metadata_id, "")
+        for stat in event.stats:
+            if of_stats.get(stat.metadata_id) == "hlo_op":
+                name = stat.str_value.decode() or of_stats.get(stat.ref_value, "")
+        paced.append(sensitivity.get(name.split(" = ")[0].removeprefix("%"), 1.0))
+    found = np.where(np.isfinite(mhz), clock_loss.multipliers(mhz, np.array(paced), ref_mhz), np.nan)
     joules = samples.mean("power_w", start_ns, end_ns) * (end_ns - start_ns) * 1e-9
-    return list(zip(np.where(measured, np.nan, found).tolist(), joules.tolist(), strict=True))
+    for event, *costs in zip(line.events, found.tolist(), joules.tolist(), strict=True):
+        there = {stat.metadata_id for stat in event.stats}  # a TPU's own multiplier is exact, ours is sampled
+        for identity, cost in zip((multiplier, energy), costs, strict=True):
+            if not math.isnan(cost) and not (identity == multiplier and identity in there):
+                event.stats.add(metadata_id=identity, double_value=cost)
 
 
-def _with_costs(plane: bytes, costs: list[list[tuple[float, float]]], multiplier: int, energy: int) -> bytes:
-    """The plane's bytes, with the new stats appended to each event."""
-    parts, lines = [], iter(costs)
-    for number, kind, payload in _fields(plane):
-        if number != LINES:
-            parts.append(_field(number, payload, kind))
-            continue
-        of_line = iter(next(lines) or [])
-        inner = []
-        for number_in_line, kind_in_line, value in _fields(payload):
-            if number_in_line == EVENTS:
-                for identity, cost in zip((multiplier, energy), next(of_line, ()), strict=False):
-                    if not math.isnan(cost):
-                        # XStat: metadata_id = 1, double_value = 2
-                        stat = _field(1, _varint(identity), VARINT) + _field(2, struct.pack("<d", cost), FIXED64)
-                        value += _field(STATS, stat)
-            inner.append(_field(number_in_line, value, kind_in_line))
-        parts.append(_field(LINES, b"".join(inner)))
-    return b"".join(parts)
-
-
-class _Ids:
-    """Ids of a plane's stats, events and lines: the existing ones, and new ones for added names."""
-
-    def __init__(self, plane: bytes) -> None:
-        self._stats: dict[str, int] = {}
-        self._next_event = self._next_line = 1
-        for number, _, payload in _fields(plane):
-            if number == STAT_METADATA:
-                entry = {key: value for key, _, value in _fields(payload)}  # key = 1, value = 2
-                inner = {key: value for key, _, value in _fields(entry.get(2, b""))}  # id = 1, name = 2
-                self._stats[inner.get(2, b"").decode()] = _number(entry.get(1, b"\0"))
-            elif number == EVENT_METADATA:
-                key = next((_number(value) for key, _, value in _fields(payload) if key == 1), 0)
-                self._next_event = max(self._next_event, key + 1)
-            elif number == LINES:
-                key = next((_number(value) for key, _, value in _fields(payload) if key == 1), 0)
-                self._next_line = max(self._next_line, key + 1)
-        self._new: list[tuple[str, int]] = []
-
-    def stat(self, name: str) -> int:
-        """Id of a stat."""
-        if name not in self._stats:
-            self._stats[name] = max(self._stats.values(), default=0) + 1
-            self._new.append((name, self._stats[name]))
-        return self._stats[name]
-
-    def event(self) -> int:
-        """Unused id for an event."""
-        self._next_event += 1
-        return self._next_event - 1
-
-    def line(self) -> int:
-        """Unused id for a line."""
-        return self._next_line
-
-    def text(self) -> bytes:
-        """Names of the new stats, as bytes to append to the plane."""
-        text = " ".join(f'stat_metadata {{ key: {n} value {{ id: {n} name: "{name}" }} }}' for name, n in self._new)
-        self._new = []
-        return _plane(text)
-
-
-def _counters(samples: Samples, ids: _Ids, began_ns: int, ended_ns: int) -> bytes:
-    """Line of counters, as bytes to append to a plane."""
-    value_id = ids.stat("counter_value")
-    names, events = [], []
+def _add_counters(plane: Any, samples: Samples, began_ns: int, ended_ns: int) -> None:
+    """Adds a line of counters with every sample within the trace."""
+    value_id = _id_of(plane.stat_metadata, "counter_value")
+    line = plane.lines.add(id=max((line.id for line in plane.lines), default=0) + 1, name=COUNTERS)
+    drawn: list[tuple[int, int, float]] = []
     for field, title in TRACKS.items():
         times, values = samples.known(field)
         within = (times >= began_ns) & (times <= ended_ns)
-        if not within.any():
-            continue
-        identity = ids.event()
-        names.append(f'event_metadata {{ key: {identity} value {{ id: {identity} name: "{title}" }} }}')
-        for at_ns, value in zip((times[within] - began_ns).tolist(), values[within].tolist(), strict=True):
-            stat = f"metadata_id: {value_id} double_value: {float(value)!r}"
-            events.append((at_ns, f"events {{ metadata_id: {identity} offset_ps: {at_ns * 1000} stats {{ {stat} }} }}"))
-    inner = " ".join(text for _, text in sorted(events))
-    line = f'lines {{ id: {ids.line()} name: "{COUNTERS}" timestamp_ns: 0 {inner} }}'
-    return ids.text() + _plane(" ".join([line, *names]))
-
-
-def _plane(text: str) -> bytes:
-    """Serialises an XPlane given in protobuf's text format."""
-    from jax.profiler import ProfileData
-
-    space = ProfileData.text_proto_to_serialized_xspace(f"planes {{ {text} }}")
-    ((_, _, payload),) = _fields(space)
-    return payload
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """(number, wire type, value) of each field of a message, in order; the value of a varint is its encoded bytes."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint_at(data, at)
-        kind = tag & 7
-        if kind == LENGTH:
-            size, at = _varint_at(data, at)
-            end = at + size
-        elif kind == VARINT:
-            _, end = _varint_at(data, at)
-        else:
-            end = at + {FIXED64: 8, FIXED32: 4}[kind]
-        yield tag >> 3, kind, data[at:end]
-        at = end
-
-
-def _varint_at(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-
-
-def _number(value: bytes) -> int:
-    return _varint_at(value, 0)[0]
-
-
-def _varint(value: int) -> bytes:
-    parts = bytearray()
-    while value > 0x7F:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    parts.append(value)
-    return bytes(parts)
-
-
-def _field(number: int, value: bytes, kind: int = LENGTH) -> bytes:
-    return _varint(number << 3 | kind) + (_varint(len(value)) if kind == LENGTH else b"") + value
+        if within.any():
+            identity = _id_of(plane.event_metadata, title)
+            offsets = (times[within] - began_ns).tolist()
+            drawn += [(at_ns, identity, value) for at_ns, value in zip(offsets, values[within].tolist(), strict=True)]
+    for at_ns, identity, value in sorted(drawn):
+        event = line.events.add(metadata_id=identity, offset_ps=at_ns * 1000)
+        event.stats.add(metadata_id=value_id, double_value=float(value))

@@ -15,8 +15,9 @@ from jtrain.pipeline.ticks import Ticks, make_ticks
 from jtrain.profile.analysis import breakdown, pipeline_trace
 from jtrain.profile.analysis.pipeline_trace import facts_of, tick_loop, track
 from jtrain.profile.analysis.records import HloOp, OpEvent, PipelineTrack, Trace
-from jtrain.profile.report import html
-from jtrain.profile.report.terminal import new_console, print_breakdown
+from jtrain.profile.report.profile_page import page_of, print_breakdown
+from jtrain.report.page import html
+from jtrain.report.terminal import new_console
 from tests.profile.traced import MODULE, STEPS, traced
 
 
@@ -152,7 +153,7 @@ def test_reports_show_both_pictures_and_the_bubble(folder: Path, capsys: pytest.
     assert found.pipeline is not None
     mean = sum(step.bubble for step in found.pipeline.steps) / len(STEPS)
     said = f"zb-h1 over 2 stages with 4 microbatches has {1 / 13:.1%} in lockstep"
-    page = html.page(found)
+    page = html(page_of(found))
     assert page.count("<svg xmlns=") == 2
     assert f"measured bubble {mean:.1%}, " in page
     assert said in page

@@ -1,52 +1,7 @@
-"use strict";
-const breakdown = JSON.parse(document.getElementById("breakdown").textContent);
-
-// Shows the waterfall of one step; the first choice is the mean over all steps.
-const chosen = document.getElementById("step");
-function showStep() {
-  document.querySelectorAll("[data-waterfall]").forEach((one) => {
-    one.hidden = one.dataset.waterfall !== chosen.value;
-  });
-}
-chosen.addEventListener("change", showStep);
-showStep(); // browsers keep the chosen value when going back in the history
-
-// Sorting: numbers start with the largest, words with A; a second click reverses. Rows past the limit stay hidden.
-const ops = document.getElementById("ops-table");
-const more = document.getElementById("more-ops");
-let limit = ops ? Number(ops.closest("section").dataset.limit) : 0;
-function showRows() {
-  [...ops.tBodies[0].rows].forEach((row, index) => { row.hidden = index >= limit; });
-  if (more) more.hidden = limit >= ops.tBodies[0].rows.length;
-}
-function sortBy(column) {
-  const head = ops.tHead.rows[0].cells[column];
-  const rows = [...ops.tBodies[0].rows];
-  const key = (row) => row.cells[column].dataset.sort;
-  const numeric = head.classList.contains("number");
-  const before = head.getAttribute("aria-sort");
-  const descending = before ? before === "ascending" : numeric;
-  rows.sort((a, b) => {
-    const order = numeric ? key(a) - key(b) : (key(a) > key(b)) - (key(a) < key(b));
-    return descending ? -order : order;
-  });
-  for (const cell of ops.tHead.rows[0].cells) cell.removeAttribute("aria-sort");
-  head.setAttribute("aria-sort", descending ? "descending" : "ascending");
-  ops.tBodies[0].append(...rows);
-  showRows();
-}
-if (ops) {
-  [...ops.tHead.rows[0].cells].forEach((head, column) => {
-    const button = head.querySelector("button");
-    if (button) button.addEventListener("click", () => sortBy(column));
-  });
-  if (more) more.addEventListener("click", () => { limit = Infinity; showRows(); });
-  showRows();
-}
-
 // Timeline: highlights one device and shows its sampled values at the cursor.
 const timeline = document.getElementById("timeline");
 if (timeline) {
+  const breakdown = JSON.parse(document.getElementById("breakdown").textContent);
   const tracks = breakdown.clocks.filter((track) => track.time_s.length);
   const front = document.getElementById("track");
   const moment = document.getElementById("moment");

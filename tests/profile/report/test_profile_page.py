@@ -15,8 +15,9 @@ import pytest
 from jtrain.profile.analysis import figures
 from jtrain.profile.analysis.breakdown import analyse
 from jtrain.profile.analysis.records import Breakdown
-from jtrain.profile.report import html
-from jtrain.profile.report.page.clock_chart import thin
+from jtrain.profile.report import profile_page
+from jtrain.profile.report.clock_chart import thin
+from jtrain.report import page as page_module
 from tests.profile import example
 from tests.profile.report import browser
 from tests.profile.traced import traced
@@ -44,7 +45,7 @@ def page() -> Iterator[browser.Page]:
 def show(page: browser.Page, breakdown: Breakdown, folder: Path, *, width: int = 1200, dark: bool = False) -> Path:
     """Writes the page and opens it; fails on any problem and on any request but its own."""
     file = folder / "report.html"
-    html.write(breakdown, file)
+    profile_page.write(breakdown, file)
     page.problems.clear()
     page.requests.clear()
     page.open(file, width=width, dark=dark)
@@ -97,12 +98,12 @@ def test_every_number_on_the_page_is_the_one_in_breakdown_json(page: browser.Pag
 def test_the_waterfall_ends_where_the_step_does(page: browser.Page, tmp_path: Path) -> None:
     """Each bar starts where the previous one ends, and together they are as long as the step's bar."""
     show(page, example.breakdown(), tmp_path)
-    chosen = "document.querySelector('[data-waterfall=\"2\"]')"
+    chosen = "document.querySelector('[data-panel=\"2\"]')"
     page.value(
         "(() => {const s = document.getElementById('step'); s.value = 2; s.dispatchEvent(new Event('change'))})()"
     )
 
-    shown = page.value("[...document.querySelectorAll('[data-waterfall]')].filter(w => !w.hidden).length")
+    shown = page.value("[...document.querySelectorAll('[data-panel]')].filter(w => !w.hidden).length")
     bars = page.value(
         f"[...{chosen}.querySelectorAll('rect')].map(r => r.getBoundingClientRect()).map(b => [b.x, b.width])"
     )
@@ -189,7 +190,7 @@ def test_a_click_on_a_heading_sorts_the_ops(page: browser.Page, tmp_path: Path) 
     assert page.value(names) == sorted(totals)[:25]
     page.value(click.format("op"))
     assert page.value(names) == sorted(totals, reverse=True)[:25]
-    page.value("document.getElementById('more-ops').click()")
+    page.value("document.querySelector('#ops .more').click()")
     assert page.value(names) == sorted(totals, reverse=True)
     assert page.problems == []
 
@@ -234,7 +235,7 @@ def test_a_real_runs_page_holds_together(page: browser.Page, tmp_path: Path) -> 
     show(page, breakdown, tmp_path, width=390)
 
     shares = page.value(
-        "[...document.querySelectorAll('[data-waterfall=\"1\"] tbody tr')].map(r => r.cells[3].textContent)"
+        "[...document.querySelectorAll('[data-panel=\"1\"] tbody tr')].map(r => r.cells[3].textContent)"
     )
     known = [parsed(shown) for shown in shares[:-1] if shown != "unknown"]
     assert sum(known) == pytest.approx(1, abs=0.0005 * len(known))
@@ -266,7 +267,7 @@ def test_a_large_window_stays_a_file_that_a_phone_opens(page: browser.Page, tmp_
     file = show(page, dataclasses.replace(small, ops=ops, steps=steps, clocks=clocks), tmp_path, width=390)
 
     assert file.stat().st_size < 6e6
-    assert page.value("document.querySelectorAll('#ops-table tbody tr').length") == html.MOST_OPS
+    assert page.value("document.querySelectorAll('#ops-table tbody tr').length") == profile_page.MOST_OPS
     assert "3,000 ops" in page.value("document.getElementById('ops').innerText")
     assert page.value("document.documentElement.scrollWidth") <= 390
 
@@ -286,8 +287,8 @@ def test_a_thinned_line_keeps_its_extremes() -> None:
 
 def test_the_colours_of_the_parts_differ_for_every_kind_of_eye() -> None:
     """Colours are at least 15 apart in CIE Lab (1 is just visible), also for protan, deutan and tritan vision."""
-    css = (Path(html.__file__).parent / "page" / "page.css").read_text()
-    colours = dict(re.findall(r"^\.(\w+) \{ fill: #(\w{6}); background", css, re.MULTILINE))
+    css = (Path(page_module.__file__).parent / "page.css").read_text()
+    colours = dict(re.findall(r"^\.([a-z_]+) \{ fill: #(\w{6}); background", css, re.MULTILINE))
     assert set(colours) == {part.key for part in figures.PARTS} - {"idle"}
     for eye, matrix in SEEN_BY.items():
         seen = {
@@ -356,7 +357,7 @@ def test_hostile_names_are_shown_as_text(page: browser.Page, tmp_path: Path) -> 
     breakdown = hostile()
     show(page, breakdown, tmp_path)
     page.value("document.querySelectorAll('*').forEach(e => e.dispatchEvent(new MouseEvent('mouseover')))")
-    page.value("document.getElementById('more-ops').click()")
+    page.value("document.querySelector('#ops .more').click()")
 
     assert page.value("typeof owned") == "undefined"
     assert page.value("document.querySelectorAll('img, script:not([id]) ~ script').length") == 0

@@ -1,0 +1,354 @@
+"""Report of a breakdown, as report.html and on a terminal.
+
+The page embeds the whole breakdown.json; means over steps and devices are computed in `figures`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from jtrain.pipeline.clocks import PipelineTimeline
+from jtrain.pipeline.picture import svg, text_rows
+from jtrain.profile.analysis import figures
+from jtrain.profile.analysis.figures import comm_name, mean_step, per_step
+from jtrain.profile.analysis.pipeline_trace import timeline_of
+from jtrain.profile.analysis.records import Breakdown, LiveTrack, OpRow, PipelineTrack, StepBreakdown
+from jtrain.profile.report.clock_chart import clock_charts
+from jtrain.profile.trace_dir import part_of
+from jtrain.report import charts
+from jtrain.report.number_formats import number, rate, seconds, share, size
+from jtrain.report.page import Items, Links, Page, PageBlock, Panels, Picture, Said, Section, html
+from jtrain.report.table import Bar, Bars, Cell, Facts, Table, bars, numbers, words
+from jtrain.report.terminal import print_page
+from jtrain.runtime.atomic_io import write_whole
+
+MOST_OPS = 400
+"""Maximum rows of the table of ops: those that lose most; breakdown.json has all."""
+
+FIRST_OPS, TERMINAL_OPS = 25, 15
+"""Rows of the table of ops that a page shows at first, and those that a terminal shows."""
+
+
+def write(breakdown: Breakdown, file: Path) -> None:
+    """Writes the page atomically."""
+    write_whole(file, html(page_of(breakdown)))
+
+
+def print_breakdown(breakdown: Breakdown, console: Console) -> None:
+    """Prints the page: only the top ops by lost time, and only means of the clocks."""
+    print_page(page_of(breakdown), console)
+
+
+def page_of(breakdown: Breakdown) -> Page:
+    """Describes the report."""
+    title = f"{figures.steps_line(breakdown)} on {figures.machine_line(breakdown)}"
+    facts = Facts(breakdown.to_dict())
+    sections = [
+        Section("waterfall", "Where a step's time went", [_waterfalls(breakdown, facts)]),
+        Section("advice", "What to try next", [Items(breakdown.advice, "No loss is large enough for advice.")]),
+        *_pipeline(breakdown.pipeline, facts),
+        Section("steps", "Step by step", _steps(breakdown, facts), "page"),
+        Section("communication", "Communication, per step and device", _communication(breakdown, facts)),
+        Section("ops", "Ops by lost time, per step and device", _ops(breakdown)),
+        Section("clocks", "Clocks, power and temperature over the steps", clock_charts(breakdown), "page"),
+        Section("goodput", "Wall time of the whole run until this window", [_goodput(breakdown, facts)]),
+        Section("devices", "Devices, mean over the steps", [_devices(breakdown)]),
+        *_processes(breakdown),
+        Section("memory", "Memory of one device", [_memory(breakdown, facts), *_live(breakdown.live)]),
+        Section("notes", "Unknown values, with the reason", [Items(breakdown.notes, "All values are known.")]),
+    ]
+    return Page(
+        title,
+        sections,
+        heading=title[0].upper() + title[1:],
+        introduction=[figures.headline(breakdown)],
+        tiles=_tiles(breakdown, facts),
+        kind="breakdown",
+        content=facts.content,
+        script=(Path(__file__).parent / "clock_chart.js").read_text(),
+    )
+
+
+def processes_table(processes: Sequence[Breakdown]) -> Table:
+    """Table that shows the slow process: the others spend their time waiting for it."""
+    waits = ("exposed_communication", "data_wait", "host", "idle")
+    names = (part.name for part in figures.PARTS if part.key in waits)
+    table = Table("processes, mean over the steps", words("process") + numbers("step", "computing", *names))
+    for breakdown in processes:
+        step = mean_step(breakdown)
+        waited = [step.parts.get(key) for key in waits]
+        computing_s = step.duration_s - sum(part or 0.0 for part in waited)
+        table.add(str(breakdown.process), *map(seconds, (step.duration_s, computing_s, *waited)))
+    return table
+
+
+def _tiles(breakdown: Breakdown, facts: Facts) -> list[tuple[str, str | Cell]]:
+    """Key figures: step time, tokens per second, energy per token, MFU, coverage."""
+    step, joules = mean_step(breakdown), figures.joules_per_token(breakdown)
+    return [
+        ("step, mean", seconds(step.duration_s)),
+        ("tokens per second", f"{figures.tokens_per_s(breakdown):,.0f}"),
+        ("energy per token", "unknown" if joules is None else f"{joules:.4g} J"),
+        *((f"MFU, {what}", share(step.mfu.get(key))) for key, what in figures.MFU.items()),
+        ("device time with layer and phase", facts.cell("coverage", share)),
+    ]
+
+
+def _waterfalls(breakdown: Breakdown, facts: Facts) -> Panels:
+    """Waterfall charts of the mean step and of each step."""
+    panels = {f"mean of {len(breakdown.steps)}": _waterfall(mean_step(breakdown), lambda _, value: seconds(value))}
+    for index, step in enumerate(breakdown.steps):
+        panels[f"step {step.step}"] = _waterfall(
+            step, lambda path, _, index=index: facts.cell(f"steps.{index}.{path}", seconds)
+        )
+    return Panels("step", "Step:", panels)
+
+
+def _waterfall(step: StepBreakdown, exact: Callable[[str, float | None], str | Cell]) -> list[PageBlock]:
+    """Waterfall chart of a step: one row per part, each bar starting where the previous one ends.
+
+    Args:
+      exact: makes the cell of a number at a path below the step.
+    """
+    columns = words("part") + bars("of the step, from its start to its end", "both") + numbers("time", "share")
+    table = Table("parts of the step", columns, css="waterfall")
+    start = 0.0
+    for part in figures.parts_of(step):
+        took = step.parts.get(part.key)
+        length, of_step = (took or 0.0) / step.duration_s, share(took, step.duration_s)
+        bar = Bars.of(start, length, part.key, f"{part.name}: {seconds(took)}, {of_step} of the step")
+        table.add(Cell(part.name, key=part.key, note=part.meaning), bar, exact(f"parts.{part.key}", took), of_step)
+        start += length
+    whole = Bars.of(0.0, 1.0, "whole", f"the step: {seconds(step.duration_s)}")
+    table.add("step", whole, exact("duration_s", step.duration_s), "100.0%", bold=True)
+    lost = ", ".join(f"{cause} {seconds(value)}" for cause, value in step.clocks_lost_s.items())
+    return [
+        table,
+        Said(f"Computing: {figures.chain_line(step)}.", "soft"),
+        Said(f"Lost to low clocks, by cause: {lost or 'unknown'}.", "soft"),
+    ]
+
+
+def _pipeline(track: PipelineTrack | None, facts: Facts) -> Iterator[Section]:
+    """Section with the instructions of each worker as they ran and by the schedule; none without stages."""
+    if track is None:
+        return
+    titles = f"step {track.step} as it ran, in seconds", "by the schedule, in lockstep, a forward pass taking 1"
+    timelines = [timeline_of(rows) for rows in (track.measured, track.planned)]
+    drawn = (
+        svg(one, stages=track.stages, title=f"{track.schedule}: {title}", workers=track.workers)
+        for one, title in zip(timelines, titles, strict=True)
+    )
+    frame = f'<div class="frame gantt" role="region" tabindex="0" aria-label="pipeline">{"".join(drawn)}</div>'
+
+    def rows(one: PipelineTimeline, width: int) -> list[Text]:
+        return text_rows(one, stages=track.stages, width=width, workers=track.workers)
+
+    columns = words("step") + numbers("time of all ticks", "layers", "embedding and loss", "bubble")
+    table = Table("pipeline by step", columns, css="few")
+    for index in range(len(track.steps)):
+        at = f"pipeline.steps.{index}"
+        shares = (facts.cell(f"{at}.{name}", share) for name in ("instructions", "ends", "bubble"))
+        table.add(facts.cell(f"{at}.step"), facts.cell(f"{at}.duration_s", seconds), *shares)
+    blocks: list[PageBlock] = [
+        f"{figures.pipeline_line(track)}.",
+        Said("In grey: chunks and microbatches in flight.", medium="page"),
+        Said(f"Step {track.step} as it ran, then the schedule in lockstep:", medium="terminal"),
+        Picture(frame, lambda width: [line for one in timelines for line in rows(one, width)]),
+        table,
+    ]
+    yield Section("pipeline", "Instructions of each worker", blocks)
+
+
+def _processes(breakdown: Breakdown) -> Iterator[Section]:
+    """Section with links to the pages of the other processes; none if the run has a single process."""
+    if breakdown.num_processes > 1:
+        window = Path("..") if breakdown.process else Path()
+        others = (i for i in range(breakdown.num_processes) if i != breakdown.process)
+        links = {f"process {i}": (part_of(window, i) / "report.html").as_posix() for i in others}
+        yield Section("processes", "The other processes' devices", [Links(links)], "page")
+
+
+def _steps(breakdown: Breakdown, facts: Facts) -> list[PageBlock]:
+    """One stacked bar per step, all on the scale of the longest step."""
+    longest = max(step.duration_s for step in breakdown.steps)
+    table = Table("steps by part", words("step") + bars(f"0 to {seconds(longest)}") + numbers("time", "energy"))
+    table.css = "few"
+    for i, step in enumerate(breakdown.steps):
+        parts: list[Bar] = []
+        start = 0.0
+        for part in figures.parts_of(step):
+            took = step.parts.get(part.key) or 0.0
+            title = f"step {step.step}, {part.name}: {seconds(took)}, {share(took, step.duration_s)}"
+            parts.append(Bar(start / longest, took / longest, part.key, title))
+            start += took
+        table.add(
+            facts.cell(f"steps.{i}.step"),
+            Bars(tuple(parts), f"step {step.step}: {seconds(step.duration_s)} by part"),
+            facts.cell(f"steps.{i}.duration_s", seconds),
+            facts.cell(f"steps.{i}.energy_j", lambda value: number(value, "J")),
+        )
+    names = {part.name: part.key for part in figures.parts_of(mean_step(breakdown))}
+    return [Picture(charts.legend(names)), table]
+
+
+def _communication(breakdown: Breakdown, facts: Facts) -> list[PageBlock]:
+    if not breakdown.communication:
+        return ["No collective ran in this window."]
+    longest = max(comm.total_s for comm in breakdown.communication) or 1.0
+    names = ("exposed", "total", "bytes sent", "planned", "sent/planned", "bandwidth")
+    columns = words("collective") + bars(f"0 to {seconds(longest)}") + numbers(*names)
+    table = Table("communication by collective and mesh axis", columns, css="many")
+    for i, comm in enumerate(breakdown.communication):
+        at, hidden = f"communication.{i}", comm.total_s - comm.exposed_s
+        exposed, rest = f"exposed {seconds(comm.exposed_s)}", f"hidden {seconds(hidden)}"
+        parts = (
+            Bar(0.0, comm.exposed_s / longest, "exposed_communication", exposed),
+            Bar(comm.exposed_s / longest, hidden / longest, "hidden", rest),
+        )
+        table.add(
+            comm_name(comm),
+            Bars(parts, f"{comm_name(comm)}: {exposed}, {rest}"),
+            facts.cell(f"{at}.exposed_s", seconds),
+            facts.cell(f"{at}.total_s", seconds),
+            facts.cell(f"{at}.wire_bytes", size),
+            facts.cell(f"{at}.planned_bytes", size),
+            f"{comm.wire_bytes / comm.planned_bytes:.2f}" if comm.planned_bytes else "unknown",
+            facts.cell(f"{at}.bytes_per_s", rate),
+        )
+    legend = charts.legend({"exposed": "exposed_communication", "hidden behind compute": "hidden"})
+    return [Picture(legend), table]
+
+
+def _ops(breakdown: Breakdown) -> list[PageBlock]:
+    """Table of ops, in seconds per step and device."""
+    if not breakdown.ops:
+        return ["No op was traced in this window."]
+    duration_s = mean_step(breakdown).duration_s
+    shown = sorted(breakdown.ops, key=lambda op: -op.lost_s)[:MOST_OPS]
+    columns = (
+        *words("op"),
+        *words("where", medium="terminal"),
+        *words("main cause"),
+        *numbers("lost", "of step"),
+        *words("layer", "phase", medium="page"),
+        *numbers("total"),
+        *numbers("at peak", medium="page"),
+        *numbers("clock"),
+        *numbers("count", medium="page"),
+    )
+    table = Table("ops", columns, id="ops-table", css="ops", first_rows=FIRST_OPS, terminal_rows=TERMINAL_OPS)
+    for op in shown:
+        table.add(*_op_cells(breakdown, op, duration_s))
+    lost = sum(op.lost_s for op in breakdown.ops)
+    said = f"{len(breakdown.ops):,} ops lose {seconds(per_step(breakdown, lost))}."
+    if len(shown) < len(breakdown.ops):
+        of_it = share(sum(op.lost_s for op in shown), lost)
+        said += f" The table has the {len(shown)} that lose most, {of_it} of the lost time; breakdown.json has all."
+    first = f"The first {min(TERMINAL_OPS, len(shown))} of {len(breakdown.ops)}:"
+    return [Said(said, "soft"), Said(first, medium="terminal"), table]
+
+
+def _op_cells(breakdown: Breakdown, op: OpRow, duration_s: float) -> Iterator[str | Cell]:
+    def took(value: float | None) -> Cell:
+        each = None if value is None else per_step(breakdown, value)
+        return Cell(seconds(each), sort=-1.0 if each is None else each)
+
+    lost, cause = per_step(breakdown, op.lost_s), figures.main_cause(op)
+    count = op.count / (len(breakdown.steps) * breakdown.num_devices)
+    yield Cell(op.name, sort=op.name, title=op.opcode)
+    yield figures.where(op)
+    yield Cell(cause or "nothing", sort=cause)
+    yield took(op.lost_s)
+    yield Cell(share(lost, duration_s), sort=lost)
+    yield Cell(op.layer or "unknown", sort=op.layer)
+    yield Cell(op.phase, sort=op.phase)
+    yield took(op.total_s)
+    yield took(op.theoretical_s)
+    yield Cell(number(op.mean_mhz, "MHz"), sort=op.mean_mhz or -1.0)
+    yield Cell(f"{count:,.3g}", sort=count)
+
+
+def _devices(breakdown: Breakdown) -> PageBlock:
+    """Table of the devices' mean times and clocks, which shows slow devices and whether their clock is the cause."""
+    found = figures.by_device(breakdown)
+    if not found:
+        return "The window has no times of devices."
+    longest = max(device.compute_s for device in found) or 1.0
+    names = ("computing", "communication", "exposed", "SM clock", "power")
+    table = Table("devices", words("device") + bars(f"0 to {seconds(longest)}") + numbers(*names), css="many")
+    for device in found:
+        name, computing = f"device {device.device}", seconds(device.compute_s)
+        table.add(
+            name,
+            Bars.of(0.0, device.compute_s / longest, "utilisation", f"{name}: {computing}"),
+            computing,
+            seconds(device.communication_s),
+            seconds(device.exposed_communication_s),
+            number(device.mean_mhz, "MHz"),
+            number(device.mean_w, "W"),
+        )
+    return table
+
+
+def _goodput(breakdown: Breakdown, facts: Facts) -> Table:
+    """Table of the wall time of all attempts by goodput category."""
+    wall_s = sum(breakdown.goodput.values())
+    columns = words("category") + bars(f"0 to {seconds(wall_s)}") + numbers("time", "share")
+    table = Table("goodput", columns, css="few")
+    for key, name, spent in figures.by_category(breakdown):
+        bar = Bars.of(0.0, spent / wall_s, "utilisation", f"{name}: {seconds(spent)}")
+        table.add(name, bar, facts.cell(f"goodput.{key}", seconds), share(spent, wall_s))
+    return table
+
+
+def _memory(breakdown: Breakdown, facts: Facts) -> PageBlock:
+    if not breakdown.memory:
+        return "Unknown: neither the plan nor the allocator reports memory."
+    planned = sum(memory.bytes for memory in breakdown.memory if memory.source == "plan")
+    most = max(planned, *(memory.bytes for memory in breakdown.memory)) or 1
+    table = Table("memory by class", words("class") + bars(f"0 to {size(most)}") + numbers("bytes") + words("source"))
+    start = 0
+    for i, memory in enumerate(breakdown.memory):
+        of_plan = memory.source == "plan"
+        name = f"{memory.name}: {size(memory.bytes)}"
+        bar = Bars.of(start / most if of_plan else 0.0, memory.bytes / most, "memory", name)
+        source = "planned" if of_plan else "allocator"
+        table.add(memory.name, bar, facts.cell(f"memory.{i}.bytes", size), source)
+        start += memory.bytes if of_plan else 0
+    return table
+
+
+def _live(live: LiveTrack | None) -> list[PageBlock]:
+    """Stacked areas of one device's temporaries over the seconds of a step, by the phase that made them."""
+    if live is None:
+        return [Said("Temporaries over time are unknown: no op of the program ran in this window.", "soft", "page")]
+    totals = [sum(values) for values in zip(*live.bytes.values(), strict=True)]
+    most = max(totals)
+    if not most:
+        return [Said("The step has no temporaries.", "soft", "page")]
+    end_s = live.time_s[-1] or 1.0
+    x = [time_s / end_s * charts.WIDTH for time_s in live.time_s]
+    areas: list[str] = []
+    below, low = [0] * len(totals), [100.0] * len(totals)
+    for index, values in enumerate(live.bytes.values()):
+        below = [under + value for under, value in zip(below, values, strict=True)]
+        high = [100 * (1 - top / most) for top in below]
+        areas.append(f'<path class="area made{index}" d="{charts.step_area(x, low, high, charts.WIDTH)}"/>')
+        low = high
+    said = (
+        f"At most {size(most)} of temporaries at once, {seconds(live.time_s[totals.index(most)])} into step "
+        f"{live.step}; parameters, optimizer state and the batch come on top. Computed from the program's schedule, "
+        "not measured by the allocator."
+    )
+    chart = f"temporaries over step {live.step}, up to {size(most)}"
+    return [
+        said,
+        Picture(
+            charts.legend({name: f"made{i}" for i, name in enumerate(live.bytes)})
+            + charts.plot("".join(areas), "temporaries", "0", size(most), chart)
+            + charts.ends("seconds", "0 s", seconds(end_s))
+        ),
+    ]

@@ -1,0 +1,124 @@
+"""Pages described as plain data, and the HTML of one: a single file that loads nothing over the network.
+
+A page embeds the JSON that it shows. A number of it is a `<data>` element with its path and all its digits.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jtrain.report.charts import bars_svg
+from jtrain.report.table import Cell, Medium, Table
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+
+@dataclasses.dataclass(frozen=True)
+class Title:
+    """A title between the blocks that a terminal shows."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """A paragraph in one medium, or with a style: `soft` is smaller."""
+
+    text: str
+    css: str = ""
+    medium: Medium = "both"
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """A list of sentences; `nothing` stands for an empty one."""
+
+    lines: Sequence[str]
+    nothing: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Folded:
+    """A long text that a page shows once its summary is clicked."""
+
+    summary: str
+    text: str
+    medium: Medium = "page"
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """Links to other pages, by their text."""
+
+    by_text: Mapping[str, str]
+    medium: Medium = "page"
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A picture as markup for a page; `rows` are its lines on a terminal of a width."""
+
+    html: str
+    rows: "Callable[[int], Sequence[Text]] | None" = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Panels:
+    """Blocks by name, of which a page shows those that are chosen, and a terminal the first."""
+
+    id: str
+    label: str
+    panels: Mapping[str, "Sequence[PageBlock]"]
+
+
+type PageBlock = str | Title | Said | Items | Folded | Links | Picture | Panels | Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Blocks with a heading."""
+
+    id: str
+    title: str
+    blocks: Sequence[PageBlock]
+    medium: Medium = "both"
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """A page, for a browser and for a terminal.
+
+    heading: above the page; empty for the title. tiles: key figures by name.
+    content: the JSON that it embeds; kind: the id of the element that holds it.
+    script: more JavaScript.
+    """
+
+    title: str
+    sections: Sequence[Section]
+    heading: str = ""
+    introduction: Sequence[PageBlock] = ()
+    tiles: Sequence[tuple[str, str | Cell]] = ()
+    kind: str = "content"
+    content: Any = None
+    script: str = ""
+
+
+def html(page: Page) -> str:
+    """The page as HTML. Texts are escaped; `</script>` in one of the JSON's does not end its element."""
+    import jinja2  # imported here because only pages need it
+
+    folder = Path(__file__).parent
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"bars": bars_svg, "json": json.dumps}
+    return environment.get_template("page.html").render(
+        page=page,
+        css=(folder / "page.css").read_text(),
+        js=(folder / "page.js").read_text(),
+        content=json.dumps(page.content).replace("<", "\\u003c"),
+    )

@@ -1,0 +1,162 @@
+"""Tables described as plain data. `terminal.py` prints them and `page.py` makes HTML; `lines` needs no library."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from jtrain.report.number_formats import Number
+
+type Medium = Literal["both", "page", "terminal"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A part of a bar; start and length are shares of its width. `css` is its class on a page, `title` its tooltip."""
+
+    start: Number
+    length: Number
+    css: str
+    title: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bars:
+    """A bar of one or more parts; `name` is read to those who do not see it."""
+
+    parts: tuple[Bar, ...]
+    name: str
+
+    @classmethod
+    def of(cls, start: Number, length: Number, css: str, name: str) -> "Bars":
+        """A bar of one part."""
+        return cls((Bar(start, length, css),), name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A text of a table, with what a page shows or keeps beside it.
+
+    value, path: the number behind the text and its place in the page's JSON; path is "" where it has none.
+    sort: key when the table is sorted by this column.
+    key: class of the colour in which charts draw it. note: a second, smaller line. title: tooltip.
+    """
+
+    text: str
+    value: Number | None = None
+    path: str = ""
+    sort: Number | str | None = None
+    key: str = ""
+    note: str = ""
+    title: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of texts, numbers or bars, in every medium or in one."""
+
+    name: str
+    kind: Literal["", "number", "bar"] = ""
+    medium: Medium = "both"
+
+
+def words(*names: str, medium: Medium = "both") -> tuple[Column, ...]:
+    """Columns of text."""
+    return tuple(Column(name, medium=medium) for name in names)
+
+
+def numbers(*names: str, medium: Medium = "both") -> tuple[Column, ...]:
+    """Columns of numbers, aligned to the right."""
+    return tuple(Column(name, "number", medium) for name in names)
+
+
+def bars(name: str, medium: Medium = "page") -> tuple[Column, ...]:
+    """A column of bars; a terminal draws only those of one part."""
+    return (Column(name, "bar", medium),)
+
+
+type CellLike = str | Cell | Bars
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Cells of a row; missing ones at its end are empty."""
+
+    cells: tuple[CellLike, ...]
+    bold: bool = False
+
+
+@dataclasses.dataclass
+class Table:
+    """A table, to which `add` adds rows.
+
+    title: a line above it on a terminal, its name on a page.
+    id, css: of the element on a page.
+    first_rows: a page shows so many rows until it is asked for more, and sorts by the heading that is clicked.
+    terminal_rows: rows that a terminal shows.
+    """
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: list[Row] = dataclasses.field(default_factory=list[Row])
+    id: str = ""
+    css: str = ""
+    first_rows: int | None = None
+    terminal_rows: int | None = None
+
+    def add(self, *cells: CellLike, bold: bool = False) -> None:
+        """Adds a row."""
+        self.rows.append(Row(cells, bold))
+
+    def of(self, medium: Medium) -> "tuple[list[Column], list[Row]]":
+        """Columns of a medium, and the rows with a cell for each of them."""
+        shown = [index for index, column in enumerate(self.columns) if column.medium in ("both", medium)]
+        most = self.terminal_rows if medium == "terminal" else None
+        rows = [
+            Row(tuple(row.cells[i] if i < len(row.cells) else "" for i in shown), row.bold) for row in self.rows[:most]
+        ]
+        return [self.columns[i] for i in shown], rows
+
+    def lines(self) -> list[str]:
+        """The table without its title as aligned lines, for logs and for machines with nothing but JAX."""
+        columns, rows = self.of("terminal")
+        cells = [[column.name for column in columns], *([text_of(cell) for cell in row.cells] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return [
+            "  ".join(
+                text.rjust(width) if column.kind == "number" else text.ljust(width)
+                for text, width, column in zip(line, widths, columns, strict=True)
+            ).rstrip()
+            for line in cells
+        ]
+
+
+def text_of(cell: CellLike) -> str:
+    """Text of a cell; a bar is drawn with block characters."""
+    if isinstance(cell, Bars):
+        return drawn(cell.parts[0].start, cell.parts[0].length)
+    return cell.text if isinstance(cell, Cell) else cell
+
+
+def drawn(start: Number, length: Number, width: int = 30) -> str:
+    """A bar in block characters; the smallest one is a thin line."""
+    first, last = round(start * width), round((start + length) * width)
+    return " " * first + ("█" * (last - first) or "▏" * (length > 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """The JSON of a report; cells take their numbers from it by their path, so that a page and its JSON agree."""
+
+    content: Mapping[str, Any]
+
+    def value(self, path: str) -> Any:
+        """Value at a path such as `steps.0.parts.idle`; None if the last name is missing."""
+        found: Any = self.content
+        for key in path.split("."):
+            found = found[int(key)] if isinstance(found, Sequence) else found.get(key)
+        return found
+
+    def cell(self, path: str, shown: Callable[[Any], str] = str, **more: Any) -> Cell:
+        """The number at a path, as `shown` formats it."""
+        value = self.value(path)
+        return Cell(shown(value), value, path, **more)

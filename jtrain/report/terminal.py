@@ -1,0 +1,64 @@
+"""Tables and pages printed on a terminal, by rich."""
+
+from collections.abc import Iterable
+
+from rich import box, table
+from rich.console import Console
+from rich.text import Text
+
+from jtrain.report.page import Items, Page, PageBlock, Panels, Picture, Title
+from jtrain.report.table import Table, text_of
+
+
+def new_console() -> Console:
+    """A console as wide as the terminal, or of 110 columns without one."""
+    return Console(width=None if Console().is_terminal else 110)
+
+
+def print_blocks(blocks: Iterable[PageBlock], console: Console | None = None, *, titles: bool = True) -> None:
+    """Prints blocks one below the other, without what only a page shows.
+
+    Args:
+      titles: print the titles of tables.
+    """
+    console = console or new_console()
+    for block in blocks:
+        if isinstance(block, str):
+            console.print(Text(block))
+        elif isinstance(block, Title):
+            console.print(Text(block.text, style="bold"))
+        elif isinstance(block, Table):
+            if titles and block.title:
+                console.print(Text(block.title, style="bold"))
+            console.print(rich_table(block))
+        elif isinstance(block, Items):
+            print_blocks([f"- {line}" for line in block.lines] or [block.nothing], console)
+        elif isinstance(block, Panels):
+            print_blocks(next(iter(block.panels.values())), console, titles=titles)
+        elif isinstance(block, Picture):
+            for row in () if block.rows is None else block.rows(console.width):
+                console.print(row, no_wrap=True, crop=True)
+        elif block.medium != "page":
+            print_blocks([block.text], console)
+
+
+def print_page(page: Page, console: Console) -> None:
+    """Prints a page: its title, introduction, key figures and sections."""
+    print_blocks([Title(page.heading or page.title), *page.introduction], console)
+    if page.tiles:
+        print_blocks(["; ".join(f"{name} {text_of(cell)}" for name, cell in page.tiles)], console)
+    for section in page.sections:
+        if section.medium != "page":
+            print_blocks([Title(section.title), *section.blocks], console, titles=False)
+
+
+def rich_table(described: Table) -> table.Table:
+    """A plain table: texts are folded where there is no room, numbers never."""
+    columns, rows = described.of("terminal")
+    made = table.Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, collapse_padding=True)
+    for column in columns:
+        right = column.kind == "number"
+        made.add_column(Text(column.name), justify="right" if right else "left", overflow="fold", no_wrap=right)
+    for row in rows:
+        made.add_row(*(Text(text_of(cell)) for cell in row.cells), style="bold" if row.bold else None)
+    return made
