@@ -11,7 +11,6 @@ from jaxtyping import Int
 from jtrain.data.constructor.constructor import ConstructorSetup, DataState
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.held_out import HeldOutSet
-from jtrain.data.hosts.peers import meet
 from jtrain.data.mixture.schedule import own_weights
 from jtrain.data.plane.data_plane import InlinePlane, Plane, ProcessPlane
 from jtrain.data.plane.iterator import BatchIterator, to_json
@@ -28,6 +27,7 @@ from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.data.stream.windowed_order import WindowedChunks
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
+from jtrain.runtime.link import meet
 
 _STATE_VERSION = 4
 

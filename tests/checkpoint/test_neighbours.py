@@ -113,7 +113,7 @@ def test_lost_memory_is_fetched_from_the_neighbour(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stranger_is_not_answered(tmp_path: Path) -> None:
-    """A connection that does not know the secret gets 32 random bytes and then the end, and the process goes on."""
+    """A connection that does not know the token gets 32 random bytes and then the end, and the process goes on."""
     script = PROCESS.replace(
         "said = []",
         """said = []
@@ -121,9 +121,9 @@ import socket
 from jtrain.checkpoint import neighbours
 called = neighbours.Neighbours.send
 def send(self, *args):
-    with socket.create_connection(self._addresses[self._to], timeout=60) as link:
+    with socket.create_connection(self._peers.addresses[self._receiver], timeout=60) as link:
         nonce = link.recv(32, socket.MSG_WAITALL)
-        link.sendall(bytes(64))
+        link.sendall(bytes(68))
         said.append([len(nonce), len(link.recv(100))])
     return called(self, *args)
 neighbours.Neighbours.send = send""",

@@ -18,12 +18,12 @@ from jtrain.data.autoscaler.policy import Autoscaler
 from jtrain.data.constructor.collate import ARRAYS
 from jtrain.data.constructor.constructor import Constructor, ConstructorSetup, DataState
 from jtrain.data.constructor.fetched_rows import FetchedRows
-from jtrain.data.hosts.peers import Peers
 from jtrain.data.loaders.forkserver import ForkserverClient
 from jtrain.data.loaders.pool import Pool, ProcessPool
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
 from jtrain.runtime.lease import Lease
 from jtrain.runtime.lease_stores import MessageStore
+from jtrain.runtime.link import Peers
 
 SCALE_EVERY_S = 0.25
 """Shortest time between two updates of the autoscaler."""

@@ -62,9 +62,7 @@ class SharedPool:
     What a host that cannot be reached should read is read here, until it is back. Prepared sources need no lengths, and
     each host reads what is in its rows.
 
-    Messages between hosts: `("ask", request, part, first)`, answered by some `("run", request, number, numbers,
-    lengths, skipped, anchor, seconds)`; `("fetch", request, number, source, numbers, anchor)`, answered by `("ids",
-    request, lengths, ids, bytes of the runs of ids that are not learned)`; and `("done", number)`.
+    `messages` has what hosts send each other.
 
     Args:
       local: pool of this host's loaders.

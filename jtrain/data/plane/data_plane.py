@@ -21,13 +21,13 @@ from jtrain.data.constructor.constructor import (
     DataState,
 )
 from jtrain.data.constructor.process import ProcessSetup, Slots, slot_bytes
-from jtrain.data.hosts.peers import Peers
 from jtrain.data.loaders.forkserver import Child, Forkserver
 from jtrain.data.loaders.inline import InlinePool
 from jtrain.data.loaders.messages import DataError
 from jtrain.data.loaders.shared_memory import SharedMemory
 from jtrain.data.planner.planner import LoadingPlan
 from jtrain.runtime.lease import Watch
+from jtrain.runtime.link import Peers
 
 MOST_RESTARTS = 3
 """Restarts of a constructor in a row, without a batch in between, before the run fails."""
@@ -98,8 +98,8 @@ class ProcessPlane:
     unchanged. `close` ends every process, and so does any end of this process, even a kill.
 
     Args:
-      peers: socket of this process's constructor, and where those of the other processes are (`hosts.peers.meet`): they
-        divide the reading. None: this process reads everything itself.
+      peers: socket of this process's constructor, and where those of the other processes are (`runtime.link.meet`):
+        they divide the reading. None: this process reads everything itself.
     """
 
     def __init__(

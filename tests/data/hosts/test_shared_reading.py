@@ -21,10 +21,10 @@ import pytest
 
 from jtrain.data import BatchIterator, PackedText, open_dataset
 from jtrain.data.dataset import TextDataset
-from jtrain.data.hosts.peers import Peers
 from jtrain.data.plane.data_plane import ProcessPlane
 from jtrain.layout.dims import Batch
 from jtrain.runtime import multihost
+from jtrain.runtime.link import Peers
 from tests.data.conftest import assert_same_batch
 from tests.data.four_sources import spec
 
