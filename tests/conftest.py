@@ -51,6 +51,8 @@ import beartype  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
+from hypothesis.internal import constants_ast  # noqa: E402
+from hypothesis.internal.conjecture import providers  # noqa: E402
 
 _with_shapes = jaxtyping.jaxtyped
 
@@ -109,9 +111,12 @@ def _checked(*, typechecker: Any) -> Callable[[Any], Any]:
 jaxtyping.jaxtyped = _checked
 jaxtyping.install_import_hook(("jtrain", "jtrain_kernels"), "beartype.beartype")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# No timed assertions: under load any test takes long.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# No timed assertions: under load any test takes long. The same examples in every run: nothing fails by luck.
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("fixed")
+# Hypothesis would also draw constants of those modules of the project that this process happens to have imported.
+assert hasattr(providers, "_get_local_constants"), "look for what has taken its place"
+providers._get_local_constants = constants_ast.Constants
 
 _unknown_skips: list[str] = []
 

@@ -31,7 +31,196 @@ FUSED = OVERLAP + "test_gpu_fabric.py::test_the_fused_kernels_give_the_product_a
 ELSEWHERE = "tests/test_platform_dependent.py::test_an_accelerators_branch_computes_what_the_cpus_does"
 IN_FLOAT64 = OVERLAP + "test_api.py::test_values_and_gradients_are_those_of_float64"
 
+STAGES = "tests/pipeline/test_executor.py::test_stages_are_not_a_model"
+SPLIT_BACKWARD = "tests/pipeline/test_executor.py::test_split_backward_passes_are_not_a_model"
+LAYOUT = "tests/step/test_train_step.py::test_the_layout_is_not_a_model"
+SEQUENCES = "tests/step/test_train_step.py::test_split_sequences_are_whole_ones"
+IN_8_BITS = "tests/step/test_fp8.py::test_delayed_scaling_is_the_same_on_any_layout"
+HOSTS_CORES = "tests/step/test_host_offload.py::test_the_hosts_cores_compute_the_same_update"
+DTYPES = "tests/step/test_dtypes.py"
+NOISE = "tests/optim/test_state.py::test_no_two_roundings_share_their_noise"
+COLLATED = "tests/data/constructor/test_collate.py"
+
 BUGS = {
+    # A batch whose rows are all alike hides these: the wrong microbatch, group, or row.
+    "stages: backward passes with positions and documents of the forward pass": Bug(
+        "jtrain/step/pipelined.py",
+        "self._shared(parts, row_F[Field.BACKWARD_MICROBATCH])",
+        "self._shared(parts, row_F[Field.FORWARD_MICROBATCH])",
+        STAGES,
+    ),
+    "stages: targets of the worker's own forward pass": Bug(
+        "jtrain/step/pipelined.py",
+        "parts.target_BL[row_F[Field.HEAD_MICROBATCH]]",
+        "parts.target_BL[row_F[Field.FORWARD_MICROBATCH]]",
+        STAGES,
+    ),
+    "stages: the embedding's gradient for the tokens that enter": Bug(
+        "jtrain/step/pipelined.py",
+        "parts.token_BL[row_F[Field.EMBED_GRADIENT_MICROBATCH]]",
+        "parts.token_BL[row_F[Field.EMBED_MICROBATCH]]",
+        STAGES,
+    ),
+    "stages: evaluation with the first microbatch's targets": Bug(
+        "jtrain/step/pipelined.py",
+        "self.ends.nats(trained, y_BLD, parts.target_BL[microbatch])",
+        "self.ends.nats(trained, y_BLD, parts.target_BL[0 * microbatch])",
+        STAGES,
+    ),
+    "stages: gradients of weights from the stash that is being filled": Bug(
+        "jtrain/step/pipelined.py",
+        "chunk, stash = row_F[Field.WEIGHT_CHUNK], row_F[Field.WEIGHT_STASH]",
+        "chunk, stash = row_F[Field.WEIGHT_CHUNK], row_F[Field.BACKWARD_STASH]",
+        SPLIT_BACKWARD,
+    ),
+    "groups of sequences: documents of the first group for all": Bug(
+        "jtrain/model/sequence_groups.py",
+        "in (x_BLD, cos_BLR, sin_BLR, segment_BL)]",
+        "in (x_BLD, cos_BLR, sin_BLR, jnp.tile(segment_BL[: len(segment_BL) // groups], (groups, 1)))]",
+        "tests/step/test_tensor_overlap.py::test_groups_of_sequences_are_not_a_model",
+    ),
+    # One block, chunk or slice hides these.
+    "collation: positions from the beginning of the batch": Bug(
+        "jtrain/data/constructor/collate.py",
+        "starts[low:high] - np.int32(first_token)",
+        "starts[low:high]",
+        COLLATED,
+    ),
+    "collation: ends of documents counted from the beginning of the batch": Bug(
+        "jtrain/data/constructor/collate.py",
+        "target[ends[low:high] - (first_token + 1)] = IGNORE",
+        "target[(ends[low:high] - 1) % len(target)] = IGNORE",
+        COLLATED,
+    ),
+    "tpu: a norm's sums over rows begin anew in each block": Bug(
+        KERNELS + "rms_norm/pallas_tpu.py",
+        "pl.program_id(1) == 0",
+        "pl.program_id(1) >= 0",
+        "tests/kernels/test_rms_norm_kernels.py::test_the_tpu_kernel_has_the_formulas_gradients",
+    ),
+    "tpu: angles of the first block for all": Bug(
+        KERNELS + "rope/pallas_tpu.py",
+        "table = pl.BlockSpec((block, H), lambda step: (step, 0))",
+        "table = pl.BlockSpec((block, H), lambda step: (0, 0))",
+        "tests/kernels/test_rope_kernels.py::test_the_tpu_kernel_turns_pairs_half_a_head_apart",
+    ),
+    "offload: noise of a layer's first slice for all of its slices": Bug(
+        "jtrain/step/optimizer_update.py",
+        "first = (start[stacked] + part * grad.shape[0], *start[stacked + 1 :])",
+        "first = (start[stacked], *start[stacked + 1 :])",
+        "tests/step/test_host_offload.py::test_every_form_of_state_streams",
+    ),
+    # Noise that two arrays share.
+    "int8: second moments rounded with the noise of the first": Bug(
+        "jtrain/optim/state.py",
+        'encode(value, split, signed=name == "mu", bits=noise.bits(name, value.shape))',
+        'encode(value, split, signed=name == "mu", bits=noise.bits("mu", value.shape))',
+        NOISE,
+    ),
+    "parameters rounded with the noise of their first moments": Bug(
+        "jtrain/optim/optimizer.py", 'noise.bits("param", p.shape)', 'noise.bits("mu", p.shape)', NOISE
+    ),
+    "layers rounded with the noise of the first one": Bug(
+        "jtrain/optim/optimizer.py",
+        "Noise(info, update.step, first + y, tuple(inner))",
+        "Noise(info, update.step, first + 0 * y, tuple(inner))",
+        NOISE,
+    ),
+    "the same noise in every step": Bug(
+        "jtrain/optim/optimizer.py",
+        "Noise(info, update.step, first + y, tuple(inner))",
+        "Noise(info, 0 * update.step, first + y, tuple(inner))",
+        NOISE,
+    ),
+    "the same noise in every microbatch": Bug(
+        "jtrain/step/train_step.py",
+        "step * spec.microbatches + index, index)",
+        "step * spec.microbatches, index)",
+        "tests/step/test_gradient_sums.py::test_each_microbatch_has_noise_of_its_own",
+    ),
+    # Formats of sums.
+    "reduce_dtype ignored for sums over replicas": Bug(
+        "jtrain/step/zero.py",
+        "jax.lax.psum(grad.astype(layout.precision.reduce_dtype), axes)",
+        "jax.lax.psum(grad.astype(jnp.float32), axes)",
+        DTYPES,
+    ),
+    "reduce_dtype ignored where a step gathers once": Bug(
+        "jtrain/step/zero.py",
+        "grad = scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), p.zero_dim)\n        return grad",
+        "grad = scatter_shards(layout, grad, p.zero_dim)\n        return grad",
+        DTYPES,
+    ),
+    "copies of shared key heads summed in reduce_dtype": Bug(
+        "jtrain/step/zero.py",
+        "jnp.sum(parts, axis=heads + 1, dtype=jnp.float32)",
+        "jax.lax.reduce_sum(parts, (heads + 1,))",
+        DTYPES,
+    ),
+    "stages: gradients summed in the parameters' format": Bug(
+        "jtrain/step/pipeline_chunks.py",
+        "jnp.zeros_like(x, dtype=jnp.float32), _parts",
+        "jnp.zeros_like(x), _parts",
+        DTYPES,
+    ),
+    # What counts to nothing.
+    "stages: padding of a split head as targets": Bug(
+        "jtrain/step/pipeline_ends.py",
+        "_padded(target_T, stage, IGNORE)",
+        "_padded(target_T, stage)",
+        STAGES,
+    ),
+    "stages: router losses of identity layers": Bug(
+        "jtrain/step/pipeline_chunks.py",
+        "jnp.where(self.real_Y[row] & present, weight, 0.0), self.router)",
+        "jnp.where(present, weight, 0.0), self.router)",
+        STAGES,
+    ),
+    # An option or an axis that is forgotten in one combination.
+    "8 bits: largest values not shared over context": Bug(
+        "jtrain/step/train_step.py",
+        'shared = tuple(axis for axis in axes if axis != "stage")',
+        'shared = tuple(axis for axis in axes if axis not in ("stage", "context"))',
+        IN_8_BITS,
+    ),
+    "8 bits: largest values of the last microbatch alone": Bug(
+        "jtrain/step/train_step.py",
+        "jax.tree.map(jnp.maximum, carry[1], seen)",
+        "jax.tree.map(lambda _, new: new, carry[1], seen)",
+        IN_8_BITS,
+    ),
+    "tokens of a batch not counted over context": Bug(
+        "jtrain/step/zero.py",
+        'tuple(axis for axis in (*BATCH_AXES, "context") if',
+        "tuple(axis for axis in BATCH_AXES if",
+        SEQUENCES,
+    ),
+    "a router's tokens not counted over the parts of a sequence": Bug(
+        "jtrain/model/router.py",
+        "    if axes:\n        chosen_BX = jax.lax.psum(chosen_BX, axes)\n",
+        "",
+        "tests/step/test_moe_step.py::test_the_layout_is_not_a_mixture",
+    ),
+    # A rejected step that leaves traces.
+    "8 bits: histories advance in a rejected step": Bug(
+        "jtrain/step/train_step.py",
+        "lambda new, old: jnp.where(scalars.applied, new, old), advanced(",
+        "lambda new, old: new, advanced(",
+        IN_8_BITS,
+    ),
+    "the host's cores apply a rejected update": Bug(
+        "jtrain/step/optimizer_update.py",
+        'optimizer.update_param(scalars, p.info, grad, state["param"], of_leaf)',
+        'optimizer.update_param(scalars.__class__(**vars(scalars) | {"applied": scalars.step >= 0}), '
+        'p.info, grad, state["param"], of_leaf)',
+        HOSTS_CORES,
+    ),
+    "moments advance in a rejected step": Bug(
+        "jtrain/optim/optimizer.py",
+        "new_param, new = jax.tree.map(lambda n, o: jnp.where(update.applied, n, o), (new_param, new), (param, leaf))",
+        "new_param = jnp.where(update.applied, new_param, param)",
+        LAYOUT,
+    ),
     "schedule: no wait for what was sent": Bug(
         KERNELS + "overlap/schedule.py",
         'return place, [] if before is None else [Wait(place, "sent", before)]',
@@ -119,8 +308,8 @@ BUGS = {
     ),
     "accelerators: a kernel's gradient rounded to bfloat16": Bug(
         KERNELS + "linear/api.py",
-        "default=lambda x, dy: contract(x, dy, 0, 0, kernel_IO.dtype),",
-        "default=lambda x, dy: contract(x, dy, 0, 0, x.dtype).astype(kernel_IO.dtype),",
+        "product=lambda x, dy, dtype: contract(x, dy, 0, 0, dtype))",
+        "product=lambda x, dy, dtype: contract(x, dy, 0, 0, x.dtype).astype(dtype))",
         ELSEWHERE,
     ),
     "accelerators: rows exchanged from where they go to where they are": Bug(
@@ -149,8 +338,6 @@ BUGS = {
     ),
 }
 
-pytestmark = pytest.mark.slow
-
 
 def run(tree: Path, *tests: str) -> subprocess.CompletedProcess[str]:
     """Runs quick tests of a copy until the first failure."""
@@ -170,12 +357,20 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
+@pytest.mark.slow
 def test_without_a_bug_the_tests_pass(tree: Path) -> None:
     """A failure below is due to the bug."""
     done = run(tree, *sorted({bug.test.partition("::")[0] for bug in BUGS.values()}))
     assert done.returncode == pytest.ExitCode.OK, done.stdout
 
 
+def test_every_bug_can_be_planted() -> None:
+    """The code that each replaces is there once: a change of it plants the bug anew."""
+    assert {name for name, bug in BUGS.items() if (ROOT / bug.file).read_text().count(bug.old) != 1} == set()
+    assert all(bug.old != bug.new and (ROOT / bug.test.partition("::")[0]).exists() for bug in BUGS.values())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS.keys())
 def test_the_quick_tests_find_it(bug: Bug, tree: Path) -> None:
     """A test fails, or ends at its time limit; it is not that none could be collected."""

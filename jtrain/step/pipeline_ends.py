@@ -110,7 +110,7 @@ class Ends:
         return padded.reshape(tensor, stage, -1).swapaxes(0, 1).reshape(-1)
 
 
-def _padded(x: Shaped[Array, "T ..."], stage: int, fill: int = 0) -> Shaped[Array, "T ..."]:
+def _padded(x: Shaped[Array, "T ..."], stage: int, fill: int = 0) -> Shaped[Array, "_ ..."]:
     """Tokens with as many more as make them split evenly over stages."""
     missing = -x.shape[0] % stage
     return jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), constant_values=fill) if missing else x

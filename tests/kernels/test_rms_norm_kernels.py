@@ -46,8 +46,14 @@ def test_a_branch_is_the_stream_and_its_norm(dtype: str) -> None:
 
 @dtypes
 @pytest.mark.parametrize("mode", ("eager", "on_wait"))
-def test_the_tpu_kernel_has_the_formulas_gradients(dtype: str, mode: Any) -> None:
-    """Emulated with race detection in both orders of copies; memory that was not written is NaN."""
+def test_the_tpu_kernel_has_the_formulas_gradients(dtype: str, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated with race detection in both orders of copies; memory that was not written is NaN.
+
+    Each part has two or four blocks, whose sums over rows add up.
+    """
+    monkeypatch.setattr(pallas_tpu, "VMEM_BYTES", 2**18)
+    for residual in (False, True):
+        assert pallas_tpu.block_rows(2 * 64, 256, jnp.dtype(dtype).itemsize, residual=residual) in (16, 32)
     backward = pallas_tpu.OnePassTPU(compat.tpu_interpret(mode, uninitialized_memory="nan"))
     inputs = normal(0, *SHAPE), normal(1, 256)
     agree_with(lambda x, s: norm_by(x, s, 0.1, backward), formula, inputs, dtype)

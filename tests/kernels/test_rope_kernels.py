@@ -22,8 +22,13 @@ ANGLE = normal(1, 2, 16, 64)
 
 @dtypes
 @pytest.mark.parametrize("heads", (3, 16))
-def test_the_tpu_kernel_turns_pairs_half_a_head_apart(dtype: str, heads: int) -> None:
-    """Value and gradient are those of complex multiplication by exp(i angle); emulated with race detection."""
+def test_the_tpu_kernel_turns_pairs_half_a_head_apart(dtype: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value and gradient are those of complex multiplication by exp(i angle); emulated with race detection.
+
+    The 32 tokens are four blocks.
+    """
+    monkeypatch.setattr(pallas_tpu, "VMEM_BYTES", 2**19)
+    assert pallas_tpu.block_tokens(32, heads, 128, jnp.dtype(dtype).itemsize) == 8
 
     def formula(x: Array) -> Array:
         turned = (x[..., :64] + 1j * x[..., 64:]) * jnp.exp(1j * jnp.asarray(ANGLE, jnp.float64))[:, :, None, :]

@@ -266,6 +266,43 @@ def test_masters_follow_the_float32_run_and_parameters_are_them_rounded() -> Non
     assert {x.dtype.name for x in jax.tree.leaves(got)} == {"bfloat16"}
 
 
+def mlp_of(seed: int) -> dict[str, Any]:
+    """Random arrays of the two matrices of a feed-forward layer."""
+    return {name: array for name, array in random(seed)["layers"]["mlp"].items() if name in ("gate_DF", "down_FD")}
+
+
+def test_no_two_roundings_share_their_noise() -> None:
+    """Which elements are rounded away from 0 is unrelated between arrays of the state, layers, parameters and steps.
+
+    The same noise for two of them relates them by a third; noise of their own by 0.03, of parameters that hardly move.
+    """
+    paths = ("layers.mlp.gate_DF", "layers.mlp.down_FD")
+    infos = nested({path: BY_PATH[path] for path in paths})
+    opt, exact = (
+        build(AdamW(1e-2, b2=0.99, **fields), num_steps=10, params=infos)
+        for fields in (dict[str, Any](moment_dtype="int8", param_rounding="stochastic"), dict[str, Any]())
+    )
+    masters = jax.tree.map(lambda _, x: x.astype(jnp.bfloat16), infos, {"layers": {"mlp": mlp_of(0)}})
+    update, update_exactly = jax.jit(opt.update), jax.jit(exact.update)
+    rounded_up: dict[tuple[Any, ...], np.ndarray] = {}
+    for step in (3, 4):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), masters)
+        grads = {"layers": {"mlp": mlp_of(step)}}
+        want_params, want, _ = update_exactly(grads, exact.init(wide), wide, step)
+        params, state, _ = update(grads, opt.init(masters), masters, step)
+        leaves = opt.leaves(state)
+        for path in paths:
+            got = {name: load(opt.spec, BY_PATH[path], leaves[path], name) for name in ("mu", "nu")}
+            got["param"] = by_path(opt.params, params)[path].astype(jnp.float32)
+            right = exact.leaves(want)[path] | {"param": by_path(opt.params, want_params)[path]}
+            for name, layer in itertools.product(got, (0, 1)):
+                key = step, path, name, layer
+                rounded_up[key] = np.asarray(abs(got[name][layer]) > abs(right[name][layer])).ravel()
+    related = np.abs(np.corrcoef(np.stack(list(rounded_up.values())))) - np.eye(len(rounded_up))
+    worst = np.unravel_index(related.argmax(), related.shape)
+    assert related.max() < 0.1, [list(rounded_up)[index] for index in worst]
+
+
 def test_small_updates_are_lost_to_nearest_and_kept_on_average_by_chance() -> None:
     """1000 updates of 1e-5 move weights of 1 by 0.01 on average; rounded to nearest the weights do not move.
 

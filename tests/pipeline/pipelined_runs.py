@@ -20,8 +20,9 @@ from jtrain.pipeline.spec import PipelineSpec
 from jtrain.step.pipeline_ticks import ticks_of
 from jtrain.step.state import TrainState, abstract_state, init_state, shardings_of
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
+from tests.batches import adversarial_batch
 from tests.layouts import layout_from
-from tests.step.test_train_step import packed_batch
+from tests.step.state_checks import assert_a_rejected_step_changes_nothing, assert_copies_agree
 
 NUM_STEPS = 3
 SIZES: dict[str, Any] = dict(
@@ -104,8 +105,8 @@ def trained(
     lay = layout_from(fields, mesh_spec, infos, pipeline=PipelineSpec(**(pipeline or {})))
     opt = build(optimizer, num_steps=20, params=map_params(lambda info: info, infos))
     step = make_train_step(model, opt, lay, mesh)
-    columns = context_order(packed_batch().token_BL.shape[1], mesh_spec.context, lay.context_order)
-    batch = jax.tree.map(lambda x: jax.device_put(x[:, columns], NamedSharding(mesh, BATCH_SPEC)), packed_batch())
+    columns = context_order(adversarial_batch().token_BL.shape[1], mesh_spec.context, lay.context_order)
+    batch = jax.tree.map(lambda x: jax.device_put(x[:, columns], NamedSharding(mesh, BATCH_SPEC)), adversarial_batch())
     evaluates = lay.pipeline and (lay.pipeline.virtual, ticks_of(lay, trains=False).table.tobytes())
     key = (*map(_fields, (axes, sizes, layout)), optimizer, evaluates)
     if key not in _begun:
@@ -129,7 +130,7 @@ def trained(
         return map_params(in_order, infos, jax.device_get(tree))
 
     first = logical(state.params)
-    losses, hashes, gradient = [], [], None
+    losses, hashes, gradient, metrics = [], [], None, None
     for _ in range(NUM_STEPS):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss_nats"]))
@@ -140,8 +141,11 @@ def trained(
     scaling = jax.tree.map(
         lambda x: np.asarray(x)[[order.index(layer) for layer in range(model.num_layers)]], state.scaling
     )
+    assert_copies_agree((state, metrics))
+    last = logical(state.params)
+    assert_a_rejected_step_changes_nothing(step, state, batch)
     num_traces = step._cache_size()  # pyright: ignore[reportFunctionMemberAccess]: of jit
-    return Run(np.array(losses), first, logical(state.params), gradient, scaling, hashes, nats_BL, num_traces)
+    return Run(np.array(losses), first, last, gradient, scaling, hashes, nats_BL, num_traces)
 
 
 @functools.cache

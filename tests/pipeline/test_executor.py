@@ -7,11 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hypothesis
 import jax
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from jtrain.errors import UserError
 from jtrain.optim import AdamW, Muon
@@ -21,6 +19,7 @@ from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.spec import PipelineSpec
 from tests.pipeline.pipelined_runs import (
     ADAMW,
+    EXPERTS,
     OPTIONS,
     SIZES,
     assert_composes,
@@ -31,19 +30,22 @@ from tests.pipeline.pipelined_runs import (
 )
 from tests.pipeline.toy import random_schedule
 
-UNEVEN = SIZES | dict(num_layers=3, tie_embeddings=True)
+UNEVEN = EXPERTS | dict(num_layers=4, tie_embeddings=True, vocab_size=66)
 
 
 def test_stages_are_not_a_model() -> None:
-    """1F1B over two stages with ZeRO-3: three layers, so that one stage has an identity layer, and a tied table."""
-    got = trained(dict(stage=2, data=2), sizes=UNEVEN, zero_stage=3, microbatches=4, remat="full")
+    """1F1B over three stages with ZeRO-3, a tied table and experts, whose routers have losses of their own.
+
+    Four layers leave two stages with an identity layer, and three stages do not divide a microbatch's 64 tokens.
+    """
+    got = trained(dict(stage=3, data=2), sizes=UNEVEN, zero_stage=3, microbatches=4, remat="full")
     assert_same(got, unpipelined(UNEVEN))
 
 
 def test_split_backward_passes_are_not_a_model() -> None:
     """ZBV: two chunks per worker, gradients of weights from stashes; weights gathered once per step."""
     pipeline = dict(schedule="zbv", gather="step")
-    got = trained(dict(stage=2, data=2), pipeline=pipeline, zero_stage=3, microbatches=4)
+    got = trained(dict(stage=2, data=2, tensor=2), pipeline=pipeline, zero_stage=3, microbatches=4)
     assert_same(got, unpipelined())
 
 
@@ -105,13 +107,12 @@ def fits(schedule: PipelineSchedule) -> bool:
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=6, phases=(hypothesis.Phase.generate,))  # shrinking would train for minutes
-@hypothesis.given(st.integers(0, 2**32))
-def test_random_schedules_are_not_a_model(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_random_schedules_are_not_a_model(seed: int, tmp_path: Path) -> None:
     """Valid ones as a user would write them, from a file: they may split some backward passes and not others."""
     rng = random.Random(seed)
     schedule = next(s for s in iter(lambda: random_schedule(rng), None) if fits(s))
-    path = tmp_path_factory.mktemp("schedule") / "mine.csv"
+    path = tmp_path / "mine.csv"
     path.write_text(to_csv(schedule))
     sizes = SIZES | dict(num_layers=schedule.virtual_stages)
     got = trained(

@@ -1,11 +1,10 @@
 """Tables of ticks: an interpreter that follows their documentation gets exact gradients in the slots that they say."""
 
+import itertools
 import random
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from jtrain.pipeline.families import FAMILIES, make_schedule
 from jtrain.pipeline.schedule import PipelineSchedule, StageHop
@@ -36,11 +35,10 @@ def test_every_schedule_in_every_packing_is_the_unpipelined_run(name: str, packi
         check_table(make_schedule(name, stages, microbatches), packing)
 
 
-@hypothesis.settings(max_examples=40)
-@hypothesis.given(st.integers(0, 2**32), st.sampled_from(PACKINGS))
-def test_random_schedules_in_any_packing_are_the_unpipelined_run(seed: int, packing: Packing) -> None:
+def test_random_schedules_in_any_packing_are_the_unpipelined_run() -> None:
     """Any valid order, also with chunks, a V, and backward passes of which only some are split."""
-    check_table(random_schedule(random.Random(seed)), packing)
+    for seed, packing in zip(range(40), itertools.cycle(PACKINGS), strict=False):
+        check_table(random_schedule(random.Random(seed)), packing)
 
 
 def test_a_wrong_slot_would_be_found() -> None:

@@ -15,9 +15,10 @@ from jtrain.optim import build
 from jtrain.step.checksums import METRIC, copies, differing_copies, summed_arrays
 from jtrain.step.state import abstract_state, init_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
+from tests.batches import adversarial_batch
 from tests.layouts import layout_from
 from tests.step.bit_flips import copied, flip
-from tests.step.test_train_step import ADAMW, SIZES, packed_batch
+from tests.step.test_train_step import ADAMW, SIZES
 
 LAYOUTS: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
     (dict(replica=2, data=2, tensor=2), dict(zero_stage=3, param_dtype="bfloat16")),
@@ -56,7 +57,7 @@ def stepper(axes: dict[str, int], layout: dict[str, Any], *, checksums: bool = T
     lay = layout_from(dict(layout), spec, infos)
     opt = build(ADAMW, num_steps=20, params=map_params(lambda info: info, infos))
     step = make_train_step(model, opt, lay, mesh, checksums=checksums)
-    batch = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, BATCH_SPEC)), packed_batch())
+    batch = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, BATCH_SPEC)), adversarial_batch())
     return Stepper(step, init_state(lay, opt, mesh, seed=0), batch, abstract_state(lay, opt, mesh), mesh)
 
 

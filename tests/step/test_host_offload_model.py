@@ -29,9 +29,10 @@ from jtrain.plan.job import Job
 from jtrain.step.host_offload import sharding
 from jtrain.step.train_step import BATCH_SPEC, _local_gradients
 from jtrain.step.zero import param_tree, placement_of
+from tests.batches import adversarial_batch
 from tests.layouts import layout_from
+from tests.step.reference import loss_and_gradients, relative_errors
 from tests.step.test_train_step import SIZES as STEP_SIZES
-from tests.step.test_train_step import packed_batch
 
 SIZES: dict[str, Any] = STEP_SIZES | dict(num_kv_heads=4)  # the shares below are of these bytes
 ALL = OffloadSpec(params=1.0, activations=1.0)
@@ -60,7 +61,7 @@ def traced(axes: dict[str, int], offload: OffloadSpec, **fields: Any) -> tuple[A
     on_host = [p.info.path for p in lay.params if p.param_memory == "pinned_host"]
     assert bool(on_host) == (offload.params != "none")
     assert [x.sharding.memory_kind for x in jax.tree.leaves(params)].count("pinned_host") == len(on_host)
-    batch = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, BATCH_SPEC)), packed_batch())
+    batch = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, BATCH_SPEC)), adversarial_batch())
     run = jax.jit(
         jax.shard_map(
             lambda params, batch: _local_gradients(model, lay, params, {}, batch, jnp.int32(0))[::2],
@@ -87,12 +88,25 @@ def on_the_device(axes: tuple[tuple[str, int], ...], **fields: Any) -> tuple[flo
     return gradients(dict(axes), OffloadSpec(), **fields)
 
 
+ERROR = {"float32": 1e-5, "bfloat16": 2e-2}
+"""Bound of each gradient's distance from float64's, as a share of its norm: some units of rounding per product."""
+
+
+def assert_right(loss: float, grads: Any, dtype: str) -> None:
+    """Loss and gradients are those of float64, to the rounding of `dtype`."""
+    nats, want = loss_and_gradients(first_params("float32"), adversarial_batch(), z_loss=SIZES["z_loss"])
+    errors = relative_errors(grads, want)
+    assert abs(loss - nats) < ERROR[dtype] * nats / 10
+    assert max(errors.values()) < ERROR[dtype], errors
+
+
 def assert_same(axes: dict[str, int], offload: OffloadSpec, **fields: Any) -> None:
-    """Bit for bit, and one program has arrays in host memory where the other has none."""
+    """Bit for bit, and one program has arrays in host memory where the other has none; both are right."""
     want_loss, want, plain = on_the_device(tuple(axes.items()), **fields)
     loss, got, program = gradients(axes, offload, **fields)
     assert 4 < loss < 5, "of 64 tokens, untrained: ln 64 is 4.16"
     assert loss == want_loss
+    assert_right(loss, got, fields["compute_dtype"])
     assert min(float(np.abs(x).max()) for x in jax.tree.leaves(want)) > 0, "every parameter has a gradient"
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert plain.count("<host>") == 0

@@ -17,8 +17,9 @@ from jtrain.optim import build
 from jtrain.step.recompute import make_roll, make_signature, suspects
 from jtrain.step.state import init_state
 from jtrain.step.train_step import BATCH_SPEC
+from tests.batches import adversarial_batch
 from tests.layouts import layout_from
-from tests.step.test_train_step import ADAMW, SIZES, packed_batch
+from tests.step.test_train_step import ADAMW, SIZES
 
 QUICK: tuple[dict[str, int], dict[str, Any]] = (
     dict(data=4, tensor=2),
@@ -54,7 +55,7 @@ def signatures(axes: dict[str, int], layout: dict[str, Any], model: Transformer)
     lay = layout_from(dict(layout), spec, infos)
     opt = build(ADAMW, num_steps=20, params=map_params(lambda info: info, infos))
     state = init_state(lay, opt, mesh, seed=0)
-    batch = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, BATCH_SPEC)), packed_batch())
+    batch = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, BATCH_SPEC)), adversarial_batch())
     signature, roll = make_signature(model, lay, mesh), make_roll(mesh)
     own, again = (np.asarray(signature(state.params, state.scaling, b)) for b in (batch, roll(batch)))
     return own, again, mesh

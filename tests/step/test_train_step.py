@@ -20,7 +20,10 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, build
 from jtrain.step.state import init_state
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
+from tests.batches import adversarial_batch
 from tests.layouts import layout_from
+from tests.step.reference import loss_and_gradients, relative_errors
+from tests.step.state_checks import assert_a_rejected_step_changes_nothing, assert_copies_agree
 
 NUM_STEPS = 20
 MESHES = (dict(data=8), dict(replica=2, data=4), dict(data=2, tensor=4))
@@ -31,21 +34,6 @@ SIZES: dict[str, Any] = dict(
 ADAMW = AdamW(peak_lr=3e-3, warmup_steps=4)
 
 
-@functools.cache
-def packed_batch() -> Batch:
-    """[32, 16] with two documents a row, padding, and one row that predicts nothing: shards differ in valid tokens."""
-    rng = np.random.default_rng(0)
-    rows, cols, first = 32, 16, 9
-    token = rng.integers(0, SIZES["vocab_size"], (rows, cols), np.int32)
-    segment = np.tile(np.array([1] * first + [2] * (cols - first - 2) + [0] * 2, np.int32), (rows, 1))
-    position = np.tile(np.array([*range(first), *range(cols - first)], np.int32), (rows, 1))
-    target = np.roll(token, -1, axis=1)
-    target[np.roll(segment, -1, axis=1) != segment] = IGNORE
-    target[segment == 0] = IGNORE
-    target[3] = IGNORE
-    return Batch(token, target, position, segment)
-
-
 @dataclasses.dataclass
 class Trained:
     losses: np.ndarray
@@ -53,7 +41,7 @@ class Trained:
     last: Any
     gradient: Any  # the first step's gradient, read back from Adam's first moment
     hashes: list[str]
-    eval_nats_BL: np.ndarray  # with the first parameters, in the columns of packed_batch
+    eval_nats_BL: np.ndarray  # with the first parameters, in the columns of adversarial_batch
     num_traces: int
 
 
@@ -74,11 +62,11 @@ def trained(
     state = init_state(lay, opt, mesh, seed=0)
     step = make_train_step(model, opt, lay, mesh)
     evaluate = make_eval_step(model, lay, mesh)
-    columns = context_order(packed_batch().token_BL.shape[1], mesh_spec.context, lay.context_order)
-    batch = jax.tree.map(lambda x: jax.device_put(x[:, columns], NamedSharding(mesh, BATCH_SPEC)), packed_batch())
+    columns = context_order(adversarial_batch().token_BL.shape[1], mesh_spec.context, lay.context_order)
+    batch = jax.tree.map(lambda x: jax.device_put(x[:, columns], NamedSharding(mesh, BATCH_SPEC)), adversarial_batch())
     eval_nats_BL = np.asarray(evaluate(state.params, batch))[:, np.argsort(columns)]
     first = jax.device_get(state.params)
-    losses, hashes, gradient = [], [], None
+    losses, hashes, gradient, metrics = [], [], None, None
     with jax.transfer_guard("disallow"):
         for _ in range(NUM_STEPS):
             state, metrics = step(state, batch)
@@ -88,6 +76,8 @@ def trained(
                 if gradient is None:
                     gradient = jax.device_get(state.opt_state.mu)
     last = jax.device_get(state.params)
+    assert_copies_agree((state, metrics))
+    assert_a_rejected_step_changes_nothing(step, state, batch)
     num_traces = step._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
     return Trained(np.array(losses), first, last, gradient, hashes, eval_nats_BL, num_traces)
 
@@ -102,7 +92,7 @@ def on_one_device() -> Trained:
 def assert_same(got: Trained, want: Trained) -> None:
     jax.tree.map(np.testing.assert_array_equal, got.first, want.first)
     np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
-    num_targets = (packed_batch().target_BL != IGNORE).sum()
+    num_targets = (adversarial_batch().target_BL != IGNORE).sum()
     np.testing.assert_allclose(got.eval_nats_BL.sum() / num_targets, want.losses[0], rtol=1e-5)
     np.testing.assert_allclose(got.eval_nats_BL, want.eval_nats_BL, rtol=1e-4, atol=1e-4)
     jax.tree.map(
@@ -115,13 +105,24 @@ def assert_same(got: Trained, want: Trained) -> None:
 
 def test_evaluation_gives_the_cross_entropy_of_each_token() -> None:
     """It is log-partition minus the target's logit, in numpy from all logits, and 0 without a target."""
-    want, batch = on_one_device(), packed_batch()
+    want, batch = on_one_device(), adversarial_batch()
     params = jax.tree.map(jnp.asarray, want.first)
     logits_BLV = np.asarray(Transformer(**SIZES).logits(params, jax.tree.map(jnp.asarray, batch)), np.float64)
     picked_BL = np.take_along_axis(logits_BLV, np.maximum(batch.target_BL, 0)[..., None], axis=-1)[..., 0]
     nats_BL = np.where(batch.target_BL == IGNORE, 0, np.log(np.exp(logits_BLV).sum(axis=-1)) - picked_BL)
     np.testing.assert_allclose(want.eval_nats_BL, nats_BL, rtol=1e-4, atol=1e-4)
     assert nats_BL.std() > 0.1, "tokens differ, or their order would not be tested"
+
+
+def test_one_device_computes_the_published_formulas() -> None:
+    """The run that all layouts are compared with has the loss and, in Adam's first moment, the gradient of float64."""
+    want = on_one_device()
+    nats, grads = loss_and_gradients(want.first, adversarial_batch(), z_loss=SIZES["z_loss"])
+    np.testing.assert_allclose(want.losses[0], nats, rtol=1e-6)
+    norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(grads)))
+    first_moment = jax.tree.map(lambda g: (1 - ADAMW.b1) * min(1.0, ADAMW.clip_norm / norm) * g, grads)
+    errors = relative_errors(want.gradient, first_moment)
+    assert max(errors.values()) < 1e-5, errors
 
 
 QUICK_STAGES = ((1, 3), (2, 3), (0, 2))
@@ -253,7 +254,7 @@ def test_a_moved_token_changes_the_batch_hash() -> None:
         state, metrics = step(state, batch)
         return str(metrics["batch_hash"])
 
-    batch = packed_batch()
+    batch = adversarial_batch()
     order = np.array([1, 0, *range(2, 32)])
     swapped_rows = jax.tree.map(lambda x: x[order], batch)
     tokens = np.array(batch.token_BL)

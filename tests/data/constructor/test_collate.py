@@ -1,10 +1,13 @@
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jtrain.constants import IGNORE
-from jtrain.data.constructor.collate import Rows, fill_rows, views_of
+from jtrain.data.constructor import collate
+from jtrain.data.constructor.collate import ARRAYS, Rows, fill_rows, views_of
 from jtrain.data.planner.pieces import Pieces
 
 layouts = st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=1, max_size=6)
@@ -23,28 +26,53 @@ def documents(layout: list[list[int]]) -> tuple[Pieces, dict[tuple[int, int], np
     return pieces, ids
 
 
-@given(layout=layouts, spare=st.integers(0, 4))
-def test_rows_are_what_the_plan_says(layout: list[list[int]], spare: int) -> None:
-    seq_len = max(2, max(sum(r) for r in layout) + spare)
+def collated(pieces: Pieces, rows: int, seq_len: int, ids_of: Callable[[int, int], np.ndarray]) -> Rows:
+    """What a plan says, document by document: targets never cross from one to the next."""
+    out = Rows(*(np.full((rows, seq_len), padding, np.int32) for padding in (0, IGNORE, 0, 0)))
+    first, number = [0] * rows, [0] * rows
+    columns = (pieces.row, pieces.source, pieces.document, pieces.start, pieces.end)
+    for row, source, document, start, end in zip(*(column.tolist() for column in columns), strict=True):
+        number[row] += 1
+        columns_of_piece = slice(first[row], first[row] + end - start)
+        ids = ids_of(source, document)[start:end].tolist()
+        out.token_BL[row, columns_of_piece] = ids
+        out.target_BL[row, columns_of_piece] = [*ids[1:], IGNORE]
+        out.position_BL[row, columns_of_piece] = range(len(ids))
+        out.segment_BL[row, columns_of_piece] = number[row]
+        first[row] += len(ids)
+    return out
+
+
+def assert_collated(layout: list[list[int]], seq_len: int) -> None:
+    """Fills arrays that held something else."""
     pieces, ids = documents(layout)
     out = Rows(*(np.full((len(layout), seq_len), 77, np.int32) for _ in range(4)))
     fill_rows(out, pieces, views_of(lambda source, document: ids[source, document]))
-    number = 0
-    for row, lengths in enumerate(layout):
-        at = 0
-        for segment, length in enumerate(lengths, 1):
-            here = slice(at, at + length)
-            start = int(pieces.start[number])
-            want = ids[number % 3, number][start : start + length].tolist()
-            assert out.token_BL[row, here].tolist() == want
-            assert out.target_BL[row, here].tolist() == [*want[1:], IGNORE], "targets never cross documents"
-            assert out.position_BL[row, here].tolist() == list(range(length))
-            assert (out.segment_BL[row, here] == segment).all()
-            at, number = at + length, number + 1
-        for array, padding in zip(
-            (out.token_BL, out.target_BL, out.position_BL, out.segment_BL), (0, IGNORE, 0, 0), strict=True
-        ):
-            assert (array[row, at:] == padding).all()
+    want = collated(pieces, len(layout), seq_len, lambda source, document: ids[source, document])
+    for field in ARRAYS:
+        np.testing.assert_array_equal(getattr(out, field), getattr(want, field), err_msg=field)
+
+
+@given(layout=layouts, spare=st.integers(0, 4), block=st.sampled_from((1, 30, 100, 1 << 15)))
+def test_rows_are_what_the_plan_says(layout: list[list[int]], spare: int, block: int) -> None:
+    """However many rows are filled at a time: one, some, or all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collate, "_BLOCK_TOKENS", block)
+        assert_collated(layout, max(2, max(sum(r) for r in layout) + spare))
+
+
+@pytest.mark.parametrize(("rows", "seq_len"), ((5, 16384), (11, 7000), (4, 40000)))
+def test_batches_of_production_size_are_what_the_plan_says(rows: int, seq_len: int) -> None:
+    """Three or more blocks, of two rows, of four rows, and of one row that is longer than a block.
+
+    A row is empty, one document, or full of documents of one token; others end in padding.
+    """
+    rng = np.random.default_rng(0)
+    kinds = ([], [seq_len], [1] * 300)
+    others = [np.diff(np.unique(rng.integers(1, seq_len, 40)), prepend=0).tolist() for _ in range(rows)]
+    layout = [kinds[row % 5] if row % 5 < 3 else others[row] for row in range(rows)]
+    assert rows * seq_len > 2 * collate._BLOCK_TOKENS
+    assert_collated(layout, seq_len)
 
 
 @given(layout=layouts, seed=st.integers(0, 99))

@@ -26,7 +26,7 @@ from jtrain.layout.dims import Batch
 from jtrain.runtime import multihost
 from jtrain.runtime.link import Peers
 from tests.data.conftest import assert_same_batch
-from tests.data.four_sources import spec
+from tests.data.four_sources import PRODUCTION, spec
 
 HOSTS = 4
 
@@ -74,10 +74,13 @@ def documents_read(batches: BatchIterator) -> int:
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_each_host_reads_its_share_of_the_stream_of_one_thread(folder: Path, packing: str, start: Start) -> None:
-    """Four sources, one with a loss mask: the same rows, and a quarter of the documents on each of four hosts."""
-    dataset = open_dataset(spec(folder, packing=packing, global_batch=32), seed=0)
+    """Four sources, one with a loss mask: the same rows, and a quarter of the documents on each of four hosts.
+
+    Each host has 40,960 tokens of a batch, more than are filled at a time.
+    """
+    dataset = open_dataset(spec(folder, packing=packing, **PRODUCTION | {"global_batch": 64}), seed=0)
     with dataset.train_batches(inline=True) as alone:
-        want = [next(alone) for _ in range(40)]
+        want = [next(alone) for _ in range(2)]
         all_documents = documents_read(alone)
     hosts = start([dataset] * HOSTS)
     for batch in want:
