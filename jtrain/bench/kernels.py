@@ -1,22 +1,19 @@
-"""Choice of kernels on a device, with reasons; on a live accelerator also their times and tuning.
+"""Choice of kernels on a device, with reasons; on a live accelerator also the times of every configuration.
 
     python -m jtrain.bench kernels --explain attention --device h200     the choice, and why the others lost
     python -m jtrain.bench kernels --explain rms_norm --device v5p --compile     and what its compiler makes of it
     python -m jtrain.bench kernels --explain attention --device h200 --config=llama1b    the same at a config's shapes
-    python -m jtrain.bench kernels --tune --config=llama8b     times what the config's step calls, keeps the fastest
+    python -m jtrain.bench kernels --tune --config=llama8b     times every configuration of what its step calls
     python -m jtrain.bench kernels --tune     the same at the shapes of the ops' cases
 
 Times are of an op with its gradients.
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jtrain.bench import Row, row
@@ -59,13 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile", action=_Elsewhere, nargs=0, default=False, help="explain: by the device's compiler"
     )
-    parser.add_argument("--tune", action="store_true", help="time every configuration, and write the fastest to --out")
+    parser.add_argument("--tune", action="store_true", help="time every configuration, and name the fastest")
     parser.add_argument("--op", help="time only this op")
     parser.add_argument("--case", help="only this case of it, such as llama8b")
     parser.add_argument("--config", metavar="NAME", help="the shapes of this config's train step, instead of cases")
     parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where tuned entries go; by default where they ship")
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -94,10 +90,10 @@ def run(args: argparse.Namespace) -> list[Row]:
     spec = device.live(jax.devices()[0])
     ops = [registry.find(args.op)] if args.op else list(registry.ops().values())
     named = args.config is not None or (args.op and args.case)
-    if spec.platform == "cpu" and not (named and (args.out or not args.tune)):
+    if spec.platform == "cpu" and not named:
         raise UserError(
             "kernels: times of a CPU are no accelerator's, and the ops' cases are of an 8B model. Run the same command "
-            "on a GPU or TPU, or name --config, or --op and --case, and with --tune --out DIR."
+            "on a GPU or TPU, or name --config, or --op and --case."
         )
     if args.config:
         of_step = config_cases(args, spec, ops[0] if args.op else None)
@@ -112,7 +108,7 @@ def run(args: argparse.Namespace) -> list[Row]:
             raise UserError(f"kernels: {few}.")
         else:
             print(f"left out: {few}")
-    return [r for case in cases for r in (_tune(case, spec, args.out) if args.tune else _time(case, spec))]
+    return [r for case in cases for r in (_tune(case, spec) if args.tune else _time(case, spec))]
 
 
 class Case(NamedTuple):
@@ -217,7 +213,7 @@ def explanation(
     choice: "jtrain_kernels.registry.Choice",
 ) -> list[str]:
     """Lines that explain a choice: the chosen implementation, each other one with its reason, and how to force one."""
-    from jtrain_kernels import registry, tuned
+    from jtrain_kernels import registry
 
     config = " ".join(f"{name}={value}" for name, value in choice.config.items())
     taken = choice.implementation.name
@@ -229,7 +225,7 @@ def explanation(
         return "" if seconds is None or "predict" in reason else f"; predicted {registry.microseconds(seconds)}"
 
     return [
-        f"{op.name} on {spec.name}, {case}: {tuned.bucket(avals)}, {tuned.dtype(avals)}",
+        f"{op.name} on {spec.name}, {case}: {registry.shapes(avals)}",
         f"  {taken} is taken{f' with {config}' if config else ''}: {choice.because}{predicted(taken, choice.because)}",
         *(f"  {name} is not: {reason}{predicted(name, reason)}" for name, reason in choice.others),
         *(f"""  to force it: --set "kernels=(('{op.name}','{name}'),)\"""" for name in able[:1]),
@@ -253,17 +249,16 @@ def _time(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> Iterator[Row]:
         yield row(f"{op.name} {case}, {name}: forward and backward", value * 1e6, "us", baseline=baseline)
 
 
-def _tune(of: Case, spec: "jtrain_kernels.device.DeviceSpec", out: Path | None) -> Iterator[Row]:
-    """Times every configuration of every implementation that runs here, and writes the fastest to a file.
+def _tune(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> Iterator[Row]:
+    """Times every configuration of every implementation that runs here, and yields a row of the fastest.
 
     One whose results are not the reference's is said to be wrong and left out.
     """
-    from jtrain_kernels import registry, tuned
+    from jtrain_kernels import registry
 
     op, case, avals = of
-    best: tuned.Entry | None = None
+    best: tuple[float, str] | None = None
     reference: float | None = None
-    today = f"{datetime.date.today()}, jax {importlib.metadata.version('jax')}"
     want: Any = None
     # The reference is first, so that the others can be compared with it.
     for implementation in sorted(registry.implementations(op), key=lambda one: one.name != registry.REFERENCE):
@@ -279,15 +274,13 @@ def _tune(of: Case, spec: "jtrain_kernels.device.DeviceSpec", out: Path | None) 
                 print(f"{what}: WRONG by {error:.2g} of the largest element, left out")
                 continue
             print(f"{what}: {taken * 1e6:.4g} us")
-            if best is None or taken < best.seconds:
-                best = tuned.Entry(*tuned.key(op.name, avals), implementation.name, config, taken, today)
+            if best is None or taken < best[0]:
+                best = taken, f"{implementation.name} {dict(config)}"
             if implementation.name == registry.REFERENCE:
                 reference = taken
     assert best is not None
     assert reference is not None
-    tuned.write((out or tuned.FOLDER) / f"{spec.name}.json", [best])
-    what = f"{op.name} {case}: {best.implementation} {dict(best.config)}"
-    yield row(what, best.seconds * 1e6, "us", baseline=reference * 1e6, bar="<= 1")
+    yield row(f"{op.name} {case}: {best[1]}", best[0] * 1e6, "us", baseline=reference * 1e6, bar="<= 1")
 
 
 def _call(
