@@ -8,7 +8,6 @@ tree's code on the same rows: those of the old tree's evaluation, all of its hel
 Stops if a document that one of the two trees evaluates on is in a training row of one of them.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -23,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
@@ -78,13 +77,13 @@ with open(names, "w") as out:
 """.replace("BATCHES", str(ALL_BATCHES))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--steps", type=int, default=STEPS, help="updates of each run (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=2, help="runs of each order (default: %(default)s)")
+OPTIONS = (
+    option("--steps", type=int, default=STEPS, help="updates of each run (default: %(default)s)"),
+    option("--seeds", type=int, default=2, help="runs of each order (default: %(default)s)"),
+)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Trains both trees with each seed, then evaluates all final weights on the same rows."""
     seeds = range(args.seeds)
     with tempfile.TemporaryDirectory() as folder:

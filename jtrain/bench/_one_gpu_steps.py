@@ -59,7 +59,7 @@ def _attention(shape: str, implementation: str) -> Step:
 
 
 def _tuned(op: str, *shapes: str) -> Step:
-    """Times of every configuration of an op at shapes: `--case NAME` of its own, or `--config NAME` for those of a config's step."""
+    """Times of an op's configurations at shapes: `--case NAME` of its own, or `--config NAME` for a config's step."""
     small = ("kernels", "--tune", "--op", "rms_norm", "--case", "tiny")
     options = ("kernels", "--tune", "--op", op, *shapes)
     needs = FIDDLE if "--config" in shapes else ()

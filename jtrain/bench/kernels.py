@@ -9,16 +9,13 @@
 Times are of an op with its gradients.
 """
 
-import argparse
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.errors import UserError
-from jtrain.plan import AOT_ENVIRONMENT
 
 if TYPE_CHECKING:  # full names in annotations, so that runtime type checks can resolve them
     import jax
@@ -33,38 +30,21 @@ MIN_TIMED_S = 0.2
 """Minimum seconds over which calls are repeated; at least five calls."""
 
 
-class _Elsewhere(argparse.Action):
-    """Option about an absent device: sets the environment for compiling before jax, which nothing above imports."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        os.environ.update(AOT_ENVIRONMENT)
-        setattr(namespace, self.dest, True if self.nargs == 0 else values)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--explain", metavar="OP", help="say which implementation an op takes, and why; runs nothing")
-    parser.add_argument(
-        "--device", action=_Elsewhere, help="explain for this device, such as h200; by default the one here"
-    )
-    parser.add_argument(
-        "--compile", action=_Elsewhere, nargs=0, default=False, help="explain: by the device's compiler"
-    )
-    parser.add_argument("--tune", action="store_true", help="time every configuration, and name the fastest")
-    parser.add_argument("--op", help="time only this op")
-    parser.add_argument("--case", help="only this case of it, such as llama8b")
-    parser.add_argument("--config", metavar="NAME", help="the shapes of this config's train step, instead of cases")
-    parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
-    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
+OPTIONS = (
+    option("--explain", metavar="OP", help="say which implementation an op takes, and why; runs nothing"),
+    option("--device", help="explain for this device, such as h200; by default the one here"),
+    option("--compile", action="store_true", help="explain: by the device's compiler"),
+    option("--tune", action="store_true", help="time every configuration, and name the fastest"),
+    option("--op", help="time only this op"),
+    option("--case", help="only this case of it, such as llama8b"),
+    option("--config", metavar="NAME", help="the shapes of this config's train step, instead of cases"),
+    option("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER"),
+    option("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE"),
+)
+ABSENT_CHIPS = ("device", "compile")
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Rows of the requested predictions, compilations or times.
 
     Raises:
@@ -126,7 +106,7 @@ def _cases(op: "jtrain_kernels.registry.Op", case: str | None) -> list[Case]:
 
 
 def config_cases(
-    args: argparse.Namespace, spec: "jtrain_kernels.device.DeviceSpec", op: "jtrain_kernels.registry.Op | None" = None
+    args: Options, spec: "jtrain_kernels.device.DeviceSpec", op: "jtrain_kernels.registry.Op | None" = None
 ) -> list[Case]:
     """Cases that a config's train step has on a device, of one op or of all; the mesh is the config's.
 

@@ -1,6 +1,5 @@
 """The data benchmarks, small: the same code on 6 sources, so that a command of theirs that breaks is found here."""
 
-import argparse
 import dataclasses
 import json
 import os
@@ -28,7 +27,7 @@ from bench import (
 )
 from bench.data_end_to_end import Text
 from bench.data_memory import Measured, Usage
-from jtrain.bench import checkpoint, meets_bar
+from jtrain.bench import Options, checkpoint, meets_bar
 from jtrain.data import open_dataset
 from jtrain.data.inspect.order_report import OrderReport, measure_order
 from jtrain.data.mixture.schedule import Constant
@@ -75,14 +74,14 @@ def test_all_formats_hold_the_same_documents_and_are_written_once() -> None:
 def test_without_the_peers_a_benchmark_says_how_to_get_them() -> None:
     """An interpreter that lacks one of them is refused too."""
     with pytest.raises(ValueError, match=r"no interpreter that has them was given\. Make one with `sh bench"):
-        data_sources.peer_python(argparse.Namespace(torch_python=None))
+        data_sources.peer_python(Options(torch_python=None))
     with pytest.raises(ValueError, match=r"cannot import them all"):
-        data_sources.peer_python(argparse.Namespace(torch_python=sys.executable))
+        data_sources.peer_python(Options(torch_python=sys.executable))
 
 
 def test_saves_are_compared_with_a_torch_that_is_there() -> None:
     """The rows of torch need an interpreter that has it; without one they are left out."""
-    given = argparse.Namespace(torch_python="/bin/false", saves=1, sizes=["small"], folder=None)
+    given = Options(torch_python="/bin/false", saves=1, sizes=["small"], folder=None)
     with pytest.raises(UserError, match=r"/bin/false cannot import it\. Make an environment .* are left out"):
         list(checkpoint.run(given))
 
@@ -350,4 +349,4 @@ def test_hosts_read_a_part_each() -> None:
 def test_hosts_refuse_what_measures_nothing(option: str, value: int, least: int) -> None:
     given = {"hosts": 2, "sources": 2, "steps": 2, option: value}
     with pytest.raises(UserError, match=f"--{option} {value} must be at least {least}"):
-        data_hosts.run(argparse.Namespace(**given))
+        data_hosts.run(Options(**given))

@@ -1,22 +1,18 @@
 """Times of every configuration at a config's own shapes."""
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jtrain.bench import kernels
-from jtrain.bench.__main__ import bench
+from jtrain.bench import Options, kernels
+from jtrain.bench.__main__ import bench, parse
 from jtrain_kernels import device, registry
 
 REAL = ("llama1b", "llama8b", "llama70b", "qwen3_8b", "qwen3_30b_a3b")
 
 
-def options(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    kernels.add_arguments(parser)
-    return parser.parse_args(arguments)
+def options(*arguments: str) -> Options:
+    return parse(kernels.OPTIONS, ["kernels", *arguments])
 
 
 def cases(chip: str, *arguments: str) -> list[kernels.Case]:
