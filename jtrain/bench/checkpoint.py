@@ -106,8 +106,7 @@ def figures(program: str, size: str, *, saves: int, python: str | None, folder: 
     interpreter = python if python and program == "torch" else sys.executable
     os.sync()  # what others have written does not count
     with tempfile.TemporaryDirectory(dir=folder) as target:
-        command = [interpreter, str(script), "--program", program, "--size", size, "--folder", f"{target}/run"]
-        command += ["--saves", str(saves)]
+        command = [interpreter, str(script), program, size, f"{target}/run", str(saves)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"it ended, exit code {done.returncode}: {shlex.join(command)}\n{done.stderr[-3000:]}")

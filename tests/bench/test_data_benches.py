@@ -20,7 +20,6 @@ from bench import (
     data_memory,
     data_mixing,
     data_order,
-    data_order_loss,
     data_resume,
     data_scaling,
     data_sources,
@@ -294,37 +293,6 @@ def test_drift_beyond_a_chunk_has_a_bar() -> None:
     rows = data_order.drift_rows("mixture", report, (1, 2))
     assert [row["value"] for row in rows] == pytest.approx([15, 30, 1, 2])
     assert [meets_bar(row) for row in rows] == [False, None, False, None]
-
-
-def test_losses_of_two_orders_are_compared_on_text_that_neither_has_seen() -> None:
-    tree = {"held_out": ["a.py:0", "b.py:1"], "trained": ["c.py:0"]}
-    data_order_loss.check_split(tree, tree)
-    with pytest.raises(RuntimeError, match=r"1 documents are held out by one of the two trees only: \['b.py:1'\]"):
-        data_order_loss.check_split(tree, tree | {"held_out": ["a.py:0"]})
-    with pytest.raises(RuntimeError, match=r"this tree trains on 1 held-out documents: \['a.py:0'\]"):
-        data_order_loss.check_split(tree, tree | {"trained": ["a.py:0", "c.py:0"]})
-
-
-def test_the_bars_of_the_loss_are_the_issues() -> None:
-    """1.44 and 1.22 nats/byte, 0.87 and 0.83 of the old order; none for a shorter run."""
-    losses = {data_order_loss.OWN[0]: [(1.62, 1.41), (1.66, 1.45)], "all held-out text": [(1.45, 1.22), (1.47, 1.23)]}
-    rows = data_order_loss.rows_of(losses, with_bars=True)
-    assert [meets_bar(row) for row in rows] == [True, False, False, True, False, False]
-    assert rows[2]["ratio"] == pytest.approx(1.43 / 1.64)
-    assert [row["bar"] for row in data_order_loss.rows_of(losses, with_bars=False)] == [None] * 6
-
-
-def test_the_loss_benchmark_needs_the_old_commit(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is not a clone that has commit 0123456, .*git fetch --unshallow"):
-        data_order_loss.unpack("0123456", tmp_path / "old")
-
-
-def test_this_trees_split_is_what_the_loss_benchmark_says() -> None:
-    """No document is both trained and evaluated on, of hundreds."""
-    split = data_order_loss.this_tree(20, [0])
-    assert len(split["trained"]) > 150
-    assert len(split["held_out"]) >= 5
-    data_order_loss.check_split(split, split)
 
 
 def test_a_made_up_index_of_terabytes_gives_batches(tmp_path: Path) -> None:
