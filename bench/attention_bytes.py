@@ -9,18 +9,15 @@ of these, dy, dq, dk and dv backward. Each chip is compiled in a process of its 
 generation of GPUs per process.
 """
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.errors import UserError
-from jtrain.plan import AOT_ENVIRONMENT
 
 if TYPE_CHECKING:  # full names in annotations, so that runtime type checks can resolve them
     import jtrain_kernels.registry
@@ -31,18 +28,16 @@ BAR_GIB = 1.0
 """Twice the arrays (0.47 GiB), and a margin: kernels read keys and values more than once, and pad log-partitions."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--chip", help="compile for this chip only, in this process")
+OPTIONS = (option("--chip", help="compile for this chip only, in this process"),)
+ABSENT_CHIPS = True
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """GiB read and written by chip, beside the arrays once; and the number of arrays of scores.
 
     Raises:
       UserError: the compiler of a chip is not installed, or failed.
     """
-    os.environ.update(AOT_ENVIRONMENT)
     if args.chip is None:
         return [one for chip in CHIPS for one in _in_a_process(chip)]
     from jtrain_kernels import registry

@@ -7,7 +7,6 @@ bfloat16, AdamW, untied head. The programs take turns on the same cores, and eac
 runs on the machine only ever slows one down. Torch is the better of eager and `torch.compile`.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -25,7 +24,7 @@ from jax.sharding import NamedSharding
 
 from bench import data_sources
 from jtrain import optim
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.errors import UserError
 from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.layout import LayoutSpec, make_layout
@@ -46,18 +45,21 @@ type Steps = Callable[[int], list[float]]
 """Runs that many steps and returns the milliseconds of each."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    for peer in INSTALL:
-        variable = f"PEER_{peer.upper()}_PYTHON"
-        parser.add_argument(
-            f"--{peer}-python", default=os.environ.get(variable), help=f"interpreter that has {peer}; or ${variable}"
+OPTIONS = (
+    *(
+        option(
+            f"--{peer}-python",
+            default=os.environ.get(f"PEER_{peer.upper()}_PYTHON"),
+            help=f"interpreter that has {peer}; or $PEER_{peer.upper()}_PYTHON",
         )
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each program")
-    parser.add_argument("--steps", type=int, default=5, help="steps per turn")
+        for peer in INSTALL
+    ),
+    option("--rounds", type=int, default=4, help="turns of each program"),
+    option("--steps", type=int, default=5, help="steps per turn"),
+)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Interleaved rounds of ours and torch's, then MaxText's steps, which come from its own log.
 
     Raises:

@@ -5,12 +5,11 @@ rows of 8192, lengths as in a web corpus. What it is compared with is the same r
 loader without a plan gives.
 """
 
-import argparse
 import time
 
 import numpy as np
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.data.mixture.schedule import Constant
 from jtrain.data.planner.balance import spread
 from jtrain.data.planner.packing import Packing
@@ -20,13 +19,13 @@ from jtrain.data.planner.planner import Planner, PlannerSpec
 SEQ_LEN, LINEAR = 8192, 24576
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--sources", type=int, default=306, help="sources in the mixture")
-    parser.add_argument("--steps", type=int, default=40, help="steps per measurement; means of spread, median of time")
+OPTIONS = (
+    option("--sources", type=int, default=306, help="sources in the mixture"),
+    option("--steps", type=int, default=40, help="steps per measurement; means of spread, median of time"),
+)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Ranks of one row to eight: cost spread, then planning time."""
     rows = []
     packed: tuple[tuple[Packing, int, int], ...] = (

@@ -10,7 +10,6 @@ ends with its slowest rank. The baseline's ranks are processes in which Grain mi
 Modelled: the same by cost alone, at numbers of ranks and lengths that nothing here could run.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import statistics
@@ -25,7 +24,7 @@ from jaxtyping import Int32
 
 from bench import data_sources
 from bench.data_sources import peer, peer_program
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.data.dataset import PackedText, open_dataset
 from jtrain.data.plane.prefetch import prefetch
 from jtrain.data.planner.balance import balanced_order, spread
@@ -42,9 +41,7 @@ MOST_CHARACTERS = 1 << 17
 _VERSION = 3  # of what is written
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--steps", type=int, default=12, help="measured steps of each (default: 12)")
+OPTIONS = (option("--steps", type=int, default=12, help="measured steps of each (default: 12)"),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +75,7 @@ class Steps(NamedTuple):
     spread: float
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """8 data ranks, then pairs of ranks that share rows; then the model."""
     peer_program("data_colocated")
     rows = []

@@ -8,7 +8,6 @@ each round, and an index whose 10 TB of ids are a file of holes. Each is beside 
 thousandth (JSON lines, index) or a hundredth (files) of the size.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.data.dataset import PackedText, open_dataset
 from jtrain.data.pretokenized import reader
 from jtrain.data.pretokenized.reader import BLOCK
@@ -29,14 +28,14 @@ DOCUMENT_TOKENS = 500_000
 """Tokens of each document of the made-up index."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--scale", type=float, default=1.0, help="factor of the large sizes")
-    parser.add_argument("--rounds", type=int, default=3, help="the fastest counts")
-    parser.add_argument("--folder", type=Path, help="for 6 GB of files (default: a temporary folder)")
+OPTIONS = (
+    option("--scale", type=float, default=1.0, help="factor of the large sizes"),
+    option("--rounds", type=int, default=3, help="the fastest counts"),
+    option("--folder", type=Path, help="for 6 GB of files (default: a temporary folder)"),
+)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Large and small take turns."""
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:

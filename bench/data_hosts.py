@@ -8,7 +8,6 @@ every host had to before they divided the reading. What counts is documents and 
 with more hosts than cores the clock on the wall says nothing. A digest of all rows shows that the batches are the same.
 """
 
-import argparse
 import hashlib
 import json
 import socket
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import data_sources
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.data.dataset import PackedText, open_dataset
 from jtrain.errors import UserError
 
@@ -40,22 +39,22 @@ class Work(NamedTuple):
     rows: dict[int, str]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--hosts", type=int, default=4, help="processes (default: %(default)s)")
-    parser.add_argument("--sources", type=int, default=24, help="sources in the mixture (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=60, help="batches that are taken (default: %(default)s)")
+OPTIONS = (
+    option("--hosts", type=int, default=4, help="processes (default: %(default)s)"),
+    option("--sources", type=int, default=24, help="sources in the mixture (default: %(default)s)"),
+    option("--steps", type=int, default=60, help="batches that are taken (default: %(default)s)"),
+)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """JSON lines, whose runs the hosts divide, and Parquet, whose row groups they divide.
 
     Raises:
       UserError: there are too few hosts, sources or steps.
     """
-    for option, least in {"hosts": 2, "sources": 1, "steps": 1}.items():
-        if (value := getattr(args, option)) < least:
-            raise UserError(f"--{option} {value} must be at least {least}.")
+    for name, least in {"hosts": 2, "sources": 1, "steps": 1}.items():
+        if (value := getattr(args, name)) < least:
+            raise UserError(f"--{name} {value} must be at least {least}.")
     rows = []
     for format in ("jsonl", "parquet"):
         folder = data_sources.sources(format, num_sources=args.sources)

@@ -12,7 +12,6 @@ Imports count on both sides in the rows with a bar. The row below each takes the
 memory of as many consumers that import and open nothing), and nothing off ours.
 """
 
-import argparse
 import dataclasses
 import os
 import time
@@ -20,8 +19,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bench import data_sources
-from bench.data_sources import add_peer_argument, peer, peer_python
-from jtrain.bench import Row, row
+from bench.data_sources import PEER_PYTHON, peer, peer_python
+from jtrain.bench import Options, Row, option, row
 
 BATCH, BATCHES = 64, 40
 """Samples per batch, and batches per consumer: 8 samples of the average source, 2 of the rarest."""
@@ -29,12 +28,12 @@ ROWS, SEQ_LEN = 1, 8192
 """Of ours per consumer and batch: 61 samples on average."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    add_peer_argument(parser)
-    parser.add_argument("--consumers", type=int, default=32, help="ranks with a loader of their own (default: 32)")
-    parser.add_argument("--hosts", type=int, default=4, help="hosts that they are spread over (default: 4)")
-    parser.add_argument("--sources", type=int, default=data_sources.NUM_SOURCES, help="(default: %(default)s)")
+OPTIONS = (
+    PEER_PYTHON,
+    option("--consumers", type=int, default=32, help="ranks with a loader of their own (default: 32)"),
+    option("--hosts", type=int, default=4, help="hosts that they are spread over (default: 4)"),
+    option("--sources", type=int, default=data_sources.NUM_SOURCES, help="(default: %(default)s)"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Ours(Measured):
     trainer_imports_mib: float
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Ours first, then each baseline, one after the other: together they would not fit."""
     python = peer_python(args)
     folder = data_sources.sources("parquet", num_sources=args.sources)

@@ -13,7 +13,6 @@ length. A figure is the median of the turns. Once with short documents (mean 660
 a row (mean 29,000). The time to the first batch, from the start of the process, imports included, has rows of its own.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import os
@@ -25,8 +24,8 @@ from typing import NamedTuple
 
 from bench import data_sources
 from bench.data_memory import cpu_s, tree
-from bench.data_sources import Corpus, Format, Peer, add_peer_argument, peer, peer_python
-from jtrain.bench import Row, row
+from bench.data_sources import PEER_PYTHON, Corpus, Format, Peer, peer, peer_python
+from jtrain.bench import Options, Row, option, row
 
 ROWS = 64
 """Rows of a batch, of `data_sources.ROW_TOKENS` each."""
@@ -56,12 +55,12 @@ PAIRS = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    add_peer_argument(parser)
-    parser.add_argument("--sources", type=int, default=data_sources.NUM_SOURCES, help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each program (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn (default: %(default)s)")
+OPTIONS = (
+    PEER_PYTHON,
+    option("--sources", type=int, default=data_sources.NUM_SOURCES, help="(default: %(default)s)"),
+    option("--rounds", type=int, default=7, help="turns of each program (default: %(default)s)"),
+    option("--seconds", type=float, default=2.0, help="of each turn (default: %(default)s)"),
+)
 
 
 @dataclasses.dataclass
@@ -89,7 +88,7 @@ class Program:
         self.ids_per_s.append(told["ids"] * self.filled / told["wall_s"])
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """One table for each corpus."""
     python = peer_python(args)
     rows = []

@@ -6,7 +6,6 @@ what one shuffle of all chunks gives. Drift is max(0, |tokens - wanted| - seq_le
 its share, over all tokens: what no order of whole chunks can avoid is left out.
 """
 
-import argparse
 import dataclasses
 import io
 import json
@@ -19,7 +18,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.data import Constant, PackedText, Source, open_dataset
@@ -34,12 +33,10 @@ LONG_BYTES, LONG_DOCUMENTS = 1_000_000, 256
 _LETTERS = 8  # of a document's own alphabet, so that its chunks are alike and differ from all others
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--steps", type=int, default=1000, help="steps of tiny; of 1 MB documents a fifth")
+OPTIONS = (option("--steps", type=int, default=1000, help="steps of tiny; of 1 MB documents a fifth"),)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Order of four corpora, then drift of two mixtures."""
     tiny = build_run(load_config("tiny"))
     rows = order_rows("tiny", measure_order(open_dataset(tiny.data, seed=tiny.seed), args.steps))

@@ -5,7 +5,6 @@ timed twice: filling alone, which is what each host does for its rows, and with 
 ahead of time. Grain packs while it copies, and gives no targets.
 """
 
-import argparse
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.data.constructor.collate import Rows, fill_rows, views_of
 from jtrain.data.mixture.schedule import Constant
 from jtrain.data.planner.packing import Packing
@@ -22,13 +21,13 @@ from jtrain.data.planner.planner import LoadingPlan, Planner, PlannerSpec
 SEQ_LEN = 8192
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--rows", type=int, default=64, help="rows of a batch, and Grain's packing bins")
-    parser.add_argument("--batches", type=int, default=12, help="batches per measurement; the best of three counts")
+OPTIONS = (
+    option("--rows", type=int, default=64, help="rows of a batch, and Grain's packing bins"),
+    option("--batches", type=int, default=12, help="batches per measurement; the best of three counts"),
+)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Each packing of ours with the one of Grain's, one after the other."""
     documents = web_documents(20_000, seed=0)
     rows: list[Row] = []

@@ -7,15 +7,14 @@ loaded before. Beside Grain, whose MapDataset.mix state is one number, and torch
 iterable without a state of its own, which is read again from the start.
 """
 
-import argparse
 import copy
 import time
 from pathlib import Path
 from typing import Any
 
 from bench import data_sources
-from bench.data_sources import add_peer_argument, peer, peer_python
-from jtrain.bench import Row, row
+from bench.data_sources import PEER_PYTHON, peer, peer_python
+from jtrain.bench import Options, Row, option, row
 from jtrain.data.dataset import PackedText, open_dataset
 
 BATCH = 64
@@ -24,14 +23,14 @@ TORCH_LATE = 10_000
 """What torchdata can be waited for."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    add_peer_argument(parser)
-    parser.add_argument("--sources", type=int, default=data_sources.NUM_SOURCES, help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="the fastest counts")
+OPTIONS = (
+    PEER_PYTHON,
+    option("--sources", type=int, default=data_sources.NUM_SOURCES, help="(default: %(default)s)"),
+    option("--rounds", type=int, default=3, help="the fastest counts"),
+)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Early and late take turns."""
     python = peer_python(args)
     parquet = data_sources.sources("parquet", num_sources=args.sources)

@@ -13,7 +13,6 @@ HTTP where each request takes 50 ms, JSON lines for a BPE tokenizer of 8,192 tok
 the byte tokenizer. Loaders that compute share the cores of the machine; those that wait for a server do not.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import http.server
@@ -30,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from bench.data_sources import DOCUMENT_CHARACTERS, QUICK_S, SLOW_S, peer, peer_program, sources
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.data.constructor.collate import Rows
 from jtrain.data.constructor.constructor import Constructor, ConstructorSetup
 from jtrain.data.dataset import PackedText, TextDataset, open_dataset
@@ -54,9 +53,7 @@ REQUEST_S = 0.050
 """Time that the server of remote files takes for each request."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--steps", type=int, default=60, help="steps before the change, and after (default: 60)")
+OPTIONS = (option("--steps", type=int, default=60, help="steps before the change, and after (default: 60)"),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +70,7 @@ class Steps:
     steps_until_back: int
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Both scenarios of ours, Grain's steps under the same weights, then each kind of source by number of loaders."""
     peer_program("data_grain")
     slow, risen = our_slow_source(args.steps), our_risen_weight(args.steps)

@@ -8,7 +8,6 @@
 for temporary files, so only the first benchmark that needs them waits for them.
 """
 
-import argparse
 import contextlib
 import ctypes
 import getpass
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -72,12 +71,15 @@ _POOL_BYTES = 8 << 20
 _VERSION = 3  # of what is written: another one is written anew
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    add_peer_argument(parser)
+PEER_PYTHON = option(
+    "--torch-python",
+    default=os.environ.get("PEER_TORCH_PYTHON"),
+    help="interpreter that has torchdata, webdataset and mosaicml-streaming; or $PEER_TORCH_PYTHON",
+)
+OPTIONS = (PEER_PYTHON,)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Writes all of them into a folder of its own, which is deleted afterwards."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -285,16 +287,7 @@ def _dataset(seconds: float) -> "grain.MapDataset[str]":
     return grain.MapDataset.source(Slowly(seconds))
 
 
-def add_peer_argument(parser: argparse.ArgumentParser) -> None:
-    """The interpreter of the peers, as cpu_step takes it."""
-    parser.add_argument(
-        "--torch-python",
-        default=os.environ.get("PEER_TORCH_PYTHON"),
-        help="interpreter that has torchdata, webdataset and mosaicml-streaming; or $PEER_TORCH_PYTHON",
-    )
-
-
-def peer_python(args: argparse.Namespace) -> str:
+def peer_python(args: Options) -> str:
     """The peers' interpreter.
 
     Raises:

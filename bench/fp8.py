@@ -7,13 +7,12 @@
 (`fp8_speed` does, on a GPU). What the numbers differ by without any change of precision is seen from another seed.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.telemetry.metrics import FILE, read
 
 MODES = ("compute", "fp8_current", "fp8_delayed")
@@ -21,12 +20,10 @@ LAST_STEPS = 50
 """Training losses that are averaged: one batch's loss says more of the batch than of the model."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--steps", type=int, default=300, help="updates of each run (default: %(default)s)")
+OPTIONS = (option("--steps", type=int, default=300, help="updates of each run (default: %(default)s)"),)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """One run after another, each a process of its own."""
     rows: list[Row] = []
     train, held_out = _trained(args.steps, "compute", seed=0)

@@ -7,26 +7,21 @@ counted. Seconds are the additional bytes at the chip's bandwidth, beside the pl
 counted, because the checks have no matmul. Nothing runs, so nothing is measured. About 5 minutes on two cores.
 """
 
-import argparse
 import contextlib
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from jtrain.bench import Row, row
-from jtrain.plan import AOT_ENVIRONMENT
+from jtrain.bench import Options, Row, option, row
 
 TOPOLOGIES = {"h200": "h200:1", "v5p": "v5p:2x2x1"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--device", action="append", choices=tuple(TOPOLOGIES), help="only of this device")
-    os.environ.update(AOT_ENVIRONMENT)  # jax reads it when it is imported, which no import above does
+OPTIONS = (option("--device", action="append", choices=tuple(TOPOLOGIES), help="only of this device"),)
+ABSENT_CHIPS = True
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Rows of each device as its programs are compiled.
 
     Raises:

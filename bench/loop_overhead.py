@@ -1,6 +1,5 @@
 """Tokens/s of the full loop (data, metrics, TensorBoard, logging) over the bare jitted step called in a loop."""
 
-import argparse
 import contextlib
 import io
 import statistics
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.config import tree
 from jtrain.config.devices import settle_mesh
 from jtrain.config.load import load_config
@@ -23,15 +22,14 @@ from jtrain.step.train_step import make_train_step
 from jtrain.telemetry.metrics import FILE, read
 from jtrain.train import attempt
 
+OPTIONS = (
+    option("--config", default="tiny", help="what to train (default: tiny, its own shape)"),
+    option("--steps", type=int, default=20, help="steps per measurement"),
+    option("--rounds", type=int, default=5, help="bare and full alternate this often; the median counts"),
+)
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--config", default="tiny", help="what to train (default: tiny, its own shape)")
-    parser.add_argument("--steps", type=int, default=20, help="steps per measurement")
-    parser.add_argument("--rounds", type=int, default=5, help="bare and full alternate this often; the median counts")
 
-
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Alternates the two, so that a machine that slows down slows both; compilation is in neither."""
     sets = [f"num_steps={2 * args.steps}", f"metrics.log_every_steps={args.steps}", "eval.every_steps=None"]
     run_config = load_config(args.config, (), [*sets, "checkpoint.every_steps=None", "optimizer.warmup_steps=0"])

@@ -5,14 +5,11 @@ at once. With eight devices along `tensor`, the bytes that each device sends are
 unembedding.
 """
 
-import argparse
 import functools
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jtrain.bench import Row, row
-from jtrain.plan import AOT_ENVIRONMENT
+from jtrain.bench import Options, Row, option, row
 
 if TYPE_CHECKING:
     import jax
@@ -20,13 +17,11 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--chunk-tokens", type=int, help="tokens whose logits exist at a time; else the predicted best")
-    os.environ.update(AOT_ENVIRONMENT)  # jax reads it when it is imported, which no import above does
+OPTIONS = (option("--chunk-tokens", type=int, help="tokens whose logits exist at a time; else the predicted best"),)
+ABSENT_CHIPS = True
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Rows of every chip and dtype of the unembedding; its gradient, an output, has the same dtype."""
     from jtrain.bench.loss import TOKENS, D, V  # lazy, as below: it imports jax
     from jtrain_kernels.compile_only.targets import topology_devices

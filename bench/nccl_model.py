@@ -4,14 +4,13 @@ Nothing runs, and nothing was fitted: constants are NCCL's, the latency of AWS E
 `nccl_tables.json` beside this file has the tables with their sources, and what was left out.
 """
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, row
 from jtrain.plan.fabric.fabric import Network, make_fabric
 from jtrain.plan.fabric.nccl_model import nccl_group, timed
 from jtrain_kernels.device import DEVICES
@@ -56,7 +55,7 @@ def published() -> list[tuple[str, list[Measured]]]:
     return found
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """A row per table, then all sizes of all tables together."""
     del args
     tables = published()

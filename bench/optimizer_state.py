@@ -1,13 +1,12 @@
 """Final losses of `tiny`, made smaller, under every precision of optimizer state and parameters; bytes beside them."""
 
-import argparse
 import dataclasses
 import statistics
 import time
 
 import jax
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run, run_layout
 from jtrain.data import open_dataset, put_batch
@@ -55,14 +54,14 @@ class Result:
     seconds: float
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--steps", type=int, default=200, help="updates of each run")
-    parser.add_argument("--seeds", type=int, default=2, help="runs of each precision; the mean counts")
-    parser.add_argument("--only", help="a part of the names of those to run beside their baselines")
+OPTIONS = (
+    option("--steps", type=int, default=200, help="updates of each run"),
+    option("--seeds", type=int, default=2, help="runs of each precision; the mean counts"),
+    option("--only", help="a part of the names of those to run beside their baselines"),
+)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """All precisions see the same weights and batches, seed by seed; the spread is that of the seeds."""
     rows: list[Row] = []
     baselines: dict[bool, list[Result]] = {}

@@ -15,14 +15,11 @@ The last rows of H200 are those of a mixture of experts, qwen3_30b_a3b as it shi
 and back, forward and backward.
 """
 
-import argparse
 import collections
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jtrain.bench import Row, row
-from jtrain.plan import AOT_ENVIRONMENT
+from jtrain.bench import Options, Row, option, row
 
 if TYPE_CHECKING:  # full names in annotations, so that runtime type checks can resolve them
     from jtrain.plan.compile.compiled_step import CompiledStep
@@ -58,13 +55,11 @@ KERNEL = {"gpu": "tokamax", "tpu": "splash"}
 """Platform -> attention kernel in the compiled step, whose FLOPs its program does not state."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--device", action="append", choices=tuple(TOPOLOGIES), help="only of this device")
-    os.environ.update(AOT_ENVIRONMENT)  # jax reads it when it is imported, which no import above does
+OPTIONS = (option("--device", action="append", choices=tuple(TOPOLOGIES), help="only of this device"),)
+ABSENT_CHIPS = True
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Rows of each device and form as they are compiled.
 
     Raises:

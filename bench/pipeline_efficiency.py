@@ -12,7 +12,6 @@ these take 3 ms of processor time in a tick.
 About 8 minutes. Other load makes every meeting of the stages wait for processors, so run it on an idle machine.
 """
 
-import argparse
 import dataclasses
 import functools
 import os
@@ -26,7 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout, LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec, make_mesh
@@ -135,15 +134,15 @@ def make_step(rests: Rests, stages: int, pipeline: PipelineSpec, *, remat: Remat
     return layout, lambda: compiled(params, ids).block_until_ready()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--rest-ms", type=float, default=100.0, help="rest of an F; long against a tick's overhead")
-    parser.add_argument("--rounds", type=int, default=2, help="measured steps of each schedule; the fastest counts")
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8], help="numbers of stages")
-    parser.add_argument("--schedules", nargs="+", default=list(FAMILIES), choices=FAMILIES, help="default: all")
+OPTIONS = (
+    option("--rest-ms", type=float, default=100.0, help="rest of an F; long against a tick's overhead"),
+    option("--rounds", type=int, default=2, help="measured steps of each schedule; the fastest counts"),
+    option("--stages", type=int, nargs="+", default=[2, 4, 8], help="numbers of stages"),
+    option("--schedules", nargs="+", default=list(FAMILIES), choices=FAMILIES, help="default: all"),
+)
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Two rows per schedule and number of stages: I as long as F, and twice as long, as with full recomputation."""
     start_jax(os.environ, emulate_devices=max(args.stages))
     for stages in args.stages:

@@ -4,13 +4,10 @@ Nothing runs: the compilers of the extra [aot] say what they would allocate. All
 what is compiled can be kept in a file, and part of it asked for.
 """
 
-import argparse
 import json
-import os
 from pathlib import Path
 
-from jtrain.bench import Row, row
-from jtrain.plan import AOT_ENVIRONMENT
+from jtrain.bench import Options, Row, option, row
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "tiny": (
@@ -62,15 +59,15 @@ MACHINES = {
 GIB = 2**30
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--configs", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS), help="these only")
-    parser.add_argument("--machines", nargs="+", default=list(MACHINES), choices=list(MACHINES), help="these only")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="compiled bytes, kept there and not compiled again")
-    os.environ.update(AOT_ENVIRONMENT)  # jax reads it when it is imported, which no import above does
+OPTIONS = (
+    option("--configs", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS), help="these only"),
+    option("--machines", nargs="+", default=list(MACHINES), choices=list(MACHINES), help="these only"),
+    option("--keep", type=Path, metavar="FILE", help="compiled bytes, kept there and not compiled again"),
+)
+ABSENT_CHIPS = True
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """A row per program, then the mean."""
     from jtrain.config.load import for_devices, load_config, mesh_size
     from jtrain.config.run import build_run

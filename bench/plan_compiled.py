@@ -11,18 +11,15 @@ schedule alone makes the difference.
 Each program takes one to five minutes of a core. `--keep` keeps them all.
 """
 
-import argparse
 import dataclasses
 import gzip
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jtrain.bench import Row, row
-from jtrain.plan import AOT_ENVIRONMENT
+from jtrain.bench import Options, Row, option, row
 
 if TYPE_CHECKING:  # full names in annotations, so that runtime type checks can resolve them
     from jtrain.plan.job import Job
@@ -92,13 +89,11 @@ PROGRAMS = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--only", metavar="TEXT", default="", help="programs whose name has this text")
-    parser.add_argument(
-        "--keep", type=Path, metavar="FOLDER", help="compiled figures, kept there and not compiled again"
-    )
-    os.environ.update(AOT_ENVIRONMENT)  # jax reads it when it is imported, which no import above does
+OPTIONS = (
+    option("--only", metavar="TEXT", default="", help="programs whose name has this text"),
+    option("--keep", type=Path, metavar="FOLDER", help="compiled figures, kept there and not compiled again"),
+)
+ABSENT_CHIPS = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +118,7 @@ class Compiled:
     compute_s: float
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Rows of each program as it is compiled, then the mean and the largest error of all."""
     errors: list[float] = []
     for program in PROGRAMS:

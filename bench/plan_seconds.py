@@ -5,12 +5,11 @@ unless axes are given, one microbatch unless given, and layers that keep queries
 The constants of `jtrain.plan.estimate.matmul_time` and `jtrain.plan.estimate.step_time` were fitted to these rows.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, row
 
 if TYPE_CHECKING:
     from jtrain.plan.job import Job
@@ -136,7 +135,7 @@ def predicted_s(step: Published) -> float:
     return step_time(job, memory(job)).step_s
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """A row per published step, then the mean and the largest error."""
     del args
     rows: list[Row] = []

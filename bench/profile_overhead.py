@@ -6,7 +6,6 @@ So the always-on part is also timed from within: the wall time that it keeps the
 time of the sampler's process, which on a CPU the devices want too.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -21,7 +20,7 @@ from typing import Any
 
 import jax
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.config import tree
 from jtrain.config.devices import settle_mesh
 from jtrain.config.load import load_config
@@ -36,15 +35,14 @@ from jtrain.train.callbacks import Callback, DispatchedStep, LoopPhase, RunConte
 from jtrain.train.step_metrics import RecompileWatch, StepLog
 from jtrain.train.trace_windows import TraceWindows
 
+OPTIONS = (
+    option("--config", default="tiny", help="what to train (default: tiny, its own shape)"),
+    option("--steps", type=int, default=40, help="steps per measurement; speeds are medians over them"),
+    option("--rounds", type=int, default=5, help="both alternate this often; the median ratio counts"),
+)
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--config", default="tiny", help="what to train (default: tiny, its own shape)")
-    parser.add_argument("--steps", type=int, default=40, help="steps per measurement; speeds are medians over them")
-    parser.add_argument("--rounds", type=int, default=5, help="both alternate this often; the median ratio counts")
 
-
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Alternates the two, so that a machine that slows down slows both; compilation is in neither."""
     last = 2 * args.steps
     watched, blind, inside, outside, stalls_s = [], [], [], [], []

@@ -11,7 +11,6 @@ The compiler's estimate is that of each instruction, summed over the step. It ha
 nothing of waits.
 """
 
-import argparse
 import os
 import re
 import shlex
@@ -20,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.errors import UserError
 from jtrain.hlo.parser import visits
 from jtrain.plan import AOT_ENVIRONMENT
@@ -52,17 +51,17 @@ RECORDED_ASYNC = {"default flags": 0.0, "SparseCore offload": 0.51}
 """Share of MaxText's network bytes in pairs of start and done."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument(
+OPTIONS = (
+    option(
         "--maxtext-python",
         default=os.environ.get("PEER_MAXTEXT_PYTHON"),
         help="interpreter that has maxtext, to measure it here; or $PEER_MAXTEXT_PYTHON",
-    )
-    os.environ.update(AOT_ENVIRONMENT)  # jax reads it when it is imported, which no import above does
+    ),
+)
+ABSENT_CHIPS = True
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Rows of ours over MaxText's.
 
     Raises:

@@ -8,7 +8,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (ROOT / "jtrain", ROOT / "kernels" / "jtrain_kernels")
-SKIPPED = {"peers", "tuned", "_configs"}
+SKIPPED = {"checkpoint_programs", "_configs"}
 
 
 def packages() -> dict[str, list[str]]:

@@ -10,7 +10,6 @@ all other ranks. Each line of standard input is a number of steps; the answer ho
 for data.
 """
 
-import argparse
 import multiprocessing
 import os
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from data_protocol import answer
+from data_protocol import answer, arguments
 
 LINEAR = 24576
 """Tokens whose attention costs as much as everything else: a 7B model's (verl's seqlen_balancing.py)."""
@@ -58,7 +57,7 @@ def cost_of(segments: Any) -> float:
     return float((LINEAR * pieces + pieces**2).sum())
 
 
-def rank(args: argparse.Namespace, number: int, together: Any, orders: Any, answers: Any) -> None:
+def rank(args: Any, number: int, together: Any, orders: Any, answers: Any) -> None:
     """Runs one rank for as many steps as each order says; an order of 0 ends it."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     rows = rows_of(args.folder, args.tokenizer, number // args.context, args.ranks // args.context, args.seq_len)
@@ -79,15 +78,7 @@ def rank(args: argparse.Namespace, number: int, together: Any, orders: Any, answ
 
 def main() -> None:
     """Starts the ranks, then passes each request to them."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("tokenizer")
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--context", type=int, required=True)
-    parser.add_argument("--seq-len", type=int, required=True)
-    parser.add_argument("--rows", type=int, required=True, help="per group of ranks that share sequences")
-    parser.add_argument("--linear-s", type=float, required=True, help="seconds for one rank's rows, without attention")
-    args = parser.parse_args()
+    args = arguments("folder", "tokenizer", ranks=0, context=0, seq_len=0, rows=0, linear_s=0.0)
     context = multiprocessing.get_context("spawn")
     together, answers = context.Barrier(args.ranks), context.SimpleQueue()
     orders = [context.SimpleQueue() for _ in range(args.ranks)]

@@ -12,7 +12,6 @@ worker process that Grain spawns.
 `mp_prefetch` slices the indices of the mixture and not the sources.
 """
 
-import argparse
 import ctypes
 import sys
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from data_protocol import answer, consumers, draw, rows_of, weights_of
+from data_protocol import answer, arguments, consumers, draw, rows_of, weights_of
 
 
 def parquet_batches(folder: str, seed: int, batch: int) -> Iterator[Any]:
@@ -64,7 +63,7 @@ def arrayrecord_batches(folder: str, batch: int) -> Any:
     return iter(ids.batch(batch, batch_fn=list).to_iter_dataset(grain.ReadOptions(0, 0)))
 
 
-def mixing(args: argparse.Namespace) -> None:
+def mixing(args: Any) -> None:
     """Draws rows in one process."""
     import grain
 
@@ -75,7 +74,7 @@ def mixing(args: argparse.Namespace) -> None:
     draw(batches)
 
 
-def resume(args: argparse.Namespace) -> None:
+def resume(args: Any) -> None:
     """Times a resume from Grain's first call to the first batch after `step`."""
     import grain.sources  # noqa: F401
 
@@ -108,7 +107,7 @@ class Slowly:
         self.__init__(seconds)
 
 
-def scaling(args: argparse.Namespace) -> None:
+def scaling(args: Any) -> None:
     """Runs the steps of a trainer whose accelerator takes `step_s`, with a slow last source; each line is a count."""
     import grain
     from absl import flags
@@ -134,22 +133,10 @@ def scaling(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["consumers", "mixing", "resume", "scaling"])
-    parser.add_argument("folder", nargs="?")
-    parser.add_argument("--consumers", type=int, default=1)
-    parser.add_argument("--batches", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--step", type=int, default=0)
-    parser.add_argument("--sources", type=int, default=8)
-    parser.add_argument("--slow-weight", type=float, default=0.0)
-    parser.add_argument("--slow-s", type=float, default=0.0)
-    parser.add_argument("--quick-s", type=float, default=0.0)
-    parser.add_argument("--step-s", type=float, default=0.0)
-    parser.add_argument("--workers", type=int, default=1)
-    args = parser.parse_args()
+    args = arguments(
+        "what", "folder", consumers=1, batches=40, batch=64, rows=64, seq_len=8192, step=0, sources=8, slow_weight=0.0,
+        slow_s=0.0, quick_s=0.0, step_s=0.0, workers=1,
+    )  # fmt: skip
     if args.what == "consumers":
         consumers(args.consumers, parquet_batches, args)
     else:

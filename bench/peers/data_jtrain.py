@@ -10,7 +10,6 @@ importing it is no part of the data's memory, but importing jtrain.data and open
 the process ids before, then a line of standard input has jtrain.data imported, and the next one opens the data.
 """
 
-import argparse
 import dataclasses
 import multiprocessing
 import sys
@@ -19,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from data_protocol import Batches, answer, draw
+from data_protocol import Batches, answer, arguments, draw
 
 
-def trainer(args: argparse.Namespace, host: int, ready: Any, steps: Any, first: Any, done: Any, end: Any) -> None:
+def trainer(args: Any, host: int, ready: Any, steps: Any, first: Any, done: Any, end: Any) -> None:
     """Opens every source, draws its batches, and keeps its data until the end."""
     import jax  # noqa: F401, a trainer has it, and its memory counts
 
@@ -44,7 +43,7 @@ def trainer(args: argparse.Namespace, host: int, ready: Any, steps: Any, first: 
         end.wait()
 
 
-def consumers(args: argparse.Namespace) -> None:
+def consumers(args: Any) -> None:
     """Starts the trainers, then reports when all have their first batch and when all have every batch."""
     context = multiprocessing.get_context("spawn")
     ready, first, done = (context.Semaphore(0) for _ in range(3))
@@ -73,7 +72,7 @@ def consumers(args: argparse.Namespace) -> None:
         process.join()
 
 
-def mixing(args: argparse.Namespace) -> None:
+def mixing(args: Any) -> None:
     """Draws packed rows, with `mallopt` as the training loop sets it on a CPU."""
     from bench.data_sources import mixture
     from jtrain.data.dataset import open_dataset
@@ -81,7 +80,7 @@ def mixing(args: argparse.Namespace) -> None:
 
     keep_freed_memory()
     spec = mixture(Path(args.folder), seq_len=args.seq_len, global_batch=args.global_batch)
-    spec = dataclasses.replace(spec, prepared=args.prepared, engine=args.engine)
+    spec = dataclasses.replace(spec, prepared=args.prepared or None, engine=args.engine)
     with open_dataset(spec, seed=0).train_batches() as batches:
         first = next(batches)
         filled = np.count_nonzero(first.segment_BL) / first.segment_BL.size
@@ -96,16 +95,7 @@ def mixing(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["consumers", "mixing"])
-    parser.add_argument("folder")
-    parser.add_argument("--prepared")
-    parser.add_argument("--engine", choices=["inline", "processes"], default="inline")
-    parser.add_argument("--hosts", type=int, default=1)
-    parser.add_argument("--global-batch", type=int, required=True)
-    parser.add_argument("--seq-len", type=int, required=True)
-    parser.add_argument("--batches", type=int, default=40)
-    args = parser.parse_args()
+    args = arguments("what", "folder", prepared="", engine="inline", hosts=1, global_batch=0, seq_len=0, batches=40)
     {"consumers": consumers, "mixing": mixing}[args.what](args)
 
 

@@ -8,13 +8,12 @@ Runs in the peers' environment, which setup.sh makes.
 Samples are rows of ids, written before: documents joined and cut, as llm-foundry prepares text. Two bytes per id.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from data_protocol import Batches, answer, draw, weights_of
+from data_protocol import Batches, answer, arguments, draw, weights_of
 from streaming import MDSWriter, Stream, StreamingDataset
 from streaming.base.util import clean_stale_shared_memory
 
@@ -56,13 +55,7 @@ def mixing(folder: str, rows: int) -> Batches:
 
 def main() -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["write", "mixing"])
-    parser.add_argument("folder")
-    parser.add_argument("out", nargs="?")
-    parser.add_argument("--rows", type=int)
-    parser.add_argument("--seq-len", type=int, required=True)
-    args = parser.parse_args()
+    args = arguments("what", "folder", "out", rows=0, seq_len=0)
     if args.what == "write":
         write(args.folder, args.out, args.seq_len)
         return

@@ -14,7 +14,6 @@ The last two give what a step on packed documents needs, as jtrain does: tokens;
 positions and segment numbers. They mix no sources.
 """
 
-import argparse
 import json
 import random
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from data_protocol import Batches, answer, draw, rows_of
+from data_protocol import Batches, answer, arguments, draw, rows_of
 
 
 def nanogpt(folder: str, rows: int, seq_len: int) -> Batches:
@@ -114,12 +113,7 @@ _READERS = {
 
 def main() -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=list(_READERS))
-    parser.add_argument("folder")
-    parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--seq-len", type=int, required=True)
-    args = parser.parse_args()
+    args = arguments("what", "folder", rows=0, seq_len=0)
     batches = _READERS[args.what](args.folder, args.rows, args.seq_len)
     next(batches)
     answer(filled=1.0)

@@ -8,7 +8,21 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
+
+
+def arguments(*names: str, **defaults: Any) -> SimpleNamespace:
+    """Values of this program's words: one each for `names`, then `--name value`, of the type of its default.
+
+    Only the benchmarks call such a program, so a wrong word is a plain error.
+    """
+    count = next((number for number, word in enumerate(sys.argv) if word.startswith("--")), len(sys.argv))
+    values = dict.fromkeys(names) | defaults | dict(zip(names, sys.argv[1:count], strict=False))
+    for option, word in zip(sys.argv[count::2], sys.argv[count + 1 :: 2], strict=True):
+        name = option.removeprefix("--").replace("-", "_")
+        values[name] = type(defaults[name])(word)
+    return SimpleNamespace(**values)
 
 
 def weights_of(num_sources: int) -> list[float]:

@@ -8,7 +8,6 @@ Runs in the peers' environment, which setup.sh makes.
 A consumer is one process, the loader inside it: a worker process on top would only add to it.
 """
 
-import argparse
 import itertools
 import random
 import time
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_protocol import answer, consumers, weights_of
+from data_protocol import answer, arguments, consumers, weights_of
 
 
 def loader_of(folder: str, seed: int, batch: int) -> Any:
@@ -55,7 +54,7 @@ def batches_of(folder: str, seed: int, batch: int) -> Iterator[Any]:
     return iter(loader_of(folder, seed, batch))
 
 
-def resume(args: argparse.Namespace) -> None:
+def resume(args: Any) -> None:
     """Times a resume from torchdata's first call to the first batch after `step`, reading all earlier batches again."""
     loader = loader_of(args.folder, 0, args.batch)  # imports
     next(iter(loader))
@@ -69,14 +68,7 @@ def resume(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["consumers", "resume"])
-    parser.add_argument("folder")
-    parser.add_argument("--consumers", type=int, default=1)
-    parser.add_argument("--batches", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--step", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments("what", "folder", consumers=1, batches=40, batch=64, step=0)
     if args.what == "consumers":
         consumers(args.consumers, batches_of, args)
     else:

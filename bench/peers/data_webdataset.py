@@ -5,12 +5,11 @@ Runs in the peers' environment, which setup.sh makes.
     python data_webdataset.py mixing FOLDER --rows 64 --seq-len 8192
 """
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
 import webdataset
-from data_protocol import answer, draw, rows_of, weights_of
+from data_protocol import answer, arguments, draw, rows_of, weights_of
 
 SHUFFLED = 100
 """Documents in each source's shuffle buffer."""
@@ -28,12 +27,7 @@ def documents(folder: str) -> Iterator[bytes]:
 
 def main() -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["mixing"])
-    parser.add_argument("folder")
-    parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--seq-len", type=int, required=True)
-    args = parser.parse_args()
+    args = arguments("what", "folder", rows=0, seq_len=0)
     batches = rows_of(documents(args.folder), args.rows, args.seq_len)
     next(batches)
     answer(filled=1.0)

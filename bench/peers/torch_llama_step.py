@@ -8,23 +8,18 @@ After warm-up it prints `{"ready": ...}`; then, for each line `N` on standard in
 `{"step_ms": [...], "loss": ...}`. This lets the caller alternate with other programs on the same cores.
 """
 
-import argparse
 import json
 import sys
 import time
 
 import torch
 import transformers
+from data_protocol import arguments
 
 
 def main() -> None:
     """Builds the model, warms up, then answers on standard output."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--mode", choices=["eager", "compile"], required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=512)
-    args = parser.parse_args()
+    args = arguments(mode="eager", threads=1, batch=8, seq_len=512)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
 

@@ -2,16 +2,17 @@
 
 Here is what a user measures on a machine of theirs. What only jtrain's own published figures need, beside other
 projects or by compilers for absent chips, is in the folder bench/ of a checkout, and runs by the same command.
-A benchmark is a module in either whose docstring's first line says what it measures, with
-`run(args: argparse.Namespace)` that returns a list of rows or yields them as they are measured, and
-`add_arguments(parser)` if it has options of its own. What it is compared with runs in the same process tree, right
-before or after.
+A benchmark is a module in either whose docstring's first line says what it measures, with `run(args: Options)` that
+returns a list of rows or yields them as they are measured, and `OPTIONS` if it has options of its own. One that
+compiles for chips that are not here has `ABSENT_CHIPS`: True, or the names of the options with which it does. What it
+is compared with runs in the same process tree, right before or after.
 """
 
-import argparse
 import operator
 import re
-from typing import TypedDict
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypedDict
 
 from jtrain.errors import UserError
 
@@ -42,14 +43,28 @@ def row(what: str, value: float | None, unit: str, *, baseline: float | None = N
     return Row(what=what, value=value, unit=unit, baseline=baseline, ratio=ratio, bar=bar)
 
 
-def add_rehearse(parser: argparse.ArgumentParser) -> None:
-    """Adds --rehearse to a benchmark of an accelerator, which without it refuses other devices."""
-    parser.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="tiny shapes on whatever device is here, to see that the code runs; the rows are no measurements",
-    )
+class Option(NamedTuple):
+    """Option of a benchmark: what argparse's `add_argument` takes."""
 
+    flags: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+
+def option(*flags: str, **settings: Any) -> Option:
+    """An `Option`, written as a call of `add_argument`."""
+    return Option(flags, settings)
+
+
+class Options(SimpleNamespace):
+    """Values of a benchmark's options, an attribute each."""
+
+
+REHEARSE = option(
+    "--rehearse",
+    action="store_true",
+    help="tiny shapes on whatever device is here, to see that the code runs; the rows are no measurements",
+)
+"""For a benchmark of an accelerator, which without it refuses other devices."""
 
 REHEARSED = "rehearsal, no measurement: "
 """First words of a rehearsal's rows."""

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jtrain.bench import Row, meets_bar, rehearsed
+from jtrain.bench import Option, Options, Row, meets_bar, rehearsed
 from jtrain.cli.run import run
 from jtrain.errors import UserError, did_you_mean
+from jtrain.plan import AOT_ENVIRONMENT
 from jtrain.report.table import Table, numbers, words
 from jtrain.runtime import exit_codes
 from jtrain.runtime.platform import start_jax
@@ -91,10 +92,8 @@ def measured(found: Iterable[Row], *, rehearse: bool, lines: Path | None) -> Ite
         yield marked
 
 
-def bench(argv: Sequence[str]) -> int:
-    """Lists the benchmarks, or runs one; exit code 1 if one with MUST_MEET misses a bar."""
-    files = benchmarks()
-    listed = "\n".join(f"  {name:24} {first_line(file)}" for name, file in files.items())
+def parse(options: Sequence[Option], argv: Sequence[str], listed: str = "") -> Options:
+    """Options of a benchmark, and those of all, by the words behind `python -m jtrain.bench`."""
     parser = argparse.ArgumentParser(
         prog="python -m jtrain.bench",
         description="Measures one published number; without a name, lists them.",
@@ -102,12 +101,21 @@ def bench(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    name = argv[0] if argv and not argv[0].startswith("-") else None
     parser.add_argument("name", nargs="?", metavar="NAME", help="one of the benchmarks below")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
     parser.add_argument("--lines", type=Path, metavar="FILE", help="append each row there once it is measured")
+    for one in options:
+        parser.add_argument(*one.flags, **one.settings)
+    return parser.parse_args(argv, namespace=Options())
+
+
+def bench(argv: Sequence[str]) -> int:
+    """Lists the benchmarks, or runs one; exit code 1 if one with MUST_MEET misses a bar."""
+    files = benchmarks()
+    listed = "\n".join(f"  {name:24} {first_line(file)}" for name, file in files.items())
+    name = argv[0] if argv and not argv[0].startswith("-") else None
     if name is None:
-        parser.parse_args(argv)
+        parse((), argv, listed)
         print(listed)
         return 0
     if name not in files:
@@ -117,9 +125,10 @@ def bench(argv: Sequence[str]) -> int:
         raise UserError(message)
     (package,) = (package for package, folder in FOLDERS.items() if folder == files[name].parent)
     module = importlib.import_module(f"{package}.{name}")
-    if hasattr(module, "add_arguments"):
-        module.add_arguments(parser)
-    args = parser.parse_args(argv)
+    args = parse(getattr(module, "OPTIONS", ()), argv, listed)
+    absent_chips = getattr(module, "ABSENT_CHIPS", ())
+    if absent_chips is True or any(getattr(args, option) for option in absent_chips or ()):
+        os.environ.update(AOT_ENVIRONMENT)  # before jax is imported, which no benchmark's module does that compiles
     start_jax(os.environ)
     rows = list(measured(module.run(args), rehearse=getattr(args, "rehearse", False), lines=args.lines))
     if args.json is not None:

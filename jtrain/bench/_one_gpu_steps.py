@@ -59,10 +59,9 @@ def _attention(shape: str, implementation: str) -> Step:
 
 
 def _tuned(op: str, *shapes: str) -> Step:
-    """Tuning of an op at shapes: `--case NAME` of its own, or `--config NAME` for those of a config's step."""
-    end = ("--out", f"{OUT}/tuned")
-    small = ("kernels", "--tune", "--op", "rms_norm", "--case", "tiny", *end)
-    options = ("kernels", "--tune", "--op", op, *shapes, *end)
+    """Times of an op's configurations at shapes: `--case NAME` of its own, or `--config NAME` for a config's step."""
+    small = ("kernels", "--tune", "--op", "rms_norm", "--case", "tiny")
+    options = ("kernels", "--tune", "--op", op, *shapes)
     needs = FIDDLE if "--config" in shapes else ()
     return Step(f"tune-{shapes[1]}-{op}", options, 120, needs, small, _KERNELS.get(op, ()))
 

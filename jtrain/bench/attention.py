@@ -8,7 +8,6 @@ are 4 B N L^2 H / 2 forward and 2.5 times that backward, also for documents, so 
 implementation is first compared with plain JAX in float32; one with wrong results is not timed.
 """
 
-import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.bench import Row, add_rehearse, row
+from jtrain.bench import REHEARSE, Options, Row, option, row
 from jtrain.errors import UserError
 
 BARS = {
@@ -60,15 +59,15 @@ SHAPES = {
 REHEARSED = Shape(1, 128, 4, 2, 8, documents=3)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--calls", type=int, default=20, help="timed calls of each, after one that is not")
-    parser.add_argument("--only", help="one implementation")
-    parser.add_argument("--shape", choices=tuple(SHAPES), help="one of the shapes")
-    add_rehearse(parser)
+OPTIONS = (
+    option("--calls", type=int, default=20, help="timed calls of each, after one that is not"),
+    option("--only", help="one implementation"),
+    option("--shape", choices=tuple(SHAPES), help="one of the shapes"),
+    REHEARSE,
+)
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """TFLOP/s by shape, direction and implementation. A rehearsal on a CPU takes plain JAX for each implementation.
 
     Raises:

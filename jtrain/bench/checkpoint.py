@@ -14,7 +14,6 @@ more: a save that returns at once may still make the next step copy the state; i
 when the checkpoint has its final name. Memory is in units of the state, from before the first save.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -24,7 +23,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.checkpoint import CheckpointSpec
 from jtrain.errors import UserError
 
@@ -33,19 +32,19 @@ PROGRAMS = Path(__file__).parent / "checkpoint_programs"
 PEERS = {"orbax": "Orbax", "orbax_fsync": "Orbax with fsync of everything", "torch": "torch's async DCP"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument(
+OPTIONS = (
+    option(
         "--torch-python",
         default=os.environ.get("PEER_TORCH_PYTHON"),
         help="interpreter that has torch; or $PEER_TORCH_PYTHON; without either, no rows of torch",
-    )
-    parser.add_argument("--saves", type=int, default=3, help="timed saves of each; their median counts (default: 3)")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES, help="states to save (default: both)")
-    parser.add_argument("--folder", type=Path, help="where to save (default: the folder for temporary files)")
+    ),
+    option("--saves", type=int, default=3, help="timed saves of each; their median counts (default: 3)"),
+    option("--sizes", nargs="+", choices=SIZES, default=SIZES, help="states to save (default: both)"),
+    option("--folder", type=Path, help="where to save (default: the folder for temporary files)"),
+)
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Rows of each size.
 
     Raises:
@@ -107,8 +106,7 @@ def figures(program: str, size: str, *, saves: int, python: str | None, folder: 
     interpreter = python if python and program == "torch" else sys.executable
     os.sync()  # what others have written does not count
     with tempfile.TemporaryDirectory(dir=folder) as target:
-        command = [interpreter, str(script), "--program", program, "--size", size, "--folder", f"{target}/run"]
-        command += ["--saves", str(saves)]
+        command = [interpreter, str(script), program, size, f"{target}/run", str(saves)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"it ended, exit code {done.returncode}: {shlex.join(command)}\n{done.stderr[-3000:]}")

@@ -6,16 +6,13 @@ runs: programs of the compilers in the extra [aot] show the bytes that are read 
 pass over each array.
 """
 
-import argparse
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from jtrain.bench import Row, add_rehearse, row
+from jtrain.bench import REHEARSE, Options, Row, option, row
 from jtrain.errors import UserError
-from jtrain.plan import AOT_ENVIRONMENT
 
 if TYPE_CHECKING:
     from jtrain_kernels.registry import Op
@@ -30,26 +27,16 @@ CALLS = 10
 type Case = tuple[str, Callable[..., Any], tuple[Any, ...], "Op | None"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--compiled", action=_Compiled, help="bytes that compilers say, for an H200 and a v5p")
-    parser.add_argument("--repeats", type=int, default=50, help="timed programs of each, of ten calls")
-    parser.add_argument("--only", metavar="TEXT", help="only ops whose name contains this, such as rms_norm")
-    add_rehearse(parser)
+OPTIONS = (
+    option("--compiled", action="store_true", help="bytes that compilers say, for an H200 and a v5p"),
+    option("--repeats", type=int, default=50, help="timed programs of each, of ten calls"),
+    option("--only", metavar="TEXT", help="only ops whose name contains this, such as rms_norm"),
+    REHEARSE,
+)
+ABSENT_CHIPS = ("compiled",)
 
 
-class _Compiled(argparse.Action):
-    """Option that sets the environment before jax is imported."""
-
-    def __init__(self, option_strings: Any, dest: str, **more: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=False, **more)
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, True)
-        os.environ.update(AOT_ENVIRONMENT)
-
-
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Rows of every op, pass and implementation.
 
     Raises:

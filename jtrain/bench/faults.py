@@ -10,7 +10,6 @@ checkpoints, the processes that stayed. Trial i has the seed S + i: its printed 
 anything was lost. Without --config the model is small and runs on emulated CPU devices; docs/faults.md lists the kinds.
 """
 
-import argparse
 import glob
 import random
 import shutil
@@ -18,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from jtrain.bench import Row
+from jtrain.bench import Options, Row, option
 from jtrain.errors import UserError
 
 PRINTS = True
@@ -27,17 +26,17 @@ MUST_MEET = True
 """Exit code 1 if a row misses its bar."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--trials", type=int, default=20, help="faults to inject (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first trial (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=1, choices=(1, 2, 4), help="of one training, on this machine")
-    parser.add_argument("--only", metavar="KIND,...", help="these kinds of faults; `list` lists them")
-    parser.add_argument("--config", metavar="NAME", help="train this config instead of a small one (16 steps of it)")
-    parser.add_argument("--workdir", type=Path, metavar="DIR", help="where the trials live (default: a temporary one)")
+OPTIONS = (
+    option("--trials", type=int, default=20, help="faults to inject (default: %(default)s)"),
+    option("--seed", type=int, default=0, help="of the first trial (default: %(default)s)"),
+    option("--processes", type=int, default=1, choices=(1, 2, 4), help="of one training, on this machine"),
+    option("--only", metavar="KIND,...", help="these kinds of faults; `list` lists them"),
+    option("--config", metavar="NAME", help="train this config instead of a small one (16 steps of it)"),
+    option("--workdir", type=Path, metavar="DIR", help="where the trials live (default: a temporary one)"),
+)
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Runs the trials one after another; prints a line for each, then a table, and yields rows for `--json`."""
     from jtrain.bench.fault_trials import processes, recipe, table  # lazy: they import jax
     from jtrain.bench.fault_trials.kinds import register_all

@@ -10,7 +10,6 @@ row of 8192 tokens, with the casts of the weights and the next scales. Embedding
 alike in all modes, are left out. Two layers, because XLA removes a loop of one and its rematerialisation with it.
 """
 
-import argparse
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from jtrain.bench import Row, add_rehearse, row
+from jtrain.bench import REHEARSE, Options, Row, option, row
 from jtrain.errors import UserError
 from jtrain.layout.layout import LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec, make_mesh
@@ -46,11 +45,11 @@ SCALES = (64.0, 64.0, 64.0)
 MODES: tuple[MatmulDtype, ...] = ("compute", "fp8_current", "fp8_delayed")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--calls", type=int, default=30, help="timed matmuls, and steps (default: %(default)s)")
-    parser.add_argument("--only", choices=("matmul", "layers"), help="one of the two")
-    add_rehearse(parser)
+OPTIONS = (
+    option("--calls", type=int, default=30, help="timed matmuls, and steps (default: %(default)s)"),
+    option("--only", choices=("matmul", "layers"), help="one of the two"),
+    REHEARSE,
+)
 
 
 def matmul(mode: MatmulDtype, x: Array, kernel: Array) -> Array:
@@ -61,7 +60,7 @@ def matmul(mode: MatmulDtype, x: Array, kernel: Array) -> Array:
     return ops.linear(x, ops.Fp8Kernel(kernel, *((jnp.asarray(SCALES), jnp.zeros(3)) if delayed else ())))
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Rows of TFLOP/s of the matmul and tokens/s of the step, each compared with bfloat16.
 
     Raises:

@@ -6,7 +6,6 @@ less power, so they run at a higher clock. Allocations: weights are copied befor
 buffers of one size, or of sizes that change from step to step (Chopper, arXiv 2512.08242, section 6).
 """
 
-import argparse
 import dataclasses
 import math
 import tempfile
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.bench import Row, add_rehearse, row
+from jtrain.bench import REHEARSE, Options, Row, option, row
 from jtrain.errors import UserError
 from jtrain.profile.analysis import clock_loss
 from jtrain.profile.analysis.records import Peaks
@@ -38,10 +37,10 @@ PRODUCTS = 32
 """In one call: long enough that launching it costs nothing."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each of the four soaks (default: 60)")
-    add_rehearse(parser)
+OPTIONS = (
+    option("--seconds", type=float, default=60.0, help="of each of the four soaks (default: 60)"),
+    REHEARSE,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Soak:
     lost_s: dict[str, float]
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """TFLOP/s, clock, power, energy and seconds lost of each soak, the second of a pair against the first.
 
     Raises:

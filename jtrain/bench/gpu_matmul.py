@@ -8,7 +8,6 @@ measures how much of the copying is hidden, `max(matmul alone, copies alone) / f
 GPUs. Every result is compared with XLA's before it is timed. A rehearsal on a CPU emulates the kernels.
 """
 
-import argparse
 import dataclasses
 import statistics
 import time
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.bench import Row, add_rehearse, row
+from jtrain.bench import REHEARSE, Options, Row, option, row
 from jtrain.errors import UserError
 from jtrain_kernels import compat
 from jtrain_kernels.device import DEVICES, DeviceSpec, from_device
@@ -34,16 +33,16 @@ REHEARSED_TILES = TileConfig(tile_m=64, tile_n=32, tile_k=32, stages=2, out_rows
 """Tiles small enough for an emulated GPU."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--size", type=int, default=8192, help="rows, columns and depth of the whole matmul")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="virtual ranks")
-    parser.add_argument("--calls", type=int, default=20, help="timed calls of each")
-    parser.add_argument("--only", choices=("matmul", *OPS), help="the tile kernel alone, or one of the fused ops")
-    add_rehearse(parser)
+OPTIONS = (
+    option("--size", type=int, default=8192, help="rows, columns and depth of the whole matmul"),
+    option("--ranks", type=int, nargs="+", default=[2, 4], help="virtual ranks"),
+    option("--calls", type=int, default=20, help="timed calls of each"),
+    option("--only", choices=("matmul", *OPS), help="the tile kernel alone, or one of the fused ops"),
+    REHEARSE,
+)
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Rows of the tile kernel over cuBLAS, and of each op over the longer of its two parts.
 
     Raises:

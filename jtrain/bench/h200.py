@@ -4,7 +4,6 @@ Needs a GPU, and refuses without one: a CPU's number would say nothing. Trains o
 tokenizer are needed; everything else is the shipped config's, or what --set makes of it.
 """
 
-import argparse
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jtrain.bench import Row, add_rehearse, row
+from jtrain.bench import REHEARSE, Options, Row, option, row
 from jtrain.data import put_batch
 from jtrain.errors import UserError
 from jtrain.layout.dims import Batch
@@ -42,17 +41,17 @@ REHEARSED = (
 """A config's smallest form, for --rehearse."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each, after two that are not")
-    parser.add_argument("--only", choices=tuple(FIDDLERS), help="one of the two")
-    parser.add_argument(
+OPTIONS = (
+    option("--steps", type=int, default=10, help="timed steps of each, after two that are not"),
+    option("--only", choices=tuple(FIDDLERS), help="one of the two"),
+    option(
         "--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="change the config; no bar then"
-    )
-    add_rehearse(parser)
+    ),
+    REHEARSE,
+)
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Tokens/s and MFU of each config.
 
     Raises:

@@ -12,7 +12,6 @@ The host's part (reading the metrics, comparing sums, judging) and the recomputa
 default interval. Rows are printed as they are measured. Run it on an idle machine: about 3 minutes on two cores.
 """
 
-import argparse
 import contextlib
 import ctypes
 import dataclasses
@@ -29,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.bench import Row, meets_bar, row
+from jtrain.bench import Options, Row, meets_bar, option, row
 from jtrain.config.devices import settle_mesh
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
@@ -52,14 +51,14 @@ SHORT = ("data.global_batch=1", "data.seq_len=128")
 """Settings of the small batch."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--pairs", type=int, default=60, help="pairs of whole steps")
-    parser.add_argument("--short-pairs", type=int, default=500, help="pairs of steps of a small batch")
-    parser.add_argument("--flips", type=int, default=60, help="bits to flip, each in a state of its own")
+OPTIONS = (
+    option("--pairs", type=int, default=60, help="pairs of whole steps"),
+    option("--short-pairs", type=int, default=500, help="pairs of steps of a small batch"),
+    option("--flips", type=int, default=60, help="bits to flip, each in a state of its own"),
+)
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Prints and returns the rows as they are measured."""
     keep_freed_memory()
     for one in _rows(args):
@@ -124,7 +123,7 @@ class _Turns:
     plain_cpu: np.ndarray
 
 
-def _rows(args: argparse.Namespace) -> Iterator[Row]:
+def _rows(args: Options) -> Iterator[Row]:
     whole, short = _steps(()), _steps(SHORT)
     turns = _turns(whole, args.pairs)
     step_ms, step_cpu_ms = float(np.median(turns.plain)), float(np.median(turns.plain_cpu))

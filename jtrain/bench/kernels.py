@@ -1,27 +1,21 @@
-"""Choice of kernels on a device, with reasons; on a live accelerator also their times and tuning.
+"""Choice of kernels on a device, with reasons; on a live accelerator also the times of every configuration.
 
     python -m jtrain.bench kernels --explain attention --device h200     the choice, and why the others lost
     python -m jtrain.bench kernels --explain rms_norm --device v5p --compile     and what its compiler makes of it
     python -m jtrain.bench kernels --explain attention --device h200 --config=llama1b    the same at a config's shapes
-    python -m jtrain.bench kernels --tune --config=llama8b     times what the config's step calls, keeps the fastest
+    python -m jtrain.bench kernels --tune --config=llama8b     times every configuration of what its step calls
     python -m jtrain.bench kernels --tune     the same at the shapes of the ops' cases
 
 Times are of an op with its gradients.
 """
 
-import argparse
-import datetime
-import importlib.metadata
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.errors import UserError
-from jtrain.plan import AOT_ENVIRONMENT
 
 if TYPE_CHECKING:  # full names in annotations, so that runtime type checks can resolve them
     import jax
@@ -36,39 +30,21 @@ MIN_TIMED_S = 0.2
 """Minimum seconds over which calls are repeated; at least five calls."""
 
 
-class _Elsewhere(argparse.Action):
-    """Option about an absent device: sets the environment for compiling before jax, which nothing above imports."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        os.environ.update(AOT_ENVIRONMENT)
-        setattr(namespace, self.dest, True if self.nargs == 0 else values)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--explain", metavar="OP", help="say which implementation an op takes, and why; runs nothing")
-    parser.add_argument(
-        "--device", action=_Elsewhere, help="explain for this device, such as h200; by default the one here"
-    )
-    parser.add_argument(
-        "--compile", action=_Elsewhere, nargs=0, default=False, help="explain: by the device's compiler"
-    )
-    parser.add_argument("--tune", action="store_true", help="time every configuration, and write the fastest to --out")
-    parser.add_argument("--op", help="time only this op")
-    parser.add_argument("--case", help="only this case of it, such as llama8b")
-    parser.add_argument("--config", metavar="NAME", help="the shapes of this config's train step, instead of cases")
-    parser.add_argument("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER")
-    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where tuned entries go; by default where they ship")
+OPTIONS = (
+    option("--explain", metavar="OP", help="say which implementation an op takes, and why; runs nothing"),
+    option("--device", help="explain for this device, such as h200; by default the one here"),
+    option("--compile", action="store_true", help="explain: by the device's compiler"),
+    option("--tune", action="store_true", help="time every configuration, and name the fastest"),
+    option("--op", help="time only this op"),
+    option("--case", help="only this case of it, such as llama8b"),
+    option("--config", metavar="NAME", help="the shapes of this config's train step, instead of cases"),
+    option("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER"),
+    option("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE"),
+)
+ABSENT_CHIPS = ("device", "compile")
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Rows of the requested predictions, compilations or times.
 
     Raises:
@@ -94,10 +70,10 @@ def run(args: argparse.Namespace) -> list[Row]:
     spec = device.live(jax.devices()[0])
     ops = [registry.find(args.op)] if args.op else list(registry.ops().values())
     named = args.config is not None or (args.op and args.case)
-    if spec.platform == "cpu" and not (named and (args.out or not args.tune)):
+    if spec.platform == "cpu" and not named:
         raise UserError(
             "kernels: times of a CPU are no accelerator's, and the ops' cases are of an 8B model. Run the same command "
-            "on a GPU or TPU, or name --config, or --op and --case, and with --tune --out DIR."
+            "on a GPU or TPU, or name --config, or --op and --case."
         )
     if args.config:
         of_step = config_cases(args, spec, ops[0] if args.op else None)
@@ -112,7 +88,7 @@ def run(args: argparse.Namespace) -> list[Row]:
             raise UserError(f"kernels: {few}.")
         else:
             print(f"left out: {few}")
-    return [r for case in cases for r in (_tune(case, spec, args.out) if args.tune else _time(case, spec))]
+    return [r for case in cases for r in (_tune(case, spec) if args.tune else _time(case, spec))]
 
 
 class Case(NamedTuple):
@@ -130,7 +106,7 @@ def _cases(op: "jtrain_kernels.registry.Op", case: str | None) -> list[Case]:
 
 
 def config_cases(
-    args: argparse.Namespace, spec: "jtrain_kernels.device.DeviceSpec", op: "jtrain_kernels.registry.Op | None" = None
+    args: Options, spec: "jtrain_kernels.device.DeviceSpec", op: "jtrain_kernels.registry.Op | None" = None
 ) -> list[Case]:
     """Cases that a config's train step has on a device, of one op or of all; the mesh is the config's.
 
@@ -217,7 +193,7 @@ def explanation(
     choice: "jtrain_kernels.registry.Choice",
 ) -> list[str]:
     """Lines that explain a choice: the chosen implementation, each other one with its reason, and how to force one."""
-    from jtrain_kernels import registry, tuned
+    from jtrain_kernels import registry
 
     config = " ".join(f"{name}={value}" for name, value in choice.config.items())
     taken = choice.implementation.name
@@ -229,7 +205,7 @@ def explanation(
         return "" if seconds is None or "predict" in reason else f"; predicted {registry.microseconds(seconds)}"
 
     return [
-        f"{op.name} on {spec.name}, {case}: {tuned.bucket(avals)}, {tuned.dtype(avals)}",
+        f"{op.name} on {spec.name}, {case}: {registry.shapes(avals)}",
         f"  {taken} is taken{f' with {config}' if config else ''}: {choice.because}{predicted(taken, choice.because)}",
         *(f"  {name} is not: {reason}{predicted(name, reason)}" for name, reason in choice.others),
         *(f"""  to force it: --set "kernels=(('{op.name}','{name}'),)\"""" for name in able[:1]),
@@ -253,17 +229,16 @@ def _time(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> Iterator[Row]:
         yield row(f"{op.name} {case}, {name}: forward and backward", value * 1e6, "us", baseline=baseline)
 
 
-def _tune(of: Case, spec: "jtrain_kernels.device.DeviceSpec", out: Path | None) -> Iterator[Row]:
-    """Times every configuration of every implementation that runs here, and writes the fastest to a file.
+def _tune(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> Iterator[Row]:
+    """Times every configuration of every implementation that runs here, and yields a row of the fastest.
 
     One whose results are not the reference's is said to be wrong and left out.
     """
-    from jtrain_kernels import registry, tuned
+    from jtrain_kernels import registry
 
     op, case, avals = of
-    best: tuned.Entry | None = None
+    best: tuple[float, str] | None = None
     reference: float | None = None
-    today = f"{datetime.date.today()}, jax {importlib.metadata.version('jax')}"
     want: Any = None
     # The reference is first, so that the others can be compared with it.
     for implementation in sorted(registry.implementations(op), key=lambda one: one.name != registry.REFERENCE):
@@ -279,15 +254,13 @@ def _tune(of: Case, spec: "jtrain_kernels.device.DeviceSpec", out: Path | None) 
                 print(f"{what}: WRONG by {error:.2g} of the largest element, left out")
                 continue
             print(f"{what}: {taken * 1e6:.4g} us")
-            if best is None or taken < best.seconds:
-                best = tuned.Entry(*tuned.key(op.name, avals), implementation.name, config, taken, today)
+            if best is None or taken < best[0]:
+                best = taken, f"{implementation.name} {dict(config)}"
             if implementation.name == registry.REFERENCE:
                 reference = taken
     assert best is not None
     assert reference is not None
-    tuned.write((out or tuned.FOLDER) / f"{spec.name}.json", [best])
-    what = f"{op.name} {case}: {best.implementation} {dict(best.config)}"
-    yield row(what, best.seconds * 1e6, "us", baseline=reference * 1e6, bar="<= 1")
+    yield row(f"{op.name} {case}: {best[1]}", best[0] * 1e6, "us", baseline=reference * 1e6, bar="<= 1")
 
 
 def _call(

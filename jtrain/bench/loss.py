@@ -3,7 +3,6 @@
 Needs a GPU, and refuses without one; the published `loss_memory` has the bytes for an absent H200.
 """
 
-import argparse
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jtrain.bench import Row, add_rehearse, row
+from jtrain.bench import REHEARSE, Options, Row, option, row
 from jtrain.bench.elementwise import seconds
 from jtrain.errors import UserError
 from jtrain_kernels.device import from_device
@@ -29,14 +28,14 @@ REHEARSED = (128, 32, 256)
 """Tokens, width and vocabulary of a rehearsal."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--repeats", type=int, default=10, help="timed calls of each")
-    parser.add_argument("--all-chunks", action="store_true", help="every size of chunks, not the predicted best alone")
-    add_rehearse(parser)
+OPTIONS = (
+    option("--repeats", type=int, default=10, help="timed calls of each"),
+    option("--all-chunks", action="store_true", help="every size of chunks, not the predicted best alone"),
+    REHEARSE,
+)
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Rows of every chunk size; the baseline is the loss with all logits at once.
 
     Raises:

@@ -6,13 +6,12 @@ Every other number of the device is read against these. Runs on any device; with
 of clocks.
 """
 
-import argparse
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
-from jtrain.bench import Row, add_rehearse, row
+from jtrain.bench import REHEARSE, Options, Row, option, row
 from jtrain.bench.elementwise import seconds
 from jtrain.profile.clocks.select import choose, open_source
 from jtrain.runtime.platform import host_memory_bytes
@@ -22,13 +21,13 @@ COPIED, SIZE = 2**28, 8192
 REHEARSED_COPIED, REHEARSED_SIZE = 2**16, 64
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--calls", type=int, default=50, help="timed calls of each")
-    add_rehearse(parser)
+OPTIONS = (
+    option("--calls", type=int, default=50, help="timed calls of each"),
+    REHEARSE,
+)
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Rows of memory, clocks, and the rates of a copy and of a bfloat16 matmul."""
     device = jax.devices()[0]
     kind = device.device_kind

@@ -8,13 +8,12 @@ batch with its optimizer state on the host and, where the plan says that it fits
 does not fit into the memory that is there is a row without a number.
 """
 
-import argparse
 import dataclasses
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jtrain.bench import Row, add_rehearse, row
+from jtrain.bench import REHEARSE, Options, Row, option, row
 from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
 
@@ -83,15 +82,15 @@ CASES = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--live", action="store_true", help="measure on the GPU that is here")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each, with --live (default: 3)")
-    parser.add_argument("--only", choices=("8B", "14B", "32B"), help="one of the models")
-    add_rehearse(parser)
+OPTIONS = (
+    option("--live", action="store_true", help="measure on the GPU that is here"),
+    option("--steps", type=int, default=3, help="timed steps of each, with --live (default: 3)"),
+    option("--only", choices=("8B", "14B", "32B"), help="one of the models"),
+    REHEARSE,
+)
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Rows of what was compiled, or of what ran.
 
     Raises:

@@ -7,7 +7,6 @@ Each step is a process of its own with a time limit, and DIR/rows.jsonl gets eac
 that has ended, well or with an error, is not done again with the same code, versions and GPU. Nothing is downloaded.
 """
 
-import argparse
 import dataclasses
 import datetime
 import fcntl
@@ -23,7 +22,7 @@ from typing import IO, Any
 
 import jtrain
 import jtrain_kernels
-from jtrain.bench import Row, add_rehearse, rehearsed
+from jtrain.bench import REHEARSE, Options, Row, option, rehearsed
 from jtrain.bench._one_gpu_process import Ended, end_processes, step_rows
 from jtrain.bench._one_gpu_steps import STEPS, Step
 from jtrain.errors import UserError, did_you_mean
@@ -50,21 +49,21 @@ RESERVE_S = 5.0
 """Seconds of the budget that are kept for ending the last step and printing the table."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="rows.jsonl, log.txt and the reports")
-    parser.add_argument(
+OPTIONS = (
+    option("--out", type=Path, required=True, metavar="DIR", help="rows.jsonl, log.txt and the reports"),
+    option(
         "--budget",
         type=float,
         default=540.0,
         metavar="SECONDS",
         help="ends within this time; a step starts only if its limit still fits (default: %(default)g)",
-    )
-    parser.add_argument("--only", nargs="+", metavar="STEP", help=f"some of {', '.join(step.name for step in STEPS)}")
-    add_rehearse(parser)
+    ),
+    option("--only", nargs="+", metavar="STEP", help=f"some of {', '.join(step.name for step in STEPS)}"),
+    REHEARSE,
+)
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Rows of the steps that ended earlier, and of those that are done now.
 
     Raises:

@@ -6,7 +6,6 @@ The text is the Python standard library, byte by byte, so nothing else is needed
 report.html and breakdown.json of the window, with clocks where the driver tells them.
 """
 
-import argparse
 import shutil
 import statistics
 import subprocess
@@ -15,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.errors import UserError
 from jtrain.profile.trace_dir import FOLDER
 from jtrain.telemetry.metrics import FILE, read
@@ -24,19 +23,15 @@ FILES = ("report.html", "breakdown.json")
 TEXT = ("data.path=stdlib", "data.tokenizer=bytes", "checkpoint.every_steps=None", "eval.every_steps=None")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--config", default="llama1b", help="what to train (default: %(default)s)")
-    parser.add_argument(
-        "--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="change the config"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=8, help="updates; the last three are traced (default: %(default)s)"
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the report goes")
+OPTIONS = (
+    option("--config", default="llama1b", help="what to train (default: %(default)s)"),
+    option("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="change the config"),
+    option("--steps", type=int, default=8, help="updates; the last three are traced (default: %(default)s)"),
+    option("--out", type=Path, required=True, metavar="DIR", help="where the report goes"),
+)
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Tokens/s before and in the window, and the size of the report.
 
     Raises:

@@ -1,6 +1,5 @@
 """Seconds until a killed run has its next step, by local memory: warm `tiny`, and a state of 1 GiB."""
 
-import argparse
 import contextlib
 import json
 import os
@@ -13,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 
 LAUNCH = (sys.executable, "-m", "jtrain.launch", "--config=tiny")
 POLL_S = 0.005
@@ -33,12 +32,10 @@ LARGE = {
 """Settings of `tiny` whose weights and moments in float32 take 1.0 GiB, and whose step is short."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--repeats", type=int, default=3, help="restarts of each; the median counts")
+OPTIONS = (option("--repeats", type=int, default=3, help="restarts of each; the median counts"),)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Kills a run that has kept its state, and starts its command again; there is no checkpoint to go on from."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, tempfile.TemporaryDirectory() as folder:
         tiny, _ = restarts(Path(folder) / "tiny", Path(memory) / "tiny", {}, args.repeats)

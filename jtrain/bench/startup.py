@@ -1,6 +1,5 @@
 """Seconds until `--help` answers, and from process start to the end of the first step of `tiny`."""
 
-import argparse
 import signal
 import statistics
 import subprocess
@@ -9,19 +8,17 @@ import tempfile
 import time
 from pathlib import Path
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 
 LAUNCH = (sys.executable, "-m", "jtrain.launch")
 POLL_S = 0.005
 TIMEOUT_S = 300.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--repeats", type=int, default=3, help="times each is measured; the median counts")
+OPTIONS = (option("--repeats", type=int, default=3, help="times each is measured; the median counts"),)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Medians of whole processes; the first start fills the compile cache and is a row of its own."""
     with tempfile.TemporaryDirectory() as folder:
         filling_s = first_step_s(Path(folder) / "filling")

@@ -1,25 +1,21 @@
 """The README's first command, whole: seconds from start to exit, and the loss it ends with."""
 
-import argparse
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.telemetry.metrics import FILE, read
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--steps", type=int, help="updates; bars are for the config's own number")
-    parser.add_argument(
-        "--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="change the config"
-    )
+OPTIONS = (
+    option("--steps", type=int, help="updates; bars are for the config's own number"),
+    option("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="change the config"),
+)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
+def run(args: Options) -> list[Row]:
     """Runs `python -m jtrain.launch --config=tiny` into a new workdir, with the compile cache as it is."""
     sets = [*args.sets]
     if args.steps is not None:

@@ -98,7 +98,7 @@ def compiler_options(
       plain_tensor: layers send over `tensor`, neither in pieces nor in groups of sequences.
     """
     device = mesh.devices.flat[0]
-    of_kernels = registry.compiler_options(live(device), dict(kernels))
+    of_kernels = registry.compiler_options(dict(kernels))
     if device.platform == "gpu":
         in_8_bits = _IN_8_BITS if matmul_dtype != "compute" else {}
         in_order = _COPIES_IN_ORDER if (plain_tensor or in_8_bits) and mesh.size > 1 and not offloaded else {}

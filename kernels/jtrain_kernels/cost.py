@@ -2,7 +2,7 @@
 
 A part of an op takes the longer of its FLOPs at the chip's matmul rate and its bytes at the memory's bandwidth, and
 each kernel takes a launch. A cost is that of the op and its gradients, the work that a train step has. Costs only rank
-implementations: what was measured on the device (`tuned`) is always preferred.
+implementations.
 
 Every fraction of a peak below says whether it was measured, where and by whom; all others are assumptions.
 """

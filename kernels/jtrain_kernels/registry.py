@@ -1,8 +1,7 @@
 """Registry of ops and their implementations: selects the one that runs on a device, and explains the choice.
 
-Order of choice: forced > tuned (for the shape, else for the nearest) > cost model > reference. A forced implementation
-that cannot run is an error. Every choice has a reason, and so has every implementation that was not chosen, so there is
-no silent fallback.
+Order of choice: forced > cost model > reference. A forced implementation that cannot run is an error. Every choice
+has a reason, and so has every implementation that was not chosen, so there is no silent fallback.
 
 An op's `api.py` has its public functions and `OPS`, a tuple of `Op`, each with the plain JAX implementation last. The
 public functions call `registry.call(OP, name=argument, ...)`. Chips and implementations of other distributions come
@@ -22,7 +21,6 @@ from typing import Any
 
 import jax
 
-from jtrain_kernels import tuned
 from jtrain_kernels.device import ENTRY_POINTS, DeviceSpec, live
 from jtrain_kernels.errors import UserError, did_you_mean
 
@@ -61,11 +59,11 @@ class Implementation:
       a full stop. It must not compile or query live devices, because the device may be another one.
     cost_s: predicted seconds, of the same passes for all implementations of an op: the op and its gradients in
       `jtrain_kernels.cost`, the forward pass in `overlap.overlap_cost`. None if unknown.
-    configs: configurations to try when tuning, the best guess first; at least one.
-    only_measured: reason why a prediction alone does not choose the implementation, one sentence without a full stop;
-      None if it does.
+    configs: configurations to try, the best first, which is taken: measured where a comment says so; at least one.
+    only_forced: reason why a prediction does not choose the implementation, one sentence without a full stop; None if
+      it does.
     compiler_options: options with which XLA must compile every program that has the implementation; `compiler_options`
-      of this module collects them before a program is traced, so only an `only_measured` implementation may have any.
+      of this module collects them before a program is traced, so only an `only_forced` implementation may have any.
     """
 
     name: str
@@ -73,11 +71,11 @@ class Implementation:
     supports: Callable[[DeviceSpec, Avals], str | None] = anywhere
     cost_s: Callable[[DeviceSpec, Avals], float | None] = cost_unknown
     configs: Callable[[DeviceSpec, Avals], Sequence[Mapping[str, int]]] = no_configs
-    only_measured: str | None = None
+    only_forced: str | None = None
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert self.only_measured or not self.compiler_options, f"{self.name}: a prediction would come without options"
+        assert self.only_forced or not self.compiler_options, f"{self.name}: a prediction would come without options"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,35 +111,22 @@ class Choice:
     others: tuple[tuple[str, str], ...]
 
 
-def choose(
-    op: Op,
-    device: DeviceSpec,
-    avals: Avals,
-    *,
-    forced: str | None = None,
-    measured: Mapping[tuple[str, str, str], tuned.Entry] | None = None,
-) -> Choice:
+def choose(op: Op, device: DeviceSpec, avals: Avals, *, forced: str | None = None) -> Choice:
     """Chooses the implementation of `op` for these arguments on `device`.
 
-    A result measured for another shape counts where every dimension is within a factor of `tuned.NEAR`. The cost model
-    compares predictions only: if the reference has no prediction, the reference is chosen.
+    The cost model compares predictions only: if the reference has no prediction, the reference is chosen.
 
     Args:
       forced: name of an implementation that must be used.
-      measured: results of tuning; by default those committed for the device.
 
     Raises:
       UserError: the forced implementation does not exist or cannot run, or no implementation can run.
     """
     found = {i.name: i for i in implementations(op)}
     reasons = {name: i.supports(device, avals) for name, i in found.items()}
-    entry = tuned.nearest(tuned.load(device.name) if measured is None else measured, op.name, avals)
 
     def chosen(name: str, because: str, losers: Callable[[str], str]) -> Choice:
-        configs = found[name].configs(device, avals)
-        # A configuration that was measured for another shape, even of the same bucket, may not fit this one.
-        fits = entry is not None and entry.implementation == name and entry.config in configs
-        config = entry.config if entry is not None and fits else next(iter(configs))
+        config = next(iter(found[name].configs(device, avals)))
         others = tuple((n, f"it cannot run: {r}" if r else losers(n)) for n, r in reasons.items() if n != name)
         return Choice(found[name], config, because, others)
 
@@ -153,52 +138,45 @@ def choose(
     if reasons[REFERENCE] is not None:
         raise UserError(f"kernels.{op.name}: not even {REFERENCE} runs: {reasons[REFERENCE]}.")
     able = [name for name, reason in reasons.items() if reason is None]
-    if entry is not None and entry.implementation in able:
-        nearest = "" if entry.bucket == tuned.bucket(avals) else ", the nearest measured shape"
-        because = (
-            f"it was the fastest measured on {device.name} for {entry.bucket}{nearest}: {microseconds(entry.seconds)}"
-        )
-        return chosen(entry.implementation, because, lambda _: f"{entry.implementation} was measured to be faster")
     if able == [REFERENCE]:
         return chosen(REFERENCE, "no other runs" if len(found) > 1 else "it is the only one", lambda _: "")
     cost = {name: found[name].cost_s(device, avals) for name in able}
     known = {name: seconds for name, seconds in cost.items() if seconds is not None}
     if REFERENCE not in known:
-        why = f"nothing is measured for this shape, and nothing is predicted for {REFERENCE} to compare it with"
+        why = f"nothing is predicted for {REFERENCE} to compare it with"
         return chosen(REFERENCE, "it is the reference, and nothing says that another is faster", lambda _: why)
-    eligible = [name for name in known if found[name].only_measured is None or name == REFERENCE]
+    eligible = [name for name in known if found[name].only_forced is None or name == REFERENCE]
     # In a tie the reference is chosen.
     best = min(eligible, key=lambda name: (known[name], name != REFERENCE))
 
     def slower(name: str) -> str:
         if name not in known:
-            return "nothing is measured or predicted for it"
+            return "nothing is predicted for it"
         if name not in eligible:
-            return f"it is chosen only if it is forced or was measured: {found[name].only_measured}"
+            return f"it is chosen only if it is forced: {found[name].only_forced}"
         return f"predicted {microseconds(known[name])} against {microseconds(known[best])}"
 
     return chosen(best, f"the cost model predicts {microseconds(known[best])}, the least", slower)
 
 
-def compiler_options(
-    device: DeviceSpec,
-    forced: Mapping[str, str],
-    *,
-    measured: Mapping[tuple[str, str, str], tuned.Entry] | None = None,
-) -> dict[str, Any]:
-    """Options with which XLA must compile a program for `device`, for the implementations that its ops may take.
-
-    Args:
-      forced: op -> implementation, as for `on`.
-      measured: results of tuning, any of which may apply; by default those committed for the device.
-    """
-    entries = (tuned.load(device.name) if measured is None else measured).values()
-    taken = {*forced.items(), *((entry.op, entry.implementation) for entry in entries)}
+def compiler_options(forced: Mapping[str, str]) -> dict[str, Any]:
+    """Options with which XLA must compile a program with these forced implementations (op -> implementation)."""
     found: dict[str, Any] = {}
-    for op, name in taken:
+    for op, name in forced.items():
         for implementation in implementations(find(op)):
             found |= implementation.compiler_options if implementation.name == name else {}
     return found
+
+
+def shapes(avals: Avals) -> str:
+    """Arguments as text, such as `factor=2 x=100x64:bfloat16`."""
+
+    def one(value: jax.ShapeDtypeStruct | Static) -> str:
+        if not isinstance(value, jax.ShapeDtypeStruct):
+            return str(value)
+        return f"{'x'.join(map(str, value.shape)) or 'scalar'}:{value.dtype}"
+
+    return " ".join(f"{name}={one(value)}" for name, value in sorted(avals.items()))
 
 
 def microseconds(seconds: float) -> str:

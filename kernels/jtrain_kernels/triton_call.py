@@ -1,11 +1,9 @@
-"""Triton kernels in JAX through jax-triton 0.3.1 or 0.4; the only module that calls it.
+"""Triton kernels in JAX through jax-triton 0.4; the only module that calls it.
 
-The argument for results is `out_shape` in 0.3 and `out_type` in 0.4; 0.4 needs triton >= 3.7, and 0.3.1 works with 3.6.
-Neither version has derivatives, batching or an interpreter on CPUs, so an op brings its own `custom_vjp`.
+It has no derivatives, batching or interpreter on CPUs, so an op brings its own `custom_vjp`.
 """
 
 import importlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -63,17 +61,14 @@ def triton_call(
     """
     jax_triton: Any = importlib.import_module("jax_triton")
     compat.mend_jax_triton()
-    version = tuple(int(part) for part in importlib.metadata.version("jax-triton").split(".")[:2])
-    of_version = (
-        {"out_type": list(results), "backend_options": OPTIONS} if version >= (0, 4) else {"out_shape": list(results)}
-    )
     called = jax_triton.triton_call(
         *arrays,
         kernel=kernel,
         grid=(programs,),
         num_warps=warps,
         compute_capability=capability or None,
-        **of_version,
+        out_type=list(results),
+        backend_options=OPTIONS,
         **constants,
     )
     return list(called)

@@ -1,16 +1,14 @@
 """What the benchmark of attention does without a GPU: it refuses, and what it would check first is right here."""
 
-import argparse
-
 import pytest
 
-from jtrain.bench import attention
+from jtrain.bench import Options, attention
 
 
 def test_it_refuses_to_time_a_cpu() -> None:
     """With one line that says what it needs."""
     with pytest.raises(ValueError, match="attention needs an NVIDIA GPU, but the device here is 'cpu'"):
-        list(attention.run(argparse.Namespace(calls=1, only=None, shape=None, rehearse=False)))
+        list(attention.run(Options(calls=1, only=None, shape=None, rehearse=False)))
 
 
 def test_its_check_tells_right_from_wrong() -> None:

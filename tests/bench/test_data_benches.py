@@ -1,6 +1,5 @@
 """The data benchmarks, small: the same code on 6 sources, so that a command of theirs that breaks is found here."""
 
-import argparse
 import dataclasses
 import json
 import os
@@ -21,14 +20,13 @@ from bench import (
     data_memory,
     data_mixing,
     data_order,
-    data_order_loss,
     data_resume,
     data_scaling,
     data_sources,
 )
 from bench.data_end_to_end import Text
 from bench.data_memory import Measured, Usage
-from jtrain.bench import checkpoint, meets_bar
+from jtrain.bench import Options, checkpoint, meets_bar
 from jtrain.data import open_dataset
 from jtrain.data.inspect.order_report import OrderReport, measure_order
 from jtrain.data.mixture.schedule import Constant
@@ -75,14 +73,14 @@ def test_all_formats_hold_the_same_documents_and_are_written_once() -> None:
 def test_without_the_peers_a_benchmark_says_how_to_get_them() -> None:
     """An interpreter that lacks one of them is refused too."""
     with pytest.raises(ValueError, match=r"no interpreter that has them was given\. Make one with `sh bench"):
-        data_sources.peer_python(argparse.Namespace(torch_python=None))
+        data_sources.peer_python(Options(torch_python=None))
     with pytest.raises(ValueError, match=r"cannot import them all"):
-        data_sources.peer_python(argparse.Namespace(torch_python=sys.executable))
+        data_sources.peer_python(Options(torch_python=sys.executable))
 
 
 def test_saves_are_compared_with_a_torch_that_is_there() -> None:
     """The rows of torch need an interpreter that has it; without one they are left out."""
-    given = argparse.Namespace(torch_python="/bin/false", saves=1, sizes=["small"], folder=None)
+    given = Options(torch_python="/bin/false", saves=1, sizes=["small"], folder=None)
     with pytest.raises(UserError, match=r"/bin/false cannot import it\. Make an environment .* are left out"):
         list(checkpoint.run(given))
 
@@ -297,37 +295,6 @@ def test_drift_beyond_a_chunk_has_a_bar() -> None:
     assert [meets_bar(row) for row in rows] == [False, None, False, None]
 
 
-def test_losses_of_two_orders_are_compared_on_text_that_neither_has_seen() -> None:
-    tree = {"held_out": ["a.py:0", "b.py:1"], "trained": ["c.py:0"]}
-    data_order_loss.check_split(tree, tree)
-    with pytest.raises(RuntimeError, match=r"1 documents are held out by one of the two trees only: \['b.py:1'\]"):
-        data_order_loss.check_split(tree, tree | {"held_out": ["a.py:0"]})
-    with pytest.raises(RuntimeError, match=r"this tree trains on 1 held-out documents: \['a.py:0'\]"):
-        data_order_loss.check_split(tree, tree | {"trained": ["a.py:0", "c.py:0"]})
-
-
-def test_the_bars_of_the_loss_are_the_issues() -> None:
-    """1.44 and 1.22 nats/byte, 0.87 and 0.83 of the old order; none for a shorter run."""
-    losses = {data_order_loss.OWN[0]: [(1.62, 1.41), (1.66, 1.45)], "all held-out text": [(1.45, 1.22), (1.47, 1.23)]}
-    rows = data_order_loss.rows_of(losses, with_bars=True)
-    assert [meets_bar(row) for row in rows] == [True, False, False, True, False, False]
-    assert rows[2]["ratio"] == pytest.approx(1.43 / 1.64)
-    assert [row["bar"] for row in data_order_loss.rows_of(losses, with_bars=False)] == [None] * 6
-
-
-def test_the_loss_benchmark_needs_the_old_commit(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is not a clone that has commit 0123456, .*git fetch --unshallow"):
-        data_order_loss.unpack("0123456", tmp_path / "old")
-
-
-def test_this_trees_split_is_what_the_loss_benchmark_says() -> None:
-    """No document is both trained and evaluated on, of hundreds."""
-    split = data_order_loss.this_tree(20, [0])
-    assert len(split["trained"]) > 150
-    assert len(split["held_out"]) >= 5
-    data_order_loss.check_split(split, split)
-
-
 def test_a_made_up_index_of_terabytes_gives_batches(tmp_path: Path) -> None:
     """Its ids are holes, so it takes no room."""
     spec = data_first_batch.prepared_index(tmp_path / "index", 1.0)
@@ -350,4 +317,4 @@ def test_hosts_read_a_part_each() -> None:
 def test_hosts_refuse_what_measures_nothing(option: str, value: int, least: int) -> None:
     given = {"hosts": 2, "sources": 2, "steps": 2, option: value}
     with pytest.raises(UserError, match=f"--{option} {value} must be at least {least}"):
-        data_hosts.run(argparse.Namespace(**given))
+        data_hosts.run(Options(**given))

@@ -1,11 +1,9 @@
 """The soak's figures from samples made by hand; without a GPU it refuses."""
 
-import argparse
-
 import numpy as np
 import pytest
 
-from jtrain.bench import gpu_clocks
+from jtrain.bench import Options, gpu_clocks
 from jtrain.profile.analysis.records import Peaks
 from jtrain.profile.clocks import samples
 
@@ -34,4 +32,4 @@ def test_a_soak_adds_up() -> None:
 
 def test_without_a_gpu_it_refuses() -> None:
     with pytest.raises(ValueError, match=r"gpu_clocks needs a GPU's clocks, but the device here is 'cpu'\."):
-        list(gpu_clocks.run(argparse.Namespace(seconds=1.0, rehearse=False)))
+        list(gpu_clocks.run(Options(seconds=1.0, rehearse=False)))

@@ -1,11 +1,10 @@
 """Benches of kernels say what they need where they cannot run."""
 
-import argparse
 import dataclasses
 
 import pytest
 
-from jtrain.bench import elementwise, loss
+from jtrain.bench import Options, elementwise, loss
 from jtrain.hlo.memory_traffic import passes
 from jtrain_kernels import triton_call
 from jtrain_kernels.compile_only import aot
@@ -15,7 +14,7 @@ from jtrain_kernels.device import DEVICES
 def test_without_a_gpu_elementwise_ops_are_not_timed() -> None:
     """A CPU's bandwidth would say nothing."""
     with pytest.raises(ValueError, match=r"times kernels on a GPU, but the device here is 'cpu'\..* add --compiled"):
-        list(elementwise.run(argparse.Namespace(compiled=False, repeats=1, only=None, rehearse=False)))
+        list(elementwise.run(Options(compiled=False, repeats=1, only=None, rehearse=False)))
 
 
 @pytest.mark.aot
@@ -36,19 +35,7 @@ def test_calls_of_a_timed_program_are_neither_merged_nor_dropped() -> None:
 def test_without_a_gpu_the_loss_is_not_timed() -> None:
     """Nor its milliseconds; its bytes are another benchmark's."""
     with pytest.raises(ValueError, match=r"loss needs a GPU, but the device here is 'cpu'\..* run loss_memory"):
-        list(loss.run(argparse.Namespace(repeats=1, all_chunks=False, rehearse=False)))
-
-
-def test_bytes_that_compilers_say_need_no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The option sets what JAX must find in its environment before it is imported."""
-    for name in elementwise.AOT_ENVIRONMENT:
-        monkeypatch.setenv(name, "")
-    parser = argparse.ArgumentParser()
-    elementwise.add_arguments(parser)
-    assert parser.parse_args([]).compiled is False
-    assert elementwise.os.environ["CUDA_VISIBLE_DEVICES"] == ""
-    assert parser.parse_args(["--compiled"]).compiled is True
-    assert elementwise.os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
+        list(loss.run(Options(repeats=1, all_chunks=False, rehearse=False)))
 
 
 def test_triton_does_not_run_on_gpus_that_are_too_old() -> None:

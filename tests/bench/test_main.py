@@ -1,7 +1,7 @@
 """The benchmark verb: what it lists, writes and refuses."""
 
-import argparse
 import json
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jtrain.bench import Row, add_rehearse, meets_bar, row
+from bench import plan_compiled
+from jtrain.bench import REHEARSE, Options, Row, elementwise, meets_bar, option, row
 from jtrain.bench.__main__ import FOLDERS, bench, benchmarks, first_line
+from jtrain.plan import AOT_ENVIRONMENT
 
 
 def test_every_benchmark_says_what_it_measures_and_can_run() -> None:
@@ -22,7 +24,7 @@ def test_every_benchmark_says_what_it_measures_and_can_run() -> None:
     for name, file in files.items():
         assert first_line(file), name
         text = file.read_text()
-        assert any(f"def run(args: argparse.Namespace) -> {kind}[Row]:" in text for kind in ("list", "Iterator")), name
+        assert any(f"def run(args: Options) -> {kind}[Row]:" in text for kind in ("list", "Iterator")), name
 
 
 def test_without_a_name_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,11 +44,11 @@ def test_the_json_is_what_design_says(
 ) -> None:
     """DESIGN section 8, with an option of the benchmark's own."""
 
-    def run(args: argparse.Namespace) -> list[Row]:
+    def run(args: Options) -> list[Row]:
         return [row("speed", float(args.speed), "tokens/s", baseline=50.0, bar=">= 1.5"), row("size", None, "bytes")]
 
     module = types.ModuleType("jtrain.bench.startup", "A stand-in.")
-    module.__dict__.update(run=run, add_arguments=lambda parser: parser.add_argument("--speed"))
+    module.__dict__.update(run=run, OPTIONS=(option("--speed"),))
     monkeypatch.setitem(sys.modules, "jtrain.bench.startup", module)
     monkeypatch.setattr("jtrain.bench.__main__.start_jax", lambda environ: None)
     assert bench(["startup", "--speed", "100", "--json", str(tmp_path / "rows.json")]) == 0
@@ -67,7 +69,7 @@ def test_a_benchmark_may_end_with_one_where_it_misses_a_bar(
 ) -> None:
     """`faults` is one; the others are measurements, and end with 0."""
 
-    def run(args: argparse.Namespace) -> list[Row]:
+    def run(args: Options) -> list[Row]:
         return [row("lost", value, "trials", bar="<= 0")]
 
     module = types.ModuleType("jtrain.bench.startup", "A stand-in.")
@@ -79,17 +81,41 @@ def test_a_benchmark_may_end_with_one_where_it_misses_a_bar(
     assert bench(["startup"]) == code
 
 
+def test_a_benchmark_for_absent_chips_needs_no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its environment is what JAX must find before it is imported; an option may be what asks for it."""
+    seen: list[str] = []
+
+    def run(args: Options) -> list[Row]:
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        return []
+
+    module = types.ModuleType("jtrain.bench.startup", "A stand-in.")
+    module.__dict__.update(run=run, OPTIONS=(option("--compiled", action="store_true"),), ABSENT_CHIPS=("compiled",))
+    monkeypatch.setitem(sys.modules, "jtrain.bench.startup", module)
+    monkeypatch.setattr("jtrain.bench.__main__.start_jax", lambda environ: None)
+    for name in AOT_ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+    assert bench(["startup"]) == bench(["startup", "--compiled"]) == 0
+    for name in AOT_ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+    module.__dict__.update(ABSENT_CHIPS=True)
+    assert bench(["startup"]) == 0
+    assert seen == ["", "-1", "-1"]
+    assert elementwise.ABSENT_CHIPS == ("compiled",)
+    assert plan_compiled.ABSENT_CHIPS is True
+
+
 def test_rows_are_on_the_disk_before_the_next_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A benchmark that is ended, or fails, keeps what it has measured; a rehearsal's rows say so and meet no bar."""
     file, seen = tmp_path / "rows.jsonl", list[str]()
 
-    def run(args: argparse.Namespace) -> Iterator[Row]:
+    def run(args: Options) -> Iterator[Row]:
         yield row("first", 1.0, "s", bar="<= 2")
         seen.append(file.read_text())
         raise RuntimeError("the GPU fell off the bus")
 
     module = types.ModuleType("jtrain.bench.startup", "A stand-in.")
-    module.__dict__.update(run=run, add_arguments=add_rehearse)
+    module.__dict__.update(run=run, OPTIONS=(REHEARSE,))
     monkeypatch.setitem(sys.modules, "jtrain.bench.startup", module)
     monkeypatch.setattr("jtrain.bench.__main__.start_jax", lambda environ: None)
     for more, what, bar in (([], "first", "<= 2"), (["--rehearse"], "rehearsal, no measurement: first", None)):
@@ -127,4 +153,4 @@ def test_a_gpu_sheet_without_a_gpu_is_refused() -> None:
     from jtrain.bench import h200
 
     with pytest.raises(ValueError, match="needs a GPU, but the device here is 'cpu'"):
-        list(h200.run(argparse.Namespace(steps=1, only=None, sets=[], rehearse=False)))
+        list(h200.run(Options(steps=1, only=None, sets=[], rehearse=False)))

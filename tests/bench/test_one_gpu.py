@@ -1,6 +1,5 @@
 """one_gpu: what it refuses, what it writes, and that a call that was killed goes on where it stopped."""
 
-import argparse
 import collections
 import importlib
 import json
@@ -15,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from jtrain.bench import REHEARSED, one_gpu
+from jtrain.bench import REHEARSED, Options, one_gpu
+from jtrain.bench.__main__ import parse
 from jtrain.bench._one_gpu_process import Ended, environment, processes, step_rows
 from jtrain.bench._one_gpu_steps import STEPS, Step
 
@@ -31,8 +31,8 @@ CHEAP = (
 )
 
 
-def options(out: Path, **more: Any) -> argparse.Namespace:
-    return argparse.Namespace(**({"out": out, "budget": 540.0, "only": None, "rehearse": True} | more))
+def options(out: Path, **more: Any) -> Options:
+    return Options(**({"out": out, "budget": 540.0, "only": None, "rehearse": True} | more))
 
 
 def session(out: Path, **more: str) -> one_gpu.Session:
@@ -58,10 +58,8 @@ def test_steps_are_bounded_and_their_options_are_those_of_benchmarks() -> None:
         assert 0 < step.limit_s <= 120
         for rehearse in (False, True):
             name, *rest = step.arguments("folder", rehearse=rehearse)
-            module, parser = importlib.import_module(f"jtrain.bench.{name}"), argparse.ArgumentParser()
-            if hasattr(module, "add_arguments"):
-                module.add_arguments(parser)
-            parser.parse_args(rest)
+            module = importlib.import_module(f"jtrain.bench.{name}")
+            assert parse(module.OPTIONS, [name, *rest]).name == name
 
 
 def test_without_a_gpu_only_a_rehearsal_runs(tmp_path: Path) -> None:
@@ -186,6 +184,7 @@ def test_a_step_over_its_limit_is_a_row_and_leaves_no_process(tmp_path: Path) ->
 WATCH = """
 import sys, time
 from pathlib import Path
+from jtrain.bench.__main__ import parse
 from jtrain.bench._one_gpu_process import processes
 most, end = 0, time.monotonic() + 14
 while time.monotonic() < end:

@@ -4,7 +4,6 @@ is left for the first contact.
 Not compiled: casts to the host's memory that `jax.device_put` makes outside of a program, and the initial state.
 """
 
-import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jtrain.bench import attention, elementwise, fp8_speed, gpu_clocks, gpu_matmul, h200, kernels, loss, offload
+from jtrain.bench.__main__ import parse
 from jtrain.bench._one_gpu_steps import STEPS, Step
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
@@ -188,9 +188,7 @@ def test_ops_that_are_tuned_or_timed(step: Step, chip: str) -> None:
     op, tunes = registry.find(option(step, "--op")[0]), "--tune" in step.options
     shapes = [op.cases[case] for case in option(step, "--case")]
     if option(step, "--config"):
-        parser = argparse.ArgumentParser()
-        kernels.add_arguments(parser)
-        asked = parser.parse_args(step.arguments("folder", rehearse=False)[1:])
+        asked = parse(kernels.OPTIONS, step.arguments("folder", rehearse=False))
         shapes = [case.avals for case in kernels.config_cases(asked, from_name(chip), op)]
     assert shapes
     for avals in shapes:

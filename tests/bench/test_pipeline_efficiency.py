@@ -1,6 +1,5 @@
 """Synthetic stages in the executor's own loop over ticks: who waits for whom."""
 
-import argparse
 import collections
 import threading
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ import pytest
 
 from bench import pipeline_efficiency
 from bench.pipeline_efficiency import Rests, make_step
-from jtrain.bench import meets_bar
+from jtrain.bench import Options, meets_bar
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.step.pipeline_ticks import ticks_of
 
@@ -64,7 +63,7 @@ def test_operations_of_a_tick_run_side_by_side() -> None:
 @pytest.mark.slow
 def test_a_schedule_has_a_row_for_each_length_of_i() -> None:
     """Rests of 20 ms; the bar is for an idle machine, so only what the clock forbids is tested."""
-    args = argparse.Namespace(rest_ms=20.0, rounds=1, stages=[2], schedules=["1f1b"])
+    args = Options(rest_ms=20.0, rounds=1, stages=[2], schedules=["1f1b"])
     rows = list(pipeline_efficiency.run(args))
     assert [row["what"] for row in rows] == [
         "1f1b, 2 stages, 4 microbatches, I = 1 F, ticks fused",

@@ -46,7 +46,7 @@ def test_every_config_takes_the_fused_attention_of_its_chip(chip: str) -> None:
     spec = device.from_name(chip)
     for name in CONFIGS:
         avals = of_config(name)
-        choice = registry.choose(ATTENTION, spec, avals, measured={})
+        choice = registry.choose(ATTENTION, spec, avals)
         assert choice.implementation.name == EXPECTED[chip], name
         able = [i for i in registry.implementations(ATTENTION) if i.supports(spec, avals) is None]
         costs = {i.name: i.cost_s(spec, avals) for i in able}

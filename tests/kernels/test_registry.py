@@ -1,10 +1,9 @@
-"""Choice of implementations: forced > tuned > cost model > reference, each with its reason."""
+"""Choice of implementations: forced > cost model > reference, each with its reason."""
 
 import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 
 from jtrain.bench import kernels
 from jtrain.bench.__main__ import bench
-from jtrain_kernels import device, registry, tuned
+from jtrain_kernels import device, registry
 from jtrain_kernels.compile_only import aot
 from jtrain_kernels.examples import new_backend
 from jtrain_kernels.registry import Implementation, Op
@@ -44,18 +43,11 @@ XLA = Implementation("xla", times)
 OP = Op("times", (GPU, XLA))
 
 
-def entry(implementation: str, avals: registry.Avals = AVALS) -> Mapping[tuple[str, str, str], tuned.Entry]:
-    found = tuned.Entry(*tuned.key("times", avals), implementation, {"tile": 2}, 3e-6, "today")
-    return {tuned.key("times", avals): found}
-
-
 def test_without_more_knowledge_the_reference_runs() -> None:
     """The choice explains that nothing is known of the other implementation, or why it cannot run."""
     got = registry.choose(OP, H200, AVALS)
     assert got.implementation is XLA
-    assert got.others == (
-        ("cudnn", "nothing is measured for this shape, and nothing is predicted for xla to compare it with"),
-    )
+    assert got.others == (("cudnn", "nothing is predicted for xla to compare it with"),)
     got = registry.choose(OP, V5P, AVALS)
     assert (got.implementation, got.because) == (XLA, "no other runs")
     assert got.others == (("cudnn", "it cannot run: it is for GPUs, and a v5p is none"),)
@@ -71,55 +63,17 @@ def test_the_cost_model_compares_predictions() -> None:
     tie = dataclasses.replace(GPU, cost_s=costs(4e-6))
     assert registry.choose(Op("times", (tie, slow)), H200, AVALS).implementation is slow
     got = registry.choose(Op("times", (GPU, slow)), H200, AVALS)
-    assert (got.implementation, got.others[0][1]) == (slow, "nothing is measured or predicted for it")
-    unproven = dataclasses.replace(fast, only_measured="no chip has run it")
+    assert (got.implementation, got.others[0][1]) == (slow, "nothing is predicted for it")
+    unproven = dataclasses.replace(fast, only_forced="no chip has run it")
     got = registry.choose(Op("times", (unproven, slow)), H200, AVALS)
-    why = "it is chosen only if it is forced or was measured: no chip has run it"
+    why = "it is chosen only if it is forced: no chip has run it"
     assert (got.implementation, got.others) == (slow, (("cudnn", why),))
-    got = registry.choose(Op("times", (unproven, slow)), H200, AVALS, measured=entry("cudnn"))
-    assert got.implementation is unproven
-
-
-def test_what_was_measured_beats_what_is_predicted() -> None:
-    """A tuned entry applies to the same bucket and dtype if it can run, and brings its configuration."""
-    op = Op("times", (dataclasses.replace(GPU, cost_s=costs(9e-6)), dataclasses.replace(XLA, cost_s=costs(1e-6))))
-    got = registry.choose(op, H200, AVALS, measured=entry("cudnn"))
-    assert (got.implementation.name, dict(got.config)) == ("cudnn", {"tile": 2})
-    assert got.because == "it was the fastest measured on h200 for factor=2 x=128x64: 3 us"
-    assert got.others == (("xla", "cudnn was measured to be faster"),)
-    near: registry.Avals = dict(AVALS) | {"x": jax.ShapeDtypeStruct((65, 64), jnp.bfloat16)}
-    assert registry.choose(op, H200, near, measured=entry("cudnn")).implementation.name == "cudnn"
-    for other in (jax.ShapeDtypeStruct((16, 64), jnp.bfloat16), jax.ShapeDtypeStruct((100, 64), jnp.float32)):
-        got = registry.choose(op, H200, dict(AVALS) | {"x": other}, measured=entry("cudnn"))
-        assert got.implementation.name == "xla"
-    assert registry.choose(op, V5P, AVALS, measured=entry("cudnn")).implementation.name == "xla"
-
-
-def test_a_shape_without_a_measurement_takes_that_of_the_nearest() -> None:
-    """Every dimension must be within a factor of 4, and statics equal; the reason says which shape was measured."""
-    op = Op("times", (dataclasses.replace(GPU, cost_s=costs(9e-6)), dataclasses.replace(XLA, cost_s=costs(1e-6))))
-
-    def shaped(*shape: int, factor: int = 2) -> registry.Avals:
-        return {"x": jax.ShapeDtypeStruct(shape, jnp.bfloat16), "factor": factor}
-
-    one, two = shaped(256, 64), shaped(256, 32)
-    known = {**entry("xla", one), **entry("cudnn", two)}
-    got = registry.choose(op, H200, AVALS, measured=known)
-    assert (got.implementation.name, dict(got.config)) == ("xla", {})
-    got = registry.choose(op, H200, shaped(128, 32), measured=known)
-    assert got.implementation.name == "cudnn"
-    assert got.because.endswith("measured on h200 for factor=2 x=256x32, the nearest measured shape: 3 us")
-    for other in (shaped(2048, 64), shaped(100, 64, factor=3), shaped(100, 64, 1)):
-        assert tuned.nearest(known, "times", other) is None
-    # Blocks that were measured for another shape may not fit: then the implementation's first are taken.
-    odd = dataclasses.replace(GPU, configs=lambda device, avals: ({"tile": 3},))
-    got = registry.choose(Op("times", (odd, XLA)), H200, AVALS, measured=entry("cudnn"))
-    assert (got.implementation, dict(got.config)) == (odd, {"tile": 3})
+    assert registry.choose(Op("times", (unproven, slow)), H200, AVALS, forced="cudnn").implementation is unproven
 
 
 def test_what_is_forced_runs_or_fails() -> None:
     """A forced implementation is never replaced by another one."""
-    got = registry.choose(OP, H200, AVALS, forced="cudnn", measured=entry("xla"))
+    got = registry.choose(OP, H200, AVALS, forced="cudnn")
     assert (got.implementation, got.because, dict(got.config)) == (GPU, "it is forced", {"tile": 1})
     assert got.others == (("xla", "cudnn is forced"),)
     with pytest.raises(ValueError, match=r"kernels.times=cudnn: it is for GPUs, and a v5p is none. There are: cudnn, "):
@@ -249,18 +203,12 @@ with registry.on(device.from_name("cpu"), forced={"rms_norm": "acme"}):
     assert "[1. 1. 1. 1.]" in done.stdout
 
 
-def test_tuning_keeps_the_fastest_and_the_choice_follows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tuning on the live device writes an entry to a folder, and later choices follow it."""
-    arguments = ["kernels", "--tune", "--op", "rms_norm", "--case", "tiny", "--out", str(tmp_path)]
-    assert bench(arguments) == 0
-    assert bench(arguments) == 0, "a second time the entry is replaced"
-    assert "rms_norm tiny, xla {}:" in capsys.readouterr().out
-    entries = tuned.read(tmp_path / "cpu.json")
-    (found,) = entries.values()
-    assert (found.op, found.dtype) == ("rms_norm", "float32")
-    op = registry.find("rms_norm")
-    choice = registry.choose(op, device.from_name("cpu"), op.cases["tiny"], measured=entries)
-    assert choice.because.startswith("it was the fastest measured on cpu for eps=")
+def test_every_configuration_is_timed_and_the_fastest_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is printed with its time; the row is of the fastest."""
+    assert bench(["kernels", "--tune", "--op", "rms_norm", "--case", "tiny"]) == 0
+    said = capsys.readouterr().out
+    assert "rms_norm tiny, xla {}:" in said
+    assert "rms_norm tiny: xla {}  " in said
 
 
 @pytest.mark.parametrize("name", ("h200", "v5p"))
@@ -291,7 +239,7 @@ def test_the_benchmark_refuses_what_it_cannot_mean(tmp_path: Path) -> None:
         (["--device", "h200"], r"--device and --compile are for --explain OP"),
         (["--explain", "rope", "--tune"], r"--explain runs nothing and --tune runs everything"),
         (["--explain", "rope", "--case", "huge"], r"rope has no case huge\. There are: llama8b"),
-        (["--tune"], r"times of a CPU are no .* name --config, or --op and --case, and with --tune --out DIR"),
+        (["--tune"], r"times of a CPU are no .* name --config, or --op and --case"),
         (["--explain", "rope", "--device", "h20"], r"No device is called 'h20'"),
         (["--explain", "rop"], r"kernels: no op is called 'rop'\. Did you mean rope\? There are: attention, "),
     ):

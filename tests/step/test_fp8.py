@@ -1,6 +1,5 @@
 """A model whose layers multiply in 8 bits: what a layout changes of it, what a checkpoint keeps, who refuses it."""
 
-import argparse
 import dataclasses
 import functools
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jtrain.bench import fp8_speed
+from jtrain.bench import Options, fp8_speed
 from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec
 from jtrain.data.constructor.context_order import context_order
 from jtrain.hlo.memory_traffic import written_arrays
@@ -305,7 +304,7 @@ def test_over_tensor_an_h200_sends_8_bits_and_multiplies_them_as_they_come() -> 
 def test_the_speed_benchmark_refuses_a_cpu() -> None:
     """Its emulation's speed would say nothing."""
     with pytest.raises(ValueError, match="8-bit matmuls are timed on an H100, H200 or B200, but the device here is"):
-        list(fp8_speed.run(argparse.Namespace(calls=1, rehearse=False, only=None)))
+        list(fp8_speed.run(Options(calls=1, rehearse=False, only=None)))
 
 
 @pytest.mark.aot

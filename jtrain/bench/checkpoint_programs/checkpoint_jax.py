@@ -36,7 +36,7 @@ def main() -> None:
     matrix = jnp.full((checkpoint_measure.MATMUL,) * 2, 1e-3, jnp.float32)
 
     def update(state: Any, matrix: jax.Array) -> Any:
-        product = jax.lax.fori_loop(0, args.matmuls, lambda _, x: (x @ matrix) * 1e-3, matrix)
+        product = jax.lax.fori_loop(0, checkpoint_measure.MATMULS, lambda _, x: (x @ matrix) * 1e-3, matrix)
         gradient = product[0, 0]
         mu = jax.tree.map(lambda m, p: 0.9 * m + 0.1 * (p + gradient), state["mu"], state["params"])
         nu = jax.tree.map(lambda v, p: 0.95 * v + 0.05 * p**2, state["nu"], state["params"])

@@ -3,16 +3,17 @@
 Standard library only: the programs that import it run in different environments.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
 import os
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 STEPS_WARM = 5
 """Steps before anything is measured."""
@@ -20,8 +21,8 @@ STEPS_BEFORE = 7
 """Steps before each save, whose median the steps after it are compared with."""
 STEPS_AFTER = 3
 """Steps after the background work of a save has ended, which still count."""
-MATMUL = 1024
-"""Size of the square matrices that a step multiplies, beside updating the state."""
+MATMUL, MATMULS = 1024, 12
+"""Size and number of the square matrices that a step multiplies, beside updating the state."""
 STDDEV = 0.02
 """Scale of the normal values of the state. Orbax compresses: of equal values it would write next to nothing."""
 
@@ -39,15 +40,10 @@ def shapes(size: str) -> dict[str, tuple[int, ...]]:
     }
 
 
-def arguments() -> argparse.Namespace:
-    """Options of each program."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--program", required=True)
-    parser.add_argument("--size", choices=("100M", "small"), required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--saves", type=int, required=True)
-    parser.add_argument("--matmuls", type=int, default=12, help="matrices that a step multiplies")
-    return parser.parse_args()
+def arguments() -> SimpleNamespace:
+    """Words of each program: its name, the size of the state, a folder, the number of saves."""
+    program, size, folder, saves = sys.argv[1:]
+    return SimpleNamespace(program=program, size=size, folder=Path(folder), saves=int(saves))
 
 
 class _Memory:

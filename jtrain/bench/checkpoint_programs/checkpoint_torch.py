@@ -31,7 +31,7 @@ def main() -> None:
 
     def step() -> None:
         product = matrix
-        for _ in range(args.matmuls):
+        for _ in range(checkpoint_measure.MATMULS):
             product = (product @ matrix) * 1e-3
         gradient = product[0, 0]
         for name, mu in state["mu"].items():

@@ -1,4 +1,4 @@
-"""Ops that a config's train step calls, with their arguments: what tuning has to measure for it."""
+"""Ops that a config's train step calls, with their arguments: what `bench kernels` measures for it."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from jtrain.layout.mesh import make_mesh
 from jtrain.plan.from_run import make_optimizer, plan_job
 from jtrain.step.state import abstract_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
-from jtrain_kernels import registry, tuned
+from jtrain_kernels import registry
 from jtrain_kernels.compat import lowering_for
 from jtrain_kernels.compile_only.targets import TARGETS, TPUS, topology_devices
 from jtrain_kernels.device import DeviceSpec, live
@@ -39,7 +39,7 @@ def devices_like(spec: DeviceSpec, count: int) -> list[jax.Device]:
 
 
 def kernel_calls(run: Any, devices: list[jax.Device]) -> tuple[tuple[registry.Op, registry.Avals], ...]:
-    """Ops and arguments for which the train step asks the registry, each key of `tuned` once, in order of first use.
+    """Ops and arguments for which the train step asks the registry, each once, in order of first use.
 
     Args:
       run: a built `Run`, without open settings.
@@ -51,4 +51,4 @@ def kernel_calls(run: Any, devices: list[jax.Device]) -> tuple[tuple[registry.Op
     step: Any = make_train_step(job.model, optimizer, job.layout, mesh)
     with registry.recording() as found, lowering_for(mesh, live(devices[0])):
         step.trace(abstract_state(job.layout, optimizer, mesh), Batch(ids, ids, ids, ids))
-    return tuple({tuned.key(op.name, avals): (op, avals) for op, avals in found}.values())
+    return tuple({(op.name, registry.shapes(avals)): (op, avals) for op, avals in found}.values())

@@ -127,7 +127,7 @@ def hideable(one: Collective, job: Job, device: DeviceSpec) -> float:
     only their own copies run.
     """
     layout, on_tpu = job.layout, device.platform == "tpu"
-    if "xla_gpu_disable_async_collectives" in registry.compiler_options(device, dict(layout.kernels)):
+    if "xla_gpu_disable_async_collectives" in registry.compiler_options(dict(layout.kernels)):
         return float(one.purpose == "activations" and one.kind == "collective-permute")
     if one.purpose == EXCHANGE and job.model.moe is not None:
         pieces = num_pieces(job.rows() * job.seq_len // layout.mesh.context, job.model.moe.top_k)

@@ -31,11 +31,10 @@ def attention(
 ) -> Float[Array, "B L N H"]:
     """Softmax attention of each query to the keys of its segment up to its own index, at most `window` of them.
 
-    The plain JAX implementation holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes; on a TPU
-    only those to `chunk` keys. The backward pass recomputes them from q, k, v and the log-partition of each query.
-    Scores are scaled by 1 / sqrt(H). The softmax is float32, matmuls and result have q's dtype. Query head n uses key
-    head n // (N / K). Segment 0 is padding: its queries attend among themselves, so their rows are finite but
-    meaningless.
+    The plain JAX implementation holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes. The
+    backward pass recomputes them from q, k, v and the log-partition of each query. Scores are scaled by 1 / sqrt(H).
+    The softmax is float32, matmuls and result have q's dtype. Query head n uses key head n // (N / K). Segment 0 is
+    padding: its queries attend among themselves, so their rows are finite but meaningless.
 
     The results that the backward pass needs carry the checkpoint name "attention".
 

@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jtrain_kernels.attention import pairs
-
 
 def forward(
     chunk: int,
@@ -26,10 +24,10 @@ def forward(
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
     """Result, and each query's log-partition in float32.
 
-    Holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes; on a TPU only those to `chunk` keys.
+    Holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes.
     """
     given = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM
-    y_BLNH, lse_BKGL1 = _on_each_platform(_forward, pairs.forward, chunk, window, given)
+    y_BLNH, lse_BKGL1 = _on_each_platform(_forward, chunk, window, given)
     return y_BLNH, lse_BKGL1.reshape(lse_BKGL1.shape[0], -1, lse_BKGL1.shape[3])
 
 
@@ -49,7 +47,7 @@ def backward(
     (B, N, L), K = lse_BNL.shape, k_BMKH.shape[2]
     lse_BKGL1 = lse_BNL.reshape(B, K, N // K, L, 1)
     given = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, y_BLNH, lse_BKGL1, dy_BLNH
-    return _on_each_platform(_backward, pairs.backward, chunk, window, given)  # pyright: ignore[reportReturnType]
+    return _on_each_platform(_backward, chunk, window, given)  # pyright: ignore[reportReturnType]
 
 
 def _heads_first(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B K G L H"]:
@@ -112,13 +110,12 @@ type _Pass = Callable[..., tuple[Array, ...]]
 
 
 def _on_each_platform(
-    by_queries: _Pass, by_pairs: _Pass, chunk: int, window: int | None, arrays: tuple[Array, ...]
+    by_queries: _Pass, chunk: int, window: int | None, arrays: tuple[Array, ...]
 ) -> tuple[Array, ...]:
-    """Runs a pass over the whole block, in the form that suits the platform's compiler.
+    """Runs a pass over the whole block, on a CPU one sequence at a time.
 
-    CPU: one sequence at a time, because the scores of all sequences (B * N * chunk * M * 4 bytes) overflow the caches,
-    and their fresh pages cost as much as the arithmetic. TPU: loops over pairs of chunks if `chunk` divides the length,
-    because unrolled chunks take the compiler minutes, and it keeps the scores of several.
+    There the scores of all sequences (B * N * chunk * M * 4 bytes) overflow the caches, and their fresh pages cost as
+    much as the arithmetic. On a TPU, which takes splash wherever that runs, unrolled chunks take the compiler minutes.
     """
 
     def by_sequence(*arrays: Array) -> tuple[Array, ...]:
@@ -129,9 +126,7 @@ def _on_each_platform(
 
         return jax.lax.map(one, arrays)
 
-    whole = partial(by_queries, chunk, window)
-    tpu = whole if arrays[0].shape[1] % chunk else partial(by_pairs, chunk, window)
-    return jax.lax.platform_dependent(*arrays, cpu=by_sequence, tpu=tpu, default=whole)
+    return jax.lax.platform_dependent(*arrays, cpu=by_sequence, default=partial(by_queries, chunk, window))
 
 
 def _forward(

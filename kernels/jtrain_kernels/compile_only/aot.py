@@ -117,7 +117,7 @@ def compile_for(
     with registry.on(spec, forced=forced), compat.lowering_for(mesh, spec), compat.no_compile_cache():
         with _shared_memory() as shared:
             lowered = jax.jit(function).lower(*args)
-        needed = registry.compiler_options(spec, forced or {})
+        needed = registry.compiler_options(forced or {})
         program: Any = lowered.compile(compiler_options=needed | dict(options or {}))
     memory, text = program.memory_analysis(), program.as_text()
     found = kernels(program.runtime_executable().serialize()) if spec.platform == "gpu" else ()

@@ -2,9 +2,9 @@
 
 1. Describe the chip in `DEVICES`. The planner, MFU and the choice of kernels then know it by name (`acme1`).
 2. Write the kernel: here in Pallas, emulated on CPUs; Triton, an FFI call or plain JAX work as well. It takes the op's
-   arguments by name (see the op's `api.py`), and further keywords for the parameters that can be tuned.
-3. State where it runs (`supports`: None or the reason), which configurations to tune (`configs`), and if possible its
-   cost.
+   arguments by name (see the op's `api.py`), and further keywords for the parameters of a configuration.
+3. State where it runs (`supports`: None or the reason), its configurations, the best first (`configs`), and if possible
+   its cost.
 4. Name the module in the distribution's pyproject.toml, so that jtrain finds it:
 
     [project.entry-points.jtrain_kernels]
@@ -97,7 +97,7 @@ def supports(device: DeviceSpec, avals: registry.Avals) -> str | None:
 
 
 def configs(device: DeviceSpec, avals: registry.Avals) -> tuple[dict[str, int], ...]:
-    """Candidate rows of a block; the first is used on a chip that was never tuned."""
+    """Candidate rows of a block; the first is taken."""
     del device
     return tuple({"rows": rows} for rows in (64, 16, 8) if _rows(avals) % rows == 0)
 

@@ -126,7 +126,7 @@ def _implementations(*, residual: bool) -> tuple[registry.Implementation, ...]:
             lambda x, scale_C, eps: call(x, scale_C, eps, pallas_tpu.OnePassTPU()),
             supports=supports(pallas_tpu.refusal),
             cost_s=one_pass,
-            only_measured=unproven,
+            only_forced=unproven,
         ),
         registry.Implementation(
             "triton",
@@ -134,7 +134,7 @@ def _implementations(*, residual: bool) -> tuple[registry.Implementation, ...]:
             supports=supports(triton.refusal),
             cost_s=one_pass,
             configs=triton.configs,
-            only_measured=unfused,
+            only_forced=unfused,
         ),
         registry.Implementation(
             "xla",

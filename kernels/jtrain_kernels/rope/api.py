@@ -59,7 +59,7 @@ ROPE = registry.Op(
             partial(rope_by, rotation=pallas_tpu.rotated),
             pallas_tpu.refusal,
             partial(cost.rope_s, one_pass=True),
-            only_measured="no hardware has run the kernel yet, and XLA cannot fuse across it",
+            only_forced="no hardware has run the kernel yet, and XLA cannot fuse across it",
         ),
         registry.Implementation(
             "xla", partial(rope_by, rotation=_rotated), cost_s=partial(cost.rope_s, one_pass=False)

@@ -71,7 +71,7 @@ GROUPED_SWIGLU = registry.Op(
             mosaic_gpu.swiglu,
             supports=mosaic_gpu.supports,
             cost_s=functools.partial(cost.grouped_swiglu_s, skips=True),
-            only_measured="no hardware has run the kernel yet",
+            only_forced="no hardware has run the kernel yet",
         ),
         registry.Implementation("xla", _all_rows, cost_s=functools.partial(cost.grouped_swiglu_s, skips=False)),
     ),

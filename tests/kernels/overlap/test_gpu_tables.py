@@ -193,7 +193,7 @@ def test_where_the_kernels_run_and_why_not_elsewhere(device: str, change: dict[s
         if reason is None:
             assert got is None
             assert (own.cost_s(from_name(device), avals) or 0) > 0
-            assert own.only_measured is not None
+            assert own.only_forced is not None
             assert own.configs(from_name(device), avals)[0]["num_cores"] == 132
         else:
             assert got is not None

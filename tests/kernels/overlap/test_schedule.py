@@ -8,9 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain_kernels.overlap.protocol.executor import execute
-from jtrain_kernels.overlap.protocol.model_checker import Broken, Checked, check
-from jtrain_kernels.overlap.protocol.simulator import Fault, ProtocolError
 from jtrain_kernels.overlap.schedule import (
     OPS,
     Barrier,
@@ -26,6 +23,9 @@ from jtrain_kernels.overlap.schedule import (
     make_schedule,
 )
 from jtrain_kernels.overlap.swizzle import SWIZZLES, Swizzle
+from tests.kernels.overlap.protocol.executor import execute
+from tests.kernels.overlap.protocol.model_checker import Broken, Checked, check
+from tests.kernels.overlap.protocol.simulator import Fault, ProtocolError
 
 
 def schedules(num_ranks: int, all_parts: tuple[int, ...] = (1,)) -> list[Schedule]:

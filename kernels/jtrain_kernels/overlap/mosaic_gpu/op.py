@@ -195,6 +195,6 @@ def implementation(op: OpName, work: Callable[[OpName, Avals], Work]) -> Impleme
         _supports(op),
         cost_s,
         _configs,
-        only_measured="no GPUs have run the kernel yet, and no other collective can overlap with it",
+        only_forced="no GPUs have run the kernel yet, and no other collective can overlap with it",
         compiler_options=IN_ORDER,
     )

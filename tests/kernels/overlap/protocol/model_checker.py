@@ -8,9 +8,9 @@ import dataclasses
 from typing import NamedTuple
 
 from jtrain_kernels.errors import UserError
-from jtrain_kernels.overlap.protocol.partial_order import Commuting
-from jtrain_kernels.overlap.protocol.simulator import Algebra, Event, Fault, ProtocolError, Simulator, State
 from jtrain_kernels.overlap.schedule import Place, Schedule
+from tests.kernels.overlap.protocol.partial_order import Commuting
+from tests.kernels.overlap.protocol.simulator import Algebra, Event, Fault, ProtocolError, Simulator, State
 
 
 class Symbol(NamedTuple):

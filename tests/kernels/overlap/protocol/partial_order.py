@@ -8,8 +8,8 @@ event held back. Each signal is taken by one rank in the order of its program, s
 
 from typing import Any, NamedTuple
 
-from jtrain_kernels.overlap.protocol.simulator import Event, Simulator, State
 from jtrain_kernels.overlap.schedule import Barrier, Compute, Place, Reduce, Release, Send, Wait
+from tests.kernels.overlap.protocol.simulator import Event, Simulator, State
 
 
 class _Doing(NamedTuple):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jtrain_kernels.errors import UserError
-from jtrain_kernels.overlap.protocol.simulator import Algebra, Fault, ProtocolError, Simulator
 from jtrain_kernels.overlap.schedule import Place, Schedule
+from tests.kernels.overlap.protocol.simulator import Algebra, Fault, ProtocolError, Simulator
 
 
 def execute(

@@ -1,1 +1,0 @@
-"""Verifiers of overlap schedules: a simulator, a model checker of all event orders, a reference executor."""
