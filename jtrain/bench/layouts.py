@@ -3,21 +3,23 @@
     python -m jtrain.bench layouts --trials 500 --seed 0
     python -m jtrain.bench layouts --trials 500 --seed 0 --only 50:100
     python -m jtrain.bench layouts --trials 500 --seed 0 --only 73
+    python -m jtrain.bench layouts --trials 500 --seed 0 --refusals
 
-Trial i is the i-th of a sequence drawn from the seed so that every pair of settings meets soon: mesh axes over 8
-emulated devices, ZeRO, offload, remat, microbatches, schedules, overlap, precisions, optimizers, models. Each makes three
-steps of the real train step on batches that differ in every row, and compares first weights, losses, gradients and
-parameters with one device, and with a float64 reference that has no code of jtrain (`layout_trials/float64.py`); the
-bounds are in `layout_trials/bounds.py`. Then settings that jtrain refuses are drawn, and the ways out that their
-messages name are followed: each must end the refusal, and one setting per reason is run. A failed trial prints the
-command that repeats it alone, which also looks for fewer settings that fail. Exit code 1 if anything is unequal.
+Trial i is the i-th of a sequence drawn from the seed so that every pair of settings meets soon: mesh axes
+over 8 emulated devices, ZeRO, offload, remat, microbatches, schedules, overlap, precisions, optimizers,
+models. Each makes three steps of the real train step on batches that differ in every row, and compares first
+weights, losses, gradients and parameters with one device, and with a float64 reference that has no code of
+jtrain (`layout_trials/float64.py`); the bounds are in `layout_trials/bounds.py`. A failed trial prints the
+command that repeats it alone, which also looks for fewer settings that fail. With --refusals settings that
+jtrain refuses are drawn, and the ways out that the messages name are followed: each must end the refusal, and
+one setting per reason is run. Exit code 1 if anything is unequal.
 """
 
 import argparse
 import collections
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from jtrain.bench import Row, row
@@ -25,7 +27,7 @@ from jtrain.errors import UserError
 
 if TYPE_CHECKING:
     from jtrain.bench.layout_trials.pairs import Pair
-    from jtrain.bench.layout_trials.trial import Lab, Result
+    from jtrain.bench.layout_trials.settings import Setting
 
 PRINTS = True
 """This benchmark prints a table of its own."""
@@ -33,14 +35,15 @@ MUST_MEET = True
 """Exit code 1 if a row misses its bar."""
 
 REFUSED = 4
-"""Settings by chance per trial, most of which are refused."""
+"""Settings by chance for each of `--trials`, most of which are refused."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--trials", type=int, default=20, help="settings to run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the sequence of settings (default: %(default)s)")
-    parser.add_argument("--only", metavar="K or K:L", help="only trial K, or those from K to L - 1, and no refusals")
+    parser.add_argument("--only", metavar="K[:L]", help="only trial K, or those from K to L - 1")
+    parser.add_argument("--refusals", action="store_true", help="no trials: only settings that jtrain refuses")
 
 
 def run(args: argparse.Namespace) -> Iterator[Row]:
@@ -61,7 +64,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
     start_jax(os.environ, emulate_devices=DEVICES)
     # The steps compile for longer than they compute.
     jax.config.update("jax_disable_most_optimizations", True)
-    yield from fuzz(args.trials, args.seed, chosen)
+    yield from follow_refusals(args.trials, args.seed) if args.refusals else fuzz(args.trials, args.seed, chosen)
 
 
 def chosen_trials(only: str | None, trials: int) -> range:
@@ -83,81 +86,78 @@ def chosen_trials(only: str | None, trials: int) -> range:
 
 
 def fuzz(trials: int, seed: int, chosen: range) -> Iterator[Row]:
-    """Runs the chosen trials of a seed, and the ways out of refusals if all are chosen; needs 8 devices."""
+    """Runs the chosen trials of a seed; needs 8 devices."""
     from jtrain.bench.layout_trials import pairs  # lazy: they import jax
-    from jtrain.bench.layout_trials.trial import Lab, Result, described, shrink
+    from jtrain.bench.layout_trials.settings import as_text
+    from jtrain.bench.layout_trials.trial import Lab, described, shrink
 
-    draw, lab, results = pairs.Draw(seed), Lab(), list[Result]()
+    draw, lab = pairs.Draw(seed), Lab()
     met: set[pairs.Pair] = set()
-    shares: collections.Counter[str] = collections.Counter()
-
-    def show(number: int | str, result: Result, again: str) -> None:
-        results.append(result)
-        print(described(number, result), flush=True)
-        for line in result.unequal:
-            print(f"    {line}")
-        if result.unequal:
-            print(f"    again: {again}", flush=True)
-        for kind, share in result.shares.items():
-            shares[kind] = max(shares[kind], share)
-
+    shares: dict[str, float] = {}
+    unequal = 0
     for number, setting in enumerate(itertools.islice(draw, chosen[-1] + 1)):
         if number not in chosen:
             continue
         result = lab.trial(setting, number)
-        show(number, result, f"python -m jtrain.bench layouts --trials {trials} --seed {seed} --only {number}")
-        met |= pairs.pairs_of(setting) if result.refused is None else set()
-        if result.unequal and len(chosen) == 1:
+        print(described(f"trial {number}", result), flush=True)
+        for kind, share in result.shares.items():
+            shares[kind] = max(shares.get(kind, 0.0), share)
+        met |= pairs.pairs_of(setting)
+        unequal += bool(result.unequal)
+        if not result.unequal:
+            continue
+        print(f"    again: python -m jtrain.bench layouts --trials {trials} --seed {seed} --only {number}", flush=True)
+        if len(chosen) == 1:
             fewer = shrink(setting, lambda smaller: bool(lab.trial(smaller, number).unequal))  # noqa: B023, called here
-            show(f"{number}, fewer settings", lab.trial(fewer, number), "as above")
-    rows: Sequence[Row] = []
-    if len(chosen) == trials:
-        rows = list(_refusals(lab, trials, seed, show))
+            print(f"    it takes: {as_text(fewer)}")
     possible = pairs.all_pairs() - draw.refused
     _print_tables(met, possible, shares)
-    unequal = sum(bool(result.unequal) for result in results)
-    print(f"{len(results)} settings run, {unequal} unequal")
-    yield row("settings that were run", float(len(results)), "settings")
+    print(f"{len(chosen)} settings run, {unequal} unequal")
+    yield row("settings that were run", float(len(chosen)), "settings")
     yield row("settings that were unequal", float(unequal), "settings", bar="<= 0")
     share = 100 * len(met & possible) / len(possible)
     yield row("pairs of settings met, of those not known to be refused", share, "%")
-    yield from rows
 
 
-def _refusals(lab: "Lab", trials: int, seed: int, show: "Callable[[str, Result, str], None]") -> Iterator[Row]:
+def follow_refusals(trials: int, seed: int) -> Iterator[Row]:
     """Draws settings of which most are refused, follows every way out, and runs one setting per reason.
 
-    Prints how often each reason was met. The number of settings is such that the quick test can afford it.
+    Prints how often each reason was met.
     """
     from jtrain.bench.layout_trials import pairs  # lazy: they import jax
     from jtrain.bench.layout_trials.refusals import follow, helps, reason_of
     from jtrain.bench.layout_trials.settings import as_text, refusal
+    from jtrain.bench.layout_trials.trial import Lab, described
 
-    met: collections.Counter[str] = collections.Counter()
+    lab, met = Lab(), collections.Counter[str]()
     useless: list[str] = []
-    ran = 0
+    behind: dict[str, Setting] = {}
     for setting in itertools.islice(pairs.random_settings(seed), REFUSED * trials):
         error = refusal(setting)
         if error is None:
             continue
-        reason = reason_of(error)
-        met[reason] += 1
+        met[reason_of(error)] += 1
         ways = helps(error, setting)
         useless += [f"{change} does not end: {error}" for change, does_help in ways if not does_help]
         accepted, _ = follow(setting)
         if not ways or accepted is None:
             useless.append(f"no way out of {error} ({as_text(setting)})")
-        elif met[reason] == 1 and ran < trials:
-            ran += 1
-            show(f"way out of `{reason}`", lab.trial(accepted, ran), "the same command without --only")
-    print("\nrefusals, by reason")
+        else:
+            behind.setdefault(reason_of(error), accepted)
+    print("refusals, by reason")
     for reason, count in met.most_common():
         print(f"{count:6}  {reason}")
     for line in sorted(set(useless)):
         print(f"    USELESS: {line}")
+    unequal = 0
+    for number, (reason, accepted) in enumerate(behind.items()):
+        result = lab.trial(accepted, number)
+        print(described(f"way out of `{reason}`", result), flush=True)
+        unequal += bool(result.unequal)
     yield row("settings that were refused", float(met.total()), "settings")
-    yield row("reasons, each with a setting behind its way out that was run", float(ran), "reasons")
     yield row("ways out that do not end the refusal", float(len(set(useless))), "ways", bar="<= 0")
+    yield row("settings behind ways out that were run, one for each reason", float(len(behind)), "settings")
+    yield row("settings behind ways out that were unequal", float(unequal), "settings", bar="<= 0")
 
 
 def _print_tables(met: "set[Pair]", possible: "set[Pair]", shares: Mapping[str, float]) -> None:

@@ -1,9 +1,10 @@
 """Bounds of what a layout may change, and the comparison of a run with its references.
 
-In float32 a layout changes the order of sums, so gradients differ by rounding: at most `GRADIENT` of the largest element
-of an array. Adam divides by the root of the second moment, so an element's update may differ by that error over its own
-root, and by up to 2 where the gradient itself is of the size of the error (eps is 1e-8). What the next gradients make of
-this is measured: the float64 reference runs again with such an error in every gradient.
+In float32 a layout changes the order of sums, so gradients differ by rounding: at most `GRADIENT` of the
+largest element of an array. Adam divides by the root of the second moment, so an element's update may differ by
+that error over its own root, and by up to 2 where the gradient itself is of the size of the error (eps is
+1e-8). What the next gradients make of this is measured: the float64 reference runs again with such an error in
+every gradient.
 
 In fewer bits the error against float64 may be `FACTOR` times that of one device in the same precision, plus what the
 format adds where one device does not round: sums over devices, scales of each microbatch.
@@ -37,8 +38,8 @@ FACTOR = 3.0
 class References:
     """Runs with which one is compared.
 
-    exact: one device in float32. same: one device in the precision of the run. truth: float64, from the first weights of
-    `same`. disturbed: the same with errors in its gradients.
+    exact: one device in float32. same: one device in the precision of the run. truth: float64, from the first weights
+    of `same`. disturbed: the same with errors in its gradients.
     """
 
     exact: Course
@@ -136,7 +137,7 @@ def _later_steps(setting: Setting, found: Comparison, run: Course, to: Reference
 
 
 def parameter_bound(setting: Setting, to: References, path: str) -> np.ndarray:
-    """Largest difference of each element of a parameter after the steps: Adam's amplification and what follows of it."""
+    """Largest difference of each element of a parameter after the steps: Adam's amplification and what follows."""
     descent, want = descent_of(setting), to.truth.last[path]
     bound = 4e-7 * (1 + np.abs(want))
     bound += MEASURED * max(np.abs(other.last[path] - want).max() for other in to.disturbed)

@@ -5,7 +5,15 @@ import random
 from collections.abc import Iterator
 
 from jtrain.bench.layout_trials.refusals import follow
-from jtrain.bench.layout_trials.settings import FACTORS, OF_A_PRECISION, Setting, defaults, refusal
+from jtrain.bench.layout_trials.settings import (
+    DEVICES,
+    FACTORS,
+    OF_A_PRECISION,
+    Setting,
+    count_devices,
+    defaults,
+    refusal,
+)
 
 type Pair = tuple[tuple[str, str], tuple[str, str]]
 """Two factors with a value each, as text."""
@@ -114,4 +122,5 @@ def random_settings(seed: int) -> Iterator[Setting]:
         setting = defaults()
         for path in rng.sample(PATHS, rng.randint(3, 12)):
             setting[path] = rng.choice(FACTORS[path])
-        yield setting
+        if count_devices(setting) <= DEVICES:
+            yield setting

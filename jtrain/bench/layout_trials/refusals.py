@@ -35,6 +35,9 @@ def ways_out(error: UserError, setting: Setting) -> list[Setting]:
             continue
         if sentence.startswith("Use optimizer") or "or use AdamW" in sentence:
             found.append({"optimizer": "AdamW"})
+        if "one of them to its default" in sentence:
+            paths = [path for path in re.findall(_PATH, message) if path in FACTORS]
+            found += [{path: FACTORS[path][0]} for path in dict.fromkeys(paths)]
         for clause in re.split(r",? or (?=set |take |add |change |leave |use |[a-z]+\.[a-z])|, or (?=\w)", sentence):
             if change := _change(clause, setting, near):
                 found.append(change)
@@ -55,6 +58,8 @@ def _change(clause: str, setting: Setting, near: list[int]) -> Setting:
             continue
         if named[2] is not None:
             change[path] = _typed(named[2])
+        elif named[3] is not None and "least that" in named[3]:
+            change[path] = 1.0  # a share of the bytes that moves all of them
         elif named[3] is not None and (value := _number(named[3], setting[path])) is not None:
             change[path] = value
         elif near and named[3] is None:

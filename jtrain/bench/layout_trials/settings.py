@@ -5,6 +5,8 @@ import functools
 import math
 from typing import Any
 
+from jtrain.bench.layout_trials.adversarial_batch import COLUMNS, ROWS
+from jtrain.bench.layout_trials.float64 import Descent, Sizes
 from jtrain.config.run import EvalSpec, Run, run_layout, validate
 from jtrain.data import PackedText
 from jtrain.errors import UserError
@@ -15,9 +17,6 @@ from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
 from jtrain.pipeline.spec import PipelineSpec
-
-from jtrain.bench.layout_trials.adversarial_batch import COLUMNS, ROWS
-from jtrain.bench.layout_trials.float64 import Descent, Sizes
 
 DEVICES = 8
 NUM_STEPS = 20

@@ -62,7 +62,8 @@ class Lab:
             to, batches = self.references(setting, number % VARIANTS)
             comparison = compare(setting, Trainer(setting).train(batches, to.same.first_state), to)
         except UserError as error:
-            return Result(setting, [], {}, time.perf_counter() - start, error)
+            # A config that was accepted must run: whatever the step refuses, `validate` has to refuse before.
+            return Result(setting, [str(error)], {}, time.perf_counter() - start, error)
         except Exception as error:  # whatever it is, it is a result of the trial
             where = "".join(traceback.format_exception(error)[-4:])
             comparison = Comparison({}, [f"{type(error).__name__}: {str(error)[:600]}\n{where[-1500:]}"])
@@ -119,7 +120,8 @@ def shrink(setting: Setting, fails: Callable[[Setting], bool]) -> Setting:
     return setting
 
 
-def described(number: int | str, result: Result) -> str:
-    """One line of a trial."""
-    verdict = "refused by the step" if result.refused else "UNEQUAL" if result.unequal else "equal"
-    return f"trial {number}: {verdict} in {result.seconds:.1f} s: {as_text(result.setting)}"
+def described(name: str, result: Result) -> str:
+    """A line for a trial, and one for each difference."""
+    verdict = f"refused by the step: {result.refused}" if result.refused else "UNEQUAL" if result.unequal else "equal"
+    lines = [f"{name}: {verdict} in {result.seconds:.1f} s: {as_text(result.setting)}", *result.unequal]
+    return "\n    ".join(lines)
