@@ -7,10 +7,11 @@ from typing import Any
 
 from jtrain.bench.layout_trials.adversarial_batch import COLUMNS, ROWS
 from jtrain.bench.layout_trials.float64 import Descent, Sizes
-from jtrain.config.run import EvalSpec, Run, run_layout, validate
+from jtrain.config.run import EvalSpec, Run, validate
 from jtrain.data import PackedText
 from jtrain.errors import UserError
-from jtrain.layout.layout import Layout, LayoutSpec, OffloadSpec
+from jtrain.layout.dims import ParamInfo
+from jtrain.layout.layout import LayoutSpec, OffloadSpec
 from jtrain.layout.mesh import AXES, MeshSpec
 from jtrain.layout.precision import PrecisionSpec
 from jtrain.model.router import MoESpec
@@ -132,16 +133,18 @@ def one_device(setting: Setting, *, precision: bool) -> Setting:
     return defaults() | more | {path: setting[path] for path in keep}
 
 
+_LISTED: dict[int, tuple[ParamInfo, ...]] = {}
+"""Parameters by model: a draw of settings asks for them thousands of times. `make_model` keeps all models alive."""
+
+
 class _Model(Transformer):
-    """A model that lists its parameters once: a draw of settings asks thousands of times."""
+    """A model that lists its parameters once."""
 
-    @functools.cached_property
-    def listed(self) -> Any:
-        return super().param_infos()
-
-    def param_infos(self) -> Any:
-        """As the model's own."""
-        return self.listed
+    def param_infos(self) -> tuple[ParamInfo, ...]:
+        """Every parameter, sorted by path."""
+        if id(self) not in _LISTED:
+            _LISTED[id(self)] = super().param_infos()
+        return _LISTED[id(self)]
 
 
 @functools.cache
@@ -149,7 +152,7 @@ def make_model(family: str, scan_layers: bool, chunk: int | str, attention_chunk
     """Builds a model; equal arguments give the same object."""
     sizes: dict[str, Any] = dict(d_model=32, num_heads=4, head_dim=8, vocab_size=VOCABULARY, norm_eps=1e-5)
     sizes |= dict(scan_layers=scan_layers, loss_chunk_tokens=chunk)
-    return Transformer(**sizes, attention_chunk=attention_chunk, **FAMILIES[family])
+    return _Model(**sizes, attention_chunk=attention_chunk, **FAMILIES[family])
 
 
 @functools.cache
@@ -211,11 +214,6 @@ def refusal(setting: Setting) -> UserError | None:
     except UserError as error:
         return error
     return None
-
-
-def layout_of(run: Run) -> Layout:
-    """Sharding of every array."""
-    return run_layout(run)
 
 
 def sizes_of(setting: Setting) -> Sizes:

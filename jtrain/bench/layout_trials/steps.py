@@ -19,6 +19,7 @@ from jtrain.model import expert_dispatch
 from jtrain.model.param import map_params
 from jtrain.optim import build
 from jtrain.optim.state import by_path
+from jtrain.step.guard import GuardState
 from jtrain.step.state import abstract_state, init_state, shardings_of
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
 
@@ -103,6 +104,7 @@ class Trainer:
             nats_BL = np.asarray(make_eval_step(self.model, self.layout, self.mesh)(state.params, placed[0]))
             nats_BL = nats_BL[:, np.argsort(self.columns)]
         if self.setting["step.rejects"]:
+            assert isinstance(state.guard, GuardState)
             left_out = jax.device_put(
                 np.array([REJECTED] + [0] * (len(state.guard.left_out) - 1), np.int32), state.guard.left_out.sharding
             )
