@@ -1,0 +1,203 @@
+"""Bounds of what a layout may change, and the comparison of a run with its references.
+
+In float32 a layout changes the order of sums, so gradients differ by rounding: at most `GRADIENT` of the
+largest element of an array. Adam divides by the root of the second moment, so an element's update may differ by
+that error over its own root, and by up to 2 where the gradient itself is of the size of the error (eps is
+1e-8). What the next gradients make of this is measured: the float64 reference runs again with such an error in
+every gradient.
+
+In fewer bits the error against float64 may be `FACTOR` times that of one device in the same precision, plus what the
+format adds where one device does not round: sums over devices, scales of each microbatch.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jtrain.bench.layout_trials import float64
+from jtrain.bench.layout_trials.settings import Setting, descent_of, is_exact, is_float32
+from jtrain.bench.layout_trials.steps import REJECTED, Course
+
+GRADIENT = 1e-5
+"""Largest difference of a gradient in float32, of the largest element of its array. One device: 2e-6 off float64."""
+LOSS = 2e-6
+"""Largest relative difference of the first loss and gradient norm in float32."""
+NATS = 2e-5
+"""Largest difference of a token's cross entropy in float32, in nats."""
+MEASURED = 10.0
+"""Times by which differences may exceed those of the float64 reference with errors of `NOISE`."""
+NOISE = 2e-6
+"""Error of a gradient in the float64 reference that measures what Adam and Muon make of it."""
+FACTOR = 3.0
+"""Times by which an error in fewer bits may exceed that of one device."""
+
+
+@dataclasses.dataclass
+class References:
+    """Runs with which one is compared.
+
+    exact: one device in float32. same: one device in the precision of the run. truth: float64, from the first weights
+    of `same`. disturbed: the same with errors in its gradients.
+    """
+
+    exact: Course
+    same: Course
+    truth: float64.Course
+    disturbed: Sequence[float64.Course]
+
+
+@dataclasses.dataclass
+class Comparison:
+    """Differences of a run: each as a share of its bound, and a line for each that is over."""
+
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)
+    unequal: list[str] = dataclasses.field(default_factory=list)
+
+    def equal(self, what: str, got: Any, want: Any) -> None:
+        """Requires equality."""
+        if got != want:
+            self.unequal.append(f"{what}: {got}, not {want}")
+
+    def within(self, kind: str, what: str, difference: Any, bound: Any) -> None:
+        """Requires that no difference exceeds its bound; NaN does."""
+        difference, bound = np.asarray(difference, np.float64), np.asarray(bound, np.float64)
+        share = np.divide(difference, bound, out=np.where(difference == 0, 0.0, np.inf), where=bound > 0)
+        worst = float(np.max(share, initial=0.0)) if np.isfinite(difference).all() else np.inf
+        self.shares[kind] = max(self.shares.get(kind, 0.0), worst)
+        if not worst <= 1:
+            self.unequal.append(f"{kind}, {what}: {np.max(difference):.3g} apart, {worst:.3g} times the bound")
+
+
+def compare(setting: Setting, run: Course, to: References) -> Comparison:
+    """Compares a run with all its references."""
+    found = Comparison()
+    found.equal("times that the step was traced", run.num_traces, 1)
+    found.equal("a rejected step changed nothing", run.unchanged, True)
+    for step, (got, want) in enumerate(zip(run.exact, to.same.exact, strict=True)):
+        found.equal(f"step {step + 1}: hash, targets, applied, rate, not finite", got, want)
+    for path, value in to.same.first.items():
+        same = np.array_equal(run.first[path], value) and run.first[path].dtype == value.dtype
+        found.equal(f"first weights of {path} are those of one device", same, True)
+    if is_float32(setting):
+        _first_step(found, run, to)
+    else:
+        _first_step_in_fewer_bits(setting, found, run, to)
+    if is_exact(setting):
+        _later_steps(setting, found, run, to)
+    else:
+        _later_steps_in_fewer_bits(setting, found, run, to)
+    return found
+
+
+def _first_step(found: Comparison, run: Course, to: References) -> None:
+    """Loss, gradient and evaluation of the first step, in float32."""
+    for name, loss, norm in (
+        ("one device", to.exact.losses[0], to.exact.norms[0]),
+        ("float64", to.truth.losses[0], to.truth.norms[0]),
+    ):
+        found.within("first loss", name, abs(run.losses[0] - loss), LOSS * loss)
+        found.within("first gradient norm", name, abs(run.norms[0] - norm), 2 * LOSS * norm)
+    if run.nats_BL is not None:
+        found.within("evaluation", "float64", np.abs(run.nats_BL - to.truth.nats_BL), NATS)
+    for moment, truth in (("mu", to.truth.mu), ("nu", to.truth.nu)):
+        bound = GRADIENT if moment == "mu" else 2 * GRADIENT
+        for path, want in truth.items():
+            array = run.moments.get(f"{moment} {path}")
+            if array is None or array.dtype != np.float32:
+                continue
+            largest = np.abs(want).max()
+            found.within(f"gradient ({moment})", f"{path}, float64", np.abs(array - want), bound * largest)
+            other = to.exact.moments[f"{moment} {path}"]
+            found.within(f"gradient ({moment})", f"{path}, one device", np.abs(array - other), bound * largest)
+    for name, array in run.moments.items():
+        if array.dtype in (np.int8, np.uint8):
+            # The same noise rounds the same values: only a value at the edge of two codes may get the other.
+            found.within("8-bit codes that differ", name, np.mean(array != to.same.moments[name]), 0.02)
+        elif "_scale" in name:
+            found.within("8-bit scales", name, np.abs(array / to.same.moments[name] - 1), 1e-3)
+
+
+def _later_steps(setting: Setting, found: Comparison, run: Course, to: References) -> None:
+    """Losses and parameters of all steps, in float32."""
+    for step, (loss, norm) in enumerate(zip(to.truth.losses, to.truth.norms, strict=True)):
+        spread = max(abs(other.losses[step] - loss) for other in to.disturbed)
+        found.within(
+            "later losses", f"{step + 1}, float64", abs(run.losses[step] - loss), LOSS * loss + MEASURED * spread
+        )
+        spread = max(abs(other.norms[step] - norm) for other in to.disturbed)
+        found.within(
+            "later norms", f"{step + 1}, float64", abs(run.norms[step] - norm), 4 * LOSS * norm + MEASURED * spread
+        )
+    for path, want in to.truth.last.items():
+        bound = parameter_bound(setting, to, path)
+        found.within("parameters", f"{path}, float64", np.abs(run.last[path] - want), bound)
+        found.within("parameters", f"{path}, one device", np.abs(run.last[path] - to.exact.last[path]), 2 * bound)
+
+
+def parameter_bound(setting: Setting, to: References, path: str) -> np.ndarray:
+    """Largest difference of each element of a parameter after the steps: Adam's amplification and what follows."""
+    descent, want = descent_of(setting), to.truth.last[path]
+    bound = 4e-7 * (1 + np.abs(want))
+    bound += MEASURED * max(np.abs(other.last[path] - want).max() for other in to.disturbed)
+    for step, gradient in enumerate(to.truth.gradients):
+        slope = to.truth.slopes[step][path]
+        if (setting["step.rejects"] and step + 1 == REJECTED) or not slope.any():
+            continue
+        clip = min(1.0, (descent.clip_norm or np.inf) / to.truth.norms[step])
+        error = GRADIENT * clip * np.abs(gradient[path]).max()
+        bound += descent.rate(step) * np.minimum(2.5, 2 * error / (slope + descent.eps))
+    return bound
+
+
+def floor_of(setting: Setting) -> float:
+    """Relative error of a gradient that a layout may add where one device in the same precision has none."""
+    floor = 1e-4
+    if setting["precision.compute_dtype"] == "bfloat16":
+        floor += 0.01
+    if setting["precision.reduce_dtype"] == "bfloat16" or setting["precision.grad_accum_dtype"] == "bfloat16":
+        floor += 0.03
+    if setting["precision.matmul_dtype"] != "compute":
+        floor += 0.1
+    return floor
+
+
+def _relative(error: np.ndarray, of: np.ndarray) -> float:
+    """Root of the mean square of an error, relative to that of `of`."""
+    size = float(np.sqrt(np.mean(np.square(of, dtype=np.float64))))
+    return float(np.sqrt(np.mean(np.square(error, dtype=np.float64)))) / size if size else float(np.any(error))
+
+
+def _first_step_in_fewer_bits(setting: Setting, found: Comparison, run: Course, to: References) -> None:
+    floor = floor_of(setting)
+    for kind, of in (("first loss", "losses"), ("first gradient norm", "norms")):
+        got, one, want = (getattr(x, of)[0] for x in (run, to.same, to.truth))
+        bound = FACTOR * abs(one - want) + 0.5 * floor * want
+        found.within(f"{kind}, fewer bits", "float64", abs(got - want), bound)
+    if run.nats_BL is not None and to.same.nats_BL is not None:
+        error, of_one = (x.nats_BL - to.truth.nats_BL for x in (run, to.same))
+        bound = FACTOR * _relative(of_one, to.truth.nats_BL) + 0.5 * floor
+        found.within("evaluation, fewer bits", "float64", _relative(error, to.truth.nats_BL), bound)
+    for path, want in to.truth.mu.items():
+        array = run.moments[f"mu {path}"].astype(np.float32)
+        if run.moments[f"mu {path}"].dtype == np.int8:
+            continue
+        of_one = _relative(to.same.moments[f"mu {path}"].astype(np.float32) - want, want)
+        bound = FACTOR * of_one + floor
+        found.within("gradient (mu), fewer bits", f"{path}, float64", _relative(array - want, want), bound)
+    for path, history in run.scaling.items():
+        one = to.same.scaling[path]
+        found.within("histories of 8-bit matmuls", path, np.abs(history - one), 0.25 * np.abs(one) + 1e-30)
+
+
+def _later_steps_in_fewer_bits(setting: Setting, found: Comparison, run: Course, to: References) -> None:
+    floor = floor_of(setting)
+    for step, want in enumerate(to.truth.losses):
+        bound = FACTOR * abs(to.same.losses[step] - want) + (floor + 0.002) * want
+        found.within("later losses, fewer bits", f"{step + 1}, float64", abs(run.losses[step] - want), bound)
+    for path, want in to.truth.last.items():
+        update = want - to.same.first[path].astype(np.float64)
+        error, of_one = (x.last[path].astype(np.float64) - want for x in (run, to.same))
+        bound = FACTOR * _relative(of_one, update) + 3 * floor
+        found.within("parameters, fewer bits", f"{path}, float64", _relative(error, update), bound)

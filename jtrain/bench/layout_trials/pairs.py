@@ -1,0 +1,126 @@
+"""Draws settings so that every pair of values of two factors meets in some trial, as few trials as possible."""
+
+import itertools
+import random
+from collections.abc import Iterator
+
+from jtrain.bench.layout_trials.refusals import follow
+from jtrain.bench.layout_trials.settings import (
+    DEVICES,
+    FACTORS,
+    OF_A_PRECISION,
+    Setting,
+    count_devices,
+    defaults,
+    refusal,
+)
+
+type Pair = tuple[tuple[str, str], tuple[str, str]]
+"""Two factors with a value each, as text."""
+
+PATHS = tuple(FACTORS)
+IN_FLOAT32 = tuple(path for path in PATHS if not path.startswith(OF_A_PRECISION))
+"""Factors that a trial in float32 may change."""
+
+
+def pairs_of(setting: Setting) -> set[Pair]:
+    """All pairs of factors of a setting."""
+    return set(itertools.combinations([(path, str(setting[path])) for path in PATHS], 2))
+
+
+def all_pairs(paths: tuple[str, ...] = PATHS) -> set[Pair]:
+    """All pairs of values of two different factors."""
+    return {
+        ((a, str(x)), (b, str(y))) for a, b in itertools.combinations(paths, 2) for x in FACTORS[a] for y in FACTORS[b]
+    }
+
+
+class Draw:
+    """Endless settings that jtrain takes, the same for the same seed: first those that meet new pairs.
+
+    Every second one computes in float32 throughout, where the bounds are tightest, and seeks pairs that have not met
+    in float32 yet. `refused` has the pairs that no setting could be found for.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(f"layouts {seed}")
+        self.unmet = {False: all_pairs(), True: all_pairs(IN_FLOAT32)}
+        self.refused: set[Pair] = set()
+
+    def __iter__(self) -> Iterator[Setting]:
+        for number in itertools.count():
+            setting = self._setting(in_float32=number % 2 == 0)
+            met = pairs_of(setting)
+            self.unmet[False] -= met
+            if number % 2 == 0:
+                self.unmet[True] -= met
+            yield setting
+
+    def _setting(self, *, in_float32: bool) -> Setting:
+        setting, fixed = self._start(in_float32)
+        unmet = self.unmet[in_float32]
+        for path in self._shuffled(IN_FLOAT32 if in_float32 else PATHS):
+            if path in fixed:
+                continue
+            new = {value: self._new_pairs(setting, path, value, unmet) for value in FACTORS[path]}
+            # Ties by chance, half of them for the default: a setting where all is on meets more refusals than pairs.
+            order = sorted(
+                self._shuffled(FACTORS[path]),
+                key=lambda value: (-new[value], value != FACTORS[path][0] and self.rng.random() < 0.5),
+            )
+            for value in order[:2]:
+                if value == setting[path] or refusal(setting | {path: value}) is None:
+                    setting = setting | {path: value}
+                    break
+        return setting
+
+    def _start(self, in_float32: bool) -> tuple[Setting, tuple[str, ...]]:
+        """A setting with a pair that is unmet, and the factors of the pair; any setting if all pairs have met."""
+        unmet = self.unmet[in_float32]
+        values = {path: {str(value): value for value in FACTORS[path]} for path in PATHS}
+        while unmet:
+            pair = self.rng.choice(sorted(unmet))
+            chosen = {path: values[path][text] for path, text in pair}
+            if (setting := self._with(chosen, in_float32)) is not None:
+                return setting, tuple(chosen)
+            unmet.discard(pair)
+            if not in_float32:
+                self.refused.add(pair)
+        paths = IN_FLOAT32 if in_float32 else PATHS
+        chosen = {path: self.rng.choice(FACTORS[path]) for path in self.rng.sample(paths, 6)}
+        setting = self._with(chosen, in_float32)
+        return (defaults(), ()) if setting is None else (setting, tuple(chosen))
+
+    def _with(self, chosen: Setting, in_float32: bool) -> Setting | None:
+        """A setting with these values that jtrain takes: by the ways out of its refusals, else by chance."""
+        setting, _ = follow(defaults() | chosen, keep=tuple(chosen))
+        paths = [path for path in (IN_FLOAT32 if in_float32 else PATHS) if path not in chosen]
+        for count in (1, 1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5) * 4:
+            if setting is not None and (not in_float32 or _only(setting, IN_FLOAT32)):
+                return setting
+            others = {path: self.rng.choice(FACTORS[path]) for path in self.rng.sample(paths, count)}
+            setting, _ = follow(defaults() | others | chosen, keep=tuple(chosen))
+        return None
+
+    def _new_pairs(self, setting: Setting, path: str, value: object, unmet: set[Pair]) -> int:
+        one = (path, str(value))
+        others = ((other, str(setting[other])) for other in PATHS if other != path)
+        return sum((one, other) in unmet or (other, one) in unmet for other in others)
+
+    def _shuffled[T](self, values: tuple[T, ...]) -> list[T]:
+        return self.rng.sample(values, len(values))
+
+
+def _only(setting: Setting, paths: tuple[str, ...]) -> bool:
+    return all(path in paths or value == FACTORS[path][0] for path, value in setting.items())
+
+
+def random_settings(seed: int) -> Iterator[Setting]:
+    """Endless settings by chance, of which jtrain refuses most."""
+    rng = random.Random(f"layouts refused {seed}")
+    while True:
+        setting = defaults()
+        for path in rng.sample(PATHS, rng.randint(3, 12)):
+            setting[path] = rng.choice(FACTORS[path])
+        if count_devices(setting) <= DEVICES:
+            yield setting

@@ -1,0 +1,245 @@
+"""The space of settings: every option that is a layout or a precision, and the parts of a step that they give."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from jtrain.bench.layout_trials.adversarial_batch import COLUMNS, ROWS
+from jtrain.bench.layout_trials.float64 import Descent, Sizes
+from jtrain.config.run import EvalSpec, Run, validate
+from jtrain.data import PackedText
+from jtrain.errors import UserError
+from jtrain.layout.dims import ParamInfo
+from jtrain.layout.layout import LayoutSpec, OffloadSpec
+from jtrain.layout.mesh import AXES, MeshSpec
+from jtrain.layout.precision import PrecisionSpec
+from jtrain.model.router import MoESpec
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW, Muon
+from jtrain.pipeline.spec import PipelineSpec
+
+DEVICES = 8
+NUM_STEPS = 20
+"""Length of the schedule; a trial makes only its first steps."""
+VOCABULARY = 64
+
+type Setting = dict[str, Any]
+"""Value of every factor by its path."""
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "mesh.replica": (1, 2),
+    "mesh.stage": (1, 2, 4),
+    "mesh.data": (1, 2, 4),
+    "mesh.expert": (1, 2, 4),
+    "mesh.context": (1, 2, 4),
+    "mesh.tensor": (1, 2, 4),
+    "layout.zero_stage": (0, 1, 2, 3),
+    "layout.microbatches": (1, 2, 4, 8),
+    "layout.remat": ("none", "full", "attention", "attention_out+mlp_up", "attention_q+attention_k+attention_v"),
+    "layout.tensor_overlap": (False, True),
+    "layout.sequence_groups": (1, 2),
+    "layout.context_attention": ("ring", "ulysses"),
+    "layout.offload.optimizer": ("none", 0.5, 1.0),
+    "layout.offload.params": ("none", 0.5, 1.0),
+    "layout.offload.activations": ("none", 0.5, 1.0),
+    "layout.offload.gradients": ("none", 0.5, 1.0),
+    "layout.offload.update": ("device", "host"),
+    "data.context_order": ("zigzag", "contiguous"),
+    "pipeline.schedule": ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "dualpipev"),
+    "pipeline.chunks": (1, 2),
+    "pipeline.gather": ("tick", "step"),
+    "precision.param_dtype": ("float32", "bfloat16"),
+    "precision.compute_dtype": ("float32", "bfloat16"),
+    "precision.reduce_dtype": ("float32", "bfloat16"),
+    "precision.grad_accum_dtype": ("float32", "bfloat16"),
+    "precision.matmul_dtype": ("compute", "fp8_current", "fp8_delayed"),
+    "optimizer": ("AdamW", "Muon"),
+    "optimizer.moment_dtype": ("float32", "bfloat16", "bfloat16_sr", "int8"),
+    "optimizer.master_dtype": ("none", "float32"),
+    "optimizer.param_rounding": ("nearest", "stochastic"),
+    "model": ("llama", "qwen3", "moe", "moe, shared expert"),
+    "model.scan_layers": (True, False),
+    "model.loss_chunk_tokens": (1024, 16, "auto"),
+    "model.attention_chunk": (512, 4),
+    "kernels": ("chosen", "permutes"),
+    "step.pieces of experts": ("one", "several"),
+    "step.rejects": (False, True),
+    "step.checksums": (False, True),
+    "step.evaluates": (False, True),
+    "step.first weights": ("given", "drawn"),
+}
+"""Values of each factor; the first is the default. Factors of `step` are no options of a config."""
+
+OF_A_REFERENCE = ("optimizer", "model", "step.rejects")
+"""Factors that change the numbers of a run in float32; so do those whose path begins with these:"""
+OF_A_PRECISION = ("precision.", "optimizer.")
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": dict(num_layers=8, num_kv_heads=2, d_ff=64, z_loss=1e-4),
+    "qwen3": dict(num_layers=5, num_kv_heads=4, d_ff=64, qk_norm=True, tie_embeddings=True),
+    "moe": dict(
+        num_layers=5,
+        num_kv_heads=1,
+        d_ff=16,
+        tie_embeddings=True,
+        moe=MoESpec(num_experts=4, top_k=2, normalize_top_k=False, balance_loss=1e-2),
+    ),
+    "moe, shared expert": dict(
+        num_layers=8,
+        num_kv_heads=2,
+        d_ff=16,
+        z_loss=1e-4,
+        moe=MoESpec(num_experts=8, top_k=2, shared_experts=1, balance_loss=1e-2, router_z_loss=1e-3),
+    ),
+}
+"""Models, with heads that `tensor` splits, shares between devices, or cannot split."""
+
+PERMUTES = tuple(
+    (op, "permute")
+    for op in ("all_gather_matmul", "matmul_reduce_scatter", "all_gather_matmul_fp8", "matmul_reduce_scatter_fp8")
+)
+
+
+def defaults() -> Setting:
+    """One device in float32, nothing else."""
+    return {path: values[0] for path, values in FACTORS.items()}
+
+
+def changed(setting: Setting) -> Setting:
+    """The factors that are not at their default."""
+    return {path: value for path, value in setting.items() if value != FACTORS[path][0]}
+
+
+def is_float32(setting: Setting) -> bool:
+    """True if all arithmetic of the gradients is float32."""
+    return not any(path.startswith("precision.") for path in changed(setting))
+
+
+def is_exact(setting: Setting) -> bool:
+    """True if the optimizer's state is float32 as well."""
+    state = ("optimizer.moment_dtype", "optimizer.master_dtype", "optimizer.param_rounding")
+    return is_float32(setting) and not any(path in state for path in changed(setting))
+
+
+def one_device(setting: Setting, *, precision: bool) -> Setting:
+    """The same run on one device in one piece; in float32, or with `precision` in the setting's own."""
+    keep = [path for path in setting if path in OF_A_REFERENCE]
+    if precision:
+        keep += [path for path in setting if path.startswith(OF_A_PRECISION)]
+    more: Setting = {"step.first weights": "drawn"}
+    if precision and not is_float32(setting):
+        more["step.evaluates"] = setting["step.evaluates"]  # in float32, float64 is the measure of an evaluation
+    return defaults() | more | {path: setting[path] for path in keep}
+
+
+_LISTED: dict[int, tuple[ParamInfo, ...]] = {}
+"""Parameters by model: a draw of settings asks for them thousands of times. `make_model` keeps all models alive."""
+
+
+class _Model(Transformer):
+    """A model that lists its parameters once."""
+
+    def param_infos(self) -> tuple[ParamInfo, ...]:
+        """Every parameter, sorted by path."""
+        if id(self) not in _LISTED:
+            _LISTED[id(self)] = super().param_infos()
+        return _LISTED[id(self)]
+
+
+@functools.cache
+def make_model(family: str, scan_layers: bool, chunk: int | str, attention_chunk: int) -> Transformer:
+    """Builds a model; equal arguments give the same object."""
+    sizes: dict[str, Any] = dict(d_model=32, num_heads=4, head_dim=8, vocab_size=VOCABULARY, norm_eps=1e-5)
+    sizes |= dict(scan_layers=scan_layers, loss_chunk_tokens=chunk)
+    return _Model(**sizes, attention_chunk=attention_chunk, **FAMILIES[family])
+
+
+@functools.cache
+def _data(order: Any) -> PackedText:
+    return PackedText(path="README.md", seq_len=COLUMNS, global_batch=ROWS, context_order=order)
+
+
+def make_run(setting: Setting) -> Run:
+    """The config of a setting.
+
+    Raises:
+      UserError: a component refuses a value, the components do not fit, or there are more than DEVICES devices.
+    """
+    mesh = MeshSpec(**{axis: setting[f"mesh.{axis}"] for axis in AXES})
+    if mesh.size > DEVICES:
+        raise UserError(f"mesh of {mesh.size} devices, but {DEVICES} are emulated.")
+    of = {prefix: _below(setting, prefix) for prefix in ("layout.offload.", "pipeline.", "precision.", "optimizer.")}
+    remat = setting["layout.remat"]
+    named = remat not in ("none", "full")
+    layout = LayoutSpec(
+        zero_stage=setting["layout.zero_stage"],
+        microbatches=setting["layout.microbatches"],
+        remat="named" if named else remat,
+        remat_save=tuple(remat.split("+")) if named else (),
+        tensor_overlap=setting["layout.tensor_overlap"],
+        sequence_groups=setting["layout.sequence_groups"],
+        context_attention=setting["layout.context_attention"],
+        offload=OffloadSpec(**of["layout.offload."]),
+    )
+    optimizer: Any = dict(AdamW=AdamW, Muon=Muon)[setting["optimizer"]]
+    run = Run(
+        seed=0,
+        num_steps=NUM_STEPS,
+        mesh=mesh,
+        layout=layout,
+        pipeline=PipelineSpec(**of["pipeline."]),
+        precision=PrecisionSpec(**of["precision."]),
+        kernels=PERMUTES if setting["kernels"] == "permutes" else (),
+        model=make_model(
+            setting["model"],
+            *(setting[f"model.{name}"] for name in ("scan_layers", "loss_chunk_tokens", "attention_chunk")),
+        ),
+        optimizer=optimizer(peak_lr=3e-3, warmup_steps=4, **of["optimizer."]),
+        data=_data(setting["data.context_order"]),
+        eval=EvalSpec(every_steps=None),
+    )
+    validate(run)
+    return run
+
+
+def _below(setting: Setting, prefix: str) -> dict[str, Any]:
+    return {path.removeprefix(prefix): value for path, value in setting.items() if path.startswith(prefix)}
+
+
+def refusal(setting: Setting) -> UserError | None:
+    """The reason why jtrain refuses a setting, None if it takes it."""
+    try:
+        make_run(setting)
+    except UserError as error:
+        return error
+    return None
+
+
+def sizes_of(setting: Setting) -> Sizes:
+    """Settings of the model, for the float64 reference."""
+    family = FAMILIES[setting["model"]]
+    moe = family.get("moe")
+    routed = {} if moe is None else dataclasses.asdict(moe)
+    experts = {name: routed[name] for name in ("top_k", "normalize_top_k", "balance_loss", "router_z_loss") if routed}
+    return Sizes(
+        tied=family.get("tie_embeddings", False),
+        z_loss=family.get("z_loss", 0.0),
+        experts=routed.get("num_experts", 0),
+        **experts,
+    )
+
+
+def descent_of(setting: Setting) -> Descent:
+    """Settings of the optimizer, for the float64 reference."""
+    return Descent(muon=setting["optimizer"] == "Muon")
+
+
+def count_devices(setting: Setting) -> int:
+    """Number of devices of the mesh."""
+    return math.prod(setting[f"mesh.{axis}"] for axis in AXES)
+
+
+def as_text(setting: Setting) -> str:
+    """The factors that are not at their default, in one line."""
+    return ", ".join(f"{path}={value}" for path, value in changed(setting).items()) or "all defaults"

@@ -1,0 +1,175 @@
+"""Some real steps on a setting's layout, and all that can be compared of them, with layers in the model's order."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jtrain.bench.layout_trials.adversarial_batch import COLUMNS, Arrays
+from jtrain.bench.layout_trials.settings import Setting, count_devices, make_run
+from jtrain.config.run import run_layout
+from jtrain.data.constructor.context_order import context_order
+from jtrain.layout.dims import Batch
+from jtrain.layout.mesh import make_mesh
+from jtrain.model import expert_dispatch
+from jtrain.model.param import map_params
+from jtrain.optim import build
+from jtrain.optim.state import by_path
+from jtrain.step.guard import GuardState
+from jtrain.step.state import abstract_state, init_state, shardings_of
+from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
+
+REJECTED = 2
+"""Number of the step, from 1, whose update `step.rejects` leaves out."""
+
+type Flat = dict[str, np.ndarray]
+"""Arrays by path; the optimizer's have the name of the array in front."""
+
+
+@dataclasses.dataclass
+class Course:
+    """What a run gives.
+
+    first, last: parameters. moments: state of the optimizer after the first step. scaling: histories of 8-bit matmuls
+    at the end. exact: metrics that are the same bits in every layout, of each step. nats_BL: of an evaluation with the
+    first parameters, in the columns of the batch; None without. num_traces: times that the step was traced.
+    unchanged: False if a rejected step changed parameters, moments or histories.
+    first_state: the whole state before the first step, on the host, as the layout places it.
+    """
+
+    first: Flat
+    last: Flat
+    moments: Flat
+    scaling: Flat
+    losses: list[float]
+    norms: list[float]
+    exact: list[tuple[Any, ...]]
+    nats_BL: np.ndarray | None
+    num_traces: int
+    first_state: Any
+    unchanged: bool = True
+
+
+@contextlib.contextmanager
+def pieces_of_experts(several: bool) -> Iterator[None]:
+    """Cuts the tokens of a layer of experts into as many pieces as there may be, however few tokens there are."""
+    before = expert_dispatch.MIN_PIECE_ROWS
+    expert_dispatch.MIN_PIECE_ROWS = 1 if several else before
+    try:
+        yield
+    finally:
+        expert_dispatch.MIN_PIECE_ROWS = before
+
+
+class Trainer:
+    """The compiled step of one setting; `train` runs it from the first state on any batches."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        run = make_run(setting)
+        self.layout = run_layout(run)
+        self.mesh = make_mesh(run.mesh, jax.devices()[: count_devices(setting)])
+        self.infos = run.model.param_infos()
+        self.optimizer = build(run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, self.infos))
+        self.model = run.model
+        self.step = make_train_step(
+            self.model, self.optimizer, self.layout, self.mesh, checksums=setting["step.checksums"]
+        )
+        self.columns = context_order(COLUMNS, run.mesh.context, self.layout.context_order)
+
+    def train(self, batches: Sequence[Arrays], first_state: Any) -> Course:
+        """One step on each batch.
+
+        Args:
+          first_state: of the same run on one device, unless the setting draws its own first weights.
+        """
+        with pieces_of_experts(self.setting["step.pieces of experts"] == "several"):
+            return self._train(batches, first_state)
+
+    def _train(self, batches: Sequence[Arrays], first_state: Any) -> Course:
+        if self.setting["step.first weights"] == "drawn":
+            state = init_state(self.layout, self.optimizer, self.mesh, seed=0)
+        else:
+            like = abstract_state(self.layout, self.optimizer, self.mesh)
+            placed_state = jax.tree_util.tree_map_with_path(self._placed, like, first_state)
+            state = jax.device_put(placed_state, shardings_of(like))
+        drawn_state = jax.device_get(state)
+        placed = [self._place(batch) for batch in batches]
+        nats_BL = None
+        if self.setting["step.evaluates"]:
+            nats_BL = np.asarray(make_eval_step(self.model, self.layout, self.mesh)(state.params, placed[0]))
+            nats_BL = nats_BL[:, np.argsort(self.columns)]
+        if self.setting["step.rejects"]:
+            assert isinstance(state.guard, GuardState)
+            left_out = jax.device_put(
+                np.array([REJECTED] + [0] * (len(state.guard.left_out) - 1), np.int32), state.guard.left_out.sharding
+            )
+            state = dataclasses.replace(state, guard=dataclasses.replace(state.guard, left_out=left_out))
+        first = self._in_order(by_path(self.optimizer.params, drawn_state.params))
+        course = Course(first, {}, {}, {}, [], [], [], nats_BL, 0, drawn_state)
+        for number, batch in enumerate(placed):
+            before = None
+            if self.setting["step.rejects"] and number + 1 == REJECTED:
+                before = jax.device_get((state.params, state.opt_state, state.scaling))
+            state, metrics = self.step(state, batch)
+            if before is not None:
+                after = jax.device_get((state.params, state.opt_state, state.scaling))
+                course.unchanged = all(map(np.array_equal, jax.tree.leaves(before), jax.tree.leaves(after)))
+            course.losses.append(float(metrics["loss_nats"]))
+            course.norms.append(float(metrics["grad_norm"]))
+            course.exact.append(self._exact(metrics))
+            if number == 0:
+                leaves = self.optimizer.leaves(jax.device_get(state.opt_state))
+                course.moments = self._in_order(
+                    {f"{name} {path}": leaf[name] for path, leaf in leaves.items() for name in leaf}
+                )
+        course.last = self._in_order(by_path(self.optimizer.params, jax.device_get(state.params)))
+        scaling = jax.tree_util.tree_flatten_with_path(jax.device_get(state.scaling))[0]
+        course.scaling = self._in_order(
+            {".".join(str(key.key) for key in keys): np.asarray(value) for keys, value in scaling}, check=False
+        )
+        course.num_traces = self.step._cache_size()  # pyright: ignore[reportFunctionMemberAccess]: of jit
+        return course
+
+    def _exact(self, metrics: dict[str, Any]) -> tuple[Any, ...]:
+        """Batch hash, number of targets, if the update was applied, learning rate, not finite."""
+        by_device = np.asarray(metrics["by_device"])
+        not_finite = int(by_device[:, 1].sum()) if np.isfinite(by_device[:, 1]).all() else -1
+        hash_2 = str(np.asarray(metrics["batch_hash"]).tolist())
+        rate = float(metrics["learning_rate"])
+        return hash_2, int(metrics["tokens"]), bool(metrics["applied"]), rate, not_finite
+
+    def _place(self, batch: Arrays) -> Batch:
+        sharding = NamedSharding(self.mesh, BATCH_SPEC)
+        return Batch(**{name: jax.device_put(value[:, self.columns], sharding) for name, value in batch.items()})
+
+    def _placed(self, keys: Any, like: Any, value: Any) -> np.ndarray:
+        """An array of a state on one device, with its layers where the layout has them, and zeros for identity."""
+        order, array = self.layout.pipeline and self.layout.pipeline.order, np.asarray(value)
+        if order is None or not any(getattr(key, "key", None) == "layers" for key in keys):
+            return array
+        padded = np.concatenate([array, np.zeros_like(array[:1])])
+        assert padded[list(order)].shape == like.shape
+        return padded[list(order)]
+
+    def _in_order(self, arrays: dict[str, Any], *, check: bool = True) -> Flat:
+        """Arrays by path with the layers in the model's order.
+
+        Raises:
+          AssertionError: an identity layer is not zero any more.
+        """
+        order = self.layout.pipeline and self.layout.pipeline.order
+        flat: Flat = {}
+        for path, value in arrays.items():
+            array = np.asarray(value)
+            if order is None or not path.rpartition(" ")[2].startswith("layers."):
+                flat[path] = array
+                continue
+            identity = array[[place for place, layer in enumerate(order) if layer < 0]]
+            assert not check or not np.any(identity.astype(np.float32)), f"{path}: an identity layer is not zero"
+            flat[path] = array[[order.index(layer) for layer in range(self.model.num_layers)]]
+        return flat

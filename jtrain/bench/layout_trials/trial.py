@@ -1,0 +1,127 @@
+"""One trial: a setting's steps against its references, which many trials share."""
+
+import dataclasses
+import functools
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+from jtrain.bench.layout_trials import float64
+from jtrain.bench.layout_trials.adversarial_batch import Arrays, draw_batch
+from jtrain.bench.layout_trials.bounds import NOISE, Comparison, References, compare
+from jtrain.bench.layout_trials.settings import (
+    FACTORS,
+    VOCABULARY,
+    Setting,
+    as_text,
+    changed,
+    defaults,
+    descent_of,
+    is_float32,
+    one_device,
+    refusal,
+    sizes_of,
+)
+from jtrain.bench.layout_trials.steps import REJECTED, Course, Trainer
+from jtrain.errors import UserError
+
+STEPS = 3
+VARIANTS = 3
+"""Numbers of steps of a run, and of sequences of batches of which a trial takes one."""
+CLOSE = 3e-5
+"""Difference of router logits below which float32 may choose another expert than float64."""
+
+
+@dataclasses.dataclass
+class Result:
+    """What became of a trial.
+
+    unequal: a line for each difference over its bound, or the error; empty if all is equal.
+    shares: largest difference of each kind, as a share of its bound.
+    refused: a refusal that came only with the step, after the config was accepted.
+    """
+
+    setting: Setting
+    unequal: list[str]
+    shares: dict[str, float]
+    seconds: float
+    refused: UserError | None = None
+
+
+class Lab:
+    """Runs trials and keeps their references."""
+
+    def __init__(self) -> None:
+        self._trained = functools.cache(self._train_one_device)
+        self._truths = functools.cache(self._train_truth)
+
+    def trial(self, setting: Setting, number: int) -> Result:
+        """Runs a setting on the batches of trial `number`."""
+        start = time.perf_counter()
+        try:
+            to, batches = self.references(setting, number % VARIANTS)
+            comparison = compare(setting, Trainer(setting).train(batches, to.same.first_state), to)
+        except UserError as error:
+            # A config that was accepted must run: whatever the step refuses, `validate` has to refuse before.
+            return Result(setting, [str(error)], {}, time.perf_counter() - start, error)
+        except Exception as error:  # whatever it is, it is a result of the trial
+            where = "".join(traceback.format_exception(error)[-4:])
+            comparison = Comparison({}, [f"{type(error).__name__}: {str(error)[:600]}\n{where[-1500:]}"])
+        return Result(setting, comparison.unequal, comparison.shares, time.perf_counter() - start)
+
+    def references(self, setting: Setting, variant: int) -> tuple[References, Sequence[Arrays]]:
+        """References of a setting, and the batches; of another variant where float32 may choose another expert."""
+        for chosen in range(variant, variant + 20):
+            same = self._trained(_key(one_device(setting, precision=True)), chosen)
+            truth, disturbed = self._truths(_key(one_device(setting, precision=True)), chosen)
+            if truth.closest > CLOSE or not is_float32(setting):
+                exact = (
+                    self._trained(_key(one_device(setting, precision=False)), chosen) if is_float32(setting) else same
+                )
+                return References(exact, same, truth, disturbed), batches_of(chosen)
+        raise AssertionError("every sequence of batches has a token that two experts serve equally well")
+
+    def _train_one_device(self, key: tuple[tuple[str, object], ...], variant: int) -> Course:
+        return _trainer(key).train(batches_of(variant), None)
+
+    def _train_truth(
+        self, key: tuple[tuple[str, object], ...], variant: int
+    ) -> tuple[float64.Course, list[float64.Course]]:
+        setting = defaults() | dict(key)
+        first = self._trained(key, variant).first
+        rejected = (REJECTED - 1,) if setting["step.rejects"] else ()
+        run = functools.partial(
+            float64.train, sizes_of(setting), descent_of(setting), first, batches_of(variant), rejected
+        )
+        return run(), [run(noise=NOISE, seed=seed) for seed in range(2)]
+
+
+@functools.lru_cache(maxsize=16)
+def _trainer(key: tuple[tuple[str, object], ...]) -> Trainer:
+    return Trainer(defaults() | dict(key))
+
+
+def _key(setting: Setting) -> tuple[tuple[str, object], ...]:
+    return tuple(changed(setting).items())
+
+
+@functools.cache
+def batches_of(variant: int) -> tuple[Arrays, ...]:
+    """The batch of each step."""
+    return tuple(draw_batch(100 * variant + step, VOCABULARY) for step in range(STEPS))
+
+
+def shrink(setting: Setting, fails: Callable[[Setting], bool]) -> Setting:
+    """A setting that still fails with as few changes from the defaults as one pass over them finds."""
+    for path in list(changed(setting)):
+        smaller = setting | {path: FACTORS[path][0]}
+        if refusal(smaller) is None and fails(smaller):
+            setting = smaller
+    return setting
+
+
+def described(name: str, result: Result) -> str:
+    """A line for a trial, and one for each difference."""
+    verdict = f"refused by the step: {result.refused}" if result.refused else "UNEQUAL" if result.unequal else "equal"
+    lines = [f"{name}: {verdict} in {result.seconds:.1f} s: {as_text(result.setting)}", *result.unequal]
+    return "\n    ".join(lines)
